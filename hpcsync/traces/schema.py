@@ -1,0 +1,97 @@
+"""The tables of a trace: one NumPy record type each. Names that are quantities end in their unit.
+
+Seconds are float64 since the start of the run, on the clock of the deciding server. `seq` is one counter over pushes,
+grants, decisions and membership changes, so that their order is total.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+FORMAT = "hpcsync-trace"
+FORMAT_VERSION = 1
+
+APPLIED, DROPPED = 0, 1
+OUTCOMES = {"applied": APPLIED, "dropped": DROPPED}
+
+LEFT = 0
+CHANGES = {"left": LEFT}
+
+STATUSES = ("running", "finished", "failed", "interrupted")
+
+# One row per push, in the order in which the deciding server handled them. `version_read` is the version that the
+# gradient was computed from, `staleness` the number of updates between that version and the update that applied it (or,
+# for a dropped push, between that version and the drop). `begin_s` and `end_s` bound the worker's own computation;
+# `compute_s` is that computation with its padding, `wait_s` the wait for the grant that let it begin, `comm_s` the
+# transfers of weights before it and of the gradient after it, `wire_bytes` the bytes of both.
+PUSHES = np.dtype(
+    [
+        ("seq", "<i8"),
+        ("now_s", "<f8"),
+        ("worker", "<i4"),
+        ("iteration", "<i8"),
+        ("version_read", "<i8"),
+        ("staleness", "<i8"),
+        ("begin_s", "<f8"),
+        ("end_s", "<f8"),
+        ("compute_s", "<f8"),
+        ("wait_s", "<f8"),
+        ("comm_s", "<f8"),
+        ("batch_size", "<i4"),
+        ("local_steps", "<i4"),
+        ("loss", "<f8"),
+        ("wire_bytes", "<i8"),
+        ("outcome", "<i1"),
+    ]
+)
+
+# One row per grant. `iteration` is the one that the worker may now start, `version` the one that it will read. A grant
+# of zero local steps (and batch size zero) ends the worker's part in the run.
+GRANTS = np.dtype(
+    [
+        ("seq", "<i8"),
+        ("now_s", "<f8"),
+        ("worker", "<i4"),
+        ("iteration", "<i8"),
+        ("version", "<i8"),
+        ("gap_iters", "<i8"),
+        ("credits", "<i8"),
+        ("held_s", "<f8"),
+        ("batch_size", "<i4"),
+        ("local_steps", "<i4"),
+    ]
+)
+
+# One row per update of the model. `version` is the version that the update made (the first is 1), `samples` the samples
+# that all updates up to this one were computed from.
+UPDATES = np.dtype(
+    [("version", "<i8"), ("now_s", "<f8"), ("n_contributions", "<i4"), ("lr", "<f8"), ("samples", "<i8")]
+)
+
+# One row per choice of an adaptive controller; a paradigm's own `decision_fields` follow as float64 columns.
+DECISIONS = np.dtype(
+    [("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), ("worker", "<i4"), ("chosen", "<f8")]
+)
+
+EVALUATIONS = np.dtype(
+    [("now_s", "<f8"), ("version", "<i8"), ("samples", "<i8"), ("loss", "<f8"), ("accuracy", "<f8")]
+)
+
+MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("change", "<i1")])
+
+CLOCKS = np.dtype([("rank", "<i4"), ("host", "S64"), ("offset_s", "<f8"), ("uncertainty_s", "<f8")])
+
+TABLES = {
+    "pushes": PUSHES,
+    "grants": GRANTS,
+    "updates": UPDATES,
+    "decisions": DECISIONS,
+    "evaluations": EVALUATIONS,
+    "membership": MEMBERSHIP,
+    "clocks": CLOCKS,
+}
+
+
+def decisions_dtype(decision_fields: tuple[str, ...]) -> np.dtype:
+    """The record type of `/decisions` for a paradigm: the common columns, then one float64 per field."""
+    return np.dtype(DECISIONS.descr + [(name, "<f8") for name in decision_fields])
