@@ -1,0 +1,67 @@
+"""A model's trainable parameters, and their gradients, as views into one contiguous buffer each.
+
+Whoever moves weights or gradients moves one flat vector, and nothing is ever packed or unpacked: autograd accumulates
+straight into the gradient buffer, and a transfer into the weight buffer is the model's new state.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+DTYPES = (torch.float32, torch.float64)
+
+
+class FlatModel:
+    """Rebinds a module's trainable parameters to `weights` and their gradients to `gradient`.
+
+    weights, gradient: 1-D tensors of `size` elements, in the order of `model.parameters()`; a tied parameter counts
+    once. Buffers of the module (running statistics) stay where they are. Raises ValueError for a model without
+    trainable parameters, or whose parameters differ in type or are of a type that cannot be moved exactly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        dtypes = {p.dtype for p in self._parameters}
+        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+            found = ", ".join(sorted(map(str, dtypes))) or "no trainable parameters"
+            raise ValueError(f"the model has {found}: allowed is one type for all, float32 or float64")
+        self.size = sum(p.numel() for p in self._parameters)
+        self.weights = torch.empty(self.size, dtype=dtypes.pop())
+        self.gradient = torch.zeros_like(self.weights)
+        self._weight_views = self._views(self.weights)
+        self._gradient_views = self._views(self.gradient)
+        for parameter, weights, gradient in zip(
+            self._parameters, self._weight_views, self._gradient_views, strict=True
+        ):
+            weights.copy_(parameter.detach())
+            parameter.data = weights
+            parameter.grad = gradient
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        sizes = [p.numel() for p in self._parameters]
+        return [
+            part.view(p.shape) for part, p in zip(flat.split(sizes), self._parameters, strict=True)
+        ]
+
+    def zero_gradient(self) -> None:
+        """Clear the gradient without giving up the views, which `zero_grad(set_to_none=True)` would do."""
+        self.gradient.zero_()
+        for parameter, gradient in zip(self._parameters, self._gradient_views, strict=True):
+            parameter.grad = gradient
+
+    def gather_gradient(self) -> None:
+        """Make `gradient` hold every parameter's gradient.
+
+        Costs nothing when autograd wrote into the views, as it does unless somebody replaced `parameter.grad`; such a
+        gradient is copied in and the view put back. A parameter that took no part in the loss counts as zero.
+        """
+        for parameter, view in zip(self._parameters, self._gradient_views, strict=True):
+            if parameter.grad is view:
+                continue
+            if parameter.grad is None:
+                view.zero_()
+            else:
+                view.copy_(parameter.grad)
+            parameter.grad = view

@@ -1,0 +1,71 @@
+"""Which torch.optim optimizers a server may run, and how they are made.
+
+A server holds a contiguous piece of the flat weights that may begin and end inside a layer. Only optimizers that treat
+every element by itself give the same bits whatever the pieces are, and only those are allowed. Left out are LBFGS
+(needs the loss again), SparseAdam (sparse gradients), Adafactor and Muon (need the shape of each matrix).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
+    cls.__name__.lower(): cls
+    for cls in (
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    )
+}
+
+# Ways of computing the same numbers, not settings of the optimizer; a server picks its own.
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer by name, initial learning rate and options, not yet bound to any tensor."""
+
+    name: str
+    lr: float
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
+        """Make the optimizer for one flat parameter, in its fused form where torch has one (fewer passes over memory).
+
+        Raises ValueError for a name that is not in ELEMENTWISE, and whatever torch raises for bad options.
+        """
+        if self.name not in ELEMENTWISE:
+            raise ValueError(f"{self.name!r}: allowed is one of {', '.join(ELEMENTWISE)}")
+        cls = ELEMENTWISE[self.name]
+        implementation = {"fused": True} if "fused" in inspect.signature(cls).parameters else {}
+        return cls([parameter], lr=self.lr, **self.options, **implementation)  # type: ignore[call-arg, arg-type]
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+        """The spec of a user's own optimizer. Raises ValueError for one that cannot run on pieces of flat weights."""
+        name = type(optimizer).__name__.lower()
+        if ELEMENTWISE.get(name) is not type(optimizer):
+            raise ValueError(f"optimizer {type(optimizer).__name__}: allowed is one of {', '.join(ELEMENTWISE)}")
+        if len(optimizer.param_groups) != 1:
+            raise ValueError(f"optimizer with {len(optimizer.param_groups)} parameter groups: allowed is one")
+        accepted = inspect.signature(type(optimizer)).parameters
+        options = {
+            key: value
+            for key, value in optimizer.param_groups[0].items()
+            if key in accepted and key not in ("params", "lr", *_IMPLEMENTATION)
+        }
+        return OptimizerSpec(name, float(optimizer.param_groups[0]["lr"]), options)

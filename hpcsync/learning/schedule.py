@@ -1,0 +1,41 @@
+"""The learning rate as a pure function of the training clock."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from hpcsync.job import Job
+
+LearningRate = Callable[[int, int, int], float]
+
+
+def learning_rate(job: Job) -> LearningRate:
+    """`lr(samples, updates, n_contributions)`: the rate of the update that follows that many samples and updates.
+
+    The schedule counts what `optimizer.lr_clock` names. With `async_lr_scale = "1/workers"` an update of n of P workers'
+    contributions is scaled by n/P, so that one pass over the data takes the same total step under every paradigm.
+    """
+    optimizer, workers = job.optimizer, job.cluster.workers
+    by_samples = optimizer.lr_clock == "samples"
+    scaled = optimizer.async_lr_scale == "1/workers"
+
+    def lr(samples: int, updates: int, n_contributions: int) -> float:
+        clock = samples if by_samples else updates
+        share = n_contributions / workers if scaled else 1.0
+        return optimizer.lr * share * factor(optimizer.schedule, clock)
+
+    return lr
+
+
+def factor(schedule: object, clock: int) -> float:
+    """What the initial rate is multiplied by when the clock shows `clock`; 1 without a schedule."""
+    if schedule is None:
+        return 1.0
+    warmup = schedule.warmup  # type: ignore[attr-defined]
+    if clock < warmup:
+        return (clock + 1) / (warmup + 1)
+    if schedule.name == "multistep":  # type: ignore[attr-defined]
+        return float(schedule.gamma ** sum(clock >= m for m in schedule.milestones))  # type: ignore[attr-defined]
+    progress = min(1.0, (clock - warmup) / max(1, schedule.total - warmup))  # type: ignore[attr-defined]
+    return 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,0 +1,87 @@
+"""The server's side of the arithmetic: weights, optimizer, and versions that readers can rely on.
+
+A `Store` holds one contiguous shard of the flat weights in several buffers of equal size, of which one is current. An
+update happens in place while nobody reads the current buffer. While somebody does, the update moves on to a free buffer
+and leaves the old one as it was. So a reader sees exactly the version it was promised, never half of an update; nobody
+waits for anybody; and the usual case (no reader) costs no extra pass over memory.
+
+Who reads is known without asking: a server promises a version to a reader (`pin`), and the reader says when it has
+finished by writing the promise's serial number into its word of `done`, which may lie in an RMA window. A contribution
+that arrives also says so, since a worker reads before it computes. At most one reader per worker and one for evaluation
+means that `n_workers + 1` buffers always suffice: the contributor of an update does not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from hpcsync.learning.optimizers import OptimizerSpec
+
+
+def n_buffers(n_workers: int) -> int:
+    """Buffers that a store with this many workers and one evaluator needs so that no update ever waits."""
+    return n_workers + 1
+
+
+class Store:
+    """One shard of the weights under any element-wise torch optimizer.
+
+    buffers: (n_buffers, shard) tensor; buffer 0 holds version 0.
+    slots:   (n_workers, shard) tensor; row w is where worker w's contribution lies when it is applied.
+    done:    (n_workers + 1,) int64 array, all zero; the last word is the evaluator's.
+    """
+
+    def __init__(
+        self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, optimizer: OptimizerSpec
+    ) -> None:
+        self._buffers = buffers
+        self._slots = slots
+        self._done = done
+        self._pinned = np.zeros(len(done), np.int64)  # reader -> buffer
+        self._serial = np.zeros(len(done), np.int64)  # reader -> serial number of its latest promise
+        self.version = 0
+        self.current = 0
+        self._parameter = torch.nn.Parameter(buffers[0])
+        self._optimizer = optimizer.build(self._parameter)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The current version, a view that later updates change."""
+        return self._buffers[self.current]
+
+    def pin(self, reader: int) -> tuple[int, int]:
+        """Promise the current version to a reader: it may read the buffer until it writes the serial into its word.
+
+        Returns (buffer, serial).
+        """
+        self._pinned[reader] = self.current
+        self._serial[reader] += 1
+        return self.current, int(self._serial[reader])
+
+    def apply(self, workers: Sequence[int], lr: float) -> None:
+        """One update from the mean of these workers' contributions, summed in the order given. Their slots are spent."""
+        for worker in workers:
+            self._done[worker] = self._serial[worker]
+        gradient = self._slots[workers[0]]
+        for worker in workers[1:]:
+            gradient.add_(self._slots[worker])
+        if len(workers) > 1:
+            gradient.div_(len(workers))
+        self._make_writable()
+        self._parameter.grad = gradient
+        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.step()
+        self.version += 1
+
+    def _make_writable(self) -> None:
+        """Move on to a free buffer if anybody still reads the current one."""
+        read = self._pinned[self._done != self._serial]
+        if self.current not in read:
+            return
+        free = next(b for b in range(len(self._buffers)) if b not in read)
+        self._buffers[free].copy_(self._buffers[self.current])
+        self.current = free
+        self._parameter.data = self._buffers[free]

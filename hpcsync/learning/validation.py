@@ -1,0 +1,76 @@
+"""Checks of a job that need torch: before any rank starts, and again where a training script connects."""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError, did_you_mean, shown
+from hpcsync.learning.data import batch_indices
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
+from hpcsync.learning.workloads import Workload, build
+
+
+def optimizer_spec(job: Job) -> OptimizerSpec:
+    """The job's optimizer. Raises JobError for a name or an option that torch does not have or a server cannot run."""
+    settings = job.optimizer
+    if settings.name not in ELEMENTWISE:
+        hint = did_you_mean(settings.name, ELEMENTWISE)
+        raise JobError(
+            f"optimizer.name = {shown(settings.name)}: must be one of {', '.join(sorted(ELEMENTWISE))}{hint}"
+        )
+    cls = ELEMENTWISE[settings.name]
+    for key, value in settings.options.items():
+        if key not in (accepted := list(inspect.signature(cls).parameters)[2:]):
+            hint = did_you_mean(key, accepted)
+            raise JobError(f"optimizer.{key} = {shown(value)}: must be an option of torch.optim.{cls.__name__}{hint}")
+    spec = OptimizerSpec(settings.name, settings.lr, settings.options)
+    try:
+        spec.build(torch.nn.Parameter(torch.zeros(1)))
+    except (ValueError, TypeError) as error:
+        raise JobError(f"optimizer = {shown(settings.options)}: torch says: {error}") from None
+    return spec
+
+
+def check(job: Job) -> Workload:
+    """The job's workload, after job and workload have been checked against each other. Raises JobError."""
+    optimizer_spec(job)
+    workload = build(job)
+    name = f"workload.name = {shown(job.workload.name)}"
+    try:
+        size = FlatModel(workload.model).size
+    except ValueError as error:
+        raise JobError(f"{name}: {error}") from None
+    check_size(job, size)
+    if workload.train is not None:
+        batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
+        try:
+            batch_indices(0, 0, 1, n_workers=1, batch_size=batch_size, size=samples)
+        except ValueError as error:
+            raise JobError(f"workload.{error}") from None
+    if workload.evaluate is None:
+        for key in ("target_accuracy", "target_loss"):
+            if getattr(job.stop, key) is not None:
+                raise JobError(f"stop.{key} = {getattr(job.stop, key)}: {name} must be one that can be evaluated")
+    elif has_running_statistics(workload.model):
+        raise JobError(f"{name}: {NO_RUNNING_STATISTICS}")
+    return workload
+
+
+def check_size(job: Job, size: int) -> None:
+    """There are enough parameters for every server to hold one. Raises JobError."""
+    if job.cluster.servers > size:
+        raise JobError(f"cluster.servers = {job.cluster.servers}: must be at most the model's {size} parameters")
+
+
+NO_RUNNING_STATISTICS = (
+    "the model must have no running statistics to be evaluated during the run (GroupNorm instead of BatchNorm): "
+    "they live on the workers, evaluation is on the servers' weights"
+)
+
+
+def has_running_statistics(model: torch.nn.Module) -> bool:
+    return any(isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.track_running_stats for m in model.modules())

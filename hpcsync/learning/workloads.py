@@ -1,0 +1,138 @@
+"""What is trained: a model, its data and how it is judged."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError, shown
+from hpcsync.learning.replica import Loss
+
+Evaluate = Callable[[nn.Module], tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model with its data.
+
+    model:    freshly initialised from the job's seed.
+    loss:     `loss(model, *batch)`, the mean loss of a batch; None for a workload without arithmetic.
+    train:    map-style data set of tuples; None exactly when loss is None.
+    evaluate: `evaluate(model) -> (loss, accuracy)` on held-out data, accuracy NaN where there is none; None for nothing
+              to evaluate.
+    """
+
+    model: nn.Module
+    loss: Loss | None
+    train: Dataset[Any] | None
+    evaluate: Evaluate | None
+
+
+def build(job: Job) -> Workload:
+    """The job's workload; the same job gives the same initial weights and data, bit for bit."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        name = job.workload.name
+        if name in _BUILT_IN:
+            return _BUILT_IN[name](job)
+        return _from_user(job)
+
+
+def _from_user(job: Job) -> Workload:
+    name = f"workload.name = {shown(job.workload.name)}"
+    module, _, function = job.workload.name.partition(":")
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise JobError(f"{name}: must name a function that can be imported: {error}") from None
+    workload = make(**job.workload.options)
+    if not isinstance(workload, Workload):
+        raise JobError(f"{name}: must return a hpcsync.learning.workloads.Workload")
+    return workload
+
+
+def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(model(x), y)
+
+
+def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
+    """Mean cross-entropy and accuracy on these samples."""
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        model.eval()
+        with torch.no_grad():
+            logits = model(x)
+        loss = functional.cross_entropy(logits, y)
+        return float(loss), float((logits.argmax(1) == y).double().mean())
+
+    return evaluate
+
+
+def _digits(job: Job) -> Workload:
+    """scikit-learn's 1797 handwritten digits of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits), split
+    1437 to 360 by a fixed permutation; a convolutional network of 15 thousand parameters."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(labels))
+    x = torch.from_numpy(images[order].astype(np.float32) / 16.0).reshape(-1, 1, 8, 8)
+    y = torch.from_numpy(labels[order].astype(np.int64))
+    n_train = 1437
+    model = nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+    train = TensorDataset(x[:n_train], y[:n_train])
+    return Workload(model, cross_entropy, train, classification(x[n_train:], y[n_train:]))
+
+
+def half_squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return 0.5 * functional.mse_loss(model(x).squeeze(1), y)
+
+
+def _linear(job: Job) -> Workload:
+    """Least squares in float64: rows of x are standard normal, y = x w* + noise. The optimum is
+    `numpy.linalg.lstsq(x, y)`; evaluation reports the loss on the training rows and no accuracy."""
+    settings = job.workload
+    generator = np.random.default_rng([job.seed, 1])
+    x = torch.from_numpy(generator.standard_normal((settings.samples, settings.features)))
+    optimum = torch.from_numpy(generator.standard_normal(settings.features))
+    y = x @ optimum + settings.noise * torch.from_numpy(generator.standard_normal(settings.samples))
+    model = nn.Linear(settings.features, 1, bias=False, dtype=torch.float64)
+
+    def evaluate(model: nn.Module) -> tuple[float, float]:
+        with torch.no_grad():
+            return float(half_squared_error(model, x, y)), float("nan")
+
+    return Workload(model, half_squared_error, TensorDataset(x, y), evaluate)
+
+
+class _Parameters(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.zeros(size))
+
+
+def _timing(job: Job) -> Workload:
+    """No arithmetic: a model of so many float32 parameters that only travels. For schedules and transfers."""
+    return Workload(_Parameters(job.workload.parameters), None, None, None)
+
+
+_BUILT_IN: dict[str, Callable[[Job], Workload]] = {"digits": _digits, "linear": _linear, "timing": _timing}

@@ -1,0 +1,115 @@
+"""Server 0's loop: hear reports, let the coordinator decide, have every server carry it out."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hpcsync.coordinator import Coordinator, Order, Report
+from hpcsync.mpi import wire
+from hpcsync.mpi.evaluator import Evaluator
+from hpcsync.mpi.link import Link
+from hpcsync.mpi.mailbox import Outbox
+from hpcsync.mpi.shard import Shard, encode
+from hpcsync.mpi.wire import OrderRecord
+
+
+class Interrupted(Exception):
+    """The run was asked to end by a signal."""
+
+
+class WorkerFailed(Exception):
+    """A worker has said that it cannot go on."""
+
+
+class Leader:
+    """Decides for all servers. `chores` is called when there is nothing to do, with the time; it must be quick."""
+
+    def __init__(
+        self,
+        link: Link,
+        shard: Shard,
+        coordinator: Coordinator,
+        evaluator: Evaluator | None,
+        chores: Callable[[float], None],
+    ) -> None:
+        self._link = link
+        self._shard = shard
+        self._coordinator = coordinator
+        self._evaluator = evaluator
+        self._chores = chores
+        self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
+        self._orders = Outbox(link.comm, wire.TAG_ORDER, wire.ORDER)
+        link.comm.Barrier()
+
+    def serve(self) -> None:
+        """Until every worker has left. Raises Interrupted or WorkerFailed when the run cannot be finished."""
+        patience = self._link.patience
+        patience.reset()
+        with _signals() as received:
+            while self._coordinator.active:
+                if received:
+                    raise Interrupted(signal.Signals(received[0]).name)
+                if (record := self._reports.poll()) is not None:
+                    self._hear(record)
+                    patience.reset()
+                else:
+                    self._between_reports()
+                    patience.pause()
+        self._command([OrderRecord(wire.FINISH)])
+
+    def _hear(self, record: tuple[object, ...]) -> None:
+        kind, report = record[0], Report._make(record[1:])
+        now_s = self._link.clock.now()
+        if kind == wire.PUSHED:
+            self._carry_out(self._coordinator.pushed(now_s, report))
+        elif kind == wire.LEFT:
+            self._carry_out(self._coordinator.left(now_s, report.worker))
+        else:
+            raise WorkerFailed(f"worker {report.worker} (rank {self._link.roles.rank_of(report.worker)}) failed")
+        self._evaluate_if_due(now_s)
+
+    def _between_reports(self) -> None:
+        now_s = self._link.clock.now()
+        self._carry_out(self._coordinator.passed(now_s))
+        if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
+            self._carry_out(self._coordinator.evaluated(*judged))
+        self._chores(now_s)
+
+    def _evaluate_if_due(self, now_s: float) -> None:
+        coordinator, evaluator = self._coordinator, self._evaluator
+        if evaluator is not None and not coordinator.stopping and evaluator.due(coordinator.samples):
+            evaluator.begin(now_s, coordinator.version, coordinator.samples)
+            reader = self._link.roles.evaluator
+            self._command([OrderRecord(wire.PROMISE, reader, version=coordinator.version, local_steps=1)])
+
+    def _carry_out(self, orders: list[Order]) -> None:
+        if orders:
+            self._command(encode(orders))
+
+    def _command(self, records: list[OrderRecord]) -> None:
+        for record in records:
+            for server in range(1, self._link.roles.n_servers):
+                self._orders.send(server, record)
+            self._shard.carry_out(record)
+
+    def free(self) -> None:
+        self._orders.free()
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Note SIGINT and SIGTERM instead of dying of them, so that the trace can be closed in order."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda n, _: received.append(n)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)

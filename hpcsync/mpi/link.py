@@ -1,0 +1,95 @@
+"""What every rank of a parameter-server run holds: communicator, roles, windows, clock."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hpcsync.learning.store import n_buffers
+from hpcsync.mpi import wire
+from hpcsync.mpi.clock import Clock
+from hpcsync.mpi.mailbox import Inbox
+from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.roles import Roles
+from hpcsync.mpi.window import Window
+
+
+class Link:
+    """The windows of all shards, made collectively over a private duplicate of `comm`.
+
+    tensors: on a server, its buffers of weights and then one gradient slot per worker, each as long as its shard.
+    done:    on a server, one word per reader; see learning.store.
+    weights: the flat weights of every rank, shape (size,); rank 0's become everybody's.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, roles: Roles, weights: np.ndarray) -> None:
+        self.comm = comm.Dup()
+        self.roles = roles
+        self.size = weights.size
+        self.shards = [roles.shard(s, self.size) for s in range(roles.n_servers)]
+        is_server = roles.is_server(comm.rank)
+        rows = n_buffers(roles.n_workers) + roles.n_workers
+        shard_size = self.shard_size(comm.rank) if is_server else 0
+        self.tensors = Window(self.comm, rows * shard_size, weights.dtype)
+        self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
+        self.patience = Patience(self.comm)
+        self.comm.Bcast(weights)
+        self.clock = Clock(self.comm)
+        self._inboxes: list[Inbox] = []
+
+    def shard_size(self, server: int) -> int:
+        shard = self.shards[server]
+        return shard.stop - shard.start
+
+    def inbox(self, tag: int, dtype: np.dtype) -> Inbox:
+        """An inbox that is withdrawn together with the link."""
+        self._inboxes.append(Inbox(self.comm, tag, dtype))
+        return self._inboxes[-1]
+
+    def clocks(self) -> list[tuple[int, str, float, float]] | None:
+        """Rows of the trace's /clocks, on rank 0; collective."""
+        row = (self.comm.rank, socket.gethostname(), self.clock.offset_s, self.clock.uncertainty_s)
+        return self.comm.gather(row)
+
+    def free(self) -> None:
+        """Collective, and harmless when repeated: returns when every rank has come here."""
+        if self.comm == MPI.COMM_NULL:
+            return
+        for window in (self.tensors, self.done):
+            window.free()
+        for inbox in self._inboxes:
+            inbox.free()
+        self.comm.Free()
+
+
+class Reader:
+    """One who reads the weights that the servers promise: a worker, or the evaluation beside server 0."""
+
+    def __init__(self, link: Link, reader: int) -> None:
+        self._link = link
+        self._reader = reader
+        tag = wire.TAG_EVALUATION if reader == link.roles.evaluator else wire.TAG_GRANT
+        self._inbox = link.inbox(tag, wire.GRANT)
+        self._word = np.zeros(1, np.int64)
+
+    def wait(self) -> list[wire.GrantRecord]:
+        """Every server's grant for the next read, in the order of the servers."""
+        poll, until = self._inbox.poll, self._link.patience.until
+        grants = sorted(wire.GrantRecord._make(until(poll)) for _ in self._link.shards)
+        if len({(g.iteration, g.version, g.local_steps) for g in grants}) != 1:
+            raise RuntimeError(f"the servers disagree: {grants}")
+        return grants
+
+    def read(self, grants: list[wire.GrantRecord], into: np.ndarray) -> None:
+        """Copy the promised version, shape (size,), and give the buffers back."""
+        link = self._link
+        for grant in grants:
+            link.tensors.get(into[link.shards[grant.server]], grant.server, grant.buffer * link.shard_size(grant.server))
+        for grant in grants:
+            link.tensors.flush(grant.server)
+            self._word[0] = grant.serial
+            link.done.put(self._word, grant.server, self._reader)
+            link.done.flush(grant.server)

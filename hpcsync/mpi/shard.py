@@ -1,0 +1,90 @@
+"""A server's part of an order: the same on every server, so that shards never differ in what they have seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hpcsync.coordinator import Order, Update
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.store import Store, n_buffers
+from hpcsync.mpi import wire
+from hpcsync.mpi.link import Link
+from hpcsync.mpi.mailbox import Outbox
+from hpcsync.mpi.wire import GrantRecord, OrderRecord
+
+
+def encode(orders: Iterable[Order]) -> list[OrderRecord]:
+    """The coordinator's orders as the records that every server carries out."""
+    records = []
+    for order in orders:
+        if isinstance(order, Update):
+            *others, last = order.workers
+            records += [OrderRecord(wire.CONTRIBUTION, worker) for worker in others]
+            records.append(OrderRecord(wire.UPDATE, last, lr=order.lr))
+        else:
+            fields = (order.worker, order.iteration, order.version, order.batch_size, order.local_steps)
+            records.append(OrderRecord(wire.PROMISE, *fields))
+    return records
+
+
+class Shard:
+    """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0."""
+
+    def __init__(self, link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
+        self._link = link
+        self._server = link.comm.rank
+        self._buffers = n_buffers(link.roles.n_workers)
+        rows = torch.from_numpy(link.tensors.local).view(-1, link.shard_size(self._server))
+        rows[0].copy_(weights[link.shards[self._server]])
+        self.store = Store(rows[: self._buffers], rows[self._buffers :], link.done.local, optimizer)
+        self._contributors: list[int] = []
+        self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
+        self._evaluation = Outbox(link.comm, wire.TAG_EVALUATION, wire.GRANT)
+        self.finished = False
+        for worker in range(link.roles.n_workers):
+            self.carry_out(OrderRecord(wire.PROMISE, worker, iteration=1, local_steps=1))
+
+    def carry_out(self, order: OrderRecord) -> None:
+        """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
+        if order.kind == wire.CONTRIBUTION:
+            self._contributors.append(order.reader)
+        elif order.kind == wire.UPDATE:
+            self._link.tensors.sync()
+            self._link.done.sync()
+            self.store.apply([*self._contributors, order.reader], order.lr)
+            self._contributors.clear()
+        elif order.kind == wire.PROMISE:
+            if order.version != self.store.version:
+                raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
+            self._promise(order.reader, order)
+        else:
+            for reader in range(self._link.roles.n_workers + 1):
+                self._promise(reader, order)
+            self.finished = True
+
+    def _promise(self, reader: int, order: OrderRecord) -> None:
+        buffer, serial = self.store.pin(reader)
+        # What the update wrote must be in the window before the reader hears that it may read.
+        self._link.tensors.sync()
+        outbox = self._evaluation if reader == self._link.roles.evaluator else self._grants
+        outbox.send(
+            self._link.roles.rank_of(reader),
+            GrantRecord(
+                self._server, order.iteration, self.store.version, order.batch_size, order.local_steps, buffer, serial
+            ),
+        )
+
+    def free(self) -> None:
+        """Wait until every grant has left; give up the views of the window."""
+        self._grants.free()
+        self._evaluation.free()
+
+
+def follow(link: Link, shard: Shard) -> None:
+    """The loop of every server but the first: carry out orders until the last one."""
+    orders = link.inbox(wire.TAG_ORDER, wire.ORDER)
+    link.comm.Barrier()
+    while not shard.finished:
+        shard.carry_out(OrderRecord._make(link.patience.until(orders.poll)))

@@ -1,0 +1,66 @@
+"""One-sided windows over memory that MPI allocates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+
+class Window:
+    """An RMA window, locked by everybody for its whole life; ordering comes from `flush`.
+
+    `MPI_Win_allocate` with one lock for the whole life is what makes transfers passive on a node, on Open MPI and MPICH
+    alike: the target's core is not needed. Memory that nobody touches is never committed, so a window may be sized for
+    the worst case.
+
+    comm:  collective over it; freed with `free` by all of its ranks.
+    count: elements that this rank exposes, zero allowed.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, count: int, dtype: Any) -> None:
+        self._dtype = np.dtype(dtype)
+        itemsize = self._dtype.itemsize
+        self._win: MPI.Win | None = MPI.Win.Allocate(count * itemsize, itemsize, comm=comm)
+        self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)
+        """This rank's exposed memory, shape (count,)."""
+        self._rank = comm.rank
+        self._win.Lock_all()
+        comm.Barrier()
+
+    def put(self, source: np.ndarray, rank: int, offset: int) -> None:
+        """Begin to copy `source` to element `offset` of `rank`; it may be reused after `flush(rank)`."""
+        self._open.Put(source, rank, (offset, source.size))
+
+    def get(self, into: np.ndarray, rank: int, offset: int) -> None:
+        """Begin to copy from element `offset` of `rank` into `into`; it is there after `flush(rank)`."""
+        self._open.Get(into, rank, (offset, into.size))
+
+    def flush(self, rank: int) -> None:
+        """Wait until this rank's puts and gets on `rank` are complete, here and there."""
+        self._open.Flush(rank)
+
+    def sync(self) -> None:
+        """Make what others have put into `local` visible here."""
+        self._open.Sync()
+
+    @property
+    def _open(self) -> MPI.Win:
+        if self._win is None:
+            raise ValueError("the window has been freed")
+        return self._win
+
+    def free(self) -> None:
+        """Unlock and free; collective, and harmless when repeated. `local` must not be used afterwards."""
+        if self._win is not None:
+            win, self._win = self._win, None
+            self.local = np.empty(0, self._dtype)
+            win.Unlock_all()
+            win.Free()
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.free()

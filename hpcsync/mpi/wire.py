@@ -1,0 +1,83 @@
+"""The records that travel, and their tags. Together with the windows this is all that ranks say to each other.
+
+    worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed
+    server 0 -> other servers    ORDER    what to carry out, in order
+    every server -> a reader     GRANT    read this buffer of mine
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
+
+PUSHED, LEFT, FAILED = 0, 1, 2
+
+# `kind`, then the fields of coordinator.Report.
+REPORT = np.dtype(
+    [
+        ("kind", "i1"),
+        ("worker", "i4"),
+        ("iteration", "i8"),
+        ("version_read", "i8"),
+        ("begin_s", "f8"),
+        ("end_s", "f8"),
+        ("compute_s", "f8"),
+        ("wait_s", "f8"),
+        ("comm_s", "f8"),
+        ("batch_size", "i4"),
+        ("local_steps", "i4"),
+        ("loss", "f8"),
+        ("wire_bytes", "i8"),
+    ]
+)
+
+# An update of n workers travels as n CONTRIBUTION records, the last of which is an UPDATE instead. PROMISE lets a reader
+# read the current version. FINISH is the last order: every reader is promised the final version.
+CONTRIBUTION, UPDATE, PROMISE, FINISH = 0, 1, 2, 3
+ORDER = np.dtype(
+    [
+        ("kind", "i1"),
+        ("reader", "i4"),
+        ("iteration", "i8"),
+        ("version", "i8"),
+        ("batch_size", "i4"),
+        ("local_steps", "i4"),
+        ("lr", "f8"),
+    ]
+)
+
+# `buffer` and `serial` are the promise of learning.store.Store.pin.
+GRANT = np.dtype(
+    [
+        ("server", "i4"),
+        ("iteration", "i8"),
+        ("version", "i8"),
+        ("batch_size", "i4"),
+        ("local_steps", "i4"),
+        ("buffer", "i4"),
+        ("serial", "i8"),
+    ]
+)
+
+
+class OrderRecord(NamedTuple):
+    kind: int
+    reader: int = 0
+    iteration: int = 0
+    version: int = 0
+    batch_size: int = 0
+    local_steps: int = 0
+    lr: float = 0.0
+
+
+class GrantRecord(NamedTuple):
+    server: int
+    iteration: int
+    version: int
+    batch_size: int
+    local_steps: int
+    buffer: int
+    serial: int

@@ -1,0 +1,94 @@
+"""A worker's communication: put the gradient, report it, wait for the grant, read the weights."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcsync.coordinator import Report
+from hpcsync.learning.store import n_buffers
+from hpcsync.mpi import wire
+from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.mailbox import Outbox
+
+
+class Worker:
+    """One worker's side of a link.
+
+    weights, gradient: the worker's flat vectors, shape (size,); a push reads the one, an answered wait fills the other.
+    """
+
+    def __init__(self, link: Link, weights: np.ndarray, gradient: np.ndarray) -> None:
+        self.index = link.roles.worker(link.comm.rank)
+        self.iteration = 1
+        self.version = 0
+        self.stopped = False
+        self._link = link
+        self._weights = weights
+        self._gradient = gradient
+        self._reader = Reader(link, self.index)
+        self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
+        self._wait_s = 0.0
+        self._comm_s = 0.0
+        self._wire_bytes = 0
+        self._await()
+
+    def step(self, begin_s: float, end_s: float, batch_size: int, loss: float) -> None:
+        """Push the gradient of an iteration computed between begin_s and end_s; return with the next weights read.
+
+        Sets `stopped` instead when the run is over.
+        """
+        self._put_gradient()
+        report = Report(
+            worker=self.index,
+            iteration=self.iteration,
+            version_read=self.version,
+            begin_s=begin_s,
+            end_s=end_s,
+            compute_s=end_s - begin_s,
+            wait_s=self._wait_s,
+            comm_s=self._comm_s,
+            batch_size=batch_size,
+            local_steps=1,
+            loss=loss,
+            wire_bytes=self._wire_bytes,
+        )
+        self._reports.send(0, (wire.PUSHED, *report))
+        self._await()
+
+    def leave(self) -> None:
+        """Take no further part; return with the final weights read, once every worker has left."""
+        self._report_end(wire.LEFT)
+        self._reader.read(self._reader.wait(), self._weights)
+
+    def fail(self) -> None:
+        """Tell server 0 that this worker cannot go on."""
+        self._report_end(wire.FAILED)
+
+    def _report_end(self, kind: int) -> None:
+        self._reports.send(0, (kind, self.index, self.iteration) + (0,) * (len(wire.REPORT) - 3))
+
+    def _put_gradient(self) -> None:
+        link = self._link
+        begin_s = link.clock.now()
+        slot = n_buffers(link.roles.n_workers) + self.index
+        for server, shard in enumerate(link.shards):
+            link.tensors.put(self._gradient[shard], server, slot * link.shard_size(server))
+        for server in range(len(link.shards)):
+            link.tensors.flush(server)
+        self._comm_s += link.clock.now() - begin_s
+        self._wire_bytes += self._gradient.nbytes
+
+    def _await(self) -> None:
+        now = self._link.clock.now
+        begin_s = now()
+        grants = self._reader.wait()
+        granted_s = now()
+        self._wait_s = granted_s - begin_s
+        self._comm_s, self._wire_bytes = 0.0, 0
+        if grants[0].local_steps == 0:
+            self.stopped = True
+            return
+        self._reader.read(grants, self._weights)
+        self.iteration, self.version = grants[0].iteration, grants[0].version
+        self._comm_s = now() - granted_s
+        self._wire_bytes = self._weights.nbytes
