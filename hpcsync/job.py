@@ -1,0 +1,436 @@
+"""The job file: one TOML file says everything about an experiment.
+
+`load` reads one, `Job` is what it resolves to (immutable, every default filled in), `Job.to_toml` writes that down so
+that `Job.from_toml` gives an equal job back. Whatever is wrong with a job is a `JobError` of one line that names the
+key, the value and what is allowed. No torch and no MPI here: what depends on the model is checked by `learning`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, get_args
+
+import tomli_w
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from hpcsync.job_errors import JobError, in_one_line, shown
+from hpcsync.job_times import read_times
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+def _matching(pattern: str, what: str) -> AfterValidator:
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text):
+            raise ValueError(f"must be {what}")
+        return text
+
+    return AfterValidator(check)
+
+
+class Table(BaseModel):
+    """A table of the job file. Unknown and missing keys are told here, where the allowed ones are known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys(cls, table: Any) -> Any:
+        if not isinstance(table, dict):
+            return table
+        if cls.model_config.get("extra") == "forbid":
+            for key in table:
+                if key not in cls.model_fields:
+                    raise PydanticCustomError("unknown_key", "", {"key": key, "allowed": list(cls.model_fields)})
+        for key, field in cls.model_fields.items():
+            if field.is_required() and key not in table:
+                raise PydanticCustomError("missing_key", "", {"key": key, "must_be": field.description})
+        return table
+
+
+# ---- what is trained, and how ----
+
+
+class Digits(Table):
+    """Handwritten digits (8 x 8 pixels) and a small convolutional network."""
+
+    name: Literal["digits"]
+    batch_size: Count = 32
+
+
+class Linear(Table):
+    """Least squares in float64 with a known optimum."""
+
+    name: Literal["linear"]
+    batch_size: Count = 32
+    features: Count = 10
+    samples: Count = 1000
+    noise: NotNegative = 0.1
+
+
+class Timing(Table):
+    """No arithmetic: a vector of this many float32 parameters travels, for schedules and measurements."""
+
+    name: Literal["timing"]
+    batch_size: Count = 32
+    parameters: Count = 1000
+
+
+class Function(Table):
+    """A workload of the user's own: `name` is "package.module:function", called with the options."""
+
+    name: Annotated[str, _matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", '"package.module:function"')]
+    batch_size: Count = 32
+    options: dict[str, Any] = {}
+
+
+WORKLOADS = ("digits", "linear", "timing")
+
+
+def _workload_tag(table: Any) -> str | None:
+    name = table.get("name") if isinstance(table, dict) else getattr(table, "name", None)
+    if isinstance(name, str) and ":" in name:
+        return "function"
+    return name if name in WORKLOADS else None
+
+
+Workload = Annotated[
+    Annotated[Digits, Tag("digits")]
+    | Annotated[Linear, Tag("linear")]
+    | Annotated[Timing, Tag("timing")]
+    | Annotated[Function, Tag("function")],
+    Discriminator(_workload_tag),
+]
+
+
+INCREASING = "a list of whole numbers of at least 1, each greater than the one before"
+
+
+def _increasing(milestones: Any) -> Any:
+    numbers = list(milestones) if isinstance(milestones, list | tuple) else []
+    whole = all(type(number) is int for number in numbers)
+    if not numbers or not whole or any(b <= a for a, b in itertools.pairwise([0, *numbers])):
+        raise ValueError(f"must be {INCREASING}")
+    return tuple(numbers)
+
+
+class MultiStep(Table):
+    """The learning rate times gamma at every milestone. Milestones and warm-up count what `lr_clock` counts."""
+
+    name: Literal["multistep"]
+    milestones: Annotated[tuple[int, ...], BeforeValidator(_increasing)] = Field(description=INCREASING)
+    gamma: Positive = 0.1
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+
+class Cosine(Table):
+    """The learning rate falls to zero along half a cosine; `total` and warm-up count what `lr_clock` counts."""
+
+    name: Literal["cosine"]
+    total: Count = Field(description="a whole number of at least 1")
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("warmup")
+    @classmethod
+    def _shorter(cls, warmup: int, info: ValidationInfo) -> int:
+        if "total" in info.data and warmup >= info.data["total"]:
+            raise ValueError(f"must be less than optimizer.schedule.total = {info.data['total']}")
+        return warmup
+
+
+Schedule = Annotated[MultiStep | Cosine, Discriminator("name")]
+
+
+class Optimizer(Table):
+    """Any torch.optim class by its lower-case name. Keys not listed here are options of that class."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description='the lower-case name of a torch.optim class, such as "sgd"')
+    lr: Positive = Field(description="a number greater than 0")
+    lr_clock: Literal["samples", "updates"] = "samples"
+    async_lr_scale: float | Literal["1/workers"] = 1.0
+    schedule: Schedule | None = None
+
+    @field_validator("async_lr_scale", mode="before")
+    @classmethod
+    def _one_or_share(cls, scale: Any) -> Any:
+        if isinstance(scale, bool) or scale not in (1, "1/workers"):
+            raise ValueError('must be 1.0 or "1/workers"')
+        return scale if isinstance(scale, str) else 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the torch.optim class is given besides the parameters and `lr`."""
+        return dict(self.model_extra or {})
+
+
+class Stop(Table):
+    """The first of these to hold ends the run."""
+
+    samples: Count | None = None
+    updates: Count | None = None
+    seconds: Positive | None = None
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
+    target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if all(value is None for _, value in self):
+            raise JobError(f"stop: empty; must have at least one of {', '.join(type(self).model_fields)}")
+        return self
+
+
+class Evaluation(Table):
+    """How often the server's weights are evaluated, in samples trained on; 0 is only at the end."""
+
+    every_samples: Annotated[int, Field(ge=0)] = 5000
+
+
+# ---- who waits for whom ----
+
+
+class Bsp(Table):
+    name: Literal["bsp"]
+
+
+class Asp(Table):
+    name: Literal["asp"]
+
+
+class Ssp(Table):
+    name: Literal["ssp"]
+    staleness: int | float = Field(description="a whole number of at least 0, or inf")
+
+    @field_validator("staleness", mode="before")
+    @classmethod
+    def _whole_or_inf(cls, staleness: Any) -> Any:
+        if staleness != math.inf and (type(staleness) is not int or staleness < 0):
+            raise ValueError("must be a whole number of at least 0, or inf")
+        return staleness
+
+
+class Dssp(Table):
+    name: Literal["dssp"]
+    staleness_min: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least 0")
+    staleness_max: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least staleness_min")
+    mode: Literal["bounded", "paper"] = "bounded"
+
+    @field_validator("staleness_max")
+    @classmethod
+    def _ordered(cls, staleness_max: int, info: ValidationInfo) -> int:
+        if "staleness_min" in info.data and staleness_max < info.data["staleness_min"]:
+            raise ValueError(f"must be at least paradigm.staleness_min = {info.data['staleness_min']}")
+        return staleness_max
+
+
+Paradigm = Annotated[Bsp | Asp | Ssp | Dssp, Discriminator("name")]
+
+
+# ---- where it runs ----
+
+
+def _one_or_each(seconds: Any) -> Any:
+    each = seconds if isinstance(seconds, list | tuple) else [seconds]
+    if not each or not all(type(s) in (int, float) and 0 <= s < math.inf for s in each):
+        raise ValueError("must be a number of at least 0, or a list of them, one per worker")
+    return tuple(map(float, each)) if isinstance(seconds, list | tuple) else float(seconds)
+
+
+Seconds = Annotated[float | tuple[float, ...], BeforeValidator(_one_or_each)]
+SECONDS = Field(description="a number of at least 0, or a list of them, one per worker")
+
+
+class Constant(Table):
+    model: Literal["constant"]
+    seconds: Seconds = SECONDS
+
+
+class LogNormal(Table):
+    """`seconds` is the median, `jitter` the standard deviation of the logarithm."""
+
+    model: Literal["lognormal"]
+    seconds: Seconds = SECONDS
+    jitter: NotNegative = 0.2
+
+
+class Exponential(Table):
+    """`seconds` is the mean."""
+
+    model: Literal["exponential"]
+    seconds: Seconds = SECONDS
+
+
+class Recorded(Table):
+    """Times from a CSV file with the columns worker, iteration (both from 0) and seconds; see `read_times`."""
+
+    model: Literal["table"]
+    table: str = Field(description="a CSV file with the columns worker,iteration,seconds")
+
+
+Compute = Annotated[Constant | LogNormal | Exponential | Recorded, Discriminator("model")]
+
+
+class Network(Table):
+    """For the simulator only: real ranks meet the network they are on."""
+
+    bandwidth_gbit: Positive = 10.0
+    latency_us: NotNegative = 50.0
+
+
+class Cluster(Table):
+    servers: Count = 1
+    workers: Count = 3
+    device: Literal["auto", "cpu"] = "auto"
+    compute: Compute | None = None
+    network: Network | None = None
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _host_memory(cls, device: Any) -> Any:
+        if device == "cuda":
+            raise ValueError('must be "auto" or "cpu": this version keeps all its buffers in host memory')
+        return device
+
+    @model_validator(mode="after")
+    def _one_time_per_worker(self) -> Self:
+        seconds = getattr(self.compute, "seconds", None)
+        if isinstance(seconds, tuple) and len(seconds) != self.workers:
+            raise JobError(
+                f"cluster.compute.seconds = {shown(seconds)}: must be one number, "
+                f"or a list of cluster.workers = {self.workers} numbers"
+            )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        return self.servers + self.workers
+
+
+A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
+
+
+class Job(Table):
+    name: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._+-]*", A_NAME)] = Field(description=A_NAME)
+    seed: Annotated[int, Field(ge=0)] = 0
+    workload: Workload = Field(description="a table")
+    optimizer: Optimizer = Field(description="a table")
+    stop: Stop = Field(description="a table")
+    evaluation: Evaluation = Evaluation()
+    paradigm: Paradigm = Field(description="a table")
+    cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _targets_are_looked_for(self) -> Self:
+        targets = [key for key in ("target_accuracy", "target_loss") if getattr(self.stop, key) is not None]
+        if targets and self.evaluation.every_samples == 0:
+            raise JobError(
+                f"evaluation.every_samples = 0: must be at least 1, to find stop.{targets[0]} during the run"
+            )
+        return self
+
+    @classmethod
+    def from_table(cls, table: dict[str, Any]) -> Self:
+        try:
+            return cls.model_validate(table)
+        except ValidationError as error:
+            raise JobError(in_one_line(error, table, KINDS)) from None
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        """The job that this text describes. No file is looked at: a trace's job can be read anywhere."""
+        return cls.from_table(_parse(text, "job"))
+
+    def to_toml(self) -> str:
+        """This job with every default filled in; `from_toml` gives an equal one back."""
+        return tomli_w.dumps(self.model_dump(exclude_none=True))
+
+
+def _kinds(union: Any, key: str) -> list[str]:
+    return [get_args(kind.model_fields[key].annotation)[0] for kind in get_args(get_args(union)[0])]
+
+
+KINDS = {  # what may stand in the key that tells a table's kind
+    "workload": [*WORKLOADS, '"package.module:function"'],
+    "paradigm": _kinds(Paradigm, "name"),
+    "schedule": _kinds(Schedule, "name"),
+    "compute": _kinds(Compute, "model"),
+}
+
+
+# ---- reading ----
+
+
+def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Job:
+    """The job in this file, with `KEY=VALUE` overrides; with `ranks`, as many workers as make that many ranks."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    table = _parse(text, str(path))
+    for override in overrides:
+        _set(table, override)
+    if ranks is not None:
+        _set_workers(table, ranks)
+    job = Job.from_table(table)
+    compute = job.cluster.compute
+    if isinstance(compute, Recorded):
+        # Absolute from here on: ranks need not start in the folder of the job file.
+        found = compute.model_copy(update={"table": str((path.parent / compute.table).resolve())})
+        read_times(found.table, job.cluster.workers)
+        job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"compute": found})})
+    return job
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{source}: must be TOML: {str(error).splitlines()[0]}") from None
+
+
+def _set(table: dict[str, Any], override: str) -> None:
+    """Carry out one `a.b=VALUE`. VALUE is TOML; what is not TOML is a string, so that words need no quotes."""
+    key, equals, text = override.partition("=")
+    *parents, last = [part.strip() for part in key.split(".")]
+    if not equals or not all([*parents, last]):
+        raise JobError(f"--set {override}: must be KEY=VALUE, such as paradigm.staleness_max=20")
+    for depth, parent in enumerate(parents, 1):
+        table = table.setdefault(parent, {})
+        if not isinstance(table, dict):
+            raise JobError(f"--set {override}: {'.'.join(parents[:depth])} must be a table, it is {shown(table)}")
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        parsed = {}
+    table[last] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
+
+
+def _set_workers(table: dict[str, Any], ranks: int) -> None:
+    cluster = table.setdefault("cluster", {})
+    servers = cluster.get("servers", 1) if isinstance(cluster, dict) else None
+    if type(servers) is int:  # anything else is told when the job is validated
+        if ranks <= servers:
+            raise JobError(f"-n {ranks}: must be at least {servers + 1}: cluster.servers = {servers} and a worker")
+        cluster["workers"] = ranks - servers

@@ -1,0 +1,86 @@
+"""A mistake in a job file, told in one line: the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import ValidationError
+
+
+class JobError(Exception):
+    """The user's mistake, told in one line. Not a ValueError, so pydantic lets it through as it is."""
+
+
+# pydantic's words, and ours.
+_WORDS = {
+    "Value error, ": "",
+    "Input should be": "must be",
+    "a valid integer": "a whole number",
+    "a valid number": "a number",
+    "a valid string": "a string",
+    "a valid dictionary": "a table",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+}
+
+
+def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, list[str]]) -> str:
+    """The first mistake: `key = value: what is allowed`."""
+    first = error.errors(include_url=False)[0]
+    context = first.get("ctx", {})
+    path, value = _follow(first["loc"], table)
+    if first["type"] == "missing_key":
+        return f"{'.'.join([*path, context['key']])}: missing; must be {context['must_be']}"
+    if first["type"] == "unknown_key":
+        path, value = [*path, context["key"]], value[context["key"]]
+        must = f"unknown key; must be one of {', '.join(context['allowed'])}"
+        must += did_you_mean(context["key"], context["allowed"])
+    elif first["type"].startswith("union_tag"):
+        path, value, must = _tag(path, value, kinds)
+    elif first["type"] in ("model_type", "model_attributes_type"):
+        must = "must be a table"
+    else:
+        must = first["msg"]
+        for word, ours in _WORDS.items():
+            must = must.replace(word, ours)
+    key = ".".join(path)
+    return f"{key}: missing; {must}" if value is None else f"{key} = {shown(value)}: {must}"
+
+
+def _tag(path: list[str], table: Any, kinds: dict[str, list[str]]) -> tuple[list[str], Any, str]:
+    """Of a table that is one of several kinds: which key tells the kind, its value, and the kinds there are."""
+    if not isinstance(table, dict):
+        return path, table, "must be a table"
+    key = "model" if path[-1] == "compute" else "name"
+    allowed = kinds[path[-1]]
+    return [*path, key], table.get(key), f"must be one of {', '.join(allowed)}" + did_you_mean(table.get(key), allowed)
+
+
+def _follow(loc: tuple[int | str, ...], table: Any) -> tuple[list[str], Any]:
+    """The key as the user wrote it, and its value: without the kinds of tables that pydantic's location also holds."""
+    path: list[str] = []
+    value = table
+    for part in loc:
+        if isinstance(part, int):
+            value = value[part]
+            path[-1] += f"[{part}]"
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+            path.append(part)
+    return path, value
+
+
+def did_you_mean(word: Any, words: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(word), list(words), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,258 @@
+"""Starting MPI ranks, and ending them: the launcher beside the running Python, its settings, and nothing left behind.
+
+    python -m hpcsync.launcher -n 3 --timeout 300 -- python -m mpi4py -m pytest -x tests/mpi
+
+This module imports no MPI: it runs in the process that starts the ranks, never to become one itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+TIMED_OUT = 124  # as timeout(1) says it
+
+# Each only where the user has not set it. The values come from measurements, not from the libraries' defaults.
+SETTINGS = {
+    # One thread a rank: ranks share the cores, and a thread pool in each multiplies them.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Open MPI 5 and 4: more ranks than cores is fine, a waiting rank gives its core away, and no rank is bound to a
+    # core, because its helper threads would be bound to the same one.
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    # Open MPI: osc/ucx does not progress passively; 4.1.4 crashes in Win.Allocate unless osc/rdma outranks osc/pt2pt.
+    "OMPI_MCA_osc": "^ucx",
+    "OMPI_MCA_osc_rdma_priority": "10",
+    # Open MPI refuses root, which is what one is in a container.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # MPICH: a waiting rank gives its core away.
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+}
+ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes Open MPI knows the network better
+
+MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch, so that stragglers can be found
+
+
+class LaunchError(Exception):
+    """Ranks cannot be started, or were started wrongly; told in one line."""
+
+
+class Ended(NamedTuple):
+    """How a launch ended. `signum`: the signal that this process got meanwhile, which ended the ranks."""
+
+    status: int
+    signum: int | None = None
+    timed_out: bool = False
+
+
+# ---- the command ----
+
+
+def mpiexec() -> list[str]:
+    """The launcher that belongs to the MPI library of this Python, and what MPIEXEC adds to it."""
+    if os.environ.get("MPIEXEC"):
+        return shlex.split(os.environ["MPIEXEC"])
+    folders = [Path(sys.executable).parent]
+    if "/" in os.environ.get("MPI4PY_LIBMPI", ""):
+        folders.insert(0, Path(os.environ["MPI4PY_LIBMPI"]).parent.parent / "bin")
+    for name in ("mpiexec", "mpirun"):
+        found = shutil.which(name, path=os.pathsep.join(map(str, folders))) or shutil.which(name)
+        if found:
+            return [found]
+    raise LaunchError("mpiexec: not found beside this Python nor on the PATH; install an MPI, or let MPIEXEC name it")
+
+
+def command(n: int, argv: Sequence[str]) -> list[str]:
+    """The command line of n ranks of this program. `python` is the Python that runs this."""
+    argv = [sys.executable, *argv[1:]] if argv and argv[0] == "python" else list(argv)
+    return [*mpiexec(), "-n", str(n), *argv]
+
+
+def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a launch: what is given (else this process's), and our settings where that is silent."""
+    given = os.environ if given is None else given
+    settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else {})}
+    return {**settings, **given}
+
+
+def on_one_node(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks of a launch will be on this node: no batch system and no option of MPIEXEC says otherwise."""
+    if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1:
+        return False
+    if any(name in environ for name in ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):
+        return False
+    return len(shlex.split(environ.get("MPIEXEC", ""))) <= 1
+
+
+# ---- starting and ending ----
+
+
+def launch(n: int, argv: Sequence[str], *, timeout_s: float | None = None, grace_s: float = 5.0) -> Ended:
+    """Run n ranks of this program to their end, and print the command line first.
+
+    Interrupted (SIGINT, SIGTERM, SIGHUP) or out of time, it asks the launcher to end its ranks, and after `grace_s`
+    kills whatever is left. Should this process itself be killed, the kernel tells the launcher.
+    """
+    line = command(n, argv)
+    mark = uuid.uuid4().hex
+    print(shlex.join(line), flush=True)
+    with _noted_signals() as signums:
+        try:
+            process = subprocess.Popen(
+                line,
+                env={**environment(), MARK: mark},
+                stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal
+                process_group=0,  # Ctrl-C is for us alone: we pass it on once, in order
+                preexec_fn=_end_with_parent,
+            )
+        except OSError as error:
+            raise LaunchError(f"{line[0]}: {error.strerror}") from None
+        timed_out = _wait(process, signums, timeout_s)
+        if process.returncode is None:
+            _stop(process, grace_s)
+        _kill_marked(mark)
+    if timed_out:
+        return Ended(TIMED_OUT, None, True)
+    signum = signums[0] if signums else None
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return Ended(128 + signum if signum and status == 0 else status, signum)
+
+
+def _wait(process: subprocess.Popen[bytes], signums: list[int], timeout_s: float | None) -> bool:
+    """Wait until the process ends, a signal comes or the time is over; whether it was the time."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not signums:
+        try:
+            process.wait(0.1)
+            return False
+        except subprocess.TimeoutExpired:
+            if deadline is not None and time.monotonic() >= deadline:
+                return True
+    return False
+
+
+def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Both MPIs' launchers end their ranks on SIGTERM; one that does not is killed, and its ranks are found by mark."""
+    process.terminate()
+    try:
+        process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill what is left of this launch on this node: ranks whose launcher died are nobody's children any more."""
+    needle = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):  # there is no /proc outside Linux: then nothing to do
+        with contextlib.suppress(OSError):
+            if int(folder.name) != os.getpid() and needle in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+
+
+def _end_with_parent() -> None:
+    """In the launcher, before it starts: let the kernel send it SIGTERM when this process is gone (Linux)."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Signals that would end this process are put on the list instead."""
+    signums: list[int] = []
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        signums.append(signum)
+
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield signums
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+# ---- am I a rank? ----
+
+
+def expected_size(environ: Mapping[str, str] | None = None) -> int | None:
+    """How many ranks the launcher that started this process says it started; None if no launcher did."""
+    environ = os.environ if environ is None else environ
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if name in environ:
+            return int(environ[name])
+    # A Slurm batch script and an interactive shell are steps too, with numbers from the top of 32 bits.
+    if int(environ.get("SLURM_STEP_ID", 2**32 - 1)) < 2**32 - 16:
+        return int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    return None
+
+
+def expected_rank(environ: Mapping[str, str] | None = None) -> int:
+    """This process's number among those that the launcher started; 0 if none did."""
+    environ = os.environ if environ is None else environ
+    names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return next((int(environ[name]) for name in names if name in environ), 0)
+
+
+def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is one rank of a job. A shell in a Slurm step of one task is not."""
+    environ = os.environ if environ is None else environ
+    size = expected_size(environ)
+    if size is None:
+        return "PMIX_RANK" in environ
+    return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or "PMI_SIZE" in environ
+
+
+def refuse_singletons(world_size: int, library: str = "") -> None:
+    """N processes that are each a world of one would train N times: the launcher is of another MPI than the library."""
+    expected = expected_size()
+    if world_size != 1 or expected is None or expected <= 1:
+        return
+    if "OMPI_COMM_WORLD_SIZE" not in os.environ and "SLURM_STEP_ID" in os.environ:
+        options = {"Open MPI": "srun --mpi=pmix", "MPICH": "srun --mpi=pmi2"}
+        remedy = next((option for name, option in options.items() if name in library), " or ".join(options.values()))
+        remedy += f", or {shlex.join(mpiexec())} inside the allocation"
+    else:
+        remedy = f"{shlex.join(mpiexec())}, which belongs to this Python's MPI library"
+    raise LaunchError(f"{expected} processes were started, but each is a world of its own: start them with {remedy}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m hpcsync.launcher", description="Run a program on n ranks.")
+    parser.add_argument("-n", type=int, required=True, metavar="RANKS")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS")
+    parser.add_argument("program", nargs="+", help="after --; `python` is the Python that runs this")
+    options = parser.parse_args(arguments)
+    try:
+        ended = launch(options.n, options.program, timeout_s=options.timeout)
+    except LaunchError as error:
+        print(f"hpcsync: {error}", file=sys.stderr)
+        return 2
+    if ended.timed_out:
+        print(f"hpcsync: still running after {options.timeout:g} s: ended", file=sys.stderr)
+    return ended.status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
