@@ -1,0 +1,67 @@
+# make run: train, here and now.  make test: everything that must hold.  Both set up all they need below this folder.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP = -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+JOB ?= jobs/digits-dssp.toml
+SIZES ?= 1 2 3 5
+
+run: .venv/ready
+	.venv/bin/hpcsync run $(JOB)
+
+test: check unit ranks
+
+# ---- the environments: made again when what they are made from changes ----
+
+MADE_FROM = setup.cfg pyproject.toml constraints.txt
+
+.venv/ready: $(MADE_FROM)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	test -x .venv/bin/pip || $(PYTHON) -m venv --clear .venv
+	.venv/bin/python $(PIP) --constraint constraints.txt --editable '.[mpi,analysis,dev]'
+	touch $@
+
+# The other MPI. Two MPIs from PyPI do not share an environment, but everything else may: a .pth file lends it.
+.venv-mpich/ready: $(MADE_FROM) .venv/ready
+	test -x .venv-mpich/bin/pip || $(PYTHON) -m venv --clear .venv-mpich
+	.venv-mpich/bin/python $(PIP) --constraint constraints.txt mpi4py mpich
+	.venv/bin/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+	    > "$$(.venv-mpich/bin/python -c 'import site; print(site.getsitepackages()[0])')/lent.pth"
+	touch $@
+
+venv: .venv/ready .venv-mpich/ready
+
+# ---- the tests ----
+
+check: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+unit: .venv/ready
+	.venv/bin/python -m pytest -q tests/unit
+
+# Under both MPIs: the same tests at several numbers of ranks, then whole runs.
+ranks: ranks-.venv ranks-.venv-mpich
+
+ranks-%: %/ready
+	@set -e; \
+	if ls tests/mpi/test_*.py >/dev/null 2>&1; then \
+	    for n in $(SIZES); do \
+	        $*/bin/python -m hpcsync.launcher -n $$n --timeout 300 -- python -m mpi4py -m pytest -x -q tests/mpi; \
+	    done; \
+	fi; \
+	if ls tests/runs/test_*.py >/dev/null 2>&1; then \
+	    echo "$*/bin/python -m pytest -x -q tests/runs"; \
+	    $*/bin/python -m pytest -x -q tests/runs; \
+	fi
+
+format: .venv/ready
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+clean:
+	rm -rf .venv .venv-mpich build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich format clean
