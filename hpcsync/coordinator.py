@@ -82,7 +82,9 @@ class Coordinator:
     ) -> None:
         self.version = 0
         self.samples = 0
+        self.updated_s = 0.0  # time of the latest update
         self.last_loss = math.nan
+        self.last_accuracy = math.nan
         self.stopping = False
         self.active = set(range(n_workers))
         self._paradigm = paradigm
@@ -115,18 +117,12 @@ class Coordinator:
     def evaluated(self, now_s: float, version: int, samples: int, loss: float, accuracy: float) -> list[Order]:
         """The weights of `version`, which were current at now_s, have been judged on held-out data."""
         self._trace.append("evaluations", (now_s, version, samples, loss, accuracy))
-        stop = self._stop
-        if stop.target_accuracy is not None and accuracy >= stop.target_accuracy:
-            return self.stop(now_s)
-        if stop.target_loss is not None and loss <= stop.target_loss:
-            return self.stop(now_s)
-        return []
+        self.last_accuracy = accuracy
+        return self.stop(now_s) if self._stop.satisfied(loss, accuracy) else []
 
     def passed(self, now_s: float) -> list[Order]:
         """Time has passed; ends the run when its seconds are up."""
-        if self._stop.seconds is not None and now_s >= self._stop.seconds:
-            return self.stop(now_s)
-        return []
+        return self.stop(now_s) if self._stop.reached(seconds=now_s) else []
 
     def stop(self, now_s: float) -> list[Order]:
         """End the run: whoever waits is told at once, whoever computes with the answer to its next contribution."""
@@ -161,14 +157,11 @@ class Coordinator:
     def _update(self, now_s: float, workers: tuple[int, ...]) -> Update:
         lr = self._lr(self.samples, self.version, len(workers))
         self.version += 1
+        self.updated_s = now_s
         self.samples += sum(self._pending[worker][2].batch_size for worker in workers)
         self._trace.append("updates", (self.version, now_s, len(workers), lr, self.samples))
         self._settle(workers, APPLIED)
-        stop = self._stop
-        if (stop.samples is not None and self.samples >= stop.samples) or (
-            stop.updates is not None and self.version >= stop.updates
-        ):
-            self.stopping = True
+        self.stopping = self.stopping or self._stop.reached(samples=self.samples, updates=self.version)
         return Update(workers, lr)
 
     def _settle(self, workers: Sequence[int], outcome: int) -> None:

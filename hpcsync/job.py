@@ -104,7 +104,13 @@ class Function(Table):
     options: dict[str, Any] = {}
 
 
-WORKLOADS = ("digits", "linear", "timing")
+class Script(Table):
+    """A training script that connects by itself: model and data are its own. Only traces hold such jobs."""
+
+    name: Literal["script"]
+
+
+WORKLOADS = ("digits", "linear", "timing", "script")
 
 
 def _workload_tag(table: Any) -> str | None:
@@ -118,6 +124,7 @@ Workload = Annotated[
     Annotated[Digits, Tag("digits")]
     | Annotated[Linear, Tag("linear")]
     | Annotated[Timing, Tag("timing")]
+    | Annotated[Script, Tag("script")]
     | Annotated[Function, Tag("function")],
     Discriminator(_workload_tag),
 ]
@@ -186,7 +193,7 @@ class Optimizer(Table):
 
 
 class Stop(Table):
-    """The first of these to hold ends the run."""
+    """The first of these to hold ends the run. Only a script's run may have none: its workers leave when they like."""
 
     samples: Count | None = None
     updates: Count | None = None
@@ -194,11 +201,19 @@ class Stop(Table):
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
-    @model_validator(mode="after")
-    def _some(self) -> Self:
-        if all(value is None for _, value in self):
-            raise JobError(f"stop: empty; must have at least one of {', '.join(type(self).model_fields)}")
-        return self
+    def reached(self, *, samples: int = 0, updates: int = 0, seconds: float = 0.0) -> bool:
+        """Whether so much training is enough."""
+        return (
+            (self.samples is not None and samples >= self.samples)
+            or (self.updates is not None and updates >= self.updates)
+            or (self.seconds is not None and seconds >= self.seconds)
+        )
+
+    def satisfied(self, loss: float, accuracy: float) -> bool:
+        """Whether an evaluation with this outcome is a target reached."""
+        return (self.target_accuracy is not None and accuracy >= self.target_accuracy) or (
+            self.target_loss is not None and loss <= self.target_loss
+        )
 
 
 class Evaluation(Table):
@@ -339,6 +354,12 @@ class Job(Table):
     evaluation: Evaluation = Evaluation()
     paradigm: Paradigm = Field(description="a table")
     cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if not isinstance(self.workload, Script) and all(value is None for _, value in self.stop):
+            raise JobError(f"stop: empty; must have at least one of {', '.join(Stop.model_fields)}")
+        return self
 
     @model_validator(mode="after")
     def _targets_are_looked_for(self) -> Self:

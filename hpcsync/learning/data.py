@@ -8,6 +8,7 @@ sequence, whichever paradigm runs, and in BSP they are what one process would us
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -22,24 +23,16 @@ def _permutation(seed: int, training_epoch: int, size: int) -> np.ndarray:
     return np.random.default_rng([seed, training_epoch]).permutation(size)
 
 
-def batch_indices(
-    seed: int, worker: int, iteration: int, *, n_workers: int, batch_size: int, size: int
-) -> np.ndarray:
-    """Indices, shape (batch_size,), of the samples that worker `worker` uses in iteration `iteration` (from 1).
+def batch_indices(seed: int, batch: int, *, batch_size: int, size: int) -> np.ndarray:
+    """Indices, shape (batch_size,), of batch number `batch` (from 0) of a data set of `size` samples.
 
     Raises ValueError when the data set is smaller than one batch.
     """
     per_epoch = size // batch_size
     if per_epoch == 0:
-        raise ValueError(f"batch_size = {batch_size}: allowed is at most the data set's {size} samples")
-    training_epoch, k = divmod((iteration - 1) * n_workers + worker, per_epoch)
+        raise ValueError(f"batch_size = {batch_size}: must be at most the {size} samples of the data set")
+    training_epoch, k = divmod(batch, per_epoch)
     return _permutation(seed, training_epoch, size)[k * batch_size : (k + 1) * batch_size]
-
-
-def n_iterations(worker: int, training_epochs: int, *, n_workers: int, batch_size: int, size: int) -> int:
-    """Iterations of one worker in which all workers together use every batch of so many training epochs once."""
-    batches = training_epochs * (size // batch_size)
-    return max(0, -(-(batches - worker) // n_workers))
 
 
 def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
@@ -51,13 +44,15 @@ def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
 
 
 def batches(
-    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: int | None
+    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range | None
 ) -> Iterator[Any]:
-    """The worker's batches in order: all of its share of `epochs` training epochs, or without end."""
+    """The worker's batches of these training epochs in order; None is all there are, without end.
+
+    Together the workers use every batch of the training epochs once.
+    """
     size = len(dataset)  # type: ignore[arg-type]
-    shape = {"n_workers": n_workers, "batch_size": batch_size, "size": size}
-    last = None if epochs is None else n_iterations(worker, epochs, **shape)
-    iteration = 1
-    while last is None or iteration <= last:
-        yield fetch(dataset, batch_indices(seed, worker, iteration, **shape))
-        iteration += 1
+    per_epoch = size // batch_size
+    numbers = itertools.count() if epochs is None else range(epochs.start * per_epoch, epochs.stop * per_epoch)
+    for batch in numbers:
+        if batch % n_workers == worker:
+            yield fetch(dataset, batch_indices(seed, batch, batch_size=batch_size, size=size))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
 
 from hpcsync.learning.flat import FlatModel
 
@@ -16,18 +16,19 @@ class Replica:
     """A model that computes gradients into one contiguous buffer, and does not know who communicates them.
 
     loss: `loss(model, *batch)` gives the mean loss of the batch as a scalar tensor; None does no arithmetic at all
-    (the `timing` workload), and then the gradient stays zero.
+    (the `timing` workload), and then the gradient stays as it is.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
-        self.flat = FlatModel(model)
+    def __init__(self, flat: FlatModel, loss: Loss | None) -> None:
+        self._flat = flat
         self._loss = loss
 
     def compute(self, batch: Sequence[torch.Tensor]) -> float:
-        """Leave the batch's mean gradient in `flat.gradient`; return its mean loss (NaN without arithmetic)."""
+        """Leave the batch's mean gradient in the flat gradient; return its mean loss (NaN without arithmetic)."""
         if self._loss is None:
-            return float("nan")
-        self.flat.zero_gradient()
-        loss = self._loss(self.flat.model, *batch)
+            return math.nan
+        self._flat.zero_gradient()
+        loss = self._loss(self._flat.model, *batch)
         loss.backward()  # type: ignore[no-untyped-call]
+        self._flat.gather_gradient()
         return float(loss.detach())

@@ -48,7 +48,7 @@ def check(job: Job) -> Workload:
     if workload.train is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
         try:
-            batch_indices(0, 0, 1, n_workers=1, batch_size=batch_size, size=samples)
+            batch_indices(0, 0, batch_size=batch_size, size=samples)
         except ValueError as error:
             raise JobError(f"workload.{error}") from None
     if workload.evaluate is None:

@@ -135,4 +135,8 @@ def _timing(job: Job) -> Workload:
     return Workload(_Parameters(job.workload.parameters), None, None, None)
 
 
-_BUILT_IN: dict[str, Callable[[Job], Workload]] = {"digits": _digits, "linear": _linear, "timing": _timing}
+def _script(job: Job) -> Workload:
+    raise JobError('workload.name = "script": must be another: start the training script itself')
+
+
+_BUILT_IN: dict[str, Callable[[Job], Workload]] = {"digits": _digits, "linear": _linear, "timing": _timing, "script": _script}

@@ -42,7 +42,6 @@ class Leader:
         self._chores = chores
         self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
         self._orders = Outbox(link.comm, wire.TAG_ORDER, wire.ORDER)
-        link.comm.Barrier()
 
     def serve(self) -> None:
         """Until every worker has left. Raises Interrupted or WorkerFailed when the run cannot be finished."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import socket
 from typing import Any
 
@@ -71,13 +72,14 @@ class Reader:
     def __init__(self, link: Link, reader: int) -> None:
         self._link = link
         self._reader = reader
+        self._patience = copy.copy(link.patience)  # a state of its own: the evaluator waits in a thread
         tag = wire.TAG_EVALUATION if reader == link.roles.evaluator else wire.TAG_GRANT
         self._inbox = link.inbox(tag, wire.GRANT)
         self._word = np.zeros(1, np.int64)
 
     def wait(self) -> list[wire.GrantRecord]:
         """Every server's grant for the next read, in the order of the servers."""
-        poll, until = self._inbox.poll, self._link.patience.until
+        until, poll = self._patience.until, self._inbox.poll
         grants = sorted(wire.GrantRecord._make(until(poll)) for _ in self._link.shards)
         if len({(g.iteration, g.version, g.local_steps) for g in grants}) != 1:
             raise RuntimeError(f"the servers disagree: {grants}")

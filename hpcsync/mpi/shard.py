@@ -85,6 +85,5 @@ class Shard:
 def follow(link: Link, shard: Shard) -> None:
     """The loop of every server but the first: carry out orders until the last one."""
     orders = link.inbox(wire.TAG_ORDER, wire.ORDER)
-    link.comm.Barrier()
     while not shard.finished:
         shard.carry_out(OrderRecord._make(link.patience.until(orders.poll)))

@@ -1,0 +1,58 @@
+"""A worker's iterations as its training loop sees them: the batches, and when each computation began and ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hpcsync.devices import iteration_seconds
+from hpcsync.job import Job
+from hpcsync.learning.data import batches
+
+
+class Iterations:
+    """The batches of one worker, in the job's data order, with each iteration padded to the job's `[cluster.compute]`.
+
+    now: the clock, in seconds.
+    """
+
+    def __init__(self, job: Job, worker: int, now: Callable[[], float]) -> None:
+        self.batch_size = 0
+        self._job = job
+        self._worker = worker
+        self._now = now
+        self._training_epochs = 0
+        self._begin_s = 0.0
+        compute, n_workers = job.cluster.compute, job.cluster.workers
+        self._padding = iteration_seconds(compute, job.seed, worker, n_workers) if compute is not None else None
+
+    def shard(
+        self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]
+    ) -> Iterator[Any]:
+        """The batches of the next `epochs` training epochs (None: no end), until `stopped`. Without a data set, ()."""
+        first = self._training_epochs
+        self._training_epochs += epochs or 0
+        mine = self._batches(dataset, batch_size, None if epochs is None else range(first, first + epochs))
+        while not stopped():
+            self.batch_size = batch_size
+            self._begin_s = self._now()
+            try:
+                batch = next(mine)
+            except StopIteration:
+                return
+            yield batch
+
+    def end(self) -> tuple[float, float]:
+        """Pad the iteration; return when it began and ended."""
+        if self._padding is not None:
+            time.sleep(max(0.0, self._begin_s + next(self._padding) - self._now()))
+        return self._begin_s, self._now()
+
+    def _batches(self, dataset: Any, batch_size: int, epochs: range | None) -> Iterator[Any]:
+        if dataset is None:
+            return iter(tuple, None)  # () without end
+        n_workers = self._job.cluster.workers
+        return batches(
+            dataset, self._job.seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs
+        )

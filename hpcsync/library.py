@@ -1,0 +1,228 @@
+"""Connecting a training script to a run: the one call that makes it distributed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from hpcsync import launcher, outputs
+from hpcsync.iterations import Iterations
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.schedule import learning_rate
+from hpcsync.learning.validation import NO_RUNNING_STATISTICS, check_size, has_running_statistics
+from hpcsync.learning.workloads import Evaluate
+from hpcsync.session import Session
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from hpcsync.mpi.session import RankSession
+
+T = TypeVar("T")
+
+
+def connect(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    paradigm: str = "bsp",
+    *,
+    servers: int = 1,
+    seed: int = 0,
+    stop: Mapping[str, Any] | None = None,
+    schedule: Mapping[str, Any] | None = None,
+    lr_clock: str = "samples",
+    async_lr_scale: float | str = 1.0,
+    evaluate: Evaluate | None = None,
+    every_samples: int = 5000,
+    compute: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    out: str | Path | None = None,
+    comm: MPI.Intracomm | None = None,
+    **options: Any,
+) -> Session:
+    """Make this process a part of a training run; use the result in a `with` statement.
+
+    Started as N ranks by an MPI launcher, the first `servers` ranks become servers and the others workers. As a single
+    process it is the script's own training: `step` is `optimizer.step`, and nothing is recorded.
+
+    model:     the same on every rank; rank 0's initial weights become everybody's. Its trainable parameters must be all
+               float32 or all float64.
+    optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
+               servers. Its learning rate is where `schedule` starts from; changing it in the script is an error.
+    paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode).
+    stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss. None: the run ends when
+               every worker has left its `with` block.
+    schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
+    evaluate:  `evaluate(model) -> (loss, accuracy)`, called beside the servers every `every_samples` samples.
+    compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
+    name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
+    comm:      the ranks that take part; default: all.
+
+    Raises JobError for settings that are not allowed and LaunchError for a launcher that started the ranks wrongly,
+    before any training begins.
+    """
+    comm = comm or world()
+    n_workers = 1 if comm is None or comm.size == 1 else comm.size - servers
+    spec = _spec(optimizer)
+    job = Job.from_table(
+        {
+            "name": name or Path(sys.argv[0]).stem or "script",
+            "seed": seed,
+            "workload": {"name": "script"},
+            "optimizer": {
+                "name": spec.name,
+                "lr": spec.lr,
+                "lr_clock": lr_clock,
+                "async_lr_scale": async_lr_scale,
+                **({"schedule": dict(schedule)} if schedule else {}),
+                **spec.options,
+            },
+            "stop": dict(stop or {}),
+            "evaluation": {"every_samples": every_samples},
+            "paradigm": {"name": paradigm, **options},
+            "cluster": {
+                "servers": servers,
+                "workers": n_workers,
+                **({"compute": dict(compute)} if compute else {}),
+            },
+        }
+    )
+    if comm is None or comm.size == 1:
+        return LocalSession(job, model, optimizer, evaluate)
+    session = join(comm, job, model, spec, evaluate, out)
+    _hand_over(optimizer, model, session)
+    return session
+
+
+def join(
+    comm: MPI.Intracomm,
+    job: Job,
+    model: torch.nn.Module,
+    optimizer: OptimizerSpec,
+    evaluate: Evaluate | None,
+    out: str | Path | None,
+) -> RankSession:
+    """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
+    from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
+
+    if comm.size != job.cluster.ranks:
+        raise JobError(
+            f"cluster.workers = {job.cluster.workers}: with cluster.servers = {job.cluster.servers} this takes "
+            f"{job.cluster.ranks} ranks, but {comm.size} were started"
+        )
+    if evaluate is not None and has_running_statistics(model):
+        raise JobError(f"evaluate: {NO_RUNNING_STATISTICS}")
+    check_size(job, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    torch.set_num_threads(1)  # ranks share the cores of a node
+    folder = agree(comm, lambda: _make_folder(job, out))
+    if comm.rank >= job.cluster.servers:
+        return WorkerSession(comm, job, model)
+    if comm.rank > 0:
+        return FollowerSession(comm, job, model, optimizer)
+    return LeaderSession(comm, job, model, optimizer, evaluate, folder)
+
+
+def world() -> MPI.Intracomm | None:
+    """All ranks; None for a process that no MPI launcher started. Raises LaunchError for N worlds of one."""
+    if not launcher.under_launcher():
+        return None
+    from mpi4py import MPI
+
+    launcher.refuse_singletons(MPI.COMM_WORLD.size, MPI.Get_library_version())
+    return MPI.COMM_WORLD
+
+
+def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
+    """What the function gives on rank 0, on every rank; the JobError that it raises there is raised everywhere."""
+    result: T | JobError | None = None
+    if comm.rank == 0:
+        try:
+            result = on_rank_0()
+        except JobError as error:
+            result = error
+    result = comm.bcast(result)
+    if isinstance(result, JobError):
+        raise result
+    return result  # type: ignore[return-value]
+
+
+def _make_folder(job: Job, out: str | Path | None) -> Path:
+    folder = outputs.choose(job, out)
+    outputs.create(folder, job)
+    return folder
+
+
+def _spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+    try:
+        return OptimizerSpec.of(optimizer)
+    except ValueError as error:
+        raise JobError(str(error)) from None
+
+
+def _hand_over(optimizer: torch.optim.Optimizer, model: torch.nn.Module, session: RankSession) -> None:
+    """The script's own calls must not undo what the session has set up, nor pretend to do what the servers do."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        session.flat.zero_gradient()
+
+    def step(closure: Any = None) -> None:
+        raise RuntimeError("optimizer.step: the servers run the optimizer; call the session's step(loss) instead")
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    model.zero_grad = zero_grad  # type: ignore[method-assign]
+    optimizer.step = step  # type: ignore[method-assign, assignment]
+    session.watch_learning_rate(optimizer)
+
+
+class LocalSession(Session):
+    """One process without MPI: the script's own training, in the data order that one worker would have.
+
+    It keeps to the job's stopping rule, learning-rate schedule and padding, and records nothing.
+    """
+
+    def __init__(
+        self, job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, evaluate: Evaluate | None
+    ) -> None:
+        super().__init__(rank=0, n_workers=1, worker=0)
+        started_s = time.perf_counter()
+        self._now = lambda: time.perf_counter() - started_s
+        self._stop = job.stop
+        self._every_samples = job.evaluation.every_samples
+        self._iterations = Iterations(job, 0, self._now)
+        self._lr = learning_rate(job)
+        self._model = model
+        self._optimizer = optimizer
+        self._evaluate = evaluate
+        self._samples = 0
+        self._updates = 0
+
+    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
+
+    def step(self, loss: torch.Tensor | float) -> bool:
+        self._iterations.end()
+        self._optimizer.param_groups[0]["lr"] = self._lr(self._samples, self._updates, 1)
+        self._optimizer.step()
+        before = self._samples
+        self._samples += self._iterations.batch_size
+        self._updates += 1
+        self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=self._now())
+        every = self._every_samples
+        if self._evaluate is not None and every and before // every != self._samples // every:
+            was_training = self._model.training
+            self.stopped |= self._stop.satisfied(*self._evaluate(self._model))
+            self._model.train(was_training)
+        return not self.stopped
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to wait for."""

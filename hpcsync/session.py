@@ -1,0 +1,51 @@
+"""What a training script holds between `connect` and the end of its `with` block."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+
+class Session(ABC):
+    """One process's part in a training run.
+
+    rank:      number of this process, from 0.
+    worker:    its index among the workers, or None on a server.
+    n_workers: how many workers train.
+    stopped:   whether the run is over for this process; its loaders then end.
+    """
+
+    def __init__(self, *, rank: int, n_workers: int, worker: int | None = None) -> None:
+        self.rank = rank
+        self.worker = worker
+        self.n_workers = n_workers
+        self.stopped = False
+
+    @abstractmethod
+    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        """This worker's batches of the next `epochs` training epochs; None: until the run is stopped.
+
+        dataset: a map-style PyTorch data set; batches of a TensorDataset are tuples of tensors, of others what PyTorch's
+        default collation makes. All workers together use every whole batch of a training epoch once, in an order that
+        follows from the seed alone. Empty on servers, which serve here until the run is over.
+        """
+
+    @abstractmethod
+    def step(self, loss: torch.Tensor | float) -> bool:
+        """Give away the gradient that `backward` has left, and go on with new weights in the model.
+
+        Returns False once the run is over: the loop should end, and loaders do.
+        """
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Take no further part; returns when the run is over everywhere, with the final weights in the model."""

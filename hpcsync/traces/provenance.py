@@ -1,0 +1,54 @@
+"""Where a trace comes from: the root attributes that say what ran, with which versions, on which hosts."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import hpcsync
+from hpcsync.job import Job
+
+
+def provenance(job: Job, *, engine: str, mpi_library: str, hosts: list[str]) -> dict[str, Any]:
+    """Root attributes of the trace of this job, run now. engine: `mpi` or `simulator`."""
+    return {
+        "engine": engine,
+        "paradigm": job.paradigm.name,
+        "job": job.to_toml(),
+        "n_servers": job.cluster.servers,
+        "n_workers": job.cluster.workers,
+        "seed": job.seed,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hpcsync_version": hpcsync.__version__,
+        "git_commit": git_commit(Path.cwd()),
+        "mpi_library": mpi_library,
+        "hosts": ",".join(dict.fromkeys(hosts)),
+        "python_version": platform.python_version(),
+        "numpy_version": metadata.version("numpy"),
+        "torch_version": metadata.version("torch"),
+        "h5py_version": metadata.version("h5py"),
+    }
+
+
+def git_commit(folder: Path) -> str:
+    """The commit checked out in this folder's git repository, or "" outside one.
+
+    Read from the files, because a process that has initialised MPI had better not fork one for git.
+    """
+    for parent in (folder, *folder.parents):
+        git = parent / ".git"
+        if (git / "HEAD").is_file():
+            head = (git / "HEAD").read_text().strip()
+            return _resolve(git, head.removeprefix("ref: ")) if head.startswith("ref: ") else head
+    return ""
+
+
+def _resolve(git: Path, ref: str) -> str:
+    if (git / ref).is_file():
+        return (git / ref).read_text().strip()
+    packed = git / "packed-refs"
+    lines = packed.read_text().splitlines() if packed.is_file() else []
+    return next((line.split()[0] for line in lines if line.endswith(f" {ref}")), "")
