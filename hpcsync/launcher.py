@@ -21,7 +21,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 TIMED_OUT = 124  # as timeout(1) says it
 
@@ -106,20 +106,30 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
 # ---- starting and ending ----
 
 
-def launch(n: int, argv: Sequence[str], *, timeout_s: float | None = None, grace_s: float = 5.0) -> Ended:
-    """Run n ranks of this program to their end, and print the command line first.
+def launch(
+    n: int,
+    argv: Sequence[str],
+    *,
+    timeout_s: float | None = None,
+    grace_s: float = 5.0,
+    output: IO[bytes] | None = None,
+) -> Ended:
+    """Run n ranks of this program to their end, and print the command line first; or into `output`, without that.
 
     Interrupted (SIGINT, SIGTERM, SIGHUP) or out of time, it asks the launcher to end its ranks, and after `grace_s`
     kills whatever is left. Should this process itself be killed, the kernel tells the launcher.
     """
     line = command(n, argv)
     mark = uuid.uuid4().hex
-    print(shlex.join(line), flush=True)
+    if output is None:
+        print(shlex.join(line), flush=True)
     with _noted_signals() as signums:
         try:
             process = subprocess.Popen(
                 line,
                 env={**environment(), MARK: mark},
+                stdout=output,
+                stderr=output,
                 stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal
                 process_group=0,  # Ctrl-C is for us alone: we pass it on once, in order
                 preexec_fn=_end_with_parent,

@@ -1,0 +1,5 @@
+"""`python -m hpcsync`, which is also what every rank of a run is started as."""
+
+from hpcsync.cli import main
+
+main()

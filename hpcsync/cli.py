@@ -1,0 +1,121 @@
+"""The command line: arguments and wiring, no logic. Whatever costs time to import waits until it is needed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpcsync import __version__
+from hpcsync.job_errors import JobError
+from hpcsync.launcher import LaunchError, expected_rank, under_launcher
+
+app = typer.Typer(
+    help="Train PyTorch models under any synchronisation paradigm, and see what each one costs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20."),
+]
+
+
+@app.command()
+def run(
+    job: JobPath,
+    ranks: Annotated[
+        int | None,
+        typer.Option("-n", metavar="RANKS", help="Number of ranks; workers are the ranks that are not servers."),
+    ] = None,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Folder for trace and weights; runs/NAME-TIME/ by default."),
+    ] = None,
+) -> None:
+    """Train. Starts the ranks; under mpirun, mpiexec or srun it is one of them."""
+    with told_in_one_line():
+        if under_launcher():
+            from hpcsync.mpi import run as rank
+
+            sys.exit(rank.main(job, overrides or [], ranks, out))
+        from hpcsync import front
+
+        sys.exit(front.run(job, overrides or [], ranks, out))
+
+
+@app.command()
+def show(job: JobPath, overrides: Overrides = None) -> None:
+    """What a job resolves to: roles, sizes, bytes per iteration. Nothing runs."""
+    from hpcsync import front
+
+    with told_in_one_line():
+        front.show(job, overrides or [])
+
+
+@app.command()
+def audit(trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.h5.", show_default=False)]) -> None:
+    """Replay a trace's pushes through a fresh paradigm, compare every grant, and check the invariants."""
+    from hpcsync.traces import audit as auditing
+
+    with told_in_one_line():
+        sys.exit(auditing.main(trace))
+
+
+@app.command()
+def doctor() -> None:
+    """Which MPI there is, and whether it serves."""
+    from hpcsync import doctor as examination
+
+    sys.exit(examination.main())
+
+
+@app.command()
+def bench(
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[TARGET...]", help="What to measure; everything by default.", show_default=False),
+    ] = None,
+) -> None:
+    """Each primitive beside the machine's own limit, measured in the same job."""
+    from hpcsync import bench as benchmark
+
+    with told_in_one_line():
+        sys.exit(benchmark.main(targets or []))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"hpcsync {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+) -> None:
+    pass
+
+
+@contextlib.contextmanager
+def told_in_one_line() -> Iterator[None]:
+    """The user's mistakes end the program with status 2 and one line; of many ranks only the first says it."""
+    try:
+        yield
+    except (JobError, LaunchError) as mistake:
+        if expected_rank() == 0:
+            print(f"hpcsync: {mistake}", file=sys.stderr)
+        sys.exit(2)
+
+
+def main() -> None:
+    app(prog_name="hpcsync")

