@@ -1,10 +1,12 @@
 """The tables of a trace: one NumPy record type each. Names that are quantities end in their unit.
 
 Seconds are float64 since the start of the run, on the clock of the deciding server. `seq` is one counter over pushes,
-grants, decisions and membership changes, so that their order is total.
+grants, decisions and membership changes, from 1 on, so that their order is total.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,11 +21,12 @@ CHANGES = {"left": LEFT}
 
 STATUSES = ("running", "finished", "failed", "interrupted")
 
-# One row per push, in the order in which the deciding server handled them. `version_read` is the version that the
-# gradient was computed from, `staleness` the number of updates between that version and the update that applied it (or,
-# for a dropped push, between that version and the drop). `begin_s` and `end_s` bound the worker's own computation;
-# `compute_s` is that computation with its padding, `wait_s` the wait for the grant that let it begin, `comm_s` the
-# transfers of weights before it and of the gradient after it, `wire_bytes` the bytes of both.
+# One row per push; `seq` is the order in which the deciding server handled them. In the file a row appears once the
+# push's fate is known, so those of a barrier come together; `reading.load` sorts them. `version_read` is the version
+# that the gradient was computed from, `staleness` the number of updates between that version and the update that
+# applied it (or, for a dropped push, between that version and the drop). `begin_s` and `end_s` bound the worker's own
+# computation; `compute_s` is that computation with its padding, `wait_s` the wait for the grant that let it begin,
+# `comm_s` the transfers of weights before it and of the gradient after it, `wire_bytes` the bytes of both.
 PUSHES = np.dtype(
     [
         ("seq", "<i8"),
@@ -63,19 +66,15 @@ GRANTS = np.dtype(
 )
 
 # One row per update of the model. `version` is the version that the update made (the first is 1), `samples` the samples
-# that all updates up to this one were computed from.
+# that all updates up to this one were computed from: the sum of their pushes' `batch_size`.
 UPDATES = np.dtype(
     [("version", "<i8"), ("now_s", "<f8"), ("n_contributions", "<i4"), ("lr", "<f8"), ("samples", "<i8")]
 )
 
 # One row per choice of an adaptive controller; a paradigm's own `decision_fields` follow as float64 columns.
-DECISIONS = np.dtype(
-    [("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), ("worker", "<i4"), ("chosen", "<f8")]
-)
+DECISIONS = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), ("worker", "<i4"), ("chosen", "<f8")])
 
-EVALUATIONS = np.dtype(
-    [("now_s", "<f8"), ("version", "<i8"), ("samples", "<i8"), ("loss", "<f8"), ("accuracy", "<f8")]
-)
+EVALUATIONS = np.dtype([("now_s", "<f8"), ("version", "<i8"), ("samples", "<i8"), ("loss", "<f8"), ("accuracy", "<f8")])
 
 MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("change", "<i1")])
 
@@ -92,6 +91,6 @@ TABLES = {
 }
 
 
-def decisions_dtype(decision_fields: tuple[str, ...]) -> np.dtype:
+def decisions_dtype(decision_fields: Sequence[str]) -> np.dtype:
     """The record type of `/decisions` for a paradigm: the common columns, then one float64 per field."""
     return np.dtype(DECISIONS.descr + [(name, "<f8") for name in decision_fields])

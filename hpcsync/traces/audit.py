@@ -1,0 +1,72 @@
+"""Does a trace show the paradigm that it claims to show?
+
+Two independent answers: a replay through the paradigm's code, which shows that the engine did what the paradigm said,
+and invariants counted again from the rows alone, which show that what it said is right.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcsync import paradigms
+from hpcsync.traces import reading
+from hpcsync.traces.bounds import check_bounds
+from hpcsync.traces.checks import Check
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.invariants import check_invariants
+from hpcsync.traces.reading import Trace, TraceError
+from hpcsync.traces.replay import replay
+
+__all__ = ["Check", "audit", "main", "render"]
+
+
+def audit(trace: Trace | str | Path) -> list[Check]:
+    """Every check of a trace, in memory or in a file. An unfinished one is checked as far as it goes.
+
+    Raises TraceError if the file is not a trace, or of a paradigm that this version does not know.
+    """
+    if not isinstance(trace, Trace):
+        trace = reading.load(trace)
+    options = trace.job.paradigm.model_dump(exclude={"name"})
+    paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **options)
+    invariants = check_invariants(trace)
+    if not invariants[0].passed:
+        return invariants
+    recount = Recount(trace)
+    return [*replay(recount, paradigm), *invariants, *check_bounds(trace, recount)]
+
+
+def render(checks: list[Check]) -> RenderableType:
+    """A line for each check, and below it what is wrong."""
+    table = Table(box=None, padding=(0, 1), show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_column(justify="right", no_wrap=True)
+    for check in checks:
+        verdict = Text("ok", "green") if check.passed else Text("FAILED", "bold red")
+        table.add_row(verdict, check.name, f"{check.n_checked:,}")
+        if check.detail:
+            table.add_row("", Text(check.detail, "dim" if check.passed else "red"), "")
+    return table
+
+
+def main(path: str | Path, console: Console | None = None) -> int:
+    """Audit one file and print the result. Returns 0 if all checks passed, 1 if one failed, 2 if it is not a trace."""
+    console = console or Console()
+    try:
+        trace = reading.load(path)
+        checks = audit(trace)
+    except TraceError as error:
+        Console(stderr=True).print(f"hpcsync audit: {error}", highlight=False, markup=False, soft_wrap=True)
+        return 2
+    console.print(render(checks))
+    failed = sum(not check.passed for check in checks)
+    extent = "" if trace.finished else f" of a run that is {trace.status}, as far as it goes"
+    verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
+    n_pushes = len(trace.tables["pushes"])
+    console.print(f"{trace.job.paradigm.name}, {n_pushes:,} pushes{extent}: {verdict}", highlight=False)
+    return 1 if failed else 0

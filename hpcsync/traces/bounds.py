@@ -1,0 +1,123 @@
+"""What each paradigm promises, checked on the recounted numbers and not by the paradigm's code.
+
+With s the staleness of SSP, or s_U of DSSP: an iteration starts at most s pushes ahead of the slowest worker (start
+gap), so that right after its push a worker is at most s + 1 ahead (push gap).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hpcsync.traces.checks import Check, check_all, check_rows
+from hpcsync.traces.counting import NEVER, Recount
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import APPLIED
+
+
+def check_bounds(trace: Trace, recount: Recount) -> list[Check]:
+    """The checks that the trace's paradigm calls for; none for a paradigm that this module does not know."""
+    paradigm = trace.job.paradigm
+    match paradigm.name:
+        case "bsp":
+            return [no_staleness(recount), rounds_are_complete(recount), slowest_is_never_held(recount)]
+        case "asp":
+            return [nobody_is_held(recount), slowest_is_never_held(recount)]
+        case "ssp":
+            return [*gaps_are_bounded(recount, paradigm.staleness), slowest_is_never_held(recount)]
+        case "dssp":
+            required = paradigm.mode == "bounded"
+            return [*gaps_are_bounded(recount, paradigm.staleness_max, required), slowest_is_never_held(recount)]
+    return []
+
+
+def gaps_are_bounded(recount: Recount, bound_iters: float, required: bool = True) -> list[Check]:
+    """Start gap <= bound, push gap <= bound + 1. Not required, both pass and tell the largest gap."""
+    grants, pushes = recount.grants[~recount.is_stop], recount.pushes  # a stop grant starts nothing
+    start_gap, push_gap = recount.grant_gap[~recount.is_stop], recount.push_gap
+    largest = [int(gap.max(initial=0)) for gap in (start_gap, push_gap)]
+    names = [f"start gap is at most {bound_iters}", f"push gap is at most {bound_iters + 1}"]
+    if not required:
+        return [
+            Check(name.replace("is at most", "beside"), True, len(gap), f"not bounded in paper mode; largest {most}")
+            for name, gap, most in zip(names, (start_gap, push_gap), largest, strict=True)
+        ]
+    return [
+        check_rows(
+            names[0],
+            start_gap > bound_iters,
+            lambda i: (
+                f"worker {grants['worker'][i]} starts iteration {grants['iteration'][i]} "
+                f"{start_gap[i]} ahead of the slowest"
+            ),
+        ),
+        check_rows(
+            names[1],
+            push_gap > bound_iters + 1,
+            lambda i: (
+                f"worker {pushes['worker'][i]} is {push_gap[i]} ahead after its push of iteration "
+                f"{pushes['iteration'][i]}"
+            ),
+        ),
+    ]
+
+
+def slowest_is_never_held(recount: Recount) -> Check:
+    """Whoever is held is ahead of the slowest, from its push up to the event that releases it."""
+    last = len(recount.events) - 1
+    release = np.append(recount.grant_event, last)[recount.push_grant]  # -1: no grant, held to the end
+    release = np.minimum(release, recount.left_event[recount.pushes["worker"]])
+    held = np.flatnonzero(release > recount.push_event)
+    # The gap of a held worker only shrinks, so it is least just before the release.
+    gap_iters = recount.push_count[held] - recount.min_count[release[held] - 1]
+    pushes = recount.pushes[held]
+    return check_rows(
+        "the slowest worker is never held",
+        gap_iters <= 0,
+        lambda i: (
+            f"worker {pushes['worker'][i]} is held after iteration {pushes['iteration'][i]} "
+            f"though no worker has pushed less"
+        ),
+    )
+
+
+def nobody_is_held(recount: Recount) -> Check:
+    """Each push is granted in the answer to itself."""
+    answered = recount.push_grant >= 0
+    pushes = recount.pushes[answered]
+    release = recount.grant_event[recount.push_grant[answered]]
+    held_s = recount.grants["held_s"][recount.push_grant[answered]]
+    return check_rows(
+        "nobody is held",
+        (release != recount.push_event[answered]) | (held_s > 0),
+        lambda i: f"worker {pushes['worker'][i]} is held after iteration {pushes['iteration'][i]} for {held_s[i]} s",
+    )
+
+
+def no_staleness(recount: Recount) -> Check:
+    pushes = recount.pushes[recount.pushes["outcome"] == APPLIED]
+    return check_rows(
+        "staleness is 0",
+        pushes["staleness"] != 0,
+        lambda i: f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: {pushes['staleness'][i]}",
+    )
+
+
+def rounds_are_complete(recount: Recount) -> Check:
+    """Update k takes the k-th contribution of every worker, but for those that had left by then."""
+    n_updates = len(recount.complete_seq)
+    applied = recount.pushes[recount.applied][recount.applied_version <= n_updates]
+    version = recount.applied_version[recount.applied_version <= n_updates]
+    missing = np.ones((n_updates, recount.n_workers), bool)
+    missing[version - 1, applied["worker"]] = False
+    # The first grant of a version is in the answer to the event that completed its round.
+    granted = np.searchsorted(np.maximum.accumulate(recount.grants["version"]), np.arange(1, n_updates + 1))
+    ended = np.append(recount.grant_event, NEVER - 1)[granted]
+    update, worker = np.nonzero(missing & (recount.left_event[None, :] > ended[:, None]))
+    return check_all(
+        "rounds are complete",
+        (
+            applied["iteration"] != version,
+            lambda i: f"update {version[i]} takes iteration {applied['iteration'][i]} of worker {applied['worker'][i]}",
+        ),
+        (missing[update, worker], lambda i: f"update {update[i] + 1} lacks worker {worker[i]}, which had not left"),
+    )

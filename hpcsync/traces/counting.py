@@ -1,0 +1,193 @@
+"""Counting again what a trace says, from its rows alone: nothing here knows the paradigms' code.
+
+A trace of a run that did not finish ends somewhere in the middle. Its tables end together, but a push has its row only
+once it is applied or dropped, so the contributions that were pending at that moment are missing, and with them the
+sense of what follows. The counts therefore stop at the first missing `seq`; that this is the tail, and not a hole, is
+for `invariants` to check.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import APPLIED
+
+NEVER = np.iinfo(np.int64).max
+
+
+class Recount:
+    """The rows of a trace up to the first missing one, and what follows from their order.
+
+    Events are pushes and departures, in the order of `seq`; index e counts them from 0.
+
+    pushes, grants, decisions, membership: structured arrays, in the order of `seq`, with `seq` < `horizon`.
+    updates, evaluations: as in the trace.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.finished = trace.finished
+        self.n_workers = trace.n_workers
+        tables = trace.tables
+        numbered = [tables[name] for name in ("pushes", "grants", "decisions", "membership")]
+        self.seqs = np.sort(np.concatenate([table["seq"] for table in numbered]))
+        self.horizon = NEVER if trace.finished else _first_missing(self.seqs)
+        kept = [table[table["seq"] < self.horizon] for table in numbered]
+        self.pushes, self.grants, self.decisions, self.membership = (
+            table[np.argsort(table["seq"], kind="stable")] for table in kept
+        )
+        self.updates, self.evaluations = tables["updates"], tables["evaluations"]
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def events(self) -> np.ndarray:
+        """Pushes and departures: `seq, now_s, worker, is_push`, shape (n_events,)."""
+        dtype = [("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i8"), ("is_push", "?")]
+        events = np.zeros(len(self.pushes) + len(self.membership), dtype)
+        for rows, is_push in ((self.pushes, True), (self.membership, False)):
+            part = events[: len(self.pushes)] if is_push else events[len(self.pushes) :]
+            part["seq"], part["now_s"], part["worker"] = rows["seq"], rows["now_s"], rows["worker"]
+            part["is_push"] = is_push
+        return events[np.argsort(events["seq"], kind="stable")]
+
+    def event_at(self, seq: np.ndarray) -> np.ndarray:
+        """The last event before each seq: an index into `events`, -1 where there is none."""
+        return np.searchsorted(self.events["seq"], seq, side="left") - 1
+
+    @cached_property
+    def push_event(self) -> np.ndarray:
+        """Each push's own index into `events`, shape (n_pushes,)."""
+        return np.flatnonzero(self.events["is_push"])
+
+    @cached_property
+    def push_count(self) -> np.ndarray:
+        """Of each push: how many pushes its worker has made, this one included. Shape (n_pushes,)."""
+        return running_count(self.pushes["worker"])
+
+    @cached_property
+    def left_event(self) -> np.ndarray:
+        """Of each worker: the event of its departure, or NEVER. Shape (n_workers,)."""
+        left = np.full(self.n_workers, NEVER)
+        departures = np.flatnonzero(~self.events["is_push"])
+        np.minimum.at(left, self.events["worker"][departures], departures)
+        return left
+
+    @cached_property
+    def min_count(self) -> np.ndarray:
+        """After each event: fewest pushes of a worker that has not left. Shape (n_events,).
+
+        The minimum reaches k with the last of the workers' k-th pushes; one that leaves is not waited for any more.
+        """
+        if not len(self.pushes):
+            return np.zeros(len(self.events), np.int64)
+        done = np.tile(self.left_event, (int(self.push_count.max()), 1))
+        place = (self.push_count - 1, self.pushes["worker"])
+        done[place] = np.minimum(done[place], self.push_event)
+        return np.searchsorted(done.max(axis=1), np.arange(len(self.events)), side="right")
+
+    @cached_property
+    def push_gap(self) -> np.ndarray:
+        """Of each push: its worker's pushes minus the fewest of an active worker, just after it. Shape (n_pushes,)."""
+        return self.push_count - self.min_count[self.push_event]
+
+    # ---- grants ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def is_stop(self) -> np.ndarray:
+        """Grants that end a worker's part, shape (n_grants,)."""
+        return self.grants["local_steps"] == 0
+
+    @cached_property
+    def stop_seq(self) -> int:
+        """When the run was over: the first such grant, or NEVER."""
+        stops = self.grants["seq"][self.is_stop]
+        return int(stops[0]) if len(stops) else NEVER
+
+    @cached_property
+    def grant_event(self) -> np.ndarray:
+        """Of each grant: the event in whose answer it was made, shape (n_grants,)."""
+        return self.event_at(self.grants["seq"])
+
+    @cached_property
+    def grant_count(self) -> np.ndarray:
+        """Of each grant: how many pushes its worker had made, shape (n_grants,)."""
+        order = np.lexsort((self.pushes["seq"], self.pushes["worker"]))
+        stride = int(max(self.seqs[-1], 0)) + 1 if len(self.seqs) else 1
+        before = self.pushes["worker"][order] * stride + self.pushes["seq"][order]
+        worker = self.grants["worker"].astype(np.int64)
+        upto = np.searchsorted(before, worker * stride + self.grants["seq"])
+        return upto - np.searchsorted(before, worker * stride)
+
+    @cached_property
+    def grant_gap(self) -> np.ndarray:
+        """Of each grant: its worker's pushes minus the fewest of an active worker, at that moment. (n_grants,)."""
+        if not len(self.events):
+            return np.zeros(len(self.grants), np.int64)
+        fewest = np.where(self.grant_event >= 0, self.min_count[self.grant_event], 0)
+        return self.grant_count - fewest
+
+    @cached_property
+    def push_grant(self) -> np.ndarray:
+        """Of each push: the row in `grants` that answers it, or -1. Shape (n_pushes,)."""
+        return self._find_grant(self.pushes["iteration"] + 1)
+
+    @cached_property
+    def push_permit(self) -> np.ndarray:
+        """Of each push: the row in `grants` that let its iteration begin, or -1. Shape (n_pushes,)."""
+        return self._find_grant(self.pushes["iteration"])
+
+    def _find_grant(self, iteration: np.ndarray) -> np.ndarray:
+        keys = self.grants["iteration"] * self.n_workers + self.grants["worker"]
+        return _lookup(keys, iteration * self.n_workers + self.pushes["worker"])
+
+    # ---- versions --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def applied(self) -> np.ndarray:
+        """Rows in `pushes` of the applied contributions: updates consume them in this order."""
+        return np.flatnonzero(self.pushes["outcome"] == APPLIED)
+
+    @cached_property
+    def applied_version(self) -> np.ndarray:
+        """Of each applied push: the version that its update made. Shape (n_applied,)."""
+        used = np.cumsum(self.updates["n_contributions"])
+        return np.searchsorted(used, np.arange(len(self.applied)), side="right") + 1
+
+    @cached_property
+    def complete_seq(self) -> np.ndarray:
+        """Of each update with all its contributions here: the last one's seq. Shape (n_complete_updates,)."""
+        last = np.cumsum(self.updates["n_contributions"]) - 1
+        last = last[last < len(self.applied)]
+        return self.pushes["seq"][self.applied[last]]
+
+    def version_at(self, seq: np.ndarray) -> np.ndarray:
+        """The number of updates whose contributions had all come before each seq."""
+        return np.searchsorted(self.complete_seq, seq, side="left")
+
+
+def _first_missing(seqs: np.ndarray) -> int:
+    holes = np.flatnonzero(seqs != np.arange(1, len(seqs) + 1))
+    return int(holes[0]) + 1 if len(holes) else len(seqs) + 1
+
+
+def running_count(labels: np.ndarray) -> np.ndarray:
+    """For each element the number of equal ones up to and with it."""
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    first_of_run = np.searchsorted(ordered, ordered, side="left")
+    counts = np.empty(len(labels), np.int64)
+    counts[order] = np.arange(len(labels)) - first_of_run + 1
+    return counts
+
+
+def _lookup(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The index in `keys` (unique) of each wanted one, or -1."""
+    if not len(keys):
+        return np.full(len(wanted), -1)
+    order = np.argsort(keys, kind="stable")
+    place = np.searchsorted(keys, wanted, sorter=order)
+    found = order[np.minimum(place, len(keys) - 1)]
+    return np.where(keys[found] == wanted, found, -1)

@@ -1,0 +1,146 @@
+"""Reading a trace, whatever became of the run that wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+
+from hpcsync.traces.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, STATUSES, TABLES
+
+if TYPE_CHECKING:
+    import pandas
+
+    from hpcsync.job import Job
+
+_WORDS = {
+    "outcome": {code: word for word, code in OUTCOMES.items()},
+    "change": {code: word for word, code in CHANGES.items()},
+}
+
+
+class TraceError(Exception):
+    """A file that is not a trace, or not one that this version can read; told in one line that names the file."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace in memory.
+
+    attributes: the root attributes; text is str, numbers are Python's.
+    tables:     structured arrays of shape (n_rows,) by table name, with the columns of `schema`. Those of a run that
+                did not finish end together, at a flush. Pushes are in the order of `seq`, all others as written.
+    """
+
+    path: Path
+    attributes: dict[str, Any]
+    tables: dict[str, np.ndarray]
+
+    @property
+    def status(self) -> str:
+        return str(self.attributes["status"])
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end, so that nothing may be missing."""
+        return self.status == "finished"
+
+    @property
+    def n_workers(self) -> int:
+        return int(self.attributes["n_workers"])
+
+    @cached_property
+    def job(self) -> Job:
+        """The job that was run. Raises TraceError if this version cannot read it."""
+        from hpcsync.job import Job, JobError
+
+        try:
+            return Job.from_toml(self.attributes["job"])
+        except JobError as error:
+            raise TraceError(f"{self.path}: its job cannot be read: {error}") from None
+
+    def frame(self, table: str) -> pandas.DataFrame:
+        """One table as a pandas.DataFrame, with words for what is a code in the file. Needs pandas."""
+        import pandas
+
+        frame = pandas.DataFrame(self.tables[table])
+        for name in frame.columns:
+            if name in _WORDS:
+                frame[name] = frame[name].map(_WORDS[name])
+            elif self.tables[table].dtype[name].kind == "S":
+                frame[name] = frame[name].str.decode("utf-8", errors="replace")
+        return frame
+
+
+def load(path: str | Path) -> Trace:
+    """Read a whole trace. Raises TraceError if the file is none or cannot be opened."""
+    path = Path(path)
+    with _open(path, "r") as file:
+        attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "flushed_rows"}
+        try:
+            flushed = file.attrs["flushed_rows"]
+            tables = {table: file[table][: int(flushed[table])] for table in TABLES}
+        except (KeyError, ValueError, OSError) as error:
+            raise TraceError(f"{path}: a damaged trace: {_first_line(error)}") from None
+    for name in ("status", "n_workers", "paradigm", "job"):
+        if name not in attributes:
+            raise TraceError(f"{path}: a damaged trace: the attribute {name} is missing")
+    tables["pushes"] = tables["pushes"][np.argsort(tables["pushes"]["seq"], kind="stable")]
+    return Trace(path, attributes, tables)
+
+
+def settle(path: str | Path, status: str) -> bool:
+    """Say what became of a run that could not say so itself: for a launcher whose ranks have died.
+
+    Sets the status of a trace that is `running` or `interrupted`; a `finished` or `failed` one stays as it is, and a
+    missing file is no error: ranks can die before there is one. Returns whether the status was set.
+
+    Raises TraceError for a file that is not a trace or that another process still writes.
+    """
+    if status not in STATUSES or status == "running":
+        raise ValueError(f"status is {status!r}; must be one of {', '.join(STATUSES[1:])}")
+    path = Path(path)
+    if not path.exists():
+        return False
+    with _open(path, "r+") as file:
+        open_end = file.attrs.get("status") in ("running", "interrupted")
+        if open_end:
+            file.attrs.modify("status", status)
+        return open_end
+
+
+def _open(path: Path, mode: str) -> h5py.File:
+    """The file, known to be a trace that this version can read."""
+    if not path.is_file():
+        raise TraceError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
+    if not h5py.is_hdf5(path):
+        raise TraceError(f"{path}: not a trace (not an HDF5 file)")
+    try:
+        file = h5py.File(path, mode, locking="best-effort")
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be opened: {_first_line(error)}") from None
+    if file.attrs.get("format") != FORMAT:
+        problem = f"not a trace (an HDF5 file whose format is not {FORMAT})"
+    elif file.attrs.get("format_version") != FORMAT_VERSION:
+        version = file.attrs.get("format_version")
+        problem = f"a trace of format version {version}; this hpcsync reads version {FORMAT_VERSION}"
+    else:
+        return file
+    file.close()
+    raise TraceError(f"{path}: {problem}")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error.args[0]) if error.args else type(error).__name__).splitlines()[0]

@@ -1,0 +1,223 @@
+"""The trace's pushes and departures once more through a fresh paradigm, whose every answer must be the one recorded.
+
+A run ends when its stop rule has become true: after an update, or from outside between two events. From then on every
+grant is a stop grant (zero local steps): the paradigm's remaining ones in that answer, then one to every other held
+worker; the paradigm sees nothing that comes later. The trace does not say when a rule became true, only what followed;
+the replay accepts exactly what can have followed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hpcsync.paradigms import Apply, Decision, Drop, Grant, Left, Paradigm, Pushed
+from hpcsync.traces.checks import Check
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.schema import APPLIED, DROPPED
+
+Row = dict[str, Any]
+KINDS = ("grants", "decisions", "updates")
+
+
+class _Differs(Exception):
+    """The replay and the trace part ways. kind: of KINDS."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+def replay(recount: Recount, paradigm: Paradigm) -> list[Check]:
+    """Compare every grant, decision and update with what this paradigm, new and of the trace's job, answers."""
+    run = _Replay(recount, paradigm)
+    differs = None
+    try:
+        run.run()
+    except _Differs as error:
+        differs = error
+    checks = []
+    for kind in KINDS:
+        failed = differs is not None and differs.kind == kind
+        detail = str(differs) if failed else "as far as the replay came" if differs else ""
+        checks.append(Check(f"replay gives the same {kind}", not failed, run.n_same[kind], detail))
+    return checks
+
+
+class _Replay:
+    def __init__(self, recount: Recount, paradigm: Paradigm) -> None:
+        self.n_same = dict.fromkeys(KINDS, 0)
+        self._paradigm = paradigm
+        self._finished = recount.finished
+        self._updates = [int(n) for n in recount.updates["n_contributions"]]
+        self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership)], key=lambda row: int(row["seq"]))
+        self._answers = _split(
+            sorted([*_rows(recount.grants), *_rows(recount.decisions)], key=lambda row: int(row["seq"])),
+            [row["seq"] for row in self._events],
+        )
+        self._version = 0
+        self._stopping = False
+        self._pushes = [0] * recount.n_workers
+        self._active = set(range(recount.n_workers))
+        self._pending: dict[int, Row] = {}  # contributions that the paradigm has neither applied nor dropped
+        self._held: dict[int, Row] = {}  # pushes without a grant
+
+    def run(self) -> None:
+        before = next(self._answers)
+        if before:
+            raise _Differs(_kind(before[0]), f"{_tell(before[0])} answers nothing")
+        for index, (event, answer) in enumerate(zip(self._events, self._answers, strict=True)):
+            # The trace of a run that did not finish may end in the middle of its last answer.
+            cut = not self._finished and index == len(self._events) - 1
+            self._count(event)
+            self._stopping = self._stopping or self._was_stopped_silently(event, answer, cut)
+            if self._stopping:
+                self._expect_stops(answer, cut)
+            else:
+                self._compare(event, answer, cut)
+        self._check_end()
+
+    def _count(self, event: Row) -> None:
+        worker = event["worker"]
+        if "change" in event:
+            self._active.discard(worker)
+            self._held.pop(worker, None)
+        else:
+            self._pushes[worker] += 1
+            self._held[worker] = self._pending[worker] = event
+
+    def _was_stopped_silently(self, event: Row, answer: list[Row], cut: bool) -> bool:
+        """Whether the run was stopped from outside, with nobody held whom a stop grant could have told."""
+        alone = "change" not in event and self._held.keys() == {event["worker"]}
+        told = _is_stop(answer[0]) if answer else cut
+        return alone and event["outcome"] == DROPPED and told
+
+    def _compare(self, event: Row, answer: list[Row], cut: bool) -> None:
+        kind = Left if "change" in event else Pushed
+        try:
+            actions = self._paradigm.handle(kind(event["now_s"], event["worker"]))
+        except ValueError as error:
+            raise _Differs("grants", f"the paradigm refuses seq {event['seq']}: {error}") from None
+        rows = iter(answer)
+        can_stop = False
+        for action in actions:
+            match action:
+                case Apply(workers):
+                    self._apply(event, workers)
+                    can_stop = True
+                case Drop(worker):
+                    self._settle(event, worker, DROPPED)
+                case Grant() | Decision():
+                    row = next(rows, None)
+                    if row is None:
+                        if cut:
+                            return
+                        name = "grants" if isinstance(action, Grant) else "decisions"
+                        raise _Differs(name, f"seq {event['seq']} is not answered by {action}")
+                    self._same(action, row, can_stop)
+        self._expect_stops(list(rows), cut)
+
+    def _apply(self, event: Row, workers: tuple[int, ...]) -> None:
+        self._version += 1
+        if self._version > len(self._updates):
+            raise _Differs("updates", f"seq {event['seq']} makes version {self._version}, which is not recorded")
+        recorded = self._updates[self._version - 1]
+        if recorded != len(workers):
+            detail = f"version {self._version} has {recorded} contributions, the replay gives {len(workers)}"
+            raise _Differs("updates", detail)
+        for worker in workers:
+            self._settle(event, worker, APPLIED)
+        self.n_same["updates"] += 1
+
+    def _settle(self, event: Row, worker: int, outcome: int) -> None:
+        push = self._pending.pop(worker)
+        if push["outcome"] != outcome:
+            words = ("applied", "dropped")
+            detail = f"the push of seq {push['seq']} is {words[push['outcome']]}, the replay has it {words[outcome]}"
+            raise _Differs("updates", f"{detail} at seq {event['seq']}")
+
+    def _same(self, action: Grant | Decision, row: Row, can_stop: bool) -> None:
+        kind = "decisions" if isinstance(action, Decision) else "grants"
+        if kind != _kind(row):
+            raise _Differs(kind, f"{_tell(row)}: the replay gives {action}")
+        if isinstance(action, Decision):
+            names = ("controller", "worker", "chosen", *self._paradigm.decision_fields)
+            expected = (action.controller, action.worker, action.chosen, *action.inputs)
+            self._equal("decisions", row, tuple(row[name] for name in names), expected)
+            return
+        stops = _is_stop(row)
+        if stops and not (can_stop or self._stopping):
+            raise _Differs("grants", f"{_tell(row)} is a stop grant, but no update can have ended the run there")
+        if self._stopping and not stops:
+            raise _Differs("grants", f"{_tell(row)} lets a worker go on when the run is over")
+        self._stopping = stops
+        credits = 0 if stops else action.credits
+        self._grant(row, (action.worker, action.iteration, action.gap_iters, credits, action.held_s))
+
+    def _expect_stops(self, answer: list[Row], cut: bool) -> None:
+        """What is left of an answer: nothing, or a stop grant to each of the held."""
+        for row in answer:
+            held = self._held.get(row["worker"])
+            if held is None or not _is_stop(row):
+                raise _Differs(_kind(row), f"{_tell(row)} answers nothing")
+            self._stopping = True
+            pushes = self._pushes[row["worker"]]
+            gap_iters = pushes - min(self._pushes[worker] for worker in self._active)
+            self._grant(row, (row["worker"], pushes + 1, gap_iters, 0, row["now_s"] - held["now_s"]))
+        if self._stopping and self._held and not cut:
+            push = next(iter(self._held.values()))
+            raise _Differs("grants", f"the run is over, but the push of seq {push['seq']} has no stop grant")
+
+    def _grant(self, row: Row, expected: tuple[Any, ...]) -> None:
+        names = ("worker", "iteration", "gap_iters", "credits", "held_s", "version")
+        self._equal("grants", row, tuple(row[name] for name in names), (*expected, self._version))
+        self._held.pop(row["worker"])
+
+    def _equal(self, kind: str, row: Row, recorded: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+        # NaN, for what is not known, equals itself here.
+        if any(a != b and (a == a or b == b) for a, b in zip(recorded, expected, strict=True)):
+            raise _Differs(kind, f"{_tell(row)}: recorded {recorded}, the replay gives {expected}")
+        self.n_same[kind] += 1
+
+    def _check_end(self) -> None:
+        extra = len(self._updates) - self._version
+        if extra > (0 if self._finished else 1):
+            raise _Differs("updates", f"version {self._version + 1} is recorded, but nothing made it")
+        # Pending contributions are dropped; or the trace ends while the rows of their update were being written.
+        for push in self._pending.values():
+            if push["outcome"] == APPLIED and not extra:
+                raise _Differs("updates", f"the push of seq {push['seq']} is applied, the replay never applies it")
+
+
+def _rows(table: Any) -> list[Row]:
+    """The rows as dictionaries of Python's own numbers, which are much faster to read one by one."""
+    names = table.dtype.names
+    rows = [dict(zip(names, row, strict=True)) for row in table.tolist()]
+    for row in rows:
+        if "controller" in row:
+            row["controller"] = row["controller"].decode()
+    return rows
+
+
+def _split(rows: list[Row], seqs: list[int]) -> Iterator[list[Row]]:
+    """The rows before the first of these seqs, then those between each and the next."""
+    begin = 0
+    for seq in [*seqs, None]:
+        end = begin
+        while end < len(rows) and (seq is None or rows[end]["seq"] < seq):
+            end += 1
+        yield rows[begin:end]
+        begin = end
+
+
+def _is_stop(row: Row) -> bool:
+    return row.get("local_steps") == 0
+
+
+def _kind(row: Row) -> str:
+    return "decisions" if "controller" in row else "grants"
+
+
+def _tell(row: Row) -> str:
+    kind = "decision for" if "controller" in row else "grant to"
+    return f"{kind} worker {row['worker']}, seq {row['seq']}"

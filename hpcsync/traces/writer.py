@@ -1,0 +1,207 @@
+"""Writing a trace while the run goes on: rows into memory at once, into the file every few seconds.
+
+The deciding server calls `append` in the middle of its work, so that must cost next to nothing: a row is packed
+straight into a preallocated array that has the layout of the file. Of the ways to do it (microseconds per push of 16
+columns, append and conversion together) `struct.pack_into` takes 0.2, a list of tuples turned into an array later
+0.35, and assignment to a structured array 0.35; it also refuses a wrong type at the line that is wrong.
+
+The file must survive a run that is killed at any moment. HDF5's default file format does: what has been flushed can be
+read, while the newer formats (libver="latest") leave a file that does not open. But a kill in the middle of a flush can
+leave some tables longer than others. So the tables are flushed first and the root attribute `flushed_rows` says after
+that how many rows of each table belong together; readers look no further.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import h5py
+import numpy as np
+
+from hpcsync.traces.schema import (
+    CHANGES,
+    FORMAT,
+    FORMAT_VERSION,
+    OUTCOMES,
+    STATUSES,
+    TABLES,
+    decisions_dtype,
+)
+
+RING_ROWS = 8192  # rows of a table that fit in memory between two flushes
+CHUNK_BYTES = 65536  # a chunk is written whole, so not larger than a few seconds of rows are worth
+FLUSH_INTERVAL_S = 2.0
+
+_STRUCT_CODES = {"<i1": "b", "<i4": "i", "<i8": "q", "<f8": "d", "|i1": "b"}
+_ENUMS = {"outcome": OUTCOMES, "change": CHANGES}
+
+
+class _Ring:
+    """The rows of one table that wait for the next flush, packed as they will lie in the file."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.rows = np.zeros(RING_ROWS, dtype)
+        self.used = 0
+        columns = [dtype[name].str for name in dtype.names or ()]
+        codes = [_STRUCT_CODES.get(column) or f"{column[2:]}s" for column in columns]
+        packer = struct.Struct("<" + "".join(codes))
+        assert packer.size == dtype.itemsize
+        self._pack_into = packer.pack_into
+        self._row_bytes = packer.size
+        self._buffer = self.rows.view(np.uint8).data
+        self._has_text = any(code.endswith("s") for code in codes)
+
+    def append(self, row: Sequence[Any]) -> None:
+        if self._has_text:
+            row = [value.encode() if isinstance(value, str) else value for value in row]
+        self._pack_into(self._buffer, self.used * self._row_bytes, *row)
+        self.used += 1
+
+
+class TraceWriter:
+    """A trace being written, by one thread of one process. Leaving the `with` block closes it.
+
+    path:            must not exist: a trace is never overwritten (FileExistsError).
+    attributes:      the root attributes that describe the run; one that is None is left out. `format`,
+                     `format_version`, `status`, `flushed_rows` and `tracing_overhead_s` are the writer's own.
+    decision_fields: names of the numbers that the paradigm's decisions come with.
+
+    The root attribute `tracing_overhead_s` is what tracing has cost the deciding server so far: the time spent in
+    flushes, measured, and for each appended row the cost of an append that was measured on opening. The last flush, on
+    closing, is not in it: the run is over by then.
+    """
+
+    def __init__(self, path: str | Path, attributes: Mapping[str, Any], decision_fields: Sequence[str] = ()) -> None:
+        dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields)}
+        dtypes = {table: _with_enums(dtype) for table, dtype in dtypes.items()}
+        self._rings = {table: _Ring(dtype) for table, dtype in dtypes.items()}
+        self._append_s = self._time_append()
+        self._flush_s = 0.0
+        self._flushed_at_s = 0.0
+        self._n_rows = dict.fromkeys(dtypes, 0)
+        self.path = Path(path)
+        # Parallel file systems often refuse locks, and nobody else writes here: a lock is welcome, not needed.
+        self._file = h5py.File(path, "x", locking="best-effort")
+        try:
+            self._lay_out(dtypes, attributes)
+        except BaseException:
+            self._file.close()
+            self.path.unlink()
+            raise
+
+    def append(self, table: str, row: Sequence[Any]) -> None:
+        """Add one row, its values in the order of the table's columns; text columns take str.
+
+        Raises KeyError for an unknown table and struct.error for a wrong number or type of values.
+        """
+        ring = self._rings[table]
+        if ring.used == RING_ROWS:
+            self.flush()
+        ring.append(row)
+
+    def flush_if_due(self, now_s: float) -> None:
+        """Flush if the last one is FLUSH_INTERVAL_S ago. For moments at which nobody waits for the server.
+
+        now_s: seconds on any clock that advances with real time, the same at each call.
+        """
+        if now_s - self._flushed_at_s >= FLUSH_INTERVAL_S:
+            self.flush()
+            self._flushed_at_s = now_s
+
+    def flush(self) -> None:
+        """Hand every appended row to the operating system: from here on it survives the end of this process."""
+        begin_s = time.perf_counter()
+        if any(ring.used for ring in self._rings.values()):
+            self._write_rows()
+            self._file.flush()
+            self._write_progress()
+            self._file.flush()
+        self._flush_s += time.perf_counter() - begin_s
+
+    def close(self, status: str = "finished") -> None:
+        """Flush, set the trace's final status and close the file. A second call does nothing."""
+        if status not in STATUSES or status == "running":
+            raise ValueError(f"status is {status!r}; a closed trace is one of {', '.join(STATUSES[1:])}")
+        if not self._file:
+            return
+        try:
+            self.flush()
+            self._file.attrs.modify("status", status)
+        finally:
+            self._file.close()
+
+    @property
+    def tracing_overhead_s(self) -> float:
+        """Seconds that tracing has cost so far."""
+        n_rows = sum(self._n_rows.values()) + sum(ring.used for ring in self._rings.values())
+        return self._flush_s + n_rows * self._append_s
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
+
+    def _time_append(self, rows: int = 100, repeats: int = 5) -> float:
+        """Seconds that one append of the widest row takes here: the least of a few tries, well under a millisecond."""
+        row = np.zeros((), TABLES["pushes"]).item()
+        took_s = []
+        for _ in range(repeats):
+            begin_s = time.perf_counter()
+            for _ in range(rows):
+                self.append("pushes", row)
+            took_s.append(time.perf_counter() - begin_s)
+            self._rings["pushes"].used = 0
+        return min(took_s) / rows
+
+    def _lay_out(self, dtypes: Mapping[str, np.dtype], attributes: Mapping[str, Any]) -> None:
+        own = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": "running", "tracing_overhead_s": 0.0}
+        for name, value in {**attributes, **own}.items():
+            if value is not None:
+                self._file.attrs[name] = value
+        for table, dtype in dtypes.items():
+            chunk_rows = CHUNK_BYTES // dtype.itemsize
+            self._file.create_dataset(table, shape=(0,), maxshape=(None,), chunks=(chunk_rows,), dtype=dtype)
+        self._file.attrs["flushed_rows"] = self._flushed_rows()
+        self._file.flush()
+
+    def _write_rows(self) -> None:
+        for table, ring in self._rings.items():
+            if ring.used:
+                begin, end = self._n_rows[table], self._n_rows[table] + ring.used
+                dataset = self._file[table]
+                dataset.resize((end,))
+                dataset[begin:end] = ring.rows[: ring.used]
+                self._n_rows[table] = end
+                ring.used = 0
+
+    def _write_progress(self) -> None:
+        # Modified in place: the attribute never goes missing.
+        self._file.attrs.modify("flushed_rows", self._flushed_rows())
+        self._file.attrs.modify("tracing_overhead_s", self.tracing_overhead_s)
+
+    def _flushed_rows(self) -> np.ndarray:
+        counts = np.zeros((), [(table, "<i8") for table in self._n_rows])
+        for table, n_rows in self._n_rows.items():
+            counts[table] = n_rows
+        return counts
+
+
+def _with_enums(dtype: np.dtype) -> np.dtype:
+    """The same layout, with the columns that stand for words saying which."""
+    return np.dtype(
+        [
+            (name, h5py.enum_dtype(_ENUMS[name], basetype=dtype[name]) if name in _ENUMS else dtype[name])
+            for name in dtype.names or ()
+        ]
+    )
