@@ -110,14 +110,14 @@ class Script(Table):
     name: Literal["script"]
 
 
-WORKLOADS = ("digits", "linear", "timing", "script")
+WORKLOADS = ("digits", "linear", "timing")
 
 
 def _workload_tag(table: Any) -> str | None:
     name = table.get("name") if isinstance(table, dict) else getattr(table, "name", None)
     if isinstance(name, str) and ":" in name:
         return "function"
-    return name if name in WORKLOADS else None
+    return name if name in (*WORKLOADS, "script") else None
 
 
 Workload = Annotated[
@@ -415,6 +415,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     if ranks is not None:
         _set_workers(table, ranks)
     job = Job.from_table(table)
+    if isinstance(job.workload, Script):
+        raise JobError(f'workload.name = "script": must be one of {", ".join(KINDS["workload"])}')
     compute = job.cluster.compute
     if isinstance(compute, Recorded):
         # Absolute from here on: ranks need not start in the folder of the job file.
