@@ -1,19 +1,20 @@
 """The vocabulary between a paradigm and whatever drives it.
 
-A paradigm is a state machine: one event in, a list of actions out. It does no I/O, reads no clock and draws no random
-numbers; time comes in with the event. The same events therefore always give the same actions, which is what lets a
-simulation run the same code as real ranks, and an audit replay a trace.
+A paradigm is a state machine: one event in, a list of actions out. It does no I/O, reads no clock and draws
+no random numbers; time comes in with the event. The same events therefore always give the same actions, which
+is what lets a simulation run the same code as real ranks, and an audit replay a trace.
 
     engine observes                      paradigm answers
     ---------------                      ----------------
     Pushed(worker)  a contribution       Apply(workers)      make one update of these contributions
                     is in its slot       Drop(worker)        throw this contribution away
-    Left(worker)    no more will come    Grant(worker, ...)  the worker may read the weights and start an iteration
+    Left(worker)    no more will come    Grant(worker, ...)  the worker may read the weights and go on
                                          Decision(...)       an adaptive controller chose; for the trace only
 
-Actions are carried out in the order of the list. A worker that is answered with neither Grant nor Drop is *held*: it
-waits for a Grant in the answer to a later event. Every Pushed is answered by exactly one Grant, at once or later,
-unless the run ends first.
+Actions are carried out in the order of the list. A worker that is answered with neither Grant nor Drop is
+*held*: it waits for a Grant in the answer to a later event. Every Pushed is answered by exactly one Grant, at
+once or later, unless the worker leaves or the run ends first. Iteration 1 needs no Grant: every worker begins
+with it.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Drop:
 class Grant:
     """Worker `worker` may read the weights and start iteration `iteration`.
 
-    iteration:  counts the worker's pushes; the first is 1, so a grant after the t-th push is for iteration t + 1.
-    gap_iters:  start gap: pushes of this worker minus pushes of the slowest active worker, at the moment of the grant.
+    iteration:  counts the worker's pushes; the first is 1, so the grant after push t is for iteration t + 1.
+    gap_iters:  start gap, pushes of this worker minus those of the slowest active worker, when it is granted.
     credits:    extra iterations the worker may still start without asking again (DSSP's r), after this grant.
     held_s:     seconds between the push that this grant answers and the grant.
     """
