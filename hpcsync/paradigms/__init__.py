@@ -1,0 +1,46 @@
+"""Who may go on, when, and with what: the synchronisation paradigms as pure state machines.
+
+`create` makes one by its name; `protocol` says what goes in and what comes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hpcsync.paradigms.asp import ASP
+from hpcsync.paradigms.bsp import BSP
+from hpcsync.paradigms.dssp import DSSP
+from hpcsync.paradigms.paradigm import Paradigm
+from hpcsync.paradigms.protocol import Action, Apply, Decision, Drop, Event, Grant, Left, Pushed
+from hpcsync.paradigms.ssp import SSP
+
+__all__ = [
+    "PARADIGMS",
+    "Action",
+    "Apply",
+    "Decision",
+    "Drop",
+    "Event",
+    "Grant",
+    "Left",
+    "Paradigm",
+    "Pushed",
+    "create",
+]
+
+PARADIGMS: dict[str, type[Paradigm]] = {paradigm.name: paradigm for paradigm in (BSP, ASP, SSP, DSSP)}
+
+
+def create(name: str, n_workers: int, **options: Any) -> Paradigm:
+    """Make the paradigm of this name for so many workers.
+
+    options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; bsp and asp have none.
+
+    Raises ValueError for an unknown name or a value that is not allowed, TypeError for an option that the
+    paradigm does not have or that is missing.
+    """
+    if name not in PARADIGMS:
+        raise ValueError(f"there is no paradigm {name!r}, only {', '.join(PARADIGMS)}")
+    make: Callable[..., Paradigm] = PARADIGMS[name]
+    return make(n_workers, **options)

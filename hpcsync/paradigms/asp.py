@@ -1,0 +1,23 @@
+"""Asynchronous parallel: every push is an update of its own and nobody ever waits."""
+
+from __future__ import annotations
+
+from hpcsync.paradigms.paradigm import Paradigm
+from hpcsync.paradigms.protocol import Action, Apply
+
+
+class ASP(Paradigm):
+    """No synchronisation: the gap between workers is recorded, and has no bound."""
+
+    name = "asp"
+
+    def check(self) -> None:
+        """Assert the paradigm's invariants: those of every paradigm, and that nobody is held."""
+        super().check()
+        assert not self._held_since_s, f"workers {sorted(self._held_since_s)} are held"
+
+    def _pushed(self, worker: int) -> list[Action]:
+        return [Apply((worker,)), self._grant(worker)]
+
+    def _left(self, worker: int) -> list[Action]:
+        return []

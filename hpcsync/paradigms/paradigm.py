@@ -1,0 +1,101 @@
+"""What all paradigms share: the one door, the refusal of illegal input, and the book of who is held."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from hpcsync.paradigms.progress import Progress
+from hpcsync.paradigms.protocol import Action, Event, Grant, Left, Pushed
+
+
+class Paradigm(ABC):
+    """Decides who may go on, and when.
+
+    Every worker may start iteration 1 unasked. From then on each of its pushes is answered by one Grant, in
+    the answer to that push or to a later event; in between the worker is held.
+
+    A paradigm implements `_pushed` and `_left`, which run after the event has been validated and counted, and
+    answers with actions that it makes by `_grant`, or with none after `_hold`.
+    """
+
+    name: ClassVar[str]
+    decision_fields: ClassVar[
+        tuple[str, ...]
+    ] = ()  # what the inputs of this paradigm's Decisions are, in order
+
+    def __init__(self, n_workers: int) -> None:
+        if n_workers < 1:
+            raise ValueError(f"n_workers is {n_workers}; at least 1 is needed")
+        self.n_workers = n_workers
+        self._now_s = -math.inf
+        self._progress = Progress(n_workers)
+        self._held_since_s: dict[int, float] = {}  # held worker: time of the push that awaits its grant
+
+    def handle(self, event: Event) -> list[Action]:
+        """Take in one event and return the actions that answer it, to be carried out in this order.
+
+        Raises ValueError, with the state untouched, for an event that cannot have happened: of a worker that
+        does not exist or has left, a push of a held worker, or a time that is before the last event's or not
+        finite.
+        """
+        self._refuse_illegal(event)
+        worker = event.worker
+        self._now_s = event.now_s
+        if isinstance(event, Pushed):
+            self._progress.push(worker)
+            return self._pushed(worker)
+        self._progress.leave(worker)
+        self._held_since_s.pop(worker, None)
+        return self._left(worker)
+
+    def check(self) -> None:
+        """Assert the invariants, from plain counts rather than from the bookkeeping that makes `handle` fast.
+
+        Costs O(n_workers): for tests, simulations and audits, after every event.
+        """
+        self._progress.check()
+        active, held, pushes = self._progress.active, self._held_since_s, self._progress.pushes
+        assert held.keys() <= active, f"held workers {held.keys() - active} have left"
+        assert all(since_s <= self._now_s for since_s in held.values()), "a worker is held from the future on"
+        if active:
+            assert held.keys() != active, "every active worker is held: nobody can ever release them"
+            min_iters = min(pushes[worker] for worker in active)
+            assert all(pushes[worker] > min_iters for worker in held), "the slowest worker is held"
+
+    @abstractmethod
+    def _pushed(self, worker: int) -> list[Action]:
+        """Answer a push that has just been counted."""
+
+    @abstractmethod
+    def _left(self, worker: int) -> list[Action]:
+        """Answer a departure: the worker is already out of the progress, and no longer held."""
+
+    def _hold(self, worker: int) -> None:
+        """Let the worker, which has just pushed, wait."""
+        self._held_since_s[worker] = self._now_s
+
+    def _grant(self, worker: int, credits: int = 0) -> Grant:
+        """Let the worker go on, whether it has just pushed or has been held."""
+        return Grant(
+            worker=worker,
+            iteration=self._progress.pushes[worker] + 1,
+            gap_iters=self._progress.gap(worker),
+            credits=credits,
+            held_s=self._now_s - self._held_since_s.pop(worker, self._now_s),
+        )
+
+    def _refuse_illegal(self, event: Event) -> None:
+        if not isinstance(event, (Pushed, Left)):
+            raise ValueError(f"{event!r} is not an event of a paradigm")
+        worker = event.worker
+        if not 0 <= worker < self.n_workers:
+            raise ValueError(f"{event}: there is no worker {worker}, only 0 to {self.n_workers - 1}")
+        if worker not in self._progress.active:
+            raise ValueError(f"{event}: worker {worker} has left")
+        if isinstance(event, Pushed) and worker in self._held_since_s:
+            raise ValueError(f"{event}: worker {worker} is held and may not have started an iteration")
+        # Written so that NaN is refused too.
+        if not self._now_s <= event.now_s < math.inf:
+            raise ValueError(f"{event}: the last event was at {self._now_s} s; time does not run backwards")

@@ -1,0 +1,167 @@
+"""Virtual time for one paradigm: workers that take given times, and a referee that believes no bookkeeping.
+
+`run` plays a schedule and shows every event with its answer to a `Referee`, which recounts from them alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from hpcsync.paradigms import Action, Apply, Decision, Event, Grant, Left, Paradigm, Pushed
+
+# The same examples on every run, so that a failure is one for everybody.
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=120)
+
+
+@dataclass
+class Referee:
+    """Recounts a run from its events and answers, and asserts what holds under every paradigm.
+
+    bound_iters: largest start gap that is allowed; the push gap may be one more.
+    """
+
+    n_workers: int
+    bound_iters: float = math.inf
+    trace: list[tuple[Event, list[Action]]] = field(default_factory=list)
+    largest_start_gap: int = 0
+    largest_push_gap: int = 0
+
+    def __post_init__(self) -> None:
+        self.pushes = [0] * self.n_workers
+        self.applied = [0] * self.n_workers
+        self.active = set(range(self.n_workers))
+        self.held_since_s: dict[int, float] = {}
+
+    def see(self, event: Event, actions: list[Action]) -> None:
+        self.trace.append((event, actions))
+        if isinstance(event, Pushed):
+            self.pushes[event.worker] += 1
+            self.held_since_s[event.worker] = event.now_s
+        else:
+            self.active.remove(event.worker)
+            self.held_since_s.pop(event.worker, None)
+        for worker in self.active:
+            self.largest_push_gap = max(self.largest_push_gap, self.gap(worker))
+        for action in actions:
+            if isinstance(action, Apply):
+                self._see_update(action)
+            elif isinstance(action, Grant):
+                self._see_grant(action, event.now_s)
+        assert self.largest_push_gap <= self.bound_iters + 1, f"push gap {self.largest_push_gap} at {event}"
+        if self.active:
+            assert self.active - self.held_since_s.keys(), f"deadlock: everybody is held after {event}"
+            slowest = [worker for worker in self.held_since_s if self.gap(worker) == 0]
+            assert not slowest, f"the slowest, {slowest}, are held after {event}"
+
+    def gap(self, worker: int) -> int:
+        return self.pushes[worker] - min(self.pushes[other] for other in self.active)
+
+    def _see_update(self, update: Apply) -> None:
+        for worker in update.workers:
+            self.applied[worker] += 1
+            assert self.applied[worker] == self.pushes[worker], f"{update}: not one contribution per push"
+
+    def _see_grant(self, grant: Grant, now_s: float) -> None:
+        worker = grant.worker
+        assert worker in self.held_since_s, f"{grant} answers no push"
+        held_s = now_s - self.held_since_s.pop(worker)
+        assert grant.iteration == self.pushes[worker] + 1, f"{grant} after {self.pushes[worker]} pushes"
+        assert grant.gap_iters == self.gap(worker), f"{grant}: the gap is {self.gap(worker)}"
+        assert grant.held_s == held_s, f"{grant}: it was held for {held_s} s"
+        assert self.applied[worker] == self.pushes[worker], f"{grant} before its own contribution is applied"
+        self.largest_start_gap = max(self.largest_start_gap, grant.gap_iters)
+        assert grant.gap_iters <= self.bound_iters, f"{grant} beyond the bound of {self.bound_iters}"
+
+    def actions(self, kind: type[Action]) -> list[Action]:
+        return [action for _, actions in self.trace for action in actions if isinstance(action, kind)]
+
+    def decisions(self) -> list[dict[str, float]]:
+        """The decisions with their inputs by name."""
+        fields = self.decision_fields
+        return [
+            dict(zip(fields, decision.inputs, strict=True), chosen=decision.chosen, worker=decision.worker)
+            for decision in self.actions(Decision)
+        ]
+
+    decision_fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """intervals_s[i]: how long worker i computes for each of its iterations; it leaves when granted one more.
+
+    deaths_s: worker to the time at which it leaves whatever it is doing, if it is still there.
+    """
+
+    intervals_s: Sequence[Sequence[float]]
+    deaths_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def n_workers(self) -> int:
+        return len(self.intervals_s)
+
+
+def fixed(*intervals_s: float, until_s: float) -> Schedule:
+    """Workers of constant speed that all die when the time is up."""
+    deaths_s = dict.fromkeys(range(len(intervals_s)), until_s)
+    return Schedule([[t] * (int(until_s / t) + 1) for t in intervals_s], deaths_s)
+
+
+def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, check: bool = True) -> Referee:
+    """Play the schedule to its end. With `check` the paradigm's own check runs at every event as well."""
+    referee = Referee(schedule.n_workers, bound_iters, decision_fields=paradigm.decision_fields)
+    order = itertools.count()  # of events at the same time: first scheduled, first handled
+    queue: list[tuple[float, int, Event]] = []
+    remaining = [iter(intervals_s) for intervals_s in schedule.intervals_s]
+
+    def start(worker: int, now_s: float) -> None:
+        interval_s = next(remaining[worker], None)
+        event: Event = Left(now_s, worker) if interval_s is None else Pushed(now_s + interval_s, worker)
+        heapq.heappush(queue, (event.now_s, next(order), event))
+
+    for worker, death_s in schedule.deaths_s.items():
+        heapq.heappush(queue, (death_s, next(order), Left(death_s, worker)))
+    for worker in range(schedule.n_workers):
+        start(worker, 0.0)
+    while queue:
+        _, _, event = heapq.heappop(queue)
+        if event.worker not in referee.active:
+            continue  # it has died, and with it whatever it was doing
+        actions = paradigm.handle(event)
+        if check:
+            paradigm.check()
+        referee.see(event, actions)
+        for action in actions:
+            if isinstance(action, Grant):
+                start(action.worker, event.now_s)
+    return referee
+
+
+# Small whole numbers make ties and simultaneous pushes, the others are what clocks give.
+_intervals_s = st.one_of(
+    st.sampled_from([1.0, 2.0, 3.0]),
+    st.floats(0.0, 8.0, allow_nan=False),
+    st.floats(0.9, 1.1, allow_nan=False),
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn, max_workers: int = 5, max_iterations: int = 25) -> Schedule:
+    """Random interval traces: per worker a speed, noise, an end of its data, and perhaps a death."""
+    n_workers = draw(st.integers(1, max_workers))
+    intervals_s = []
+    for _ in range(n_workers):
+        n_iterations = draw(st.integers(0, max_iterations))
+        if draw(st.booleans()):
+            intervals_s.append([draw(_intervals_s)] * n_iterations)
+        else:
+            intervals_s.append(draw(st.lists(_intervals_s, min_size=n_iterations, max_size=n_iterations)))
+    dying = draw(st.sets(st.integers(0, n_workers - 1), max_size=2))
+    return Schedule(intervals_s, {worker: draw(st.floats(0.0, 40.0)) for worker in sorted(dying)})

@@ -1,0 +1,68 @@
+"""ASP: an update a push, and nobody waits."""
+
+import random
+from statistics import mean
+
+import pytest
+from hypothesis import given
+
+from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms.asp import ASP
+from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
+
+
+def test_every_push_is_applied_and_granted_at_once():
+    asp = create("asp", 2)
+    assert asp.handle(Pushed(1.0, 1)) == [Apply((1,)), Grant(1, 2, gap_iters=1, credits=0, held_s=0.0)]
+    assert asp.handle(Pushed(2.0, 1)) == [Apply((1,)), Grant(1, 3, gap_iters=2, credits=0, held_s=0.0)]
+    assert asp.handle(Pushed(2.0, 0)) == [Apply((0,)), Grant(0, 2, gap_iters=0, credits=0, held_s=0.0)]
+    assert asp.handle(Left(3.0, 0)) == []
+    assert asp.handle(Pushed(3.0, 1))[1].gap_iters == 0  # nobody slower is left
+
+
+@PROPERTY
+@given(schedule=schedules())
+def test_every_worker_runs_at_its_own_speed(schedule):
+    referee = run(create("asp", schedule.n_workers), schedule)
+    for worker, intervals_s in enumerate(schedule.intervals_s):
+        now_s, expected_s = 0.0, []
+        for interval_s in intervals_s:
+            now_s += interval_s
+            expected_s.append(now_s)
+        pushed_s = [e.now_s for e, _ in referee.trace if isinstance(e, Pushed) and e.worker == worker]
+        assert pushed_s == [t for t in expected_s if t < schedule.deaths_s.get(worker, t + 1)]
+
+
+def test_the_gap_has_no_bound():
+    referee = run(create("asp", 2), fixed(1.0, 2.0, until_s=200.5))
+    assert referee.largest_push_gap == 100
+
+
+def test_staleness_is_one_less_than_the_workers_on_average_when_they_are_equal():
+    generator = random.Random(1)
+    n_workers = 5
+    intervals_s = [[generator.uniform(0.8, 1.2) for _ in range(200)] for _ in range(n_workers)]
+    referee = run(create("asp", n_workers), Schedule(intervals_s))
+    version, version_read, staleness = 0, [0] * n_workers, []
+    for _, actions in referee.trace:
+        for action in actions:
+            if isinstance(action, Apply):
+                staleness.append(version - version_read[action.workers[0]])
+                version += 1
+            else:
+                version_read[action.worker] = version
+    assert min(staleness) >= 0
+    assert mean(staleness) == pytest.approx(n_workers - 1, abs=0.1)
+
+
+class Holds(ASP):
+    def _pushed(self, worker):
+        if self._progress.gap(worker) > 2:
+            self._hold(worker)
+            return [Apply((worker,))]
+        return super()._pushed(worker)
+
+
+def test_check_sees_that_somebody_is_held():
+    with pytest.raises(AssertionError, match=r"workers \[0\] are held"):
+        run(Holds(2), fixed(1.0, 2.0, until_s=20.0))

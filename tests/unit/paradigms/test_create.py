@@ -1,0 +1,57 @@
+"""The registry: names, options, and what importing it loads."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hpcsync.paradigms import PARADIGMS, create
+
+OPTIONS = {
+    "bsp": {},
+    "asp": {},
+    "ssp": {"staleness": 3},
+    "dssp": {"staleness_min": 3, "staleness_max": 15},
+}
+
+
+def test_every_paradigm_is_made_by_its_name():
+    assert PARADIGMS.keys() == OPTIONS.keys()
+    for name, options in OPTIONS.items():
+        paradigm = create(name, 4, **options)
+        assert type(paradigm) is PARADIGMS[name]
+        assert (paradigm.name, paradigm.n_workers) == (name, 4)
+
+
+def test_only_adaptive_paradigms_have_decision_fields():
+    assert {name for name, paradigm in PARADIGMS.items() if paradigm.decision_fields} == {"dssp"}
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'bps', only bsp, asp, ssp, dssp"):
+        create("bps", 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("bsp", {"staleness": 3}), ("ssp", {}), ("dssp", {"staleness_min": 3})],
+)
+def test_options_that_do_not_fit_are_refused(name, options):
+    with pytest.raises(TypeError):
+        create(name, 4, **options)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_no_workers_are_refused(name):
+    with pytest.raises(ValueError, match="n_workers is 0"):
+        create(name, 0, **OPTIONS[name])
+
+
+def test_only_the_standard_library_is_loaded():
+    program = (
+        "import sys; before = set(sys.modules); import hpcsync.paradigms;"
+        "loaded = {name.split('.')[0] for name in set(sys.modules) - before};"
+        "print(sorted(loaded - sys.stdlib_module_names - {'hpcsync'}))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,217 @@
+"""What holds for every paradigm: one grant per push, no deadlock, determinism, illegal input refused."""
+
+import copy
+import math
+
+import pytest
+from hypothesis import given
+
+from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms.asp import ASP
+from hpcsync.paradigms.bsp import BSP
+from hpcsync.paradigms.ssp import SSP
+from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
+
+ALL = {
+    "bsp": ("bsp", {}),
+    "asp": ("asp", {}),
+    "ssp-0": ("ssp", {"staleness": 0}),
+    "ssp-2": ("ssp", {"staleness": 2}),
+    "ssp-inf": ("ssp", {"staleness": math.inf}),
+    "dssp-bounded": ("dssp", {"staleness_min": 1, "staleness_max": 4}),
+    "dssp-paper": ("dssp", {"staleness_min": 1, "staleness_max": 4, "mode": "paper"}),
+}
+every_paradigm = pytest.mark.parametrize("which", ALL)
+
+
+def make(which, n_workers):
+    name, options = ALL[which]
+    return create(name, n_workers, **options)
+
+
+def state(paradigm):
+    """Everything that a paradigm knows, as text: NaN equals itself there."""
+    return repr({**vars(paradigm), "_progress": vars(paradigm._progress)})
+
+
+@every_paradigm
+@PROPERTY
+@given(schedule=schedules())
+def test_one_grant_per_push_and_everybody_finishes(which, schedule):
+    # The referee asserts the rest at every event: numbering, gaps, waits, and that the slowest is never held.
+    referee = run(make(which, schedule.n_workers), schedule)
+    pushes = sum(isinstance(event, Pushed) for event, _ in referee.trace)
+    assert not referee.active
+    assert 0 <= pushes - len(referee.actions(Grant)) <= len(schedule.deaths_s)  # who dies may have been held
+    assert sum(len(update.workers) for update in referee.actions(Apply)) == pushes
+
+
+@every_paradigm
+def test_without_deaths_every_push_is_granted_and_all_data_is_used(which):
+    schedule = Schedule([[1.0] * 30, [0.3, 2.5] * 10, [4.0] * 7])
+    referee = run(make(which, 3), schedule)
+    assert referee.pushes == [30, 20, 7]
+    assert len(referee.actions(Grant)) == 57
+
+
+@every_paradigm
+@PROPERTY
+@given(schedule=schedules())
+def test_the_same_events_give_the_same_actions(which, schedule):
+    first = run(make(which, schedule.n_workers), schedule).trace
+    # check() between the events must not change anything either.
+    second = run(make(which, schedule.n_workers), schedule, check=False).trace
+    assert repr(first) == repr(second)
+
+
+@every_paradigm
+def test_one_worker_is_never_held(which):
+    referee = run(make(which, 1), Schedule([[1.0, 0.5, 2.0]]))
+    assert [(g.iteration, g.gap_iters, g.held_s) for g in referee.actions(Grant)] == [
+        (2, 0, 0.0),
+        (3, 0, 0.0),
+        (4, 0, 0.0),
+    ]
+
+
+@every_paradigm
+def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
+    paradigm = make(which, 4)
+    for now_s, worker in [(1.0, 0), (1.5, 1), (2.0, 2)]:
+        paradigm.handle(Pushed(now_s, worker))
+    paradigm.handle(Left(2.5, 1))
+    before = state(paradigm)
+    illegal = [
+        (Pushed(3.0, 4), "there is no worker 4"),
+        (Pushed(3.0, -1), "there is no worker -1"),
+        (Left(3.0, 4), "there is no worker 4"),
+        (Pushed(3.0, 1), "worker 1 has left"),
+        (Left(3.0, 1), "worker 1 has left"),
+        (Pushed(2.4, 3), "backwards"),
+        (Left(2.4, 3), "backwards"),
+        (Pushed(math.nan, 3), "backwards"),
+        (Pushed(math.inf, 3), "backwards"),
+        ("pushed", "not an event"),
+    ]
+    for event, message in illegal:
+        with pytest.raises(ValueError, match=message):
+            paradigm.handle(event)
+        assert state(paradigm) == before, f"{event} has changed the state"
+    paradigm.handle(Pushed(2.5, 3))  # legal again, at the time of the last event
+    assert state(paradigm) != before
+
+
+@pytest.mark.parametrize("which", ["bsp", "ssp-0", "dssp-bounded", "dssp-paper"])
+def test_a_push_of_a_held_worker_is_refused_and_leaves_the_state_untouched(which):
+    paradigm = make(which, 2)
+    now_s = 0.0
+    while any(isinstance(action, Grant) for action in paradigm.handle(Pushed(now_s, 0))):
+        now_s += 1.0
+    before = state(paradigm)
+    with pytest.raises(ValueError, match="worker 0 is held"):
+        paradigm.handle(Pushed(now_s, 0))
+    assert state(paradigm) == before
+
+
+@every_paradigm
+def test_a_copy_goes_on_as_the_original(which):
+    paradigm = make(which, 2)
+    paradigm.handle(Pushed(1.0, 0))
+    other = copy.deepcopy(paradigm)
+    assert repr(paradigm.handle(Pushed(2.0, 1))) == repr(other.handle(Pushed(2.0, 1)))
+
+
+# Negative controls: what the referee and check() are for.
+
+
+class GrantsTwice(ASP):
+    def _pushed(self, worker):
+        return [*super()._pushed(worker), self._grant(worker)]
+
+
+class GrantsBeforeApplying(ASP):
+    def _pushed(self, worker):
+        return super()._pushed(worker)[::-1]
+
+
+class ForgetsDepartures(SSP):
+    """The worker's count stays and freezes the minimum, as if nobody had told the progress."""
+
+    def handle(self, event):
+        if isinstance(event, Left):
+            self._held_since_s.pop(event.worker, None)
+            return self._left(event.worker)
+        return super().handle(event)
+
+
+class NeverReleases(SSP):
+    def _release(self):
+        return []
+
+
+class HoldsEverybody(BSP):
+    def _end_round_if_complete(self):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (GrantsTwice(2), "answers no push"),
+        (GrantsBeforeApplying(2), "before its own contribution is applied"),
+        (ForgetsDepartures(2, staleness=1), "the gap is 0|everybody is held"),
+        (NeverReleases(2, staleness=1), "everybody is held|the slowest"),
+        (HoldsEverybody(2), "everybody is held"),
+    ],
+)
+def test_the_referee_sees(broken, message):
+    with pytest.raises(AssertionError, match=message):
+        run(broken, Schedule([[1.0] * 5, [1.5] * 9]), check=False)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [(NeverReleases(2, staleness=1), "needlessly"), (HoldsEverybody(2), "every active worker is held")],
+)
+def test_check_sees(broken, message):
+    with pytest.raises(AssertionError, match=message):
+        run(broken, Schedule([[1.0] * 5, [1.5] * 9]))
+
+
+def a_held_worker_has_left(paradigm):
+    paradigm._progress.leave(0)
+
+
+def the_slowest_is_held(paradigm):
+    paradigm._hold(1)
+
+
+def a_worker_is_held_from_the_future_on(paradigm):
+    paradigm._held_since_s[0] = 99.0
+
+
+def the_minimum_is_wrong(paradigm):
+    paradigm._progress.min_iters = 7
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (a_held_worker_has_left, "have left"),
+        (the_slowest_is_held, "the slowest worker is held"),
+        (a_worker_is_held_from_the_future_on, "from the future on"),
+        (the_minimum_is_wrong, "min_iters is 7"),
+    ],
+)
+def test_check_sees_an_inconsistent_state(tamper, message):
+    paradigm = create("ssp", 3, staleness=0)
+    paradigm.handle(Pushed(1.0, 0))
+    paradigm.check()
+    tamper(paradigm)
+    with pytest.raises(AssertionError, match=message):
+        paradigm.check()
+
+
+def test_time_may_start_anywhere():
+    paradigm = create("asp", 1)
+    assert paradigm.handle(Pushed(-5.0, 0))[-1] == Grant(0, 2, 0, 0, 0.0)

@@ -1,0 +1,200 @@
+"""SSP: its bounds at every event, what a read sees, and its two limits."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms.ssp import SSP
+from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
+
+
+def test_the_fastest_may_start_at_the_bound_and_is_held_beyond_it():
+    ssp = create("ssp", 2, staleness=1)
+    assert ssp.handle(Pushed(1.0, 0)) == [Apply((0,)), Grant(0, 2, gap_iters=1, credits=0, held_s=0.0)]
+    assert ssp.handle(Pushed(2.0, 0)) == [Apply((0,))]
+    assert ssp.handle(Pushed(5.0, 1)) == [
+        Apply((1,)),
+        Grant(1, 2, gap_iters=0, credits=0, held_s=0.0),
+        Grant(0, 3, gap_iters=1, credits=0, held_s=3.0),
+    ]
+
+
+def test_released_workers_are_granted_after_the_pushing_one_in_worker_order():
+    ssp = create("ssp", 4, staleness=0)
+    for now_s, worker in [(1.0, 3), (2.0, 0), (3.0, 2)]:
+        ssp.handle(Pushed(now_s, worker))
+    grants = ssp.handle(Pushed(4.0, 1))[1:]
+    assert [grant.worker for grant in grants] == [1, 0, 2, 3]
+
+
+def test_a_departure_releases():
+    ssp = create("ssp", 3, staleness=1)
+    for now_s, worker in [(1.0, 0), (2.0, 0), (3.0, 1)]:
+        ssp.handle(Pushed(now_s, worker))
+    assert ssp.handle(Left(7.0, 2)) == [Grant(0, 3, gap_iters=1, credits=0, held_s=5.0)]
+
+
+def test_a_held_worker_that_leaves_is_not_granted():
+    ssp = create("ssp", 3, staleness=0)
+    ssp.handle(Pushed(1.0, 0))
+    ssp.handle(Pushed(1.0, 1))
+    assert ssp.handle(Left(2.0, 0)) == []
+    assert [action.worker for action in ssp.handle(Pushed(3.0, 2))[1:]] == [2, 1]
+
+
+@PROPERTY
+@given(schedule=schedules(), staleness=st.sampled_from([0, 1, 2, 3, 7]))
+def test_start_gap_and_push_gap_are_bounded_at_every_event(schedule, staleness):
+    run(create("ssp", schedule.n_workers, staleness=staleness), schedule, bound_iters=staleness)
+
+
+@pytest.mark.parametrize("staleness", [0, 3, 15])
+def test_both_bounds_are_reached(staleness):
+    # The bound itself, and not less: a paradigm that holds too early is as wrong as one that holds too late.
+    referee = run(create("ssp", 2, staleness=staleness), fixed(1.0, 2.0, until_s=100.0))
+    assert (referee.largest_start_gap, referee.largest_push_gap) == (staleness, staleness + 1)
+
+
+def updates_missing_from_reads(referee, staleness):
+    """How many updates that a read guarantees to see were missing, summed over all reads (one per grant).
+
+    An iteration c, from 0, must see every active worker's first c - staleness contributions.
+    """
+    missing, seen, active = 0, [0] * referee.n_workers, set(range(referee.n_workers))
+    for event, actions in referee.trace:
+        if isinstance(event, Left):
+            active.remove(event.worker)
+        for action in actions:
+            if isinstance(action, Apply):
+                for worker in action.workers:
+                    seen[worker] += 1
+            else:
+                clock = action.iteration - 1
+                missing += sum(max(0, clock - staleness - seen[worker]) for worker in active)
+                missing += clock - seen[action.worker]  # and all of its own
+    return missing
+
+
+@PROPERTY
+@given(schedule=schedules(), staleness=st.integers(0, 4))
+def test_a_read_sees_every_update_older_than_the_bound_and_all_its_own(schedule, staleness):
+    referee = run(create("ssp", schedule.n_workers, staleness=staleness), schedule)
+    assert updates_missing_from_reads(referee, staleness) == 0
+
+
+def test_reads_under_asp_miss_updates():
+    referee = run(create("asp", 2), fixed(1.0, 2.0, until_s=20.0))
+    assert updates_missing_from_reads(referee, 3) > 0
+
+
+@PROPERTY
+@given(schedule=schedules())
+def test_an_infinite_bound_schedules_as_asp(schedule):
+    n_workers = schedule.n_workers
+    assert (
+        run(create("ssp", n_workers, staleness=math.inf), schedule).trace
+        == run(create("asp", n_workers), schedule).trace
+    )
+
+
+def test_a_finite_bound_does_not_schedule_as_asp():
+    schedule = fixed(1.0, 2.0, until_s=20.0)
+    assert run(create("ssp", 2, staleness=3), schedule).trace != run(create("asp", 2), schedule).trace
+
+
+@PROPERTY
+@given(schedule=schedules())
+def test_a_bound_of_zero_is_lock_step(schedule):
+    # The same grants at the same times as BSP; only their order is another, and the updates are single.
+    def rounds(paradigm):
+        for event, actions in run(paradigm, schedule, bound_iters=0).trace:
+            grants = [action for action in actions if isinstance(action, Grant)]
+            if grants:
+                yield event.now_s, sorted(grants, key=lambda grant: grant.worker)
+
+    n_workers = schedule.n_workers
+    assert list(rounds(create("ssp", n_workers, staleness=0))) == list(rounds(create("bsp", n_workers)))
+
+
+@pytest.mark.parametrize("staleness", [0, 3, 15])
+def test_any_finite_bound_ends_at_the_rate_of_the_slowest(staleness):
+    referee = run(create("ssp", 3, staleness=staleness), fixed(1.0, 1.3, 2.0, until_s=400.5))
+    assert referee.pushes[2] == 200
+    assert max(referee.pushes) <= 200 + staleness + 1
+
+
+class HoldsLate(SSP):
+    def _answer(self, worker):
+        if self._progress.gap(worker) == self.staleness + 1:
+            return [self._grant(worker)]
+        return super()._answer(worker)
+
+
+class HoldsEarly(SSP):
+    def _answer(self, worker):
+        if self._progress.gap(worker) == self.staleness:
+            self._hold(worker)
+            return []
+        return super()._answer(worker)
+
+    def _release(self):
+        return super()._release() if self._progress.gap(0) < self.staleness else []
+
+
+class ReleasesEarly(SSP):
+    def _release(self):
+        return [self._grant(worker) for worker in sorted(self._held_since_s)]
+
+
+class ForgetsToReleaseOnDeparture(SSP):
+    def _left(self, worker):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (HoldsLate, "has started at gap 4"),
+        (HoldsEarly, "needlessly"),
+        (ReleasesEarly, "has started at gap 4"),
+        (ForgetsToReleaseOnDeparture, "every active worker is held|slowest|needlessly"),
+    ],
+)
+def test_check_sees(kind, message):
+    schedule = Schedule([[1.0] * 20, [1.0] * 20, [3.0] * 20], {2: 10.5})
+    run(SSP(3, staleness=3), schedule)
+    with pytest.raises(AssertionError, match=message):
+        run(kind(3, staleness=3), schedule)
+
+
+@pytest.mark.parametrize("kind", [HoldsLate, ReleasesEarly])
+def test_the_referee_sees(kind):
+    with pytest.raises(AssertionError, match="beyond the bound of 3"):
+        run(kind(2, staleness=3), fixed(1.0, 3.0, until_s=40.0), bound_iters=3, check=False)
+
+
+def test_check_sees_a_push_gap_beyond_the_bound():
+    ssp = SSP(2, staleness=0)
+    ssp.handle(Pushed(1.0, 0))
+    ssp.check()
+    ssp._progress.push(0)
+    with pytest.raises(AssertionError, match="has pushed at gap 2"):
+        ssp.check()
+
+
+def test_check_sees_a_queue_that_lost_a_held_worker():
+    ssp = SSP(2, staleness=0)
+    ssp.handle(Pushed(1.0, 0))
+    ssp.check()
+    ssp._held_by_pushes.clear()
+    with pytest.raises(AssertionError, match="queue"):
+        ssp.check()
+
+
+@pytest.mark.parametrize("staleness", [-1, 2.5, math.nan, -math.inf, "3"])
+def test_a_bound_that_is_none_is_refused(staleness):
+    with pytest.raises(ValueError, match="staleness is"):
+        create("ssp", 2, staleness=staleness)
