@@ -74,7 +74,7 @@ def connect(
     spec = _spec(optimizer)
     job = Job.from_table(
         {
-            "name": name or Path(sys.argv[0]).stem or "script",
+            "name": name or Path(sys.argv[0]).stem.strip("_") or "script",
             "seed": seed,
             "workload": {"name": "script"},
             "optimizer": {

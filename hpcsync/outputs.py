@@ -6,8 +6,12 @@ import json
 import time
 from pathlib import Path
 
+from rich.console import Console
+
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
+from hpcsync.traces.reading import load
+from hpcsync.traces.summary import summarize, table
 
 TRACE = "trace.h5"
 JOB = "job.toml"

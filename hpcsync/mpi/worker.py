@@ -56,9 +56,9 @@ class Worker:
         self._await()
 
     def leave(self) -> None:
-        """Take no further part; return with the final weights read, once every worker has left."""
+        """Take no further part; return once every worker has left."""
         self._report_end(wire.LEFT)
-        self._reader.read(self._reader.wait(), self._weights)
+        self._reader.wait()
 
     def fail(self) -> None:
         """Tell server 0 that this worker cannot go on."""

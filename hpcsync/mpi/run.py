@@ -1,0 +1,45 @@
+"""One rank of `hpcsync run`: a training script like any other, whose model and data the job names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpi4py import MPI
+
+from hpcsync import job as jobs
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError
+from hpcsync.launcher import LaunchError
+from hpcsync.learning.replica import Replica
+from hpcsync.learning.validation import check, optimizer_spec
+from hpcsync.library import agree, join, world
+from hpcsync.session import Session
+
+
+def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None) -> int:
+    """Exit status of this rank: 0 done, 2 the user's mistake (told by rank 0). A failure ends all ranks at once."""
+    try:
+        comm = world()
+    except LaunchError as error:
+        print(f"hpcsync: {error}", file=sys.stderr)
+        return 2
+    assert comm is not None, "called on a rank"
+    try:
+        train(comm, agree(comm, lambda: jobs.load(path, overrides, ranks)), out)
+    except JobError as error:
+        if comm.rank == 0:
+            print(f"hpcsync: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
+    """This rank's part of the job. Collective."""
+    workload = check(job)
+    with join(comm, job, workload.model, optimizer_spec(job), workload.evaluate, out) as sync:
+        replica = Replica(sync.flat, workload.loss)
+        for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
+            sync.step(replica.compute(batch))
+    return sync

@@ -1,0 +1,230 @@
+"""One rank's part in a parameter-server run, as a training script sees it: a loader, `step`, and an orderly end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from safetensors.torch import save_file
+
+from hpcsync import outputs, paradigms
+from hpcsync.coordinator import Coordinator
+from hpcsync.iterations import Iterations
+from hpcsync.job import Job
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.schedule import learning_rate
+from hpcsync.learning.workloads import Evaluate
+from hpcsync.mpi.evaluator import Evaluator
+from hpcsync.mpi.leader import Interrupted, Leader, WorkerFailed
+from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.roles import Roles
+from hpcsync.mpi.shard import Shard, follow
+from hpcsync.mpi.worker import Worker
+from hpcsync.progress import Progress
+from hpcsync.session import Session
+from hpcsync.traces.provenance import provenance
+from hpcsync.traces.writer import TraceWriter
+
+FAREWELL_S = 3.0  # how long a failed worker leaves server 0 to close the trace before it ends the job
+
+
+class RankSession(Session):
+    """What servers and workers have in common: a link, and an end in which nobody is left behind."""
+
+    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
+        self._comm = comm
+        self._job = job
+        self._model = model
+        self.flat = FlatModel(model)
+        roles = Roles(job.cluster.servers, job.cluster.workers)
+        self._link = Link(comm, roles, self.flat.weights.numpy())
+        self._clocks = self._link.clocks()
+        self._optimizer: torch.optim.Optimizer | None = None
+        super().__init__(rank=comm.rank, n_workers=roles.n_workers)
+
+    def watch_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """The script's optimizer, whose learning rate must stay as it is."""
+        self._optimizer = optimizer
+
+    def _part(self) -> None:
+        """Play this rank's part to its end; rank 0's model then holds the final weights."""
+        raise NotImplementedError
+
+    def _fail(self, error: BaseException) -> None:
+        """Say what is known to whom it helps, before the job is ended."""
+        traceback.print_exception(error)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            try:
+                self._part()
+                self._share_final_state()
+                self._link.free()
+                self._conclude()
+                return
+            except BaseException as late:
+                error = late
+        self._fail(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._comm.Abort(1)
+
+    def _share_final_state(self) -> None:
+        """Everybody ends with the weights that server 0 has read, and with worker 0's running statistics, which live on
+        the workers and are not synchronised before."""
+        self._comm.Bcast(self.flat.weights.numpy(), 0)
+        for buffer in self._model.buffers():
+            values = buffer.numpy().copy()
+            self._comm.Bcast(values, self._link.roles.rank_of(0))
+            buffer.copy_(torch.from_numpy(values))
+
+    def _conclude(self) -> None:
+        """After the last rank has finished."""
+
+
+class WorkerSession(RankSession):
+    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
+        super().__init__(comm, job, model)
+        self._engine = Worker(self._link, self.flat.weights.numpy(), self.flat.gradient.numpy())
+        self.worker = self._engine.index
+        self._iterations = Iterations(job, self.worker, self._link.clock.now)
+
+    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
+
+    def step(self, loss: torch.Tensor | float) -> bool:
+        if self.stopped:
+            raise RuntimeError("step after the run has ended: leave the loop when step returns False")
+        self._check_learning_rate()
+        loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
+        self.flat.gather_gradient()
+        self._engine.step(*self._iterations.end(), self._iterations.batch_size, loss)
+        self.stopped = self._engine.stopped
+        return not self.stopped
+
+    def _check_learning_rate(self) -> None:
+        if self._optimizer is not None and self._optimizer.param_groups[0]["lr"] != self._job.optimizer.lr:
+            raise RuntimeError(
+                f"the script changed the optimizer's learning rate from {self._job.optimizer.lr} to "
+                f"{self._optimizer.param_groups[0]['lr']}: it lives on the servers; give connect a schedule instead"
+            )
+
+    def _part(self) -> None:
+        self._engine.leave()
+
+    def _fail(self, error: BaseException) -> None:
+        if not isinstance(error, KeyboardInterrupt):
+            print(f"hpcsync: worker {self.worker} (rank {self.rank}) failed:", file=sys.stderr)
+            super()._fail(error)
+        self._engine.fail()
+        time.sleep(FAREWELL_S)
+
+
+class FollowerSession(RankSession):
+    """A server serves while its script would train: its loader is empty, and returns when the run is over."""
+
+    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, optimizer: OptimizerSpec) -> None:
+        super().__init__(comm, job, model)
+        self._shard = Shard(self._link, optimizer, self.flat.weights)
+
+    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        if not self._shard.finished:
+            self._serve()
+        return iter(())
+
+    def step(self, loss: torch.Tensor | float) -> bool:
+        raise RuntimeError("step on a server: only workers train")
+
+    def _serve(self) -> None:
+        follow(self._link, self._shard)
+
+    def _part(self) -> None:
+        if not self._shard.finished:
+            self._serve()
+        self._shard.free()
+
+
+class LeaderSession(FollowerSession):
+    """Server 0: decides, evaluates, and writes everything down."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        optimizer: OptimizerSpec,
+        evaluate: Evaluate | None,
+        folder: Path,
+    ) -> None:
+        super().__init__(comm, job, model, optimizer)
+        paradigm = paradigms.create(
+            job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"})
+        )
+        assert self._clocks is not None
+        self._reader = Reader(self._link, self._link.roles.evaluator)
+        hosts = [host for _, host, _, _ in self._clocks]
+        attributes = provenance(job, engine="mpi", mpi_library=MPI.Get_library_version().strip("\0 \n"), hosts=hosts)
+        self.folder = folder
+        self._trace = TraceWriter(folder / outputs.TRACE, attributes, paradigm.decision_fields)
+        for row in self._clocks:
+            self._trace.append("clocks", row)
+        self._coordinator = Coordinator(
+            paradigm, self._trace, n_workers=job.cluster.workers, lr=learning_rate(job), stop=job.stop
+        )
+        self._evaluate = evaluate
+        self._evaluator = (
+            Evaluator(self._reader, model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
+        )
+        self._progress = Progress()
+
+    def _serve(self) -> None:
+        switch_s = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
+        leader = Leader(self._link, self._shard, self._coordinator, self._evaluator, self._chores)
+        try:
+            leader.serve()
+        finally:
+            sys.setswitchinterval(switch_s)
+        leader.free()
+
+    def _chores(self, now_s: float) -> None:
+        self._trace.flush_if_due(now_s)
+        self._progress.show(now_s, self._coordinator)
+
+    def _part(self) -> None:
+        super()._part()
+        coordinator = self._coordinator
+        coordinator.close()
+        if self._evaluator is not None:
+            self._evaluator.close()
+            if (judged := self._evaluator.result()) is not None:
+                coordinator.evaluated(*judged)
+        self._reader.read(self._reader.wait(), self.flat.weights.numpy())
+
+    def _conclude(self) -> None:
+        coordinator = self._coordinator
+        if self._evaluate is not None:
+            loss, accuracy = self._evaluate(self._model)
+            coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy)
+        save_file({k: v.contiguous() for k, v in self._model.state_dict().items()}, self.folder / outputs.WEIGHTS)
+        self._trace.close("finished")
+        outputs.conclude(self.folder)
+
+    def _fail(self, error: BaseException) -> None:
+        status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        with contextlib.suppress(OSError, RuntimeError):
+            self._coordinator.close()
+            self._trace.close(status)
+        if isinstance(error, Interrupted | WorkerFailed):
+            print(f"hpcsync: {status}: {error}; the trace so far is {self._trace.path}", file=sys.stderr)
+        else:
+            super()._fail(error)

@@ -1,0 +1,50 @@
+"""These tests run on any number of ranks at once: mpiexec -n N python -m pytest tests/mpi.
+
+Every rank runs every test. A failure on one rank would leave the others in a collective for ever, so it is told at once
+and ends the job. Only rank 0 reports; a test that needs more ranks than there are is skipped, and says so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from mpi4py import MPI
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    if MPI.COMM_WORLD.rank:
+        config.pluginmanager.get_plugin("terminalreporter")._tw._file = open("/dev/null", "w")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.failed:
+        print(f"\nrank {MPI.COMM_WORLD.rank}: {report.nodeid}\n{report.longreprtext}", file=sys.stderr, flush=True)
+        MPI.COMM_WORLD.Abort(1)
+
+
+@pytest.fixture
+def comm() -> MPI.Intracomm:
+    """All ranks, at the same point."""
+    MPI.COMM_WORLD.Barrier()
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def needs(comm: MPI.Intracomm) -> Callable[[int], None]:
+    def skip_below(ranks: int) -> None:
+        if comm.size < ranks:
+            pytest.skip(f"needs {ranks} ranks")
+
+    return skip_below
+
+
+@pytest.fixture
+def folder(comm: MPI.Intracomm, tmp_path: Path) -> Path:
+    """One empty folder, the same on every rank."""
+    return Path(comm.bcast(str(tmp_path)))

@@ -1,0 +1,91 @@
+"""Readers never see half of an update, however fast the server makes them.
+
+Rank 0 updates without pause, rank 1's gradient makes every weight equal to the version, and all other ranks read. What
+a reader has read must be one and the same number everywhere: the version that it was promised.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.store import Store, n_buffers
+from hpcsync.mpi import wire
+from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.mailbox import Outbox
+from hpcsync.mpi.roles import Roles
+from hpcsync.mpi.shard import Shard
+from hpcsync.mpi.wire import OrderRecord
+
+SIZE = 1 << 18
+LIMIT_S = 30.0
+
+
+def serve(link: Link, shard: Shard) -> None:
+    """Update as fast as possible; a PUSHED report is a request to read, LEFT says that a reader has had enough."""
+    inbox = link.inbox(wire.TAG_REPORT, wire.REPORT)
+    readers = link.roles.n_workers - 1
+    while readers:
+        shard.carry_out(OrderRecord(wire.UPDATE, 0, lr=1.0))
+        while (record := inbox.poll()) is not None:
+            kind, worker = record[:2]
+            if kind == wire.LEFT:
+                readers -= 1
+            else:
+                promise = OrderRecord(wire.PROMISE, worker, iteration=1, version=shard.store.version, local_steps=1)
+                shard.carry_out(promise)
+    shard.free()
+
+
+def read(link: Link, *, until_torn: bool, reads: int = 100) -> int:
+    """How many of the reads were not uniformly the version promised; asked for at least so many reads."""
+    worker = link.roles.worker(link.comm.rank)
+    reader, reports = Reader(link, worker), Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
+    nothing = (0,) * (len(wire.REPORT) - 2)
+    into = np.zeros(SIZE)
+    torn, deadline_s = 0, time.monotonic() + LIMIT_S
+    reader.read(reader.wait(), into)
+    while reads > 0 or (until_torn and not torn and time.monotonic() < deadline_s):
+        reports.send(0, (wire.PUSHED, worker, *nothing))
+        grants = reader.wait()
+        reader.read(grants, into)
+        torn += not (into == grants[0].version).all()
+        reads -= 1
+    reports.send(0, (wire.LEFT, worker, *nothing))
+    reports.free()
+    return torn
+
+
+def torn_reads(comm, *, until_torn: bool) -> int:
+    link = Link(comm, Roles(1, comm.size - 1), np.zeros(SIZE))
+    if comm.rank == 1:
+        link.tensors.put(np.full(SIZE, -1.0), 0, n_buffers(link.roles.n_workers) * SIZE)
+        link.tensors.flush(0)
+    comm.Barrier()
+    torn = 0
+    if comm.rank == 0:
+        serve(link, Shard(link, OptimizerSpec("sgd", 1.0), torch.zeros(SIZE, dtype=torch.float64)))
+    elif comm.rank > 1:
+        torn = read(link, until_torn=until_torn)
+    link.free()
+    return comm.allreduce(torn)
+
+
+def test_no_read_is_torn(comm, needs):
+    needs(3)
+    assert torn_reads(comm, until_torn=False) == 0
+
+
+def test_without_the_protection_reads_are_torn(comm, needs, monkeypatch):
+    needs(3)
+    monkeypatch.setattr(Store, "_make_writable", lambda self: None)
+    assert torn_reads(comm, until_torn=True) > 0
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,183 @@
+"""Whole runs on real ranks: what they compute, and what their traces say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from hpcsync import library
+from hpcsync.job import Job
+from hpcsync.learning.data import batch_indices
+from hpcsync.learning.validation import check, optimizer_spec
+from hpcsync.mpi.run import train
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import load
+
+PARADIGMS = {
+    "bsp": {},
+    "asp": {},
+    "ssp": {"staleness": 2},
+    "dssp": {"staleness_min": 1, "staleness_max": 4},
+}
+
+
+def job(paradigm: str, servers: int, workers: int, **tables: dict[str, Any]) -> Job:
+    table = {
+        "name": "test",
+        "seed": 3,
+        "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        "stop": {"updates": 40},
+        "evaluation": {"every_samples": 100},
+        "paradigm": {"name": paradigm, **PARADIGMS[paradigm]},
+        "cluster": {"servers": servers, "workers": workers},
+    }
+    return Job.from_table({**table, **tables})
+
+
+def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
+    """The final weights of the job, run on as many of the ranks as it needs; None on the others."""
+    some = comm.Split(0 if comm.rank < job.cluster.ranks else MPI.UNDEFINED, comm.rank)
+    if some == MPI.COMM_NULL:
+        return None
+    session = train(some, job, folder)
+    weights = session.flat.weights.numpy().copy()
+    assert all((other == weights).all() for other in some.allgather(weights)), "all ranks end with the same weights"
+    some.Free()
+    return weights
+
+
+def one_process(job: Job, batches_per_step: int) -> np.ndarray:
+    """The same training by plain torch in one process, with batches so many times as large."""
+    workload = check(job)
+    model, data = workload.model, workload.train
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
+    for step in range(job.stop.updates):
+        numbers = range(step * batches_per_step, (step + 1) * batches_per_step)
+        shape = {"batch_size": job.workload.batch_size, "size": len(data)}
+        indices = np.concatenate([batch_indices(job.seed, j, **shape) for j in numbers])
+        optimizer.zero_grad()
+        workload.loss(model, *(t[torch.from_numpy(indices)] for t in data.tensors)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def failures(path: Any) -> list[Any]:
+    return [found for found in audit(path) if not found.passed]
+
+
+def test_bsp_equals_one_process_with_the_whole_batch_whatever_the_number_of_servers(comm, needs, folder):
+    needs(2)
+    workers = max(1, comm.size - 3)
+    results = []
+    for servers in range(1, min(3, comm.size - workers) + 1):
+        this = job("bsp", servers, workers)
+        for repeat in range(2):
+            results.append(on_some(comm, this, folder / f"{servers}-{repeat}"))
+    if comm.rank == 0:
+        assert all((weights == results[0]).all() for weights in results), "bit for bit"
+        np.testing.assert_allclose(results[0], one_process(this, workers), rtol=1e-12)
+        assert not np.allclose(results[0], one_process(this, workers + 1), rtol=1e-6)  # the test can tell
+
+
+@pytest.mark.parametrize("paradigm", ["asp", "ssp", "dssp", "bsp"])
+def test_one_worker_is_plain_sgd_bit_for_bit(comm, needs, folder, paradigm):
+    needs(2)
+    for servers in range(1, min(3, comm.size - 1) + 1):
+        this = job(paradigm, servers, 1)
+        weights = on_some(comm, this, folder / str(servers))
+        if comm.rank == 0:
+            assert (weights == one_process(this, 1)).all()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_every_paradigm_keeps_its_bounds_on_real_ranks(comm, needs, folder, paradigm, servers):
+    """The audit recounts staleness, gaps, grants and versions, and replays the pushes through a fresh paradigm."""
+    needs(servers + 1)
+    workers = comm.size - servers
+    seconds = [0.002] * (workers - 1) + [0.004]
+    compute = {"model": "lognormal", "seconds": seconds, "jitter": 0.5}
+    cluster = {"servers": servers, "workers": workers, "compute": compute}
+    this = job(paradigm, servers, workers, cluster=cluster, stop={"updates": 150})
+    on_some(comm, this, folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert trace.status == "finished"
+        assert len(trace.tables["updates"]) >= 150
+        assert len(trace.tables["evaluations"]) >= 1
+        assert failures(folder / "trace.h5") == []
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_workers_may_finish_early(comm, needs, folder, paradigm):
+    """Worker w makes 10 + 15 w iterations; nobody waits for one that has left, and all end with the same weights."""
+    needs(2)
+    this = job(paradigm, 1, comm.size - 1, stop={"updates": 10**6})
+    workload = check(this)
+    with library.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
+        left = 0 if sync.worker is None else 10 + 15 * sync.worker
+        for x, y in sync.shard(workload.train, batch_size=8, epochs=None):
+            sync.flat.zero_gradient()
+            loss = workload.loss(workload.model, x, y)
+            loss.backward()
+            sync.step(loss)
+            left -= 1
+            if left == 0:
+                break
+    weights = comm.allgather(sync.flat.weights.numpy())
+    assert all((other == weights[0]).all() for other in weights)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        counts = np.bincount(trace.tables["pushes"]["worker"], minlength=comm.size - 1)
+        assert counts.tolist() == [10 + 15 * worker for worker in range(comm.size - 1)]
+        assert len(trace.tables["membership"]) == comm.size - 1
+        assert failures(folder / "trace.h5") == []
+
+
+def test_evaluation_delays_nobody(comm, needs, folder):
+    """The evaluation waits until training has gone on by ten updates: were it in the way, that would never come."""
+    needs(2)
+    this = job("asp", 1, comm.size - 1, stop={"updates": 400}, evaluation={"every_samples": 80})
+    seen: list[tuple[int, int]] = []
+
+    def evaluate(model: torch.nn.Module) -> tuple[float, float]:
+        coordinator = sync._coordinator
+        before = coordinator.version
+        while coordinator.version < before + 10 and coordinator.active:
+            pass
+        seen.append((before, coordinator.version))
+        return 0.0, 0.0
+
+    workload = check(this)
+    with library.join(comm, this, workload.model, optimizer_spec(this), evaluate, folder) as sync:
+        for x, y in sync.shard(workload.train, batch_size=8, epochs=None):
+            sync.flat.zero_gradient()
+            loss = workload.loss(workload.model, x, y)
+            loss.backward()
+            sync.step(loss)
+    if comm.rank == 0:
+        during = [after - before for before, after in seen if after < 400]
+        assert during and min(during) >= 10
+
+
+def test_a_target_ends_the_run(comm, needs, folder):
+    needs(2)
+    this = job("asp", 1, comm.size - 1, stop={"target_loss": 0.05}, evaluation={"every_samples": 40})
+    on_some(comm, this, folder)
+    if comm.rank == 0:
+        evaluations = load(folder / "trace.h5").tables["evaluations"]
+        assert evaluations["loss"][-1] < 0.1
+        assert (evaluations["loss"] <= 0.05).any()
+
+
+def test_a_job_of_another_size_is_refused_on_every_rank(comm, needs, folder):
+    needs(2)
+    this = job("asp", 1, comm.size)
+    workload = check(this)
+    with pytest.raises(library.JobError, match="ranks, but"):
+        library.join(comm, this, workload.model, optimizer_spec(this), None, folder)
