@@ -38,7 +38,9 @@ def gaps_are_bounded(recount: Recount, bound_iters: float, required: bool = True
     names = [f"start gap is at most {bound_iters}", f"push gap is at most {bound_iters + 1}"]
     if not required:
         return [
-            Check(name.replace("is at most", "beside"), True, len(gap), f"not bounded in paper mode; largest {most}")
+            Check(
+                name.replace(" is at most", ", against"), True, len(gap), f"not bounded in paper mode; largest {most}"
+            )
             for name, gap, most in zip(names, (start_gap, push_gap), largest, strict=True)
         ]
     return [

@@ -162,7 +162,7 @@ class _Replay:
                 raise _Differs(_kind(row), f"{_tell(row)} answers nothing")
             self._stopping = True
             pushes = self._pushes[row["worker"]]
-            gap_iters = pushes - min(self._pushes[worker] for worker in self._active)
+            gap_iters = pushes - min((self._pushes[worker] for worker in self._active), default=0)
             self._grant(row, (row["worker"], pushes + 1, gap_iters, 0, row["now_s"] - held["now_s"]))
         if self._stopping and self._held and not cut:
             push = next(iter(self._held.values()))

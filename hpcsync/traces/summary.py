@@ -188,7 +188,7 @@ def _head(summary: Summary) -> RenderableType:
 
 
 def _workers(summary: Summary) -> Table:
-    workers = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    workers = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     names = ("worker", "pushes", "dropped", "compute", "wait", "comm", "staleness", "start gap", "push gap")
     for name in names:
         workers.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
@@ -204,7 +204,7 @@ def _workers(summary: Summary) -> Table:
             str(row.start_gap_max_iters),
             str(row.push_gap_max_iters),
         )
-    workers.caption = "staleness: mean (largest), in updates; gaps: the largest, in pushes ahead of the slowest"
+    workers.caption = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
     workers.caption_justify = "left"
     return workers
 

@@ -1,0 +1,160 @@
+"""Traces of small runs in virtual time: the product's coordinator and paradigms, with made-up durations."""
+
+import dataclasses
+import heapq
+import itertools
+import random
+from pathlib import Path
+
+import numpy as np
+
+from hpcsync import paradigms
+from hpcsync.coordinator import Coordinator, Reply, Report
+from hpcsync.job import Job
+from hpcsync.learning.schedule import learning_rate
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
+
+JOB = """
+name = "made-up"
+[workload]
+name = "timing"
+batch_size = 8
+[optimizer]
+name = "sgd"
+lr = 0.1
+[stop]
+updates = {updates}
+{target}
+[paradigm]
+{paradigm}
+[cluster]
+workers = {workers}
+"""
+
+PARADIGMS = {
+    "bsp": 'name = "bsp"',
+    "asp": 'name = "asp"',
+    "ssp": 'name = "ssp"\nstaleness = 2',
+    "dssp": 'name = "dssp"\nstaleness_min = 1\nstaleness_max = 5',
+    "paper": 'name = "dssp"\nstaleness_min = 1\nstaleness_max = 5\nmode = "paper"',
+}
+
+
+def make_job(paradigm, workers=3, updates=40, target=""):
+    text = PARADIGMS.get(paradigm, paradigm)
+    return Job.from_toml(JOB.format(paradigm=text, workers=workers, updates=updates, target=target))
+
+
+class Rows:
+    """What the coordinator appends, in its order: a trace that can be cut after any row."""
+
+    def __init__(self):
+        self.rows = []
+
+    def append(self, table, row):
+        self.rows.append((table, row))
+
+
+def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, die_s=None, evaluate_every=5):
+    """Drive the coordinator to the end of a run.
+
+    seconds: of one iteration, per worker. leave: worker -> iteration instead of whose push it leaves.
+    stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
+    """
+    n_workers, leave, rng = job.cluster.workers, leave or {}, random.Random(seed)
+    options = job.paradigm.model_dump(exclude={"name"})
+    paradigm = paradigms.create(job.paradigm.name, n_workers, **options)
+    coordinator = Coordinator(paradigm, trace, n_workers=n_workers, lr=learning_rate(job), stop=job.stop)
+    queue, order_of_start = [], itertools.count()
+
+    def start(now_s, reply, wait_s=0.0):
+        took_s = seconds[reply.worker] * (1 + jitter * rng.random())
+        heapq.heappush(queue, (now_s + took_s, next(order_of_start), now_s, wait_s, reply))
+
+    for worker in range(n_workers):
+        start(0.0, Reply(worker, 1, 0, 8, 1))
+    pushed_s = {}
+    while queue:
+        now_s, _, begin_s, wait_s, reply = heapq.heappop(queue)
+        if die_s is not None and now_s > die_s:
+            break
+        orders = []
+        if stop_s is not None and now_s > stop_s and not coordinator.stopping:
+            orders = [(stop_s, order) for order in coordinator.stop(stop_s)]
+        if leave.get(reply.worker) == reply.iteration:
+            answer = coordinator.left(now_s, reply.worker)
+        else:
+            pushed_s[reply.worker] = now_s
+            took_s = now_s - begin_s
+            answer = coordinator.pushed(
+                now_s,
+                Report(
+                    worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
+                    begin_s=begin_s, end_s=now_s, compute_s=0.75 * took_s, wait_s=wait_s, comm_s=0.25 * took_s,
+                    batch_size=8, local_steps=1, loss=1.0 / reply.iteration, wire_bytes=4000,
+                ),
+            )  # fmt: skip
+        orders += [(now_s, order) for order in answer]
+        for order_s, order in orders:
+            if isinstance(order, Reply):
+                if order.local_steps:
+                    start(order_s, order, wait_s=order_s - pushed_s[order.worker])
+            elif coordinator.version % evaluate_every == 0:
+                version, samples = coordinator.version, coordinator.samples
+                coordinator.evaluated(now_s, version, samples, 1.0 / version, 1.0 - 1.0 / version)
+    coordinator.close()
+    return paradigm
+
+
+def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", **how):
+    """A finished trace in memory."""
+    job, rows = make_job(paradigm, len(seconds), updates, target), Rows()
+    played = play(job, rows, seconds, **how)
+    return as_trace(job, rows.rows, played.decision_fields)
+
+
+def as_trace(job, rows, decision_fields=(), status="finished"):
+    dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields)}
+    tables = {name: np.array([row for table, row in rows if table == name], dtype) for name, dtype in dtypes.items()}
+    tables["pushes"] = np.sort(tables["pushes"], order="seq")
+    return Trace(Path("in-memory.h5"), attributes(job, status), tables)
+
+
+def attributes(job, status=None):
+    own = {"status": status, "format": FORMAT, "format_version": FORMAT_VERSION} if status else {}
+    return {
+        "job": job.to_toml(),
+        "paradigm": job.paradigm.name,
+        "engine": "simulator",
+        "n_workers": job.cluster.workers,
+        "n_servers": 1,
+        **own,
+    }
+
+
+def edit(trace, table, row, **values):
+    """The trace with some values of one row changed."""
+    rows = trace.tables[table].copy()
+    for column, value in values.items():
+        rows[column][row] = value
+    return with_rows(trace, table, rows)
+
+
+def remove(trace, table, row):
+    return with_rows(trace, table, np.delete(trace.tables[table], row))
+
+
+def with_rows(trace, table, rows):
+    if table == "pushes":
+        rows = rows[np.argsort(rows["seq"], kind="stable")]
+    return dataclasses.replace(trace, tables={**trace.tables, table: rows})
+
+
+def with_job(trace, paradigm):
+    job = make_job(paradigm, trace.n_workers)
+    return dataclasses.replace(trace, attributes={**trace.attributes, **attributes(job)})
+
+
+def with_status(trace, status):
+    return dataclasses.replace(trace, attributes={**trace.attributes, "status": status})

@@ -1,0 +1,165 @@
+"""The audit as a whole: correct traces pass, wherever they end; and changed ones do not."""
+
+import random
+
+import numpy as np
+import pytest
+from recorder import PARADIGMS, Rows, as_trace, attributes, edit, make_job, play, record, with_rows, with_status
+from rich.console import Console
+
+from hpcsync.traces import audit as auditing
+from hpcsync.traces.audit import audit, main
+from hpcsync.traces.reading import load
+from hpcsync.traces.writer import TraceWriter
+
+
+def failed(trace):
+    return [check for check in audit(trace) if not check.passed]
+
+
+def scenario(seed):
+    """Durations and how the run goes, at random: equal workers and ties, jitter, departures, stops from outside."""
+    rng = random.Random(seed)
+    n_workers = rng.randint(1, 5)
+    return {
+        "seconds": [rng.choice([1.0, 1.0, 1.5, 2.0, 3.0]) for _ in range(n_workers)],
+        "jitter": rng.choice([0.0, rng.random()]),
+        "stop_s": rng.choice([None, None, rng.uniform(1.0, 20.0)]),
+        "leave": rng.choice([{}, {rng.randrange(n_workers): rng.randint(1, 8) for _ in range(2)}]),
+        "seed": seed,
+    }
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_correct_traces_pass(paradigm):
+    for seed in range(40):
+        how = scenario(seed)
+        assert failed(record(paradigm, updates=random.Random(seed).randint(1, 60), **how)) == [], how
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_trace_that_ends_after_any_row_passes(paradigm, seed):
+    """Whatever row the last flush came after, in the middle of an answer too."""
+    how = scenario(1000 + seed)
+    job, rows = make_job(paradigm, len(how["seconds"]), updates=20), Rows()
+    fields = play(job, rows, **how).decision_fields
+    for n_rows in range(len(rows.rows) + 1):
+        trace = as_trace(job, rows.rows[:n_rows], fields, "running")
+        assert failed(trace) == [], f"{n_rows} rows of {how}"
+
+
+def test_a_trace_in_a_file(tmp_path):
+    path, job = tmp_path / "trace.h5", make_job("dssp")
+    with TraceWriter(path, attributes(job), record("dssp").tables["decisions"].dtype.names[5:]) as trace:
+        play(job, trace, (1.0, 1.3, 2.1), jitter=0.4)
+    assert all(check.passed for check in audit(path))
+    in_memory = record("dssp", jitter=0.4)
+    for table, rows in load(path).tables.items():
+        assert rows.tobytes() == in_memory.tables[table].tobytes()
+
+
+AUDITED = {
+    "pushes": ("seq", "now_s", "worker", "iteration", "version_read", "staleness", "outcome"),
+    "grants": ("seq", "now_s", "worker", "iteration", "version", "gap_iters", "credits", "held_s", "local_steps"),
+    "updates": ("version", "n_contributions", "samples"),
+    "decisions": ("seq", "now_s", "controller", "worker", "chosen", "gap_iters", "interval_s", "r_star"),
+    "membership": ("seq", "now_s", "worker", "change"),
+    "evaluations": ("version", "samples"),
+}
+
+
+@pytest.mark.parametrize("table", AUDITED)
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "ssp", "dssp"])
+def test_no_value_that_is_audited_can_change_unnoticed(paradigm, table):
+    trace = record(paradigm, jitter=0.3, updates=10, leave={2: 2})
+    for column in AUDITED[table]:
+        if column not in trace.tables[table].dtype.names:
+            continue
+        values = trace.tables[table][column]
+        for row, value in enumerate(values):
+            for other in (b"other",) if values.dtype.kind == "S" else (value + 1, value - 1):
+                if other != other or (column == "local_steps" and value and other > 0):
+                    continue  # what is unknown stays so; and nothing says how many steps there must be
+                assert failed(edit(trace, table, row, **{column: other})), f"{column} {value} -> {other} in row {row}"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_is_reported_and_never_raises(seed):
+    rng = np.random.default_rng(seed)
+    trace = record(rng.choice(list(PARADIGMS)), jitter=0.3, updates=15, leave={0: 3})
+    for _ in range(rng.integers(1, 4)):
+        table = rng.choice(["pushes", "grants", "updates"])
+        rows = trace.tables[table].copy()
+        kind = rng.integers(4)
+        if kind == 0:
+            rows = np.delete(rows, rng.integers(len(rows), size=3))
+        elif kind == 1:
+            rows = rows[rng.permutation(len(rows))]
+        elif kind == 2:
+            rows = np.concatenate([rows, rows[rng.integers(len(rows), size=3)]])
+        else:
+            column = rng.choice([name for name in rows.dtype.names if name not in ("lr", "loss", "wire_bytes")])
+            rows[column] = rng.integers(0, 5, size=len(rows))
+        trace = with_rows(trace, table, rows)
+    for status in ("finished", "running"):
+        assert audit(with_status(trace, status))
+
+
+def test_every_check_has_a_name_of_its_own():
+    for paradigm in PARADIGMS:
+        names = [check.name for check in audit(record(paradigm))]
+        assert len(names) == len(set(names)) >= 15
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def console():
+    return Console(width=80, color_system=None, record=True, quiet=False)
+
+
+def write(path, status="finished", n_updates=20, tamper=lambda table, row: row):
+    class Tampering:
+        def append(self, table, row):
+            trace.append(table, tamper(table, row))
+
+    job = make_job("ssp", updates=n_updates)
+    with TraceWriter(path, attributes(job)) as trace:
+        play(job, Tampering(), (1.0, 1.3, 2.1))
+        trace.close(status)
+    return path
+
+
+def test_a_trace_that_passes(tmp_path, console):
+    assert main(write(tmp_path / "t.h5"), console) == 0
+    shown = console.export_text()
+    assert "all 20 checks passed" in shown
+    assert "FAILED" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_an_unfinished_trace_says_so(tmp_path, console):
+    assert main(write(tmp_path / "t.h5", "interrupted"), console) == 0
+    assert "interrupted" in console.export_text()
+
+
+def test_a_trace_that_fails(tmp_path, console):
+    def tamper(table, row):
+        return (*row[:5], row[5] + 1, *row[6:]) if table == "pushes" and row[0] == 5 else row
+
+    assert main(write(tmp_path / "t.h5", tamper=tamper), console) == 1
+    shown = console.export_text()
+    assert "FAILED  staleness equals a recount" in shown
+    assert "seq 5 has staleness" in " ".join(shown.split())
+    assert "1 of 20 checks failed" in shown
+
+
+def test_what_is_not_a_trace(tmp_path, console, capsys):
+    path = tmp_path / "t.h5"
+    path.write_text("no trace")
+    assert main(path, console) == 2
+    shown = capsys.readouterr().err
+    assert shown == f"hpcsync audit: {path}: not a trace (not an HDF5 file)\n"
+    assert auditing.main(tmp_path / "none.h5", console) == 2

@@ -1,0 +1,121 @@
+"""Negative controls of what each paradigm promises: traces that keep every promise but one."""
+
+import numpy as np
+import pytest
+from recorder import edit, record, remove, with_job, with_rows
+
+from hpcsync.traces.audit import audit
+from hpcsync.traces.bounds import check_bounds
+from hpcsync.traces.counting import Recount
+
+
+def bounds(trace):
+    return check_bounds(trace, Recount(trace))
+
+
+def failing(trace):
+    return {check.name for check in bounds(trace) if not check.passed}
+
+
+def ssp(staleness):
+    return f'name = "ssp"\nstaleness = {staleness}'
+
+
+def dssp(staleness_max, mode="bounded", staleness_min=1):
+    return f'name = "dssp"\nstaleness_min = {staleness_min}\nstaleness_max = {staleness_max}\nmode = "{mode}"'
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+def test_ssp_reaches_its_bounds_and_no_more(staleness):
+    trace = record(ssp(staleness), (1.0, 1.7, 3.1))
+    assert failing(trace) == set()
+    assert failing(with_job(trace, ssp(staleness + 1))) == set()
+    if staleness:
+        tighter = with_job(trace, ssp(staleness - 1))
+        assert failing(tighter) == {f"start gap is at most {staleness - 1}", f"push gap is at most {staleness}"}
+        failed = {check.name for check in audit(tighter) if not check.passed}
+        assert failed == failing(tighter) | {"replay gives the same grants"}
+
+
+def test_without_a_bound_every_gap_is_allowed():
+    trace = record(ssp("inf"), (1.0, 20.0))
+    assert failing(trace) == set()
+    assert failing(with_job(trace, ssp(5))) == {"start gap is at most 5", "push gap is at most 6"}
+
+
+def test_dssp_is_bounded_by_the_larger_staleness():
+    trace = record(dssp(5), (1.0, 4.5))
+    assert failing(trace) == set()
+    largest = int(Recount(trace).grant_gap.max())
+    assert 1 < largest <= 5
+    assert failing(with_job(trace, dssp(largest))) == set()
+    tighter = with_job(trace, dssp(largest - 1))
+    assert failing(tighter) == {f"start gap is at most {largest - 1}", f"push gap is at most {largest}"}
+
+
+def test_paper_mode_is_reported_and_not_required():
+    trace = record(dssp(15, "paper", 3), (1.0, 2.0), updates=200)
+    start, push, _ = bounds(trace)
+    largest = Recount(trace).push_gap.max()
+    assert largest > 16, "as printed, the algorithm does not bound the gap"
+    assert start.passed and push.passed
+    assert push.detail == f"not bounded in paper mode; largest {largest}"
+    assert all(check.passed for check in audit(trace))
+    as_bounded = with_job(trace, dssp(15))
+    assert failing(as_bounded) == {"start gap is at most 15", "push gap is at most 16"}
+
+
+def test_bsp_without_a_barrier():
+    names = failing(with_job(record("asp"), 'name = "bsp"'))
+    assert names == {"staleness is 0", "rounds are complete"}
+
+
+def test_bsp_with_a_stale_push():
+    trace = edit(record("bsp"), "pushes", 7, staleness=1)
+    assert failing(trace) == {"staleness is 0"}
+
+
+def test_bsp_with_a_contribution_of_another_round():
+    trace = record("bsp")
+    updates = trace.tables["updates"].copy()
+    updates["n_contributions"][:2] = 2, 4
+    assert "rounds are complete" in failing(with_rows(trace, "updates", updates))
+
+
+def test_bsp_without_a_worker_that_had_not_left():
+    trace = record("bsp", leave={2: 4})
+    assert failing(trace) == set()
+    assert failing(remove(trace, "membership", 0)) >= {"rounds are complete"}
+    (check,) = [check for check in bounds(remove(trace, "membership", 0)) if check.name == "rounds are complete"]
+    assert "update 4 lacks worker 2, which had not left" in check.detail
+
+
+def test_bsp_with_a_round_that_did_not_wait_for_a_departure():
+    # Worker 2 leaves in round 4, but the trace says that it did so later.
+    trace = record("bsp", leave={2: 4})
+    grants = trace.tables["grants"]
+    late = edit(trace, "membership", 0, seq=grants["seq"][grants["version"] == 6][0] + 100)
+    assert "rounds are complete" in failing(late)
+
+
+def delay_grant(trace, worker, iteration):
+    """The grant trades its place in the count with the next event, so that its worker is held over it."""
+    grants, pushes = trace.tables["grants"], trace.tables["pushes"]
+    (row,) = np.flatnonzero((grants["worker"] == worker) & (grants["iteration"] == iteration))
+    seq = grants["seq"][row]
+    (push,) = np.flatnonzero(pushes["seq"] == pushes["seq"][pushes["seq"] > seq].min())
+    return edit(edit(trace, "grants", row, seq=pushes["seq"][push]), "pushes", push, seq=seq)
+
+
+@pytest.mark.parametrize("paradigm", ["ssp", "dssp", "asp"])
+def test_the_slowest_is_held(paradigm):
+    trace = record(paradigm, (1.0, 1.2, 2.1), updates=12)
+    held = delay_grant(trace, worker=2, iteration=2)
+    extra = {"nobody is held"} if paradigm == "asp" else set()
+    assert failing(held) == {"the slowest worker is never held"} | extra
+
+
+def test_somebody_is_held_under_asp():
+    trace = record("asp", (1.0, 1.2, 2.1), updates=12)
+    assert failing(delay_grant(trace, worker=0, iteration=2)) == {"nobody is held"}
+    assert failing(edit(trace, "grants", 3, held_s=0.5)) == {"nobody is held"}

@@ -1,0 +1,102 @@
+"""Counting again, against counts made the slow way."""
+
+import itertools
+
+import numpy as np
+import pytest
+from recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
+
+from hpcsync.traces.counting import NEVER, Recount, running_count
+from hpcsync.traces.schema import APPLIED
+
+HOWS = [
+    {},
+    {"jitter": 0.5},
+    {"leave": {2: 4}},
+    {"leave": {0: 5, 1: 3}},
+    {"leave": {0: 3, 1: 3, 2: 3}},
+    {"stop_s": 11.05},
+]
+
+
+def walk(trace):
+    """Pushes of each worker and who is active, after each event of a trace."""
+    counts, active = [0] * trace.n_workers, set(range(trace.n_workers))
+    rows = [(row["seq"], row["worker"], True) for row in trace.tables["pushes"]]
+    rows += [(row["seq"], row["worker"], False) for row in trace.tables["membership"]]
+    for seq, worker, is_push in sorted(rows):
+        if is_push:
+            counts[worker] += 1
+        else:
+            active.remove(worker)
+        yield seq, worker, is_push, list(counts), set(active)
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_gaps_are_those_of_a_walk(paradigm, how):
+    trace = record(paradigm, **how)
+    recount = Recount(trace)
+    fewest = lambda counts, active: min(counts[worker] for worker in active)  # noqa: E731
+    steps = list(walk(trace))
+    expected = [counts[worker] - fewest(counts, active) for _, worker, push, counts, active in steps if push]
+    assert recount.push_gap.tolist() == expected
+    for row, gap_iters in zip(trace.tables["grants"], recount.grant_gap, strict=True):
+        *_, counts, active = [step for step in steps if step[0] < row["seq"]][-1]
+        assert gap_iters == counts[row["worker"]] - fewest(counts, active)
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_versions_are_those_of_a_walk(paradigm):
+    trace = record(paradigm, jitter=0.5, leave={1: 4})
+    recount = Recount(trace)
+    pushes = trace.tables["pushes"]
+    applied = [row["seq"] for row in pushes[pushes["outcome"] == APPLIED]]
+    versions, last_seqs = [], []
+    for update in trace.tables["updates"]:
+        taken = list(itertools.islice(applied, len(versions), len(versions) + int(update["n_contributions"])))
+        versions += [update["version"]] * len(taken)
+        last_seqs.append(taken[-1])
+    assert recount.applied_version.tolist() == versions
+    assert recount.complete_seq.tolist() == last_seqs
+
+
+def test_pushes_and_grants_find_each_other():
+    recount = Recount(record("ssp", jitter=0.5))
+    for row, push in enumerate(recount.pushes):
+        answer = recount.grants[recount.push_grant[row]]
+        assert (answer["worker"], answer["iteration"]) == (push["worker"], push["iteration"] + 1)
+        permit = recount.push_permit[row]
+        assert (permit == -1) == (push["iteration"] == 1)
+        assert permit == -1 or recount.grants[permit]["iteration"] == push["iteration"]
+
+
+def test_running_count():
+    assert running_count(np.array([5, 3, 5, 5, 3, 9])).tolist() == [1, 1, 2, 3, 2, 1]
+    assert running_count(np.array([], int)).tolist() == []
+
+
+def test_an_unfinished_trace_is_counted_up_to_the_first_missing_row():
+    trace = record("asp")
+    cut = remove(with_status(trace, "failed"), "grants", 10)
+    missing = trace.tables["grants"]["seq"][10]
+    recount = Recount(cut)
+    assert recount.horizon == missing
+    assert recount.pushes["seq"].max() < missing
+    assert Recount(with_status(cut, "finished")).horizon == NEVER
+
+
+@pytest.mark.parametrize("status", ["running", "finished"])
+def test_an_empty_trace_counts_to_nothing(status):
+    recount = Recount(as_trace(make_job("asp"), [], status=status))
+    for counted in (recount.push_gap, recount.grant_gap, recount.min_count, recount.complete_seq, recount.push_grant):
+        assert len(counted) == 0
+    assert recount.stop_seq == NEVER
+
+
+def test_a_departure_before_any_push():
+    job, rows = make_job("ssp"), Rows()
+    play(job, rows, (1.0, 1.0, 1.0), leave={0: 1, 1: 1})
+    recount = Recount(as_trace(job, rows.rows))
+    assert recount.left_event.tolist() == [0, 1, NEVER]
+    assert recount.push_gap.max() == 0

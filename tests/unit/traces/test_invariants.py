@@ -1,0 +1,323 @@
+"""Negative controls: a correct trace, one thing changed, and exactly the checks that must notice do.
+
+Which checks those are is spelled out, replay and bounds included: a change that more checks notice than expected is as
+telling as one that fewer do.
+"""
+
+import numpy as np
+import pytest
+from recorder import edit, record, remove, with_rows, with_status
+
+from hpcsync.traces.audit import audit
+
+REPLAY_GRANTS = "replay gives the same grants"
+REPLAY_UPDATES = "replay gives the same updates"
+POSSIBLE = "values are possible"
+SEQ = "seq counts every row once"
+TIMES = "times never decrease"
+ITERATIONS = "iterations count a worker's pushes"
+GRANTED = "each push is answered by exactly one grant"
+READ = "version_read is the granted version"
+CURRENT = "each grant names the current version"
+UPDATES = "updates use the applied pushes"
+STALENESS = "staleness equals a recount"
+SAMPLES = "samples add up"
+HELD = "held_s is the time from push to grant"
+GAP = "gap_iters equals a recount"
+LEFT = "nobody acts after leaving"
+END = "stop grants end the run"
+SLOWEST = "the slowest worker is never held"
+START_GAP = "start gap is at most 2"
+
+
+def failing(trace):
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+def find(trace, table, **values):
+    """The only row with these values."""
+    rows = trace.tables[table]
+    (row,) = np.flatnonzero(np.logical_and.reduce([rows[column] == value for column, value in values.items()]))
+    return row
+
+
+@pytest.fixture(scope="module")
+def ssp():
+    """Ends with two pushes that are dropped, each answered by a stop grant."""
+    trace = record("ssp", jitter=0.3, updates=41)
+    assert trace.tables["pushes"]["outcome"][-3:].tolist() == [0, 1, 1]
+    return trace
+
+
+@pytest.fixture(scope="module")
+def parting():
+    """SSP whose worker 1 leaves instead of its 5th push."""
+    return record("ssp", jitter=0.3, leave={1: 5})
+
+
+def test_the_traces_themselves_pass(ssp, parting):
+    assert failing(ssp) == failing(parting) == set()
+
+
+# ---- values and numbering --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [
+        ("pushes", {"worker": 3}),
+        ("pushes", {"worker": -1}),
+        ("pushes", {"outcome": 2}),
+        ("pushes", {"batch_size": 0}),
+        ("pushes", {"wait_s": -0.1}),
+        ("pushes", {"comm_s": np.nan}),
+        ("pushes", {"end_s": -1.0}),
+        ("pushes", {"now_s": np.inf}),
+        ("grants", {"worker": 3}),
+        ("grants", {"batch_size": 0}),
+        ("updates", {"n_contributions": 0}),
+    ],
+)
+def test_impossible_values(ssp, table, values):
+    checks = audit(edit(ssp, table, 7, **values))
+    assert [check.name for check in checks] == [POSSIBLE], "nothing else can be counted on"
+    assert not checks[0].passed
+    assert f"/{table} row 7" in checks[0].detail
+
+
+def test_a_change_that_is_unknown(parting):
+    assert failing(edit(parting, "membership", 0, change=7)) == {POSSIBLE}
+
+
+def test_a_number_that_occurs_twice(ssp):
+    # A push shares the number of the grant that answers it: nothing but the count is disturbed.
+    push = ssp.tables["pushes"][9]
+    grant = find(ssp, "grants", worker=push["worker"], iteration=push["iteration"] + 1)
+    twice = edit(ssp, "evaluations", 0)
+    twice = edit(twice, "grants", grant, seq=push["seq"])
+    assert SEQ in failing(twice)
+
+
+def test_numbers_with_a_hole(ssp):
+    shifted = ssp
+    for table in ("pushes", "grants", "decisions", "membership"):
+        rows = shifted.tables[table].copy()
+        rows["seq"][rows["seq"] > 30] += 1
+        shifted = with_rows(shifted, table, rows)
+    assert failing(shifted) == {SEQ}
+
+
+def test_grants_in_the_wrong_order_of_rows(ssp):
+    rows = ssp.tables["grants"].copy()
+    rows[[3, 4]] = rows[[4, 3]]
+    assert failing(with_rows(ssp, "grants", rows)) == {SEQ}
+
+
+def test_the_order_of_two_pushes_swapped(ssp):
+    # Two workers' pushes trade places in the count, with all that was recorded about them.
+    seqs = ssp.tables["pushes"]["seq"]
+    swapped = edit(edit(ssp, "pushes", 5, seq=seqs[6]), "pushes", 6, seq=seqs[5])
+    names = failing(swapped)
+    assert {REPLAY_GRANTS, TIMES, GRANTED} <= names
+    assert SEQ not in names
+
+
+# ---- times -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_update_before_its_contribution(ssp):
+    assert failing(edit(ssp, "updates", 6, now_s=ssp.tables["updates"]["now_s"][5])) == {TIMES}
+
+
+def test_an_update_after_the_grant_that_names_it(ssp):
+    # The last update: no later one shows that its time is wrong.
+    last_s = ssp.tables["updates"]["now_s"][-1]
+    assert failing(edit(ssp, "updates", -1, now_s=last_s + 1e-9)) == {TIMES}
+
+
+def test_a_decision_in_the_past():
+    trace = record("dssp", jitter=0.3)
+    assert failing(edit(trace, "decisions", 3, now_s=0.0)) == {TIMES}
+
+
+# ---- pushes and grants -----------------------------------------------------------------------------------------------
+
+
+def test_an_iteration_left_out(ssp):
+    # The last push: no grant and no later push depends on its number.
+    trace = with_status(ssp, "failed")
+    trace = remove(trace, "grants", -1)
+    assert failing(trace) == set()
+    last = trace.tables["pushes"]["iteration"][-1]
+    assert failing(edit(trace, "pushes", -1, iteration=last + 5)) == {ITERATIONS}
+
+
+def test_a_grant_removed(ssp):
+    names = failing(remove(ssp, "grants", 8))
+    assert {REPLAY_GRANTS, SEQ, GRANTED} <= names
+    assert not names & {STALENESS, SAMPLES, UPDATES, HELD, GAP, TIMES, ITERATIONS}
+
+
+def test_a_grant_removed_and_the_count_closed_over_it(ssp):
+    trace, seq = remove(ssp, "grants", 8), ssp.tables["grants"]["seq"][8]
+    for table in ("pushes", "grants"):
+        rows = trace.tables[table].copy()
+        rows["seq"][rows["seq"] > seq] -= 1
+        trace = with_rows(trace, table, rows)
+    names = failing(trace)
+    assert {REPLAY_GRANTS, GRANTED} <= names
+    assert SEQ not in names
+
+
+def test_a_second_grant_for_one_push(ssp):
+    # At the end, where nothing follows that it could disturb.
+    rows = ssp.tables["grants"]
+    again = rows[-1:].copy()
+    again["seq"] += 1
+    assert failing(with_rows(ssp, "grants", np.concatenate([rows, again]))) == {REPLAY_GRANTS, GRANTED}
+
+
+def test_a_grant_for_another_iteration(ssp):
+    row = len(ssp.tables["grants"]) - 1
+    wrong = ssp.tables["grants"]["iteration"][row] + 5
+    names = failing(edit(ssp, "grants", row, iteration=wrong))
+    assert names == {REPLAY_GRANTS, GRANTED}
+
+
+# ---- versions and staleness ------------------------------------------------------------------------------------------
+
+
+def test_another_version_read(ssp):
+    # Staleness moves along, so that only what was granted is contradicted.
+    push = ssp.tables["pushes"][12]
+    changed = edit(ssp, "pushes", 12, version_read=push["version_read"] - 1, staleness=push["staleness"] + 1)
+    assert failing(changed) == {READ}
+
+
+def test_a_first_iteration_that_read_another_version_than_0(ssp):
+    row = find(ssp, "pushes", worker=2, iteration=1)
+    staleness = ssp.tables["pushes"]["staleness"][row]
+    assert failing(edit(ssp, "pushes", row, version_read=1, staleness=staleness - 1)) == {READ}
+
+
+def test_a_grant_of_a_version_that_is_not_current(ssp):
+    # A stop grant: nobody reads the version that it names.
+    version = ssp.tables["grants"]["version"][-1]
+    assert failing(edit(ssp, "grants", -1, version=version - 1)) == {REPLAY_GRANTS, CURRENT}
+
+
+def test_a_wrong_staleness(ssp):
+    assert failing(edit(ssp, "pushes", 12, staleness=ssp.tables["pushes"]["staleness"][12] + 1)) == {STALENESS}
+
+
+def test_a_wrong_staleness_of_a_dropped_push(ssp):
+    row = np.flatnonzero(ssp.tables["pushes"]["outcome"])[0]
+    assert failing(edit(ssp, "pushes", row, staleness=ssp.tables["pushes"]["staleness"][row] - 1)) == {STALENESS}
+
+
+def test_a_wrong_version_number(ssp):
+    assert failing(edit(ssp, "updates", 4, version=4)) == {UPDATES}
+
+
+def test_a_dropped_push_called_applied(ssp):
+    row = np.flatnonzero(ssp.tables["pushes"]["outcome"])[-1]
+    names = failing(edit(ssp, "pushes", row, outcome=0))
+    assert {UPDATES, END} <= names <= {UPDATES, END, REPLAY_UPDATES, STALENESS}
+
+
+# ---- samples, evaluations, waiting -----------------------------------------------------------------------------------
+
+
+def test_another_batch_size(ssp):
+    assert failing(edit(ssp, "pushes", 5, batch_size=9)) == {SAMPLES}
+
+
+def test_another_sum_of_samples(ssp):
+    row = len(ssp.tables["updates"]) - 2  # not evaluated
+    assert failing(edit(ssp, "updates", row, samples=1)) == {SAMPLES}
+
+
+@pytest.mark.parametrize("values", [{"samples": 41}, {"version": 99}, {"version": -1}, {"now_s": 0.0}])
+def test_an_evaluation_of_nothing(ssp, values):
+    assert failing(edit(ssp, "evaluations", 0, **values)) == {SAMPLES}
+
+
+def test_another_wait(ssp):
+    row = np.flatnonzero(ssp.tables["grants"]["held_s"] > 0)[0]
+    assert failing(edit(ssp, "grants", row, held_s=0.001)) == {REPLAY_GRANTS, HELD}
+
+
+def test_another_gap(ssp):
+    gap_iters = ssp.tables["grants"]["gap_iters"][9]
+    assert failing(edit(ssp, "grants", 9, gap_iters=gap_iters - 1)) == {REPLAY_GRANTS, GAP}
+
+
+# ---- departures and the end ------------------------------------------------------------------------------------------
+
+
+def test_another_worker_left(parting):
+    names = failing(edit(parting, "membership", 0, worker=0))
+    assert {REPLAY_GRANTS, LEFT, END} <= names
+
+
+def test_a_worker_that_leaves_twice(ssp):
+    trace = record("ssp", leave={0: 3, 1: 3, 2: 3})  # ends with departures
+    rows = trace.tables["membership"]
+    again = rows[-1:].copy()
+    again["seq"] += 1
+    assert LEFT in failing(with_rows(trace, "membership", np.concatenate([rows, again])))
+
+
+def test_a_stop_with_credits(ssp):
+    assert failing(edit(ssp, "grants", -1, credits=1)) == {REPLAY_GRANTS, END}
+
+
+def test_a_worker_that_goes_on_when_the_run_is_over(ssp):
+    assert failing(edit(ssp, "grants", -1, batch_size=8, local_steps=1)) == {REPLAY_GRANTS, END}
+
+
+def test_a_finished_trace_that_lacks_its_end(ssp):
+    # The last push and its stop grant are gone, and nothing tells that they ever were.
+    trace = remove(remove(ssp, "grants", -1), "pushes", -1)
+    assert failing(trace) == {END}
+    assert failing(with_status(trace, "failed")) == set()
+
+
+def test_a_held_worker_without_its_stop_grant():
+    # Stopped from outside while worker 0 is held for worker 1.
+    trace = record('name = "ssp"\nstaleness = 0', (1.0, 10.0), stop_s=5.0)
+    grants = trace.tables["grants"]
+    assert grants["worker"].tolist() == [0, 1]
+    # The replay sees a run that goes on, until a push is dropped that it would apply.
+    assert failing(remove(trace, "grants", 0)) == {REPLAY_UPDATES, SEQ, GRANTED, END}
+
+
+# ---- unfinished: what is tolerated, and only at the end --------------------------------------------------------------
+
+
+def test_a_hole_in_an_unfinished_trace_is_no_tail(ssp):
+    trace = with_status(ssp, "running")
+    for table in ("pushes", "grants"):
+        row = len(trace.tables[table]) // 2
+        assert SEQ in failing(remove(trace, table, row))
+
+
+def test_pending_contributions_are_missing_only_at_the_end():
+    trace = record("bsp", jitter=0.3)
+    last_round = trace.tables["grants"]["iteration"] == 40
+    cut_seq = trace.tables["grants"]["seq"][last_round][-1]
+    running = with_status(trace, "running")
+    for table in ("pushes", "grants"):
+        rows = running.tables[table]
+        running = with_rows(running, table, rows[rows["seq"] <= cut_seq])
+    evaluations, updates = running.tables["evaluations"], running.tables["updates"]
+    running = with_rows(running, "evaluations", evaluations[evaluations["version"] <= 39])
+    assert failing(with_rows(running, "updates", updates[:39])) == set()
+    assert failing(with_rows(running, "updates", updates)) == set(), "the row of an update comes before its pushes'"
+    assert UPDATES in failing(with_rows(running, "updates", updates[:38]))
+
+
+def test_an_unfinished_trace_keeps_every_other_promise(ssp):
+    trace = with_status(ssp, "running")
+    assert failing(edit(trace, "pushes", 12, staleness=99)) == {STALENESS}
+    assert failing(edit(trace, "grants", 9, held_s=99.0)) == {REPLAY_GRANTS, HELD}

@@ -1,0 +1,168 @@
+"""Reading traces, refusing what is none, and settling what a dead run left open."""
+
+import h5py
+import numpy as np
+import pytest
+from recorder import attributes, make_job, play
+
+from hpcsync.traces import reading
+from hpcsync.traces.reading import TraceError
+from hpcsync.traces.writer import TraceWriter
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A trace of BSP, whose pushes are not written in the order of seq."""
+    path, job = tmp_path / "trace.h5", make_job("bsp", updates=5)
+    with TraceWriter(path, attributes(job)) as trace:
+        play(job, trace, (1.0, 1.5, 0.5))
+    return path
+
+
+def test_pushes_are_in_the_order_of_seq(path):
+    with h5py.File(path) as file:
+        file_order = file["pushes"][:]["seq"]
+    pushes = reading.load(path).tables["pushes"]
+    assert len(pushes) == 15
+    assert (np.diff(pushes["seq"]) > 0).all()
+    assert sorted(file_order) == pushes["seq"].tolist()
+
+
+def test_the_job_is_the_one_that_ran(path):
+    trace = reading.load(path)
+    assert trace.job == make_job("bsp", updates=5)
+    assert (trace.status, trace.finished, trace.n_workers) == ("finished", True, 3)
+
+
+def test_a_job_that_cannot_be_read_is_told_when_it_is_asked_for(path):
+    with h5py.File(path, "r+") as file:
+        file.attrs["job"] = "nonsense = 1"
+    trace = reading.load(path)
+    with pytest.raises(TraceError, match=r"trace\.h5: its job cannot be read: .*nonsense"):
+        _ = trace.job
+
+
+def test_frame_has_words_for_codes(path):
+    pytest.importorskip("pandas")
+    frame = reading.load(path).frame("pushes")
+    assert set(frame["outcome"]) == {"applied"}
+    assert list(frame["seq"]) == sorted(frame["seq"])
+    assert frame["now_s"].dtype == np.float64
+
+
+def test_frame_has_text_for_bytes(tmp_path):
+    pytest.importorskip("pandas")
+    with TraceWriter(tmp_path / "t.h5", attributes(make_job("asp"))) as trace:
+        trace.append("clocks", (0, "node-0", 0.0, 0.0))
+        trace.append("membership", (1, 0.5, 0, 0))
+    trace = reading.load(tmp_path / "t.h5")
+    assert trace.frame("clocks")["host"].tolist() == ["node-0"]
+    assert trace.frame("membership")["change"].tolist() == ["left"]
+
+
+def test_rows_after_the_last_whole_flush_are_not_read(path):
+    # As after a kill between the writing of two tables: `flushed_rows` still tells of the flush before.
+    with h5py.File(path, "r+") as file:
+        counts = file.attrs["flushed_rows"]
+        counts["pushes"], counts["grants"] = 9, 9
+        file.attrs.modify("flushed_rows", counts)
+    tables = reading.load(path).tables
+    assert (len(tables["pushes"]), len(tables["grants"]), len(tables["updates"])) == (9, 9, 5)
+
+
+def _no_file(path):
+    path.unlink()
+
+
+def _a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def _a_text(path):
+    path.write_text("seq,now_s\n")
+
+
+def _empty(path):
+    path.write_bytes(b"")
+
+
+def _other_hdf5(path):
+    path.unlink()
+    with h5py.File(path, "w") as file:
+        file["pushes"] = np.arange(3)
+
+
+def _newer(path):
+    with h5py.File(path, "r+") as file:
+        file.attrs["format_version"] = 99
+
+
+def _without_a_table(path):
+    with h5py.File(path, "r+") as file:
+        del file["grants"]
+
+
+def _without_an_attribute(path):
+    with h5py.File(path, "r+") as file:
+        del file.attrs["n_workers"]
+
+
+def _cut_short(path):
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_no_file, "no such file"),
+        (_a_folder, "not a file"),
+        (_a_text, "not an HDF5 file"),
+        (_empty, "not an HDF5 file"),
+        (_other_hdf5, "not a trace"),
+        (_newer, "format version 99"),
+        (_without_a_table, "damaged.*grants"),
+        (_without_an_attribute, "damaged.*n_workers"),
+        (_cut_short, "cannot be opened"),
+    ],
+)
+def test_what_is_not_a_trace_is_told_in_one_line(path, damage, says):
+    damage(path)
+    with pytest.raises(TraceError, match=says) as caught:
+        reading.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changed"),
+    [
+        ("running", "failed", True),
+        ("interrupted", "failed", True),
+        ("finished", "finished", False),
+        ("failed", "failed", False),
+    ],
+)
+def test_settle_changes_only_what_is_open(path, before, after, changed):
+    with h5py.File(path, "r+") as file:
+        file.attrs["status"] = before
+    assert reading.settle(path, "failed") is changed
+    trace = reading.load(path)
+    assert trace.status == after
+    assert len(trace.tables["pushes"]) == 15
+
+
+def test_settle_without_a_file_is_no_error(tmp_path):
+    assert reading.settle(tmp_path / "none.h5", "failed") is False
+
+
+def test_settle_refuses_what_is_not_a_trace(path):
+    _a_text(path)
+    with pytest.raises(TraceError, match="not an HDF5 file"):
+        reading.settle(path, "failed")
+
+
+@pytest.mark.parametrize("wrong", ["running", "dead"])
+def test_settle_needs_a_final_status(path, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        reading.settle(path, wrong)

@@ -1,0 +1,178 @@
+"""The replay: what differs is found, told once, and told for what it is."""
+
+import numpy as np
+import pytest
+from recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
+
+from hpcsync import paradigms
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.replay import replay
+
+
+def replayed(trace):
+    options = trace.job.paradigm.model_dump(exclude={"name"})
+    paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **options)
+    return {check.name.split()[-1]: check for check in replay(Recount(trace), paradigm)}
+
+
+def failing(trace):
+    return {kind for kind, check in replayed(trace).items() if not check.passed}
+
+
+@pytest.fixture(scope="module")
+def dssp():
+    return record("dssp", jitter=0.3)
+
+
+def test_everything_is_compared(dssp):
+    checks = replayed(dssp)
+    for kind, check in checks.items():
+        assert check.passed
+        assert check.n_checked == len(dssp.tables[kind]) > 5
+        assert check.detail == ""
+
+
+@pytest.mark.parametrize(
+    ("column", "by"),
+    [("worker", 1), ("iteration", 1), ("version", -1), ("gap_iters", 1), ("credits", 1), ("held_s", 1e-9)],
+)
+def test_a_grant_that_differs(dssp, column, by):
+    value = dssp.tables["grants"][column][20]
+    changed = edit(dssp, "grants", 20, **{column: (value + by) % 3 if column == "worker" else value + by})
+    checks = replayed(changed)
+    assert failing(changed) == {"grants"}
+    assert checks["grants"].n_checked == 20
+    assert f"seq {dssp.tables['grants']['seq'][20]}" in checks["grants"].detail
+    assert checks["updates"].detail == "as far as the replay came"
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [("controller", b"other"), ("worker", 1), ("chosen", 9.0), ("gap_iters", 7.0), ("r_star", 7.0), ("slowest", 0.5)],
+)
+def test_a_decision_that_differs(dssp, column, value):
+    decisions = dssp.tables["decisions"]
+    row = np.flatnonzero((decisions["worker"] == 0) & ~np.isnan(decisions["slowest"]))[2]
+    assert failing(edit(dssp, "decisions", row, **{column: value})) == {"decisions"}
+
+
+def test_a_decision_that_is_missing(dssp):
+    assert failing(remove(dssp, "decisions", 2)) == {"decisions"}
+
+
+def test_a_decision_too_many(dssp):
+    rows = dssp.tables["decisions"]
+    again = rows[-1:].copy()
+    again["seq"] = dssp.tables["grants"]["seq"][-1] + 1
+    assert failing(with_rows(dssp, "decisions", np.concatenate([rows, again]))) == {"decisions"}
+
+
+def test_a_grant_that_is_missing(dssp):
+    assert failing(remove(dssp, "grants", 12)) == {"grants"}
+
+
+def test_a_grant_before_anything_happened(dssp):
+    assert failing(edit(dssp, "grants", 0, seq=0)) == {"grants"}
+
+
+def test_grants_in_another_order():
+    trace = record("bsp")
+    first, second = trace.tables["grants"]["seq"][[3, 4]]
+    assert failing(edit(edit(trace, "grants", 3, seq=second), "grants", 4, seq=first)) == {"grants"}
+
+
+def test_a_push_that_the_paradigm_refuses(dssp):
+    worker = dssp.tables["pushes"]["worker"][20]
+    checks = replayed(edit(dssp, "pushes", 20, worker=(worker + 1) % 3))
+    assert not all(check.passed for check in checks.values())
+    trace = record("bsp")
+    again = replayed(edit(trace, "pushes", 1, worker=trace.tables["pushes"]["worker"][0]))
+    assert "refuses" in again["grants"].detail
+
+
+def test_another_number_of_contributions():
+    trace = record("bsp")
+    checks = replayed(edit(trace, "updates", 5, n_contributions=2))
+    assert not checks["updates"].passed
+    assert checks["updates"].detail == "version 6 has 2 contributions, the replay gives 3"
+
+
+def test_an_update_too_many_or_too_few(dssp):
+    rows = dssp.tables["updates"]
+    assert failing(with_rows(dssp, "updates", np.concatenate([rows, rows[-1:]]))) == {"updates"}
+    assert failing(with_rows(dssp, "updates", rows[:-1])) == {"updates"}
+
+
+def test_an_applied_push_called_dropped():
+    trace = record("ssp", jitter=0.3, updates=41)
+    assert failing(edit(trace, "pushes", 10, outcome=1)) == {"updates"}
+
+
+def test_a_pending_push_called_applied():
+    trace = record("bsp", stop_s=11.05)
+    row = np.flatnonzero(trace.tables["pushes"]["outcome"])[0]
+    assert failing(trace) == set()
+    assert failing(edit(trace, "pushes", row, outcome=0)) == {"updates"}
+
+
+def test_another_paradigm():
+    trace = record("ssp")
+    assert failing(with_job(trace, "asp")) == {"grants"}
+    assert failing(with_job(trace, "bsp")) == {"grants"}
+    assert failing(with_job(trace, 'name = "dssp"\nstaleness_min = 2\nstaleness_max = 5')) == {"decisions"}
+    assert failing(with_job(trace, 'name = "dssp"\nstaleness_min = 2\nstaleness_max = 2')) == set(), "it is SSP"
+
+
+# ---- the end of a run ------------------------------------------------------------------------------------------------
+
+
+def test_a_stop_that_no_update_can_have_caused():
+    # A departure releases a held worker; nothing is applied, so the rule cannot have become true there.
+    trace = record('name = "ssp"\nstaleness = 1', (1.0, 5.0), leave={1: 1})
+    grants = trace.tables["grants"]
+    row = np.flatnonzero(grants["held_s"] > 0)[0]
+    stopped = edit(trace, "grants", row, batch_size=0, local_steps=0)
+    assert "no update can have ended the run" in replayed(stopped)["grants"].detail
+
+
+def test_going_on_after_the_stop():
+    trace = record("bsp")
+    assert (trace.tables["grants"]["local_steps"][-3:] == 0).all()
+    assert failing(edit(trace, "grants", -1, batch_size=8, local_steps=1)) == {"grants"}
+
+
+def test_a_held_worker_that_is_not_told():
+    trace = record('name = "ssp"\nstaleness = 0', (1.0, 10.0), updates=2)
+    assert failing(trace) == set()
+    assert (trace.tables["grants"]["local_steps"] == 0).all()
+    # Without the stop grant that only the paradigm would not have given.
+    trace = record('name = "ssp"\nstaleness = 0', (1.0, 1.1, 10.0), updates=2)
+    row = np.flatnonzero(trace.tables["grants"]["held_s"] > 0)[0]
+    checks = replayed(remove(trace, "grants", row))
+    assert "has no stop grant" in checks["grants"].detail
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize("stop_s", [0.5, 1.0, 2.05, 4.3, 6.5, 11.05])
+def test_a_run_that_was_stopped_from_outside(paradigm, stop_s):
+    assert failing(record(paradigm, stop_s=stop_s)) == set()
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_run_that_failed_drops_what_was_pending_and_tells_nobody(paradigm):
+    for die_s in np.arange(0.5, 8.0, 0.25):
+        trace = record(paradigm, die_s=die_s)
+        assert failing(with_status(trace, "failed")) == set()
+
+
+def test_only_the_last_answer_of_an_unfinished_trace_may_be_incomplete():
+    trace = with_status(record("bsp"), "running")
+    assert failing(remove(trace, "grants", -1)) == set()
+    assert make_job("bsp").cluster.workers == 3
+    middle = remove(remove(remove(trace, "grants", 5), "grants", 4), "grants", 3)
+    seq = trace.tables["grants"]["seq"][3]
+    for table in ("pushes", "grants"):  # no hole, so the count does not end there
+        rows = middle.tables[table].copy()
+        rows["seq"][rows["seq"] > seq] -= 3
+        middle = with_rows(middle, table, rows)
+    assert failing(middle) == {"grants"}

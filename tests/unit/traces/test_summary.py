@@ -1,0 +1,135 @@
+"""The numbers of a summary, on a trace small enough to do by hand."""
+
+import json
+import math
+
+import pytest
+from recorder import PARADIGMS, as_trace, make_job, record, with_status
+from rich.console import Console
+
+from hpcsync.traces.summary import summarize, table
+
+#        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes outcome
+PUSHES = [
+    (1, 1.0, 0, 1, 0, 0, 0.0, 0.75, 0.75, 0.0, 0.25, 8, 1, 2.0, 100, 0),
+    (3, 2.0, 0, 2, 1, 0, 1.0, 1.75, 0.75, 0.0, 0.25, 8, 1, 1.5, 100, 0),
+    (4, 2.5, 1, 1, 0, 2, 0.0, 2.0, 2.0, 0.0, 0.5, 8, 1, 1.8, 100, 0),
+    (7, 4.0, 0, 3, 3, 0, 2.5, 3.25, 0.75, 0.5, 0.75, 8, 1, 1.2, 100, 0),
+    (9, 5.0, 1, 2, 3, 1, 2.5, 4.5, 2.0, 0.0, 0.5, 8, 1, 1.1, 100, 1),
+]
+#         seq now_s w it v gap credits held b ls
+GRANTS = [
+    (2, 1.0, 0, 2, 1, 1, 0, 0.0, 8, 1),
+    (5, 2.5, 0, 3, 3, 1, 0, 0.5, 8, 1),
+    (6, 2.5, 1, 2, 3, 0, 0, 0.0, 8, 1),
+    (8, 4.0, 0, 4, 4, 2, 0, 0.0, 0, 0),
+    (10, 5.0, 1, 3, 4, 0, 0, 0.0, 0, 0),
+]
+UPDATES = [(1, 1.0, 1, 0.1, 8), (2, 2.0, 1, 0.1, 16), (3, 2.5, 1, 0.1, 24), (4, 4.0, 1, 0.1, 32)]
+EVALUATIONS = [(0.0, 0, 0, 2.3, 0.1), (2.0, 2, 16, 0.4, 0.9), (2.5, 3, 24, 0.5, 0.95), (5.0, 4, 32, 0.6, 0.93)]
+
+
+def trace(paradigm='name = "ssp"\nstaleness = 1', target="", evaluations=EVALUATIONS, tables=True):
+    named = {"pushes": PUSHES, "grants": GRANTS, "updates": UPDATES} if tables else {}
+    rows = [(name, row) for name, rows in {**named, "evaluations": evaluations}.items() for row in rows]
+    return as_trace(make_job(paradigm, 2, target=target), rows)
+
+
+def test_the_run():
+    summary = summarize(trace())
+    assert (summary.name, summary.paradigm, summary.status) == ("made-up", "ssp", "finished")
+    assert (summary.engine, summary.n_servers, summary.n_workers) == ("simulator", 1, 2)
+    assert (summary.duration_s, summary.updates, summary.samples) == (5.0, 4, 32)
+    assert summary.samples_per_s == 32 / 5.0
+    assert (summary.pushes, summary.dropped) == (5, 1)
+    assert (summary.staleness_mean, summary.staleness_max) == (0.5, 2)
+    assert summary.wait_share == 0.5 / 9.0
+    assert (summary.start_gap_max_iters, summary.push_gap_max_iters) == (1, 2)
+    assert (summary.final_accuracy, summary.best_accuracy) == (0.93, 0.95)
+    assert (summary.final_loss, summary.best_loss) == (0.6, 0.4)
+    assert summary.tracing_overhead_s == 0.0
+
+
+def test_the_workers():
+    first, second = summarize(trace()).workers
+    assert (first.worker, first.pushes, first.dropped) == (0, 3, 0)
+    assert first.compute_share == pytest.approx(2.25 / 4.0)
+    assert first.wait_share == pytest.approx(0.5 / 4.0)
+    assert first.comm_share == pytest.approx(1.25 / 4.0)
+    assert (first.staleness_mean, first.staleness_max) == (0.0, 0)
+    # The stop grant starts nothing: its gap of 2 is no start gap.
+    assert (first.start_gap_max_iters, first.push_gap_max_iters) == (1, 2)
+    assert (second.worker, second.pushes, second.dropped) == (1, 2, 1)
+    assert (second.compute_share, second.wait_share, second.comm_share) == (0.8, 0.0, 0.2)
+    # The dropped push has no say.
+    assert (second.staleness_mean, second.staleness_max) == (2.0, 2)
+    assert (second.start_gap_max_iters, second.push_gap_max_iters) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("target", "words", "time_s"),
+    [
+        ("", None, None),
+        ("target_accuracy = 0.9", "accuracy 0.9", 2.0),
+        ("target_accuracy = 0.94", "accuracy 0.94", 2.5),
+        ("target_accuracy = 0.99", "accuracy 0.99", None),
+        ("target_loss = 0.5", "loss 0.5", 2.0),
+        ("target_accuracy = 0.94\ntarget_loss = 0.45", "accuracy 0.94 or loss 0.45", 2.0),
+    ],
+)
+def test_time_to_target(target, words, time_s):
+    summary = summarize(trace(target=target))
+    assert (summary.target, summary.time_to_target_s) == (words, time_s)
+
+
+def test_what_is_unknown_is_none():
+    summary = summarize(trace(evaluations=[(1.0, 1, 8, math.nan, math.nan)]))
+    assert summary.final_loss is summary.best_loss is summary.final_accuracy is summary.best_accuracy is None
+
+
+def test_a_run_that_did_nothing():
+    summary = summarize(trace(tables=False, evaluations=[]))
+    assert (summary.duration_s, summary.samples_per_s, summary.staleness_mean) == (0.0, None, None)
+    assert [worker.wait_share for worker in summary.workers] == [None, None]
+    assert text(summary)
+
+
+def test_it_is_json():
+    summary = summarize(trace(target="target_accuracy = 0.9"))
+    read_back = json.loads(json.dumps(summary.as_dict(), allow_nan=False))
+    assert read_back["time_to_target_s"] == 2.0
+    assert read_back["workers"][1]["staleness_mean"] == 2.0
+    assert type(summary).model_validate_json(json.dumps(read_back)) == summary
+
+
+def text(summary):
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(table(summary))
+    return capture.get()
+
+
+def test_the_table_tells_the_story():
+    shown = text(summarize(trace(target="target_accuracy = 0.9")))
+    for words in ("made-up", "ssp", "2 workers", "accuracy 0.9 after 2.00 s", "4 updates, 32 samples", "12.5 %", "(2)"):
+        assert words in shown
+    assert "not reached" in text(summarize(trace(target="target_accuracy = 0.99")))
+
+
+def test_the_table_fits_80_columns():
+    summary = summarize(with_status(trace(target="target_accuracy = 0.9\ntarget_loss = 0.001"), "interrupted"))
+    large = {"pushes": 999_999, "dropped": 9_999, "staleness_mean": 127.25, "staleness_max": 1024}
+    workers = tuple(worker.model_copy(update={**large, "start_gap_max_iters": 1000}) for worker in summary.workers)
+    shown = text(summary.model_copy(update={"workers": workers, "samples": 10**9}))
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    assert "127.25 (1024)" in shown
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_summary_agrees_with_itself(paradigm):
+    summary = summarize(record(paradigm, jitter=0.5, leave={1: 5}))
+    assert sum(worker.pushes for worker in summary.workers) == summary.pushes
+    assert sum(worker.dropped for worker in summary.workers) == summary.dropped
+    for worker in summary.workers:
+        assert worker.compute_share + worker.wait_share + worker.comm_share == pytest.approx(1.0)
