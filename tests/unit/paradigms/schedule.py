@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hpcsync.paradigms import Action, Apply, Decision, Event, Grant, Left, Paradigm, Pushed
 
 # The same examples on every run, so that a failure is one for everybody.
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=120)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
 
 @dataclass

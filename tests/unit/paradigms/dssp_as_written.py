@@ -1,0 +1,103 @@
+"""DSSP's two algorithms in plain lists, linear in everything: what the fast bookkeeping must agree with."""
+
+import math
+
+from hpcsync.paradigms import Apply, Grant, Pushed
+from hpcsync.paradigms.dssp import DSSP
+from tests.unit.paradigms.schedule import run
+
+
+def brute_force(pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max, clamp):
+    """Algorithm 2, lines 6 to 8, as written: every pair, then the least of (distance, r, k)."""
+    own_s = [pushed_s + r * interval_s for r in range(r_max + 1)]
+    slowest_s = [slowest_pushed_s + (k + 1) * slowest_interval_s for k in range(r_max + 1)]
+    if clamp:
+        slowest_s[0] = max(slowest_s[0], pushed_s)
+    _, r, k = min((abs(slowest_s[k] - own_s[r]), r, k) for r in range(r_max + 1) for k in range(r_max + 1))
+    return r, slowest_s[k] - own_s[r]
+
+
+class Reference:
+    """Algorithms 1 and 2 for one run. t and r are named as in the paper, `ok` is its OK."""
+
+    def __init__(self, n_workers, s_l, s_u, mode):
+        self.s_l, self.s_u, self.bounded = s_l, s_u, mode == "bounded"
+        self.t, self.r = [0] * n_workers, [0] * n_workers
+        self.active, self.blocked = set(range(n_workers)), {}
+        self.pushed_s, self.ok_s = [[] for _ in range(n_workers)], [-math.inf] * n_workers
+        self.intervals_s = [[] for _ in range(n_workers)]
+
+    def gap(self, p):
+        return self.t[p] - min(self.t[q] for q in self.active)
+
+    def ok(self, p, now_s):
+        self.ok_s[p] = now_s
+        return ("ok", p, self.t[p] + 1, self.gap(p), self.r[p], now_s - self.blocked.pop(p, now_s))
+
+    def release(self, now_s):
+        ready = [q for q in self.blocked if self.gap(q) <= self.s_l]
+        return [self.ok(q, now_s) for q in sorted(ready, key=lambda q: (self.t[q], q))]
+
+    def left(self, p, now_s):
+        self.active.discard(p)
+        self.blocked.pop(p, None)
+        return self.release(now_s) if self.active else []
+
+    def pushed(self, p, now_s):
+        if self.pushed_s[p]:
+            begin_s = max(self.pushed_s[p][-1], self.ok_s[p]) if self.bounded else self.pushed_s[p][-1]
+            self.intervals_s[p].append(now_s - begin_s)
+        self.pushed_s[p].append(now_s)
+        self.t[p] += 1
+        return [("apply", p), *self.decide(p, now_s), *self.release(now_s)]
+
+    def decide(self, p, now_s):
+        gap = self.gap(p)
+        if self.bounded and gap > self.s_u:
+            self.r[p] = 0
+        elif self.r[p] > 0:
+            self.r[p] -= 1
+            return [self.ok(p, now_s)]
+        elif gap <= self.s_l:
+            return [self.ok(p, now_s)]
+        elif self.t[p] == max(self.t[q] for q in self.active) and self.s_u > self.s_l:
+            r, slowest = self.controller(p, now_s)
+            granted = min(r, self.s_u - gap + 1) if self.bounded else r
+            decision = ("decision", p, granted, r, slowest)
+            if granted > 0:
+                self.r[p] = granted - 1 if self.bounded else granted
+                return [decision, self.ok(p, now_s)]
+            self.blocked[p] = now_s
+            return [decision]
+        self.blocked[p] = now_s
+        return []
+
+    def controller(self, p, now_s):
+        fewest = min(self.t[q] for q in self.active)
+        slowest = [q for q in self.active if self.t[q] == fewest]
+        if any(len(self.pushed_s[q]) < 2 for q in [p, *slowest]):
+            return 0, None
+        s = max(slowest, key=lambda q: (self.pushed_s[q][-1] + self.intervals_s[q][-1], -q))
+        seen = now_s, self.intervals_s[p][-1], self.pushed_s[s][-1], self.intervals_s[s][-1]
+        return brute_force(*seen, self.s_u - self.s_l, self.bounded)[0], s
+
+
+def in_reference_terms(action):
+    if isinstance(action, Apply):
+        return ("apply", *action.workers)
+    if isinstance(action, Grant):
+        held_s = action.held_s
+        return ("ok", action.worker, action.iteration, action.gap_iters, action.credits, held_s)
+    inputs = dict(zip(DSSP.decision_fields, action.inputs, strict=True))
+    slowest = None if math.isnan(inputs["slowest"]) else inputs["slowest"]
+    return ("decision", action.worker, action.chosen, inputs["r_star"], slowest)
+
+
+def disagreement(paradigm, s_l, s_u, mode, schedule):
+    """The first event at which this paradigm and the reference answer differently; None if they never do."""
+    reference = Reference(schedule.n_workers, s_l, s_u, mode)
+    for event, actions in run(paradigm, schedule, check=False).trace:
+        answer = reference.pushed if isinstance(event, Pushed) else reference.left
+        if [in_reference_terms(action) for action in actions] != answer(event.worker, event.now_s):
+            return event
+    return None
