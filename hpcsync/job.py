@@ -347,7 +347,7 @@ A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as di
 
 class Job(Table):
     name: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._+-]*", A_NAME)] = Field(description=A_NAME)
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0  # what HDF5 can hold
     workload: Workload = Field(description="a table")
     optimizer: Optimizer = Field(description="a table")
     stop: Stop = Field(description="a table")

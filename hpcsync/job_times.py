@@ -28,8 +28,10 @@ def read_times(path: str | Path, n_workers: int) -> list[list[float]]:
     return times
 
 
-def _add_time(times: list[list[float]], row: dict[str, str], where: str) -> None:
+def _add_time(times: list[list[float]], row: dict[str | None, str], where: str) -> None:
     try:
+        if None in row:
+            raise ValueError("more fields than columns")
         worker, iteration, seconds = int(row["worker"]), int(row["iteration"]), float(row["seconds"])
     except (TypeError, ValueError):
         raise JobError(f"{where}: must be two whole numbers and a number of seconds") from None

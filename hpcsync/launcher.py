@@ -173,11 +173,22 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 def _kill_marked(mark: str) -> None:
     """Kill what is left of this launch on this node: ranks whose launcher died are nobody's children any more."""
+    deadline_s = time.monotonic() + 2.0  # the kernel takes its time to end a process that is busy in it
+    while (pids := _marked(mark)) and time.monotonic() < deadline_s:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _marked(mark: str) -> list[int]:
     needle = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").glob("[0-9]*"):  # there is no /proc outside Linux: then nothing to do
-        with contextlib.suppress(OSError):
-            if int(folder.name) != os.getpid() and needle in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):  # there is no /proc outside Linux: then nothing is found
+        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
+            if needle in (folder / "environ").read_bytes().split(b"\0"):
+                pids.append(int(folder.name))
+    return pids
 
 
 def _end_with_parent() -> None:

@@ -7,7 +7,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
-from hpcsync.job import Asp, Bsp, Dssp, Job, Ssp
+from hpcsync.job import Asp, Bsp, Dssp, Job, Script, Ssp
 from hpcsync.learning.validation import check
 from hpcsync.mpi.roles import Roles
 
@@ -23,6 +23,7 @@ def print_job(job: Job) -> None:
 
 
 def rows(job: Job) -> list[tuple[str, str]]:
+    assert not isinstance(job.workload, Script), "jobs come from files here"
     parameters = [p for p in check(job).model.parameters() if p.requires_grad]
     size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
     servers, workers = job.cluster.servers, job.cluster.workers

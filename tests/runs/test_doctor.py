@@ -1,0 +1,32 @@
+"""`hpcsync doctor` on this machine, with the MPI of this environment and with a launcher that is none."""
+
+import os
+import subprocess
+import sys
+
+ENVIRON = {**os.environ, "COLUMNS": "200"}
+
+
+def doctor(**environ: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "hpcsync", "doctor"]
+    return subprocess.run(argv, env={**ENVIRON, **environ}, capture_output=True, text=True, check=False)
+
+
+def test_this_environment_serves() -> None:
+    result = doctor()
+    assert result.returncode == 0, result.stdout
+    assert "two ranks are one world" in result.stdout
+    assert "MPI_THREAD_MULTIPLE" in result.stdout
+    assert " bad " not in result.stdout
+
+
+def test_a_wrong_launcher_does_not() -> None:
+    result = doctor(MPIEXEC="/no/mpiexec")
+    assert result.returncode == 1
+    assert "/no/mpiexec: No such file or directory" in result.stdout
+
+
+def test_a_wrong_library_does_not() -> None:
+    result = doctor(MPI4PY_LIBMPI="/no/lib/libmpi.so")
+    assert result.returncode == 1
+    assert "cannot load MPI library" in result.stdout

@@ -1,0 +1,90 @@
+"""The command line: which function gets which arguments, and how mistakes end."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+import hpcsync.mpi
+from hpcsync import __version__, cli, front
+from hpcsync.job_errors import JobError
+from hpcsync.launcher import LaunchError
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What the functions behind the commands are called with."""
+    calls: list[tuple] = []
+
+    def stand_in(name: str, status: int) -> object:
+        def function(*arguments: object) -> int:
+            calls.append((name, *arguments))
+            return status
+
+        return function
+
+    rank = SimpleNamespace(main=stand_in("rank", 4))
+    monkeypatch.setitem(sys.modules, "hpcsync.mpi.run", rank)
+    monkeypatch.setattr(hpcsync.mpi, "run", rank, raising=False)
+    monkeypatch.setattr(front, "run", stand_in("run", 3))
+    monkeypatch.setattr(front, "show", stand_in("show", 0))
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(cli.app, arguments)
+
+
+def test_a_plain_run_starts_ranks(calls: list[tuple]) -> None:
+    assert run("run", "job.toml").exit_code == 3
+    assert run("run", "job.toml", "-n", "5", "--set", "a=1", "--set", "b.c=x y", "--out", "o").exit_code == 3
+    assert calls == [
+        ("run", Path("job.toml"), [], None, None),
+        ("run", Path("job.toml"), ["a=1", "b.c=x y"], 5, Path("o")),
+    ]
+
+
+def test_a_run_under_a_launcher_is_a_rank(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_SIZE", "3")
+    assert run("run", "job.toml", "--set", "a=1", "-n", "3", "--out", "o").exit_code == 4
+    assert calls == [("rank", Path("job.toml"), ["a=1"], 3, Path("o"))]
+
+
+def test_show(calls: list[tuple]) -> None:
+    assert run("show", "job.toml", "--set", "a=1").exit_code == 0
+    assert calls == [("show", Path("job.toml"), ["a=1"])]
+
+
+@pytest.mark.parametrize("mistake", [JobError("seed = -1: must be at least 0"), LaunchError("mpiexec: not found")])
+def test_mistakes_are_one_line_and_status_2(mistake: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise mistake
+
+    monkeypatch.setattr(front, "show", fail)
+    result = run("show", "job.toml")
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"hpcsync: {mistake}\n")
+    monkeypatch.setenv("PMI_RANK", "1")
+    assert (run("show", "job.toml").exit_code, run("show", "job.toml").stderr) == (2, "")  # rank 0 says it
+
+
+def test_other_errors_are_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "show", lambda *_: 1 / 0)
+    result = run("show", "job.toml")
+    assert (result.exit_code, type(result.exception)) == (1, ZeroDivisionError)
+
+
+def test_a_mistake_end_to_end(tmp_path: Path) -> None:
+    result = run("show", str(tmp_path / "no.toml"))
+    assert (result.exit_code, result.stderr) == (2, f"hpcsync: {tmp_path}/no.toml: No such file or directory\n")
+
+
+def test_usage() -> None:
+    assert run("--version").stdout == f"hpcsync {__version__}\n"
+    assert run("run").exit_code == 2
+    commands = run("--help").stdout.split("Commands:")[1]
+    assert [line.split()[0] for line in commands.splitlines() if line] == ["run", "show", "audit", "doctor", "bench"]

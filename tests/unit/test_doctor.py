@@ -1,0 +1,146 @@
+"""Verdicts, and probes that crash or hang. Real probes are in tests/runs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcsync import doctor, launcher
+from hpcsync.doctor import Finding, ProbeError
+
+GOOD = {
+    "packages": {"numpy": "2", "torch": "3"},
+    "library": {"library": "Open MPI v5", "thread": "MPI_THREAD_MULTIPLE"},
+    "world": {"size": 2},
+    "passive": {"put_s": 0.001},
+    "gpu": {"cupy": None, "devices": 0, "mpi": False},
+}
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What probes find; an exception is raised."""
+    found: dict = dict(GOOD)
+
+    def probe(name: str, *, ranks: int = 0) -> dict:
+        assert (ranks == 2) is (name in ("world", "passive"))
+        if isinstance(found[name], Exception):
+            raise found[name]
+        return found[name]
+
+    monkeypatch.setattr(doctor, "probe", probe)
+    monkeypatch.setenv("MPIEXEC", "/x/mpiexec")
+    return found
+
+
+def verdicts() -> dict[str, str]:
+    return {finding.subject: finding.verdict for finding in doctor.examine()}
+
+
+def test_all_is_well(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    subjects = ["packages", "MPI library", "thread level", "launcher", "one-sided transfers", "GPU", "cores"]
+    assert [s for s in verdicts() if s != "shared memory"] == subjects
+    assert "bad" not in verdicts().values()
+    assert doctor.main() == 0
+    out = capsys.readouterr().out
+    assert all(words in out for words in ("Open MPI v5", "1.00 ms", "numpy 2, torch 3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "subject", "verdict"),
+    [
+        ("packages", ProbeError("ImportError: no torch"), "packages", "bad"),
+        ("library", ProbeError("cannot load MPI library"), "MPI library", "bad"),
+        ("library", {"library": "x", "thread": "MPI_THREAD_SERIALIZED"}, "thread level", "bad"),
+        ("world", {"size": 1}, "launcher", "bad"),
+        ("world", ProbeError("hangs"), "launcher", "bad"),
+        ("passive", ProbeError("hangs"), "one-sided transfers", "bad"),
+        ("passive", {"put_s": 0.45}, "one-sided transfers", "note"),
+        ("gpu", ProbeError("ended with status -11"), "GPU", "note"),
+    ],
+)
+def test_each_verdict_has_its_remedy(
+    probes: dict, name: str, found: object, subject: str, verdict: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    probes[name] = found
+    finding = next(finding for finding in doctor.examine() if finding.subject == subject)
+    assert (finding.verdict, finding.to_do != "") == (verdict, True)
+    assert doctor.main() == (1 if verdict == "bad" else 0)
+
+
+def test_no_ranks_are_started_without_a_library(probes: dict) -> None:
+    probes["library"] = ProbeError("cannot load MPI library")
+    assert not {"launcher", "one-sided transfers", "thread level"} & verdicts().keys()
+
+
+def test_square_brackets_are_no_markup(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
+    probes["library"] = ProbeError("[red] cannot [/] load")
+    doctor.main()
+    out = capsys.readouterr().out
+    assert "[red] cannot [/] load" in out
+    assert "hpcsync[mpi]" in out
+
+
+def test_a_launcher_that_is_missing(probes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> list[str]:
+        raise launcher.LaunchError("mpiexec: not found")
+
+    monkeypatch.setattr(launcher, "mpiexec", missing)
+    assert verdicts()["launcher"] == "bad"
+
+
+def test_small_machines_are_noted() -> None:
+    assert [doctor.cores(n).verdict for n in (1, 2)] == ["note", "ok"]
+    assert [doctor.shared_memory(n * 2**20).verdict for n in (64, 255, 256)] == ["note", "note", "ok"]
+
+
+def test_only_bad_findings_fail() -> None:
+    assert doctor.status([Finding("a", "ok", ""), Finding("b", "note", "")]) == 0
+    assert doctor.status([Finding("a", "ok", ""), Finding("b", "bad", "")]) == 1
+
+
+# ---- probes in processes of their own ----
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
+    """Let every probe be this shell script; $4 is where its result goes."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{script}\n")
+    python.chmod(0o755)
+    (tmp_path / "mpiexec").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    (tmp_path / "mpiexec").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("MPIEXEC", str(tmp_path / "mpiexec"))
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_what_a_probe_writes_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
+    pretend(monkeypatch, tmp_path, """echo noise; echo '{"size": 7}' > "$4" """)
+    assert doctor.probe("world", ranks=ranks) == {"size": 7}
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo 'RuntimeError: no MPI' >&2; echo more; exit 1", "RuntimeError: no MPI"),
+        ("exit 3", "ended with status 3"),
+        ("""echo '{}' > "$4"; exit 5""", "ended with status 5"),
+        ("exit 0", "ended with status 0"),
+    ],
+)
+def test_a_probe_that_crashes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int, script: str, words: str
+) -> None:
+    pretend(monkeypatch, tmp_path, script)
+    with pytest.raises(ProbeError) as caught:
+        doctor.probe("world", ranks=ranks)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
+    pretend(monkeypatch, tmp_path, "exec sleep 60")
+    monkeypatch.setattr(doctor, "LIMIT_S", 0.3)
+    with pytest.raises(ProbeError, match="^hangs: no end after 0 s$"):
+        doctor.probe("world", ranks=ranks)

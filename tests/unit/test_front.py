@@ -1,0 +1,169 @@
+"""Around a run: nothing starts that is wrong, and a trace says what became of its ranks."""
+
+import sys
+from pathlib import Path
+
+import h5py
+import pytest
+
+from hpcsync import front, launcher, outputs
+from hpcsync.job import Job, load
+from hpcsync.job_errors import JobError
+from hpcsync.launcher import Ended
+from hpcsync.traces import reading
+from hpcsync.traces.provenance import provenance
+from hpcsync.traces.writer import TraceWriter
+
+TOML = """
+name = "tiny"
+workload = {name = "timing", parameters = 3}
+optimizer = {name = "sgd", lr = 0.1}
+stop.updates = 3
+paradigm.name = "asp"
+cluster = {servers = 2, workers = 2}
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "tiny.toml"
+    path.write_text(TOML)
+    return path
+
+
+class Ranks:
+    """In place of `launcher.launch`: remembers the command, leaves what ranks would leave, ends as told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
+        self.command: list[str] = []
+        self.ended = Ended(0)
+        self.status: str | None = "finished"
+        self.summary = True
+        self._job = job
+        monkeypatch.setattr(launcher, "launch", self._launch)
+
+    def _launch(self, n: int, argv: list[str]) -> Ended:
+        self.command = [str(n), *argv]
+        folder = Path(argv[argv.index("--out") + 1])
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.status is not None:
+            attributes = provenance(self._job, engine="mpi", mpi_library="", hosts=["h"])
+            writer = TraceWriter(folder / outputs.TRACE, attributes, ())
+            writer.close("finished")
+            with h5py.File(folder / outputs.TRACE, "r+") as file:
+                file.attrs["status"] = self.status
+        if self.summary:
+            (folder / outputs.SUMMARY).write_text("{}")
+        return self.ended
+
+
+@pytest.fixture
+def ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    return Ranks(monkeypatch, load(path))
+
+
+def test_ranks_are_told_everything(path: Path, ranks: Ranks) -> None:
+    assert front.run(path, ["seed=5", "optimizer.lr=0.2"], 5, Path("o")) == 0
+    program = "5 python -m mpi4py -m hpcsync run".split()
+    settings = ["--set", "seed=5", "--set", "optimizer.lr=0.2", "-n", "5", "--out", "o"]
+    assert ranks.command == [*program, str(path), *settings]
+
+
+def test_a_folder_is_chosen_anew_for_every_run(path: Path, ranks: Ranks) -> None:
+    front.run(path, [], None, None)
+    front.run(path, [], None, None)
+    folders = sorted(Path("runs").iterdir())
+    assert len(folders) == 2
+    assert all(folder.name.startswith("tiny-") for folder in folders)
+
+
+def test_a_trace_is_never_overwritten(path: Path, ranks: Ranks) -> None:
+    assert front.run(path, [], None, Path("o")) == 0
+    ranks.command = []
+    before = Path("o/trace.h5").read_bytes()
+    with pytest.raises(JobError, match="^--out o: must not hold a trace.h5 already: runs are never overwritten$"):
+        front.run(path, [], None, Path("o"))
+    assert (ranks.command, Path("o/trace.h5").read_bytes()) == ([], before)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=x", 'seed = "x": must be a whole number'),
+        ("cluster.servers=4", "cluster.servers = 4: must be at most the model's 3 parameters"),
+        ("optimizer.name=sdg", 'optimizer.name = "sdg": must be one of '),
+        ("optimizer.momentun=1", "optimizer.momentun = 1: must be an option of torch.optim.SGD"),
+    ],
+)
+def test_nothing_starts_that_is_wrong(path: Path, ranks: Ranks, override: str, message: str) -> None:
+    with pytest.raises(JobError) as caught:
+        front.run(path, [override], None, Path("o"))
+    assert str(caught.value).startswith(message)
+    assert (ranks.command, Path("o").exists()) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "expected"),
+    [
+        (Ended(1), "interrupted", "failed"),  # a launcher ends the other ranks with a signal when one has died
+        (Ended(137), "running", "failed"),
+        (Ended(143, 15), "running", "interrupted"),
+        (Ended(143, 15), "interrupted", "interrupted"),
+        (Ended(1), "failed", "failed"),
+        (Ended(143, 15), "failed", "failed"),
+        (Ended(2), "running", "failed"),
+        (Ended(0), "running", "failed"),  # the launcher lost a node and did not mind
+    ],
+)
+def test_the_trace_says_what_became_of_the_ranks(
+    path: Path, ranks: Ranks, ended: Ended, status: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.ended, ranks.summary, ranks.status = ended, False, status
+    assert front.run(path, [], None, Path("o")) == 1
+    assert reading.load("o/trace.h5").status == expected
+    said = "" if status == "failed" else f"hpcsync: {expected}; the trace so far is o/trace.h5\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks) -> None:
+    ranks.ended = Ended(143, 15)
+    assert front.run(path, [], None, Path("o")) == 1
+    assert reading.load("o/trace.h5").status == "finished"
+
+
+@pytest.mark.parametrize(("status", "expected"), [(2, 2), (1, 1), (137, 1), (0, 1)])
+def test_ranks_that_left_no_trace(path: Path, ranks: Ranks, status: int, expected: int) -> None:
+    ranks.ended, ranks.status, ranks.summary = Ended(status), None, False
+    assert front.run(path, [], None, Path("o")) == expected
+
+
+def test_a_trace_that_does_not_open_is_said(
+    path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks.ended, ranks.status, ranks.summary = Ended(1), None, False
+    (path.parent / "o").mkdir()
+    launch = ranks._launch
+
+    def tear(n: int, argv: list[str]) -> Ended:
+        Path("o/trace.h5").write_text("torn")
+        return launch(n, argv)
+
+    monkeypatch.setattr(launcher, "launch", tear)
+    assert front.run(path, [], None, Path("o")) == 1
+    assert capsys.readouterr().err == "hpcsync: o/trace.h5: not a trace (not an HDF5 file)\n"
+
+
+def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> None:
+    folder = path.parent / "elsewhere"
+    folder.mkdir()
+    (folder / "front_test_workload.py").write_text(
+        "import torch\n"
+        "from hpcsync.learning.workloads import Workload\n"
+        "def make(size):\n"
+        "    return Workload(torch.nn.Linear(size, 1), None, None, None)\n"
+    )
+    job = folder / "own.toml"
+    job.write_text(TOML.replace('"timing", parameters = 3', '"front_test_workload:make", options = {size = 3}'))
+    assert front.run(job, [], None, Path("o")) == 0

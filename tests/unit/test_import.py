@@ -1,0 +1,67 @@
+"""What importing costs, and who may import what."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hpcsync
+
+HEAVY = {"torch", "mpi4py", "h5py", "cupy", "sklearn", "pandas"}
+PACKAGE = Path(hpcsync.__file__).parent
+
+
+def loaded(code: str) -> set[str]:
+    """The heavy packages that are loaded after this code, in a fresh interpreter."""
+    code += "\nimport sys; print('loaded', *{name.split('.')[0] for name in sys.modules})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return HEAVY & set(result.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hpcsync; hpcsync.__version__",
+        "import hpcsync.job",
+        "import hpcsync.launcher",
+        "import hpcsync.cli, contextlib\nwith contextlib.suppress(SystemExit): hpcsync.cli.app(['--help'])",
+        "import hpcsync.paradigms",
+    ],
+)
+def test_light_imports_stay_light(code: str) -> None:
+    assert loaded(code) == set()
+
+
+def test_a_script_gets_what_it_asks_for() -> None:
+    assert "torch" in loaded("from hpcsync import connect; assert callable(connect)")
+    with pytest.raises(AttributeError, match="module 'hpcsync' has no attribute 'conect'"):
+        hpcsync.conect  # noqa: B018
+
+
+def foreign_imports(source: str) -> set[str]:
+    """Modules beyond the standard library, NumPy and the paradigms themselves that this source imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    allowed = {*sys.stdlib_module_names, "numpy"}
+    return {n for n in names if n.split(".")[0] not in allowed and not f"{n}.".startswith("hpcsync.paradigms.")}
+
+
+def test_paradigms_are_pure() -> None:
+    sources = list((PACKAGE / "paradigms").glob("*.py"))
+    assert sources
+    assert {path.name: found for path in sources if (found := foreign_imports(path.read_text()))} == {}
+
+
+def test_impure_imports_would_be_found() -> None:
+    assert foreign_imports("import numpy as np, os.path\nfrom hpcsync.paradigms import Grant") == set()
+    assert foreign_imports("def f():\n    import torch.nn") == {"torch.nn"}
+    assert foreign_imports("from hpcsync.traces import schema\nfrom hpcsync import job") == {
+        "hpcsync.traces",
+        "hpcsync",
+    }

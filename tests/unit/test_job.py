@@ -1,0 +1,345 @@
+"""The job file: what resolves to what, and every mistake in one line: the key, the value and what is allowed."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcsync.job import KINDS, Dssp, Job, JobError, load
+
+TOML = """
+name = "example"
+seed = 1
+
+[workload]
+name = "digits"
+
+[optimizer]
+name = "sgd"
+lr = 0.05
+momentum = 0.9
+
+[optimizer.schedule]
+name = "multistep"
+milestones = [10, 20]
+
+[stop]
+samples = 100_000
+
+[paradigm]
+name = "dssp"
+staleness_min = 3
+staleness_max = 15
+
+[cluster]
+workers = 4
+
+[cluster.compute]
+model = "lognormal"
+seconds = [0.02, 0.02, 0.02, 0.04]
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "example.toml"
+    path.write_text(TOML)
+    return path
+
+
+def error(path: Path, *overrides: str, ranks: int | None = None) -> str:
+    with pytest.raises(JobError) as caught:
+        load(path, overrides, ranks)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_defaults_are_filled_in(path: Path) -> None:
+    job = load(path)
+    assert (job.seed, job.workload.batch_size, job.evaluation.every_samples) == (1, 32, 5000)
+    assert (job.optimizer.lr_clock, job.optimizer.async_lr_scale) == ("samples", 1.0)
+    assert job.optimizer.options == {"momentum": 0.9}
+    assert job.optimizer.schedule.model_dump() == {
+        "name": "multistep",
+        "milestones": (10, 20),
+        "gamma": 0.1,
+        "warmup": 0,
+    }
+    assert job.paradigm == Dssp(name="dssp", staleness_min=3, staleness_max=15, mode="bounded")
+    assert (job.cluster.servers, job.cluster.workers, job.cluster.ranks, job.cluster.device) == (1, 4, 5, "auto")
+    assert job.cluster.compute.seconds == (0.02, 0.02, 0.02, 0.04)
+    assert job.cluster.network is None
+
+
+def test_a_small_file_is_enough() -> None:
+    job = Job.from_toml(
+        'name = "x"\nworkload.name = "timing"\noptimizer = {name = "sgd", lr = 1}\n'
+        'stop.updates = 3\nparadigm.name = "asp"'
+    )
+    assert (job.cluster.servers, job.cluster.workers, job.seed) == (1, 3, 0)
+    assert (job.workload.parameters, type(job.optimizer.lr)) == (1000, float)
+
+
+# ---- round trips ----
+
+KIND_OVERRIDES = [
+    'paradigm={name="bsp"}',
+    'paradigm={name="ssp",staleness=inf}',
+    'paradigm={name="ssp",staleness=0}',
+    "paradigm.mode=paper",
+    'workload={name="linear",features=3,noise=0}',
+    'workload={name="my.package:function",options={depth=3,sizes=[1,2]}}',
+    "optimizer.async_lr_scale=1/workers",
+    "optimizer.betas=[0.9,0.99]",
+    'optimizer.schedule={name="cosine",total=100,warmup=10}',
+    "stop={target_accuracy=0.95,seconds=1.5,target_loss=-1}",
+    "cluster.compute.seconds=0",
+    'cluster.compute={model="exponential",seconds=1}',
+    "cluster.network={}",
+    "name=a.b_c+d-e",
+]
+
+
+@pytest.mark.parametrize("override", KIND_OVERRIDES)
+def test_resolved_jobs_come_back_equal(path: Path, override: str) -> None:
+    job = load(path, [override])
+    assert job != load(path)
+    assert Job.from_toml(job.to_toml()) == job
+    assert Job.from_toml(job.to_toml()).to_toml() == job.to_toml()
+
+
+@given(seed=st.integers(0, 2**63 - 1), lr=st.floats(1e-300, 1e300), low=st.integers(0, 99), more=st.integers(0, 99))
+def test_numbers_come_back_exactly(seed: int, lr: float, low: int, more: int) -> None:
+    table = {
+        "name": "x",
+        "seed": seed,
+        "workload": {"name": "digits"},
+        "optimizer": {"name": "sgd", "lr": lr},
+        "stop": {"updates": 1},
+        "paradigm": {"name": "dssp", "staleness_min": low, "staleness_max": low + more},
+    }
+    job = Job.from_table(table)
+    assert Job.from_toml(job.to_toml()) == job
+    assert (job.seed, job.optimizer.lr) == (seed, lr)
+
+
+def test_a_job_cannot_be_changed(path: Path) -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load(path).cluster.workers = 5
+
+
+# ---- overrides ----
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("paradigm.staleness_max=20", 20),
+        (" paradigm . staleness_max = 20 ", 20),
+        ("paradigm.mode=paper", "paper"),
+        ('paradigm.mode="paper"', "paper"),
+        ("stop.seconds=1e3", 1000.0),
+        ('paradigm={name="ssp",staleness=inf}', math.inf),
+        ("evaluation.every_samples=0", 0),
+        ("workload.name=pkg.mod:make", "pkg.mod:make"),
+        ("optimizer.nesterov=true", True),
+    ],
+)
+def test_overrides_are_toml_and_words_are_strings(path: Path, override: str, value: object) -> None:
+    key = override.split("=")[0].replace(" ", "")
+    found: object = load(path, [override]).model_dump()
+    for part in key.split("."):
+        found = found[part]
+    if isinstance(found, dict):
+        found = found["staleness"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_later_overrides_win(path: Path) -> None:
+    assert load(path, ["seed=2", "seed=3"]).seed == 3
+
+
+def test_an_override_cannot_smuggle_in_another_key(path: Path) -> None:
+    assert error(path, "seed=3\nname=4") == 'seed = "3\\nname=4": must be a whole number'
+
+
+@pytest.mark.parametrize("override", ["seed", "=3", ".seed=3", "a..b=3"])
+def test_an_override_has_a_key_and_a_value(path: Path, override: str) -> None:
+    assert error(path, override) == f"--set {override}: must be KEY=VALUE, such as paradigm.staleness_max=20"
+
+
+def test_an_override_goes_into_tables_only(path: Path) -> None:
+    assert error(path, "seed.x=1") == "--set seed.x=1: seed must be a table, it is 1"
+
+
+def test_ranks_are_servers_and_workers(path: Path) -> None:
+    assert load(path, ["cluster.servers=2", "cluster.compute.seconds=1"], ranks=5).cluster.workers == 3
+    assert error(path, ranks=1) == "-n 1: must be at least 2: cluster.servers = 1 and a worker"
+    assert error(path, "cluster.servers=2", ranks=2) == "-n 2: must be at least 3: cluster.servers = 2 and a worker"
+    assert error(path, "cluster=3", ranks=2) == "cluster = 3: must be a table"
+    assert error(path, "cluster.servers=x", ranks=2) == 'cluster.servers = "x": must be a whole number'
+
+
+# ---- mistakes ----
+
+SECONDS = "must be a number of at least 0, or a list of them, one per worker"
+MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
+A_NAME = "must be letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
+
+MISTAKES = {
+    # unknown and missing keys
+    "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, paradigm, cluster"
+    "; did you mean seed?",
+    "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
+    "staleness_max, mode; did you mean staleness_max?",
+    "paradigm.name=bsp": "paradigm.staleness_min = 3: unknown key; must be one of name",
+    "cluster.network.latency=3": "cluster.network.latency = 3: unknown key; must be one of bandwidth_gbit, latency_us"
+    "; did you mean latency_us?",
+    "cluster.compute.xyz=3": "cluster.compute.xyz = 3: unknown key; must be one of model, seconds, jitter",
+    'paradigm={name="ssp"}': "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
+    "optimizer={}": 'optimizer.name: missing; must be the lower-case name of a torch.optim class, such as "sgd"',
+    'optimizer={name="sgd"}': "optimizer.lr: missing; must be a number greater than 0",
+    'optimizer.schedule={name="cosine"}': "optimizer.schedule.total: missing; must be a whole number of at least 1",
+    'cluster.compute={model="constant"}': f"cluster.compute.seconds: missing; {SECONDS}",
+    'cluster.compute={model="table"}': "cluster.compute.table: missing; "
+    "must be a CSV file with the columns worker,iteration,seconds",
+    "stop={}": "stop: empty; must have at least one of samples, updates, seconds, target_accuracy, target_loss",
+    # which kind of table
+    "paradigm.name=dsp": 'paradigm.name = "dsp": must be one of bsp, asp, ssp, dssp; did you mean dssp?',
+    "paradigm.name=3": "paradigm.name = 3: must be one of bsp, asp, ssp, dssp",
+    "paradigm={}": "paradigm.name: missing; must be one of bsp, asp, ssp, dssp",
+    "workload.name=digit": 'workload.name = "digit": must be one of digits, linear, timing, "package.module:function"'
+    "; did you mean digits?",
+    "workload.name=script": 'workload.name = "script": must be one of digits, linear, timing, '
+    '"package.module:function"',
+    "workload.name=:f": 'workload.name = ":f": must be "package.module:function"',
+    "optimizer.schedule.name=step": 'optimizer.schedule.name = "step": must be one of multistep, cosine'
+    "; did you mean multistep?",
+    "cluster.compute.model=normal": 'cluster.compute.model = "normal": must be one of constant, lognormal, '
+    "exponential, table; did you mean lognormal?",
+    "cluster.compute={}": "cluster.compute.model: missing; must be one of constant, lognormal, exponential, table",
+    # types
+    "seed=x": 'seed = "x": must be a whole number',
+    "seed=true": "seed = true: must be a whole number",
+    "stop.samples=1e5": "stop.samples = 100000.0: must be a whole number",
+    "optimizer.lr=fast": 'optimizer.lr = "fast": must be a number',
+    "optimizer.name=3": "optimizer.name = 3: must be a string",
+    "workload=3": "workload = 3: must be a table",
+    "stop=3": "stop = 3: must be a table",
+    "paradigm=3": "paradigm = 3: must be a table",
+    "optimizer.schedule=3": "optimizer.schedule = 3: must be a table",
+    'workload={name="a:b",options=3}': "workload.options = 3: must be a table",
+    # ranges
+    "name=": f'name = "": {A_NAME}',
+    "name=../x": f'name = "../x": {A_NAME}',
+    "seed=-1": "seed = -1: must be at least 0",
+    "seed=9223372036854775808": "seed = 9223372036854775808: must be at most 9223372036854775807",
+    "workload.batch_size=0": "workload.batch_size = 0: must be at least 1",
+    "optimizer.lr=0": "optimizer.lr = 0: must be greater than 0",
+    "optimizer.lr=nan": "optimizer.lr = NaN: must be a finite number",
+    "optimizer.lr=inf": "optimizer.lr = inf: must be a finite number",
+    "optimizer.lr_clock=epochs": "optimizer.lr_clock = \"epochs\": must be 'samples' or 'updates'",
+    "optimizer.async_lr_scale=0.5": 'optimizer.async_lr_scale = 0.5: must be 1.0 or "1/workers"',
+    "optimizer.schedule.milestones=[]": f"optimizer.schedule.milestones = []: {MILESTONES}",
+    "optimizer.schedule.milestones=[2,2]": f"optimizer.schedule.milestones = [2, 2]: {MILESTONES}",
+    "optimizer.schedule.milestones=[0,2]": f"optimizer.schedule.milestones = [0, 2]: {MILESTONES}",
+    "optimizer.schedule.milestones=3": f"optimizer.schedule.milestones = 3: {MILESTONES}",
+    "optimizer.schedule.gamma=-1": "optimizer.schedule.gamma = -1: must be greater than 0",
+    "stop.updates=0": "stop.updates = 0: must be at least 1",
+    "stop.target_accuracy=1.5": "stop.target_accuracy = 1.5: must be at most 1",
+    "stop.target_accuracy=0": "stop.target_accuracy = 0: must be greater than 0",
+    "evaluation.every_samples=-1": "evaluation.every_samples = -1: must be at least 0",
+    'paradigm={name="ssp",staleness=-1}': "paradigm.staleness = -1: must be a whole number of at least 0, or inf",
+    'paradigm={name="ssp",staleness=1.5}': "paradigm.staleness = 1.5: must be a whole number of at least 0, or inf",
+    "paradigm.mode=loose": "paradigm.mode = \"loose\": must be 'bounded' or 'paper'",
+    "cluster.servers=0": "cluster.servers = 0: must be at least 1",
+    "cluster.workers=0": "cluster.workers = 0: must be at least 1",
+    "cluster.device=tpu": "cluster.device = \"tpu\": must be 'auto' or 'cpu'",
+    "cluster.device=cuda": 'cluster.device = "cuda": must be "auto" or "cpu": this version keeps all its buffers in '
+    "host memory",
+    "cluster.compute.seconds=-1": f"cluster.compute.seconds = -1: {SECONDS}",
+    "cluster.compute.seconds=[]": f"cluster.compute.seconds = []: {SECONDS}",
+    "cluster.compute.jitter=-1": "cluster.compute.jitter = -1: must be at least 0",
+    "cluster.network.bandwidth_gbit=0": "cluster.network.bandwidth_gbit = 0: must be greater than 0",
+    # combinations
+    "paradigm.staleness_max=2": "paradigm.staleness_max = 2: must be at least paradigm.staleness_min = 3",
+    'optimizer.schedule={name="cosine",total=5,warmup=5}': "optimizer.schedule.warmup = 5: must be less than "
+    "optimizer.schedule.total = 5",
+    "cluster.compute.seconds=[1,2]": "cluster.compute.seconds = [1.0, 2.0]: must be one number, or a list of "
+    "cluster.workers = 4 numbers",
+}
+
+
+@pytest.mark.parametrize("override", MISTAKES)
+def test_mistakes_are_told_in_one_line(path: Path, override: str) -> None:
+    assert error(path, override) == MISTAKES[override]
+
+
+@pytest.mark.parametrize("key", ["name", "workload", "optimizer", "stop", "paradigm"])
+def test_required_tables(key: str) -> None:
+    table = load_table()
+    del table[key]
+    with pytest.raises(JobError, match=f"^{key}: missing; must be "):
+        Job.from_table(table)
+
+
+def load_table() -> dict:
+    import tomllib
+
+    return tomllib.loads(TOML)
+
+
+def test_a_target_needs_evaluations(path: Path) -> None:
+    overrides = ["stop.target_loss=0.1", "evaluation.every_samples=0"]
+    message = "evaluation.every_samples = 0: must be at least 1, to find stop.target_loss during the run"
+    assert error(path, *overrides) == message
+    load(path, overrides[:1])
+    load(path, overrides[1:])
+
+
+def test_long_values_are_cut(path: Path) -> None:
+    assert error(path, "seed=" + "x" * 1000) == f'seed = "{"x" * 76}...: must be a whole number'
+
+
+def test_files_that_are_no_jobs(tmp_path: Path) -> None:
+    assert error(tmp_path / "no.toml") == f"{tmp_path}/no.toml: No such file or directory"
+    assert error(tmp_path) == f"{tmp_path}: Is a directory"
+    path = tmp_path / "broken.toml"
+    path.write_text("name = ")
+    assert error(path) == f"{path}: must be TOML: Invalid value (at end of document)"
+    path.write_bytes(b"\xff\xfe")
+    assert error(path) == f"{path}: not a text file"
+    with pytest.raises(JobError, match="^job: must be TOML: "):
+        Job.from_toml("=")
+
+
+def test_a_script_s_job_is_for_traces_only(path: Path) -> None:
+    job = Job.from_table({**load_table(), "workload": {"name": "script"}, "stop": {}})
+    assert Job.from_toml(job.to_toml()) == job
+
+
+def test_every_kind_is_named_where_one_is_missing() -> None:
+    assert KINDS["paradigm"] == ["bsp", "asp", "ssp", "dssp"]
+    assert KINDS["compute"] == ["constant", "lognormal", "exponential", "table"]
+    assert KINDS["schedule"] == ["multistep", "cosine"]
+    assert KINDS["workload"] == ["digits", "linear", "timing", '"package.module:function"']
+
+
+# ---- recorded times ----
+
+
+def test_a_table_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path.parent / "times.csv").write_text("worker,iteration,seconds\n0,0,1\n1,0,2\n2,0,3\n3,0,4\n")
+    monkeypatch.chdir("/")
+    override = 'cluster.compute={model="table",table="times.csv"}'
+    job = load(path, [override])
+    assert job.cluster.compute.table == str(path.parent / "times.csv")
+    assert error(path, override, "cluster.workers=5").endswith("worker 4 has none")
+    (path.parent / "times.csv").unlink()
+    assert error(path, override) == f'cluster.compute.table = "{path.parent}/times.csv": No such file or directory'
+    # The job in a trace can be read where the table is not.
+    assert Job.from_toml(job.to_toml()) == job

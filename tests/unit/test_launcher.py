@@ -1,0 +1,283 @@
+"""Command, environment, and ends of a launch; with a launcher of our own in place of an MPI's."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hpcsync import launcher
+from hpcsync.launcher import LaunchError
+
+RANKS = ("OMPI_", "PMI", "SLURM_", "PRTE_", "MPI", "PBS_", "HPCSYNC_")
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith(RANKS):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A launcher that starts its ranks, passes SIGTERM on, and ends with the largest status. Given "stubborn" in its
+    environment it ignores SIGTERM."""
+    path = tmp_path / "mpiexec"
+    path.write_text(
+        f"#!{sys.executable}\n"
+        + textwrap.dedent(
+            """
+            import os, signal, subprocess, sys
+            _, n, *argv = sys.argv[1:]
+            ranks = []
+            def end(*_):
+                for rank in ranks:
+                    rank.terminate()
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if os.environ.get("stubborn") else end)
+            for rank in range(int(n)):
+                ranks.append(subprocess.Popen(argv, env={**os.environ, "PMI_RANK": str(rank), "PMI_SIZE": n}))
+            sys.exit(max(abs(rank.wait()) for rank in ranks))
+            """
+        )
+    )
+    path.chmod(0o755)
+    monkeypatch.setenv("MPIEXEC", str(path))
+    return path
+
+
+# ---- the command ----
+
+
+def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(folder: str, *names: str) -> Path:
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text("#!/bin/sh\n")
+            (tmp_path / folder / name).chmod(0o755)
+        return tmp_path / folder
+
+    beside, on_path, bare = install("beside", "mpiexec", "python"), install("path", "mpiexec"), install("bare")
+    monkeypatch.setenv("PATH", str(on_path))
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    assert launcher.mpiexec() == [str(beside / "mpiexec")]
+    monkeypatch.setattr(sys, "executable", str(bare / "python"))
+    assert launcher.mpiexec() == [str(on_path / "mpiexec")]
+    bin_, lib = install("bin", "mpiexec"), install("lib")
+    monkeypatch.setenv("MPI4PY_LIBMPI", str(lib / "libmpi.so.40"))
+    assert launcher.mpiexec() == [str(bin_ / "mpiexec")]
+    monkeypatch.setenv("MPIEXEC", "/opt/my mpi/mpiexec".replace(" ", "\\ ") + " --hostfile h")
+    assert launcher.mpiexec() == ["/opt/my mpi/mpiexec", "--hostfile", "h"]
+
+
+def test_no_launcher_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(LaunchError, match="^mpiexec: not found beside this Python nor on the PATH; "):
+        launcher.mpiexec()
+
+
+def test_python_is_the_python_that_asks(mpiexec: Path) -> None:
+    expected = [str(mpiexec), "-n", "3", sys.executable, "-m", "x", "python"]
+    assert launcher.command(3, ["python", "-m", "x", "python"]) == expected
+    assert launcher.command(2, ["train.sh", "python"]) == [str(mpiexec), "-n", "2", "train.sh", "python"]
+
+
+def test_the_environment_yields_to_the_user() -> None:
+    environ = launcher.environment({"OMP_NUM_THREADS": "4", "HOME": "/h"})
+    assert (environ["OMP_NUM_THREADS"], environ["OPENBLAS_NUM_THREADS"], environ["HOME"]) == ("4", "1", "/h")
+    assert environ["OMPI_MCA_osc"] == "^ucx"
+    assert environ["MPIR_CVAR_ENABLE_HEAVY_YIELD"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("given", "one_node"),
+    [
+        ({}, True),
+        ({"MPIEXEC": "/usr/bin/mpiexec"}, True),
+        ({"MPIEXEC": "mpiexec --hostfile hosts"}, False),
+        ({"SLURM_JOB_NUM_NODES": "1"}, True),
+        ({"SLURM_JOB_NUM_NODES": "2"}, False),
+        ({"SLURM_NNODES": "2"}, False),
+        ({"PBS_NODEFILE": "/var/nodes"}, False),
+    ],
+)
+def test_shared_memory_only_where_all_ranks_are_on_one_node(given: dict[str, str], one_node: bool) -> None:
+    assert launcher.on_one_node(given) is one_node
+    assert launcher.environment(given).get("OMPI_MCA_pml") == ("ob1" if one_node else None)
+
+
+# ---- ends ----
+
+
+def test_a_launch_prints_its_line_and_ends_as_its_ranks_do(mpiexec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ended = launcher.launch(2, ["python", "-c", "import os; print('r' + os.environ['PMI_RANK'])"])
+    out = capfd.readouterr().out.splitlines()
+    assert out[0].startswith(f"{mpiexec} -n 2 {sys.executable} -c ")
+    assert (sorted(out[1:]), ended) == (["r0", "r1"], (0, None, False))
+    assert launcher.launch(2, ["python", "-c", "import os; exit(3 * int(os.environ['PMI_RANK']))"]).status == 3
+
+
+def test_output_can_be_kept(mpiexec: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with open(tmp_path / "out", "wb") as file:
+        launcher.launch(1, ["python", "-c", "print('hello')"], output=file)
+    assert ((tmp_path / "out").read_text(), capfd.readouterr().out) == ("hello\n", "")
+
+
+def test_a_launcher_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPIEXEC", "/no/mpiexec")
+    with pytest.raises(LaunchError, match="^/no/mpiexec: No such file or directory$"):
+        launcher.launch(1, ["true"])
+
+
+def test_the_time_limit_ends_every_rank(mpiexec: Path) -> None:
+    begin_s = time.monotonic()
+    ended = launcher.launch(2, ["sleep", "4321"], timeout_s=0.3)
+    assert (ended.status, ended.timed_out, time.monotonic() - begin_s < 3) == (124, True, True)
+    assert not sleepers("4321")
+
+
+def test_what_does_not_end_is_killed(mpiexec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("stubborn", "1")
+    ended = launcher.launch(2, ["sleep", "4322"], timeout_s=0.3, grace_s=0.3)
+    assert ended.timed_out
+    assert not sleepers("4322")
+
+
+def test_ranks_that_a_dead_launcher_left_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only those: the same program outside the launch lives on."""
+    path = tmp_path / "mpiexec"
+    path.write_text('#!/bin/sh\nshift 2\nsetsid "$@" &\nexit 9\n')
+    path.chmod(0o755)
+    monkeypatch.setenv("MPIEXEC", str(path))
+    bystander = subprocess.Popen(["sleep", "4323"])
+    try:
+        assert launcher.launch(1, ["sleep", "4323"]).status == 9
+        assert [process.pid for process in sleepers("4323")] == [bystander.pid]
+    finally:
+        bystander.kill()
+        bystander.wait()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_signals_end_every_rank(mpiexec: Path, signum: int) -> None:
+    front = start(3, "sleep", "4324")
+    await_sleepers("4324", 3)
+    front.send_signal(signum)
+    assert front.wait(5) > 0
+    assert not sleepers("4324")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the launcher on Linux only")
+def test_a_killed_front_takes_its_ranks_along(mpiexec: Path) -> None:
+    front = start(2, "sleep", "4325")
+    await_sleepers("4325", 2)
+    front.kill()
+    front.wait()
+    await_sleepers("4325", 0)
+
+
+def test_signals_are_the_caller_s_again_afterwards(mpiexec: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    launcher.launch(1, ["true"])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def start(n: int, *argv: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "hpcsync.launcher", "-n", str(n), "--", *argv])
+
+
+def sleepers(seconds: str) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] == ["sleep", seconds] and process.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def await_sleepers(seconds: str, n: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while len(sleepers(seconds)) != n:
+        assert time.monotonic() < deadline_s, f"{len(sleepers(seconds))} ranks, expected {n}"
+        time.sleep(0.02)
+
+
+# ---- as a program ----
+
+
+def test_the_small_front(mpiexec: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launcher.main(["-n", "2", "--", "python", "-c", "exit(4)"]) == 4
+    assert launcher.main(["-n", "1", "--timeout", "0.2", "--", "sleep", "4326"]) == 124
+    assert capfd.readouterr().err == "hpcsync: still running after 0.2 s: ended\n"
+    monkeypatch.setenv("MPIEXEC", "/no/mpiexec")
+    assert launcher.main(["-n", "1", "--", "true"]) == 2
+    assert capfd.readouterr().err == "hpcsync: /no/mpiexec: No such file or directory\n"
+
+
+# ---- am I a rank? ----
+
+OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "1", "PMIX_RANK": "1"}
+MPICH = {"PMI_SIZE": "3", "PMI_RANK": "1"}
+BATCH = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3", "SLURM_PROCID": "0"}
+STEP = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_PROCID": "1"}
+SHELL = {**STEP, "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"}
+INTERACTIVE = {**STEP, "SLURM_STEP_ID": "4294967290"}
+SCRIPT = {**STEP, "SLURM_STEP_ID": "4294967291"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "size", "under"),
+    [
+        ({}, None, False),
+        (OPEN_MPI, 3, True),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"}, 1, True),
+        (MPICH, 3, True),
+        (BATCH, None, False),
+        (STEP, 3, True),
+        (SHELL, 1, False),
+        (INTERACTIVE, None, False),
+        (SCRIPT, None, False),
+        ({**STEP, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "5"}, 5, True),
+    ],
+)
+def test_ranks_know_what_started_them(environ: dict[str, str], size: int | None, under: bool) -> None:
+    assert launcher.expected_size(environ) == size
+    assert launcher.under_launcher(environ) is under
+    if under:
+        assert launcher.expected_rank(environ) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "library", "remedy"),
+    [
+        (STEP, "Open MPI v5.0.11", "srun --mpi=pmix, or {} inside the allocation"),
+        (STEP, "MPICH Version: 5.0.2", "srun --mpi=pmi2, or {} inside the allocation"),
+        (STEP, "", "srun --mpi=pmix or srun --mpi=pmi2, or {} inside the allocation"),
+        (OPEN_MPI, "MPICH Version: 5.0.2", "{}, which belongs to this Python's MPI library"),
+        (MPICH, "Open MPI v5.0.11", "{}, which belongs to this Python's MPI library"),
+    ],
+)
+def test_many_worlds_of_one_are_refused(
+    environ: dict[str, str], library: str, remedy: str, mpiexec: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    launcher.refuse_singletons(3, library)
+    with pytest.raises(LaunchError) as caught:
+        launcher.refuse_singletons(1, library)
+    message = "3 processes were started, but each is a world of its own: start them with "
+    assert str(caught.value) == message + remedy.format(mpiexec)
+
+
+@pytest.mark.parametrize("environ", [{}, {**MPICH, "PMI_SIZE": "1"}, SHELL, BATCH])
+def test_a_world_of_one_is_fine_where_one_was_asked_for(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    launcher.refuse_singletons(1)

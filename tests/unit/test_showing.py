@@ -1,0 +1,54 @@
+"""`hpcsync show`."""
+
+import pytest
+
+from hpcsync.job import Job
+from hpcsync.showing import in_words, print_job, rows
+
+
+def job(paradigm: dict, **tables: dict) -> Job:
+    return Job.from_table(
+        {
+            "name": "x",
+            "workload": {"name": "timing", "parameters": 1001, "batch_size": 4},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+            "stop": {"updates": 3000, "seconds": 2.5},
+            "paradigm": paradigm,
+            **tables,
+        }
+    )
+
+
+def test_rows() -> None:
+    cluster = {"servers": 2, "workers": 3, "compute": {"model": "constant", "seconds": 0.5}}
+    assert rows(job({"name": "asp"}, cluster=cluster)) == [
+        ("paradigm", "asp: every gradient is an update, and nobody waits"),
+        ("ranks", "5: servers 0 to 1, workers 2 to 4"),
+        ("parameters", "1,001 of 4 bytes (float32)"),
+        ("shard of a server", "500 or 501 parameters"),
+        ("an iteration moves", "4,004 bytes of weights to the worker, and as many of gradient from it"),
+        ("samples an iteration", "4 a worker, 12 together"),
+        ("iterations take", "at least so many seconds: constant, 0.5"),
+        ("ends at", "updates = 3,000 or seconds = 2.5"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "words"),
+    [
+        ({"name": "bsp"}, "all wait for the slowest"),
+        ({"name": "ssp", "staleness": 2}, "more than 2 iterations ahead"),
+        ({"name": "ssp", "staleness": float("inf")}, "nobody waits (no bound)"),
+        ({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, "more than 1 iterations ahead"),
+        ({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, "never more than 4"),
+        ({"name": "dssp", "staleness_min": 1, "staleness_max": 4, "mode": "paper"}, "no bound"),
+    ],
+)
+def test_every_paradigm_has_words(paradigm: dict, words: str) -> None:
+    assert words in in_words(job(paradigm))
+
+
+def test_the_resolved_job_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    asp = job({"name": "asp"})
+    print_job(asp)
+    assert capsys.readouterr().out.endswith(asp.to_toml())
