@@ -40,8 +40,8 @@ class Store:
         self._buffers = buffers
         self._slots = slots
         self._done = done
-        self._pinned = np.zeros(len(done), np.int64)  # reader -> buffer
-        self._serial = np.zeros(len(done), np.int64)  # reader -> serial number of its latest promise
+        self._pinned = [0] * len(done)  # reader -> buffer
+        self._serial = [0] * len(done)  # reader -> serial number of its latest promise
         self.version = 0
         self.current = 0
         self._parameter = torch.nn.Parameter(buffers[0])
@@ -59,7 +59,7 @@ class Store:
         """
         self._pinned[reader] = self.current
         self._serial[reader] += 1
-        return self.current, int(self._serial[reader])
+        return self.current, self._serial[reader]
 
     def apply(self, workers: Sequence[int], lr: float) -> None:
         """One update from the mean of these workers' contributions, summed in the order given. Their slots are spent."""
@@ -78,7 +78,8 @@ class Store:
 
     def _make_writable(self) -> None:
         """Move on to a free buffer if anybody still reads the current one."""
-        read = self._pinned[self._done != self._serial]
+        promises = zip(self._pinned, self._serial, self._done.tolist(), strict=True)
+        read = {buffer for buffer, serial, done in promises if done != serial}
         if self.current not in read:
             return
         free = next(b for b in range(len(self._buffers)) if b not in read)
