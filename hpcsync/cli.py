@@ -45,9 +45,9 @@ def run(
     """Train. Starts the ranks; under mpirun, mpiexec or srun it is one of them."""
     with told_in_one_line():
         if under_launcher():
-            from hpcsync.mpi import run as rank
+            from hpcsync import rank as one
 
-            sys.exit(rank.main(job, overrides or [], ranks, out))
+            sys.exit(one.main(job, overrides or [], ranks, out))
         from hpcsync import front
 
         sys.exit(front.run(job, overrides or [], ranks, out))

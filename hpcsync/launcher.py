@@ -52,6 +52,9 @@ ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes O
 MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch, so that stragglers can be found
 
 
+TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
+
+
 class LaunchError(Exception):
     """Ranks cannot be started, or were started wrongly; told in one line."""
 
@@ -127,7 +130,7 @@ def launch(
         try:
             process = subprocess.Popen(
                 line,
-                env={**environment(), MARK: mark},
+                env={**environment(), **_terminal(), MARK: mark},
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal
@@ -145,6 +148,10 @@ def launch(
     signum = signums[0] if signums else None
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Ended(128 + signum if signum and status == 0 else status, signum)
+
+
+def _terminal() -> dict[str, str]:
+    return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
 def _wait(process: subprocess.Popen[bytes], signums: list[int], timeout_s: float | None) -> bool:

@@ -45,10 +45,9 @@ def create(folder: Path, job: Job) -> None:
         raise JobError(f"--out {folder}: {error.strerror}") from None
 
 
-def conclude(folder: Path) -> None:
+def conclude(folder: Path, console: Console) -> None:
     """Sum the finished trace up: into the folder for scripts, onto the terminal for people."""
     summary = summarize(load(folder / TRACE))
     (folder / SUMMARY).write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
-    console = Console(highlight=False)
     console.print(table(summary))
     console.print(f"trace: {folder / TRACE}", soft_wrap=True)

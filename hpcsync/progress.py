@@ -1,29 +1,56 @@
-"""What a run says of itself while it runs: a line now and then."""
+"""What a run says of itself while it runs, and where: a line on a terminal, lines now and then in a file."""
 
 from __future__ import annotations
 
 import math
+import os
 
 from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from hpcsync.coordinator import Coordinator
+from hpcsync.launcher import TERMINAL, under_launcher
 
-EVERY_S = 2.0
+TERMINAL_EVERY_S = 0.25
+FILE_EVERY_S = 2.0
+
+
+def console() -> Console:
+    """The console of rank 0. A rank's output goes through its launcher, so it cannot see for itself what is behind it:
+    `hpcsync run` says so in the environment; without that it is taken for a file."""
+    if not under_launcher():
+        return Console(highlight=False)
+    columns = os.environ.get(TERMINAL)
+    return Console(force_terminal=columns is not None, width=int(columns) if columns else 80, highlight=False)
 
 
 class Progress:
-    """Says how far a run is, at most every two seconds."""
+    """Says how far a run is: in one line that changes on a terminal, else in a new line every two seconds."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False)
-        self._next_s = EVERY_S
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._every_s = TERMINAL_EVERY_S if self._live else FILE_EVERY_S
+        self._next_s = self._every_s
+        if self._live:
+            self._live.start()
 
     def show(self, now_s: float, coordinator: Coordinator) -> None:
+        """Say it, if the last time is long enough ago."""
         if now_s < self._next_s:
             return
-        self._next_s = now_s + EVERY_S
+        self._next_s = now_s + self._every_s
         line = f"{now_s:7.1f} s  {coordinator.samples:>9} samples  {coordinator.version:>7} updates"
-        line += f"  loss {coordinator.last_loss:.4f}"
+        line += f"  loss {coordinator.last_loss:.4g}"
         if not math.isnan(coordinator.last_accuracy):
             line += f"  accuracy {coordinator.last_accuracy:.4f}"
-        self._console.print(line)
+        if self._live:
+            self._live.update(Text(line), refresh=True)
+        else:
+            self._console.print(line, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was; harmless when repeated."""
+        if self._live:
+            self._live.stop()

@@ -29,7 +29,7 @@ from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.roles import Roles
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
-from hpcsync.progress import Progress
+from hpcsync.progress import Progress, console
 from hpcsync.session import Session
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
@@ -184,7 +184,8 @@ class LeaderSession(FollowerSession):
         self._evaluator = (
             Evaluator(self._reader, model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
         )
-        self._progress = Progress()
+        self._console = console()
+        self._progress = Progress(self._console)
 
     def _serve(self) -> None:
         switch_s = sys.getswitchinterval()
@@ -194,6 +195,7 @@ class LeaderSession(FollowerSession):
             leader.serve()
         finally:
             sys.setswitchinterval(switch_s)
+            self._progress.close()
         leader.free()
 
     def _chores(self, now_s: float) -> None:
@@ -217,7 +219,7 @@ class LeaderSession(FollowerSession):
             coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy)
         save_file({k: v.contiguous() for k, v in self._model.state_dict().items()}, self.folder / outputs.WEIGHTS)
         self._trace.close("finished")
-        outputs.conclude(self.folder)
+        outputs.conclude(self.folder, self._console)
 
     def _fail(self, error: BaseException) -> None:
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

@@ -8,7 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import hpcsync
 from hpcsync.job import Job
 
 
@@ -22,7 +21,7 @@ def provenance(job: Job, *, engine: str, mpi_library: str, hosts: list[str]) -> 
         "n_workers": job.cluster.workers,
         "seed": job.seed,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hpcsync_version": hpcsync.__version__,
+        "hpcsync_version": metadata.version("hpcsync"),
         "git_commit": git_commit(Path.cwd()),
         "mpi_library": mpi_library,
         "hosts": ",".join(dict.fromkeys(hosts)),

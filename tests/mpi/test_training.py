@@ -13,7 +13,7 @@ from hpcsync import library
 from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.validation import check, optimizer_spec
-from hpcsync.mpi.run import train
+from hpcsync.rank import train
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 
@@ -167,7 +167,9 @@ def test_evaluation_delays_nobody(comm, needs, folder):
 
 def test_a_target_ends_the_run(comm, needs, folder):
     needs(2)
-    this = job("asp", 1, comm.size - 1, stop={"target_loss": 0.05}, evaluation={"every_samples": 40})
+    optimizer = {"name": "sgd", "lr": 0.02}
+    stop = {"target_loss": 0.05}
+    this = job("asp", 1, comm.size - 1, stop=stop, evaluation={"every_samples": 40}, optimizer=optimizer)
     on_some(comm, this, folder)
     if comm.rank == 0:
         evaluations = load(folder / "trace.h5").tables["evaluations"]
