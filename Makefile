@@ -44,7 +44,7 @@ unit: .venv/ready
 # Under both MPIs: the same tests at several numbers of ranks, then whole runs.
 ranks: ranks-.venv ranks-.venv-mpich
 
-ranks-%: %/ready
+ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	@set -e; \
 	if ls tests/mpi/test_*.py >/dev/null 2>&1; then \
 	    for n in $(SIZES); do \
