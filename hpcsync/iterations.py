@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,7 @@ class Iterations:
         """The batches of the next `epochs` training epochs (None: no end), until `stopped`. Without a data set, ()."""
         first = self._training_epochs
         self._training_epochs += epochs or 0
-        mine = self._batches(dataset, batch_size, None if epochs is None else range(first, first + epochs))
+        mine = self._batches(dataset, batch_size, range(first, sys.maxsize if epochs is None else first + epochs))
         while not stopped():
             self.batch_size = batch_size
             self._begin_s = self._now()
@@ -49,7 +50,7 @@ class Iterations:
             time.sleep(max(0.0, self._begin_s + next(self._padding) - self._now()))
         return self._begin_s, self._now()
 
-    def _batches(self, dataset: Any, batch_size: int, epochs: range | None) -> Iterator[Any]:
+    def _batches(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[Any]:
         if dataset is None:
             return iter(tuple, None)  # () without end
         n_workers = self._job.cluster.workers

@@ -8,7 +8,6 @@ sequence, whichever paradigm runs, and in BSP they are what one process would us
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -20,7 +19,15 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 @lru_cache(maxsize=2)
 def _permutation(seed: int, training_epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng([seed, training_epoch]).permutation(size)
+    # The 0 tells this stream from others of the same seed: trailing zeros do not, [seed, 2] is [seed, 2, 0].
+    return np.random.default_rng([seed, 0, training_epoch]).permutation(size)
+
+
+def whole_batches(batch_size: int, size: int) -> int:
+    """Batches in a training epoch of `size` samples. Raises ValueError when there is not even one."""
+    if not 1 <= batch_size <= size:
+        raise ValueError(f"batch_size = {batch_size}: must be 1 to {size}, the samples of the data set")
+    return size // batch_size
 
 
 def batch_indices(seed: int, batch: int, *, batch_size: int, size: int) -> np.ndarray:
@@ -28,15 +35,13 @@ def batch_indices(seed: int, batch: int, *, batch_size: int, size: int) -> np.nd
 
     Raises ValueError when the data set is smaller than one batch.
     """
-    per_epoch = size // batch_size
-    if per_epoch == 0:
-        raise ValueError(f"batch_size = {batch_size}: must be at most the {size} samples of the data set")
-    training_epoch, k = divmod(batch, per_epoch)
+    training_epoch, k = divmod(batch, whole_batches(batch_size, size))
     return _permutation(seed, training_epoch, size)[k * batch_size : (k + 1) * batch_size]
 
 
 def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """The batch of these samples: a tuple of tensors for a TensorDataset, else what PyTorch's default collation gives."""
+    """The batch of these samples: a tuple of tensors for a TensorDataset, else what PyTorch's default collation makes
+    of them."""
     if isinstance(dataset, TensorDataset):
         at = torch.from_numpy(indices)
         return tuple(tensor[at] for tensor in dataset.tensors)
@@ -44,15 +49,14 @@ def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
 
 
 def batches(
-    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range | None
+    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range
 ) -> Iterator[Any]:
-    """The worker's batches of these training epochs in order; None is all there are, without end.
+    """The worker's batches of these training epochs in order. Together the workers use every batch of them once.
 
-    Together the workers use every batch of the training epochs once.
+    Raises ValueError when the data set is smaller than one batch.
     """
     size = len(dataset)  # type: ignore[arg-type]
-    per_epoch = size // batch_size
-    numbers = itertools.count() if epochs is None else range(epochs.start * per_epoch, epochs.stop * per_epoch)
-    for batch in numbers:
+    per_epoch = whole_batches(batch_size, size)
+    for batch in range(epochs.start * per_epoch, epochs.stop * per_epoch):
         if batch % n_workers == worker:
             yield fetch(dataset, batch_indices(seed, batch, batch_size=batch_size, size=size))

@@ -1,0 +1,21 @@
+"""A small job for tests, with whatever tables a test wants different."""
+
+from typing import Any
+
+from hpcsync.job import Job
+
+LINEAR = {"name": "linear", "batch_size": 4, "samples": 60, "features": 5}
+
+
+def make_job(**tables: Any) -> Job:
+    """Least squares under BSP with two workers; each argument replaces a table of the job file as a whole."""
+    table = {
+        "name": "test",
+        "seed": 1,
+        "workload": LINEAR,
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "stop": {"updates": 10},
+        "paradigm": {"name": "bsp"},
+        "cluster": {"workers": 2},
+    }
+    return Job.from_table({**table, **tables})

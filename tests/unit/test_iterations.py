@@ -1,0 +1,98 @@
+"""A worker's iterations: batches in the job's order, padded to the job's times, until the run is stopped."""
+
+import itertools
+import time
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hpcsync.iterations import Iterations
+from hpcsync.learning.data import batches
+from tests.unit.jobs import make_job
+
+DATA = TensorDataset(torch.arange(22))
+
+
+def make_iterations(worker=0, workers=2, compute=None, now=time.perf_counter) -> Iterations:
+    cluster = {"workers": workers, **({"compute": compute} if compute else {})}
+    return Iterations(make_job(cluster=cluster, seed=9), worker, now)
+
+
+def never() -> bool:
+    return False
+
+
+def samples(loader) -> list[list[int]]:
+    return [x.tolist() for (x,) in loader]
+
+
+def expected(epochs: range, worker=0) -> list[list[int]]:
+    return samples(batches(DATA, 9, worker, n_workers=2, batch_size=4, epochs=epochs))
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_several_loaders_continue_as_one_of_more_training_epochs(worker):
+    iterations = make_iterations(worker)
+    found = [samples(iterations.shard(DATA, 4, epochs, never)) for epochs in (1, 0, 2)]
+    assert found == [expected(range(1), worker), [], expected(range(1, 3), worker)]
+    assert samples(make_iterations(worker).shard(DATA, 4, 3, never)) == found[0] + found[2]
+
+
+def test_a_loader_without_end_continues_too():
+    iterations = make_iterations()
+    samples(iterations.shard(DATA, 4, 1, never))
+    endless = iterations.shard(DATA, 4, None, never)
+    assert samples(itertools.islice(endless, 12)) == expected(range(1, 9))[:12]
+
+
+def test_a_loader_ends_when_the_run_is_stopped():
+    seen = []
+    for (x,) in make_iterations().shard(DATA, 4, None, lambda: len(seen) == 2):
+        seen.append(x)
+    assert len(seen) == 2
+    assert list(make_iterations().shard(DATA, 4, None, lambda: True)) == []
+
+
+def test_a_small_data_set_is_an_error_and_not_an_empty_loader():
+    with pytest.raises(ValueError, match="batch_size = 23: must be 1 to 22"):
+        list(make_iterations().shard(DATA, 23, 1, never))
+
+
+def test_without_data_the_batches_are_empty_and_without_end():
+    loader = make_iterations().shard(None, 4, None, never)
+    assert list(itertools.islice(loader, 30)) == [()] * 30
+
+
+def test_an_iteration_knows_its_batch_size():
+    iterations = make_iterations()
+    next(iterations.shard(DATA, 4, 1, never))
+    assert iterations.batch_size == 4
+    next(iterations.shard(DATA, 5, 1, never))
+    assert iterations.batch_size == 5
+
+
+def test_an_iteration_begins_when_its_batch_is_asked_for_and_ends_unpadded():
+    times = iter([1.0, 4.0, 6.0, 9.0])
+    iterations = make_iterations(now=lambda: next(times))
+    loader = iterations.shard(DATA, 4, 1, never)
+    next(loader)
+    assert iterations.end() == (1.0, 4.0)
+    next(loader)
+    assert iterations.end() == (6.0, 9.0)
+
+
+@pytest.mark.parametrize(("computed_s", "slept_s"), [(0.2, 0.3), (0.5, 0.0), (2.0, 0.0)])
+def test_an_iteration_is_padded_up_to_its_time(monkeypatch, computed_s, slept_s):
+    clock, slept = [10.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    iterations = make_iterations(worker=1, compute={"model": "constant", "seconds": [9.0, 0.5]}, now=lambda: clock[0])
+    next(iterations.shard(DATA, 4, 1, never))
+    clock[0] += computed_s
+    assert iterations.end() == (10.0, pytest.approx(10.0 + computed_s + slept_s))
+    assert slept == [pytest.approx(slept_s, abs=1e-12)]
