@@ -32,7 +32,7 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 }
 
 # Ways of computing the same numbers, not settings of the optimizer: servers use torch's default.
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,6 @@ class OptimizerSpec:
         options = {
             key: value
             for key, value in optimizer.param_groups[0].items()
-            if key in accepted and key not in ("params", "lr", *_IMPLEMENTATION)
+            if key in accepted and key not in ("params", "lr", *IMPLEMENTATION)
         }
         return OptimizerSpec(name, float(optimizer.param_groups[0]["lr"]), options)

@@ -8,9 +8,9 @@ import torch
 
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, did_you_mean, shown
-from hpcsync.learning.data import batch_indices
+from hpcsync.learning.data import whole_batches
 from hpcsync.learning.flat import FlatModel
-from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
+from hpcsync.learning.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
 from hpcsync.learning.workloads import Workload, build
 
 
@@ -23,16 +23,26 @@ def optimizer_spec(job: Job) -> OptimizerSpec:
             f"optimizer.name = {shown(settings.name)}: must be one of {', '.join(sorted(ELEMENTWISE))}{hint}"
         )
     cls = ELEMENTWISE[settings.name]
+    accepted = [key for key in list(inspect.signature(cls).parameters)[2:] if key not in IMPLEMENTATION]
     for key, value in settings.options.items():
-        if key not in (accepted := list(inspect.signature(cls).parameters)[2:]):
+        if key not in accepted:
             hint = did_you_mean(key, accepted)
             raise JobError(f"optimizer.{key} = {shown(value)}: must be an option of torch.optim.{cls.__name__}{hint}")
     spec = OptimizerSpec(settings.name, settings.lr, settings.options)
     try:
-        spec.build(torch.nn.Parameter(torch.zeros(1)))
-    except (ValueError, TypeError) as error:
+        _try(spec)
+    except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise JobError(f"optimizer = {shown(settings.options)}: torch says: {error}") from None
     return spec
+
+
+def _try(spec: OptimizerSpec) -> None:
+    """Two updates of one number: some options are looked at only where they are first used."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    optimizer = spec.build(parameter)
+    optimizer.step()
+    optimizer.step()
 
 
 def check(job: Job) -> Workload:
@@ -48,7 +58,7 @@ def check(job: Job) -> Workload:
     if workload.train is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
         try:
-            batch_indices(0, 0, batch_size=batch_size, size=samples)
+            whole_batches(batch_size, samples)
         except ValueError as error:
             raise JobError(f"workload.{error}") from None
     if workload.evaluate is None:

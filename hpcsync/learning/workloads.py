@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,14 @@ def _from_user(job: Job) -> Workload:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise JobError(f"{name}: must name a function that can be imported: {error}") from None
+    if not callable(make):
+        raise JobError(f"{name}: must name a function")
+    try:
+        inspect.signature(make).bind(**job.workload.options)
+    except TypeError as error:
+        raise JobError(
+            f"workload.options = {shown(job.workload.options)}: must fit {job.workload.name}: {error}"
+        ) from None
     workload = make(**job.workload.options)
     if not isinstance(workload, Workload):
         raise JobError(f"{name}: must return a hpcsync.learning.workloads.Workload")
@@ -139,4 +148,9 @@ def _script(job: Job) -> Workload:
     raise JobError('workload.name = "script": must be another: start the training script itself')
 
 
-_BUILT_IN: dict[str, Callable[[Job], Workload]] = {"digits": _digits, "linear": _linear, "timing": _timing, "script": _script}
+_BUILT_IN: dict[str, Callable[[Job], Workload]] = {
+    "digits": _digits,
+    "linear": _linear,
+    "timing": _timing,
+    "script": _script,
+}

@@ -1,0 +1,160 @@
+"""Jobs that need torch to be seen as wrong: each is told in one line with key, value and what is allowed."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hpcsync.job_errors import JobError
+from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
+from hpcsync.learning.validation import check, has_running_statistics, optimizer_spec
+from hpcsync.learning.workloads import Workload
+from tests.unit.jobs import LINEAR, make_job
+
+ALL = ", ".join(sorted(ELEMENTWISE))
+STATISTICS = "the model must have no running statistics to be evaluated during the run"
+
+
+def refused(**tables) -> str:
+    with pytest.raises(JobError) as caught:
+        check(make_job(**tables))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch) -> None:
+    """Workloads of a user's own, under the name `mine`."""
+
+    def judge(model):
+        return 0.0, 0.0
+
+    def make(*layers, evaluate=True):
+        data = TensorDataset(torch.zeros(10, 2), torch.zeros(10))
+        model = torch.nn.Sequential(*layers)
+        return Workload(model, lambda model, x, y: model(x).sum(), data, judge if evaluate else None)
+
+    module = ModuleType("mine")
+    module.normalised = lambda evaluate: make(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), evaluate=evaluate)
+    module.half = lambda: make(torch.nn.Linear(2, 2, dtype=torch.float16))
+    module.fixed = lambda: make(torch.nn.ReLU())
+    monkeypatch.setitem(sys.modules, "mine", module)
+
+
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"optimizer": {"name": "adamw", "lr": 0.1, "betas": [0.8, 0.9], "weight_decay": 0.1}},
+        {"optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}},
+        {"cluster": {"servers": 5}},
+        {"workload": {**LINEAR, "batch_size": 60}},
+        {"workload": {"name": "timing", "batch_size": 10**6}},
+        {"stop": {"target_loss": 0.1}},
+        {"workload": {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": False}}},
+    ],
+)
+def test_what_is_right_passes(tables):
+    assert isinstance(check(make_job(**tables)), Workload)
+
+
+def test_the_spec_is_the_jobs():
+    job = make_job(optimizer={"name": "adam", "lr": 0.25, "eps": 0.5, "lr_clock": "updates"})
+    assert optimizer_spec(job) == OptimizerSpec("adam", 0.25, {"eps": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("adm", "; did you mean adam?"), ("lbfgs", ""), ("muon", ""), ("adafactor", ""), ("SGD", "")],
+)
+def test_an_unknown_optimizer(name, hint):
+    message = refused(optimizer={"name": name, "lr": 0.1})
+    expected = f'optimizer.name = "{name}": must be one of {ALL}'
+    assert message == expected + hint if hint else message.startswith(expected)
+
+
+OPTION = "must be an option of torch.optim.SGD"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentun": 0.9}, f"optimizer.momentun = 0.9: {OPTION}; did you mean momentum?"),
+        ({"betas": [0.9, 0.99]}, f"optimizer.betas = [0.9, 0.99]: {OPTION}"),
+        ({"params": 1}, f"optimizer.params = 1: {OPTION}"),
+        ({"fused": True}, f"optimizer.fused = true: {OPTION}"),
+        ({"foreach": True}, f"optimizer.foreach = true: {OPTION}"),
+        ({"momentum": -1.0}, 'optimizer = {"momentum": -1.0}: torch says: Invalid momentum value: -1.0'),
+    ],
+)
+def test_options_of_the_optimizer(options, message):
+    assert refused(optimizer={"name": "sgd", "lr": 0.1, **options}) == message
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("sgd", {"momentum": "high"}),
+        ("sgd", {"nesterov": True}),
+        ("sgd", {"momentum": 0.9, "dampening": "much"}),
+        ("adam", {"betas": [0.9]}),
+        ("adam", {"betas": 0.9}),
+        ("rprop", {"etas": [0.5]}),
+    ],
+)
+def test_values_that_torch_refuses(name, options):
+    assert refused(optimizer={"name": name, "lr": 0.1, **options}).startswith("optimizer = {")
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ({"cluster": {"servers": 6}}, "cluster.servers = 6: must be at most the model's 5 parameters"),
+        (
+            {"workload": {**LINEAR, "batch_size": 61}},
+            "workload.batch_size = 61: must be 1 to 60, the samples of the data set",
+        ),
+        (
+            {"workload": {"name": "timing"}, "stop": {"target_accuracy": 0.5}},
+            'stop.target_accuracy = 0.5: workload.name = "timing" must be one that can be evaluated',
+        ),
+        (
+            {"workload": {"name": "timing"}, "stop": {"updates": 5, "target_loss": 0.5}},
+            'stop.target_loss = 0.5: workload.name = "timing" must be one that can be evaluated',
+        ),
+        (
+            {"workload": {"name": "mine:half"}},
+            'workload.name = "mine:half": the model has torch.float16: allowed is one type for all, float32 or float64',
+        ),
+        (
+            {"workload": {"name": "mine:fixed"}},
+            'workload.name = "mine:fixed": the model has no trainable parameters: '
+            "allowed is one type for all, float32 or float64",
+        ),
+    ],
+)
+def test_impossible_combinations(tables, message):
+    assert refused(**tables) == message
+
+
+def test_running_statistics_cannot_be_evaluated():
+    workload = {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": True}}
+    assert refused(workload=workload).startswith(f'workload.name = "mine:normalised": {STATISTICS}')
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (torch.nn.BatchNorm2d(4), True),
+        (torch.nn.InstanceNorm1d(4, track_running_stats=True), True),
+        (torch.nn.InstanceNorm1d(4), False),
+        (torch.nn.BatchNorm1d(4, track_running_stats=False), False),
+        (torch.nn.GroupNorm(2, 4), False),
+        (torch.nn.LayerNorm(4), False),
+    ],
+)
+def test_which_layers_have_running_statistics(layer, expected):
+    assert has_running_statistics(torch.nn.Sequential(torch.nn.ReLU(), layer)) == expected

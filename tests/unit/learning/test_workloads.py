@@ -1,0 +1,155 @@
+"""Workloads: reproducible from the job alone, and judged as they should be."""
+
+import math
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.job_errors import JobError
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.workloads import Workload, build, classification, cross_entropy, half_squared_error
+from tests.unit.jobs import LINEAR, make_job
+
+
+def make(name, seed=1, **settings) -> Workload:
+    return build(make_job(workload={"name": name, **settings}, seed=seed))
+
+
+def numbers_of(workload: Workload) -> list[torch.Tensor]:
+    data = workload.train.tensors if workload.train is not None else ()
+    return [FlatModel(workload.model).weights, *data]
+
+
+@pytest.mark.parametrize("name", ["digits", "linear", "timing"])
+def test_the_same_job_gives_the_same_numbers(name):
+    before = torch.random.get_rng_state()
+    a, b = numbers_of(make(name)), numbers_of(make(name))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert torch.equal(torch.random.get_rng_state(), before)  # the program's own numbers are left alone
+
+
+@pytest.mark.parametrize("name", ["digits", "linear"])
+def test_another_seed_gives_other_weights(name):
+    assert not torch.equal(numbers_of(make(name, seed=1))[0], numbers_of(make(name, seed=2))[0])
+
+
+def test_linear_has_the_optimum_that_least_squares_finds():
+    workload = build(make_job(workload={**LINEAR, "noise": 0.5}))
+    x, y = workload.train.tensors
+    assert x.shape == (60, 5)
+    assert x.dtype == torch.float64
+    flat = FlatModel(workload.model)
+    optimum = torch.from_numpy(np.linalg.lstsq(x.numpy(), y.numpy(), rcond=None)[0])
+    flat.weights.copy_(optimum)
+    best, accuracy = workload.evaluate(flat.model)
+    assert math.isnan(accuracy)
+    assert best == pytest.approx(float((x @ optimum - y).square().mean() / 2), rel=1e-12)
+    for direction in torch.eye(5, dtype=torch.float64):
+        for step in (-1e-3, 1e-3):
+            flat.weights.copy_(optimum + step * direction)
+            assert workload.evaluate(flat.model)[0] > best
+
+
+def test_linear_without_noise_can_be_fitted_exactly():
+    x, y = build(make_job(workload={**LINEAR, "noise": 0.0})).train.tensors
+    assert np.linalg.lstsq(x.numpy(), y.numpy(), rcond=None)[1] < 1e-20
+
+
+def test_the_loss_is_half_the_mean_squared_error():
+    model = torch.nn.Linear(1, 1, bias=False)
+    model.weight.data.fill_(2.0)
+    assert half_squared_error(model, torch.tensor([[1.0], [3.0]]), torch.tensor([0.0, 2.0])).item() == 5.0
+
+
+def test_digits_are_held_out_of_training():
+    workload = make("digits")
+    images, labels = workload.train.tensors
+    assert images.shape == (1437, 1, 8, 8)
+    assert (images.min(), images.max()) == (0.0, 1.0)
+    assert labels.unique().tolist() == list(range(10))
+    judged = []
+    workload.evaluate(Spy(judged))
+    (held_out,) = judged
+    assert len(held_out) == 360
+    together = torch.cat([images, held_out]).flatten(1)
+    assert len(together.unique(dim=0)) == 1797  # no image is in both
+    assert 10_000 < FlatModel(workload.model).size < 20_000
+    assert cross_entropy(workload.model, images, labels).item() == pytest.approx(math.log(10), rel=0.1)
+
+
+class Spy(torch.nn.Module):
+    def __init__(self, judged):
+        super().__init__()
+        self._judged = judged
+
+    def forward(self, x):
+        self._judged.append(x)
+        return torch.zeros(len(x), 10)
+
+
+def test_classification_judges_a_model_in_evaluation_mode_and_without_gradients():
+    x = torch.eye(4)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.99), torch.nn.Linear(4, 4, bias=False))
+    model[1].weight.data = 50 * torch.eye(4)
+    loss, accuracy = classification(x, torch.tensor([0, 1, 2, 0]))(model)
+    assert accuracy == 0.75
+    assert loss == pytest.approx(50 / 4, rel=1e-6)
+    assert model[1].weight.grad is None
+
+
+def test_timing_only_has_parameters():
+    workload = make("timing", parameters=77)
+    assert FlatModel(workload.model).size == 77
+    assert (workload.loss, workload.train, workload.evaluate) == (None, None, None)
+
+
+@pytest.fixture
+def module(monkeypatch) -> ModuleType:
+    module = ModuleType("somebodys")
+    monkeypatch.setitem(sys.modules, "somebodys", module)
+    return module
+
+
+def test_a_users_function_is_called_with_its_options_and_the_jobs_seed(module):
+    module.make = lambda width: Workload(torch.nn.Linear(width, 1), None, None, None)
+    a = make("somebodys:make", options={"width": 6})
+    assert a.model.in_features == 6
+    torch.manual_seed(1)
+    assert torch.equal(a.model.weight, torch.nn.Linear(6, 1).weight)
+    assert not torch.equal(a.model.weight, make("somebodys:make", 2, options={"width": 6}).model.weight)
+
+
+MUST_BE_FOUND = "must name a function that can be imported: "
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nobodys:make", MUST_BE_FOUND + "No module named 'nobodys'"),
+        ("somebodys:nothing", MUST_BE_FOUND + "module 'somebodys' has no attribute 'nothing'"),
+        ("somebodys:number", "must name a function"),
+        ("somebodys:other", "must return a hpcsync.learning.workloads.Workload"),
+    ],
+)
+def test_a_function_that_serves_not_is_refused(module, name, message):
+    module.other = lambda: torch.nn.Linear(1, 1)
+    module.number = 3
+    with pytest.raises(JobError) as caught:
+        make(name)
+    assert str(caught.value) == f'workload.name = "{name}": {message}'
+
+
+def test_options_that_the_function_does_not_have_are_refused(module):
+    module.make = lambda width: None
+    with pytest.raises(JobError) as caught:
+        make("somebodys:make", options={"height": 6})
+    assert str(caught.value).startswith('workload.options = {"height": 6}: must fit somebodys:make: ')
+
+
+def test_a_script_builds_its_own():
+    with pytest.raises(JobError, match='workload.name = "script": must be another: start the training script itself'):
+        make_script = make_job(workload={"name": "script"})
+        build(make_script)
