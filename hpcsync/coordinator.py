@@ -92,12 +92,14 @@ class Coordinator:
         self._lr = lr
         self._stop = stop
         self._seq = 0
+        self._now_s = 0.0
         self._pending: dict[int, tuple[int, float, Report]] = {}  # contributions whose fate is open
         self._held: dict[int, tuple[float, Report]] = {}  # workers that wait for an answer
         self._pushes = [0] * n_workers
 
     def pushed(self, now_s: float, report: Report) -> list[Order]:
         """Worker `report.worker`'s contribution is in its slot."""
+        self._now_s = now_s
         seq = self._next_seq()
         self._pending[report.worker] = (seq, now_s, report)
         self._held[report.worker] = (now_s, report)
@@ -110,18 +112,21 @@ class Coordinator:
 
     def left(self, now_s: float, worker: int) -> list[Order]:
         """Worker `worker` takes no further part."""
+        self._now_s = now_s
+        self._held.pop(worker, None)
         self._trace.append("membership", (self._next_seq(), now_s, worker, LEFT))
         self.active.remove(worker)
         return [] if self.stopping else self._decide(Left(now_s, worker))
 
     def evaluated(self, now_s: float, version: int, samples: int, loss: float, accuracy: float) -> list[Order]:
-        """The weights of `version`, which were current at now_s, have been judged on held-out data."""
+        """The weights of `version`, which were current at now_s, have been judged on held-out data, by now."""
         self._trace.append("evaluations", (now_s, version, samples, loss, accuracy))
         self.last_accuracy = accuracy
-        return self.stop(now_s) if self._stop.satisfied(loss, accuracy) else []
+        return self.stop(max(now_s, self._now_s)) if self._stop.satisfied(loss, accuracy) else []
 
     def passed(self, now_s: float) -> list[Order]:
         """Time has passed; ends the run when its seconds are up."""
+        self._now_s = now_s
         return self.stop(now_s) if self._stop.reached(seconds=now_s) else []
 
     def stop(self, now_s: float) -> list[Order]:
@@ -161,7 +166,8 @@ class Coordinator:
         self.samples += sum(self._pending[worker][2].batch_size for worker in workers)
         self._trace.append("updates", (self.version, now_s, len(workers), lr, self.samples))
         self._settle(workers, APPLIED)
-        self.stopping = self.stopping or self._stop.reached(samples=self.samples, updates=self.version)
+        enough = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
+        self.stopping = self.stopping or enough
         return Update(workers, lr)
 
     def _settle(self, workers: Sequence[int], outcome: int) -> None:

@@ -1,0 +1,359 @@
+"""The coordinator under real paradigms: what it orders, what it records, and how a run ends."""
+
+import math
+import random
+
+import pytest
+
+from hpcsync.coordinator import Coordinator, Reply, Report, Update
+from hpcsync.job import Stop
+from hpcsync.learning.schedule import learning_rate
+from hpcsync.paradigms import create
+from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
+from tests.unit.jobs import make_job
+
+
+class Recorder:
+    """A trace in memory, its rows as dictionaries, in the order in which they were appended."""
+
+    def __init__(self):
+        self.rows = []
+
+    def append(self, table, row):
+        assert len(row) >= len(TABLES[table].names)  # decisions bring columns of their own
+        self.rows.append((table, dict(zip(TABLES[table].names, row, strict=False))))
+
+    def __getitem__(self, table):
+        return [row for name, row in self.rows if name == table]
+
+
+class Run:
+    """A coordinator whose workers do what they are told: each pushes what it was last granted."""
+
+    def __init__(self, name, n_workers, stop=None, *, lr=lambda samples, updates, n: 0.1, **options):
+        self.trace = Recorder()
+        paradigm = create(name, n_workers, **options)
+        self.coordinator = Coordinator(paradigm, self.trace, n_workers=n_workers, lr=lr, stop=Stop(**(stop or {})))
+        self.granted = dict.fromkeys(range(n_workers), (1, 0))  # who computes: iteration, version read
+        self.stopped = set()
+
+    def push(self, now_s, worker, batch_size=8, loss=1.0):
+        iteration, version = self.granted.pop(worker)
+        report = Report(worker, iteration, version, now_s - 0.5, now_s, 0.5, 0.25, 0.125, batch_size, 1, loss, 800)
+        return self.take(self.coordinator.pushed(now_s, report))
+
+    def leave(self, now_s, worker):
+        self.granted.pop(worker, None)
+        return self.take(self.coordinator.left(now_s, worker))
+
+    def take(self, orders):
+        for order in orders:
+            if isinstance(order, Reply):
+                assert order.worker not in self.granted, "answered twice"
+                assert order.version == self.coordinator.version
+                if order.local_steps:
+                    self.granted[order.worker] = order.iteration, order.version
+                else:
+                    self.stopped.add(order.worker)
+        return orders
+
+
+def reply(worker, iteration, version, batch_size=8):
+    return Reply(worker, iteration, version, batch_size, 1)
+
+
+def stop_reply(worker, iteration, version):
+    return Reply(worker, iteration, version, 0, 0)
+
+
+def column(rows, *names):
+    found = [tuple(row[name] for name in names) for row in rows]
+    return [values[0] for values in found] if len(names) == 1 else found
+
+
+# ---- what is ordered and recorded ----
+
+
+def test_asp_updates_and_answers_at_once():
+    run = Run("asp", 2)
+    assert run.push(1.0, 1) == [Update((1,), 0.1), reply(1, 2, 1)]
+    assert run.push(2.0, 1) == [Update((1,), 0.1), reply(1, 3, 2)]
+    assert run.push(3.0, 0) == [Update((0,), 0.1), reply(0, 2, 3)]
+    assert column(run.trace["pushes"], "worker", "iteration", "version_read", "staleness", "outcome") == [
+        (1, 1, 0, 0, APPLIED),
+        (1, 2, 1, 0, APPLIED),
+        (0, 1, 0, 2, APPLIED),
+    ]
+
+
+def test_bsp_makes_one_update_of_all_in_worker_order():
+    run = Run("bsp", 3)
+    assert run.push(1.0, 2) == run.push(2.0, 0) == []
+    assert run.push(4.0, 1) == [Update((0, 1, 2), 0.1), reply(0, 2, 1), reply(1, 2, 1), reply(2, 2, 1)]
+    assert column(run.trace["pushes"], "seq", "worker", "staleness", "now_s") == [
+        (1, 2, 0, 1.0),
+        (2, 0, 0, 2.0),
+        (3, 1, 0, 4.0),
+    ]
+    assert column(run.trace["grants"], "seq", "worker", "version", "held_s", "gap_iters") == [
+        (4, 0, 1, 2.0, 0),
+        (5, 1, 1, 0.0, 0),
+        (6, 2, 1, 3.0, 0),
+    ]
+    assert column(run.trace["updates"], "version", "now_s", "n_contributions", "samples") == [(1, 4.0, 3, 24)]
+
+
+def test_a_report_is_recorded_as_it_came():
+    run = Run("asp", 1)
+    run.push(2.0, 0, batch_size=5, loss=0.75)
+    (row,) = run.trace["pushes"]
+    assert list(row.values()) == [1, 2.0, 0, 1, 0, 0, 1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, APPLIED]
+    assert run.coordinator.last_loss == 0.75
+    assert run.coordinator.updated_s == 2.0
+
+
+def test_the_samples_are_those_of_the_contributions():
+    run = Run("bsp", 2)
+    for now_s, (worker, batch_size) in enumerate([(0, 3), (1, 5), (1, 7), (0, 11)]):
+        run.push(float(now_s), worker, batch_size)
+    assert column(run.trace["updates"], "samples") == [8, 26]
+    assert column(run.trace["grants"], "batch_size") == [3, 5, 11, 7]
+    assert run.coordinator.samples == 26
+
+
+@pytest.mark.parametrize(
+    ("clock", "scale", "paradigm", "expected"),
+    [
+        ("samples", 1.0, "asp", [0.4, 0.4, 0.2, 0.2]),  # 8 samples an update, halved at 16 samples
+        ("updates", 1.0, "asp", [0.4, 0.4, 0.4, 0.2]),  # halved at 3 updates
+        ("samples", "1/workers", "asp", [0.2, 0.2, 0.1, 0.1]),
+        ("samples", 1.0, "bsp", [0.4, 0.2]),
+        ("samples", "1/workers", "bsp", [0.4, 0.2]),
+        ("updates", 1.0, "bsp", [0.4, 0.4]),
+    ],
+)
+def test_the_learning_rate_follows_the_clock_and_the_share(clock, scale, paradigm, expected):
+    milestone = 16 if clock == "samples" else 3
+    schedule = {"name": "multistep", "milestones": [milestone], "gamma": 0.5}
+    optimizer = {"name": "sgd", "lr": 0.4, "lr_clock": clock, "async_lr_scale": scale, "schedule": schedule}
+    run = Run(paradigm, 2, lr=learning_rate(make_job(optimizer=optimizer)))
+    ordered = [order for t, worker in enumerate([0, 1, 0, 1]) for order in run.push(float(t), worker)]
+    assert column(run.trace["updates"], "lr") == pytest.approx(expected)
+    assert [order.lr for order in ordered if isinstance(order, Update)] == column(run.trace["updates"], "lr")
+
+
+def test_decisions_are_recorded_before_the_grant_they_lead_to():
+    run = Run("dssp", 2, staleness_min=0, staleness_max=4)
+    for now_s, worker in enumerate([0, 1, 1, 1, 0, 1]):
+        if worker in run.granted:
+            run.push(float(now_s), worker)
+    seqs = column(run.trace["decisions"], "seq")
+    assert seqs
+    assert set(column(run.trace["decisions"], "controller")) == {"dssp"}
+    for seq, chosen in column(run.trace["decisions"], "seq", "chosen"):
+        granted = [row for row in run.trace["grants"] if row["seq"] == seq + 1]
+        assert bool(granted) == (chosen > 0)
+
+
+# ---- the stopping rule ----
+
+
+def test_the_update_that_reaches_the_rule_ends_the_run():
+    run = Run("ssp", 3, {"updates": 3}, staleness=0)
+    assert run.push(1.0, 0) == [Update((0,), 0.1)]  # held
+    assert run.push(2.0, 1) == [Update((1,), 0.1)]  # held
+    assert run.push(4.0, 2) == [Update((2,), 0.1), *(stop_reply(worker, 2, 3) for worker in (2, 0, 1))]
+    assert run.coordinator.stopping
+    assert column(run.trace["grants"], "held_s", "credits", "local_steps") == [(0.0, 0, 0), (3.0, 0, 0), (2.0, 0, 0)]
+
+
+def test_held_workers_are_released_and_computing_ones_told_at_their_next_push():
+    run = Run("ssp", 3, {"samples": 24}, staleness=0)
+    run.push(1.0, 0)
+    run.push(2.0, 1)
+    run.coordinator.stop(2.5)
+    assert column(run.trace["grants"], "worker", "held_s", "gap_iters") == [(0, 1.5, 1), (1, 0.5, 1)]
+    assert run.push(3.0, 2) == [stop_reply(2, 2, 2)]
+    assert run.trace["pushes"][-1]["outcome"] == DROPPED
+    assert (run.coordinator.version, run.coordinator.samples) == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("stop", "updates"),
+    [({"samples": 24}, 3), ({"samples": 17}, 3), ({"samples": 16}, 2), ({"updates": 5}, 5), ({"seconds": 4.0}, 4)],
+)
+def test_stopping_rules(stop, updates):
+    run = Run("asp", 1, stop)
+    now_s = 0.0
+    while not run.coordinator.stopping:
+        now_s += 1.0
+        run.push(now_s, 0)
+    assert run.coordinator.version == updates
+
+
+def test_time_passes_without_a_push_too():
+    run = Run("bsp", 2, {"seconds": 4.0})
+    run.push(1.0, 1)
+    assert run.coordinator.passed(3.999) == []
+    assert run.coordinator.passed(4.0) == [stop_reply(1, 2, 0)]
+    assert run.coordinator.passed(5.0) == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "reached", "missed"),
+    [({"target_accuracy": 0.9}, (math.nan, 0.9), (0.0, 0.89)), ({"target_loss": 0.5}, (0.5, math.nan), (0.51, 1.0))],
+)
+def test_targets(stop, reached, missed):
+    run = Run("bsp", 2, stop)
+    run.push(1.0, 0)
+    assert run.coordinator.evaluated(2.0, 0, 0, *missed) == []
+    assert run.coordinator.evaluated(3.0, 0, 0, *reached) == [stop_reply(0, 2, 0)]
+    assert len(run.trace["evaluations"]) == 2
+
+
+def test_an_evaluation_that_ends_the_run_does_so_now_and_not_when_it_began():
+    run = Run("ssp", 2, {"target_accuracy": 0.5}, staleness=0)
+    run.push(5.0, 0)  # held, while weights of second 1 are being judged
+    run.coordinator.passed(6.0)
+    run.coordinator.evaluated(1.0, 0, 0, 0.1, 0.9)
+    assert column(run.trace["grants"], "now_s", "held_s") == [(6.0, 1.0)]
+    assert column(run.trace["evaluations"], "now_s", "version") == [(1.0, 0)]
+
+
+def test_an_incomplete_round_is_dropped_when_the_run_closes():
+    run = Run("bsp", 3)
+    for worker in (2, 1, 0):
+        run.push(1.0, worker)
+    run.push(2.0, 1)
+    run.push(3.0, 0)
+    run.take(run.coordinator.stop(4.0))
+    assert len(run.trace["pushes"]) == 3
+    run.coordinator.close()
+    assert column(run.trace["pushes"][3:], "worker", "version_read", "staleness", "outcome") == [
+        (1, 1, 0, DROPPED),
+        (0, 1, 0, DROPPED),
+    ]
+    assert run.coordinator.version == 1
+
+
+# ---- departures ----
+
+
+def test_a_departure_completes_a_round_and_is_recorded():
+    run = Run("bsp", 2)
+    run.push(1.0, 1)
+    assert run.leave(2.0, 0) == [Update((1,), 0.1), reply(1, 2, 1)]
+    assert run.trace["membership"] == [{"seq": 2, "now_s": 2.0, "worker": 0, "change": 0}]
+    assert run.coordinator.active == {1}
+
+
+def test_a_worker_that_leaves_while_it_is_held_is_not_answered():
+    run = Run("bsp", 2)
+    run.push(1.0, 0)
+    run.leave(2.0, 0)
+    assert run.take(run.coordinator.stop(3.0)) == []
+    assert run.push(4.0, 1) == [stop_reply(1, 2, 0)]
+    assert run.leave(5.0, 1) == []
+    run.coordinator.close()
+    assert column(run.trace["pushes"], "worker", "outcome") == [(1, DROPPED), (0, DROPPED)]
+
+
+# ---- whole runs ----
+
+PARADIGMS = [
+    ("bsp", {}),
+    ("asp", {}),
+    ("ssp", {"staleness": 1}),
+    ("dssp", {"staleness_min": 1, "staleness_max": 4}),
+    ("dssp", {"staleness_min": 0, "staleness_max": 3, "mode": "paper"}),
+]
+
+
+def play(name, options, seed) -> Run:
+    """A run with random speeds, a departure, and an end by updates, by its clock or by everybody's departure."""
+    rng = random.Random(seed)
+    n_workers = rng.randint(1, 5)
+    stop = rng.choice([{"updates": 30}, {"seconds": 25.0}, {"samples": 200}, {}])
+    run = Run(name, n_workers, stop, **options)
+    now_s, leaves = 0.0, {worker: rng.randint(2, 40) for worker in range(n_workers)}
+    while run.coordinator.active:
+        now_s += rng.random()
+        run.take(run.coordinator.passed(now_s))
+        able = sorted(run.granted.keys() | run.stopped)
+        assert able, "everybody waits for ever"
+        worker = rng.choice(able)
+        if worker in run.stopped or run.granted[worker][0] > leaves[worker]:
+            run.stopped.discard(worker)
+            run.leave(now_s, worker)
+        else:
+            run.push(now_s, worker, rng.randint(1, 9))
+    run.coordinator.close()
+    return run
+
+
+def recount(run: Run) -> None:
+    """Assert from the rows alone that they tell one consistent story."""
+    trace, coordinator = run.trace, run.coordinator
+    pushes = sorted(trace["pushes"], key=lambda row: row["seq"])
+    events = [*pushes, *trace["grants"], *trace["decisions"], *trace["membership"]]
+    assert sorted(column(events, "seq")) == list(range(1, len(events) + 1))
+    times = column(sorted(events, key=lambda row: row["seq"]), "now_s")
+    assert times == sorted(times)
+    assert column(trace["updates"], "version") == list(range(1, coordinator.version + 1))
+    applied = [row for row in pushes if row["outcome"] == APPLIED]
+    assert sum(column(trace["updates"], "n_contributions")) == len(applied)
+    assert sum(column(applied, "batch_size")) == coordinator.samples == max([0, *column(trace["updates"], "samples")])
+    answered = {(row["worker"], row["iteration"] - 1): row for row in trace["grants"]}
+    assert len(answered) == len(trace["grants"]) == len(pushes), "a push without, or with two answers"
+    for row in pushes:
+        grant = answered[row["worker"], row["iteration"]]
+        assert grant["seq"] > row["seq"]
+        assert grant["held_s"] == grant["now_s"] - row["now_s"]
+    _recount_staleness(trace)
+
+
+def _recount_staleness(trace: Recorder) -> None:
+    """In the order in which they were appended, an update's pushes follow it, and so do drops their time."""
+    version = 0
+    for table, row in trace.rows:
+        if table == "updates":
+            version = row["version"]
+        elif table == "pushes":
+            newest = version - 1 if row["outcome"] == APPLIED else version
+            assert row["staleness"] == newest - row["version_read"] >= 0, "staleness"
+
+
+@pytest.mark.parametrize(("name", "options"), PARADIGMS)
+def test_the_rows_of_random_runs_are_consistent(name, options):
+    runs = [play(name, options, seed) for seed in range(40)]
+    for run in runs:
+        recount(run)
+    assert any(run.coordinator.stopping for run in runs)
+    assert any(row["outcome"] == DROPPED for run in runs for row in run.trace["pushes"])
+    if name != "bsp":
+        assert any(row["staleness"] > 1 for run in runs for row in run.trace["pushes"])
+
+
+class Forgetful(Coordinator):
+    """Leaves one held worker without an answer at the end."""
+
+    def _release_held(self, now_s):
+        self._held.pop(min(self._held, default=None), None)
+        return super()._release_held(now_s)
+
+
+class CountsPushes(Coordinator):
+    """Takes the staleness of a push for the updates at its arrival plus one."""
+
+    def _settle(self, workers, outcome):
+        self.version += 1
+        super()._settle(workers, outcome)
+        self.version -= 1
+
+
+@pytest.mark.parametrize(("broken", "seen"), [(Forgetful, "waits for ever"), (CountsPushes, "staleness")])
+def test_the_recount_sees(broken, seen, monkeypatch):
+    monkeypatch.setitem(globals(), "Coordinator", broken)
+    with pytest.raises(AssertionError, match=seen):
+        for seed in range(40):
+            recount(play("ssp", {"staleness": 0}, seed))
