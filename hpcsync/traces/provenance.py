@@ -39,6 +39,8 @@ def git_commit(folder: Path) -> str:
     """
     for parent in (folder, *folder.parents):
         git = parent / ".git"
+        if git.is_file():  # of a linked worktree or a submodule: says where its folder is
+            git = parent / git.read_text().strip().removeprefix("gitdir: ")
         if (git / "HEAD").is_file():
             head = (git / "HEAD").read_text().strip()
             return _resolve(git, head.removeprefix("ref: ")) if head.startswith("ref: ") else head
@@ -46,6 +48,8 @@ def git_commit(folder: Path) -> str:
 
 
 def _resolve(git: Path, ref: str) -> str:
+    if (git / "commondir").is_file():
+        git = git / (git / "commondir").read_text().strip()
     if (git / ref).is_file():
         return (git / ref).read_text().strip()
     packed = git / "packed-refs"
