@@ -1,0 +1,90 @@
+"""What one decision of a paradigm costs, and how that grows with the number of workers. No MPI, no engine."""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+
+from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.paradigms import Decision, Grant, Paradigm, Pushed, create
+
+WORKERS = (4, 64, 1024)
+PARADIGMS: dict[str, dict[str, int]] = {
+    "asp": {},
+    "ssp": {"staleness": 3},
+    "dssp": {"staleness_min": 3, "staleness_max": 15},
+}
+
+
+def measure(workers: Sequence[int] = WORKERS, pushes_per_worker: int = 100, repetitions: int = 5) -> list[Figure]:
+    """Each beside the same at the smallest number of workers: the ratio is the growth, and 1 is none."""
+    return [
+        figure
+        for name, options in PARADIGMS.items()
+        for figure in _measure(name, options, workers, pushes_per_worker, repetitions)
+    ]
+
+
+def _measure(
+    name: str, options: dict[str, int], workers: Sequence[int], pushes_per_worker: int, repetitions: int
+) -> list[Figure]:
+    makes = [partial(create, name, n, **options) for n in workers]
+    schedules = [schedule(make(), max(200, n) * pushes_per_worker) for n, make in zip(workers, makes, strict=True)]
+    cases = list(zip(makes, schedules, strict=True))
+    limit = f"with {workers[0]} workers"
+    every = in_turn(repetitions, *(partial(every_us, make, events) for make, (events, _) in cases))
+    figures = [Figure(f"{name}, {n} workers", "us", us, limit, every[0]) for n, us in zip(workers, every, strict=True)]
+    if all(consulted for _, (_, consulted) in cases):
+        asked = in_turn(repetitions, *(partial(consulted_us, make, *schedule) for make, schedule in cases))
+        for n, us, (events, consulted) in zip(workers, asked, schedules, strict=True):
+            what = f"{name}, {n} workers, the {len(consulted) / len(events):.1%} that ask the controller"
+            figures.append(Figure(what, "us", us, limit, asked[0]))
+    return figures
+
+
+def every_us(make: Callable[[], Paradigm], events: Sequence[Pushed]) -> float:
+    """Microseconds that a fresh paradigm takes for one of these events."""
+    handle = make().handle
+    begin_s = time.perf_counter()
+    for event in events:
+        handle(event)
+    return 1e6 * (time.perf_counter() - begin_s) / len(events)
+
+
+def consulted_us(make: Callable[[], Paradigm], events: Sequence[Pushed], consulted: Set[int]) -> float:
+    """Microseconds for one of those events in which the controller is consulted."""
+    handle, clock = make().handle, time.perf_counter
+    took_s = 0.0
+    for i, event in enumerate(events):
+        begin_s = clock()
+        handle(event)
+        if i in consulted:
+            took_s += clock() - begin_s
+    return 1e6 * took_s / len(consulted)
+
+
+def schedule(paradigm: Paradigm, pushes: int) -> tuple[list[Pushed], set[int]]:
+    """So many pushes in virtual time, and in which of them a controller was consulted.
+
+    The slowest quarter of the workers takes twice as long as the fastest, all with some jitter, so that bounds are
+    reached, workers held, and controllers asked.
+    """
+    jitter = random.Random(1)
+    seconds = [1.0 + worker % 4 / 3 for worker in range(paradigm.n_workers)]
+    due = [(seconds[worker] * jitter.uniform(0.8, 1.2), worker) for worker in range(paradigm.n_workers)]
+    heapq.heapify(due)
+    events: list[Pushed] = []
+    consulted = set()
+    while len(events) < pushes:
+        now_s, worker = heapq.heappop(due)
+        for action in paradigm.handle(Pushed(now_s, worker)):
+            if isinstance(action, Grant):
+                next_s = now_s + seconds[action.worker] * jitter.uniform(0.8, 1.2)
+                heapq.heappush(due, (next_s, action.worker))
+            elif isinstance(action, Decision):
+                consulted.add(len(events))
+        events.append(Pushed(now_s, worker))
+    return events, consulted

@@ -1,0 +1,65 @@
+"""The engine as a run has it, without a model: asynchronous workers that push what they are given, and a trace."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from mpi4py import MPI
+
+from hpcsync.coordinator import Coordinator
+from hpcsync.job import Stop
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.mpi.leader import Leader
+from hpcsync.mpi.link import Link
+from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.roles import Roles
+from hpcsync.mpi.shard import Shard
+from hpcsync.mpi.worker import Worker
+from hpcsync.paradigms import create
+from hpcsync.traces.writer import TraceWriter
+
+T = TypeVar("T")
+
+
+def with_engine(
+    comm: MPI.Intracomm, size: int, optimizer: OptimizerSpec, work: Callable[[Worker, torch.Tensor, torch.Tensor], T]
+) -> T | None:
+    """Rank 0 serves `size` float32 parameters; every other rank returns work(worker, its weights, its gradient).
+
+    Collective; ranks leave it together and quietly.
+    """
+    weights, gradient = torch.zeros(size), torch.full((size,), 1e-3)
+    link = Link(comm, Roles(1, comm.size - 1), weights.numpy())
+    result = None
+    if comm.rank == 0:
+        _serve(link, optimizer, weights)
+    else:
+        worker = Worker(link, weights.numpy(), gradient.numpy())
+        result = work(worker, weights, gradient)
+        worker.leave()
+    quiet_barrier(comm, link.patience)
+    link.free()
+    return result
+
+
+def _serve(link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
+    n_workers = link.roles.n_workers
+    shard = Shard(link, optimizer, weights)
+    with tempfile.TemporaryDirectory() as folder, TraceWriter(Path(folder) / "trace.h5", {}) as trace:
+        coordinator = Coordinator(
+            create("asp", n_workers), trace, n_workers=n_workers, lr=lambda *_: optimizer.lr, stop=Stop()
+        )
+        leader = Leader(link, shard, coordinator, None, trace.flush_if_due)
+        leader.serve()
+        leader.free()
+    shard.free()
+
+
+def quiet_barrier(comm: MPI.Intracomm, patience: Patience) -> None:
+    """A barrier in which a waiting rank takes no core from those that measure. (MPI's own may spin.)"""
+    request = comm.Ibarrier()
+    patience.until(lambda: request.Test() or None)

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from hpcsync.bench import decisions
+from hpcsync.paradigms import create
+
+
+def test_figures_are_positive_and_the_controller_is_asked():
+    figures = decisions.measure(workers=(2, 5), pushes_per_worker=1, repetitions=2)
+    assert len(figures) == 8
+    assert all(value > 0 for figure in figures for value in figure.values)
+    assert next(figure.what for figure in figures if "controller" in figure.what).startswith("dssp, 2 workers, the ")
+
+
+def test_a_replay_meets_no_illegal_event():
+    options = {"staleness_min": 1, "staleness_max": 4}
+    events, consulted = decisions.schedule(create("dssp", 4, **options), 400)
+    paradigm = create("dssp", 4, **options)
+    for event in events:
+        paradigm.handle(event)
+        paradigm.check()
+    assert len(events) == 400
+    assert 0 < len(consulted) < 400
+
+
+def test_without_a_controller_nobody_is_asked():
+    _, consulted = decisions.schedule(create("ssp", 4, staleness=1), 400)
+    assert consulted == set()
