@@ -12,8 +12,10 @@ from hpcsync import job as jobs
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.launcher import LaunchError
+from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica
-from hpcsync.learning.validation import check, optimizer_spec
+from hpcsync.learning.validation import check
+from hpcsync.learning.workloads import build
 from hpcsync.library import agree, join, world
 from hpcsync.session import Session
 
@@ -37,8 +39,11 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
 
 def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     """This rank's part of the job. Collective."""
-    workload = check(job)
-    with join(comm, job, workload.model, optimizer_spec(job), workload.evaluate, out) as sync:
+    # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
+    agree(comm, lambda: bool(check(job)))
+    workload = build(job)
+    optimizer = OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
+    with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
         replica = Replica(sync.flat, workload.loss)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
             sync.step(replica.compute(batch))
