@@ -77,9 +77,7 @@ class Coordinator:
     lr: learning rate of the next update, from samples, updates and contributions (`learning.schedule`).
     """
 
-    def __init__(
-        self, paradigm: Paradigm, trace: Recorder, *, n_workers: int, lr: LearningRate, stop: Stop
-    ) -> None:
+    def __init__(self, paradigm: Paradigm, trace: Recorder, *, n_workers: int, lr: LearningRate, stop: Stop) -> None:
         self.version = 0
         self.samples = 0
         self.updated_s = 0.0  # time of the latest update

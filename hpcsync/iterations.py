@@ -28,9 +28,7 @@ class Iterations:
         compute, n_workers = job.cluster.compute, job.cluster.workers
         self._padding = iteration_seconds(compute, job.seed, worker, n_workers) if compute is not None else None
 
-    def shard(
-        self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]
-    ) -> Iterator[Any]:
+    def shard(self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]) -> Iterator[Any]:
         """The batches of the next `epochs` training epochs (None: no end), until `stopped`. Without a data set, ()."""
         first = self._training_epochs
         self._training_epochs += epochs or 0
@@ -54,6 +52,4 @@ class Iterations:
         if dataset is None:
             return iter(tuple, None)  # () without end
         n_workers = self._job.cluster.workers
-        return batches(
-            dataset, self._job.seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs
-        )
+        return batches(dataset, self._job.seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -58,8 +59,8 @@ def connect(
     optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
                servers. Its learning rate is where `schedule` starts from; changing it in the script is an error.
     paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode).
-    stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss. None: the run ends when
-               every worker has left its `with` block.
+    stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss (the targets need
+               `evaluate`). None: the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
     evaluate:  `evaluate(model) -> (loss, accuracy)`, called beside the servers every `every_samples` samples.
     compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
@@ -71,10 +72,10 @@ def connect(
     """
     comm = comm or world()
     n_workers = 1 if comm is None or comm.size == 1 else comm.size - servers
-    spec = _spec(optimizer)
+    spec = _spec(optimizer, model)
     job = Job.from_table(
         {
-            "name": name or Path(sys.argv[0]).stem.strip("_") or "script",
+            "name": name or _script_name(),
             "seed": seed,
             "workload": {"name": "script"},
             "optimizer": {
@@ -95,6 +96,8 @@ def connect(
             },
         }
     )
+    if evaluate is None:
+        _refuse_targets(job)
     if comm is None or comm.size == 1:
         return LocalSession(job, model, optimizer, evaluate)
     session = join(comm, job, model, spec, evaluate, out)
@@ -151,7 +154,7 @@ def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
     result = comm.bcast(result)
     if isinstance(result, JobError):
         raise result
-    return result  # type: ignore[return-value]
+    return result
 
 
 def _make_folder(job: Job, out: str | Path | None) -> Path:
@@ -160,11 +163,26 @@ def _make_folder(job: Job, out: str | Path | None) -> Path:
     return folder
 
 
-def _spec(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
+def _script_name() -> str:
+    """What is left of the script's name when it must name a job; nothing is left of `-`, standard input."""
+    return re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(sys.argv[0]).stem).strip("._+-") or "script"
+
+
+def _spec(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerSpec:
     try:
-        return OptimizerSpec.of(optimizer)
+        spec = OptimizerSpec.of(optimizer)
     except ValueError as error:
         raise JobError(str(error)) from None
+    given = {id(p) for p in optimizer.param_groups[0]["params"] if p.requires_grad}
+    if given != {id(p) for p in model.parameters() if p.requires_grad}:
+        raise JobError("optimizer: must be given exactly the model's trainable parameters: servers train all of them")
+    return spec
+
+
+def _refuse_targets(job: Job) -> None:
+    for key in ("target_accuracy", "target_loss"):
+        if (target := getattr(job.stop, key)) is not None:
+            raise JobError(f"stop.{key} = {target}: must come with evaluate, which alone can find it")
 
 
 def _hand_over(optimizer: torch.optim.Optimizer, model: torch.nn.Module, session: RankSession) -> None:
@@ -201,6 +219,8 @@ class LocalSession(Session):
         self._model = model
         self._optimizer = optimizer
         self._evaluate = evaluate
+        self._evaluating_s = 0.0  # does not count as training time
+        self._rate = job.optimizer.lr
         self._samples = 0
         self._updates = 0
 
@@ -208,19 +228,36 @@ class LocalSession(Session):
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def step(self, loss: torch.Tensor | float) -> bool:
+        if self.stopped:
+            raise RuntimeError("step after the run has ended: leave the loop when step returns False")
         self._iterations.end()
-        self._optimizer.param_groups[0]["lr"] = self._lr(self._samples, self._updates, 1)
-        self._optimizer.step()
+        self._update()
         before = self._samples
         self._samples += self._iterations.batch_size
         self._updates += 1
-        self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=self._now())
+        trained_s = self._now() - self._evaluating_s
+        self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=trained_s)
         every = self._every_samples
         if self._evaluate is not None and every and before // every != self._samples // every:
-            was_training = self._model.training
-            self.stopped |= self._stop.satisfied(*self._evaluate(self._model))
-            self._model.train(was_training)
+            self.stopped |= self._stop.satisfied(*self._judge(self._evaluate))
         return not self.stopped
+
+    def _update(self) -> None:
+        group = self._optimizer.param_groups[0]
+        if group["lr"] != self._rate:
+            raise RuntimeError(
+                f"the script changed the optimizer's learning rate from {self._rate} to {group['lr']}: "
+                "give connect a schedule instead"
+            )
+        group["lr"] = self._rate = self._lr(self._samples, self._updates, 1)
+        self._optimizer.step()
+
+    def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
+        begin_s, was_training = self._now(), self._model.training
+        judged = evaluate(self._model)
+        self._model.train(was_training)
+        self._evaluating_s += self._now() - begin_s
+        return judged
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -1,4 +1,4 @@
-"""The folder of a run: `trace.h5`, `job.toml`, `weights.safetensors`, `summary.json`. Nothing in it is ever replaced."""
+"""The folder of a run: `trace.h5`, `job.toml`, `weights.safetensors`, `summary.json`. Nothing in it is replaced."""
 
 from __future__ import annotations
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from mpi4py import MPI
 
 from hpcsync import job as jobs
-from hpcsync.job import Job
+from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError
-from hpcsync.launcher import LaunchError
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica
 from hpcsync.learning.validation import check
@@ -21,12 +20,11 @@ from hpcsync.session import Session
 
 
 def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None) -> int:
-    """Exit status of this rank: 0 done, 2 the user's mistake (told by rank 0). A failure ends all ranks at once."""
-    try:
-        comm = world()
-    except LaunchError as error:
-        print(f"hpcsync: {error}", file=sys.stderr)
-        return 2
+    """Exit status of this rank: 0 done, 2 the user's mistake (told by rank 0). A failure ends all ranks at once.
+
+    Raises LaunchError for a launcher that started the ranks wrongly.
+    """
+    comm = world()
     assert comm is not None, "called on a rank"
     try:
         train(comm, agree(comm, lambda: jobs.load(path, overrides, ranks)), out)
@@ -42,6 +40,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
     agree(comm, lambda: bool(check(job)))
     workload = build(job)
+    assert not isinstance(job.workload, Script), "such a job has no workload"
     optimizer = OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
     with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
         replica = Replica(sync.flat, workload.loss)

@@ -29,9 +29,9 @@ class Session(ABC):
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         """This worker's batches of the next `epochs` training epochs; None: until the run is stopped.
 
-        dataset: a map-style PyTorch data set; batches of a TensorDataset are tuples of tensors, of others what PyTorch's
-        default collation makes. All workers together use every whole batch of a training epoch once, in an order that
-        follows from the seed alone. Empty on servers, which serve here until the run is over.
+        dataset: a map-style PyTorch data set; batches of a TensorDataset are tuples of tensors, of others what
+        PyTorch's default collation makes. All workers together use every whole batch of a training epoch once, in an
+        order that follows from the seed alone. Empty on servers, which serve here until the run is over.
         """
 
     @abstractmethod

@@ -1,7 +1,7 @@
 """A plain PyTorch training loop on handwritten digits that hpcsync makes distributed.
 
-    mpirun -n 4 python jobs/own_script.py       one server, three workers
-    python jobs/own_script.py                   the same script on its own
+mpirun -n 4 python jobs/own_script.py       one server, three workers
+python jobs/own_script.py                   the same script on its own
 """
 
 import torch

@@ -41,9 +41,7 @@ class FlatModel:
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         sizes = [p.numel() for p in self._parameters]
-        return [
-            part.view(p.shape) for part, p in zip(flat.split(sizes), self._parameters, strict=True)
-        ]
+        return [part.view(p.shape) for part, p in zip(flat.split(sizes), self._parameters, strict=True)]
 
     def zero_gradient(self) -> None:
         """Clear the gradient without giving up the views, which `zero_grad(set_to_none=True)` would do."""

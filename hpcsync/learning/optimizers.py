@@ -53,7 +53,7 @@ class OptimizerSpec:
         """
         if self.name not in ELEMENTWISE:
             raise ValueError(f"{self.name!r}: must be one of {', '.join(ELEMENTWISE)}")
-        return ELEMENTWISE[self.name]([parameter], lr=self.lr, **self.options)  # type: ignore[call-arg, arg-type]
+        return ELEMENTWISE[self.name]([parameter], lr=self.lr, **self.options)  # type: ignore[call-arg]
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

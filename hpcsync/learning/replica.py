@@ -29,6 +29,6 @@ class Replica:
             return math.nan
         self._flat.zero_gradient()
         loss = self._loss(self._flat.model, *batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self._flat.gather_gradient()
         return float(loss.detach())

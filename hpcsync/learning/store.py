@@ -34,9 +34,7 @@ class Store:
     done:    (n_workers + 1,) int64 array, all zero; the last word is the evaluator's.
     """
 
-    def __init__(
-        self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, optimizer: OptimizerSpec
-    ) -> None:
+    def __init__(self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, optimizer: OptimizerSpec) -> None:
         self._buffers = buffers
         self._slots = slots
         self._done = done
@@ -62,7 +60,7 @@ class Store:
         return self.current, self._serial[reader]
 
     def apply(self, workers: Sequence[int], lr: float) -> None:
-        """One update from the mean of these workers' contributions, summed in the order given. Their slots are spent."""
+        """One update from the mean of these workers' contributions, summed in the order given; their slots are spent."""
         for worker in workers:
             self._done[worker] = self._serial[worker]
         gradient = self._slots[workers[0]]

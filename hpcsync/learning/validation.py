@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from hpcsync.job import Job
+from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError, did_you_mean, shown
 from hpcsync.learning.data import whole_batches
 from hpcsync.learning.flat import FlatModel
@@ -55,6 +55,7 @@ def check(job: Job) -> Workload:
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
     check_size(job, size)
+    assert not isinstance(job.workload, Script), "such a job has no workload"
     if workload.train is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
         try:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from hpcsync.job import Job
+from hpcsync.job import Digits, Function, Job, Linear, Script, Timing
 from hpcsync.job_errors import JobError, shown
 from hpcsync.learning.replica import Loss
 
@@ -42,15 +42,22 @@ def build(job: Job) -> Workload:
     """The job's workload; the same job gives the same initial weights and data, bit for bit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        name = job.workload.name
-        if name in _BUILT_IN:
-            return _BUILT_IN[name](job)
-        return _from_user(job)
+        match job.workload:
+            case Digits():
+                return _digits()
+            case Linear() as settings:
+                return _linear(settings, job.seed)
+            case Timing() as settings:
+                return Workload(_Parameters(settings.parameters), None, None, None)
+            case Function() as settings:
+                return _from_user(settings)
+            case Script():
+                raise JobError('workload.name = "script": must be another: start the training script itself')
 
 
-def _from_user(job: Job) -> Workload:
-    name = f"workload.name = {shown(job.workload.name)}"
-    module, _, function = job.workload.name.partition(":")
+def _from_user(settings: Function) -> Workload:
+    name = f"workload.name = {shown(settings.name)}"
+    module, _, function = settings.name.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
@@ -58,12 +65,10 @@ def _from_user(job: Job) -> Workload:
     if not callable(make):
         raise JobError(f"{name}: must name a function")
     try:
-        inspect.signature(make).bind(**job.workload.options)
+        inspect.signature(make).bind(**settings.options)
     except TypeError as error:
-        raise JobError(
-            f"workload.options = {shown(job.workload.options)}: must fit {job.workload.name}: {error}"
-        ) from None
-    workload = make(**job.workload.options)
+        raise JobError(f"workload.options = {shown(settings.options)}: must fit {settings.name}: {error}") from None
+    workload = make(**settings.options)
     if not isinstance(workload, Workload):
         raise JobError(f"{name}: must return a hpcsync.learning.workloads.Workload")
     return workload
@@ -86,7 +91,7 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
     return evaluate
 
 
-def _digits(job: Job) -> Workload:
+def _digits() -> Workload:
     """scikit-learn's 1797 handwritten digits of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits), split
     1437 to 360 by a fixed permutation; a convolutional network of 15 thousand parameters."""
     from sklearn.datasets import load_digits
@@ -116,11 +121,10 @@ def half_squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> to
     return 0.5 * functional.mse_loss(model(x).squeeze(1), y)
 
 
-def _linear(job: Job) -> Workload:
+def _linear(settings: Linear, seed: int) -> Workload:
     """Least squares in float64: rows of x are standard normal, y = x w* + noise. The optimum is
     `numpy.linalg.lstsq(x, y)`; evaluation reports the loss on the training rows and no accuracy."""
-    settings = job.workload
-    generator = np.random.default_rng([job.seed, 1])
+    generator = np.random.default_rng([seed, 1])
     x = torch.from_numpy(generator.standard_normal((settings.samples, settings.features)))
     optimum = torch.from_numpy(generator.standard_normal(settings.features))
     y = x @ optimum + settings.noise * torch.from_numpy(generator.standard_normal(settings.samples))
@@ -134,23 +138,8 @@ def _linear(job: Job) -> Workload:
 
 
 class _Parameters(nn.Module):
+    """A vector that only travels."""
+
     def __init__(self, size: int) -> None:
         super().__init__()
         self.values = nn.Parameter(torch.zeros(size))
-
-
-def _timing(job: Job) -> Workload:
-    """No arithmetic: a model of so many float32 parameters that only travels. For schedules and transfers."""
-    return Workload(_Parameters(job.workload.parameters), None, None, None)
-
-
-def _script(job: Job) -> Workload:
-    raise JobError('workload.name = "script": must be another: start the training script itself')
-
-
-_BUILT_IN: dict[str, Callable[[Job], Workload]] = {
-    "digits": _digits,
-    "linear": _linear,
-    "timing": _timing,
-    "script": _script,
-}

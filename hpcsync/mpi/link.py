@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import socket
-from typing import Any
 
 import numpy as np
 from mpi4py import MPI
@@ -89,7 +88,8 @@ class Reader:
         """Copy the promised version, shape (size,), and give the buffers back."""
         link = self._link
         for grant in grants:
-            link.tensors.get(into[link.shards[grant.server]], grant.server, grant.buffer * link.shard_size(grant.server))
+            server = grant.server
+            link.tensors.get(into[link.shards[server]], server, grant.buffer * link.shard_size(server))
         for grant in grants:
             link.tensors.flush(grant.server)
             self._word[0] = grant.serial

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 import traceback
@@ -166,9 +165,7 @@ class LeaderSession(FollowerSession):
         folder: Path,
     ) -> None:
         super().__init__(comm, job, model, optimizer)
-        paradigm = paradigms.create(
-            job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"})
-        )
+        paradigm = paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
         hosts = [host for _, host, _, _ in self._clocks]

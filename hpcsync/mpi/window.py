@@ -23,7 +23,7 @@ class Window:
         self._dtype = np.dtype(dtype)
         itemsize = self._dtype.itemsize
         self._win: MPI.Win | None = MPI.Win.Allocate(count * itemsize, itemsize, comm=comm)
-        self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)
+        self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)  # type: ignore[call-overload]
         """This rank's exposed memory, shape (count,)."""
         self._rank = comm.rank
         self._win.Lock_all()

@@ -1,8 +1,8 @@
 """The records that travel, and their tags. Together with the windows this is all that ranks say to each other.
 
-    worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed
-    server 0 -> other servers    ORDER    what to carry out, in order
-    every server -> a reader     GRANT    read this buffer of mine
+worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed
+server 0 -> other servers    ORDER    what to carry out, in order
+every server -> a reader     GRANT    read this buffer of mine
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REPORT = np.dtype(
     ]
 )
 
-# An update of n workers travels as n CONTRIBUTION records, the last of which is an UPDATE instead. PROMISE lets a reader
+# An update of n workers travels as n - 1 CONTRIBUTION records and an UPDATE, which names the last. PROMISE lets a reader
 # read the current version. FINISH is the last order: every reader is promised the final version.
 CONTRIBUTION, UPDATE, PROMISE, FINISH = 0, 1, 2, 3
 ORDER = np.dtype(

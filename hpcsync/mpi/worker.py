@@ -65,7 +65,7 @@ class Worker:
         self._report_end(wire.FAILED)
 
     def _report_end(self, kind: int) -> None:
-        self._reports.send(0, (kind, self.index, self.iteration) + (0,) * (len(wire.REPORT) - 3))
+        self._reports.send(0, (kind, self.index, self.iteration) + (0,) * (len(wire.REPORT.names or ()) - 3))
 
     def _put_gradient(self) -> None:
         link = self._link
