@@ -1,0 +1,252 @@
+"""`connect` in one process: the script's own training, by the run's rules; and what is refused everywhere."""
+
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from hpcsync import connect
+from hpcsync.job_errors import JobError
+from hpcsync.learning.data import batches
+from hpcsync.library import agree
+
+GENERATOR = torch.Generator().manual_seed(4)
+DATA = TensorDataset(torch.randn(50, 3, generator=GENERATOR), torch.randn(50, 1, generator=GENERATOR))
+
+
+@pytest.fixture
+def model() -> torch.nn.Module:
+    torch.manual_seed(2)
+    return torch.nn.Linear(3, 1)
+
+
+def sgd(model, **options) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **options})
+
+
+def step(model, optimizer, batch) -> torch.Tensor:
+    x, y = batch
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    return loss
+
+
+def train(model, optimizer=None, epochs=None, batch_size=8, **settings) -> int:
+    """A script's loop until the run stops; the number of its iterations."""
+    optimizer = optimizer or sgd(model)
+    iterations = 0
+    with connect(model, optimizer, **settings) as sync:
+        for batch in sync.shard(DATA, batch_size, epochs):
+            iterations += 1
+            if not sync.step(step(model, optimizer, batch)):
+                break
+        assert sync.stopped == (epochs is None)
+    return iterations
+
+
+def train_plainly(model, iterations, seed=0, rates=None) -> torch.Tensor:
+    """The same without hpcsync."""
+    optimizer = sgd(model)
+    data = batches(DATA, seed, 0, n_workers=1, batch_size=8, epochs=range(100))
+    for i, batch in zip(range(iterations), data, strict=False):
+        step(model, optimizer, batch)
+        optimizer.param_groups[0]["lr"] = rates[i] if rates else 0.1
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "asp"])
+def test_one_process_is_plain_training_bit_for_bit(model, paradigm):
+    twin = torch.nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    assert train(model, paradigm=paradigm, epochs=3, seed=7) == 18
+    assert torch.equal(model.weight, train_plainly(twin, 18, seed=7))
+
+
+def test_another_seed_is_another_order(model):
+    twin = torch.nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    train(model, epochs=3, seed=7)
+    assert not torch.equal(model.weight, train_plainly(twin, 18, seed=8))
+
+
+def test_the_session_says_who_it_is(model):
+    with connect(model, sgd(model)) as sync:
+        assert (sync.rank, sync.worker, sync.n_workers, sync.stopped) == (0, 0, 1, False)
+
+
+def test_nothing_is_recorded(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(model, epochs=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("stop", "iterations"), [({"updates": 9}, 9), ({"samples": 80}, 10), ({"samples": 81}, 11)])
+def test_the_run_ends_by_its_rule(model, stop, iterations):
+    assert train(model, stop=stop) == iterations
+
+
+def test_loaders_end_with_the_run_and_steps_after_it_are_refused(model):
+    optimizer = sgd(model)
+    with connect(model, optimizer, stop={"updates": 2}) as sync:
+        seen = [sync.step(step(model, optimizer, batch)) for batch in sync.shard(DATA, 8, epochs=None)]
+        assert seen == [True, False]
+        assert list(sync.shard(DATA, 8)) == []
+        with pytest.raises(RuntimeError, match="step after the run has ended"):
+            sync.step(0.0)
+
+
+def test_seconds_are_of_training_and_not_of_evaluation(model, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+
+    def evaluate(model):
+        clock[0] += 1000.0
+        return 1.0, 0.0
+
+    pad = {"model": "constant", "seconds": 0.5}
+    assert train(model, stop={"seconds": 3.0}, compute=pad, evaluate=evaluate, every_samples=8) == 6
+
+
+def test_the_schedule_is_kept_to(model):
+    twin = torch.nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    rates = [0.1] * 3 + [0.01] * 4
+    milestones = {"name": "multistep", "milestones": [24]}
+    assert train(model, stop={"updates": 7}, schedule=milestones) == 7
+    assert torch.equal(model.weight, train_plainly(twin, 7, rates=rates))
+
+
+def test_a_script_that_changes_the_learning_rate_is_told_so(model):
+    optimizer = sgd(model)
+    with connect(model, optimizer) as sync:
+        for i, batch in enumerate(sync.shard(DATA, 8)):
+            loss = step(model, optimizer, batch)
+            if i < 2:
+                sync.step(loss)
+                continue
+            optimizer.param_groups[0]["lr"] = 0.05
+            with pytest.raises(RuntimeError, match=r"learning rate from 0\.1 to 0\.05: give connect a schedule"):
+                sync.step(loss)
+
+
+def test_evaluation_is_every_so_many_samples_and_finds_the_target(model):
+    seen = []
+
+    def evaluate(judged):
+        assert judged is model
+        judged.eval()
+        seen.append(None)
+        return 1.0 / len(seen), float("nan")
+
+    assert train(model, evaluate=evaluate, every_samples=20, stop={"target_loss": 0.34}) == 8
+    assert len(seen) == 3  # at 24, 40 and 64 samples
+    assert model.training
+
+
+# ---- what is refused ----
+
+
+def two_groups(model):
+    return torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
+
+
+def some(model):
+    return torch.optim.SGD([model.weight], lr=0.1)
+
+
+def strangers(model):
+    return torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
+
+
+def lbfgs(model):
+    return torch.optim.LBFGS(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (two_groups, {}, "optimizer with 2 parameter groups: "),
+        (some, {}, "optimizer: must be given exactly the model's trainable parameters"),
+        (strangers, {}, "optimizer: must be given exactly the model's trainable parameters"),
+        (lbfgs, {}, "optimizer LBFGS: "),
+        (sgd, {"paradigm": "bps"}, 'paradigm.name = "bps": must be one of .*; did you mean bsp?'),
+        (sgd, {"staleness": 3}, "paradigm.staleness = 3: unknown key"),
+        (sgd, {"paradigm": "ssp"}, "paradigm.staleness: missing"),
+        (sgd, {"stop": {"sample": 3}}, "stop.sample = 3: unknown key; .*did you mean samples?"),
+        (sgd, {"schedule": {"name": "step"}}, 'optimizer.schedule.name = "step": must be one of multistep, cosine'),
+        (sgd, {"servers": 0}, "cluster.servers = 0: "),
+        (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
+        (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: must come with evaluate"),
+        (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: must come with evaluate"),
+    ],
+)
+def test_settings_that_are_refused(model, make, settings, message):
+    with pytest.raises(JobError, match=message) as caught:
+        connect(model, make(model), **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_frozen_parameters_are_nobodys_business(model):
+    model.bias.requires_grad = False
+    for optimizer in (sgd(model), some(model)):
+        connect(model, optimizer)
+
+
+@pytest.mark.parametrize("script", ["train.py", "my script.py", "größe.py", "__main__.py", "-c", "-", "", "_.py"])
+def test_any_script_has_a_name_for_its_job(model, monkeypatch, script):
+    monkeypatch.setattr(sys, "argv", [script])
+    connect(model, sgd(model))
+
+
+# ---- ranks ----
+
+
+class Comm(SimpleNamespace):
+    """What rank 0 said, as another rank hears it."""
+
+    said = None
+
+    def bcast(self, value):
+        if self.rank == 0:
+            Comm.said = value
+        return Comm.said
+
+
+def test_ranks_agree_on_what_rank_0_found():
+    assert [agree(Comm(rank=rank), lambda: f"from {rank}") for rank in (0, 1)] == ["from 0", "from 0"]  # noqa: B023
+
+
+def test_ranks_agree_on_rank_0s_mistake():
+    def fail():
+        raise JobError("stop: empty")
+
+    for rank in (0, 1):
+        with pytest.raises(JobError, match="stop: empty"):
+            agree(Comm(rank=rank), fail if rank == 0 else lambda: "fine")
+
+
+SCRIPT = """
+import sys, torch, hpcsync
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+with hpcsync.connect(model, optimizer, "dssp", staleness_min=1, staleness_max=2, stop={"updates": 3}) as sync:
+    for (x,) in sync.shard(data, batch_size=4, epochs=None):
+        optimizer.zero_grad()
+        loss = model(x).sum()
+        loss.backward()
+        sync.step(loss)
+print(sorted({"mpi4py", "cupy"} & sys.modules.keys()), "torch" in sys.modules)
+"""
+
+
+def test_a_single_process_needs_no_mpi():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.stderr) == ("[] True", "")
