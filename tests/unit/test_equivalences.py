@@ -1,0 +1,182 @@
+"""What must come out equal, in float64 and without MPI: coordinator, stores and replicas in one loop."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.coordinator import Coordinator, Report, Update
+from hpcsync.learning.data import batches
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.replica import Replica
+from hpcsync.learning.schedule import learning_rate
+from hpcsync.learning.store import Store, n_buffers
+from hpcsync.learning.workloads import Workload, build
+from hpcsync.mpi.roles import Roles
+from hpcsync.paradigms import create
+from tests.unit.jobs import LINEAR, make_job
+
+UPDATES = 24
+
+
+class Nothing:
+    def append(self, table, row):
+        pass
+
+
+class Server:
+    """The shards of all servers, as if they were one."""
+
+    def __init__(self, job, weights: torch.Tensor) -> None:
+        roles = Roles(job.cluster.servers, job.cluster.workers)
+        spec = OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
+        self.shards = [roles.shard(server, len(weights)) for server in range(roles.n_servers)]
+        self.stores, self.slots = [], []
+        for shard in self.shards:
+            rows = torch.zeros(n_buffers(roles.n_workers), shard.stop - shard.start, dtype=weights.dtype)
+            rows[0] = weights[shard]
+            self.slots.append(torch.zeros(roles.n_workers, rows.shape[1], dtype=weights.dtype))
+            self.stores.append(Store(rows, self.slots[-1], np.zeros(roles.n_workers + 1, np.int64), spec))
+
+    def put(self, worker: int, gradient: torch.Tensor) -> None:
+        for slots, shard in zip(self.slots, self.shards, strict=True):
+            slots[worker] = gradient[shard]
+
+    def apply(self, update: Update) -> None:
+        for store in self.stores:
+            store.apply(update.workers, update.lr)
+
+    @property
+    def weights(self) -> torch.Tensor:
+        return torch.cat([store.weights for store in self.stores])
+
+
+def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) -> torch.Tensor:
+    """The final weights of the job; workers push in the order that these durations give."""
+    n_workers = job.cluster.workers
+    workload: Workload = build(job)
+    flat = FlatModel(workload.model)
+    server, replica = Server(job, flat.weights), Replica(flat, workload.loss)
+    options = job.paradigm.model_dump(exclude={"name"})
+    paradigm = create(job.paradigm.name, n_workers, **options)
+    coordinator = Coordinator(paradigm, Nothing(), n_workers=n_workers, lr=learning_rate(job), stop=job.stop)
+    data = [
+        batches(
+            workload.train,
+            order_seed or job.seed,
+            worker,
+            n_workers=n_workers,
+            batch_size=job.workload.batch_size,
+            epochs=range(999),
+        )
+        for worker in range(n_workers)
+    ]
+    read = [server.weights for _ in range(n_workers)]
+    due_s = {worker: seconds[worker] for worker in range(n_workers)}  # who computes, until when
+    now_s = 0.0
+    while due_s:
+        worker = min(due_s, key=lambda worker: (due_s[worker], worker))
+        now_s = due_s.pop(worker)
+        flat.weights.copy_(read[worker])
+        loss = replica.compute(next(data[worker]))
+        server.put(worker, flat.gradient if turned is None else turned(flat.gradient))
+        report = Report(worker, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, job.workload.batch_size, 1, loss, 0)
+        for order in coordinator.pushed(now_s, report):
+            if isinstance(order, Update):
+                server.apply(order)
+            elif order.local_steps:
+                read[order.worker] = server.weights
+                due_s[order.worker] = now_s + seconds[order.worker]
+    assert coordinator.version == job.stop.updates
+    return server.weights
+
+
+def job(paradigm="bsp", workers=1, batch_size=4, servers=1, seed=1, **optimizer):
+    name, *bounds = [paradigm] if isinstance(paradigm, str) else paradigm
+    keys = {"ssp": ["staleness"], "dssp": ["staleness_min", "staleness_max"]}.get(name, [])
+    return make_job(
+        workload={**LINEAR, "batch_size": batch_size, "samples": 96},
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9, **optimizer},
+        stop={"updates": UPDATES},
+        paradigm={"name": name, **dict(zip(keys, bounds, strict=True))},
+        cluster={"workers": workers, "servers": servers},
+        seed=seed,
+    )
+
+
+def torch_alone(job) -> torch.Tensor:
+    """Plain PyTorch: the same model and data, no part of hpcsync's servers."""
+    workload = build(job)
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
+    data = batches(workload.train, job.seed, 0, n_workers=1, batch_size=job.workload.batch_size, epochs=range(999))
+    for _, batch in zip(range(job.stop.updates), data, strict=False):
+        optimizer.zero_grad()
+        workload.loss(workload.model, *batch).backward()
+        optimizer.step()
+    return next(workload.model.parameters()).detach().flatten()
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize(
+    "optimizer", [{"momentum": 0.0}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["sgd", "momentum"]
+)
+@pytest.mark.parametrize("paradigm", ["asp", "bsp", ("ssp", 3), ("dssp", 1, 4)], ids=str)
+def test_one_worker_is_torch_alone_bit_for_bit(paradigm, optimizer):
+    assert torch.equal(train(job(paradigm, **optimizer)), torch_alone(job(**optimizer)))
+
+
+@pytest.mark.parametrize(("workers", "batch_size"), [(2, 4), (2, 6), (3, 4), (4, 2)])
+def test_bsp_is_one_process_with_all_the_samples_of_a_round(workers, batch_size):
+    alone = torch_alone(job(batch_size=workers * batch_size))
+    assert difference(train(job("bsp", workers, batch_size)), alone) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "different",
+    [
+        lambda: train(job("bsp", 3), order_seed=2),
+        lambda: train(job("bsp", 3, lr=0.3)),  # as if the gradients were summed
+        lambda: train(job("asp", 3)),
+        lambda: train(job("bsp", 3), turned=lambda gradient: gradient * (1 + 1e-9)),
+    ],
+    ids=["order", "sum", "asp", "slightly wrong"],
+)
+def test_what_is_not_bsp_of_these_samples_differs(different):
+    assert not difference(different(), torch_alone(job(batch_size=12))) < 1e-12  # NaN differs too
+
+
+def test_bsp_does_not_depend_on_who_is_fast():
+    assert torch.equal(train(job("bsp", 3), seconds=(1, 2, 3)), train(job("bsp", 3), seconds=(3, 1, 2)))
+    assert not torch.equal(train(job("asp", 3), seconds=(1, 2, 3)), train(job("asp", 3), seconds=(3, 1, 2)))
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", ("ssp", 1), ("dssp", 1, 4)], ids=str)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_the_number_of_servers_does_not_change_a_bit(paradigm, optimizer):
+    options = {"name": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "sgd" else {})
+    tables = {"workload": {**LINEAR, "features": 37}, "stop": {"updates": UPDATES}, "optimizer": options}
+    paradigm_table = job(paradigm).paradigm.model_dump()
+    one, two, three, seven = (
+        train(make_job(**tables, paradigm=paradigm_table, cluster={"workers": 3, "servers": servers}))
+        for servers in (1, 2, 3, 7)
+    )
+    assert torch.equal(one, two)
+    assert torch.equal(one, three)
+    assert torch.equal(one, seven)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(("ssp", math.inf), "asp"), (("dssp", 2, 2), ("ssp", 2)), (("dssp", 0, 0), ("ssp", 0))], ids=str
+)
+def test_paradigms_that_are_one(a, b):
+    assert torch.equal(train(job(a, 4)), train(job(b, 4)))
+
+
+def test_paradigms_that_are_not():
+    assert not torch.equal(train(job(("ssp", 1), 4)), train(job("asp", 4)))
+    assert not torch.equal(train(job(("dssp", 1, 5), 4)), train(job(("ssp", 1), 4)))
