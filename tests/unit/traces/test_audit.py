@@ -4,13 +4,24 @@ import random
 
 import numpy as np
 import pytest
-from recorder import PARADIGMS, Rows, as_trace, attributes, edit, make_job, play, record, with_rows, with_status
 from rich.console import Console
 
 from hpcsync.traces import audit as auditing
 from hpcsync.traces.audit import audit, main
 from hpcsync.traces.reading import load
 from hpcsync.traces.writer import TraceWriter
+from tests.unit.traces.recorder import (
+    PARADIGMS,
+    Rows,
+    as_trace,
+    attributes,
+    edit,
+    make_job,
+    play,
+    record,
+    with_rows,
+    with_status,
+)
 
 
 def failed(trace):

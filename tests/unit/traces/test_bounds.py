@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from recorder import edit, record, remove, with_job, with_rows
 
 from hpcsync.traces.audit import audit
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.counting import Recount
+from tests.unit.traces.recorder import edit, record, remove, with_job, with_rows
 
 
 def bounds(trace):

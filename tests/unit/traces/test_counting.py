@@ -4,10 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
-from recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
 
 from hpcsync.traces.counting import NEVER, Recount, running_count
 from hpcsync.traces.schema import APPLIED
+from tests.unit.traces.recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
 
 HOWS = [
     {},

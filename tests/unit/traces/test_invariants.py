@@ -6,9 +6,9 @@ telling as one that fewer do.
 
 import numpy as np
 import pytest
-from recorder import edit, record, remove, with_rows, with_status
 
 from hpcsync.traces.audit import audit
+from tests.unit.traces.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"
 REPLAY_UPDATES = "replay gives the same updates"

@@ -3,11 +3,11 @@
 import h5py
 import numpy as np
 import pytest
-from recorder import attributes, make_job, play
 
 from hpcsync.traces import reading
 from hpcsync.traces.reading import TraceError
 from hpcsync.traces.writer import TraceWriter
+from tests.unit.traces.recorder import attributes, make_job, play
 
 
 @pytest.fixture

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
 
 from hpcsync import paradigms
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
+from tests.unit.traces.recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
 
 
 def replayed(trace):

@@ -4,10 +4,10 @@ import json
 import math
 
 import pytest
-from recorder import PARADIGMS, as_trace, make_job, record, with_status
 from rich.console import Console
 
 from hpcsync.traces.summary import summarize, table
+from tests.unit.traces.recorder import PARADIGMS, as_trace, make_job, record, with_status
 
 #        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes outcome
 PUSHES = [
