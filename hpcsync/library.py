@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -126,11 +127,16 @@ def join(
     check_size(job, sum(p.numel() for p in model.parameters() if p.requires_grad))
     torch.set_num_threads(1)  # ranks share the cores of a node
     folder = agree(comm, lambda: _make_folder(job, out))
-    if comm.rank >= job.cluster.servers:
-        return WorkerSession(comm, job, model)
-    if comm.rank > 0:
-        return FollowerSession(comm, job, model, optimizer)
-    return LeaderSession(comm, job, model, optimizer, evaluate, folder)
+    try:
+        if comm.rank >= job.cluster.servers:
+            return WorkerSession(comm, job, model)
+        if comm.rank > 0:
+            return FollowerSession(comm, job, model, optimizer)
+        return LeaderSession(comm, job, model, optimizer, evaluate, folder)
+    except BaseException:  # of one rank alone: the others would wait for it for ever
+        traceback.print_exc()
+        comm.Abort(1)
+        raise
 
 
 def world() -> MPI.Intracomm | None:

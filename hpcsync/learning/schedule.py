@@ -13,8 +13,8 @@ LearningRate = Callable[[int, int, int], float]
 def learning_rate(job: Job) -> LearningRate:
     """`lr(samples, updates, n_contributions)`: the rate of the update that follows so many samples and updates.
 
-    The schedule counts what `optimizer.lr_clock` names. With `async_lr_scale = "1/workers"` an update of n of P workers'
-    contributions is scaled by n/P, so that one pass over the data takes the same total step under every paradigm.
+    The schedule counts what `optimizer.lr_clock` names. With `async_lr_scale = "1/workers"` an update of n of P
+    contributions is scaled by n/P, so that a pass over the data takes the same total step under every paradigm.
     """
     optimizer, workers = job.optimizer, job.cluster.workers
     by_samples = optimizer.lr_clock == "samples"

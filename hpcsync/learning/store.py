@@ -60,7 +60,7 @@ class Store:
         return self.current, self._serial[reader]
 
     def apply(self, workers: Sequence[int], lr: float) -> None:
-        """One update from the mean of these workers' contributions, summed in the order given; their slots are spent."""
+        """One update from the mean of these workers' contributions, summed in this order; spends their slots."""
         for worker in workers:
             self._done[worker] = self._serial[worker]
         gradient = self._slots[workers[0]]

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from hpcsync.coordinator import Coordinator, Order, Report
 from hpcsync.mpi import wire
@@ -14,6 +15,9 @@ from hpcsync.mpi.link import Link
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
+
+
+CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
 
 
 class Interrupted(Exception):
@@ -25,7 +29,7 @@ class WorkerFailed(Exception):
 
 
 class Leader:
-    """Decides for all servers. `chores` is called when there is nothing to do, with the time; it must be quick."""
+    """Decides for all servers. `chores` is called with the time whenever no report waits; it must be quick."""
 
     def __init__(
         self,
@@ -48,20 +52,24 @@ class Leader:
         patience = self._link.patience
         patience.reset()
         with _signals() as received:
+            chores_s = 0.0
             while self._coordinator.active:
                 if received:
                     raise Interrupted(signal.Signals(received[0]).name)
-                if (record := self._reports.poll()) is not None:
-                    self._hear(record)
+                now_s = self._link.clock.now()
+                report = self._reports.poll()
+                if report is not None:
+                    self._hear(now_s, report)
                     patience.reset()
-                else:
-                    self._between_reports()
+                if report is None or now_s - chores_s >= CHORES_S:
+                    self._look_around(now_s)
+                    chores_s = now_s
+                if report is None:
                     patience.pause()
         self._command([OrderRecord(wire.FINISH)])
 
-    def _hear(self, record: tuple[object, ...]) -> None:
+    def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, report = record[0], Report._make(record[1:])
-        now_s = self._link.clock.now()
         if kind == wire.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, report))
         elif kind == wire.LEFT:
@@ -70,8 +78,7 @@ class Leader:
             raise WorkerFailed(f"worker {report.worker} (rank {self._link.roles.rank_of(report.worker)}) failed")
         self._evaluate_if_due(now_s)
 
-    def _between_reports(self) -> None:
-        now_s = self._link.clock.now()
+    def _look_around(self, now_s: float) -> None:
         self._carry_out(self._coordinator.passed(now_s))
         if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
             self._carry_out(self._coordinator.evaluated(*judged))

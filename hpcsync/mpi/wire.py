@@ -34,7 +34,7 @@ REPORT = np.dtype(
     ]
 )
 
-# An update of n workers travels as n - 1 CONTRIBUTION records and an UPDATE, which names the last. PROMISE lets a reader
+# An update of n workers travels as n - 1 CONTRIBUTIONs and an UPDATE, which names the last. PROMISE lets a reader
 # read the current version. FINISH is the last order: every reader is promised the final version.
 CONTRIBUTION, UPDATE, PROMISE, FINISH = 0, 1, 2, 3
 ORDER = np.dtype(
