@@ -85,12 +85,16 @@ def bench(
         list[str] | None,
         typer.Argument(metavar="[TARGET...]", help="What to measure; everything by default.", show_default=False),
     ] = None,
+    json: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write every repetition into this file.", show_default=False),
+    ] = None,
 ) -> None:
     """Each primitive beside the machine's own limit, measured in the same job."""
     from hpcsync import bench as benchmark
 
     with told_in_one_line():
-        sys.exit(benchmark.main(targets or []))
+        sys.exit(benchmark.main(targets or [], json))
 
 
 def _version(wanted: bool) -> None:

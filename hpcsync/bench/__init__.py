@@ -48,9 +48,14 @@ class BenchError(Exception):
 def main(targets: Sequence[str], path: str | Path | None = None) -> int:
     """Measure these, or everything, and print a table for each; into `path` goes everything as JSON. Exit status.
 
-    Raises JobError for an unknown target.
+    Raises JobError for an unknown target, or a file that cannot be written, before anything is measured.
     """
     chosen = parse(targets)
+    if path is not None:
+        try:
+            Path(path).touch()
+        except OSError as error:
+            raise JobError(f"--json {path}: {error.strerror}") from None
     console = Console(highlight=False)
     console.print(f"hpcsync {__version__} on {machine()}\n{versions()}")
     measured: dict[str, Any] = {"machine": machine(), "versions": versions(), "hpcsync": __version__, "targets": {}}

@@ -37,6 +37,12 @@ def test_one_target_ends_in_a_table_and_a_file(tmp_path, capsys, monkeypatch):
     assert all(figure["ratio"] > 0 for figure in measured["targets"]["tracing"]["figures"])
 
 
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "measure", None)
+    with pytest.raises(JobError, match="--json .*: No such file or directory"):
+        bench.main(["tracing"], tmp_path / "missing" / "figures.json")
+
+
 def test_a_failed_measurement_is_told_and_does_not_stop_the_others(capsys, monkeypatch):
     def fail(target):
         raise BenchError("status 7")
