@@ -16,7 +16,6 @@ from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
 
-
 CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
 
 
