@@ -168,14 +168,29 @@ def test_the_update_that_reaches_the_rule_ends_the_run():
 
 
 def test_held_workers_are_released_and_computing_ones_told_at_their_next_push():
-    run = Run("ssp", 3, {"samples": 24}, staleness=0)
-    run.push(1.0, 0)
-    run.push(2.0, 1)
-    run.coordinator.stop(2.5)
-    assert column(run.trace["grants"], "worker", "held_s", "gap_iters") == [(0, 1.5, 1), (1, 0.5, 1)]
-    assert run.push(3.0, 2) == [stop_reply(2, 2, 2)]
+    run = Run("ssp", 3, {"samples": 80}, staleness=0)
+    for worker in (0, 1, 2):  # everybody once, so that a gap is not a number of pushes
+        run.push(1.0, worker)
+    run.push(2.0, 0)
+    run.push(3.0, 1)
+    run.take(run.coordinator.stop(3.5))
+    assert column(run.trace["grants"][3:], "worker", "held_s", "gap_iters") == [(0, 1.5, 1), (1, 0.5, 1)]
+    assert run.push(4.0, 2) == [stop_reply(2, 3, 5)]
     assert run.trace["pushes"][-1]["outcome"] == DROPPED
-    assert (run.coordinator.version, run.coordinator.samples) == (2, 16)
+    assert (run.coordinator.version, run.coordinator.samples) == (5, 40)
+
+
+def test_a_stop_takes_back_the_credits_of_a_grant():
+    def grants(stop):
+        run = Run("dssp", 2, stop, staleness_min=0, staleness_max=4)
+        for now_s, worker in enumerate([0, 1, 1, 1, 0, 1]):
+            if worker in run.granted:
+                run.push(float(now_s), worker)
+        return column(run.trace["grants"], "version", "credits", "local_steps")
+
+    version, credits, _ = next(row for row in grants({}) if row[1] > 0)
+    assert (version, credits, 1) in grants({"updates": version + 1})
+    assert (version, 0, 0) in grants({"updates": version})
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def repository(tmp_path):
 def pack(repository) -> None:
     (repository / ".git" / "refs" / "heads" / "work").unlink()
     (repository / ".git" / "packed-refs").write_text(
-        f"# pack-refs with: peeled fully-peeled sorted\n{OTHER} refs/heads/a/refs/heads/work2\n"
+        f"# pack-refs with: peeled fully-peeled sorted\n{OTHER} refs/heads/a/refs/heads/work\n"
         f"{COMMIT} refs/heads/work\n^{OTHER}\n"
     )
 
