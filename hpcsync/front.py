@@ -3,7 +3,6 @@ the trace when they have ended."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +14,11 @@ from hpcsync import launcher
 def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None) -> int:
     """Start the ranks of this job and wait for their end; the exit status. Raises JobError before any rank starts."""
     job = jobs.load(path, overrides, ranks)
-    _let_import_from(path)
     from hpcsync import outputs
     from hpcsync.learning.validation import check
+    from hpcsync.learning.workloads import import_beside
 
+    import_beside(path)
     check(job)
     folder = outputs.choose(job, out)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
@@ -49,13 +49,8 @@ def _settle(trace: Path, status: str) -> None:
 def show(path: Path, overrides: Sequence[str]) -> None:
     """Print what this job resolves to. Raises JobError."""
     job = jobs.load(path, overrides)
-    _let_import_from(path)
+    from hpcsync.learning.workloads import import_beside
     from hpcsync.showing import print_job
 
+    import_beside(path)
     print_job(job)
-
-
-def _let_import_from(path: Path) -> None:
-    """A workload may be a function in a file beside the job, or in the folder that hpcsync was started in."""
-    folders = [str(path.parent.resolve()), os.getcwd()]
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]

@@ -14,7 +14,7 @@ from hpcsync.job_errors import JobError
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica
 from hpcsync.learning.validation import check
-from hpcsync.learning.workloads import build
+from hpcsync.learning.workloads import build, import_beside
 from hpcsync.library import agree, join, world
 from hpcsync.session import Session
 
@@ -26,6 +26,7 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
     """
     comm = world()
     assert comm is not None, "called on a rank"
+    import_beside(path)
     try:
         train(comm, agree(comm, lambda: jobs.load(path, overrides, ranks)), out)
     except JobError as error:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +56,12 @@ def build(job: Job) -> Workload:
                 return _from_user(settings)
             case Script():
                 raise JobError('workload.name = "script": must be another: start the training script itself')
+
+
+def import_beside(path: str | Path) -> None:
+    """A workload may be a function in a file beside the job, or in the folder that hpcsync was started in."""
+    folders = [str(Path(path).parent.resolve()), os.getcwd()]
+    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
 
 def _from_user(settings: Function) -> Workload:
