@@ -31,7 +31,7 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     )
 }
 
-# Ways of computing the same numbers, not settings of the optimizer: servers use torch's default.
+# Ways of computing the same numbers, not settings of the optimizer: servers choose their own.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
@@ -44,16 +44,15 @@ class OptimizerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        """Make the optimizer for one flat parameter.
-
-        In torch's default form and not the fused one, which rounds the last few elements of a tensor differently: the
-        bits would depend on where the shards end.
+        """Make the optimizer for one flat parameter, in the fused form where torch has one.
 
         Raises ValueError for a name that is not in ELEMENTWISE, and whatever torch raises for bad options.
         """
         if self.name not in ELEMENTWISE:
             raise ValueError(f"{self.name!r}: must be one of {', '.join(ELEMENTWISE)}")
-        return ELEMENTWISE[self.name]([parameter], lr=self.lr, **self.options)  # type: ignore[call-arg]
+        cls = ELEMENTWISE[self.name]
+        form: dict[str, Any] = {"fused": True} if "fused" in inspect.signature(cls).parameters else {}
+        return cls([parameter], lr=self.lr, **self.options, **form)  # type: ignore[call-arg]
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

@@ -9,6 +9,10 @@ Who reads is known without asking: a server promises a version to a reader (`pin
 finished by writing the promise's serial number into its word of `done`, which may lie in an RMA window. A contribution
 that arrives also says so, since a worker reads before it computes. At most one reader per worker and one for evaluation
 means that `n_workers + 1` buffers always suffice: the contributor of an update does not read.
+
+Rows are padded to whole vector registers. torch's fused optimizers, which need the fewest passes over memory, round the
+scalar tail of a tensor differently from its vectorised body; without a tail the result of an element does not depend on
+where its shard ends, and so the number of shards does not change a bit.
 """
 
 from __future__ import annotations
@@ -20,6 +24,13 @@ import torch
 
 from hpcsync.learning.optimizers import OptimizerSpec
 
+ROW_ELEMENTS = 64  # a multiple of what torch's kernels take at once, on any CPU
+
+
+def row_size(shard_size: int) -> int:
+    """Elements that a row of a store takes for a shard of this size; those past the shard are padding."""
+    return -(-shard_size // ROW_ELEMENTS) * ROW_ELEMENTS
+
 
 def n_buffers(n_workers: int) -> int:
     """Buffers that a store with this many workers and one evaluator needs so that no update ever waits."""
@@ -29,12 +40,17 @@ def n_buffers(n_workers: int) -> int:
 class Store:
     """One shard of the weights under any element-wise torch optimizer.
 
-    buffers: (n_buffers, shard) tensor; buffer 0 holds version 0.
-    slots:   (n_workers, shard) tensor; row w is where worker w's contribution lies when it is applied.
+    buffers: (n_buffers, row) tensor; buffer 0 holds version 0.
+    slots:   (n_workers, row) tensor; row w is where worker w's contribution lies when it is applied.
     done:    (n_workers + 1,) int64 array, all zero; the last word is the evaluator's.
+
+    size:    elements of the shard; a row is `row_size(size)` long, and its padding is zero and stays so.
     """
 
-    def __init__(self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, optimizer: OptimizerSpec) -> None:
+    def __init__(
+        self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, optimizer: OptimizerSpec, size: int
+    ) -> None:
+        self._size = size
         self._buffers = buffers
         self._slots = slots
         self._done = done
@@ -47,8 +63,8 @@ class Store:
 
     @property
     def weights(self) -> torch.Tensor:
-        """The current version, a view that later updates change."""
-        return self._buffers[self.current]
+        """The current version, shape (size,), a view that later updates change."""
+        return self._buffers[self.current, : self._size]
 
     def pin(self, reader: int) -> tuple[int, int]:
         """Promise the current version to a reader: it may read the buffer until it writes the serial into its word.

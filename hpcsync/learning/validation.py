@@ -32,7 +32,7 @@ def optimizer_spec(job: Job) -> OptimizerSpec:
     try:
         _try(spec)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
-        raise JobError(f"optimizer = {shown(settings.options)}: torch says: {error}") from None
+        raise JobError(f"optimizer = {shown(settings.options)}: torch says: {str(error).splitlines()[0]}") from None
     return spec
 
 

@@ -8,7 +8,7 @@ import socket
 import numpy as np
 from mpi4py import MPI
 
-from hpcsync.learning.store import n_buffers
+from hpcsync.learning.store import n_buffers, row_size
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.mailbox import Inbox
@@ -20,7 +20,7 @@ from hpcsync.mpi.window import Window
 class Link:
     """The windows of all shards, made collectively over a private duplicate of `comm`.
 
-    tensors: on a server, its buffers of weights and then one gradient slot per worker, each as long as its shard.
+    tensors: on a server, its buffers of weights and then one gradient slot per worker, in rows.
     done:    on a server, one word per reader; see learning.store.
     weights: the flat weights of every rank, shape (size,); rank 0's become everybody's.
     """
@@ -32,17 +32,17 @@ class Link:
         self.shards = [roles.shard(s, self.size) for s in range(roles.n_servers)]
         is_server = roles.is_server(comm.rank)
         rows = n_buffers(roles.n_workers) + roles.n_workers
-        shard_size = self.shard_size(comm.rank) if is_server else 0
-        self.tensors = Window(self.comm, rows * shard_size, weights.dtype)
+        self.tensors = Window(self.comm, rows * self.row_size(comm.rank) if is_server else 0, weights.dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
         self.patience = Patience(self.comm)
         self.comm.Bcast(weights)
         self.clock = Clock(self.comm)
         self._inboxes: list[Inbox] = []
 
-    def shard_size(self, server: int) -> int:
+    def row_size(self, server: int) -> int:
+        """Elements from one row of a server's tensors to the next."""
         shard = self.shards[server]
-        return shard.stop - shard.start
+        return row_size(shard.stop - shard.start)
 
     def inbox(self, tag: int, dtype: np.dtype) -> Inbox:
         """An inbox that is withdrawn together with the link."""
@@ -89,7 +89,7 @@ class Reader:
         link = self._link
         for grant in grants:
             server = grant.server
-            link.tensors.get(into[link.shards[server]], server, grant.buffer * link.shard_size(server))
+            link.tensors.get(into[link.shards[server]], server, grant.buffer * link.row_size(server))
         for grant in grants:
             link.tensors.flush(grant.server)
             self._word[0] = grant.serial

@@ -36,9 +36,11 @@ class Shard:
         self._link = link
         self._server = link.comm.rank
         self._buffers = n_buffers(link.roles.n_workers)
-        rows = torch.from_numpy(link.tensors.local).view(-1, link.shard_size(self._server))
-        rows[0].copy_(weights[link.shards[self._server]])
-        self.store = Store(rows[: self._buffers], rows[self._buffers :], link.done.local, optimizer)
+        mine = weights[link.shards[self._server]]
+        rows = torch.from_numpy(link.tensors.local).view(-1, link.row_size(self._server))
+        rows[:, len(mine) :] = 0
+        rows[0, : len(mine)] = mine
+        self.store = Store(rows[: self._buffers], rows[self._buffers :], link.done.local, optimizer, len(mine))
         self._contributors: list[int] = []
         self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
         self._evaluation = Outbox(link.comm, wire.TAG_EVALUATION, wire.GRANT)

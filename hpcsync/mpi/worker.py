@@ -72,7 +72,7 @@ class Worker:
         begin_s = link.clock.now()
         slot = n_buffers(link.roles.n_workers) + self.index
         for server, shard in enumerate(link.shards):
-            link.tensors.put(self._gradient[shard], server, slot * link.shard_size(server))
+            link.tensors.put(self._gradient[shard], server, slot * link.row_size(server))
         for server in range(len(link.shards)):
             link.tensors.flush(server)
         self._comm_s += link.clock.now() - begin_s

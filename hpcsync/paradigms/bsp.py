@@ -33,9 +33,7 @@ class BSP(Paradigm):
         runnable = {pushes[worker] for worker in active if worker not in self._held_since_s}
         assert len(runnable) <= 1, f"runnable workers are in different rounds: {sorted(runnable)}"
         for worker in self._held_since_s:
-            assert {pushes[worker] - 1} == runnable, (
-                f"worker {worker} is held, but not one push past the others"
-            )
+            assert {pushes[worker] - 1} == runnable, f"worker {worker} is held, but not one push past the others"
 
     def _pushed(self, worker: int) -> list[Action]:
         self._hold(worker)

@@ -68,9 +68,7 @@ class DSSP(SSP):
         "predicted_wait_s",
     )
 
-    def __init__(
-        self, n_workers: int, *, staleness_min: int, staleness_max: int, mode: str = "bounded"
-    ) -> None:
+    def __init__(self, n_workers: int, *, staleness_min: int, staleness_max: int, mode: str = "bounded") -> None:
         for name, value in (("staleness_min", staleness_min), ("staleness_max", staleness_max)):
             if not (isinstance(value, int) and value >= 0):
                 raise ValueError(f"{name} is {value}; a whole number from 0 on is needed")
@@ -99,14 +97,10 @@ class DSSP(SSP):
         for worker in active:
             credits = self._credits[worker]
             assert 0 <= credits <= self.r_max, f"worker {worker} has {credits} credits"
-            assert not (credits and worker in self._held_since_s), (
-                f"worker {worker} is held with {credits} credits"
-            )
+            assert not (credits and worker in self._held_since_s), f"worker {worker} is held with {credits} credits"
             if self.bounded and credits:
                 reach_iters = pushes[worker] - min_iters + credits
-                assert reach_iters <= self.staleness_max, (
-                    f"worker {worker} has credits up to a gap of {reach_iters}"
-                )
+                assert reach_iters <= self.staleness_max, f"worker {worker} has credits up to a gap of {reach_iters}"
 
     def _start_gap_max_iters(self) -> float:
         return self.staleness_max if self.bounded else math.inf
@@ -192,8 +186,7 @@ class DSSP(SSP):
         if self._slowest_by_next_push_iters != min_iters:
             self._slowest_by_next_push_iters = min_iters
             self._slowest_by_next_push = [
-                (-(self._pushed_s[worker] + self._interval_s[worker]), worker)
-                for worker in self._progress.slowest()
+                (-(self._pushed_s[worker] + self._interval_s[worker]), worker) for worker in self._progress.slowest()
             ]
             heapq.heapify(self._slowest_by_next_push)
         slowest = self._progress.slowest()

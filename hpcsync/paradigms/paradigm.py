@@ -21,9 +21,7 @@ class Paradigm(ABC):
     """
 
     name: ClassVar[str]
-    decision_fields: ClassVar[
-        tuple[str, ...]
-    ] = ()  # what the inputs of this paradigm's Decisions are, in order
+    decision_fields: ClassVar[tuple[str, ...]] = ()  # what the inputs of this paradigm's Decisions are, in order
 
     def __init__(self, n_workers: int) -> None:
         if n_workers < 1:

@@ -58,12 +58,8 @@ class Progress:
         """Assert that the buckets and the extremes are those of a plain recount."""
         counts = [self.pushes[worker] for worker in self.active]
         if counts:
-            assert self.min_iters == min(counts), (
-                f"min_iters is {self.min_iters}, a recount gives {min(counts)}"
-            )
-            assert self.max_iters == max(counts), (
-                f"max_iters is {self.max_iters}, a recount gives {max(counts)}"
-            )
+            assert self.min_iters == min(counts), f"min_iters is {self.min_iters}, a recount gives {min(counts)}"
+            assert self.max_iters == max(counts), f"max_iters is {self.max_iters}, a recount gives {max(counts)}"
         for count, bucket in self._active_at.items():
             members = {worker for worker in self.active if self.pushes[worker] == count}
             assert bucket == members, f"bucket {count} holds {bucket}, a recount gives {members}"

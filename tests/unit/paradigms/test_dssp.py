@@ -41,17 +41,13 @@ def test_j_an_overdue_slowest_is_expected_now():
     assert closest_approach(10.0, 1.0, 0.0, 4.0, r_max=4, clamp=True) == (0, 0.0)
 
 
-_s = st.one_of(
-    st.integers(0, 12).map(float), st.floats(0.0, 50.0), st.floats(0.0, 1e-12), st.floats(0.0, 1e9)
-)
+_s = st.one_of(st.integers(0, 12).map(float), st.floats(0.0, 50.0), st.floats(0.0, 1e-12), st.floats(0.0, 1e9))
 
 
 @PROPERTY
 @given(pushed_s=_s, interval_s=_s, slowest_pushed_s=_s, slowest_interval_s=_s, r_max=st.integers(0, 14))
 @both_modes
-def test_controller_equals_the_brute_force(
-    pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max, mode
-):
+def test_controller_equals_the_brute_force(pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max, mode):
     seen = pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max
     clamp = mode == "bounded"
     result = closest_approach(*seen, clamp=clamp)
