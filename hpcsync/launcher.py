@@ -33,7 +33,7 @@ SETTINGS = {
     "MKL_NUM_THREADS": "1",
     # Open MPI 5 and 4: more ranks than cores is fine, a waiting rank gives its core away, and no rank is bound to a
     # core, because its helper threads would be bound to the same one.
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",  # without "slot" all ranks go to the first node
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",

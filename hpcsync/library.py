@@ -19,7 +19,7 @@ from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.schedule import learning_rate
-from hpcsync.learning.validation import NO_RUNNING_STATISTICS, check_size, has_running_statistics
+from hpcsync.learning.validation import check_model
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.session import Session
 
@@ -100,6 +100,7 @@ def connect(
     if evaluate is None:
         _refuse_targets(job)
     if comm is None or comm.size == 1:
+        check_model(job, model, "model", evaluated=False)  # its running statistics are all here
         return LocalSession(job, model, optimizer, evaluate)
     session = join(comm, job, model, spec, evaluate, out)
     _hand_over(optimizer, model, session)
@@ -122,9 +123,7 @@ def join(
             f"cluster.workers = {job.cluster.workers}: with cluster.servers = {job.cluster.servers} this takes "
             f"{job.cluster.ranks} ranks, but {comm.size} were started"
         )
-    if evaluate is not None and has_running_statistics(model):
-        raise JobError(f"evaluate: {NO_RUNNING_STATISTICS}")
-    check_size(job, sum(p.numel() for p in model.parameters() if p.requires_grad))
+    check_model(job, model, "model", evaluated=evaluate is not None)
     torch.set_num_threads(1)  # ranks share the cores of a node
     folder = agree(comm, lambda: _make_folder(job, out))
     try:
@@ -133,9 +132,8 @@ def join(
         if comm.rank > 0:
             return FollowerSession(comm, job, model, optimizer)
         return LeaderSession(comm, job, model, optimizer, evaluate, folder)
-    except BaseException:  # of one rank alone: the others would wait for it for ever
-        traceback.print_exc()
-        comm.Abort(1)
+    except BaseException:
+        _abort(comm)
         raise
 
 
@@ -150,17 +148,29 @@ def world() -> MPI.Intracomm | None:
 
 
 def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
-    """What the function gives on rank 0, on every rank; the JobError that it raises there is raised everywhere."""
+    """What the function gives on rank 0, on every rank; the JobError that it raises there is raised everywhere.
+
+    Anything else that it raises ends the job.
+    """
     result: T | JobError | None = None
     if comm.rank == 0:
         try:
             result = on_rank_0()
         except JobError as error:
             result = error
+        except BaseException:
+            _abort(comm)
     result = comm.bcast(result)
     if isinstance(result, JobError):
         raise result
     return result
+
+
+def _abort(comm: MPI.Intracomm) -> None:
+    """End the job for an exception of one rank alone: the others would wait for it for ever."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    comm.Abort(1)
 
 
 def _make_folder(job: Job, out: str | Path | None) -> Path:

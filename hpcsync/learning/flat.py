@@ -12,23 +12,32 @@ from torch import nn
 DTYPES = (torch.float32, torch.float64)
 
 
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that training changes, in the order of `model.parameters()`; a tied one counts once.
+
+    Raises ValueError for a model that has none, or whose parameters differ in type or have a type that cannot be moved
+    exactly.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    dtypes = {p.dtype for p in parameters}
+    if len(dtypes) != 1 or not dtypes <= set(DTYPES):
+        found = ", ".join(sorted(map(str, dtypes))) or "no trainable parameters"
+        raise ValueError(f"the model has {found}: allowed is one type for all, float32 or float64")
+    return parameters
+
+
 class FlatModel:
     """Rebinds a module's trainable parameters to `weights` and their gradients to `gradient`.
 
-    weights, gradient: 1-D tensors of `size` elements, in the order of `model.parameters()`; a tied parameter counts
-    once. Buffers of the module (running statistics) stay where they are. Raises ValueError for a model without
-    trainable parameters, or whose parameters differ in type or are of a type that cannot be moved exactly.
+    weights, gradient: 1-D tensors of `size` elements, in the order of `trainable`, which may raise ValueError. The
+    module's buffers (running statistics) stay where they are.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        dtypes = {p.dtype for p in self._parameters}
-        if len(dtypes) != 1 or not dtypes <= set(DTYPES):
-            found = ", ".join(sorted(map(str, dtypes))) or "no trainable parameters"
-            raise ValueError(f"the model has {found}: allowed is one type for all, float32 or float64")
+        self._parameters = trainable(model)
         self.size = sum(p.numel() for p in self._parameters)
-        self.weights = torch.empty(self.size, dtype=dtypes.pop())
+        self.weights = torch.empty(self.size, dtype=self._parameters[0].dtype)
         self.gradient = torch.zeros_like(self.weights)
         self._weight_views = self._views(self.weights)
         self._gradient_views = self._views(self.gradient)

@@ -9,7 +9,7 @@ import torch
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError, did_you_mean, shown
 from hpcsync.learning.data import whole_batches
-from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.flat import trainable
 from hpcsync.learning.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
 from hpcsync.learning.workloads import Workload, build
 
@@ -50,11 +50,7 @@ def check(job: Job) -> Workload:
     optimizer_spec(job)
     workload = build(job)
     name = f"workload.name = {shown(job.workload.name)}"
-    try:
-        size = FlatModel(workload.model).size
-    except ValueError as error:
-        raise JobError(f"{name}: {error}") from None
-    check_size(job, size)
+    check_model(job, workload.model, name, evaluated=workload.evaluate is not None)
     assert not isinstance(job.workload, Script), "such a job has no workload"
     if workload.train is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
@@ -66,21 +62,22 @@ def check(job: Job) -> Workload:
         for key in ("target_accuracy", "target_loss"):
             if getattr(job.stop, key) is not None:
                 raise JobError(f"stop.{key} = {getattr(job.stop, key)}: {name} must be one that can be evaluated")
-    elif has_running_statistics(workload.model):
-        raise JobError(f"{name}: {NO_RUNNING_STATISTICS}")
     return workload
 
 
-def check_size(job: Job, size: int) -> None:
-    """There are enough parameters for every server to hold one. Raises JobError."""
+def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool) -> None:
+    """The model can be trained in flat shards, one for each server, and evaluated if it is to be. Raises JobError."""
+    try:
+        size = sum(parameter.numel() for parameter in trainable(model))
+    except ValueError as error:
+        raise JobError(f"{name}: {error}") from None
     if job.cluster.servers > size:
         raise JobError(f"cluster.servers = {job.cluster.servers}: must be at most the model's {size} parameters")
-
-
-NO_RUNNING_STATISTICS = (
-    "the model must have no running statistics to be evaluated during the run (GroupNorm instead of BatchNorm): "
-    "they live on the workers, evaluation is on the servers' weights"
-)
+    if evaluated and has_running_statistics(model):
+        raise JobError(
+            f"{name}: the model must have no running statistics to be evaluated during the run (GroupNorm instead of "
+            "BatchNorm): they live on the workers, evaluation is on the servers' weights"
+        )
 
 
 def has_running_statistics(model: torch.nn.Module) -> bool:
