@@ -32,8 +32,8 @@ SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     # Open MPI 5 and 4: more ranks than cores is fine, a waiting rank gives its core away, and no rank is bound to a
-    # core, because its helper threads would be bound to the same one.
-    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",  # without "slot" all ranks go to the first node
+    # core, because its helper threads would be bound to the same one. Without "slot", all ranks go to the first node.
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
