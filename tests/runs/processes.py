@@ -1,0 +1,138 @@
+"""Programs as users start them: with a time limit, and with proof that they leave no process behind.
+
+Every program gets a mark into its environment, which all that it starts inherits: whatever carries it belongs to it,
+even when its parent is long dead.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from hpcsync import launcher
+
+MARK = "HPCSYNC_TEST"
+LIMIT_S = 100.0
+GONE_S = 15.0
+RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
+
+
+def hpcsync(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "hpcsync", *map(str, arguments)]
+
+
+def mpiexec(n: int, *arguments: object) -> list[str]:
+    """n ranks of this Python, started without `hpcsync run`. It needs the environment that `launcher` makes."""
+    return [*launcher.mpiexec(), "-n", str(n), sys.executable, *map(str, arguments)]
+
+
+class Program:
+    """A program that has been started. `out`, `err`: what it has said so far."""
+
+    def __init__(self, argv: list[str], cwd: Path | None, environ: Mapping[str, str]) -> None:
+        self._mark = uuid.uuid4().hex
+        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self.process = subprocess.Popen(
+            argv,
+            cwd=cwd,
+            env={**environ, MARK: self._mark},
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            start_new_session=True,
+        )
+
+    @property
+    def out(self) -> str:
+        return _text(self._out)
+
+    @property
+    def err(self) -> str:
+        return _text(self._err)
+
+    @property
+    def status(self) -> int:
+        """The exit status; waits for it."""
+        return self.process.wait(LIMIT_S)
+
+    def left(self) -> list[psutil.Process]:
+        """Every process of this program that is alive."""
+        needle = f"{MARK}={self._mark}".encode()
+        return [psutil.Process(pid) for pid, environ in _environments() if needle in environ]
+
+    def rank(self, rank: int) -> psutil.Process:
+        """The process that is this rank."""
+        needles = {f"{name}={rank}".encode() for name in RANK_VARIABLES}
+        own = f"{MARK}={self._mark}".encode()
+        pids = [pid for pid, environ in _environments() if own in environ and needles & set(environ)]
+        ranks = [process for pid in pids if "python" in (process := psutil.Process(pid)).name()]
+        assert len(ranks) == 1, f"rank {rank}: {ranks}"
+        return ranks[0]
+
+    def wait_for(self, sign: Callable[[Program], bool]) -> None:
+        """Wait until what the program has said shows this; it must not end before."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while not sign(self):
+            assert self.process.poll() is None, f"ended with {self.status}:\n{self.out}\n{self.err}"
+            assert time.monotonic() < deadline_s, f"in vain after {LIMIT_S} s:\n{self.out}\n{self.err}"
+            time.sleep(0.05)
+
+    def gone_s(self) -> float:
+        """Wait until no process of this program is left; the seconds that it took."""
+        begin_s = time.monotonic()
+        while (left := self._alive()) and time.monotonic() < begin_s + GONE_S:
+            time.sleep(0.05)
+        assert not left, f"left behind after {GONE_S} s: {left}\n{self.out}\n{self.err}"
+        return time.monotonic() - begin_s
+
+    def _alive(self) -> list[psutil.Process]:
+        self.process.poll()  # a zombie of ours is no process left behind
+        return self.left()
+
+    def kill(self) -> None:
+        for process in self.left():
+            process.send_signal(signal.SIGKILL)
+        self.process.wait(GONE_S)
+
+
+@contextmanager
+def started(argv: list[str], cwd: Path | None = None, environ: Mapping[str, str] = os.environ) -> Iterator[Program]:
+    """The program while it runs; at the end it is waited for, and whatever is left of it is an error, and killed."""
+    program = Program(argv, cwd, environ)
+    try:
+        yield program
+        assert program.status is not None
+        program.gone_s()
+    finally:
+        program.kill()
+
+
+def ended(argv: list[str], cwd: Path | None = None, environ: Mapping[str, str] = os.environ) -> Program:
+    """The program after its end."""
+    with started(argv, cwd, environ) as program:
+        pass
+    return program
+
+
+def _environments() -> Iterator[tuple[int, list[bytes]]]:
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environ = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended meanwhile, or belongs to somebody else
+            continue
+        if environ != [b""]:  # a zombie has none
+            yield int(folder.name), environ
+
+
+def _text(file: tempfile._TemporaryFileWrapper[bytes]) -> str:
+    return os.pread(file.fileno(), 1 << 22, 0).decode(errors="replace")

@@ -1,0 +1,159 @@
+"""A rank that raises, is killed or is interrupted ends the whole run soon, with a trace that can be read."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hpcsync import launcher
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import load
+from tests.runs.processes import GONE_S, Program, hpcsync, mpiexec, started
+
+JOB = """
+name = "endless"
+workload = {{name = "breaking:make", batch_size = 4}}
+optimizer = {{name = "sgd", lr = 0.01}}
+stop = {{seconds = 600}}
+paradigm = {{{paradigm}}}
+cluster = {{workers = 2, compute = {{model = "constant", seconds = 0.005}}}}
+"""
+PARADIGMS = {"bsp": 'name = "bsp"', "dssp": 'name = "dssp", staleness_min = 1, staleness_max = 4'}
+
+# In the workload and in the script, the last rank raises as soon as there is a file `fail`.
+WORKLOAD = """
+import os
+import torch
+from hpcsync.launcher import expected_rank
+from hpcsync.learning.workloads import Workload
+
+def loss(model, x):
+    if expected_rank() == 2 and os.path.exists("fail"):
+        raise KeyError("lost")
+    return model(x).mean()
+
+def make():
+    data = torch.utils.data.TensorDataset(torch.ones(64, 3))
+    return Workload(torch.nn.Linear(3, 1), loss, data, None)
+"""
+SCRIPT = """
+import os
+import torch
+import hpcsync
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+compute = {{"model": "constant", "seconds": 0.005}}
+with hpcsync.connect(model, optimizer, out="out", compute=compute, **dict({paradigm})) as sync:
+    data = torch.utils.data.TensorDataset(torch.ones(64, 3))
+    for (x,) in sync.shard(data, batch_size=4, epochs=None):
+        if sync.rank == 2 and os.path.exists("fail"):
+            raise KeyError("lost")
+        loss = model(x).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        sync.step(loss)
+"""
+
+
+class Death(NamedTuple):
+    """Under what, started by what, what happens to it, and what its trace may say of it afterwards."""
+
+    paradigm: str
+    by: str
+    cause: Callable[[Program, Path], object]
+    statuses: set[str]
+
+
+def one_raises(program: Program, folder: Path) -> None:
+    (folder / "fail").touch()
+
+
+def killed(rank: int) -> Callable[[Program, Path], None]:
+    return lambda program, folder: program.rank(rank).send_signal(signal.SIGKILL)
+
+
+def told(signum: int) -> Callable[[Program, Path], None]:
+    return lambda program, folder: program.process.send_signal(signum)
+
+
+# Each in both of the ways to start ranks. After a death under mpiexec alone there is nobody who could say in the trace
+# what server 0 could not. Two runs die in each test, to save time: they wait more than they work.
+DEATHS = {
+    "a worker raises": (
+        Death("bsp", "hpcsync run", one_raises, {"failed"}),
+        Death("dssp", "script", one_raises, {"failed"}),
+    ),
+    "a worker is killed": (
+        Death("dssp", "hpcsync run", killed(2), {"failed"}),
+        Death("bsp", "mpiexec", killed(2), {"failed", "interrupted", "running"}),
+    ),
+    "server 0 is killed": (
+        Death("bsp", "hpcsync run", killed(0), {"failed"}),
+        Death("dssp", "mpiexec", killed(0), {"running"}),
+    ),
+    "a signal to hpcsync run": (
+        Death("dssp", "hpcsync run", told(signal.SIGINT), {"interrupted"}),
+        Death("bsp", "hpcsync run", told(signal.SIGTERM), {"interrupted"}),
+    ),
+    "a signal to mpiexec": (
+        Death("dssp", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
+        Death("bsp", "mpiexec", told(signal.SIGINT), {"interrupted", "running"}),
+    ),
+}
+
+
+def command(folder: Path, death: Death) -> list[str]:
+    """What is started in `folder`; the job lies in another."""
+    beside = folder / "beside"
+    beside.mkdir(parents=True)
+    (beside / "breaking.py").write_text(WORKLOAD)
+    job = beside / "job.toml"
+    job.write_text(JOB.format(paradigm=PARADIGMS[death.paradigm]))
+    script = folder / "script.py"
+    script.write_text(SCRIPT.format(paradigm=PARADIGMS[death.paradigm].replace("name", "paradigm")))
+    if death.by == "script":
+        return mpiexec(3, script)
+    if death.by == "mpiexec":
+        return mpiexec(3, "-m", "mpi4py", "-m", "hpcsync", "run", job, "--out", "out")
+    return hpcsync("run", job, "--out", "out")
+
+
+@pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS)
+def test_the_run_ends_and_its_trace_can_be_read(deaths: tuple[Death, ...], tmp_path: Path) -> None:
+    folders = [tmp_path / str(i) for i in range(len(deaths))]
+    environ = launcher.environment()
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(started(command(folder, death), cwd=folder, environ=environ))
+            for death, folder in zip(deaths, folders, strict=True)
+        ]
+        for program in programs:
+            program.wait_for(lambda said: " samples " in said.out)  # which is said right after the trace's first flush
+        for death, folder, program in zip(deaths, folders, programs, strict=True):
+            assert len(program.left()) >= 4, "three ranks and a launcher are alive until something happens"
+            die(program, folder, death)
+
+
+def die(program: Program, folder: Path, death: Death) -> None:
+    death.cause(program, folder)
+    begin_s = time.monotonic()
+    assert program.status != 0
+    program.gone_s()
+    took_s = time.monotonic() - begin_s
+    assert took_s < GONE_S
+    if death.cause is one_raises:
+        assert "KeyError: 'lost'" in program.err
+        assert "worker 1 (rank 2) failed" in program.err
+    trace = load(folder / "out" / "trace.h5")
+    assert trace.status in death.statuses
+    assert len(trace.tables["pushes"]) > 10
+    assert [found for found in audit(trace) if not found.passed] == []
+    assert not (folder / "out" / "summary.json").exists()
+    print(f"{death.by}, {death.paradigm}: gone after {took_s:.1f} s, status {program.status}, trace {trace.status}")

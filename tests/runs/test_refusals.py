@@ -1,0 +1,76 @@
+"""The user's mistakes: status 2 and one line, before any rank starts; among ranks, one line from one of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hpcsync import launcher
+from tests.runs.processes import ended, hpcsync, mpiexec
+
+JOB = Path(__file__).parents[2] / "jobs" / "digits-dssp.toml"
+SMALL = ("--set", 'workload={name="linear"}', "--set", "stop={updates=5}")
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        (
+            "paradigm.staleness_max=1",
+            "paradigm.staleness_max = 1: must be at least paradigm.staleness_min = 3",
+        ),
+        ("cluster.servers=20000", "cluster.servers = 20000: must be at most the model's "),
+        ("optimizer.momentum=-1", 'optimizer = {"momentum": -1}: torch says: '),
+    ],
+)
+def test_a_bad_job_is_told_in_one_line_and_nothing_starts(tmp_path: Path, override: str, line: str) -> None:
+    program = ended(hpcsync("run", JOB, "--set", override, "--out", tmp_path / "out"))
+    assert program.status == 2
+    assert program.out == "", "not even the line that starts the ranks"
+    assert len(program.err.splitlines()) == 1
+    assert program.err.startswith(f"hpcsync: {line}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_number_of_ranks_than_the_job_s_is_told_by_one_of_them(tmp_path: Path) -> None:
+    program = ended(
+        mpiexec(2, "-m", "mpi4py", "-m", "hpcsync", "run", JOB, *SMALL, "--out", tmp_path / "out"),
+        environ=launcher.environment(),
+    )
+    assert program.status != 0
+    lines = [line for line in program.err.splitlines() if line.startswith("hpcsync:")]
+    assert lines == ["hpcsync: cluster.workers = 3: with cluster.servers = 1 this takes 4 ranks, but 2 were started"], (
+        program.err
+    )
+    assert "Traceback" not in program.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_a_trace_is_refused_among_ranks_too(tmp_path: Path) -> None:
+    (tmp_path / "trace.h5").write_bytes(b"precious")
+    settings = (*SMALL, "--set", "cluster={workers=1}")
+    program = ended(
+        mpiexec(2, "-m", "mpi4py", "-m", "hpcsync", "run", JOB, *settings, "--out", tmp_path),
+        environ=launcher.environment(),
+    )
+    assert program.status != 0
+    lines = [line for line in program.err.splitlines() if line.startswith("hpcsync:")]
+    assert lines == [f"hpcsync: --out {tmp_path}: must not hold a trace.h5 already: runs are never overwritten"]
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"trace.h5": b"precious"}
+
+
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD", "PMI"])
+def test_many_worlds_of_one_are_refused(tmp_path: Path, name: str) -> None:
+    """What a launcher of another MPI makes: a process that was told of three ranks and sees one."""
+    environ = {**os.environ, f"{name}_SIZE": "3", f"{name}_RANK": "0"}
+    program = ended(hpcsync("run", JOB, "--out", tmp_path / "out"), environ=environ)
+    assert program.status == 2, program.err
+    lines = [line for line in program.err.splitlines() if line.startswith("hpcsync:")]
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "hpcsync: 3 processes were started, but each is a world of its own: start them with "
+        f"{launcher.mpiexec()[0]}, which belongs to this Python's MPI library"
+    )
+    assert not (tmp_path / "out").exists()
