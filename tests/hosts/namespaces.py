@@ -1,0 +1,169 @@
+"""Several hosts on one machine: network namespaces on a bridge, each with its own address, host name, /dev/shm and
+processes. The file system is shared, as a cluster's home is.
+
+    with Hosts(3) as hosts:
+        hosts.run([*hosts.mpiexec([1, 2, 3]), "-n", "3", "hostname"])
+
+The launcher runs on the host `head`, which holds the bridge. A host is a process that reads its standard input; when
+this process ends, however it does, that input ends, and with it the host, its processes, its address and its cable.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from hpcsync import launcher
+
+NETWORK = "10.87.0"
+AGENT = Path(__file__).with_name("agent")
+TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
+
+HEAD = "unshare --net --uts --mount"
+HOST = "unshare --net --uts --mount --ipc --pid --fork --kill-child --mount-proc"
+BOOT = """
+set -e
+hostname {name}
+mount --bind {folder}/hosts /etc/hosts
+ip link set lo up
+{more}
+echo up
+exec cat
+"""
+OWN = """
+mount -t tmpfs tmpfs /dev/shm
+mount -t sysfs sysfs /sys
+"""
+BRIDGE = f"""
+ip link add br0 type bridge
+ip address add {NETWORK}.254/24 dev br0
+ip link set br0 up
+"""
+
+
+class Unavailable(Exception):
+    """This machine or this user cannot make hosts; the message says why."""
+
+
+class Hosts:
+    """Hosts n1 to n{n} and head, until `close`. Raises Unavailable."""
+
+    def __init__(self, n: int, rate: str | None = None) -> None:
+        if os.geteuid() != 0:
+            raise Unavailable("only root may make network namespaces")
+        if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
+            raise Unavailable(f"not installed: {', '.join(missing)}")
+        self._processes: list[subprocess.Popen[str]] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="hpcsync-hosts-", dir="/run"))
+        names = {f"n{i}": f"{NETWORK}.{i}" for i in range(1, n + 1)}
+        addresses = {"localhost": "127.0.0.1", "head": f"{NETWORK}.254", **names}
+        (self._folder / "hosts").write_text("".join(f"{a} {name}\n" for name, a in addresses.items()))
+        try:
+            self._head = self._boot("head", HEAD, BRIDGE)
+            for name, address in names.items():
+                self._plug(name, self._boot(name, HOST, OWN), address, rate)
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.close()
+            raise Unavailable(f"hosts cannot be made here: {error}") from None
+
+    def _boot(self, name: str, unshare: str, more: str) -> int:
+        """Start a host; the id of the process that holds its namespaces."""
+        script = BOOT.format(name=name, folder=self._folder, more=more)
+        with open(self._folder / f"{name}.log", "w+") as log:
+            process = subprocess.Popen(
+                [*unshare.split(), "sh", "-c", script],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+            self._processes.append(process)
+            assert process.stdout is not None
+            if process.stdout.readline() != "up\n":
+                log.seek(0)
+                raise OSError(f"{name}: {log.read().strip()}")
+        pid = process.pid
+        if "--fork" in unshare:
+            (child,) = psutil.Process(pid).children()
+            pid = child.pid
+        (self._folder / name).write_text(str(pid))
+        return pid
+
+    def _plug(self, name: str, pid: int, address: str, rate: str | None) -> None:
+        """A cable from the bridge to the host, whose both ends send at `rate` at most."""
+        head, host = (["nsenter", "--target", str(target), "--net"] for target in (self._head, pid))
+        port = f"to-{name}"
+        lines = [
+            [*head, *f"ip link add {port} type veth peer name eth0 netns {pid}".split()],
+            [*head, *f"ip link set {port} master br0 up".split()],
+            [*host, *f"ip address add {address}/24 dev eth0".split()],
+            [*host, *"ip link set eth0 up".split()],
+        ]
+        if rate is not None:
+            shape = f"root tbf rate {rate} burst 128kb latency 100ms".split()
+            lines += [[*head, "tc", "qdisc", "add", "dev", port, *shape]]
+            lines += [[*host, "tc", "qdisc", "add", "dev", "eth0", *shape]]
+        for line in lines:
+            subprocess.run(line, check=True, capture_output=True)
+
+    def mpiexec(self, numbers: Iterable[int]) -> list[str]:
+        """The launcher of this Python's MPI, for one rank on each of these hosts."""
+        names = [f"n{i}" for i in numbers]
+        line = launcher.mpiexec()
+        version = subprocess.run([*line, "--version"], capture_output=True, text=True, check=True).stdout
+        if "HYDRA" in version:
+            return [*line, "-launcher", "ssh", "-launcher-exec", str(AGENT), "-hosts", ",".join(names), "-ppn", "1"]
+        hosts = ",".join(f"{name}:1" for name in names)
+        return [*line, "--prtemca", "plm_ssh_agent", str(AGENT), "-x", "PYTHONPATH", "--host", hosts]
+
+    def run(
+        self, line: Sequence[str], cwd: Path, environ: Mapping[str, str], timeout_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program on head to its end. Raises subprocess.TimeoutExpired, the program killed."""
+        inside = ["nsenter", "--target", str(self._head), "--net", "--uts", "--mount", "env", f"--chdir={cwd}"]
+        return subprocess.run(
+            [*inside, *line],
+            env={**environ, "HPCSYNC_TEST_HOSTS": str(self._folder)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def processes(self, number: int) -> list[psutil.Process]:
+        """What runs on host n{number}, besides the host itself."""
+        pid = int((self._folder / f"n{number}").read_text())
+        here = os.readlink(f"/proc/{pid}/ns/pid")
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.pid != pid and os.readlink(f"/proc/{process.pid}/ns/pid") == here:
+                    found.append(process)
+            except OSError:
+                continue
+        return found
+
+    def close(self) -> None:
+        """Take every host away, with all that runs there; harmless when repeated."""
+        for process in self._processes:
+            assert process.stdin is not None and process.stdout is not None
+            process.kill()
+            process.stdin.close()
+            process.stdout.close()
+            process.wait(10)
+        self._processes.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

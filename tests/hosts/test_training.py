@@ -1,0 +1,144 @@
+"""A run with its server on one host and its workers on two others, which meet over TCP alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcsync import launcher
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import Trace, load
+from tests.hosts.namespaces import Hosts, Unavailable
+
+LINEAR = """
+name = "apart"
+seed = 1
+workload = {{name = "linear", features = 101, samples = 400, batch_size = 8}}
+optimizer = {{name = "sgd", lr = 0.02, momentum = 0.9}}
+stop = {{updates = 60}}
+paradigm = {{name = "{paradigm}"}}
+cluster = {{workers = 2}}
+"""
+TIMING = """
+name = "heavy"
+workload = {name = "timing", parameters = 1_000_000, batch_size = 1}
+optimizer = {name = "sgd", lr = 0.1}
+stop = {updates = 4}
+paradigm = {name = "asp"}
+cluster = {workers = 2}
+"""
+WIRE_S = 0.3  # a push and a read of 4 MB each at 1 Gbit/s for two workers at once, and Open MPI sends a read twice
+SLOW_S = 0.5
+SLACK_S = 0.5  # the machine's other business
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Three hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
+    try:
+        hosts = Hosts(3, rate="1gbit")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        yield hosts
+
+
+def environ(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **more}
+
+
+def run(hosts: Hosts, folder: Path, line: list[str], **more: str) -> subprocess.CompletedProcess[str]:
+    result = hosts.run(line, cwd=folder, environ=environ(**more))
+    assert result.returncode == 0, f"{shlex.join(line)}\n{result.stdout}\n{result.stderr}"
+    return result
+
+
+def trace_of(folder: Path) -> Trace:
+    trace = load(folder / "trace.h5")
+    assert trace.status == "finished"
+    assert [found for found in audit(trace) if not found.passed] == []
+    return trace
+
+
+def test_hosts_are_apart_and_empty(hosts: Hosts, tmp_path: Path) -> None:
+    line = [
+        *hosts.mpiexec([1, 2, 3]),
+        "-n",
+        "3",
+        "sh",
+        "-c",
+        "hostname; ls /dev/shm | grep -c seen; touch /dev/shm/seen",
+    ]
+    words = hosts.run(line, cwd=tmp_path, environ=launcher.environment()).stdout.split()
+    assert sorted(words) == ["0", "0", "0", "n1", "n2", "n3"]
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "asp"])
+def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_path: Path, paradigm: str) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(LINEAR.format(paradigm=paradigm))
+    program = [sys.executable, "-m", "hpcsync", "run", str(job), "--out"]
+    run(hosts, tmp_path, [*program, "apart"], MPIEXEC=shlex.join(hosts.mpiexec([1, 2, 3])))
+    trace = trace_of(tmp_path / "apart")
+    assert hosts_of(trace) == ["n1", "n2", "n3"]
+    for worker in (0, 1):
+        pushes = trace.tables["pushes"][trace.tables["pushes"]["worker"] == worker]
+        assert pushes["iteration"].tolist() == list(range(1, 1 + len(pushes)))
+        assert len(pushes) > 10
+    if paradigm == "bsp":
+        subprocess.run([*program, "together"], cwd=tmp_path, env=environ(), check=True, timeout=60, capture_output=True)
+        assert not {"n1", "n2", "n3"} & set(hosts_of(load(tmp_path / "together" / "trace.h5")))
+        apart, together = (tmp_path / name / "weights.safetensors" for name in ("apart", "together"))
+        assert apart.read_bytes() == together.read_bytes(), "bit for bit what one host computes"
+
+
+def hosts_of(trace: Trace) -> list[str]:
+    return [host.decode() for host in trace.tables["clocks"]["host"]]
+
+
+def longest_transfers(hosts: Hosts, folder: Path, *server: str) -> tuple[float, float]:
+    """(longest read and push of an iteration together, the server's longest update), in seconds."""
+    job = folder / "job.toml"
+    job.write_text(TIMING)
+    out = folder / "out"
+    slowed = str(Path(__file__).with_name("slowed.py"))
+    line = [*hosts.mpiexec([1, 2, 3]), "-n", "3", sys.executable, "-m", "mpi4py", slowed, str(job), str(out), *server]
+    run(hosts, folder, line, **launcher.environment({"MPIEXEC": shlex.join(line)}))
+    seen = json.loads((out / "seen.json").read_text())
+    assert seen["equal_weights"]
+    pushes = trace_of(out).tables["pushes"]
+    assert set(pushes["wire_bytes"]) == {8_000_000}
+    print(f"read and push: {np.sort(pushes['comm_s']).round(3)} s; longest update {seen['longest_update_s']:.3f} s")
+    return float(pushes["comm_s"].max()), float(seen["longest_update_s"])
+
+
+def limit_s(update_s: float) -> float:
+    """What an iteration's two transfers may take, each of which may wait for one update."""
+    return 2 * update_s + WIRE_S + SLACK_S
+
+
+def test_no_transfer_waits_longer_than_the_longest_update(hosts: Hosts, tmp_path: Path) -> None:
+    """On a server that is nearly always in an update."""
+    comm_s, update_s = longest_transfers(hosts, tmp_path, str(SLOW_S))
+    assert comm_s < limit_s(update_s)
+    assert comm_s > SLOW_S / 2, "they did meet a busy server"
+
+
+def test_transfers_wait_for_a_server_that_is_deaf_while_it_waits(hosts: Hosts, tmp_path: Path) -> None:
+    """The negative control of the test above: its updates are short, but transfers wait beyond the same limit."""
+    comm_s, update_s = longest_transfers(hosts, tmp_path, "0", "deaf")
+    assert comm_s > limit_s(update_s)
+
+
+def test_nothing_is_left_on_the_hosts(hosts: Hosts) -> None:
+    assert [hosts.processes(number) for number in (1, 2, 3)] == [[], [], []]
