@@ -41,7 +41,7 @@ check: .venv/ready
 unit: .venv/ready
 	.venv/bin/python -m pytest -q tests/unit
 
-# Under both MPIs: the same tests at several numbers of ranks, then whole runs.
+# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts.
 ranks: ranks-.venv ranks-.venv-mpich
 
 ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
@@ -54,6 +54,10 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	if ls tests/runs/test_*.py >/dev/null 2>&1; then \
 	    echo "$*/bin/python -m pytest -x -q tests/runs"; \
 	    $*/bin/python -m pytest -x -q tests/runs; \
+	fi; \
+	if ls tests/hosts/test_*.py >/dev/null 2>&1; then \
+	    echo "$*/bin/python -m pytest -x -q -rs tests/hosts"; \
+	    $*/bin/python -m pytest -x -q -rs tests/hosts; \
 	fi
 
 format: .venv/ready
