@@ -24,7 +24,7 @@ class Iterations:
         self._worker = worker
         self._now = now
         self._training_epochs = 0
-        self._begin_s = 0.0
+        self._begin_s: float | None = None  # of the batch that has been handed out, until its step
         compute, n_workers = job.cluster.compute, job.cluster.workers
         self._padding = iteration_seconds(compute, job.seed, worker, n_workers) if compute is not None else None
 
@@ -43,10 +43,13 @@ class Iterations:
             yield batch
 
     def end(self) -> tuple[float, float]:
-        """Pad the iteration; return when it began and ended."""
+        """Pad the iteration; return when it began and ended. Raises RuntimeError where no iteration has begun."""
+        if self._begin_s is None:
+            raise RuntimeError("step without a batch: call it once for each batch of the session's shard")
+        begin_s, self._begin_s = self._begin_s, None
         if self._padding is not None:
-            time.sleep(max(0.0, self._begin_s + next(self._padding) - self._now()))
-        return self._begin_s, self._now()
+            time.sleep(max(0.0, begin_s + next(self._padding) - self._now()))
+        return begin_s, self._now()
 
     def _batches(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[Any]:
         if dataset is None:

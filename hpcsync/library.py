@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -103,7 +104,7 @@ def connect(
         check_model(job, model, "model", evaluated=False)  # its running statistics are all here
         return LocalSession(job, model, optimizer, evaluate)
     session = join(comm, job, model, spec, evaluate, out)
-    _hand_over(optimizer, model, session)
+    session.take_over(optimizer)
     return session
 
 
@@ -116,6 +117,8 @@ def join(
     out: str | Path | None,
 ) -> RankSession:
     """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
+    from mpi4py import MPI
+
     from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
     if comm.size != job.cluster.ranks:
@@ -124,7 +127,10 @@ def join(
             f"{job.cluster.ranks} ranks, but {comm.size} were started"
         )
     check_model(job, model, "model", evaluated=evaluate is not None)
-    torch.set_num_threads(1)  # ranks share the cores of a node
+    _refuse_differences(comm, job, model)
+    if evaluate is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE, for the evaluation beside server 0")
+    _share_cores(comm, is_server=comm.rank < job.cluster.servers)
     folder = agree(comm, lambda: _make_folder(job, out))
     try:
         if comm.rank >= job.cluster.servers:
@@ -141,6 +147,8 @@ def world() -> MPI.Intracomm | None:
     """All ranks; None for a process that no MPI launcher started. Raises LaunchError for N worlds of one."""
     if not launcher.under_launcher():
         return None
+    if "mpi4py.MPI" not in sys.modules:  # it reads its settings once
+        os.environ.update({**launcher.SETTINGS, **os.environ})
     from mpi4py import MPI
 
     launcher.refuse_singletons(MPI.COMM_WORLD.size, MPI.Get_library_version())
@@ -164,6 +172,34 @@ def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
     if isinstance(result, JobError):
         raise result
     return result
+
+
+def _refuse_differences(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
+    """Every rank must train the same model in the same way: shards are cut from it, and decisions hold for all."""
+    state = [(key, tuple(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
+    trained = [p.requires_grad for p in model.parameters()]
+    everybody = comm.allgather((job.to_toml(), state, trained))
+    for rank, (job_toml, *its_model) in enumerate(everybody):
+        if its_model != [*everybody[0][1:]]:
+            raise JobError(f"model: must have the same parameters on every rank; rank {rank}'s differ from rank 0's")
+        if job_toml != everybody[0][0]:
+            raise JobError(f"connect: must be given the same on every rank; rank {rank}'s settings are not rank 0's")
+
+
+def _share_cores(comm: MPI.Intracomm, *, is_server: bool) -> None:
+    """Give this rank its share of the node's cores, unless OMP_NUM_THREADS says otherwise.
+
+    A server updates in one thread: where torch splits a tensor between threads, the bits would depend on the shards.
+    """
+    from mpi4py import MPI
+
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    share = len(os.sched_getaffinity(0)) // node.size
+    node.Free()
+    if is_server:
+        torch.set_num_threads(1)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, share))
 
 
 def _abort(comm: MPI.Intracomm) -> None:
@@ -201,21 +237,6 @@ def _refuse_targets(job: Job) -> None:
             raise JobError(f"stop.{key} = {target}: must come with evaluate, which alone can find it")
 
 
-def _hand_over(optimizer: torch.optim.Optimizer, model: torch.nn.Module, session: RankSession) -> None:
-    """The script's own calls must not undo what the session has set up, nor pretend to do what the servers do."""
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        session.flat.zero_gradient()
-
-    def step(closure: Any = None) -> None:
-        raise RuntimeError("optimizer.step: the servers run the optimizer; call the session's step(loss) instead")
-
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-    model.zero_grad = zero_grad  # type: ignore[method-assign]
-    optimizer.step = step  # type: ignore[method-assign, assignment]
-    session.watch_learning_rate(optimizer)
-
-
 class LocalSession(Session):
     """One process without MPI: the script's own training, in the data order that one worker would have.
 
@@ -241,9 +262,11 @@ class LocalSession(Session):
         self._updates = 0
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        self._refuse_outside()
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def step(self, loss: torch.Tensor | float) -> bool:
+        self._refuse_outside()
         if self.stopped:
             raise RuntimeError("step after the run has ended: leave the loop when step returns False")
         self._iterations.end()

@@ -33,8 +33,6 @@ class Progress:
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._every_s = TERMINAL_EVERY_S if self._live else FILE_EVERY_S
         self._next_s = self._every_s
-        if self._live:
-            self._live.start()
 
     def show(self, now_s: float, coordinator: Coordinator) -> None:
         """Say it, if the last time is long enough ago."""
@@ -46,6 +44,7 @@ class Progress:
         if not math.isnan(coordinator.last_accuracy):
             line += f"  accuracy {coordinator.last_accuracy:.4f}"
         if self._live:
+            self._live.start()
             self._live.update(Text(line), refresh=True)
         else:
             self._console.print(line, soft_wrap=True)

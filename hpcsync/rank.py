@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from mpi4py import MPI
+import numpy as np
+import torch
 
 from hpcsync import job as jobs
 from hpcsync.job import Job, Script
@@ -17,6 +19,9 @@ from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import build, import_beside
 from hpcsync.library import agree, join, world
 from hpcsync.session import Session
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 
 def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None) -> int:
@@ -43,6 +48,9 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     workload = build(job)
     assert not isinstance(job.workload, Script), "such a job has no workload"
     optimizer = OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
+    # What a model draws, for dropout say, follows from the job's seed, and differs between workers.
+    worker = max(0, comm.rank - job.cluster.servers)
+    torch.manual_seed(int(np.random.SeedSequence([job.seed, 3, worker]).generate_state(1)[0]))
     with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
         replica = Replica(sync.flat, workload.loss)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):

@@ -24,6 +24,7 @@ class Session(ABC):
         self.worker = worker
         self.n_workers = n_workers
         self.stopped = False
+        self._entered = False
 
     @abstractmethod
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
@@ -42,7 +43,13 @@ class Session(ABC):
         """
 
     def __enter__(self) -> Self:
+        self._entered = True
         return self
+
+    def _refuse_outside(self) -> None:
+        """Only the end of a `with` block tells the others that this process has finished."""
+        if not self._entered:
+            raise RuntimeError("the session must be used in a with statement")
 
     @abstractmethod
     def __exit__(

@@ -55,7 +55,7 @@ def _serve(link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
         )
         leader = Leader(link, shard, coordinator, None, trace.flush_if_due)
         leader.serve()
-        leader.free()
+        leader.finish()
     shard.free()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
@@ -64,7 +65,7 @@ class OptimizerSpec:
             raise ValueError(f"optimizer with {len(optimizer.param_groups)} parameter groups: allowed is one")
         accepted = inspect.signature(type(optimizer)).parameters
         options = {
-            key: value
+            key: value.item() if isinstance(value, np.generic) else value
             for key, value in optimizer.param_groups[0].items()
             if key in accepted and key not in ("params", "lr", *IMPLEMENTATION)
         }

@@ -71,6 +71,8 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
         size = sum(parameter.numel() for parameter in trainable(model))
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        raise JobError(f"{name}: must be in host memory: this version keeps all its buffers there")
     if job.cluster.servers > size:
         raise JobError(f"cluster.servers = {job.cluster.servers}: must be at most the model's {size} parameters")
     if evaluated and has_running_statistics(model):

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from hpcsync.coordinator import Coordinator, Order, Report
 from hpcsync.mpi import wire
 from hpcsync.mpi.evaluator import Evaluator
-from hpcsync.mpi.link import Link
+from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
@@ -23,8 +25,8 @@ class Interrupted(Exception):
     """The run was asked to end by a signal."""
 
 
-class WorkerFailed(Exception):
-    """A worker has said that it cannot go on."""
+class RankFailed(Exception):
+    """Another rank has said that it cannot go on."""
 
 
 class Leader:
@@ -47,14 +49,15 @@ class Leader:
         self._orders = Outbox(link.comm, wire.TAG_ORDER, wire.ORDER)
 
     def serve(self) -> None:
-        """Until every worker has left. Raises Interrupted or WorkerFailed when the run cannot be finished."""
+        """Until every worker has left. Raises Interrupted or RankFailed when the run cannot be finished."""
         patience = self._link.patience
         patience.reset()
-        with _signals() as received:
+        received: list[int] = []
+        with on_signals(received.append):
             chores_s = 0.0
             while self._coordinator.active:
                 if received:
-                    raise Interrupted(signal.Signals(received[0]).name)
+                    interrupt(received[0])
                 now_s = self._link.clock.now()
                 report = self._reports.poll()
                 if report is not None:
@@ -65,7 +68,16 @@ class Leader:
                     chores_s = now_s
                 if report is None:
                     patience.pause()
+
+    def read(self, reader: Reader, into: np.ndarray) -> None:
+        """Read the current version, shape (size,), on behalf of the evaluator, which must be idle."""
+        self._promise_evaluator()
+        reader.read(reader.wait(), into)
+
+    def finish(self) -> None:
+        """Tell every rank that the run is over."""
         self._command([OrderRecord(wire.FINISH)])
+        self._orders.free()
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, report = record[0], Report._make(record[1:])
@@ -74,7 +86,7 @@ class Leader:
         elif kind == wire.LEFT:
             self._carry_out(self._coordinator.left(now_s, report.worker))
         else:
-            raise WorkerFailed(f"worker {report.worker} (rank {self._link.roles.rank_of(report.worker)}) failed")
+            raise RankFailed(f"rank {report.worker} failed")
         self._evaluate_if_due(now_s)
 
     def _look_around(self, now_s: float) -> None:
@@ -87,8 +99,11 @@ class Leader:
         coordinator, evaluator = self._coordinator, self._evaluator
         if evaluator is not None and not coordinator.stopping and evaluator.due(coordinator.samples):
             evaluator.begin(now_s, coordinator.version, coordinator.samples)
-            reader = self._link.roles.evaluator
-            self._command([OrderRecord(wire.PROMISE, reader, version=coordinator.version, local_steps=1)])
+            self._promise_evaluator()
+
+    def _promise_evaluator(self) -> None:
+        reader = self._link.roles.evaluator
+        self._command([OrderRecord(wire.PROMISE, reader, version=self._coordinator.version, local_steps=1)])
 
     def _carry_out(self, orders: list[Order]) -> None:
         if orders:
@@ -100,21 +115,22 @@ class Leader:
                 self._orders.send(server, record)
             self._shard.carry_out(record)
 
-    def free(self) -> None:
-        self._orders.free()
-
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Note SIGINT and SIGTERM instead of dying of them, so that the trace can be closed in order."""
-    received: list[int] = []
+def on_signals(note: Callable[[int], None]) -> Iterator[None]:
+    """Call `note` with SIGINT or SIGTERM instead of dying of it, so that the trace can be closed in order."""
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda n, _: received.append(n)) for number in numbers]
+    before = [signal.signal(number, lambda n, _: note(n)) for number in numbers]
     try:
-        yield received
+        yield
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
+
+
+def interrupt(number: int) -> None:
+    """End what is being done, where nothing else looks whether a signal has come. Raises Interrupted."""
+    raise Interrupted(signal.Signals(number).name)

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from hpcsync.learning.store import n_buffers, row_size
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
-from hpcsync.mpi.mailbox import Inbox
+from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.roles import Roles
 from hpcsync.mpi.window import Window
@@ -48,6 +48,11 @@ class Link:
         """An inbox that is withdrawn together with the link."""
         self._inboxes.append(Inbox(self.comm, tag, dtype))
         return self._inboxes[-1]
+
+    def report_failure(self) -> None:
+        """Tell server 0 that this rank cannot go on."""
+        reports = Outbox(self.comm, wire.TAG_REPORT, wire.REPORT)
+        reports.send(0, (wire.FAILED, self.comm.rank) + (0,) * (len(wire.REPORT.names or ()) - 2))
 
     def clocks(self) -> list[tuple[int, str, float, float]] | None:
         """Rows of the trace's /clocks, on rank 0; collective."""

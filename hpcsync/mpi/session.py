@@ -6,8 +6,9 @@ import contextlib
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.evaluator import Evaluator
-from hpcsync.mpi.leader import Interrupted, Leader, WorkerFailed
+from hpcsync.mpi.leader import Interrupted, Leader, RankFailed, interrupt, on_signals
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.roles import Roles
 from hpcsync.mpi.shard import Shard, follow
@@ -33,11 +34,14 @@ from hpcsync.session import Session
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
-FAREWELL_S = 3.0  # how long a failed worker leaves server 0 to close the trace before it ends the job
+FAREWELL_S = 3.0  # how long a failed rank leaves server 0 to close the trace before it ends the job
 
 
 class RankSession(Session):
-    """What servers and workers have in common: a link, and an end in which nobody is left behind."""
+    """What servers and workers have in common: a link, and an end in which nobody is left behind.
+
+    All of rank 0's model becomes everybody's: the trainable weights through the link, frozen ones and buffers here.
+    """
 
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
         self._comm = comm
@@ -49,10 +53,36 @@ class RankSession(Session):
         self._clocks = self._link.clocks()
         self._optimizer: torch.optim.Optimizer | None = None
         super().__init__(rank=comm.rank, n_workers=roles.n_workers)
+        self._share([p.detach() for p in model.parameters() if not p.requires_grad], 0)
+        self._share(model.buffers(), 0)
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._uncaught
 
-    def watch_learning_rate(self, optimizer: torch.optim.Optimizer) -> None:
-        """The script's optimizer, whose learning rate must stay as it is."""
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
+        self._excepthook(kind, error, trace)
+        sys.stderr.flush()
+        self._comm.Abort(1)
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Until the end the script's own calls must not undo what is set up here, nor pretend to do what servers do."""
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self.flat.zero_gradient()
+
+        def step(closure: Any = None) -> None:
+            raise RuntimeError("optimizer.step: the servers run the optimizer; call the session's step(loss) instead")
+
         self._optimizer = optimizer
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._model.zero_grad = zero_grad  # type: ignore[method-assign]
+        optimizer.step = step  # type: ignore[method-assign, assignment]
+
+    def _give_back(self) -> None:
+        sys.excepthook = self._excepthook
+        if self._optimizer is not None:
+            del self._optimizer.zero_grad, self._optimizer.step, self._model.zero_grad
+            self._optimizer = None
 
     def _part(self) -> None:
         """Play this rank's part to its end; rank 0's model then holds the final weights."""
@@ -60,15 +90,20 @@ class RankSession(Session):
 
     def _fail(self, error: BaseException) -> None:
         """Say what is known to whom it helps, before the job is ended."""
-        traceback.print_exception(error)
+        if not isinstance(error, KeyboardInterrupt):
+            print(f"hpcsync: rank {self.rank} failed:", file=sys.stderr)
+            traceback.print_exception(error)
+        self._link.report_failure()
+        time.sleep(FAREWELL_S)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
                 self._part()
                 self._share_final_state()
                 self._link.free()
                 self._conclude()
+                self._give_back()
                 return
             except BaseException as late:
                 error = late
@@ -81,10 +116,14 @@ class RankSession(Session):
         """Everybody ends with the weights that server 0 has read, and with worker 0's running statistics, which live on
         the workers and are not synchronised before."""
         self._comm.Bcast(self.flat.weights.numpy(), 0)
-        for buffer in self._model.buffers():
-            values = buffer.numpy().copy()
-            self._comm.Bcast(values, self._link.roles.rank_of(0))
-            buffer.copy_(torch.from_numpy(values))
+        self._share(self._model.buffers(), self._link.roles.rank_of(0))
+
+    def _share(self, tensors: Iterable[torch.Tensor], root: int) -> None:
+        """Give everybody the root's values, of any type."""
+        for tensor in tensors:
+            values = tensor.reshape(-1).clone()
+            self._comm.Bcast(values.view(torch.uint8).numpy(), root)
+            tensor.copy_(values.view(tensor.shape))
 
     def _conclude(self) -> None:
         """After the last rank has finished."""
@@ -98,9 +137,11 @@ class WorkerSession(RankSession):
         self._iterations = Iterations(job, self.worker, self._link.clock.now)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        self._refuse_outside()
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def step(self, loss: torch.Tensor | float) -> bool:
+        self._refuse_outside()
         if self.stopped:
             raise RuntimeError("step after the run has ended: leave the loop when step returns False")
         self._check_learning_rate()
@@ -120,13 +161,6 @@ class WorkerSession(RankSession):
     def _part(self) -> None:
         self._engine.leave()
 
-    def _fail(self, error: BaseException) -> None:
-        if not isinstance(error, KeyboardInterrupt):
-            print(f"hpcsync: worker {self.worker} (rank {self.rank}) failed:", file=sys.stderr)
-            super()._fail(error)
-        self._engine.fail()
-        time.sleep(FAREWELL_S)
-
 
 class FollowerSession(RankSession):
     """A server serves while its script would train: its loader is empty, and returns when the run is over."""
@@ -136,6 +170,7 @@ class FollowerSession(RankSession):
         self._shard = Shard(self._link, optimizer, self.flat.weights)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        self._refuse_outside()
         if not self._shard.finished:
             self._serve()
         return iter(())
@@ -174,6 +209,7 @@ class LeaderSession(FollowerSession):
         self._trace = TraceWriter(folder / outputs.TRACE, attributes, paradigm.decision_fields)
         for row in self._clocks:
             self._trace.append("clocks", row)
+        self._trace.flush()
         self._coordinator = Coordinator(
             paradigm, self._trace, n_workers=job.cluster.workers, lr=learning_rate(job), stop=job.stop
         )
@@ -185,36 +221,44 @@ class LeaderSession(FollowerSession):
         self._progress = Progress(self._console)
 
     def _serve(self) -> None:
+        leader = Leader(self._link, self._shard, self._coordinator, self._evaluator, self._chores)
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
-        leader = Leader(self._link, self._shard, self._coordinator, self._evaluator, self._chores)
         try:
             leader.serve()
         finally:
             sys.setswitchinterval(switch_s)
             self._progress.close()
-        leader.free()
+        with on_signals(interrupt):
+            self._finish_training(leader)
+        leader.finish()
 
     def _chores(self, now_s: float) -> None:
         self._trace.flush_if_due(now_s)
         self._progress.show(now_s, self._coordinator)
 
-    def _part(self) -> None:
-        super()._part()
+    def _finish_training(self, leader: Leader) -> None:
+        """While the others still wait patiently: evaluate the final weights. The weights are safe before that."""
         coordinator = self._coordinator
         coordinator.close()
+        self._trace.flush()
         if self._evaluator is not None:
             self._evaluator.close()
             if (judged := self._evaluator.result()) is not None:
                 coordinator.evaluated(*judged)
-        self._reader.read(self._reader.wait(), self.flat.weights.numpy())
-
-    def _conclude(self) -> None:
-        coordinator = self._coordinator
+        leader.read(self._reader, self.flat.weights.numpy())
         if self._evaluate is not None:
+            self._save()
             loss, accuracy = self._evaluate(self._model)
             coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy)
-        save_file({k: v.contiguous() for k, v in self._model.state_dict().items()}, self.folder / outputs.WEIGHTS)
+
+    def _save(self) -> None:
+        state = {key: value.contiguous() for key, value in self._model.state_dict().items()}
+        save_file(state, self.folder / outputs.WEIGHTS)
+
+    def _conclude(self) -> None:
+        if self._evaluate is None:  # else they are saved: what is evaluated has no running statistics to wait for
+            self._save()
         self._trace.close("finished")
         outputs.conclude(self.folder, self._console)
 
@@ -223,7 +267,7 @@ class LeaderSession(FollowerSession):
         with contextlib.suppress(OSError, RuntimeError):
             self._coordinator.close()
             self._trace.close(status)
-        if isinstance(error, Interrupted | WorkerFailed):
+        if isinstance(error, Interrupted | RankFailed):
             print(f"hpcsync: {status}: {error}; the trace so far is {self._trace.path}", file=sys.stderr)
-        else:
-            super()._fail(error)
+        elif not isinstance(error, KeyboardInterrupt):
+            traceback.print_exception(error)

@@ -62,8 +62,8 @@ class Shard:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
             self._promise(order.reader, order)
         else:
-            for reader in range(self._link.roles.n_workers + 1):
-                self._promise(reader, order)
+            for worker in range(self._link.roles.n_workers):
+                self._promise(worker, order)
             self.finished = True
 
     def _promise(self, reader: int, order: OrderRecord) -> None:

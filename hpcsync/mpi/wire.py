@@ -13,7 +13,7 @@ import numpy as np
 
 TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
 
-PUSHED, LEFT, FAILED = 0, 1, 2
+PUSHED, LEFT, FAILED = 0, 1, 2  # of FAILED, `worker` is the rank
 
 # `kind`, then the fields of coordinator.Report.
 REPORT = np.dtype(
@@ -35,7 +35,7 @@ REPORT = np.dtype(
 )
 
 # An update of n workers travels as n - 1 CONTRIBUTIONs and an UPDATE, which names the last. PROMISE lets a reader
-# read the current version. FINISH is the last order: every reader is promised the final version.
+# read the current version. FINISH is the last order: every worker hears that the run is over.
 CONTRIBUTION, UPDATE, PROMISE, FINISH = 0, 1, 2, 3
 ORDER = np.dtype(
     [

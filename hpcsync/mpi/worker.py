@@ -57,15 +57,8 @@ class Worker:
 
     def leave(self) -> None:
         """Take no further part; return once every worker has left."""
-        self._report_end(wire.LEFT)
+        self._reports.send(0, (wire.LEFT, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
         self._reader.wait()
-
-    def fail(self) -> None:
-        """Tell server 0 that this worker cannot go on."""
-        self._report_end(wire.FAILED)
-
-    def _report_end(self, kind: int) -> None:
-        self._reports.send(0, (kind, self.index, self.iteration) + (0,) * (len(wire.REPORT.names or ()) - 3))
 
     def _put_gradient(self) -> None:
         link = self._link

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import sys
+import time
+
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
+from hpcsync.job_errors import JobError
 from hpcsync.traces.audit import audit
 
 
@@ -67,3 +72,92 @@ def test_what_the_servers_do_is_not_done_silently_by_the_script(comm, needs, fol
             with pytest.raises(RuntimeError, match="learning rate from 0.05 to 0.01"):
                 sync.step(loss)
             break
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_evaluation_that_falls_due_as_the_last_worker_leaves(comm, needs, folder, servers):
+    """All servers must mean the same promise, also when one evaluation follows another at once."""
+    needs(servers + 1)
+    model, data = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def evaluate(model: torch.nn.Module) -> tuple[float, float]:
+        time.sleep(0.3)
+        return 0.0, 0.0
+
+    settings = {"servers": servers, "evaluate": evaluate, "every_samples": 16, "out": folder / "run", "comm": comm}
+    with hpcsync.connect(model, optimizer, "asp", **settings) as sync:
+        for x, y in sync.shard(data, batch_size=16):
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            sync.step(loss)
+        if sync.worker is not None:
+            time.sleep(0.5)  # the first evaluation is over by now, and the next is due
+    if comm.rank == 0:
+        assert all(found.passed for found in audit(folder / "run" / "trace.h5"))
+
+
+def test_all_of_rank_0s_model_becomes_everybodys(comm, folder):
+    """Frozen parameters and buffers too, of any type."""
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1))
+    model[0].requires_grad_(False)
+    model.register_buffer("scale", torch.randn(3).bfloat16())
+    model.register_buffer("count", torch.tensor(comm.rank))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.05)
+    with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm):
+        mine = {key: value.clone() for key, value in model.state_dict().items()}
+    everybody = comm.allgather(mine)
+    assert all(torch.equal(state[key], everybody[0][key]) for state in everybody for key in mine)
+    assert comm.rank or torch.equal(mine["count"], torch.tensor(0))
+
+
+def test_differing_models_and_settings_are_refused_on_every_rank(comm, needs, folder):
+    needs(2)
+    model = torch.nn.Linear(6, 1 + (comm.rank == comm.size - 1))
+    with pytest.raises(JobError, match=f"same parameters on every rank; rank {comm.size - 1}'s differ"):
+        hpcsync.connect(model, torch.optim.SGD(model.parameters(), lr=0.1), "asp", out=folder / "run", comm=comm)
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + (comm.rank == 1))
+    with pytest.raises(JobError, match="rank 1's settings are not rank 0's"):
+        hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm)
+
+
+def test_a_session_is_refused_outside_of_its_block_and_a_step_without_a_batch(comm, folder):
+    model, data = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    session = hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm)
+    with pytest.raises(RuntimeError, match="with statement"):
+        session.shard(data, 16)
+    with session as sync:
+        if sync.worker is not None:
+            with pytest.raises(RuntimeError, match="step without a batch"):
+                sync.step(0.0)
+
+
+def test_afterwards_model_and_optimizer_are_the_scripts_again(comm, folder):
+    model, data = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    hook = sys.excepthook
+    with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm):
+        pass
+    assert sys.excepthook is hook
+    pickle.dumps(model)
+    torch.nn.functional.mse_loss(model(data.tensors[0]), data.tensors[1]).backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_leaving_by_exit_without_a_status_is_an_end_like_any_other(comm, folder):
+    model, _ = problem()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with (
+        pytest.raises(SystemExit),
+        hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm),
+    ):
+        sys.exit()
+    assert comm.size == 1 or comm.rank or audit(folder / "run" / "trace.h5")
