@@ -13,9 +13,11 @@ that how many rows of each table belong together; readers look no further.
 
 from __future__ import annotations
 
+import os
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -84,13 +86,14 @@ class TraceWriter:
         self._flush_s = 0.0
         self._flushed_at_s = 0.0
         self._n_rows = dict.fromkeys(dtypes, 0)
+        self._datasets: dict[str, h5py.Dataset] = {}  # held open: h5py only prints what fails when a handle goes
         self.path = Path(path)
         # Parallel file systems often refuse locks, and nobody else writes here: a lock is welcome, not needed.
         self._file = h5py.File(path, "x", locking="best-effort")
         try:
             self._lay_out(dtypes, attributes)
         except BaseException:
-            self._file.close()
+            self._abandon()
             self.path.unlink()
             raise
 
@@ -114,13 +117,20 @@ class TraceWriter:
             self._flushed_at_s = now_s
 
     def flush(self) -> None:
-        """Hand every appended row to the operating system: from here on it survives the end of this process."""
+        """Hand every appended row to the operating system: from here on it survives the end of this process.
+
+        Raises OSError or RuntimeError when the file cannot be written. From then on the writer leaves it alone: the
+        file ends at the flush before, and later rows are dropped.
+        """
         begin_s = time.perf_counter()
-        if any(ring.used for ring in self._rings.values()):
-            self._write_rows()
-            self._file.flush()
-            self._write_progress()
-            self._file.flush()
+        if not self._file:
+            self._drop_rows()
+        elif any(ring.used for ring in self._rings.values()):
+            with self._or_abandon():
+                self._write_rows()
+                self._file.flush()
+                self._write_progress()
+                self._file.flush()
         self._flush_s += time.perf_counter() - begin_s
 
     def close(self, status: str = "finished") -> None:
@@ -131,7 +141,9 @@ class TraceWriter:
             return
         try:
             self.flush()
-            self._file.attrs.modify("status", status)
+            with self._or_abandon():
+                self._file.attrs.modify("status", status)
+                self._file.flush()
         finally:
             self._file.close()
 
@@ -171,7 +183,9 @@ class TraceWriter:
                 self._file.attrs[name] = value
         for table, dtype in dtypes.items():
             chunk_rows = CHUNK_BYTES // dtype.itemsize
-            self._file.create_dataset(table, shape=(0,), maxshape=(None,), chunks=(chunk_rows,), dtype=dtype)
+            self._datasets[table] = self._file.create_dataset(
+                table, shape=(0,), maxshape=(None,), chunks=(chunk_rows,), dtype=dtype
+            )
         self._file.attrs["flushed_rows"] = self._flushed_rows()
         self._file.flush()
 
@@ -179,11 +193,32 @@ class TraceWriter:
         for table, ring in self._rings.items():
             if ring.used:
                 begin, end = self._n_rows[table], self._n_rows[table] + ring.used
-                dataset = self._file[table]
+                dataset = self._datasets[table]
                 dataset.resize((end,))
                 dataset[begin:end] = ring.rows[: ring.used]
                 self._n_rows[table] = end
                 ring.used = 0
+
+    @contextmanager
+    def _or_abandon(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, RuntimeError):
+            self._abandon()
+            raise
+
+    def _abandon(self) -> None:
+        """Leave the file as it is after a failed write (a full disk), and give its handles back.
+
+        Closing writes what is still in memory, and HDF5 crashes when that fails. So it writes to where nothing fails.
+        """
+        with suppress(OSError, RuntimeError), open(os.devnull, "r+b") as nowhere:
+            os.dup2(nowhere.fileno(), self._file.id.get_vfd_handle(), inheritable=False)
+            self._file.close()
+
+    def _drop_rows(self) -> None:
+        for ring in self._rings.values():
+            ring.used = 0
 
     def _write_progress(self) -> None:
         # Modified in place: the attribute never goes missing.

@@ -5,6 +5,8 @@ import os
 import random
 import signal
 import struct
+import subprocess
+import sys
 import time
 
 import h5py
@@ -166,6 +168,64 @@ def test_flushing_is_due_every_few_seconds(path):
         trace.append("grants", GRANT)
         trace.flush()
         assert on_disk() == 2
+
+
+FILL_DISK = """
+import sys
+from hpcsync.traces.writer import TraceWriter
+from tests.unit.traces.test_writer import ATTRIBUTES, PUSH
+
+folder, rows_a_flush = sys.argv[1], int(sys.argv[2])
+try:
+    with TraceWriter(folder + "/trace.h5", ATTRIBUTES) as trace:
+        for seq in range(100_000):
+            trace.append("pushes", (seq, *PUSH[1:]))
+            if seq % rows_a_flush == 0:
+                trace.flush()
+except (OSError, RuntimeError) as error:
+    assert "No space left on device" in str(error)
+    assert error.__context__ is None, "the first error, and no other from closing"
+    print("full")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a small disk")
+@pytest.mark.parametrize("rows_a_flush", [100, 1700, 100_000])
+def test_a_full_disk_is_one_error_and_leaves_a_trace(tmp_path, rows_a_flush):
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", tmp_path], capture_output=True).returncode:
+        pytest.skip("no disks can be made here")
+    try:
+        argv = [sys.executable, "-c", FILL_DISK, str(tmp_path), str(rows_a_flush)]
+        done = subprocess.run(argv, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "full\n", "")
+        assert reading.settle(tmp_path / "trace.h5", "failed")
+        trace = reading.load(tmp_path / "trace.h5")
+        seqs = trace.tables["pushes"]["seq"]
+        assert (seqs == np.arange(len(seqs))).all()
+        assert len(seqs) > 5000 or rows_a_flush == 100_000
+        assert trace.status == "failed"
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_after_a_failed_write_the_file_is_left_alone(path, monkeypatch):
+    def fail(self, *args):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(writer, "RING_ROWS", 128)
+    with TraceWriter(path, ATTRIBUTES) as trace:
+        trace.append("grants", GRANT)
+        trace.flush()
+        trace.append("grants", GRANT)
+        with monkeypatch.context() as context:
+            context.setattr(h5py.Dataset, "__setitem__", fail)
+            with pytest.raises(OSError, match="No space left on device"):
+                trace.flush()
+        for _ in range(1000):
+            trace.append("grants", GRANT)
+        trace.flush()
+    assert status(path) == "running"
+    assert len(reading.load(path).tables["grants"]) == 1
 
 
 def test_tracing_knows_its_own_cost(path):
