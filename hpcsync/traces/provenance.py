@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import platform
+import re
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from hpcsync import __version__
 from hpcsync.job import Job
+
+_HASH = re.compile("[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
 
 
 def provenance(job: Job, *, engine: str, mpi_library: str, hosts: list[str]) -> dict[str, Any]:
@@ -21,7 +25,7 @@ def provenance(job: Job, *, engine: str, mpi_library: str, hosts: list[str]) -> 
         "n_workers": job.cluster.workers,
         "seed": job.seed,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "hpcsync_version": metadata.version("hpcsync"),
+        "hpcsync_version": __version__,
         "git_commit": git_commit(Path.cwd()),
         "mpi_library": mpi_library,
         "hosts": ",".join(dict.fromkeys(hosts)),
@@ -33,10 +37,18 @@ def provenance(job: Job, *, engine: str, mpi_library: str, hosts: list[str]) -> 
 
 
 def git_commit(folder: Path) -> str:
-    """The commit checked out in this folder's git repository, or "" outside one.
+    """The commit checked out in this folder's git repository, or "" outside one and where that cannot be read.
 
     Read from the files, because a process that has initialised MPI had better not fork one for git.
     """
+    try:
+        commit = _head(folder)
+    except (OSError, ValueError):
+        return ""
+    return commit if _HASH.fullmatch(commit) else ""
+
+
+def _head(folder: Path) -> str:
     for parent in (folder, *folder.parents):
         git = parent / ".git"
         if git.is_file():  # of a linked worktree or a submodule: says where its folder is

@@ -1,6 +1,7 @@
 """What a trace says of the run it comes from."""
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,25 @@ def test_a_linked_worktree_has_a_commit_of_its_own(repository):
 
 def test_outside_a_repository_there_is_no_commit(tmp_path):
     assert git_commit(tmp_path) == ""
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"ref: refs/heads/\0\n", b"ref: refs/heads\n", b"ours\n", b""])
+def test_a_repository_that_cannot_be_read_has_no_commit(repository, content):
+    (repository / ".git" / "HEAD").write_bytes(content)
+    assert git_commit(repository) == ""
+
+
+def test_a_branch_that_is_not_a_hash_is_no_commit(repository):
+    (repository / ".git" / "refs" / "heads" / "work").write_text("not a hash\n")
+    assert git_commit(repository) == ""
+
+
+def test_files_that_may_not_be_read_are_no_commit(repository, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "read_text", refuse)
+    assert git_commit(repository) == ""
 
 
 def test_the_attributes_describe_the_run(repository, monkeypatch):
