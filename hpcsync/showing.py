@@ -32,7 +32,8 @@ def rows(job: Job) -> list[tuple[str, str]]:
     sizes = sorted({shard.stop - shard.start for shard in shards})
     times = "as long as they take"
     if (compute := job.cluster.compute) is not None:
-        given = getattr(compute, "seconds", None) or getattr(compute, "table", None)
+        seconds = getattr(compute, "seconds", None)
+        given = seconds if seconds is not None else getattr(compute, "table", None)
         times = f"at least so many seconds: {compute.model}, {given}"
     return [
         ("paradigm", f"{job.paradigm.name}: {in_words(job)}"),

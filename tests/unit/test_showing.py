@@ -33,6 +33,11 @@ def test_rows() -> None:
     ]
 
 
+def test_no_seconds_are_a_number_too() -> None:
+    cluster = {"servers": 1, "workers": 1, "compute": {"model": "constant", "seconds": 0.0}}
+    assert dict(rows(job({"name": "asp"}, cluster=cluster)))["iterations take"].endswith("constant, 0.0")
+
+
 @pytest.mark.parametrize(
     ("paradigm", "words"),
     [
