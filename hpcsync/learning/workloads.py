@@ -102,7 +102,7 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
 
 def _digits() -> Workload:
     """scikit-learn's 1797 handwritten digits of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits), split
-    1437 to 360 by a fixed permutation; a convolutional network of 15 thousand parameters."""
+    1437 to 360 by a fixed permutation; a convolutional network of 13,706 parameters."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -66,6 +66,7 @@ def test_the_loss_is_half_the_mean_squared_error():
 
 def test_digits_are_held_out_of_training():
     workload = make("digits")
+    assert sum(p.numel() for p in workload.model.parameters()) == 13_706
     images, labels = workload.train.tensors
     assert images.shape == (1437, 1, 8, 8)
     assert (images.min(), images.max()) == (0.0, 1.0)
