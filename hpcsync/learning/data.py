@@ -57,6 +57,7 @@ def batches(
     """
     size = len(dataset)  # type: ignore[arg-type]
     per_epoch = whole_batches(batch_size, size)
-    for batch in range(epochs.start * per_epoch, epochs.stop * per_epoch):
-        if batch % n_workers == worker:
-            yield fetch(dataset, batch_indices(seed, batch, batch_size=batch_size, size=size))
+    begin = epochs.start * per_epoch
+    first_of_mine = begin + (worker - begin) % n_workers
+    for batch in range(first_of_mine, epochs.stop * per_epoch, n_workers):
+        yield fetch(dataset, batch_indices(seed, batch, batch_size=batch_size, size=size))

@@ -1,6 +1,7 @@
 """The data order: every batch once, and the same order whoever takes part."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -68,6 +69,14 @@ def test_the_order_is_a_function_of_seed_and_number():
     forwards = [batch_indices(7, j, batch_size=3, size=20).tolist() for j in range(30)]
     backwards = [batch_indices(7, j, batch_size=3, size=20).tolist() for j in reversed(range(30))]
     assert forwards == backwards[::-1]
+
+
+@pytest.mark.parametrize("worker", range(4))
+def test_a_worker_s_batches_are_every_nth_from_anywhere_without_end(worker):
+    endless = batches(numbers(23), 7, worker, n_workers=4, batch_size=4, epochs=range(3, sys.maxsize))
+    numbered = [j for j in range(3 * 5, 3 * 5 + 40) if j % 4 == worker]
+    found = [x.tolist() for (x,) in itertools.islice(endless, 10)]
+    assert found == [batch_indices(7, j, batch_size=4, size=23).tolist() for j in numbered]
 
 
 def test_no_training_epochs_are_no_batches():
