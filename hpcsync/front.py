@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from hpcsync import job as jobs
@@ -20,12 +21,18 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
 
     import_beside(path)
     check(job)
+    given = out is not None and out.exists()
     folder = outputs.choose(job, out)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
     argv += ["-n", str(job.cluster.ranks), "--out", str(folder)]
-    ended = launcher.launch(job.cluster.ranks, argv)
+    try:
+        ended = launcher.launch(job.cluster.ranks, argv)
+    finally:
+        if not given:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
     # Open MPI's launcher ends with 0 when it has lost a whole node: only the last file of a run proves its end.
     if ended.status == 0 and (folder / outputs.SUMMARY).exists():
         return 0

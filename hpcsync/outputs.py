@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -20,29 +24,57 @@ SUMMARY = "summary.json"
 
 
 def choose(job: Job, out: str | Path | None) -> Path:
-    """`out`, or else runs/NAME-TIME/, with a number behind it when that second is taken. Creates nothing.
+    """`out`, or else runs/NAME-TIME/, with a number behind it when that second is taken. Made if it is missing.
 
-    Raises JobError for a folder that holds a trace already, or a path that is no folder.
+    Raises JobError for a folder that holds a run's files already or cannot be written, or a path that is no folder.
     """
-    if out is not None:
-        folder = Path(out)
-        if (folder / TRACE).exists():
-            raise JobError(f"--out {folder}: must not hold a {TRACE} already: runs are never overwritten")
+    folder = _make_new(job) if out is None else Path(out)
+    with _telling(folder):
         if folder.exists() and not folder.is_dir():
-            raise JobError(f"--out {folder}: must be a folder")
-        return folder
-    stem = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (stem if i == 1 else f"{stem}-{i}" for i in range(1, 1000))
-    return next(folder for name in names if not (folder := Path("runs") / name).exists())
+            raise JobError(f"out {folder}: must be a folder")
+        for name in (TRACE, JOB, WEIGHTS, SUMMARY):
+            if (folder / name).exists():
+                raise _taken(folder, name)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
 
 
 def create(folder: Path, job: Job) -> None:
-    """Make the folder and write the resolved job into it. Raises JobError when that is not possible."""
+    """Write the resolved job into the folder. Raises JobError when that is not possible."""
+    with _telling(folder):
+        try:
+            with (folder / JOB).open("x", encoding="utf-8") as file:
+                file.write(job.to_toml())
+        except FileExistsError:
+            raise _taken(folder, JOB) from None
+
+
+def _make_new(job: Job) -> Path:
+    """A folder that no other run has, not even one that begins in the same second."""
+    runs = Path("runs")
+    stem = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    with _telling(runs):
+        runs.mkdir(exist_ok=True)
+        for i in itertools.count(1):
+            folder = runs / (stem if i == 1 else f"{stem}-{i}")
+            with suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    raise AssertionError("the numbers have no end")
+
+
+@contextmanager
+def _telling(folder: Path) -> Iterator[None]:
+    """What the system refuses is the user's mistake, told in one line."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / JOB).write_text(job.to_toml(), encoding="utf-8")
+        yield
     except OSError as error:
-        raise JobError(f"--out {folder}: {error.strerror}") from None
+        raise JobError(f"out {folder}: {error.strerror}") from None
+
+
+def _taken(folder: Path, name: str) -> JobError:
+    return JobError(f"out {folder}: must not hold a {name} already: runs are never overwritten")
 
 
 def conclude(folder: Path, console: Console) -> None:

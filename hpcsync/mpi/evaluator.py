@@ -57,7 +57,7 @@ class Evaluator:
     def _work(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                self._reader.read(self._reader.wait(), self._flat.weights.numpy())
+                self._reader.read(self._reader.wait(version=request[1]), self._flat.weights.numpy())
                 self._results.put((*request, *self._evaluate(self._flat.model)))
             except BaseException as error:  # it belongs to the main thread
                 self._results.put(error)

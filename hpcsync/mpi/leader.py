@@ -72,7 +72,7 @@ class Leader:
     def read(self, reader: Reader, into: np.ndarray) -> None:
         """Read the current version, shape (size,), on behalf of the evaluator, which must be idle."""
         self._promise_evaluator()
-        reader.read(reader.wait(), into)
+        reader.read(reader.wait(version=self._coordinator.version), into)
 
     def finish(self) -> None:
         """Tell every rank that the run is over."""

@@ -81,12 +81,18 @@ class Reader:
         self._inbox = link.inbox(tag, wire.GRANT)
         self._word = np.zeros(1, np.int64)
 
-    def wait(self) -> list[wire.GrantRecord]:
-        """Every server's grant for the next read, in the order of the servers."""
+    def wait(self, *, version: int | None = None, iteration: int | None = None) -> list[wire.GrantRecord]:
+        """Every server's grant for the next read, in the order of the servers.
+
+        version, iteration: what they must be for, where that is known. Raises RuntimeError where they are for something
+        else, or do not agree.
+        """
         until, poll = self._patience.until, self._inbox.poll
         grants = sorted(wire.GrantRecord._make(until(poll)) for _ in self._link.shards)
-        if len({(g.iteration, g.version, g.local_steps) for g in grants}) != 1:
-            raise RuntimeError(f"the servers disagree: {grants}")
+        first = grants[0]
+        due = (first.iteration if iteration is None else iteration, first.version if version is None else version)
+        if any((g.iteration, g.version, g.local_steps) != (*due, first.local_steps) for g in grants):
+            raise RuntimeError(f"expected grants of iteration and version {due}, not {grants}")
         return grants
 
     def read(self, grants: list[wire.GrantRecord], into: np.ndarray) -> None:

@@ -19,7 +19,7 @@ class Worker:
 
     def __init__(self, link: Link, weights: np.ndarray, gradient: np.ndarray) -> None:
         self.index = link.roles.worker(link.comm.rank)
-        self.iteration = 1
+        self.iteration = 0
         self.version = 0
         self.stopped = False
         self._link = link
@@ -58,7 +58,7 @@ class Worker:
     def leave(self) -> None:
         """Take no further part; return once every worker has left."""
         self._reports.send(0, (wire.LEFT, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
-        self._reader.wait()
+        self._reader.wait(iteration=0)  # FINISH names none
 
     def _put_gradient(self) -> None:
         link = self._link
@@ -74,7 +74,7 @@ class Worker:
     def _await(self) -> None:
         now = self._link.clock.now
         begin_s = now()
-        grants = self._reader.wait()
+        grants = self._reader.wait(iteration=self.iteration + 1)
         granted_s = now()
         self._wait_s = granted_s - begin_s
         self._comm_s, self._wire_bytes = 0.0, 0

@@ -110,7 +110,7 @@ def test_a_second_run_into_the_same_folder_is_refused(all_trained: dict[str, Tra
     assert program.status == 2
     assert program.out == ""
     assert program.err.splitlines() == [
-        f"hpcsync: --out {folder}: must not hold a trace.h5 already: runs are never overwritten"
+        f"hpcsync: out {folder}: must not hold a trace.h5 already: runs are never overwritten"
     ]
     assert contents(folder) == before
 

@@ -57,7 +57,7 @@ def test_a_folder_that_holds_a_trace_is_refused_among_ranks_too(tmp_path: Path) 
     )
     assert program.status != 0
     lines = [line for line in program.err.splitlines() if line.startswith("hpcsync:")]
-    assert lines == [f"hpcsync: --out {tmp_path}: must not hold a trace.h5 already: runs are never overwritten"]
+    assert lines == [f"hpcsync: out {tmp_path}: must not hold a trace.h5 already: runs are never overwritten"]
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"trace.h5": b"precious"}
 
 

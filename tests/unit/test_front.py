@@ -9,7 +9,7 @@ import pytest
 from hpcsync import front, launcher, outputs
 from hpcsync.job import Job, load
 from hpcsync.job_errors import JobError
-from hpcsync.launcher import Ended
+from hpcsync.launcher import Ended, LaunchError
 from hpcsync.traces import reading
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
@@ -83,7 +83,7 @@ def test_a_trace_is_never_overwritten(path: Path, ranks: Ranks) -> None:
     assert front.run(path, [], None, Path("o")) == 0
     ranks.command = []
     before = Path("o/trace.h5").read_bytes()
-    with pytest.raises(JobError, match="^--out o: must not hold a trace.h5 already: runs are never overwritten$"):
+    with pytest.raises(JobError, match="^out o: must not hold a trace.h5 already: runs are never overwritten$"):
         front.run(path, [], None, Path("o"))
     assert (ranks.command, Path("o/trace.h5").read_bytes()) == ([], before)
 
@@ -102,6 +102,36 @@ def test_nothing_starts_that_is_wrong(path: Path, ranks: Ranks, override: str, m
         front.run(path, [override], None, Path("o"))
     assert str(caught.value).startswith(message)
     assert (ranks.command, Path("o").exists()) == ([], False)
+
+
+def test_nothing_starts_without_a_folder(path: Path, ranks: Ranks) -> None:
+    with pytest.raises(JobError, match="^out tiny.toml/below: Not a directory$"):
+        front.run(path, [], None, Path("tiny.toml/below"))
+    assert ranks.command == []
+
+
+@pytest.mark.parametrize("out", [None, Path("o"), Path("a/b/o")])
+def test_a_launch_that_fails_leaves_no_empty_folder(
+    path: Path, monkeypatch: pytest.MonkeyPatch, out: Path | None
+) -> None:
+    found: list[bool] = []
+
+    def fail(n: int, argv: list[str]) -> Ended:
+        found.append(Path(argv[-1]).is_dir() and not any(Path(argv[-1]).iterdir()))
+        raise LaunchError("mpiexec: not found")
+
+    monkeypatch.setattr(launcher, "launch", fail)
+    with pytest.raises(LaunchError):
+        front.run(path, [], None, out)
+    assert found == [True], "the ranks would find it made and empty"
+    assert not any(Path("runs").iterdir()) if out is None else not out.exists()
+
+
+def test_an_empty_folder_of_the_user_s_stays(path: Path, ranks: Ranks) -> None:
+    Path("o").mkdir()
+    ranks.ended, ranks.status, ranks.summary = Ended(1), None, False
+    assert front.run(path, [], None, Path("o")) == 1
+    assert Path("o").is_dir()
 
 
 @pytest.mark.parametrize(
