@@ -54,14 +54,14 @@ def _make_new(job: Job) -> Path:
     """A folder that no other run has, not even one that begins in the same second."""
     runs = Path("runs")
     stem = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
     with _telling(runs):
         runs.mkdir(exist_ok=True)
-        for i in itertools.count(1):
-            folder = runs / (stem if i == 1 else f"{stem}-{i}")
+        while True:
+            folder = runs / next(names)
             with suppress(FileExistsError):
                 folder.mkdir()
                 return folder
-    raise AssertionError("the numbers have no end")
 
 
 @contextmanager
