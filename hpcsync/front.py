@@ -3,6 +3,7 @@ the trace when they have ended."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
 
     import_beside(path)
     check(job)
-    given = out is not None and out.exists()
+    given = out is not None and os.path.exists(out)
     folder = outputs.choose(job, out)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
