@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,8 +19,17 @@ def accuracies(out: str) -> list[float]:
     return [float(found) for found in re.findall(r"^test accuracy (.*)$", out, re.MULTILINE)]
 
 
+def plainly() -> list[str]:
+    """As its users do: what the launcher sets comes from them or is not there."""
+    line = mpiexec(4, SCRIPT)
+    if "Open MPI" in subprocess.run([line[0], "--version"], capture_output=True, text=True, timeout=60).stdout:
+        line[1:1] = ["--map-by", ":oversubscribe", "--allow-run-as-root"]
+    return line
+
+
 def test_it_trains_on_four_ranks_and_leaves_a_trace(tmp_path: Path) -> None:
-    program = ended(mpiexec(4, SCRIPT), cwd=tmp_path, environ=launcher.environment())
+    environ = {key: value for key, value in os.environ.items() if key not in launcher.SETTINGS}
+    program = ended(plainly(), cwd=tmp_path, environ=environ)
     assert program.status == 0, program.err
     assert len(accuracies(program.out)) == 1, "only one rank speaks"
     assert accuracies(program.out)[0] > 0.9
