@@ -26,11 +26,12 @@ from typing import IO, NamedTuple
 TIMED_OUT = 124  # as timeout(1) says it
 
 # Each only where the user has not set it. The values come from measurements, not from the libraries' defaults.
-SETTINGS = {
-    # One thread a rank: ranks share the cores, and a thread pool in each multiplies them.
+ONE_THREAD = {  # a rank: ranks share the cores, and a thread pool in each multiplies them
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
+}
+MPI_SETTINGS = {
     # Open MPI 5 and 4: more ranks than cores is fine, a waiting rank gives its core away, and no rank is bound to a
     # core, because its helper threads would be bound to the same one. Without "slot", all ranks go to the first node.
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
@@ -47,11 +48,10 @@ SETTINGS = {
     # MPICH: a waiting rank gives its core away.
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
 }
+SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
 ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes Open MPI knows the network better
 
 MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch, so that stragglers can be found
-
-
 TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
 
 

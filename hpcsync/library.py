@@ -148,7 +148,7 @@ def world() -> MPI.Intracomm | None:
     if not launcher.under_launcher():
         return None
     if "mpi4py.MPI" not in sys.modules:  # it reads its settings once
-        os.environ.update({**launcher.SETTINGS, **os.environ})
+        os.environ.update({**launcher.MPI_SETTINGS, **os.environ})
     from mpi4py import MPI
 
     launcher.refuse_singletons(MPI.COMM_WORLD.size, MPI.Get_library_version())
