@@ -266,9 +266,7 @@ class LocalSession(Session):
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def step(self, loss: torch.Tensor | float) -> bool:
-        self._refuse_outside()
-        if self.stopped:
-            raise RuntimeError("step after the run has ended: leave the loop when step returns False")
+        self._refuse_step()
         self._iterations.end()
         self._update()
         before = self._samples

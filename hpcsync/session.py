@@ -51,6 +51,12 @@ class Session(ABC):
         if not self._entered:
             raise RuntimeError("the session must be used in a with statement")
 
+    def _refuse_step(self) -> None:
+        """Where there is nothing to step."""
+        self._refuse_outside()
+        if self.stopped:
+            raise RuntimeError("step after the run has ended: leave the loop when step returns False")
+
     @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 import traceback
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -84,9 +85,9 @@ class RankSession(Session):
             del self._optimizer.zero_grad, self._optimizer.step, self._model.zero_grad
             self._optimizer = None
 
+    @abstractmethod
     def _part(self) -> None:
         """Play this rank's part to its end; rank 0's model then holds the final weights."""
-        raise NotImplementedError
 
     def _fail(self, error: BaseException) -> None:
         """Say what is known to whom it helps, before the job is ended."""
@@ -141,9 +142,7 @@ class WorkerSession(RankSession):
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def step(self, loss: torch.Tensor | float) -> bool:
-        self._refuse_outside()
-        if self.stopped:
-            raise RuntimeError("step after the run has ended: leave the loop when step returns False")
+        self._refuse_step()
         self._check_learning_rate()
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.flat.gather_gradient()
