@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import time
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
@@ -26,19 +28,24 @@ def console() -> Console:
 
 
 class Progress:
-    """Says how far a run is: in one line that changes on a terminal, else in a new line every two seconds."""
+    """Says how far a run is: in one line that changes on a terminal, else in a new line every two seconds.
 
-    def __init__(self, console: Console) -> None:
+    clock: seconds of the people who read it, which need not be those of the run.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
+        self._clock = clock
         self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
         self._every_s = TERMINAL_EVERY_S if self._live else FILE_EVERY_S
-        self._next_s = self._every_s
+        self._next_s = clock() + self._every_s
 
     def show(self, now_s: float, coordinator: Coordinator) -> None:
-        """Say it, if the last time is long enough ago."""
-        if now_s < self._next_s:
+        """Say it, if the last time is long enough ago. now_s: the run's own time."""
+        clock_s = self._clock()
+        if clock_s < self._next_s:
             return
-        self._next_s = now_s + self._every_s
+        self._next_s = clock_s + self._every_s
         line = f"{now_s:7.1f} s  {coordinator.samples:>9} samples  {coordinator.version:>7} updates"
         line += f"  loss {coordinator.last_loss:.4g}"
         if not math.isnan(coordinator.last_accuracy):

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from hpcsync.job import Asp, Bsp, Dssp, Job, Script, Ssp
 from hpcsync.learning.validation import check
-from hpcsync.mpi.roles import Roles
+from hpcsync.roles import Roles
 
 
 def print_job(job: Job) -> None:

@@ -16,7 +16,7 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.roles import Roles
+from hpcsync.roles import Roles
 from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,12 +14,9 @@ from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
+from hpcsync.signals import interrupt, on_signals
 
 CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
-
-
-class Interrupted(Exception):
-    """The run was asked to end by a signal."""
 
 
 class RankFailed(Exception):
@@ -114,23 +108,3 @@ class Leader:
             for server in range(1, self._link.roles.n_servers):
                 self._orders.send(server, record)
             self._shard.carry_out(record)
-
-
-@contextmanager
-def on_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with SIGINT or SIGTERM instead of dying of it, so that the trace can be closed in order."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, lambda n, _: note(n)) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
-
-
-def interrupt(number: int) -> None:
-    """End what is being done, where nothing else looks whether a signal has come. Raises Interrupted."""
-    raise Interrupted(signal.Signals(number).name)

@@ -25,13 +25,14 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.evaluator import Evaluator
-from hpcsync.mpi.leader import Interrupted, Leader, RankFailed, interrupt, on_signals
+from hpcsync.mpi.leader import Leader, RankFailed
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.roles import Roles
+from hpcsync.roles import Roles
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.progress import Progress, console
 from hpcsync.session import Session
+from hpcsync.signals import Interrupted, interrupt, on_signals
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 

@@ -16,7 +16,7 @@ from hpcsync.learning.store import Store, n_buffers
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
-from hpcsync.mpi.roles import Roles
+from hpcsync.roles import Roles
 from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.wire import OrderRecord
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.learning.store import Store, n_buffers, row_size
-from hpcsync.mpi.roles import Roles
+from hpcsync.roles import Roles
 
 SGD = OptimizerSpec("sgd", 1.0)
 
