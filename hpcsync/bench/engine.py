@@ -16,10 +16,10 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.patience import Patience
-from hpcsync.roles import Roles
 from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
+from hpcsync.roles import Roles
 from hpcsync.traces.writer import TraceWriter
 
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
-from hpcsync.roles import Roles
 from hpcsync.mpi.window import Window
+from hpcsync.roles import Roles
 
 
 class Link:

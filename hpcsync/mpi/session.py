@@ -27,10 +27,10 @@ from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import Leader, RankFailed
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.roles import Roles
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.progress import Progress, console
+from hpcsync.roles import Roles
 from hpcsync.session import Session
 from hpcsync.signals import Interrupted, interrupt, on_signals
 from hpcsync.traces.provenance import provenance

@@ -16,9 +16,9 @@ from hpcsync.learning.store import Store, n_buffers
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
-from hpcsync.roles import Roles
 from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.wire import OrderRecord
+from hpcsync.roles import Roles
 
 SIZE = 1 << 18
 LIMIT_S = 30.0

@@ -14,8 +14,8 @@ from hpcsync.learning.replica import Replica
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload, build
-from hpcsync.roles import Roles
 from hpcsync.paradigms import create
+from hpcsync.roles import Roles
 from tests.unit.jobs import LINEAR, make_job
 
 UPDATES = 24
