@@ -19,7 +19,7 @@ from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.schedule import learning_rate
+from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
 from hpcsync.learning.validation import check_model
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.session import Session
@@ -250,7 +250,7 @@ class LocalSession(Session):
         started_s = time.perf_counter()
         self._now = lambda: time.perf_counter() - started_s
         self._stop = job.stop
-        self._every_samples = job.evaluation.every_samples
+        self._schedule = EvaluationSchedule(job.evaluation.every_samples)
         self._iterations = Iterations(job, 0, self._now)
         self._lr = learning_rate(job)
         self._model = model
@@ -269,13 +269,12 @@ class LocalSession(Session):
         self._refuse_step()
         self._iterations.end()
         self._update()
-        before = self._samples
         self._samples += self._iterations.batch_size
         self._updates += 1
         trained_s = self._now() - self._evaluating_s
         self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=trained_s)
-        every = self._every_samples
-        if self._evaluate is not None and every and before // every != self._samples // every:
+        if self._evaluate is not None and self._schedule.due(self._samples):
+            self._schedule.begun(self._samples)
             self.stopped |= self._stop.satisfied(*self._judge(self._evaluate))
         return not self.stopped
 

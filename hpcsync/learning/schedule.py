@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the training clock."""
+"""What follows from the training clock: the learning rate, and when to evaluate."""
 
 from __future__ import annotations
 
@@ -39,3 +39,18 @@ def factor(schedule: object, clock: int) -> float:
         return float(schedule.gamma ** sum(clock >= m for m in schedule.milestones))  # type: ignore[attr-defined]
     progress = min(1.0, (clock - warmup) / max(1, schedule.total - warmup))  # type: ignore[attr-defined]
     return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class EvaluationSchedule:
+    """An evaluation is due once `every_samples` more samples, to the next whole multiple, are trained on; 0: never."""
+
+    def __init__(self, every_samples: int) -> None:
+        self._every_samples = every_samples
+        self._next_samples = every_samples
+
+    def due(self, samples: int) -> bool:
+        return 0 < self._every_samples and self._next_samples <= samples
+
+    def begun(self, samples: int) -> None:
+        """An evaluation after so many samples has begun: the next is due at the next multiple."""
+        self._next_samples = samples - samples % self._every_samples + self._every_samples

@@ -13,6 +13,7 @@ import threading
 import torch
 
 from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.link import Reader
 
@@ -25,8 +26,7 @@ class Evaluator:
     def __init__(self, reader: Reader, model: torch.nn.Module, evaluate: Evaluate, every_samples: int) -> None:
         self._flat = FlatModel(copy.deepcopy(model))
         self._evaluate = evaluate
-        self._every_samples = every_samples
-        self._next_samples = every_samples
+        self._schedule = EvaluationSchedule(every_samples)
         self._reader = reader
         self._requests: queue.SimpleQueue[tuple[float, int, int] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Judged | BaseException] = queue.SimpleQueue()
@@ -35,12 +35,12 @@ class Evaluator:
         self._thread.start()
 
     def due(self, samples: int) -> bool:
-        return 0 < self._every_samples and self._next_samples <= samples and not self._busy
+        return self._schedule.due(samples) and not self._busy
 
     def begin(self, now_s: float, version: int, samples: int) -> None:
         """Read and judge the version that all servers are about to promise to the evaluator."""
         self._busy = True
-        self._next_samples = samples - samples % self._every_samples + self._every_samples
+        self._schedule.begun(samples)
         self._requests.put((now_s, version, samples))
 
     def result(self) -> Judged | None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcsync.learning.schedule import factor, learning_rate
+from hpcsync.learning.schedule import EvaluationSchedule, factor, learning_rate
 from tests.unit.jobs import make_job
 
 
@@ -56,3 +56,22 @@ def test_an_update_of_some_workers_is_scaled_only_where_the_job_says_so():
 
 def test_without_a_schedule_the_rate_is_constant():
     assert {factor(None, clock) for clock in (0, 1, 10**9)} == {1.0}
+
+
+def test_evaluations_are_due_at_whole_multiples():
+    schedule, made = EvaluationSchedule(10), []
+    for samples in range(0, 60, 4):
+        if schedule.due(samples):
+            schedule.begun(samples)
+            made.append(samples)
+    assert made == [12, 20, 32, 40, 52]
+
+
+def test_one_long_batch_is_one_evaluation():
+    schedule = EvaluationSchedule(10)
+    schedule.begun(57)
+    assert (schedule.due(59), schedule.due(60)) == (False, True)
+
+
+def test_never_is_never_due():
+    assert not EvaluationSchedule(0).due(10**9)
