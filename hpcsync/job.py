@@ -18,7 +18,6 @@ from typing import Annotated, Any, Literal, Self, get_args
 import tomli_w
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -29,14 +28,11 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
+from hpcsync.job_cluster import Cluster, Compute
+from hpcsync.job_cluster import Network as Network
 from hpcsync.job_errors import JobError, in_one_line, shown
-from hpcsync.job_times import read_times
-
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
+from hpcsync.job_table import Count, NotNegative, Positive, Table
 
 
 def _matching(pattern: str, what: str) -> AfterValidator:
@@ -46,26 +42,6 @@ def _matching(pattern: str, what: str) -> AfterValidator:
         return text
 
     return AfterValidator(check)
-
-
-class Table(BaseModel):
-    """A table of the job file. Unknown and missing keys are told here, where the allowed ones are known."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _keys(cls, table: Any) -> Any:
-        if not isinstance(table, dict):
-            return table
-        if cls.model_config.get("extra") == "forbid":
-            for key in table:
-                if key not in cls.model_fields:
-                    raise PydanticCustomError("unknown_key", "", {"key": key, "allowed": list(cls.model_fields)})
-        for key, field in cls.model_fields.items():
-            if field.is_required() and key not in table:
-                raise PydanticCustomError("missing_key", "", {"key": key, "must_be": field.description})
-        return table
 
 
 # ---- what is trained, and how ----
@@ -262,86 +238,6 @@ class Dssp(Table):
 Paradigm = Annotated[Bsp | Asp | Ssp | Dssp, Discriminator("name")]
 
 
-# ---- where it runs ----
-
-
-def _one_or_each(seconds: Any) -> Any:
-    each = seconds if isinstance(seconds, list | tuple) else [seconds]
-    if not each or not all(type(s) in (int, float) and 0 <= s < math.inf for s in each):
-        raise ValueError("must be a number of at least 0, or a list of them, one per worker")
-    return tuple(map(float, each)) if isinstance(seconds, list | tuple) else float(seconds)
-
-
-Seconds = Annotated[float | tuple[float, ...], BeforeValidator(_one_or_each)]
-SECONDS = Field(description="a number of at least 0, or a list of them, one per worker")
-
-
-class Constant(Table):
-    model: Literal["constant"]
-    seconds: Seconds = SECONDS
-
-
-class LogNormal(Table):
-    """`seconds` is the median, `jitter` the standard deviation of the logarithm."""
-
-    model: Literal["lognormal"]
-    seconds: Seconds = SECONDS
-    jitter: NotNegative = 0.2
-
-
-class Exponential(Table):
-    """`seconds` is the mean."""
-
-    model: Literal["exponential"]
-    seconds: Seconds = SECONDS
-
-
-class Recorded(Table):
-    """Times from a CSV file with the columns worker, iteration (both from 0) and seconds; see `read_times`."""
-
-    model: Literal["table"]
-    table: str = Field(description="a CSV file with the columns worker,iteration,seconds")
-
-
-Compute = Annotated[Constant | LogNormal | Exponential | Recorded, Discriminator("model")]
-
-
-class Network(Table):
-    """For the simulator only: real ranks meet the network they are on."""
-
-    bandwidth_gbit: Positive = 10.0
-    latency_us: NotNegative = 50.0
-
-
-class Cluster(Table):
-    servers: Count = 1
-    workers: Count = 3
-    device: Literal["auto", "cpu"] = "auto"
-    compute: Compute | None = None
-    network: Network | None = None
-
-    @field_validator("device", mode="before")
-    @classmethod
-    def _host_memory(cls, device: Any) -> Any:
-        if device == "cuda":
-            raise ValueError('must be "auto" or "cpu": this version keeps all its buffers in host memory')
-        return device
-
-    @model_validator(mode="after")
-    def _one_time_per_worker(self) -> Self:
-        seconds = getattr(self.compute, "seconds", None)
-        if isinstance(seconds, tuple) and len(seconds) != self.workers:
-            raise JobError(
-                f"cluster.compute.seconds = {shown(seconds)}: must be one number, "
-                f"or a list of cluster.workers = {self.workers} numbers"
-            )
-        return self
-
-    @property
-    def ranks(self) -> int:
-        return self.servers + self.workers
-
-
 A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
 
 
@@ -417,13 +313,16 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     job = Job.from_table(table)
     if isinstance(job.workload, Script):
         raise JobError(f'workload.name = "script": must be one of {", ".join(KINDS["workload"])}')
-    compute = job.cluster.compute
-    if isinstance(compute, Recorded):
-        # Absolute from here on: ranks need not start in the folder of the job file.
-        found = compute.model_copy(update={"table": str((path.parent / compute.table).resolve())})
-        read_times(found.table, job.cluster.workers)
-        job = job.model_copy(update={"cluster": job.cluster.model_copy(update={"compute": found})})
-    return job
+    return job.model_copy(update={"cluster": job.cluster.found(path.parent)})
+
+
+def refuse_simulated(job: Job) -> None:
+    """Raises JobError for what only a simulation can do."""
+    if (trace := job.cluster.times_from) is not None:
+        raise JobError(
+            f"cluster.times_from = {shown(trace)}: must not be given to run: real ranks take their own times; "
+            "hpcsync simulate takes it"
+        )
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:

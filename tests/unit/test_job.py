@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.job import KINDS, Dssp, Job, JobError, load
+from hpcsync.job import KINDS, Dssp, Job, JobError, load, refuse_simulated
 
 TOML = """
 name = "example"
@@ -197,8 +197,8 @@ MISTAKES = {
     "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
     "staleness_max, mode; did you mean staleness_max?",
     "paradigm.name=bsp": "paradigm.staleness_min = 3: unknown key; must be one of name",
-    "cluster.network.latency=3": "cluster.network.latency = 3: unknown key; must be one of bandwidth_gbit, latency_us"
-    "; did you mean latency_us?",
+    "cluster.network.latency=3": "cluster.network.latency = 3: unknown key; must be one of bandwidth_gbit, "
+    "server_bandwidth_gbit, latency_us; did you mean latency_us?",
     "cluster.compute.xyz=3": "cluster.compute.xyz = 3: unknown key; must be one of model, seconds, jitter",
     'paradigm={name="ssp"}': "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
     "optimizer={}": 'optimizer.name: missing; must be the lower-case name of a torch.optim class, such as "sgd"',
@@ -264,7 +264,6 @@ MISTAKES = {
     "cluster.compute.seconds=-1": f"cluster.compute.seconds = -1: {SECONDS}",
     "cluster.compute.seconds=[]": f"cluster.compute.seconds = []: {SECONDS}",
     "cluster.compute.jitter=-1": "cluster.compute.jitter = -1: must be at least 0",
-    "cluster.network.bandwidth_gbit=0": "cluster.network.bandwidth_gbit = 0: must be greater than 0",
     # combinations
     "paradigm.staleness_max=2": "paradigm.staleness_max = 2: must be at least paradigm.staleness_min = 3",
     'optimizer.schedule={name="cosine",total=5,warmup=5}': "optimizer.schedule.warmup = 5: must be less than "
@@ -329,7 +328,7 @@ def test_every_kind_is_named_where_one_is_missing() -> None:
     assert KINDS["workload"] == ["digits", "linear", "timing", '"package.module:function"']
 
 
-# ---- recorded times ----
+# ---- files that a job names ----
 
 
 def test_a_table_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,3 +342,29 @@ def test_a_table_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
     assert error(path, override) == f'cluster.compute.table = "{path.parent}/times.csv": No such file or directory'
     # The job in a trace can be read where the table is not.
     assert Job.from_toml(job.to_toml()) == job
+
+
+def test_a_trace_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path.parent / "run").mkdir()
+    trace = path.parent / "run" / "trace.h5"
+    trace.touch()
+    monkeypatch.chdir("/")
+    override = "cluster.times_from=run/trace.h5"
+    job = load(path, [override])
+    assert job.cluster.times_from == str(trace)
+    assert load(path, [f"cluster.times_from={trace}"]) == job
+    trace.unlink()
+    for absent in (trace, trace.parent):
+        message = f'cluster.times_from = "{absent}": must be a trace.h5; no such file'
+        assert error(path, f"cluster.times_from={absent}") == message
+    assert Job.from_toml(job.to_toml()) == job
+
+
+def test_what_only_a_simulation_can_do_is_refused_to_others(path: Path) -> None:
+    refuse_simulated(load(path, ["cluster.network={}"]))  # which real ranks have no use for, but need not refuse
+    with pytest.raises(JobError) as caught:
+        refuse_simulated(load(path, [f"cluster.times_from={path}"]))
+    assert str(caught.value) == (
+        f'cluster.times_from = "{path}": must not be given to run: real ranks take their own times; '
+        "hpcsync simulate takes it"
+    )

@@ -1,0 +1,198 @@
+"""The `[cluster]` of the job file: its ranks, how long their iterations take, and what lies between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BeforeValidator, Discriminator, Field, ValidationInfo, field_validator, model_validator
+
+from hpcsync.job_errors import JobError, shown
+from hpcsync.job_table import Count, NotNegative, Positive, Table, missing
+from hpcsync.job_times import read_times
+
+# ---- how long iterations take ----
+
+
+def _one_or_each(allowed: Callable[[float], bool], what: str) -> BeforeValidator:
+    def check(value: Any) -> Any:
+        each = value if isinstance(value, list | tuple) else [value]
+        if not each or not all(type(x) in (int, float) and allowed(x) and x < math.inf for x in each):
+            raise ValueError(f"must be {what}")
+        return tuple(map(float, each)) if isinstance(value, list | tuple) else float(value)
+
+    return BeforeValidator(check)
+
+
+SECONDS = "a number of at least 0, or a list of them, one per worker"
+Seconds = Annotated[float | tuple[float, ...], _one_or_each(lambda x: x >= 0, SECONDS)]
+
+
+class Constant(Table):
+    model: Literal["constant"]
+    seconds: Seconds = Field(description=SECONDS)
+
+
+class LogNormal(Table):
+    """`seconds` is the median, `jitter` the standard deviation of the logarithm."""
+
+    model: Literal["lognormal"]
+    seconds: Seconds = Field(description=SECONDS)
+    jitter: NotNegative = 0.2
+
+
+class Exponential(Table):
+    """`seconds` is the mean."""
+
+    model: Literal["exponential"]
+    seconds: Seconds = Field(description=SECONDS)
+
+
+class Recorded(Table):
+    """Times from a CSV file with the columns worker, iteration (both from 0) and seconds; see `read_times`."""
+
+    model: Literal["table"]
+    table: str = Field(description="a CSV file with the columns worker,iteration,seconds")
+
+
+Compute = Annotated[Constant | LogNormal | Exponential | Recorded, Discriminator("model")]
+
+
+# ---- what changes during the run ----
+
+
+class Event(Table):
+    """A change of one worker's device: at `at_s` seconds since the start of the run, or as it begins an iteration.
+
+    From then on a `slow` device's iterations take `factor` times as long as drawn, until the next change: factors
+    replace each other. `recover` is a factor of 1. `leave`: the worker leaves instead of beginning an iteration.
+    """
+
+    worker: int = Field(description="the number of a worker, from 0")
+    at_s: NotNegative | None = None
+    at_iteration: Count | None = None  # of the worker
+    change: Literal["slow", "recover", "leave"] = Field(description='"slow", "recover" or "leave"')
+    factor: Positive | None = None
+
+    @field_validator("at_iteration")
+    @classmethod
+    def _one_moment(cls, at_iteration: int | None, info: ValidationInfo) -> int | None:
+        if at_iteration is not None and info.data.get("at_s") is not None:
+            raise ValueError(f"must be left out beside at_s = {info.data['at_s']}")
+        return at_iteration
+
+    @field_validator("factor")
+    @classmethod
+    def _of_a_slow_device(cls, factor: float | None, info: ValidationInfo) -> float | None:
+        if factor is not None and (change := info.data.get("change", "slow")) != "slow":
+            raise ValueError(f'must be left out: change = "{change}" has none')
+        return factor
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.at_s is None and self.at_iteration is None:
+            raise missing("at_s", "seconds since the start of the run (or at_iteration: the worker's, from 1)")
+        if self.change == "slow" and self.factor is None:
+            raise missing("factor", "a number greater than 0: how many times as long iterations take")
+        return self
+
+
+def _tables(events: Any) -> Any:
+    if not isinstance(events, list | tuple):
+        raise ValueError("must be a list of tables, each of them [[cluster.events]]")
+    return tuple(events)
+
+
+# ---- what lies between ranks ----
+
+BANDWIDTH = "a number greater than 0, or a list of them, one per worker"
+
+
+class Network(Table):
+    """For the simulator only: real ranks meet the network they are on.
+
+    Links are full duplex: every rank has one up and one down, each of the rank's bandwidth. Without a bandwidth of
+    their own servers have the largest of the workers'. `latency_us` is that of one message from rank to rank.
+    """
+
+    bandwidth_gbit: Annotated[float | tuple[float, ...], _one_or_each(lambda x: x > 0, BANDWIDTH)] = 10.0
+    server_bandwidth_gbit: Positive | None = None
+    latency_us: NotNegative = 50.0
+
+    def rates(self, n_servers: int, n_workers: int) -> list[float]:
+        """Bytes per second of each rank's links, servers first."""
+        given = self.bandwidth_gbit
+        workers = [given] * n_workers if isinstance(given, float) else list(given)
+        server = self.server_bandwidth_gbit or max(workers)
+        return [gbit * 1e9 / 8 for gbit in [server] * n_servers + workers]
+
+
+# ---- all of it ----
+
+
+class Cluster(Table):
+    """`times_from` is a trace whose times a simulation takes in place of `compute` and `network`."""
+
+    servers: Count = 1
+    workers: Count = 3
+    device: Literal["auto", "cpu"] = "auto"
+    times_from: str | None = None
+    compute: Compute | None = None
+    network: Network | None = None
+    events: Annotated[tuple[Event, ...], BeforeValidator(_tables)] = ()
+
+    @field_validator("device", mode="before")
+    @classmethod
+    def _host_memory(cls, device: Any) -> Any:
+        if device == "cuda":
+            raise ValueError('must be "auto" or "cpu": this version keeps all its buffers in host memory')
+        return device
+
+    @model_validator(mode="after")
+    def _one_each(self) -> Self:
+        for table, key in (("compute", "seconds"), ("network", "bandwidth_gbit")):
+            each = getattr(getattr(self, table), key, None)
+            if isinstance(each, tuple) and len(each) != self.workers:
+                raise JobError(
+                    f"cluster.{table}.{key} = {shown(each)}: must be one number, "
+                    f"or a list of cluster.workers = {self.workers} numbers"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _events_happen(self) -> Self:
+        for i, event in enumerate(self.events):
+            key = f"cluster.events[{i}]"
+            if not 0 <= event.worker < self.workers:
+                raise JobError(
+                    f"{key}.worker = {event.worker}: must be 0 to {self.workers - 1} (cluster.workers = {self.workers})"
+                )
+            if event.change != "leave" and self.compute is None and self.times_from is None:
+                raise JobError(
+                    f"{key}.change = {shown(event.change)}: must come with [cluster.compute] or cluster.times_from, "
+                    "whose times it changes"
+                )
+        return self
+
+    @property
+    def ranks(self) -> int:
+        return self.servers + self.workers
+
+    def found(self, folder: Path) -> Cluster:
+        """This cluster with the files that it names, found from this folder. Raises JobError where they are not.
+
+        Their paths are absolute from here on: ranks need not start in the folder of the job file.
+        """
+        update: dict[str, Any] = {}
+        if self.times_from is not None:
+            path = (folder / self.times_from).resolve()
+            if not path.is_file():
+                raise JobError(f"cluster.times_from = {shown(str(path))}: must be a trace.h5; no such file")
+            update["times_from"] = str(path)
+        if isinstance(self.compute, Recorded):
+            table = str((folder / self.compute.table).resolve())
+            read_times(table, self.workers)
+            update["compute"] = self.compute.model_copy(update={"table": table})
+        return self.model_copy(update=update)

@@ -1,0 +1,37 @@
+"""What every table of the job file has in common, and the numbers that they hold."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class Table(BaseModel):
+    """A table of the job file. Unknown and missing keys are told here, where the allowed ones are known."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keys(cls, table: Any) -> Any:
+        if not isinstance(table, dict):
+            return table
+        if cls.model_config.get("extra") == "forbid":
+            for key in table:
+                if key not in cls.model_fields:
+                    raise PydanticCustomError("unknown_key", "", {"key": key, "allowed": list(cls.model_fields)})
+        for key, field in cls.model_fields.items():
+            if field.is_required() and key not in table:
+                raise missing(key, field.description)
+        return table
+
+
+def missing(key: str, must_be: str | None) -> PydanticCustomError:
+    """The mistake of a table without this key, to be raised while it is validated."""
+    return PydanticCustomError("missing_key", "", {"key": key, "must_be": must_be})

@@ -1,0 +1,192 @@
+"""The `[cluster]` of the job file: its network, and what happens to its devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcsync.job import Job
+from hpcsync.job_cluster import Event, Network
+from hpcsync.job_errors import JobError
+from tests.unit.jobs import make_job
+
+COMPUTE = {"model": "constant", "seconds": 1.0}
+
+
+def cluster(*events: Any, **keys: Any) -> Job:
+    return make_job(cluster={"workers": 4, "compute": COMPUTE, "events": list(events), **keys})
+
+
+def error(*events: Any, **keys: Any) -> str:
+    with pytest.raises(JobError) as caught:
+        cluster(*events, **keys)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ---- events ----
+
+SLOW = {"worker": 1, "at_s": 5, "change": "slow", "factor": 4}
+RECOVER = {"worker": 1, "at_iteration": 9, "change": "recover"}
+LEAVE = {"worker": 3, "at_s": 2.5, "change": "leave"}
+
+
+def test_events_are_read_in_the_order_of_the_file() -> None:
+    job = Job.from_toml(
+        """
+        name = "x"
+        workload.name = "timing"
+        optimizer = {name = "sgd", lr = 1}
+        stop.updates = 3
+        paradigm.name = "asp"
+        [cluster]
+        compute = {model = "constant", seconds = 1}
+        [[cluster.events]]
+        worker = 2
+        at_s = 5
+        change = "slow"
+        factor = 4
+        [[cluster.events]]
+        worker = 0
+        at_iteration = 1
+        change = "leave"
+        """
+    )
+    assert job.cluster.events == (
+        Event(worker=2, at_s=5.0, change="slow", factor=4.0),
+        Event(worker=0, at_iteration=1, change="leave"),
+    )
+    assert Job.from_toml(job.to_toml()) == job
+
+
+def test_without_events_nothing_happens() -> None:
+    assert make_job().cluster.events == ()
+
+
+MOMENTS = st.one_of(
+    st.fixed_dictionaries({"at_s": st.floats(0, 1e9)}), st.fixed_dictionaries({"at_iteration": st.integers(1, 10**9)})
+)
+CHANGES = st.one_of(
+    st.fixed_dictionaries({"change": st.just("slow"), "factor": st.floats(1e-9, 1e9)}),
+    st.fixed_dictionaries({"change": st.sampled_from(["recover", "leave"])}),
+)
+EVENTS = st.builds(
+    lambda worker, moment, change: {"worker": worker, **moment, **change}, st.integers(0, 3), MOMENTS, CHANGES
+)
+
+
+@given(st.lists(EVENTS, max_size=6))
+def test_jobs_with_events_come_back_equal(events: list[dict[str, Any]]) -> None:
+    job = cluster(*events)
+    assert [event.model_dump(exclude_none=True) for event in job.cluster.events] == events
+    assert Job.from_toml(job.to_toml()) == job
+    assert Job.from_toml(job.to_toml()).to_toml() == job.to_toml()
+
+
+KEYS = "worker, at_s, at_iteration, change, factor"
+MISTAKES = [
+    # of the third event
+    ({**LEAVE, "worker": 4}, ".worker = 4: must be 0 to 3 (cluster.workers = 4)"),
+    ({**LEAVE, "worker": -1}, ".worker = -1: must be 0 to 3 (cluster.workers = 4)"),
+    ({**LEAVE, "worker": "all"}, '.worker = "all": must be a whole number'),
+    ({"at_s": 1, "change": "leave"}, ".worker: missing; must be the number of a worker, from 0"),
+    ({**LEAVE, "at_s": -1}, ".at_s = -1: must be at least 0"),
+    ({**LEAVE, "at_s": float("inf")}, ".at_s = inf: must be a finite number"),
+    ({**LEAVE, "at_s": "now"}, '.at_s = "now": must be a number'),
+    ({**RECOVER, "at_iteration": 0}, ".at_iteration = 0: must be at least 1"),
+    ({**RECOVER, "at_iteration": 1.5}, ".at_iteration = 1.5: must be a whole number"),
+    ({**RECOVER, "at_s": 3}, ".at_iteration = 9: must be left out beside at_s = 3.0"),
+    (
+        {"worker": 1, "change": "leave"},
+        ".at_s: missing; must be seconds since the start of the run (or at_iteration: the worker's, from 1)",
+    ),
+    ({"worker": 1, "at_s": 1}, '.change: missing; must be "slow", "recover" or "leave"'),
+    ({**LEAVE, "change": "die"}, ".change = \"die\": must be 'slow', 'recover' or 'leave'"),
+    ({**SLOW, "factor": 0}, ".factor = 0: must be greater than 0"),
+    ({**SLOW, "factor": "x"}, '.factor = "x": must be a number'),
+    (
+        {key: value for key, value in SLOW.items() if key != "factor"},
+        ".factor: missing; must be a number greater than 0: how many times as long iterations take",
+    ),
+    ({**RECOVER, "factor": 1}, '.factor = 1: must be left out: change = "recover" has none'),
+    ({**LEAVE, "factor": 2}, '.factor = 2: must be left out: change = "leave" has none'),
+    ({**LEAVE, "at": 2}, f".at = 2: unknown key; must be one of {KEYS}; did you mean at_s?"),
+    (3, " = 3: must be a table"),
+]
+
+
+@pytest.mark.parametrize(("event", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
+def test_mistakes_in_events_name_the_event(event: Any, message: str) -> None:
+    assert error(SLOW, LEAVE, event) == f"cluster.events[2]{message}"
+
+
+@pytest.mark.parametrize("events", [3, SLOW])
+def test_events_are_a_list(events: Any) -> None:
+    with pytest.raises(JobError, match=r"^cluster.events = .*: must be a list of tables, each of them \[\["):
+        make_job(cluster={"events": events})
+
+
+@pytest.mark.parametrize("event", [SLOW, RECOVER])
+def test_only_known_times_can_change(event: dict[str, Any]) -> None:
+    assert error(LEAVE, event, compute=None) == (
+        f'cluster.events[1].change = "{event["change"]}": must come with [cluster.compute] or cluster.times_from, '
+        "whose times it changes"
+    )
+    cluster(LEAVE, compute=None)
+    cluster(LEAVE, event, compute=None, times_from="trace.h5")
+
+
+# ---- the network ----
+
+
+def test_every_rank_has_a_rate() -> None:
+    assert Network().rates(1, 2) == [1.25e9] * 3
+    assert Network(bandwidth_gbit=8).rates(2, 3) == [1e9] * 5
+    assert Network(bandwidth_gbit=(8.0, 16.0)).rates(1, 2) == [2e9, 1e9, 2e9], "servers have the largest"
+    assert Network(bandwidth_gbit=[8, 16], server_bandwidth_gbit=80).rates(2, 2) == [1e10, 1e10, 1e9, 2e9]
+    assert Network(server_bandwidth_gbit=4).rates(1, 1) == [5e8, 1.25e9]
+
+
+BANDWIDTH = "must be a number greater than 0, or a list of them, one per worker"
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        ({"bandwidth_gbit": 0}, f"bandwidth_gbit = 0: {BANDWIDTH}"),
+        ({"bandwidth_gbit": [1, 2, 3, 0]}, f"bandwidth_gbit = [1, 2, 3, 0]: {BANDWIDTH}"),
+        ({"bandwidth_gbit": float("inf")}, f"bandwidth_gbit = inf: {BANDWIDTH}"),
+        ({"bandwidth_gbit": []}, f"bandwidth_gbit = []: {BANDWIDTH}"),
+        ({"bandwidth_gbit": True}, f"bandwidth_gbit = true: {BANDWIDTH}"),
+        (
+            {"bandwidth_gbit": [1, 2]},
+            "bandwidth_gbit = [1.0, 2.0]: must be one number, or a list of cluster.workers = 4 numbers",
+        ),
+        ({"server_bandwidth_gbit": 0}, "server_bandwidth_gbit = 0: must be greater than 0"),
+        ({"server_bandwidth_gbit": [1]}, "server_bandwidth_gbit = [1]: must be a number"),
+        ({"latency_us": -1}, "latency_us = -1: must be at least 0"),
+    ],
+)
+def test_mistakes_in_the_network(network: dict[str, Any], message: str) -> None:
+    assert error(network=network) == f"cluster.network.{message}"
+
+
+@pytest.mark.parametrize(
+    "network", [{}, {"bandwidth_gbit": [1, 2, 3, 4.5]}, {"server_bandwidth_gbit": 100.0, "latency_us": 0}]
+)
+def test_jobs_with_a_network_come_back_equal(network: dict[str, Any]) -> None:
+    job = cluster(network=network)
+    assert Job.from_toml(job.to_toml()) == job
+
+
+# ---- times from a trace ----
+
+
+def test_the_trace_of_times_need_not_be_there_to_read_a_job() -> None:
+    job = cluster(times_from="no/such/trace.h5")
+    assert Job.from_toml(job.to_toml()) == job
+    assert error(times_from=3) == "cluster.times_from = 3: must be a string"
