@@ -27,6 +27,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20."),
 ]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Folder for trace and weights; runs/NAME-TIME/ by default.")
+]
 
 
 @app.command()
@@ -37,10 +40,7 @@ def run(
         typer.Option("-n", metavar="RANKS", help="Number of ranks; workers are the ranks that are not servers."),
     ] = None,
     overrides: Overrides = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder for trace and weights; runs/NAME-TIME/ by default."),
-    ] = None,
+    out: Out = None,
 ) -> None:
     """Train. Starts the ranks; under mpirun, mpiexec or srun it is one of them."""
     with told_in_one_line():
@@ -51,6 +51,25 @@ def run(
         from hpcsync import front
 
         sys.exit(front.run(job, overrides or [], ranks, out))
+
+
+@app.command()
+def simulate(
+    job: JobPath,
+    overrides: Overrides = None,
+    out: Out = None,
+    times_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="TRACE", help="Take compute and transfer times from this trace of another run.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Train in virtual time, on one core: any number of workers, the same decisions, the same trace."""
+    with told_in_one_line():
+        from hpcsync import front
+
+        sys.exit(front.simulate(job, overrides or [], out, times_from))
 
 
 @app.command()

@@ -43,6 +43,19 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     return 1
 
 
+def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from: Path | None) -> int:
+    """Run this job in virtual time; the exit status. Raises JobError before anything is made."""
+    if times_from is not None:
+        overrides = [*overrides, f"cluster.times_from={str(times_from.absolute())!r}"]
+    job = jobs.load(path, overrides)
+    from hpcsync.learning.workloads import import_beside
+    from hpcsync.progress import console
+    from hpcsync.simulator import run
+
+    import_beside(path)
+    return run.simulate(job, out, console())
+
+
 def _settle(trace: Path, status: str) -> None:
     """Ranks that were killed could not say in the trace what became of them."""
     from hpcsync.traces.reading import TraceError, settle

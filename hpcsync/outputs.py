@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -16,6 +17,9 @@ from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.traces.reading import load
 from hpcsync.traces.summary import summarize, table
+
+if TYPE_CHECKING:
+    import torch
 
 TRACE = "trace.h5"
 JOB = "job.toml"
@@ -75,6 +79,14 @@ def _telling(folder: Path) -> Iterator[None]:
 
 def _taken(folder: Path, name: str) -> JobError:
     return JobError(f"out {folder}: must not hold a {name} already: runs are never overwritten")
+
+
+def save_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Write the model's state into the folder."""
+    from safetensors.torch import save_file
+
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    save_file(state, folder / WEIGHTS)
 
 
 def conclude(folder: Path, console: Console) -> None:

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from hpcsync import job as jobs
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.replica import Replica
+from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import build, import_beside
 from hpcsync.library import agree, join, world
@@ -47,10 +46,8 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     agree(comm, lambda: bool(check(job)))
     workload = build(job)
     assert not isinstance(job.workload, Script), "such a job has no workload"
-    optimizer = OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
-    # What a model draws, for dropout say, follows from the job's seed, and differs between workers.
-    worker = max(0, comm.rank - job.cluster.servers)
-    torch.manual_seed(int(np.random.SeedSequence([job.seed, 3, worker]).generate_state(1)[0]))
+    optimizer = OptimizerSpec.of_job(job)
+    torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
     with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
         replica = Replica(sync.flat, workload.loss)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):

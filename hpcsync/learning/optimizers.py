@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcsync.job import Job
+
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls
     for cls in (
@@ -54,6 +56,11 @@ class OptimizerSpec:
         cls = ELEMENTWISE[self.name]
         form: dict[str, Any] = {"fused": True} if "fused" in inspect.signature(cls).parameters else {}
         return cls([parameter], lr=self.lr, **self.options, **form)  # type: ignore[call-arg]
+
+    @staticmethod
+    def of_job(job: Job) -> OptimizerSpec:
+        """The spec that a job names, not yet checked."""
+        return OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:

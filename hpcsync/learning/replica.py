@@ -5,11 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from hpcsync.learning.flat import FlatModel
 
 Loss = Callable[..., torch.Tensor]
+
+
+def worker_seed(seed: int, worker: int) -> int:
+    """What a worker's torch generator starts from: what a model draws, for dropout say, follows from the job's seed and
+    differs between workers."""
+    return int(np.random.SeedSequence([seed, 3, worker]).generate_state(1)[0])
 
 
 class Replica:

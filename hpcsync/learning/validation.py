@@ -28,7 +28,7 @@ def optimizer_spec(job: Job) -> OptimizerSpec:
         if key not in accepted:
             hint = did_you_mean(key, accepted)
             raise JobError(f"optimizer.{key} = {shown(value)}: must be an option of torch.optim.{cls.__name__}{hint}")
-    spec = OptimizerSpec(settings.name, settings.lr, settings.options)
+    spec = OptimizerSpec.of_job(job)
     try:
         _try(spec)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:

@@ -15,8 +15,8 @@ from hpcsync.job import Job
 _HASH = re.compile("[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
 
 
-def provenance(job: Job, *, engine: str, mpi_library: str, hosts: list[str]) -> dict[str, Any]:
-    """Root attributes of the trace of this job, run now. engine: `mpi` or `simulator`."""
+def provenance(job: Job, *, engine: str, mpi_library: str | None, hosts: list[str]) -> dict[str, Any]:
+    """Root attributes of the trace of this job, run now. engine: `mpi` or `simulator`, which has no library."""
     return {
         "engine": engine,
         "paradigm": job.paradigm.name,

@@ -1,0 +1,91 @@
+"""Times from the trace of another run: what did each worker's computations and transfers take?
+
+The trace says when a computation began and ended, when the server heard of it, and when it granted the next. So each
+iteration has three durations that do not depend on who waited for whom: grant to begin (the grant's way, and reading),
+begin to end, and end to the server's hearing of it (putting, and the report's way). `comm_s` says how much of the first
+and the last, together, was transfer; it is taken to be half each, which only divides waiting from transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hpcsync.job import Job, Script
+from hpcsync.job_errors import JobError, shown
+from hpcsync.simulator.transfers import Steps
+from hpcsync.traces.reading import TraceError, load
+
+
+class RecordedTimes:
+    """One worker's iterations as they were. After the last come those from the second on again: the first is special,
+    because it begins when everything is being set up.
+
+    compute_s, to_begin_s, to_server_s, comm_s: seconds, shape (n_iterations,), n_iterations >= 1.
+    """
+
+    def __init__(
+        self, compute_s: np.ndarray, to_begin_s: np.ndarray, to_server_s: np.ndarray, comm_s: np.ndarray
+    ) -> None:
+        self._compute_s = compute_s.tolist()
+        # Clocks of different hosts agree to microseconds only, so that a short way may seem to take less than none.
+        to_begin_s, to_server_s = np.maximum(to_begin_s, 0.0), np.maximum(to_server_s, 0.0)
+        read_s, put_s = np.minimum(0.5 * comm_s, to_begin_s), np.minimum(0.5 * comm_s, to_server_s)
+        columns = (put_s, to_server_s - put_s, to_begin_s - read_s, read_s)
+        self._steps = [Steps(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def seconds(self) -> Iterator[float]:
+        """The computations of iterations 1, 2, ..., without end."""
+        yield from self._compute_s
+        while True:
+            yield from self._compute_s[1:] or self._compute_s
+
+    def steps(self, iteration: int) -> Steps:
+        """The transfers of iteration 1, 2, ..."""
+        n = len(self._steps)
+        at = iteration - 1
+        if at >= n:
+            at = 1 + (at - n) % (n - 1) if n > 1 else 0
+        return self._steps[at]
+
+
+def recorded_times(job: Job) -> list[RecordedTimes]:
+    """Each worker's times in the trace `cluster.times_from`. Raises JobError for one that has not what the job needs."""
+    path = job.cluster.times_from
+    key = f"cluster.times_from = {shown(path)}"
+    assert path is not None
+    try:
+        trace = load(path)
+    except TraceError as error:
+        raise JobError(f"cluster.times_from: {error}") from None
+    if trace.n_workers != job.cluster.workers:
+        raise JobError(f"{key}: must have cluster.workers = {job.cluster.workers} workers, it has {trace.n_workers}")
+    pushes, grants = trace.tables["pushes"], trace.tables["grants"]
+    assert not isinstance(job.workload, Script)
+    for batch_size in sorted(set(pushes["batch_size"].tolist()) - {job.workload.batch_size}):
+        raise JobError(f"{key}: must have workload.batch_size = {job.workload.batch_size}, it has {batch_size}")
+    times = []
+    for worker in range(trace.n_workers):
+        mine, granted = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
+        rows = _joined(mine, granted)
+        if not len(rows[0]):
+            raise JobError(f"{key}: must have a push of every worker; worker {worker} has none")
+        times.append(RecordedTimes(*rows))
+    return times
+
+
+def _joined(pushes: np.ndarray, grants: np.ndarray) -> Sequence[np.ndarray]:
+    """The columns of RecordedTimes, of one worker's pushes and grants: iterations 1, 2, ... as far as both are there.
+
+    The first iteration needs no grant: it counts from the start of the run. (A killed run lacks rows at its end.)
+    """
+    pushes = pushes[np.argsort(pushes["iteration"])]
+    granted_s = dict(zip(grants["iteration"].tolist(), grants["now_s"].tolist(), strict=True))
+    granted_s[1] = 0.0
+    n = 0
+    while n < len(pushes) and pushes["iteration"][n] == n + 1 and n + 1 in granted_s:
+        n += 1
+    pushes = pushes[:n]
+    grant_s = np.array([granted_s[iteration] for iteration in range(1, n + 1)])
+    return pushes["compute_s"], pushes["begin_s"] - grant_s, pushes["now_s"] - pushes["end_s"], pushes["comm_s"]

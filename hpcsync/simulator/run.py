@@ -1,0 +1,90 @@
+"""`hpcsync simulate`: one run in virtual time, with everything that a real one leaves behind."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from hpcsync import outputs, paradigms
+from hpcsync.coordinator import Coordinator
+from hpcsync.job import Job
+from hpcsync.learning.validation import check
+from hpcsync.learning.workloads import Workload
+from hpcsync.progress import Progress
+from hpcsync.signals import Interrupted, interrupt, on_signals
+from hpcsync.simulator.cluster import Cluster, build
+from hpcsync.simulator.simulation import Simulation
+from hpcsync.traces import comparing
+from hpcsync.traces.provenance import provenance
+from hpcsync.traces.reading import load
+from hpcsync.traces.writer import TraceWriter
+
+CHORES_EVERY = 256  # pushes
+
+
+def simulate(job: Job, out: Path | None, console: Console) -> int:
+    """Simulate this job into the folder `out` (None: a new one of its name); the exit status. A failure is told here.
+
+    Raises JobError before anything is made.
+    """
+    workload = check(job)
+    cluster = build(job, workload)
+    folder = outputs.choose(job, out)
+    status = _simulate(job, workload, cluster, folder, console)
+    if status == 0 and job.cluster.times_from is not None:
+        console.print()
+        comparison = comparing.compare(load(job.cluster.times_from), load(folder / outputs.TRACE))
+        console.print(comparing.table(comparison))
+    return status
+
+
+def _simulate(job: Job, workload: Workload, cluster: Cluster, folder: Path, console: Console) -> int:
+    torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
+    outputs.create(folder, job)
+    paradigm = paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
+    attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
+    with TraceWriter(folder / outputs.TRACE, attributes, paradigm.decision_fields) as trace:
+        for rank in range(job.cluster.ranks):
+            trace.append("clocks", (rank, "virtual", 0.0, 0.0))
+        trace.flush()
+        watch = _Watch(trace, Progress(console))
+        simulation = Simulation(job, workload, cluster, paradigm, trace, watch)
+        try:
+            with on_signals(watch.received.append):
+                simulation.run()
+            outputs.save_weights(folder, workload.model)
+        except BaseException as error:
+            simulation.coordinator.close()
+            status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+            trace.close(status)
+            if status == "failed":
+                traceback.print_exc()
+            print(f"hpcsync: {status}: {error}; the trace so far is {trace.path}", file=sys.stderr)
+            return 1
+        finally:
+            watch.progress.close()
+    outputs.conclude(folder, console)
+    return 0
+
+
+class _Watch:
+    """Looks up from the simulation now and then: for signals, at the trace's flushes, to show how far it is."""
+
+    def __init__(self, trace: TraceWriter, progress: Progress) -> None:
+        self.received: list[int] = []
+        self.progress = progress
+        self._trace = trace
+        self._pushes = 0
+
+    def __call__(self, now_s: float, coordinator: Coordinator) -> None:
+        if self.received:
+            interrupt(self.received[0])
+        self._pushes += 1
+        if self._pushes % CHORES_EVERY == 0:
+            self._trace.flush_if_due(time.monotonic())
+            self.progress.show(now_s, coordinator)

@@ -1,0 +1,157 @@
+"""A run in virtual time: the coordinator's decisions and the workers' arithmetic, with nothing real but the numbers.
+
+A worker is a chain of events: it is granted an iteration, reads, computes, puts and reports; the server hears of it and
+answers. The server takes no time. What it decides is the same `Coordinator` that drives real ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hpcsync.coordinator import Coordinator, Order, Recorder, Report, Update
+from hpcsync.devices import Device
+from hpcsync.job import Job, Script
+from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
+from hpcsync.learning.workloads import Workload
+from hpcsync.paradigms import Paradigm
+from hpcsync.simulator.arithmetic import arithmetic
+from hpcsync.simulator.cluster import Cluster
+
+
+class _Worker:
+    """Where a worker is in its chain."""
+
+    __slots__ = ("begin_s", "comm_s", "device", "end_s", "iteration", "put_s", "version", "wait_s")
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.iteration = 1  # that it computes, or may compute next
+        self.version = 0  # that it reads
+        self.begin_s = 0.0
+        self.end_s = 0.0
+        self.put_s = 0.0  # when its last contribution was in its slot
+        self.wait_s = 0.0
+        self.comm_s = 0.0  # reading, before the computation
+
+
+class Simulation:
+    """One run of a job.
+
+    watch: called after every push, for whoever wants to show how far the run is, or to end it by raising.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        workload: Workload,
+        cluster: Cluster,
+        paradigm: Paradigm,
+        trace: Recorder,
+        watch: Callable[[float, Coordinator], None] = lambda now_s, coordinator: None,
+    ) -> None:
+        assert not isinstance(job.workload, Script)
+        self.coordinator = Coordinator(
+            paradigm, trace, n_workers=job.cluster.workers, lr=learning_rate(job), stop=job.stop
+        )
+        self._job = job
+        self._paradigm = paradigm
+        self._watch = watch
+        self._batch_size = job.workload.batch_size
+        self._loop, self._transfers = cluster.loop, cluster.transfers
+        self._wire_bytes = 2 * sum(cluster.shard_bytes)
+        self._workers = [_Worker(device) for device in cluster.devices]
+        self._arithmetic = arithmetic(job, workload)
+        self._evaluated = workload.evaluate is not None
+        self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
+        self._n_pushes = 0
+
+    def run(self) -> None:
+        """Until every worker has left; the final weights are then in the workload's model, and evaluated."""
+        for worker in range(len(self._workers)):
+            self._arithmetic.promise(worker)
+            self._transfers.pull(worker, 1, self._begin)
+        if self._job.stop.seconds is not None:
+            self._loop.at(self._job.stop.seconds, self._time_is_up)
+        self._loop.run()
+        if self.coordinator.active:
+            raise RuntimeError(f"workers {sorted(self.coordinator.active)} wait for ever: nothing can happen any more")
+        self.coordinator.close()
+        self._arithmetic.finish()
+        if self._evaluated:
+            self._evaluate(self.coordinator.updated_s)
+
+    def _begin(self, worker: int, granted_s: float) -> None:
+        """The worker has the weights."""
+        now_s, state = self._loop.now_s, self._workers[worker]
+        state.wait_s = granted_s - state.put_s
+        state.comm_s = now_s - granted_s
+        state.begin_s = now_s
+        if state.device.leaves(now_s):
+            self._transfers.leave(worker, state.iteration, self._left)
+        else:
+            self._loop.after(state.device.seconds(now_s), self._computed, worker)
+
+    def _computed(self, worker: int) -> None:
+        state = self._workers[worker]
+        state.end_s = self._loop.now_s
+        self._transfers.push(worker, state.iteration, self._heard)
+
+    def _heard(self, worker: int, put_s: float) -> None:
+        """The server hears of the worker's contribution."""
+        now_s, state = self._loop.now_s, self._workers[worker]
+        loss = self._arithmetic.contribute(worker)
+        state.put_s = put_s
+        report = Report(
+            worker=worker,
+            iteration=state.iteration,
+            version_read=state.version,
+            begin_s=state.begin_s,
+            end_s=state.end_s,
+            compute_s=state.end_s - state.begin_s,
+            wait_s=state.wait_s,
+            comm_s=state.comm_s + (put_s - state.end_s),
+            batch_size=self._batch_size,
+            local_steps=1,
+            loss=loss,
+            wire_bytes=self._wire_bytes,
+        )
+        self._carry_out(self.coordinator.pushed(now_s, report))
+        self._check_now_and_then()
+        coordinator = self.coordinator
+        if not coordinator.stopping and self._evaluations.due(coordinator.samples):
+            self._evaluations.begun(coordinator.samples)
+            self._evaluate(now_s)
+        self._watch(now_s, coordinator)
+
+    def _carry_out(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if isinstance(order, Update):
+                self._arithmetic.apply(order)
+            elif order.local_steps == 0:
+                self._transfers.stop(order.worker, order.iteration, self._stopped)
+            else:
+                state = self._workers[order.worker]
+                state.iteration, state.version = order.iteration, order.version
+                self._arithmetic.promise(order.worker)
+                self._transfers.pull(order.worker, order.iteration, self._begin)
+
+    def _stopped(self, worker: int, stopped_s: float) -> None:
+        self._transfers.leave(worker, self._workers[worker].iteration, self._left)
+
+    def _left(self, worker: int, left_s: float) -> None:
+        self._carry_out(self.coordinator.left(self._loop.now_s, worker))
+
+    def _evaluate(self, now_s: float) -> None:
+        """At no cost in virtual time, as beside real servers."""
+        coordinator = self.coordinator
+        loss, accuracy = self._arithmetic.evaluate()
+        self._carry_out(coordinator.evaluated(now_s, coordinator.version, coordinator.samples, loss, accuracy))
+
+    def _time_is_up(self) -> None:
+        self._carry_out(self.coordinator.passed(self._loop.now_s))
+
+    def _check_now_and_then(self) -> None:
+        """The paradigm's own invariants. A check looks at every worker; so rarely it costs the same however many."""
+        self._n_pushes += 1
+        if self._n_pushes % len(self._workers) == 0:
+            self._paradigm.check()

@@ -1,0 +1,118 @@
+"""Two traces side by side: a run and its simulation, or the same job twice."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcsync.traces.reading import Trace
+
+
+class Side(BaseModel):
+    """One trace up to its n-th update.
+
+    time_s: of that update. wait_share: of the workers' time up to then, None where none has passed.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    engine: str
+    paradigm: str
+    time_s: float
+    wait_share: float | None
+    comm_share: float | None
+
+
+class Comparison(BaseModel):
+    """Both traces up to the last update that both have.
+
+    same_order: share of the pairs of grants, of those that both have, that come in the same order; None for fewer than
+                two. One half is what chance would give, 1 is the same order.
+    same_grants: how many grants come, from the first on, to the same worker for the same iteration in both.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    updates: int
+    sides: tuple[Side, Side]
+    common_grants: int
+    same_grants: int
+    same_order: float | None
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Time of the second over time of the first."""
+        first, second = self.sides
+        return second.time_s / first.time_s if first.time_s else None
+
+
+def compare(first: Trace, second: Trace) -> Comparison:
+    updates = min(len(first.tables["updates"]), len(second.tables["updates"]))
+    granted = [_granted(trace, n_workers=max(first.n_workers, second.n_workers)) for trace in (first, second)]
+    common, places_a, places_b = np.intersect1d(*granted, assume_unique=True, return_indices=True)
+    n = min(map(len, granted))
+    differ = np.flatnonzero(granted[0][:n] != granted[1][:n])
+    return Comparison(
+        updates=updates,
+        sides=(_side(first, updates), _side(second, updates)),
+        common_grants=len(common),
+        same_grants=int(differ[0]) if len(differ) else n,
+        same_order=_same_order(places_a, places_b),
+    )
+
+
+def _side(trace: Trace, updates: int) -> Side:
+    pushes = trace.tables["pushes"]
+    time_s = float(trace.tables["updates"]["now_s"][updates - 1]) if updates else 0.0
+    pushes = pushes[pushes["now_s"] <= time_s]
+    compute_s, wait_s, comm_s = (float(pushes[column].sum()) for column in ("compute_s", "wait_s", "comm_s"))
+    total_s = compute_s + wait_s + comm_s
+    return Side(
+        engine=str(trace.attributes.get("engine")),
+        paradigm=trace.job.paradigm.name,
+        time_s=time_s,
+        wait_share=wait_s / total_s if total_s else None,
+        comm_share=comm_s / total_s if total_s else None,
+    )
+
+
+def _granted(trace: Trace, n_workers: int) -> np.ndarray:
+    """A number for each grant's worker and iteration, in the order of the grants; stops are none."""
+    grants = trace.tables["grants"]
+    grants = grants[grants["local_steps"] > 0]
+    return grants["iteration"] * n_workers + grants["worker"]
+
+
+def _same_order(a: np.ndarray, b: np.ndarray) -> float | None:
+    if len(a) < 2:
+        return None
+    from scipy.stats import kendalltau
+
+    return round(float((kendalltau(a, b).statistic + 1.0) / 2.0), 12)  # 1 is 1
+
+
+def table(comparison: Comparison) -> RenderableType:
+    """Both sides in columns, and the second over the first."""
+    a, b = comparison.sides
+    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("", a.engine, b.engine, "ratio"):
+        result.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
+    result.add_row("paradigm", a.paradigm, b.paradigm, "")
+    ratio = "" if comparison.time_ratio is None else f"{comparison.time_ratio:.3f}"
+    result.add_row(f"time of update {comparison.updates:,}", f"{a.time_s:.3f} s", f"{b.time_s:.3f} s", ratio)
+    for name, share_a, share_b in (
+        ("waiting", a.wait_share, b.wait_share),
+        ("transfers", a.comm_share, b.comm_share),
+    ):
+        result.add_row(name, _percent(share_a), _percent(share_b), "")
+    if comparison.same_order is None:
+        return result
+    order = f"{comparison.same_order:.2%} of the pairs are in the same order, the first {comparison.same_grants:,} are the same"
+    return Group(result, Text(f"{comparison.common_grants:,} grants that both have: {order}", "dim"))
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.2f} %"

@@ -1,0 +1,141 @@
+"""`hpcsync simulate` from the command line, and beside real ranks."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hpcsync.traces.audit import audit
+from hpcsync.traces.comparing import compare
+from hpcsync.traces.reading import load
+from tests.runs.processes import ended, hpcsync, started
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+JOB = """
+name = "both"
+workload = {name = "linear", batch_size = 4, samples = 96, features = 7}
+optimizer = {name = "sgd", lr = 0.05, momentum = 0.9}
+evaluation.every_samples = 100
+stop.updates = 120
+paradigm = {name = "bsp"}
+cluster = {servers = 2, workers = 3, compute = {model = "lognormal", seconds = [0.004, 0.004, 0.008]}}
+"""
+PARADIGMS = {
+    "bsp": 'paradigm={name="bsp"}',
+    "asp": 'paradigm={name="asp"}',
+    "ssp": 'paradigm={name="ssp", staleness=2}',
+    "dssp": 'paradigm={name="dssp", staleness_min=1, staleness_max=5}',
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "both.toml"
+    path.write_text(JOB)
+    return path
+
+
+def weights(folder: Path) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "weights.safetensors").items())])
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_run_and_its_simulation(tmp_path, path, paradigm):
+    """One job, on ranks and in virtual time from their trace. Where decisions do not depend on who is first, and for
+    one sequence of updates, the weights are the same bits."""
+    real, simulated = tmp_path / "real", tmp_path / "simulated"
+    setting = ("--set", PARADIGMS[paradigm])
+    assert ended(hpcsync("run", path, *setting, "--out", real), cwd=tmp_path).status == 0
+    arguments = ("simulate", path, *setting, "--out", simulated, "--times-from", real / "trace.h5")
+    program = ended(hpcsync(*arguments), cwd=tmp_path)
+    assert program.status == 0, program.err
+    traces = [load(folder / "trace.h5") for folder in (real, simulated)]
+    assert [trace.attributes["engine"] for trace in traces] == ["mpi", "simulator"]
+    for trace in traces:
+        assert [check for check in audit(trace) if not check.passed] == []
+    comparison = compare(*traces)
+    assert comparison.time_ratio == pytest.approx(1.0, abs=0.05)
+    assert comparison.same_order > 0.9
+    assert "time of update 120" in program.out
+    if paradigm == "bsp":
+        assert torch.equal(weights(real), weights(simulated))
+        losses = [trace.tables["pushes"]["loss"][:360].tolist() for trace in traces]
+        assert sorted(losses[0]) == sorted(losses[1])
+        other = tmp_path / "other"
+        assert ended(hpcsync("simulate", path, "--set", "seed=2", "--out", other), cwd=tmp_path).status == 0
+        assert not torch.equal(weights(real), weights(other))
+
+
+def test_it_leaves_what_a_run_leaves(tmp_path):
+    out = tmp_path / "out"
+    program = ended(hpcsync("simulate", JOBS / "digits-dssp.toml", "--set", "stop.samples=3000", "--out", out))
+    assert program.status == 0, program.err
+    assert sorted(p.name for p in out.iterdir()) == ["job.toml", "summary.json", "trace.h5", "weights.safetensors"]
+    summary = json.loads((out / "summary.json").read_text())
+    assert (summary["engine"], summary["status"]) == ("simulator", "finished")
+    assert "paradigm  dssp" in program.out
+    again = ended(hpcsync("simulate", JOBS / "digits-dssp.toml", "--out", out))
+    assert again.status == 2
+    assert "never overwritten" in again.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, path, number):
+    out = tmp_path / "out"
+    arguments = ("--set", "stop.updates=100000000", "--set", "evaluation.every_samples=0", "--out", out)
+    with started(hpcsync("simulate", path, *arguments)) as program:
+        program.wait_for(lambda p: "updates" in p.out)
+        program.process.send_signal(number)
+        assert program.status == 1
+    assert f"interrupted: {number.name}; the trace so far is {out / 'trace.h5'}" in program.err
+    trace = load(out / "trace.h5")
+    assert trace.status == "interrupted"
+    assert len(trace.tables["pushes"]) > 0
+    assert [check for check in audit(trace) if not check.passed] == []
+
+
+def test_an_exception_of_the_workload_is_a_failure(tmp_path, path):
+    (tmp_path / "breaking.py").write_text(
+        "import torch\n"
+        "from hpcsync.learning.workloads import Workload\n"
+        "def loss(model, x):\n"
+        "    raise KeyError('lost')\n"
+        "def make():\n"
+        "    data = torch.utils.data.TensorDataset(torch.ones(64, 3))\n"
+        "    return Workload(torch.nn.Linear(3, 1), loss, data, None)\n"
+    )
+    setting = 'workload={name="breaking:make", batch_size=4}'
+    program = ended(hpcsync("simulate", path, "--set", setting, "--out", tmp_path / "out"))
+    assert program.status == 1
+    assert "KeyError: 'lost'" in program.err
+    assert load(tmp_path / "out" / "trace.h5").status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--set", "cluster={workers=2}"], "cluster.compute: missing; a simulation must have it"),
+        (["--times-from", "nothing.h5"], "cluster.times_from"),
+        (["--times-from", "both.toml"], "both.toml: not a trace"),
+        (["--set", "stop={}"], "stop: empty"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(tmp_path, path, arguments, said):
+    program = ended(hpcsync("simulate", path, *arguments), cwd=tmp_path)
+    assert program.status == 2
+    assert len(program.err.splitlines()) == 1
+    assert said in program.err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_real_run_takes_its_own_times(tmp_path, path):
+    program = ended(hpcsync("run", path, "--set", f"cluster.times_from={path}"), cwd=tmp_path)
+    assert program.status == 2
+    assert len(program.err.splitlines()) == 1
+    assert "cluster.times_from" in program.err

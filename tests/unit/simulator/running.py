@@ -1,0 +1,47 @@
+"""Simulations for tests: a job in memory to a trace in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hpcsync import paradigms
+from hpcsync.job import Job
+from hpcsync.learning.workloads import Workload, build
+from hpcsync.simulator import cluster
+from hpcsync.simulator.simulation import Simulation
+from hpcsync.traces.provenance import provenance
+from hpcsync.traces.reading import Trace, load
+from hpcsync.traces.writer import TraceWriter
+from tests.unit.jobs import make_job
+
+TIMING = {"name": "timing", "batch_size": 4, "parameters": 1000}
+PARADIGMS: list[dict[str, Any]] = [
+    {"name": "bsp"},
+    {"name": "asp"},
+    {"name": "ssp", "staleness": 2},
+    {"name": "dssp", "staleness_min": 1, "staleness_max": 5},
+]
+
+
+def timing_job(*, workers: int = 2, seconds: Any = 1.0, model: str = "constant", **tables: Any) -> Job:
+    """A job without arithmetic, whose iterations take `seconds`. `cluster` adds keys to that table."""
+    more = tables.pop("cluster", {})
+    return make_job(
+        **{
+            "workload": TIMING,
+            "stop": {"updates": 20},
+            "cluster": {"workers": workers, "compute": {"model": model, "seconds": seconds}, **more},
+            **tables,
+        }
+    )
+
+
+def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
+    """The trace of this job, simulated; `path` must not exist."""
+    workload = workload or build(job)
+    paradigm = paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
+    attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
+    with TraceWriter(path, attributes, paradigm.decision_fields) as trace:
+        Simulation(job, workload, cluster.build(job, workload), paradigm, trace).run()
+    return load(path)

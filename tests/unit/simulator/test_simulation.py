@@ -1,0 +1,260 @@
+"""Whole runs in virtual time: closed forms, audits, determinism, and the arithmetic of real ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync import paradigms
+from hpcsync.learning.data import batches
+from hpcsync.learning.workloads import build
+from hpcsync.simulator import cluster
+from hpcsync.simulator.simulation import Simulation
+from hpcsync.traces.audit import audit
+from hpcsync.traces.schema import TABLES
+from hpcsync.traces.summary import summarize
+from tests.unit.jobs import LINEAR, make_job
+from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
+
+NETWORK = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}  # 4 kB take 32 ms
+EVENTS = {
+    "events": [
+        {"worker": 0, "at_iteration": 4, "change": "slow", "factor": 5.0},
+        {"worker": 0, "at_iteration": 6, "change": "recover"},
+        {"worker": 1, "at_s": 9.5, "change": "leave"},
+    ]
+}
+
+
+def failed(trace) -> list[str]:
+    return [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed]
+
+
+# ---- closed forms ----
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_round_of_bsp_takes_as_long_as_its_slowest(tmp_path, workers):
+    seconds = [1.0 + 0.5 * worker for worker in range(workers)]
+    job = timing_job(workers=workers, seconds=seconds, paradigm={"name": "bsp"}, stop={"updates": 10})
+    trace = simulate(job, tmp_path / "trace.h5")
+    assert trace.tables["updates"]["now_s"] == pytest.approx(np.arange(1, 11) * seconds[-1], rel=1e-12)
+    waited = {w.worker: w.wait_share for w in summarize(trace).workers}
+    for worker, share in waited.items():  # not before its first iteration
+        assert share == pytest.approx(9 * (seconds[-1] - seconds[worker]) / (9 * seconds[-1] + seconds[worker]))
+
+
+@pytest.mark.parametrize("paradigm", [PARADIGMS[1], {"name": "ssp", "staleness": math.inf}], ids=str)
+def test_nobody_waits_without_a_bound(tmp_path, paradigm):
+    job = timing_job(workers=3, seconds=[1.0, 2.0, 4.0], paradigm=paradigm, stop={"seconds": 40.5})
+    trace = simulate(job, tmp_path / "trace.h5")
+    pushes = trace.tables["pushes"]
+    assert np.bincount(pushes[pushes["now_s"] < 40.5]["worker"]).tolist() == [40, 20, 10]
+    assert pushes["wait_s"].max() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "bounds"), [("ssp", {"staleness": 3}), ("dssp", {"staleness_min": 1, "staleness_max": 6})]
+)
+def test_within_a_bound_all_run_at_the_pace_of_the_slowest(tmp_path, name, bounds):
+    def updates(paradigm, path):
+        job = timing_job(workers=3, seconds=[1.0, 1.0, 3.0], paradigm=paradigm, stop={"seconds": 600.0})
+        return len(simulate(job, path).tables["updates"])
+
+    assert 3 * 200 <= updates({"name": name, **bounds}, tmp_path / "bound.h5") <= 3 * 200 + 20
+    assert updates({"name": "asp"}, tmp_path / "none.h5") == pytest.approx(600 + 600 + 200, abs=3)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_a_round_of_bsp_over_a_network(tmp_path, workers):
+    """Compute, then everybody puts at once, six latencies in all, and everybody reads at once."""
+    job = timing_job(workers=workers, paradigm={"name": "bsp"}, stop={"updates": 5}, cluster=NETWORK)
+    trace = simulate(job, tmp_path / "trace.h5")
+    transfers_s = workers * 4000 * 8 / 1e6
+    round_s = 1.0 + 2 * transfers_s + 6e-3
+    assert trace.tables["updates"]["now_s"] == pytest.approx(np.arange(1, 6) * round_s, rel=1e-9)
+    assert set(trace.tables["pushes"]["wire_bytes"].tolist()) == {8000}
+    comm_s = trace.tables["pushes"]["comm_s"]
+    assert comm_s == pytest.approx(np.full(len(comm_s), 2 * transfers_s + 4e-3), rel=1e-9)
+
+
+def test_what_the_server_can_carry_bounds_asp(tmp_path):
+    """Workers that compute for next to nothing: the server's link is busy all the time, each way."""
+    job = timing_job(workers=8, seconds=1e-3, paradigm={"name": "asp"}, stop={"seconds": 100.0}, cluster=NETWORK)
+    trace = simulate(job, tmp_path / "trace.h5")
+    assert len(trace.tables["updates"]) == pytest.approx(100.0 / 0.032, rel=0.02)
+    fast = timing_job(workers=8, seconds=1e-3, paradigm={"name": "asp"}, stop={"seconds": 10.0})
+    assert len(simulate(fast, tmp_path / "ideal.h5").tables["updates"]) == pytest.approx(8e4, rel=0.02)
+
+
+# ---- traces ----
+
+
+@pytest.mark.parametrize(
+    "more", [{}, NETWORK, EVENTS, NETWORK | EVENTS | {"servers": 2}], ids=["", "network", "events", "all"]
+)
+@pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_a_simulated_trace_audits(tmp_path, paradigm, more, workers):
+    if workers == 1 and "events" in more:
+        more = more | {"events": more["events"][:2]}
+    job = timing_job(workers=workers, model="lognormal", paradigm=paradigm, stop={"updates": 60}, cluster=more)
+    trace = simulate(job, tmp_path / "trace.h5")
+    assert failed(trace) == []
+    assert trace.finished
+    assert trace.tables["updates"]["version"][-1] == 60
+    assert len(trace.tables["membership"]) == workers
+
+
+def test_the_audit_would_see_another_paradigm(tmp_path):
+    job = timing_job(workers=3, seconds=[1.0, 1.0, 3.0], paradigm={"name": "asp"}, stop={"updates": 60})
+    trace = simulate(job, tmp_path / "trace.h5")
+    trace.attributes["job"] = job.to_toml().replace('name = "asp"', 'name = "ssp"\nstaleness = 1')
+    assert failed(trace) != []
+
+
+def test_a_worker_leaves_and_the_others_go_on(tmp_path):
+    job = timing_job(workers=2, paradigm={"name": "bsp"}, stop={"updates": 20}, cluster=EVENTS)
+    trace = simulate(job, tmp_path / "trace.h5")
+    contributions = trace.tables["updates"]["n_contributions"].tolist()
+    assert contributions == sorted(contributions, reverse=True)
+    assert set(contributions) == {2, 1}
+    left = trace.tables["membership"]
+    assert left["worker"].tolist() == [1, 0]
+    assert left["now_s"][0] >= 9.5
+
+
+def test_a_run_ends_when_everybody_has_left(tmp_path):
+    leaving = {"events": [{"worker": w, "at_iteration": 3 + w, "change": "leave"} for w in (0, 1)]}
+    job = timing_job(workers=2, paradigm={"name": "asp"}, stop={"updates": 10**6}, cluster=leaving)
+    trace = simulate(job, tmp_path / "trace.h5")
+    assert trace.finished
+    assert np.bincount(trace.tables["pushes"]["worker"]).tolist() == [2, 3]
+
+
+def test_a_slow_device_slows_its_iterations(tmp_path):
+    job = timing_job(workers=2, paradigm={"name": "asp"}, stop={"seconds": 20.0}, cluster=EVENTS)
+    pushes = simulate(job, tmp_path / "trace.h5").tables["pushes"]
+    compute_s = pushes[pushes["worker"] == 0]["compute_s"]
+    assert compute_s[:7].tolist() == [1.0, 1.0, 1.0, 5.0, 5.0, 1.0, 1.0]
+
+
+class Holding(paradigms.create("asp", 1).__class__):
+    """Grants nobody anything."""
+
+    def _pushed(self, worker):
+        self._hold(worker)
+        return []
+
+    def check(self):
+        pass
+
+
+def test_a_paradigm_that_never_answers_is_told(tmp_path):
+    class Nothing:
+        def append(self, table, row):
+            pass
+
+    job = timing_job(workers=2)
+    workload = build(job)
+    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] wait for ever"):
+        Simulation(job, workload, cluster.build(job, workload), Holding(2), Nothing()).run()
+
+
+# ---- determinism ----
+
+
+def tables(trace) -> list[bytes]:
+    return [trace.tables[name].tobytes() for name in TABLES]
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
+def test_the_same_job_gives_the_same_bytes(tmp_path, paradigm):
+    def run(name, seed=1):
+        job = make_job(
+            workload=LINEAR,
+            evaluation={"every_samples": 40},
+            stop={"updates": 60},
+            paradigm=paradigm,
+            cluster={"workers": 3, "compute": {"model": "exponential", "seconds": 1.0}, **NETWORK},
+            seed=seed,
+        )
+        return tables(simulate(job, tmp_path / name))
+
+    first = run("a")
+    assert first == run("b")
+    assert first != run("c", seed=2)
+
+
+def test_equal_workers_are_heard_in_their_order(tmp_path):
+    job = timing_job(workers=5, paradigm={"name": "asp"}, stop={"updates": 50})
+    assert simulate(job, tmp_path / "trace.h5").tables["pushes"]["worker"][:50].tolist() == list(range(5)) * 10
+
+
+# ---- arithmetic ----
+
+
+def final_weights(job, path) -> torch.Tensor:
+    workload = build(job)
+    simulate(job, path, workload)
+    return next(workload.model.parameters()).detach().flatten()
+
+
+def linear_job(workers, batch_size, paradigm="bsp", **tables):
+    return make_job(
+        workload={**LINEAR, "batch_size": batch_size, "samples": 96},
+        optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        stop={"updates": 24},
+        paradigm={"name": paradigm},
+        cluster={"workers": workers, "compute": {"model": "exponential", "seconds": 1.0}, **tables.pop("cluster", {})},
+        **tables,
+    )
+
+
+def torch_alone(job) -> torch.Tensor:
+    workload = build(job)
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
+    data = batches(workload.train, job.seed, 0, n_workers=1, batch_size=job.workload.batch_size, epochs=range(999))
+    for _, batch in zip(range(24), data, strict=False):
+        optimizer.zero_grad()
+        workload.loss(workload.model, *batch).backward()
+        optimizer.step()
+    return next(workload.model.parameters()).detach().flatten()
+
+
+@pytest.mark.parametrize(("workers", "batch_size"), [(1, 12), (2, 6), (3, 4), (4, 3)])
+def test_simulated_bsp_is_one_process_with_the_whole_batch(tmp_path, workers, batch_size):
+    alone = torch_alone(linear_job(1, 12))
+    weights = final_weights(linear_job(workers, batch_size), tmp_path / "bsp.h5")
+    assert float((weights - alone).abs().max()) < 1e-12
+    if workers > 1:
+        stale = final_weights(linear_job(workers, batch_size, "asp"), tmp_path / "asp.h5")
+        assert not float((stale - alone).abs().max()) < 1e-12
+
+
+def test_evaluations_are_of_the_moment_and_end_the_run(tmp_path):
+    job = make_job(
+        workload={**LINEAR, "noise": 0.0},
+        evaluation={"every_samples": 16},
+        stop={"target_loss": 1e-3, "updates": 10_000},
+        cluster={"workers": 2, "compute": {"model": "constant", "seconds": 1.0}},
+    )
+    trace = simulate(job, tmp_path / "trace.h5")
+    evaluations = trace.tables["evaluations"]
+    assert evaluations["now_s"].tolist() == trace.tables["updates"]["now_s"][evaluations["version"] - 1].tolist()
+    assert np.flatnonzero(evaluations["loss"] <= 1e-3)[0] == len(evaluations) - 2  # the last is that of the end
+    assert trace.tables["updates"]["version"][-1] == evaluations["version"][-1]
+
+
+def test_the_number_of_servers_changes_no_number(tmp_path):
+    one, three = (
+        final_weights(linear_job(3, 4, "asp", cluster={"servers": servers}), tmp_path / f"{servers}.h5")
+        for servers in (1, 3)
+    )
+    assert torch.equal(one, three)
+
+
+def test_the_timing_workload_costs_no_memory(tmp_path):
+    job = timing_job(workers=1000, workload=TIMING, paradigm={"name": "asp"}, stop={"updates": 2000})
+    assert len(simulate(job, tmp_path / "trace.h5").tables["pushes"]) >= 2000

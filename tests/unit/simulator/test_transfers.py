@@ -1,0 +1,137 @@
+"""The four steps between computations: closed forms over links, and durations that are given."""
+
+import pytest
+
+from hpcsync.job import Network as NetworkTable
+from hpcsync.roles import Roles
+from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.transfers import Networked, Steps, Timed
+
+LATENCY_S = 1e-3
+RATE = 1e9 / 8  # bytes a second of 1 Gbit/s
+SIZE = 1_000_000
+TRANSFER_S = SIZE / RATE
+
+
+def network(loop, servers=1, workers=1, **table):
+    table = NetworkTable(**{"bandwidth_gbit": 1.0, "latency_us": 1e6 * LATENCY_S, **table})
+    return Networked(loop, table, Roles(servers, workers), [SIZE // servers] * servers)
+
+
+class Heard:
+    """Notes when a step ended, and when the one before."""
+
+    def __init__(self, loop):
+        self.loop = loop
+        self.at = []
+
+    def __call__(self, worker, before_s):
+        self.at.append((worker, before_s, self.loop.now_s))
+
+
+def test_a_put_is_acknowledged_and_then_reported():
+    loop = Loop()
+    heard = Heard(loop)
+    network(loop).push(0, 1, heard)
+    loop.run()
+    put_s = 2 * LATENCY_S + TRANSFER_S
+    assert heard.at == [(0, pytest.approx(put_s, rel=1e-12), pytest.approx(put_s + LATENCY_S, rel=1e-12))]
+
+
+def test_weights_are_read_once_they_are_granted():
+    loop = Loop()
+    heard = Heard(loop)
+    network(loop).pull(0, 1, heard)
+    loop.run()
+    granted_s = LATENCY_S
+    assert heard.at == [(0, granted_s, pytest.approx(granted_s + 2 * LATENCY_S + TRANSFER_S, rel=1e-12))]
+
+
+def test_a_stop_and_a_farewell_are_messages():
+    loop = Loop()
+    heard = Heard(loop)
+    transfers = network(loop)
+    transfers.stop(0, 1, heard)
+    transfers.leave(0, 1, heard)
+    loop.run()
+    assert [now_s for _, _, now_s in heard.at] == [LATENCY_S, LATENCY_S]
+
+
+@pytest.mark.parametrize("workers", [2, 3, 7])
+@pytest.mark.parametrize("step", ["push", "pull"])
+def test_workers_contend_for_the_server(step, workers):
+    """A parameter server's link carries everything: n transfers that meet take n times as long."""
+    loop = Loop()
+    heard = Heard(loop)
+    transfers = network(loop, workers=workers)
+    for worker in range(workers):
+        getattr(transfers, step)(worker, 1, heard)
+    loop.run()
+    assert [now_s for _, _, now_s in heard.at] == pytest.approx([3 * LATENCY_S + workers * TRANSFER_S] * workers)
+    alone = Loop()
+    one = Heard(alone)
+    getattr(network(alone, workers=workers), step)(0, 1, one)
+    alone.run()
+    assert one.at[0][2] < 0.8 * heard.at[0][2]  # what a network without sharing would give
+
+
+def test_pushes_and_pulls_do_not_meet():
+    """Links are full duplex."""
+    loop = Loop()
+    heard = Heard(loop)
+    transfers = network(loop, workers=2)
+    transfers.push(0, 1, heard)
+    transfers.pull(1, 1, heard)
+    loop.run()
+    assert [now_s for _, _, now_s in heard.at] == pytest.approx([3 * LATENCY_S + TRANSFER_S] * 2)
+
+
+@pytest.mark.parametrize("servers", [2, 4])
+def test_servers_share_what_one_would_carry(servers):
+    loop = Loop()
+    heard = Heard(loop)
+    transfers = network(loop, servers=servers, workers=servers)
+    for worker in range(servers):
+        transfers.push(worker, 1, heard)
+    loop.run()
+    assert [now_s for _, _, now_s in heard.at] == pytest.approx([3 * LATENCY_S + TRANSFER_S] * servers)
+
+
+def test_the_other_servers_grants_follow_an_order():
+    loop = Loop()
+    heard = Heard(loop)
+    transfers = network(loop, servers=2)
+    transfers.pull(0, 1, heard)
+    transfers.stop(0, 1, heard)
+    loop.run()
+    stopped, read = heard.at
+    assert stopped[2] == 2 * LATENCY_S
+    assert read[1:] == (2 * LATENCY_S, pytest.approx(4 * LATENCY_S + TRANSFER_S))
+
+
+def test_a_slow_workers_link_slows_only_itself():
+    loop = Loop()
+    heard = Heard(loop)
+    transfers = network(loop, workers=2, bandwidth_gbit=[1.0, 0.1], server_bandwidth_gbit=10.0)
+    for worker in (0, 1):
+        transfers.push(worker, 1, heard)
+    loop.run()
+    assert heard.at[0][0::2] == (0, pytest.approx(3 * LATENCY_S + TRANSFER_S))
+    assert heard.at[1][0::2] == (1, pytest.approx(3 * LATENCY_S + 10 * TRANSFER_S))
+
+
+def test_given_steps_take_what_they_take():
+    loop = Loop()
+    heard = Heard(loop)
+    given = {(0, 1): Steps(1.0, 2.0, 4.0, 8.0), (1, 3): Steps(0.1, 0.2, 0.4, 0.8)}
+    transfers = Timed(loop, lambda worker, iteration: given[worker, iteration])
+    for worker, iteration in given:
+        transfers.push(worker, iteration, heard)
+        transfers.pull(worker, iteration, heard)
+        transfers.stop(worker, iteration, heard)
+        transfers.leave(worker, iteration, heard)
+    loop.run()
+    assert sorted(heard.at) == [
+        (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
+        (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
+    ]  # fmt: skip

@@ -1,0 +1,85 @@
+"""Two traces side by side."""
+
+import io
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hpcsync.traces.comparing import compare, table
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import GRANTS, PUSHES, UPDATES
+from tests.unit.traces.recorder import make_job
+
+
+def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi") -> Trace:
+    """Grants as pairs of worker and iteration; an update each second, and a push with each."""
+    tables = {
+        "grants": np.zeros(len(grants), GRANTS),
+        "updates": np.zeros(updates, UPDATES),
+        "pushes": np.zeros(updates, PUSHES),
+    }
+    tables["grants"]["worker"], tables["grants"]["iteration"] = np.array(grants).reshape(-1, 2).T
+    tables["grants"]["local_steps"] = 1
+    tables["updates"]["now_s"] = tables["pushes"]["now_s"] = step_s * np.arange(1, updates + 1)
+    tables["pushes"]["compute_s"], tables["pushes"]["wait_s"] = 1.0 - wait_s, wait_s
+    job = make_job("asp", workers=n_workers)
+    return Trace(None, {"engine": engine, "n_workers": n_workers, "job": job.to_toml()}, tables)
+
+
+ORDER = [(0, 2), (1, 2), (0, 3), (1, 3), (0, 4)]
+
+
+def test_the_same_trace_twice():
+    comparison = compare(trace(ORDER), trace(ORDER))
+    assert (comparison.time_ratio, comparison.same_order) == (1.0, 1.0)
+    assert (comparison.common_grants, comparison.same_grants) == (5, 5)
+
+
+def test_order_is_that_of_the_pairs_of_grants():
+    swapped = [(0, 2), (0, 3), (1, 2), (1, 3), (0, 4)]
+    comparison = compare(trace(ORDER), trace(swapped))
+    assert comparison.same_order == pytest.approx(9 / 10)
+    assert comparison.same_grants == 1
+    assert compare(trace(ORDER), trace(ORDER[::-1])).same_order == 0.0
+
+
+def test_grants_that_only_one_has_do_not_count():
+    comparison = compare(trace([*ORDER, (1, 4)]), trace([(0, 2), (5, 2), *ORDER[1:]], n_workers=6))
+    assert comparison.common_grants == 5
+    assert comparison.same_order == 1.0
+    assert comparison.same_grants == 1
+
+
+def test_stops_are_no_grants():
+    one = trace(ORDER)
+    one.tables["grants"]["local_steps"][-1] = 0
+    assert compare(one, trace(ORDER)).common_grants == 4
+
+
+def test_both_are_looked_at_up_to_the_last_update_that_both_have():
+    comparison = compare(trace(ORDER, updates=4), trace(ORDER, updates=9, step_s=1.5))
+    assert comparison.updates == 4
+    assert [side.time_s for side in comparison.sides] == [4.0, 6.0]
+    assert comparison.time_ratio == 1.5
+
+
+def test_waiting_is_a_share_of_the_workers_time():
+    a, b = compare(trace(ORDER, wait_s=0.25), trace(ORDER, wait_s=0.5)).sides
+    assert (a.wait_share, b.wait_share) == (0.25, 0.5)
+
+
+def test_nothing_can_be_compared_with_nothing():
+    comparison = compare(trace([], updates=0), trace(ORDER))
+    assert (comparison.updates, comparison.time_ratio, comparison.same_order) == (0, None, None)
+    assert comparison.sides[0].wait_share is None
+
+
+def test_people_see_both():
+    text = io.StringIO()
+    Console(file=text, width=100).print(table(compare(trace(ORDER), trace(ORDER, step_s=2.0, engine="simulator"))))
+    assert "time of update 4  4.000 s    8.000 s  2.000" in text.getvalue()
+    assert (
+        "5 grants that both have: 100.00% of the pairs are in the same order, the first 5 are the same"
+        in text.getvalue()
+    )
