@@ -16,6 +16,7 @@ from hpcsync import launcher
 def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None) -> int:
     """Start the ranks of this job and wait for their end; the exit status. Raises JobError before any rank starts."""
     job = jobs.load(path, overrides, ranks)
+    jobs.refuse_simulated(job)
     from hpcsync import outputs
     from hpcsync.learning.validation import check
     from hpcsync.learning.workloads import import_beside

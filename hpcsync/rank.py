@@ -42,6 +42,7 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
 
 def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     """This rank's part of the job. Collective."""
+    jobs.refuse_simulated(job)
     # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
     agree(comm, lambda: bool(check(job)))
     workload = build(job)

@@ -3,7 +3,8 @@
 The trace says when a computation began and ended, when the server heard of it, and when it granted the next. So each
 iteration has three durations that do not depend on who waited for whom: grant to begin (the grant's way, and reading),
 begin to end, and end to the server's hearing of it (putting, and the report's way). `comm_s` says how much of the first
-and the last, together, was transfer; it is taken to be half each, which only divides waiting from transfer.
+and the last, together, was transfer. It is taken to be half each, as far as there is room for it; that only tells waiting
+from transfer.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class RecordedTimes:
         self._compute_s = compute_s.tolist()
         # Clocks of different hosts agree to microseconds only, so that a short way may seem to take less than none.
         to_begin_s, to_server_s = np.maximum(to_begin_s, 0.0), np.maximum(to_server_s, 0.0)
-        read_s, put_s = np.minimum(0.5 * comm_s, to_begin_s), np.minimum(0.5 * comm_s, to_server_s)
+        put_s = np.minimum(0.5 * comm_s, to_server_s)
+        read_s = np.minimum(comm_s - put_s, to_begin_s)
+        put_s = np.minimum(comm_s - read_s, to_server_s)
         columns = (put_s, to_server_s - put_s, to_begin_s - read_s, read_s)
         self._steps = [Steps(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
@@ -51,7 +54,7 @@ class RecordedTimes:
 
 
 def recorded_times(job: Job) -> list[RecordedTimes]:
-    """Each worker's times in the trace `cluster.times_from`. Raises JobError for one that has not what the job needs."""
+    """Each worker's times in the trace `cluster.times_from`. Raises JobError for one that does not fit."""
     path = job.cluster.times_from
     key = f"cluster.times_from = {shown(path)}"
     assert path is not None

@@ -110,8 +110,9 @@ def table(comparison: Comparison) -> RenderableType:
         result.add_row(name, _percent(share_a), _percent(share_b), "")
     if comparison.same_order is None:
         return result
-    order = f"{comparison.same_order:.2%} of the pairs are in the same order, the first {comparison.same_grants:,} are the same"
-    return Group(result, Text(f"{comparison.common_grants:,} grants that both have: {order}", "dim"))
+    order = f"{comparison.common_grants:,} grants that both have: {comparison.same_order:.2%} of the pairs are in the "
+    order += f"same order, the first {comparison.same_grants:,} are the same"
+    return Group(result, Text(order, "dim"))
 
 
 def _percent(share: float | None) -> str:
