@@ -1,18 +1,80 @@
-"""How long a worker's iteration takes: the `[cluster.compute]` of a job.
+"""How long a worker's iteration takes: the `[cluster.compute]` of a job, and its `[[cluster.events]]`.
 
 Real ranks are padded up to these times, so that a laptop behaves like an uneven cluster; the simulator takes them as
 they are. Every worker draws from a generator of its own, so that its n-th iteration takes the same time in every run
-with the same seed, whatever the others do.
+with the same seed, whatever the others do and whatever happens to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpcsync.job import Compute, Exponential, LogNormal, Recorded
+from hpcsync.job import Job
+from hpcsync.job_cluster import Compute, Event, Exponential, LogNormal, Recorded
 from hpcsync.job_times import read_times
+
+
+class Device:
+    """One worker's device: how long its iterations take, one after the other, and when it leaves.
+
+    times:  seconds of iterations 1, 2, ... were it never slow, without end; None: nobody knows, they take no time here.
+    events: its own, in any order. Of those for the same moment the last holds, those for an iteration after all others.
+    """
+
+    def __init__(self, times: Iterator[float] | None, events: Sequence[Event]) -> None:
+        self._times = times
+        self._iteration = 1  # that begins next
+        self._factor = 1.0
+        changes = [event for event in events if event.change != "leave"]
+        self._by_time = deque(sorted((e.at_s, i, _factor(e)) for i, e in enumerate(changes) if e.at_s is not None))
+        self._by_iteration = deque(
+            sorted((e.at_iteration, i, _factor(e)) for i, e in enumerate(changes) if e.at_iteration is not None)
+        )
+        leaving = [event for event in events if event.change == "leave"]
+        self._leave_s = min((e.at_s for e in leaving if e.at_s is not None), default=math.inf)
+        self._leave_iteration = min((e.at_iteration for e in leaving if e.at_iteration is not None), default=math.inf)
+
+    def leaves(self, begin_s: float) -> bool:
+        """Whether the worker leaves instead of beginning its next iteration at this time."""
+        return begin_s >= self._leave_s or self._iteration >= self._leave_iteration
+
+    def seconds(self, begin_s: float) -> float:
+        """How long the next iteration takes if it begins at this time, not before the one before has ended.
+
+        A change while it lasts holds for the rest of it: what is left to do then takes `factor` times as long.
+        """
+        self._begin(begin_s)
+        left_s = 0.0 if self._times is None else next(self._times)  # to do, in seconds of a device that is not slow
+        since_s = begin_s
+        while self._by_time and self._by_time[0][0] < since_s + left_s * self._factor:
+            change_s, _, factor = self._by_time.popleft()
+            left_s = max(0.0, left_s - (change_s - since_s) / self._factor)
+            since_s, self._factor = change_s, factor
+        return (since_s - begin_s) + left_s * self._factor
+
+    def _begin(self, begin_s: float) -> None:
+        """Carry out what has changed by now: an iteration's own changes are the latest, they happen as it begins."""
+        while self._by_time and self._by_time[0][0] <= begin_s:
+            self._factor = self._by_time.popleft()[-1]
+        while self._by_iteration and self._by_iteration[0][0] <= self._iteration:
+            self._factor = self._by_iteration.popleft()[-1]
+        self._iteration += 1
+
+
+def _factor(event: Event) -> float:
+    return 1.0 if event.factor is None else event.factor
+
+
+def device(job: Job, worker: int, times: Iterator[float] | None = None) -> Device:
+    """The device of this worker. times: of its iterations, in place of the job's `[cluster.compute]`."""
+    cluster = job.cluster
+    if times is None and cluster.compute is not None:
+        times = iteration_seconds(cluster.compute, job.seed, worker, cluster.workers)
+    return Device(times, [event for event in cluster.events if event.worker == worker])
 
 
 def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) -> Iterator[float]:

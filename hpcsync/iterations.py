@@ -7,35 +7,45 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcsync.devices import iteration_seconds
+from hpcsync.devices import device
 from hpcsync.job import Job
 from hpcsync.learning.data import batches
 
 
 class Iterations:
-    """The batches of one worker, in the job's data order, with each iteration padded to the job's `[cluster.compute]`.
+    """The batches of one worker, in the job's data order, with each iteration padded to what its device takes.
 
-    now: the clock, in seconds.
+    now: the clock, in seconds since the start of the run.
+    leave: called when the worker leaves before its next batch, because the job says so.
     """
 
-    def __init__(self, job: Job, worker: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self, job: Job, worker: int, now: Callable[[], float], leave: Callable[[], None] = lambda: None
+    ) -> None:
         self.batch_size = 0
         self._job = job
         self._worker = worker
         self._now = now
+        self._leave = leave
         self._training_epochs = 0
         self._begin_s: float | None = None  # of the batch that has been handed out, until its step
-        compute, n_workers = job.cluster.compute, job.cluster.workers
-        self._padding = iteration_seconds(compute, job.seed, worker, n_workers) if compute is not None else None
+        self._device = device(job, worker)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]) -> Iterator[Any]:
-        """The batches of the next `epochs` training epochs (None: no end), until `stopped`. Without a data set, ()."""
+        """The batches of the next `epochs` training epochs (None: no end), until `stopped` or the worker leaves.
+
+        Without a data set, ().
+        """
         first = self._training_epochs
         self._training_epochs += epochs or 0
         mine = self._batches(dataset, batch_size, range(first, sys.maxsize if epochs is None else first + epochs))
         while not stopped():
+            begin_s = self._now()
+            if self._device.leaves(begin_s):
+                self._leave()
+                return
             self.batch_size = batch_size
-            self._begin_s = self._now()
+            self._begin_s = begin_s
             try:
                 batch = next(mine)
             except StopIteration:
@@ -47,8 +57,8 @@ class Iterations:
         if self._begin_s is None:
             raise RuntimeError("step without a batch: call it once for each batch of the session's shard")
         begin_s, self._begin_s = self._begin_s, None
-        if self._padding is not None:
-            time.sleep(max(0.0, begin_s + next(self._padding) - self._now()))
+        if padded_s := self._device.seconds(begin_s):
+            time.sleep(max(0.0, begin_s + padded_s - self._now()))
         return begin_s, self._now()
 
     def _batches(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[Any]:

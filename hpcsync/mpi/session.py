@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from safetensors.torch import save_file
 
 from hpcsync import outputs, paradigms
 from hpcsync.coordinator import Coordinator
@@ -136,7 +135,7 @@ class WorkerSession(RankSession):
         super().__init__(comm, job, model)
         self._engine = Worker(self._link, self.flat.weights.numpy(), self.flat.gradient.numpy())
         self.worker = self._engine.index
-        self._iterations = Iterations(job, self.worker, self._link.clock.now)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._stop)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
@@ -150,6 +149,10 @@ class WorkerSession(RankSession):
         self._engine.step(*self._iterations.end(), self._iterations.batch_size, loss)
         self.stopped = self._engine.stopped
         return not self.stopped
+
+    def _stop(self) -> None:
+        """The worker leaves before its next batch: for its script the run is over."""
+        self.stopped = True
 
     def _check_learning_rate(self) -> None:
         if self._optimizer is not None and self._optimizer.param_groups[0]["lr"] != self._job.optimizer.lr:
@@ -253,8 +256,7 @@ class LeaderSession(FollowerSession):
             coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy)
 
     def _save(self) -> None:
-        state = {key: value.contiguous() for key, value in self._model.state_dict().items()}
-        save_file(state, self.folder / outputs.WEIGHTS)
+        outputs.save_weights(self.folder, self._model)
 
     def _conclude(self) -> None:
         if self._evaluate is None:  # else they are saved: what is evaluated has no running statistics to wait for

@@ -1,11 +1,17 @@
-"""How long iterations take: seeded, independent of other workers, and distributed as the job says."""
+"""How long iterations take: seeded, independent of other workers, and distributed as the job says; and how that changes
+while a worker trains."""
 
 import itertools
+import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from hpcsync.devices import iteration_seconds
+from hpcsync.devices import Device, device, iteration_seconds
+from hpcsync.job_cluster import Event
 from tests.unit.jobs import make_job
 
 
@@ -63,3 +69,188 @@ def test_a_table_begins_again_after_its_last_row(tmp_path):
     path.write_text("worker,iteration,seconds\n0,0,1\n1,0,5\n0,1,2\n0,2,3\n")
     assert draw(7, 0, 2, model="table", table=str(path)) == [1, 2, 3, 1, 2, 3, 1]
     assert draw(2, 1, 2, model="table", table=str(path)) == [5, 5]
+
+
+def test_the_times_of_a_seed_are_what_they_always_were():
+    """So that runs of other versions can be compared."""
+    lognormal = draw(2, 1, model="lognormal", seconds=0.02, jitter=0.3)
+    assert lognormal == [0.02 * math.exp(0.3 * z) for z in np.random.default_rng([1, 2, 1]).standard_normal(2)]
+    exponential = draw(2, 1, model="exponential", seconds=0.02)
+    assert exponential == [0.02 * z for z in np.random.default_rng([1, 2, 1]).standard_exponential(2)]
+
+
+# ---- a device that changes ----
+
+
+def slow(factor, **when):
+    return Event(worker=0, change="slow", factor=factor, **when)
+
+
+def recover(**when):
+    return Event(worker=0, change="recover", **when)
+
+
+def leave(**when):
+    return Event(worker=0, change="leave", **when)
+
+
+def durations(n, *events, each=1.0, gap=0.0, kind=Device):
+    """Of n iterations of `each` undisturbed seconds, one `gap` after the other."""
+    its, now_s, found = kind(itertools.repeat(each), events), 0.0, []
+    for _ in range(n):
+        found.append(its.seconds(now_s))
+        now_s += found[-1] + gap
+    return found
+
+
+def test_a_slow_device_takes_so_many_times_as_long_until_it_recovers():
+    assert durations(6, slow(4.0, at_iteration=2), recover(at_iteration=4)) == [1, 4, 4, 1, 1, 1]
+    assert durations(4, slow(0.5, at_iteration=2)) == [1, 0.5, 0.5, 0.5]
+    assert durations(3, recover(at_s=0.0)) == [1, 1, 1]
+
+
+def test_factors_replace_each_other():
+    assert durations(4, slow(4.0, at_iteration=2), slow(3.0, at_iteration=3)) == [1, 4, 3, 3]
+
+
+def test_a_change_within_an_iteration_stretches_only_the_rest():
+    assert durations(3, slow(4.0, at_s=1.5)) == [1, 0.5 + 0.5 * 4, 4]
+    assert durations(3, slow(4.0, at_s=0.5), recover(at_s=1.5)) == [0.5 + 1.0 + 0.25, 1, 1]
+    changes = [slow(2.0, at_s=0.25), slow(4.0, at_s=0.75), slow(0.5, at_s=1.75)]
+    assert durations(2, *changes) == [0.25 + 0.5 + 1.0 + 0.25 * 0.5, 0.5]
+
+
+def test_a_change_between_iterations_waits_for_the_next():
+    assert durations(3, slow(4.0, at_s=1.0)) == [1, 4, 4]
+    assert durations(3, slow(4.0, at_s=1.5), gap=1.0) == [1, 4, 4]
+    assert durations(3, slow(4.0, at_s=1.2), recover(at_s=1.8), gap=1.0) == [1, 1, 1]
+
+
+def test_of_changes_at_one_moment_the_last_holds():
+    assert durations(2, slow(4.0, at_s=0.0), slow(2.0, at_s=0.0)) == [2, 2]
+    assert durations(2, slow(2.0, at_s=0.0), slow(4.0, at_s=0.0)) == [4, 4]
+    assert durations(2, slow(2.0, at_iteration=1), slow(4.0, at_s=0.0)) == [2, 2], "an iteration's own after all others"
+
+
+def test_events_need_not_be_sorted():
+    events = [slow(4.0, at_s=1.5), recover(at_s=5.0), slow(3.0, at_iteration=9), recover(at_iteration=12)]
+    expected = durations(15, *events)
+    assert all(durations(15, *order) == expected for order in itertools.permutations(events))
+
+
+def test_a_worker_leaves_instead_of_beginning_an_iteration():
+    its = Device(itertools.repeat(1.0), [leave(at_iteration=3), leave(at_s=7.0)])
+    seen = []
+    for now_s in (0.0, 2.0, 4.0):
+        seen.append(its.leaves(now_s))
+        its.seconds(now_s)
+    assert seen == [False, False, True]
+    early = Device(None, [leave(at_s=7.0), leave(at_s=9.0)])
+    assert [early.leaves(now_s) for now_s in (0.0, 6.9, 7.0, 8.0)] == [False, False, True, True]
+    assert Device(None, [leave(at_iteration=1)]).leaves(0.0)
+    assert not Device(None, [slow(3.0, at_s=0.0), recover(at_iteration=1)]).leaves(1e9)
+
+
+def test_without_times_iterations_are_still_counted():
+    its = Device(None, [leave(at_iteration=3)])
+    assert [its.seconds(0.0), its.leaves(0.0), its.seconds(0.0), its.leaves(0.0)] == [0.0, False, 0.0, True]
+
+
+@pytest.mark.parametrize("compute", RANDOM, ids=lambda compute: compute["model"])
+def test_a_device_to_which_nothing_happens_takes_its_times_bit_for_bit(compute):
+    events = [
+        {"worker": 1, "at_s": 0.0, "change": "slow", "factor": 3.0},
+        {"worker": 0, "at_s": 9.0, "change": "leave"},
+    ]
+    job = make_job(cluster={"workers": 2, "compute": compute, "events": events})
+    quiet, other = device(job, 0), device(job, 1)
+    begins = np.cumsum(np.random.default_rng(0).random(500)).tolist()
+    times = list(itertools.islice(iteration_seconds(job.cluster.compute, 1, 0, 2), 500))
+    assert [quiet.seconds(begin_s) for begin_s in begins] == times
+    assert other.seconds(0.0) == 3.0 * next(iteration_seconds(job.cluster.compute, 1, 1, 2))
+    assert quiet.leaves(9.0) and not other.leaves(9.0)
+
+
+def test_other_times_stand_in_for_those_of_the_job():
+    events = [{"worker": 0, "at_iteration": 2, "change": "slow", "factor": 3.0}]
+    job = make_job(cluster={"workers": 2, "compute": {"model": "constant", "seconds": 1.0}, "events": events})
+    its = device(job, 0, iter([0.5, 0.25]))
+    assert [its.seconds(0.0), its.seconds(1.0)] == [0.5, 0.75]
+
+
+# The stretching against its definition, in exact arithmetic: an iteration ends when what it has done since its
+# beginning, the integral of 1/factor, is its undisturbed time. Factors are powers of two, so that floats are exact too.
+
+UNIT = Fraction(1, 64)
+MOMENTS = st.one_of(
+    st.fixed_dictionaries({"at_s": st.integers(0, 40).map(lambda n: float(n * UNIT * 16))}),
+    st.fixed_dictionaries({"at_iteration": st.integers(1, 8)}),
+)
+CHANGES = st.one_of(
+    st.fixed_dictionaries({"change": st.just("slow"), "factor": st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])}),
+    st.just({"change": "recover"}),
+)
+EVENTS = st.lists(st.builds(lambda moment, change: Event(worker=0, **moment, **change), MOMENTS, CHANGES), max_size=6)
+STEPS = st.lists(st.integers(0, 96).map(lambda n: float(n * UNIT)), min_size=1, max_size=8)
+
+
+def by_definition(works, gaps, events):
+    """Durations of the iterations, as fractions."""
+    now, found = Fraction(0), []
+    timed = [(Fraction(e.at_s), 0, i, e) for i, e in enumerate(events) if e.at_s is not None]
+    begun = []  # the same, for events at iterations that have begun
+    for iteration, (work, gap) in enumerate(zip(works, gaps, strict=True), 1):
+        begun += [(now, iteration, i, e) for i, e in enumerate(events) if e.at_iteration == iteration]
+        history = sorted((*timed, *begun), key=lambda change: change[:3])
+        edges = [now, *sorted({moment for moment, *_ in history if moment > now}), None]
+        left, end = Fraction(work), now
+        for edge, until in itertools.pairwise(edges):
+            factor = Fraction(([1.0] + [e.factor or 1.0 for moment, *_, e in history if moment <= edge])[-1])
+            done = left if until is None else min(left, (until - edge) / factor)
+            left, end = left - done, end + done * factor
+            if not left:
+                break
+        found.append(end - now)
+        now = end + Fraction(gap)
+    return found
+
+
+def as_built(works, gaps, events, kind=Device):
+    its, now, found = kind(iter(works), events), 0.0, []
+    for gap in gaps:
+        found.append(its.seconds(now))
+        now += found[-1] + gap
+    return found
+
+
+@given(STEPS, STEPS, EVENTS)
+def test_an_iteration_ends_when_its_work_is_done(works, gaps, events):
+    steps = list(zip(works, gaps, strict=False))
+    works, gaps = [work for work, _ in steps], [gap for _, gap in steps]
+    assert as_built(works, gaps, events) == by_definition(works, gaps, events)
+
+
+class OnlyAtItsBeginning(Device):
+    """Looks at the device when an iteration begins, and not again."""
+
+    def seconds(self, begin_s):
+        self._begin(begin_s)
+        return next(self._times) * self._factor
+
+
+class Multiplying(Device):
+    """Lets a second factor come on top of the first."""
+
+    def __init__(self, times, events):
+        factor, multiplied = 1.0, []
+        for event in sorted(events, key=lambda event: event.at_s):
+            factor *= event.factor or 1.0
+            multiplied.append(slow(factor, at_s=event.at_s))
+        super().__init__(times, multiplied)
+
+
+@pytest.mark.parametrize("kind", [OnlyAtItsBeginning, Multiplying])
+def test_the_definition_tells_other_devices_apart(kind):
+    works, gaps, events = [1.0] * 4, [0.5] * 4, [slow(2.0, at_s=1.75), slow(4.0, at_s=2.0)]
+    assert as_built(works, gaps, events) == by_definition(works, gaps, events)
+    assert as_built(works, gaps, events, kind) != by_definition(works, gaps, events)

@@ -14,9 +14,9 @@ from tests.unit.jobs import make_job
 DATA = TensorDataset(torch.arange(22))
 
 
-def make_iterations(worker=0, workers=2, compute=None, now=time.perf_counter) -> Iterations:
-    cluster = {"workers": workers, **({"compute": compute} if compute else {})}
-    return Iterations(make_job(cluster=cluster, seed=9), worker, now)
+def make_iterations(worker=0, workers=2, compute=None, now=time.perf_counter, events=(), **settings) -> Iterations:
+    cluster = {"workers": workers, "events": list(events), **({"compute": compute} if compute else {})}
+    return Iterations(make_job(cluster=cluster, seed=9), worker, now, **settings)
 
 
 def never() -> bool:
@@ -82,17 +82,71 @@ def test_an_iteration_begins_when_its_batch_is_asked_for_and_ends_unpadded():
     assert iterations.end() == (6.0, 9.0)
 
 
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """What time it is; sleeping makes it later."""
+    clock = [10.0]
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    return clock
+
+
 @pytest.mark.parametrize(("computed_s", "slept_s"), [(0.2, 0.3), (0.5, 0.0), (2.0, 0.0)])
-def test_an_iteration_is_padded_up_to_its_time(monkeypatch, computed_s, slept_s):
-    clock, slept = [10.0], []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        clock[0] += seconds
-
-    monkeypatch.setattr(time, "sleep", sleep)
+def test_an_iteration_is_padded_up_to_its_time(clock, computed_s, slept_s):
     iterations = make_iterations(worker=1, compute={"model": "constant", "seconds": [9.0, 0.5]}, now=lambda: clock[0])
     next(iterations.shard(DATA, 4, 1, never))
     clock[0] += computed_s
     assert iterations.end() == (10.0, pytest.approx(10.0 + computed_s + slept_s))
-    assert slept == [pytest.approx(slept_s, abs=1e-12)]
+
+
+# ---- a device that changes ----
+
+
+def test_the_padding_follows_the_device(clock):
+    """A change within an iteration counts from its own time, whatever of it was computing and whatever padding."""
+    events = [
+        {"worker": 0, "at_s": 10.75, "change": "slow", "factor": 4.0},
+        {"worker": 0, "at_iteration": 4, "change": "recover"},
+        {"worker": 1, "at_s": 0.0, "change": "slow", "factor": 9.0},
+    ]
+    iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0], events=events)
+    took = []
+    for _ in itertools.islice(iterations.shard(DATA, 4, None, never), 5):
+        clock[0] += 0.125
+        begin_s, end_s = iterations.end()
+        took.append(end_s - begin_s)
+    assert took == [0.5, 0.25 + 4 * 0.25, 2.0, 0.5, 0.5]
+
+
+LEAVING = [{"at_iteration": 3}, {"at_s": 10.6}]  # iterations begin at 10.0, 10.5 and 11.0
+
+
+@pytest.mark.parametrize("when", LEAVING, ids=str)
+@pytest.mark.parametrize("compute", [None, {"model": "constant", "seconds": 0.5}], ids=["unpadded", "padded"])
+def test_loaders_end_when_the_worker_leaves(clock, when, compute):
+    left = []
+    iterations = make_iterations(
+        compute=compute,
+        now=lambda: clock[0],
+        events=[{"worker": 0, "change": "leave", **when}],
+        leave=lambda: left.append(clock[0]),
+    )
+    seen = []
+    for batch in iterations.shard(DATA, 4, None, never):
+        assert left == []
+        seen.append(batch)
+        clock[0] += 0.5
+        iterations.end()
+    assert (len(seen), left) == (2, [11.0])
+    with pytest.raises(RuntimeError, match="step without a batch"):
+        iterations.end()
+    assert list(iterations.shard(DATA, 4, 1, never)) == [], "every later loader too"
+
+
+@pytest.mark.parametrize("when", LEAVING, ids=str)
+def test_another_worker_stays(clock, when):
+    events = [{"worker": 0, "change": "leave", **when}]
+    iterations = make_iterations(worker=1, now=lambda: clock[0], events=events)
+    for _ in itertools.islice(iterations.shard(DATA, 4, None, never), 9):
+        clock[0] += 0.5
+        iterations.end()
+    assert clock[0] == 14.5

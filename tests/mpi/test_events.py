@@ -1,0 +1,104 @@
+"""Devices that change during a run on real ranks: slow ones hold up who waits for them, and who leaves is missed by
+nobody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcsync.job import Job
+from hpcsync.rank import train
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import Trace, load
+
+PARADIGMS = {
+    "bsp": {},
+    "asp": {},
+    "ssp": {"staleness": 2},
+    "dssp": {"staleness_min": 1, "staleness_max": 4},
+}
+SECONDS = 0.004
+
+
+def run(comm: Any, folder: Any, paradigm: str, *events: dict[str, Any], updates: int = 10**6) -> Trace:
+    """The trace of a run on all ranks, after its audit; every worker's session must say that the run is over."""
+    job = Job.from_table(
+        {
+            "name": "test",
+            "seed": 3,
+            "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+            "optimizer": {"name": "sgd", "lr": 0.01},
+            "stop": {"updates": updates},
+            "paradigm": {"name": paradigm, **PARADIGMS[paradigm]},
+            "cluster": {
+                "workers": comm.size - 1,
+                "compute": {"model": "constant", "seconds": SECONDS},
+                "events": list(events),
+            },
+        }
+    )
+    session = train(comm, job, folder)
+    assert session.stopped or session.worker is None
+    weights = comm.allgather(session.flat.weights.numpy())
+    assert all((other == weights[0]).all() for other in weights)
+    assert [found for found in audit(folder / "trace.h5") if not found.passed] == []
+    return load(folder / "trace.h5")
+
+
+def pushes(trace: Trace, worker: int) -> np.ndarray:
+    rows = trace.tables["pushes"]
+    return rows[rows["worker"] == worker]
+
+
+def leave(worker: int, **when: Any) -> dict[str, Any]:
+    return {"worker": worker, "change": "leave", **when}
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_devices_that_change(comm, needs, folder, paradigm):
+    """Worker 0 is slow for a while, the last one leaves early, and the others go on."""
+    needs(3)
+    last = comm.size - 2
+    trace = run(
+        comm,
+        folder,
+        paradigm,
+        {"worker": 0, "at_iteration": 5, "change": "slow", "factor": 20.0},
+        {"worker": 0, "at_iteration": 9, "change": "recover"},
+        leave(last, at_iteration=13),
+        *(leave(worker, at_iteration=31) for worker in range(last)),
+    )
+    took = pushes(trace, 0)["compute_s"]
+    assert took.min() >= SECONDS
+    assert took[4:8].min() >= 20 * SECONDS
+    assert np.median(took[8:]) < 20 * SECONDS, "recovered"
+    assert np.median(took[:4]) < 20 * SECONDS
+    assert [len(pushes(trace, worker)) for worker in range(last + 1)] == [30] * last + [12]
+    assert trace.tables["membership"]["worker"][0] == last or paradigm == "asp"
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_run_ends_when_everybody_has_left(comm, needs, folder, paradigm):
+    """By the job's clock or by their iterations, worker 0 before its first."""
+    needs(2)
+    others = [leave(w, **({"at_iteration": 5 + w} if w % 2 else {"at_s": 0.3})) for w in range(1, comm.size - 1)]
+    trace = run(comm, folder, paradigm, leave(0, at_s=0.0), *others)
+    assert trace.status == "finished"
+    assert len(pushes(trace, 0)) == 0
+    for worker in range(1, comm.size - 1):
+        mine = pushes(trace, worker)
+        if worker % 2:
+            assert len(mine) == 4 + worker
+        else:
+            assert (mine["begin_s"] < 0.3).all()
+    assert len(trace.tables["membership"]) == comm.size - 1
+
+
+def test_without_events_nobody_leaves(comm, needs, folder):
+    """The tests above can tell."""
+    needs(2)
+    trace = run(comm, folder, "asp", updates=40 * (comm.size - 1))
+    assert all(len(pushes(trace, worker)) > 13 for worker in range(comm.size - 1))
+    assert np.median(pushes(trace, 0)["compute_s"][4:8]) < 20 * SECONDS
