@@ -1,0 +1,115 @@
+"""Accuracy and loss on held-out data, against time and against samples.
+
+Traces of one job with different seeds are one line: their mean, in a band from the smallest to the largest, as far as
+all of them reach (linear between evaluations). A dot marks the last evaluation of each run, a thin line a target.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotting
+from matplotlib.axes import Axes
+from matplotlib.ticker import EngFormatter
+
+from hpcsync.traces.reading import Trace, TraceError
+
+QUANTITIES = ("accuracy", "loss")
+POINTS = 500  # of a line
+AGAINST = {"time_s": ("now_s", "time (s)"), "samples": ("samples", "samples")}
+
+
+def draw(traces: list[Trace], folder: Path) -> None:
+    groups = of_one_job(traces)
+    first = [group[0] for group in groups]
+    looks = dict(zip(plotting.labels(first), plotting.styles(first), strict=True))
+    frame = pd.concat(
+        [
+            panel_data(group, quantity, x).assign(trace=name)
+            for name, group in zip(looks, groups, strict=True)
+            for quantity in QUANTITIES
+            for x in AGAINST
+        ]
+    )
+    if not len(frame):
+        raise TraceError(f"{traces[0].path}: nothing to draw: no evaluation has a loss or an accuracy")
+    frame = frame[["trace", "runs", "quantity", "drawn", *AGAINST, "mean", "smallest", "largest"]]
+    frame = frame.astype({"runs": "Int64", "samples": "Int64"})
+    shown = [quantity for quantity in QUANTITIES if (frame["quantity"] == quantity).any()]
+    n_columns = max(1, min(4, 110 // (12 + max(map(len, looks)))))  # of the legend
+    height = 0.4 + 0.17 * -(-len(looks) // n_columns) + 1.9 * len(shown)
+    figure, axes = plotting.panels(len(shown), 2, height=height, sharex="col", sharey="row")
+    for row, quantity in zip(axes, shown, strict=True):
+        for axis, x in zip(row, AGAINST, strict=True):
+            panel = frame[(frame["quantity"] == quantity) & frame[x].notna()]
+            targets = {getattr(trace.job.stop, f"target_{quantity}") for trace in first} - {None}
+            draw_panel(axis, panel, x, looks, sorted(targets))
+            if quantity == "loss" and (frame.loc[frame["quantity"] == "loss", "smallest"] > 0).all():
+                axis.set_yscale("log")
+                axis.yaxis.set_major_formatter("{x:g}")
+        row[0].set_ylabel(quantity)
+    for axis, (_, x_label) in zip(axes[-1], AGAINST.values(), strict=True):
+        axis.set(xlabel=x_label, xlim=(0, None))
+    axes[0, 1].xaxis.set_major_formatter(EngFormatter())
+    seeds = {len(group) for group in groups}
+    how = f"mean and range of {' or '.join(map(str, sorted(seeds)))} seeds; " if max(seeds) > 1 else ""
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=min(n_columns, len(looks)),
+        title=f"{how}dots: the end of each run",
+        title_fontsize=7,
+    )
+    plotting.save(figure, frame, folder, "accuracy")
+
+
+def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], targets: list[float]) -> None:
+    for name in panel["trace"].unique():
+        look = looks[name]
+        line, dots = (panel[(panel["trace"] == name) & (panel["drawn"] == drawn)] for drawn in ("line", "dot"))
+        at = line[x].to_numpy(float)
+        axis.plot(at, line["mean"], label=name, **look)
+        axis.fill_between(at, line["smallest"], line["largest"], color=look["color"], alpha=0.18, lw=0)
+        axis.plot(dots[x], dots["mean"], ".", ms=5, color=look["color"])
+    for target in targets:
+        axis.axhline(target, lw=0.6, color=plotting.GREY, zorder=0)
+        place = {"xy": (0.01, target), "xycoords": ("axes fraction", "data"), "va": "bottom"}
+        axis.annotate(f"target {target:g}", **place, fontsize=7, color=plotting.GREY)
+
+
+def of_one_job(traces: list[Trace]) -> list[list[Trace]]:
+    """The traces in groups whose jobs differ in nothing but the seed, and that one engine ran."""
+    groups: dict[tuple[str, str], list[Trace]] = {}
+    for trace in traces:
+        job = trace.job.model_copy(update={"seed": 0})
+        groups.setdefault((job.to_toml(), str(trace.attributes.get("engine"))), []).append(trace)
+    return list(groups.values())
+
+
+def panel_data(group: list[Trace], quantity: str, x: str) -> pd.DataFrame:
+    """The lines and the dots of a group in a panel, without rows if no evaluation knows the quantity."""
+    frames = [trace.frame("evaluations").rename(columns={AGAINST[x][0]: x}) for trace in group]
+    frames = [frame[np.isfinite(frame[quantity])].drop_duplicates(x, keep="last").sort_values(x) for frame in frames]
+    runs = [frame[[x, quantity]].to_numpy(float) for frame in frames if len(frame)]
+    if not runs:
+        return pd.DataFrame()
+    at = np.unique(np.concatenate([run[:, 0] for run in runs]))
+    at = at[(at >= max(run[0, 0] for run in runs)) & (at <= min(run[-1, 0] for run in runs))]
+    at = at[plotting.pick(range(len(at)), POINTS)]
+    values = np.array([np.interp(at, *run.T) for run in runs])
+    spread = {"mean": values.mean(axis=0), "smallest": values.min(axis=0), "largest": values.max(axis=0)}
+    last_at, last = np.array([run[-1] for run in runs]).T
+    line = pd.DataFrame({x: at, **spread}).assign(drawn="line")
+    dots = pd.DataFrame({x: last_at, **dict.fromkeys(spread, last)}).assign(drawn="dot")
+    return pd.concat([line, dots]).assign(quantity=quantity, runs=len(runs))
+
+
+main = partial(plotting.main, draw, __doc__, {})
+
+if __name__ == "__main__":
+    sys.exit(main())

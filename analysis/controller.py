@@ -1,0 +1,94 @@
+"""DSSP's controller: how many extra iterations it found best (r*), how many it granted, and from which intervals.
+
+One figure per trace, one row per worker that asked it. A stem joins r* and the credits granted where s_U left less.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import plotting
+from matplotlib.ticker import MaxNLocator
+
+from hpcsync.traces.reading import Trace, TraceError
+
+POINTS = 500  # a worker
+
+COLUMNS = {
+    "now_s": "now_s",
+    "worker": "worker",
+    "gap_iters": "gap_iters",
+    "r_star": "r_star_iters",
+    "chosen": "credits_iters",
+    "interval_s": "interval_s",
+    "slowest": "slowest_worker",
+    "slowest_interval_s": "slowest_interval_s",
+}
+WHOLE = ("gap_iters", "r_star_iters", "credits_iters", "slowest_worker")
+
+
+def draw(traces: list[Trace], folder: Path, workers: int = 8) -> None:
+    for trace in traces:
+        if trace.job.paradigm.name != "dssp" or not len(trace.tables["decisions"]):
+            raise TraceError(
+                f"{trace.path}: nothing to draw: {plotting.label(trace)}, without a controller's decisions"
+            )
+    for name, trace in zip(plotting.labels(traces), traces, strict=True):
+        tail = re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") if len(traces) > 1 else ""
+        draw_one(trace, name, folder, f"controller{tail}", workers)
+
+
+def draw_one(trace: Trace, name: str, folder: Path, stem: str, workers: int) -> None:
+    decisions = trace.frame("decisions")[list(COLUMNS)].rename(columns=COLUMNS)
+    asked = sorted(decisions["worker"].unique())
+    shown = plotting.pick(asked, workers)
+    if len(shown) < len(asked):
+        name += f": {len(shown)} of the {len(asked)} workers that asked"
+    figure, axes = plotting.panels(
+        len(shown), 2, height=0.8 + max(0.75, 1.7 - 0.3 * len(shown)) * len(shown), sharex=True, sharey="col"
+    )
+    frames = []
+    own = {"color": plotting.PARADIGM_COLOURS["dssp"]}
+    for (extra, intervals), worker in zip(axes, shown, strict=True):
+        rows = plotting.thinned(decisions[decisions["worker"] == worker], POINTS)
+        frames.append(rows)
+        now_s = rows["now_s"]
+        clipped = rows[rows["r_star_iters"] > rows["credits_iters"]]
+        extra.vlines(clipped["now_s"], clipped["credits_iters"], clipped["r_star_iters"], color=plotting.GREY, lw=0.6)
+        extra.plot(now_s, rows["r_star_iters"], "o", ms=4.5, mfc="none", mec=plotting.GREY, mew=0.7, label="r* found")
+        extra.plot(now_s, rows["credits_iters"], ".", ms=5, **own, label="credits granted")
+        intervals.plot(
+            now_s,
+            rows["slowest_interval_s"],
+            "x",
+            mew=0.8,
+            ms=3.5,
+            color="black",
+            label="the slowest worker's",
+        )
+        intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="its own")
+        extra.set_ylabel(f"worker {worker}")
+    top = trace.job.paradigm.staleness_max - trace.job.paradigm.staleness_min
+    axes[0, 0].set_ylim(-0.06 * top - 0.2, 1.06 * top + 0.2)
+    axes[0, 0].yaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes[0, 1].set_ylim(bottom=0)
+    axes[0, 0].set_title("extra iterations", fontweight="normal")
+    axes[0, 1].set_title("interval (s)", fontweight="normal")
+    for axis, column in zip(axes[0], axes.T, strict=True):
+        axis.set_xlim(left=0)
+        column[-1].set_xlabel("time (s)")
+        axis.legend(
+            loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1, ncols=2, handletextpad=0.2, handlelength=1.2
+        )
+    figure.suptitle(name, fontsize=8, fontweight="bold", x=0.01, ha="left")
+    plotting.save(figure, pd.concat(frames).astype(dict.fromkeys(WHOLE, "Int64")), folder, stem)
+
+
+main = partial(plotting.main, draw, __doc__, plotting.workers_option(8))
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""How many iterations ahead of the slowest worker each worker is after its push, and what the paradigm allows.
+
+Points are pushes (at most a few thousand of them, drawn at random), the line is the largest of consecutive ones: none
+is left out of it. Iterations and the slowest are counted from the pushes, not read from the grants.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+import plotting
+from matplotlib.ticker import MaxNLocator
+
+from hpcsync.job import Paradigm
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.reading import Trace
+
+
+def draw(traces: list[Trace], folder: Path) -> None:
+    names = plotting.labels(traces)
+    height = 0.5 + max(1.25, 2.2 - 0.3 * len(traces)) * len(traces)
+    figure, axes = plotting.panels(len(traces), height=height, sharex=True)
+    frames = []
+    for axis, trace, name, look in zip(axes[:, 0], traces, names, plotting.styles(traces), strict=True):
+        plotting.table(trace, "pushes")
+        recount = Recount(trace)
+        pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_gap)
+        points = plotting.thinned(pushes).assign(drawn="point")
+        largest = plotting.binned(pushes, "push_gap_iters")
+        largest = largest[["now_s", "largest"]].rename(columns={"largest": "push_gap_iters"}).assign(drawn="largest")
+        axis.plot(points["now_s"], points["push_gap_iters"], ".", ms=2.5, color=look["color"], alpha=0.5, mew=0)
+        axis.plot(largest["now_s"], largest["push_gap_iters"], color=look["color"], lw=1, drawstyle="steps-mid")
+        bound_iters = push_gap_bound(trace.job.paradigm)
+        if math.isfinite(bound_iters):
+            axis.axhline(bound_iters, lw=0.8, color="black", ls=(0, (6, 3)), zorder=0)
+            place = {"xy": (1, bound_iters), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+            axis.annotate(f"bound {bound_iters:g}", **place, fontsize=7)
+        axis.set(title=name if math.isfinite(bound_iters) else f"{name}: no bound")
+        axis.set_ylim(0, 1.15 * max(pushes["push_gap_iters"].max(), bound_iters if math.isfinite(bound_iters) else 1))
+        axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        frames.append(
+            pd.concat([points, largest]).assign(
+                trace=name, bound_iters=bound_iters if math.isfinite(bound_iters) else None
+            )
+        )
+    axes[-1, 0].set(xlabel="time (s)", xlim=(0, None))
+    figure.supylabel("iterations ahead of the slowest", fontsize=8)
+    columns = ["trace", "drawn", "now_s", "worker", "push_gap_iters", "bound_iters"]
+    plotting.save(
+        figure, pd.concat(frames)[columns].astype({"worker": "Int64", "bound_iters": "Int64"}), folder, "gaps"
+    )
+
+
+def push_gap_bound(paradigm: Paradigm) -> float:
+    """The largest push gap that the paradigm allows: an iteration may start one less ahead. Infinite if any is."""
+    match paradigm.name:
+        case "bsp":
+            return 1
+        case "ssp":
+            return paradigm.staleness + 1
+        case "dssp" if paradigm.mode == "bounded":
+            return paradigm.staleness_max + 1
+    return math.inf
+
+
+main = partial(plotting.main, draw, __doc__, {})
+
+if __name__ == "__main__":
+    sys.exit(main())

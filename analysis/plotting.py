@@ -1,0 +1,194 @@
+"""What the figures share: colours and sizes, names for traces, the three files of a figure, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from hpcsync.traces.reading import Trace, TraceError, load
+
+PAGE_INCHES, COLUMN_INCHES = 7.0, 3.4
+POINTS = 2000  # of a scatter; more would be ink, not knowledge
+
+# Okabe and Ito's colours, which colour-blind readers tell apart: some are paradigms in every figure, others activities.
+PARADIGM_COLOURS = {"bsp": "#0072B2", "asp": "#D55E00", "ssp": "#009E73", "dssp": "#CC79A7"}
+ACTIVITY_COLOURS = {"compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
+GREY = "#767676"
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # of the first, second ... trace of a paradigm
+
+matplotlib.rcParams.update(
+    {
+        "font.size": 8,
+        "axes.titlesize": 8,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.linewidth": 0.6,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "xtick.major.width": 0.6,
+        "ytick.major.width": 0.6,
+        "lines.linewidth": 1.4,
+        "legend.frameon": False,
+        "legend.handlelength": 2.2,
+        "savefig.dpi": 300,
+        "svg.hashsalt": "hpcsync",
+    }
+)
+
+
+def label(trace: Trace) -> str:
+    """The trace's paradigm with what it was told, and its status if that is not `finished`."""
+    paradigm = trace.job.paradigm
+    match paradigm.name:
+        case "ssp":
+            text = f"SSP, s = {paradigm.staleness:g}"
+        case "dssp":
+            text = f"DSSP, s = {paradigm.staleness_min} to {paradigm.staleness_max}"
+            text += ", paper mode" if paradigm.mode == "paper" else ""
+        case name:
+            text = name.upper()
+    return text if trace.finished else f"{text} ({trace.status})"
+
+
+def labels(traces: Sequence[Trace]) -> list[str]:
+    """A different name for each trace: its label, and as much more of what tells them apart as is needed."""
+    names = [label(trace) for trace in traces]
+    for tell in (lambda trace: f"{trace.n_workers} workers", lambda trace: str(trace.attributes.get("engine"))):
+        if len({tell(trace) for trace in traces}) > 1:
+            names = [f"{name}, {tell(trace)}" for name, trace in zip(names, traces, strict=True)]
+    for tell in (
+        lambda trace: trace.job.name,
+        lambda trace: f"seed {trace.job.seed}",
+        lambda trace: trace.path.parent.name,
+        lambda trace: str(trace.path),
+    ):
+        told: dict[str, set[str]] = {}
+        for name, trace in zip(names, traces, strict=True):
+            told.setdefault(name, set()).add(tell(trace))
+        names = [
+            f"{name}, {tell(trace)}" if len(told[name]) > 1 else name for name, trace in zip(names, traces, strict=True)
+        ]
+    return names
+
+
+def styles(traces: Sequence[Trace]) -> list[dict[str, Any]]:
+    """Each trace's line: the colour of its paradigm, dashes where there are several of one paradigm."""
+    seen: Counter[str] = Counter()
+    found = []
+    for trace in traces:
+        name = trace.job.paradigm.name
+        found.append({"color": PARADIGM_COLOURS.get(name, "#000000"), "linestyle": DASHES[seen[name] % len(DASHES)]})
+        seen[name] += 1
+    return found
+
+
+def open_traces(paths: Sequence[str | Path]) -> list[Trace]:
+    """The traces in these files or folders of runs. Raises TraceError, in one line that names the file."""
+    files = [Path(path) / "trace.h5" if Path(path).is_dir() else Path(path) for path in paths]
+    for n, file in enumerate(files):
+        if file.resolve() in [earlier.resolve() for earlier in files[:n]]:
+            raise TraceError(f"{file}: given twice")
+    traces = [load(file) for file in files]
+    for trace in traces:
+        _ = trace.job  # a trace whose job cannot be read is refused before anything is drawn
+    return traces
+
+
+def table(trace: Trace, name: str) -> pd.DataFrame:
+    """A table of the trace that has rows; TraceError if it has none."""
+    if not len(trace.tables[name]):
+        raise TraceError(f"{trace.path}: nothing to draw: /{name} has no rows")
+    return trace.frame(name)
+
+
+def pick(items: Sequence[int], most: int) -> list[int]:
+    """At most so many of the items, the first and the last among them, evenly spaced."""
+    return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).astype(int))]
+
+
+def thinned(frame: pd.DataFrame, most: int = POINTS) -> pd.DataFrame:
+    """At most so many rows, drawn at random but always the same: every n-th row could be always the same worker's."""
+    if len(frame) <= most:
+        return frame
+    return frame.iloc[np.sort(np.random.default_rng(0).choice(len(frame), most, replace=False))]
+
+
+def binned(frame: pd.DataFrame, column: str) -> pd.DataFrame:
+    """`now_s` and the mean and largest of a column over bins of at least ten consecutive rows, at most 200 bins."""
+    n_bins = int(np.clip(len(frame) // 10, 1, 200))
+    bins = frame.groupby(np.arange(len(frame)) * n_bins // len(frame))
+    return pd.DataFrame(
+        {"now_s": bins["now_s"].mean(), "mean": bins[column].mean(), "largest": bins[column].max()}
+    ).reset_index(drop=True)
+
+
+def panels(n_rows: int, n_columns: int = 1, *, height: float, width: float = PAGE_INCHES, **how: Any) -> Any:
+    """A figure of this size in inches and its axes, shape (n_rows, n_columns)."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(n_rows, n_columns, squeeze=False, **how)
+
+
+def legend_of_activities(figure: Figure) -> None:
+    patches = [Patch(color=colour, label=activity) for activity, colour in ACTIVITY_COLOURS.items()]
+    figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), handlelength=1.2)
+
+
+def percent(share: float, _: object = None) -> str:
+    """Of a share, also as the formatter of an axis."""
+    return f"{100 * share:g} %"
+
+
+def save(figure: Figure, frame: pd.DataFrame, folder: Path, stem: str) -> None:
+    """Write the figure as PNG and SVG and the data that it shows as CSV. The same data give the same bytes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / f"{stem}.png")
+    figure.savefig(folder / f"{stem}.svg", metadata={"Date": None})
+    frame.to_csv(folder / f"{stem}.csv", index=False, lineterminator="\n")
+    print(f"{folder / stem}.png, .svg, .csv")
+
+
+def main(
+    draw: Callable[..., None],
+    about: str | None,
+    options: Mapping[str, Mapping[str, Any]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """The command line of a script: `draw(traces, folder, **options)`. Returns the exit status."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", metavar="TRACE", nargs="+", help="a trace.h5, or the folder of a run")
+    parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, default=Path("figures"), help="default: figures")
+    for name, how in options.items():
+        parser.add_argument(name, **how)
+    asked = vars(parser.parse_args(argv))
+    paths, folder = asked.pop("traces"), asked.pop("out")
+    try:
+        draw(open_traces(paths), folder, **asked)
+    except TraceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{error.filename or folder}: {error.strerror or error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def count(text: str) -> int:
+    """A number of things on the command line, at least 1."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
+
+
+def workers_option(most: int) -> dict[str, dict[str, Any]]:
+    about = f"show at most N workers of a run, evenly picked; default: {most}"
+    return {"--workers": {"metavar": "N", "type": count, "default": most, "help": about}}

@@ -1,0 +1,114 @@
+"""What each worker did when: compute, wait for the grant, transfer.
+
+Computation and waits are drawn as recorded. Of the transfers the trace holds one number an iteration, reading the
+weights before it plus putting the gradient after it; both carry the model once, so half of it is drawn on either side
+of the computation (less where that does not fit). What the trace does not tell stays white: a script's own work between
+iterations, and what follows a worker's last transfer.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import plotting
+
+from hpcsync.traces.reading import Trace, TraceError
+
+BARS = 20_000
+ITERATIONS = 8  # of the slowest worker, in the window that is shown if none is asked for
+
+
+def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0.0, to_s: float | None = None) -> None:
+    frames = []
+    for name, trace in zip(plotting.labels(traces), traces, strict=True):
+        pushes = plotting.table(trace, "pushes")
+        shown = plotting.pick(range(trace.n_workers), workers)
+        frames.append(bars(pushes[pushes["worker"].isin(shown)]).assign(trace=name))
+        if len(shown) < trace.n_workers:
+            frames[-1]["trace"] += f" ({len(shown)} of {trace.n_workers} workers)"
+    if to_s is None:
+        to_s = float(np.nanmax([from_s, *(after_iterations(frame, from_s) for frame in frames)]))
+    frames = [cut(frame, from_s, to_s) for frame in frames]
+    for frame, trace in zip(frames, traces, strict=True):
+        if not 0 < len(frame) <= BARS:
+            what = f"{len(frame):,} bars, more than {BARS:,}" if len(frame) else "nothing"
+            raise TraceError(f"{trace.path}: {what} to draw in this window: choose --from and --to")
+    rows = [frame["worker"].nunique() for frame in frames]
+    figure, axes = plotting.panels(
+        len(frames), height=0.7 + sum(0.35 + 0.17 * n for n in rows), sharex=True, height_ratios=[n + 1 for n in rows]
+    )
+    for axis, frame in zip(axes[:, 0], frames, strict=True):
+        place = {worker: row for row, worker in enumerate(sorted(frame["worker"].unique()))}
+        for activity, colour in plotting.ACTIVITY_COLOURS.items():
+            some = frame[frame["activity"] == activity]
+            left, width = some["begin_s"], some["end_s"] - some["begin_s"]
+            axis.barh(
+                some["worker"].map(place),
+                width,
+                0.8,
+                left=left,
+                color=colour,
+                ec="white",
+                lw=0.3 * (activity == "compute"),
+            )
+        axis.set(title=frame["trace"].iloc[0], ylabel="worker", xlim=(from_s, to_s))
+        axis.set_yticks(list(place.values()), list(place))
+        axis.invert_yaxis()
+        axis.tick_params(axis="y", length=0)
+    axes[-1, 0].set_xlabel("time (s)")
+    plotting.legend_of_activities(figure)
+    columns = ["trace", "worker", "iteration", "activity", "begin_s", "end_s"]
+    plotting.save(figure, pd.concat(frames)[columns], folder, "timeline")
+
+
+def bars(pushes: pd.DataFrame) -> pd.DataFrame:
+    """`worker, iteration, activity, begin_s, end_s` of each bar, for any number of workers."""
+    pushes = pushes.sort_values(["worker", "iteration"], ignore_index=True)
+    before = pushes.groupby("worker")[["end_s", "comm_s"]].shift()  # NaN for a worker's first push
+    begin_s, wait_s = pushes["begin_s"], pushes["wait_s"]
+    room_s = (begin_s - before["end_s"] - wait_s).clip(lower=0).fillna(math.inf)
+    put_s, read_s = before["comm_s"].fillna(0) / 2, pushes["comm_s"] / 2
+    fits = np.minimum(1, room_s / (put_s + read_s).where(lambda both_s: both_s > 0, 1))
+    put_s, read_s = put_s * fits, read_s * fits
+    put_begin_s = before["end_s"].fillna(begin_s - read_s - wait_s)
+    wait_begin_s = put_begin_s + put_s
+    last = ~pushes["worker"].duplicated(keep="last")
+    parts = [
+        ("transfer", pushes["iteration"] - 1, put_begin_s, wait_begin_s),
+        ("wait", pushes["iteration"], wait_begin_s, np.minimum(wait_begin_s + wait_s, begin_s - read_s)),
+        ("transfer", pushes["iteration"], begin_s - read_s, begin_s),
+        ("compute", pushes["iteration"], begin_s, pushes["end_s"]),
+        ("transfer", pushes["iteration"], pushes["end_s"], (pushes["end_s"] + pushes["comm_s"] / 2)[last]),
+    ]
+    columns = ("activity", "iteration", "begin_s", "end_s")
+    frame = pd.concat(
+        [pd.DataFrame({"worker": pushes["worker"], **dict(zip(columns, part, strict=True))}) for part in parts]
+    )
+    return frame[frame["end_s"] > frame["begin_s"]].sort_values(["worker", "begin_s"], ignore_index=True)
+
+
+def after_iterations(frame: pd.DataFrame, from_s: float) -> float:
+    """When the slowest worker has made the iterations that a window shows; NaN where there are none."""
+    ends = frame[(frame["activity"] == "compute") & (frame["end_s"] > from_s)].groupby("worker")["end_s"]
+    return float(ends.head(ITERATIONS).groupby(frame["worker"]).last().max())
+
+
+def cut(frame: pd.DataFrame, from_s: float, to_s: float) -> pd.DataFrame:
+    frame = frame[(frame["end_s"] > from_s) & (frame["begin_s"] < to_s)]
+    return frame.assign(begin_s=frame["begin_s"].clip(lower=from_s), end_s=frame["end_s"].clip(upper=to_s))
+
+
+OPTIONS = {
+    **plotting.workers_option(16),
+    "--from": {"dest": "from_s", "metavar": "S", "type": float, "default": 0.0, "help": "default: 0"},
+    "--to": {"dest": "to_s", "metavar": "S", "type": float, "help": f"default: after {ITERATIONS} iterations"},
+}
+main = partial(plotting.main, draw, __doc__, OPTIONS)
+
+if __name__ == "__main__":
+    sys.exit(main())
