@@ -83,6 +83,14 @@ def test_a_small_file_is_enough() -> None:
     assert (job.workload.parameters, type(job.optimizer.lr)) == (1000, float)
 
 
+JOBS = Path(__file__).parents[2] / "jobs"
+
+
+@pytest.mark.parametrize("job", sorted(JOBS.glob("*.toml")), ids=lambda job: job.name)
+def test_the_examples_are_jobs_of_their_own_names(job: Path) -> None:
+    assert load(job).name == job.stem
+
+
 # ---- round trips ----
 
 KIND_OVERRIDES = [

@@ -38,6 +38,50 @@ def test_no_seconds_are_a_number_too() -> None:
     assert dict(rows(job({"name": "asp"}, cluster=cluster)))["iterations take"].endswith("constant, 0.0")
 
 
+CONSTANT = {"model": "constant", "seconds": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        ({}, "links of 10 Gbit/s (a server's 10), 50 us a message"),
+        (
+            {"bandwidth_gbit": [1, 2.5, 10], "latency_us": 0.5},
+            "links of 1, 2.5, 10 Gbit/s (a server's 10), 0.5 us a message",
+        ),
+        ({"bandwidth_gbit": 1, "server_bandwidth_gbit": 100}, "links of 1 Gbit/s (a server's 100), 50 us a message"),
+    ],
+)
+def test_a_network_is_said_to_be_simulated(network: dict, words: str) -> None:
+    cluster = {"workers": 3, "network": network}
+    assert dict(rows(job({"name": "asp"}, cluster=cluster)))["when simulated"] == words
+
+
+def test_recorded_times_stand_in_for_a_network() -> None:
+    shown = rows(job({"name": "asp"}, cluster={"compute": CONSTANT, "network": {}, "times_from": "runs/a/trace.h5"}))
+    assert [words for key, words in shown if key == "when simulated"] == [
+        "iterations and transfers take as long as in runs/a/trace.h5"
+    ]
+
+
+def test_few_events_are_told_and_many_are_counted() -> None:
+    events = [
+        {"worker": 1, "at_s": 2.5, "change": "slow", "factor": 4.0},
+        {"worker": 1, "at_s": 1000, "change": "recover"},
+        {"worker": 2, "at_iteration": 2000, "change": "leave"},
+    ]
+    few, many = (
+        dict(rows(job({"name": "asp"}, cluster={"compute": CONSTANT, "events": each})))["events"]
+        for each in (events, events * 2)
+    )
+    assert few.split("\n") == [
+        "worker 1 takes 4 times as long from 2.5 s on",
+        "worker 1 recovers at 1000 s",
+        "worker 2 leaves at its iteration 2,000",
+    ]
+    assert many == "6, of 2 of 3 workers"
+
+
 @pytest.mark.parametrize(
     ("paradigm", "words"),
     [
@@ -57,3 +101,9 @@ def test_the_resolved_job_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     asp = job({"name": "asp"})
     print_job(asp)
     assert capsys.readouterr().out.endswith(asp.to_toml())
+
+
+def test_names_of_files_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    print_job(job({"name": "asp"}, cluster={"times_from": "[red]/[/x].h5"}))
+    table, _, _ = capsys.readouterr().out.partition("name = ")
+    assert "[red]/[/x].h5" in table
