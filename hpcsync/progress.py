@@ -47,9 +47,12 @@ class Progress:
             return
         self._next_s = clock_s + self._every_s
         line = f"{now_s:7.1f} s  {coordinator.samples:>9} samples  {coordinator.version:>7} updates"
-        line += f"  loss {coordinator.last_loss:.4g}"
-        if not math.isnan(coordinator.last_accuracy):
-            line += f"  accuracy {coordinator.last_accuracy:.4f}"
+        for name, value, digits in (
+            ("loss", coordinator.last_loss, ".4g"),
+            ("accuracy", coordinator.last_accuracy, ".4f"),
+        ):
+            if not math.isnan(value):
+                line += f"  {name} {value:{digits}}"
         if self._live:
             self._live.start()
             self._live.update(Text(line), refresh=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from rich.text import Text
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import DROPPED
+
+MANY_WORKERS = 20  # more are not shown one by one
 
 
 class WorkerSummary(BaseModel):
@@ -82,7 +85,7 @@ def summarize(trace: Trace) -> Summary:
     tables = trace.tables
     pushes, updates = tables["pushes"], tables["updates"]
     recount = Recount(trace)
-    workers = tuple(_worker(trace, recount, worker) for worker in range(trace.n_workers))
+    workers = tuple(_workers(trace, recount))
     target, time_to_target_s = _target(trace)
     duration_s = max(float(tables[name]["now_s"].max(initial=0.0)) for name in ("pushes", "grants", "updates"))
     samples = int(updates["samples"].max(initial=0))
@@ -127,15 +130,28 @@ def _pushes(pushes: np.ndarray, *shares: str) -> dict[str, Any]:
     }
 
 
-def _worker(trace: Trace, recount: Recount, worker: int) -> WorkerSummary:
+def _workers(trace: Trace, recount: Recount) -> Iterator[WorkerSummary]:
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
-    starts = grants[(grants["worker"] == worker) & (grants["local_steps"] > 0)]
-    return WorkerSummary(
-        worker=worker,
-        start_gap_max_iters=int(starts["gap_iters"].max(initial=0)),
-        push_gap_max_iters=int(recount.push_gap[recount.pushes["worker"] == worker].max(initial=0)),
-        **_pushes(pushes[pushes["worker"] == worker], "compute", "wait", "comm"),
+    by_worker = zip(
+        _split(pushes, pushes["worker"], trace.n_workers),
+        _split(grants, grants["worker"], trace.n_workers),
+        _split(recount.push_gap, recount.pushes["worker"], trace.n_workers),
+        strict=True,
     )
+    for worker, (own, granted, gaps) in enumerate(by_worker):
+        starts = granted[granted["local_steps"] > 0]
+        yield WorkerSummary(
+            worker=worker,
+            start_gap_max_iters=int(starts["gap_iters"].max(initial=0)),
+            push_gap_max_iters=int(gaps.max(initial=0)),
+            **_pushes(own, "compute", "wait", "comm"),
+        )
+
+
+def _split(rows: np.ndarray, workers: np.ndarray, n_workers: int) -> list[np.ndarray]:
+    """The rows of each worker, in their order. workers: whose they are, shape (n_rows,)."""
+    order = np.argsort(workers, kind="stable")
+    return np.split(rows[order], np.searchsorted(workers[order], np.arange(1, n_workers)))
 
 
 def _target(trace: Trace) -> tuple[str | None, float | None]:
@@ -161,7 +177,7 @@ def _known(values: np.ndarray) -> list[float]:
 
 def table(summary: Summary) -> RenderableType:
     """The run in a few lines and its workers in a table, not wider than 80 columns for up to a million pushes."""
-    return Group(_head(summary), Text(), _workers(summary))
+    return Group(_head(summary), Text(), _worker_table(summary))
 
 
 def _head(summary: Summary) -> RenderableType:
@@ -187,12 +203,20 @@ def _head(summary: Summary) -> RenderableType:
     return head
 
 
-def _workers(summary: Summary) -> Table:
+def _shown(workers: Sequence[WorkerSummary]) -> Sequence[WorkerSummary]:
+    """As many as people read: all, or of very many the extremes."""
+    if len(workers) <= MANY_WORKERS:
+        return workers
+    by_wait = sorted(workers, key=lambda worker: worker.wait_share or 0.0)
+    return [*by_wait[: MANY_WORKERS // 2], *by_wait[-MANY_WORKERS // 2 :]]
+
+
+def _worker_table(summary: Summary) -> Table:
     workers = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     names = ("worker", "pushes", "dropped", "compute", "wait", "comm", "staleness", "start gap", "push gap")
     for name in names:
         workers.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
-    for row in summary.workers:
+    for row in _shown(summary.workers):
         workers.add_row(
             str(row.worker),
             f"{row.pushes:,}",
@@ -205,6 +229,8 @@ def _workers(summary: Summary) -> Table:
             str(row.push_gap_max_iters),
         )
     workers.caption = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
+    if len(summary.workers) > MANY_WORKERS:
+        workers.caption = f"the {MANY_WORKERS // 2} workers that waited least and most; {workers.caption}"
     workers.caption_justify = "left"
     return workers
 

@@ -133,3 +133,24 @@ def test_a_summary_agrees_with_itself(paradigm):
     assert sum(worker.dropped for worker in summary.workers) == summary.dropped
     for worker in summary.workers:
         assert worker.compute_share + worker.wait_share + worker.comm_share == pytest.approx(1.0)
+
+
+def test_of_very_many_workers_the_extremes_are_shown():
+    summary = summarize(trace())
+    one = summary.workers[0]
+    workers = tuple(
+        one.model_copy(update={"worker": w, "wait_share": (w * 37 % 100) / 100, "pushes": 5000 + w}) for w in range(100)
+    )
+    shown = text(summary.model_copy(update={"workers": workers})).splitlines()
+    numbers = [line.split()[0] for line in shown if line[:1].isdigit()]
+    assert len(numbers) == 20
+    waited = sorted(range(100), key=lambda w: w * 37 % 100)
+    assert [int(number) for number in numbers] == waited[:10] + waited[-10:]
+    assert any("waited least and most" in line for line in shown)
+    assert len([line for line in text(summary).splitlines() if line[:1].isdigit()]) == 2
+
+
+def test_every_row_counts_for_its_own_worker():
+    summary = summarize(record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}))
+    pushes = record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}).tables["pushes"]
+    assert [w.pushes for w in summary.workers] == [int((pushes["worker"] == w).sum()) for w in range(5)]
