@@ -35,7 +35,7 @@ def draw(traces: list[Trace], folder: Path, workers: int = 8) -> None:
     for trace in traces:
         if trace.job.paradigm.name != "dssp" or not len(trace.tables["decisions"]):
             raise TraceError(
-                f"{trace.path}: nothing to draw: {plotting.label(trace)}, without a controller's decisions"
+                f"{trace.path}: nothing to draw: no controller decided in this run, {plotting.label(trace)}"
             )
     for name, trace in zip(plotting.labels(traces), traces, strict=True):
         tail = re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") if len(traces) > 1 else ""
@@ -61,15 +61,8 @@ def draw_one(trace: Trace, name: str, folder: Path, stem: str, workers: int) -> 
         extra.vlines(clipped["now_s"], clipped["credits_iters"], clipped["r_star_iters"], color=plotting.GREY, lw=0.6)
         extra.plot(now_s, rows["r_star_iters"], "o", ms=4.5, mfc="none", mec=plotting.GREY, mew=0.7, label="r* found")
         extra.plot(now_s, rows["credits_iters"], ".", ms=5, **own, label="credits granted")
-        intervals.plot(
-            now_s,
-            rows["slowest_interval_s"],
-            "x",
-            mew=0.8,
-            ms=3.5,
-            color="black",
-            label="the slowest worker's",
-        )
+        cross = {"marker": "x", "ls": "", "ms": 3.5, "mew": 0.8, "color": "black"}
+        intervals.plot(now_s, rows["slowest_interval_s"], **cross, label="the slowest worker's")
         intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="its own")
         extra.set_ylabel(f"worker {worker}")
     top = trace.job.paradigm.staleness_max - trace.job.paradigm.staleness_min

@@ -17,7 +17,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcsync.job import Paradigm
 from hpcsync.traces.counting import Recount
-from hpcsync.traces.reading import Trace
+from hpcsync.traces.reading import Trace, TraceError
 
 
 def draw(traces: list[Trace], folder: Path) -> None:
@@ -26,45 +26,42 @@ def draw(traces: list[Trace], folder: Path) -> None:
     figure, axes = plotting.panels(len(traces), height=height, sharex=True)
     frames = []
     for axis, trace, name, look in zip(axes[:, 0], traces, names, plotting.styles(traces), strict=True):
-        plotting.table(trace, "pushes")
         recount = Recount(trace)
         pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_gap)
+        if not len(pushes):
+            raise TraceError(f"{trace.path}: nothing to draw: no push to count")
         points = plotting.thinned(pushes).assign(drawn="point")
         largest = plotting.binned(pushes, "push_gap_iters")
         largest = largest[["now_s", "largest"]].rename(columns={"largest": "push_gap_iters"}).assign(drawn="largest")
         axis.plot(points["now_s"], points["push_gap_iters"], ".", ms=2.5, color=look["color"], alpha=0.5, mew=0)
         axis.plot(largest["now_s"], largest["push_gap_iters"], color=look["color"], lw=1, drawstyle="steps-mid")
-        bound_iters = push_gap_bound(trace.job.paradigm)
-        if math.isfinite(bound_iters):
+        title, bound_iters = name, push_gap_bound(trace.job.paradigm)
+        if bound_iters is None:
+            title = f"{name}: no bound"
+        else:
             axis.axhline(bound_iters, lw=0.8, color="black", ls=(0, (6, 3)), zorder=0)
             place = {"xy": (1, bound_iters), "xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-            axis.annotate(f"bound {bound_iters:g}", **place, fontsize=7)
-        axis.set(title=name if math.isfinite(bound_iters) else f"{name}: no bound")
-        axis.set_ylim(0, 1.15 * max(pushes["push_gap_iters"].max(), bound_iters if math.isfinite(bound_iters) else 1))
+            axis.annotate(f"bound {bound_iters}", **place, fontsize=7)
+        axis.set(title=title, ylim=(0, 1.15 * max(pushes["push_gap_iters"].max(), bound_iters or 1)))
         axis.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-        frames.append(
-            pd.concat([points, largest]).assign(
-                trace=name, bound_iters=bound_iters if math.isfinite(bound_iters) else None
-            )
-        )
+        frames.append(pd.concat([points, largest]).assign(trace=name, bound_iters=bound_iters))
     axes[-1, 0].set(xlabel="time (s)", xlim=(0, None))
     figure.supylabel("iterations ahead of the slowest", fontsize=8)
+    frame = pd.concat(frames).astype({"worker": "Int64", "bound_iters": "Int64"})
     columns = ["trace", "drawn", "now_s", "worker", "push_gap_iters", "bound_iters"]
-    plotting.save(
-        figure, pd.concat(frames)[columns].astype({"worker": "Int64", "bound_iters": "Int64"}), folder, "gaps"
-    )
+    plotting.save(figure, frame[columns], folder, "gaps")
 
 
-def push_gap_bound(paradigm: Paradigm) -> float:
-    """The largest push gap that the paradigm allows: an iteration may start one less ahead. Infinite if any is."""
+def push_gap_bound(paradigm: Paradigm) -> int | None:
+    """The largest push gap that the paradigm allows: an iteration may start one less ahead. None if any is."""
     match paradigm.name:
         case "bsp":
             return 1
         case "ssp":
-            return paradigm.staleness + 1
+            return paradigm.staleness + 1 if math.isfinite(paradigm.staleness) else None
         case "dssp" if paradigm.mode == "bounded":
             return paradigm.staleness_max + 1
-    return math.inf
+    return None
 
 
 main = partial(plotting.main, draw, __doc__, {})

@@ -24,11 +24,12 @@ ITERATIONS = 8  # of the slowest worker, in the window that is shown if none is 
 
 
 def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0.0, to_s: float | None = None) -> None:
-    frames = []
+    frames, rows = [], []
     for name, trace in zip(plotting.labels(traces), traces, strict=True):
         pushes = plotting.table(trace, "pushes")
         shown = plotting.pick(range(trace.n_workers), workers)
         frames.append(bars(pushes[pushes["worker"].isin(shown)]).assign(trace=name))
+        rows.append({worker: row for row, worker in enumerate(shown)})
         if len(shown) < trace.n_workers:
             frames[-1]["trace"] += f" ({len(shown)} of {trace.n_workers} workers)"
     if to_s is None:
@@ -38,27 +39,21 @@ def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0
         if not 0 < len(frame) <= BARS:
             what = f"{len(frame):,} bars, more than {BARS:,}" if len(frame) else "nothing"
             raise TraceError(f"{trace.path}: {what} to draw in this window: choose --from and --to")
-    rows = [frame["worker"].nunique() for frame in frames]
+    n_rows = list(map(len, rows))
     figure, axes = plotting.panels(
-        len(frames), height=0.7 + sum(0.35 + 0.17 * n for n in rows), sharex=True, height_ratios=[n + 1 for n in rows]
+        len(frames),
+        height=0.7 + sum(0.35 + 0.17 * n for n in n_rows),
+        sharex=True,
+        height_ratios=[n + 1 for n in n_rows],
     )
-    for axis, frame in zip(axes[:, 0], frames, strict=True):
-        place = {worker: row for row, worker in enumerate(sorted(frame["worker"].unique()))}
+    for axis, frame, place in zip(axes[:, 0], frames, rows, strict=True):
         for activity, colour in plotting.ACTIVITY_COLOURS.items():
             some = frame[frame["activity"] == activity]
             left, width = some["begin_s"], some["end_s"] - some["begin_s"]
-            axis.barh(
-                some["worker"].map(place),
-                width,
-                0.8,
-                left=left,
-                color=colour,
-                ec="white",
-                lw=0.3 * (activity == "compute"),
-            )
-        axis.set(title=frame["trace"].iloc[0], ylabel="worker", xlim=(from_s, to_s))
+            seam = 0.3 * (activity == "compute")  # points of white between iterations that follow at once
+            axis.barh(some["worker"].map(place), width, 0.8, left=left, color=colour, ec="white", lw=seam)
+        axis.set(title=frame["trace"].iloc[0], ylabel="worker", xlim=(from_s, to_s), ylim=(len(place) - 0.4, -0.6))
         axis.set_yticks(list(place.values()), list(place))
-        axis.invert_yaxis()
         axis.tick_params(axis="y", length=0)
     axes[-1, 0].set_xlabel("time (s)")
     plotting.legend_of_activities(figure)

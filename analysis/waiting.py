@@ -14,6 +14,7 @@ import plotting
 from hpcsync.traces.reading import Trace, TraceError
 
 COLUMNS = {"compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
+INK = {"transfer": "white"}  # on the colours of the bars; elsewhere black
 
 
 def draw(traces: list[Trace], folder: Path, workers: int = 16) -> None:
@@ -41,18 +42,11 @@ def draw(traces: list[Trace], folder: Path, workers: int = 16) -> None:
             width = frame[f"{activity}_share"]
             axis.barh(rows, width, 0.8, left=left, color=colour, lw=0)
             if (share := width.iloc[0]) > 0.12:
-                axis.text(
-                    left.iloc[0] + share / 2,
-                    rows[0],
-                    f"{share:.0%}".replace("%", " %"),
-                    ha="center",
-                    va="center_baseline",
-                    fontsize=7,
-                )
+                place = {"x": left.iloc[0] + share / 2, "y": rows[0], "ha": "center", "va": "center_baseline"}
+                axis.text(s=f"{100 * share:.0f} %", **place, fontsize=7, color=INK.get(activity, "black"))
             left += width
-        axis.set(
-            title=textwrap.fill(frame["trace"].iloc[0], 30), xlim=(0, 1), ylim=(longest[n // n_columns] - 0.4, -1.1)
-        )
+        axis.set_title(textwrap.fill(frame["trace"].iloc[0], 30))
+        axis.set(xlim=(0, 1), ylim=(longest[n // n_columns] - 0.4, -1.1))
         axis.set_yticks(rows, frame["worker"])
         axis.tick_params(axis="y", length=0)
         axis.xaxis.set_major_formatter(plotting.percent)

@@ -1,0 +1,322 @@
+"""Figures of small traces: three files each, and in the CSV exactly what a count by hand gives."""
+
+import dataclasses
+import importlib
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hpcsync.traces.schema import TABLES
+from hpcsync.traces.writer import TraceWriter
+from tests.unit.traces.recorder import edit, record, with_status
+
+# By hand: pushes at 1, 2, 3 s (worker 0) and 2.5 s (worker 1) make the four updates; worker 1's at 5 s is dropped.
+UNEVEN = ("asp", (1.0, 2.5), 4)
+# By hand: rounds end at 2, 4 and 6 s; worker 0 waits from 1 to 2 s and from 3 to 4 s.
+ROUNDS = ("bsp", (1.0, 2.0), 3)
+
+
+def run_attributes(trace):
+    """Those that are not the writer's own."""
+    own = ("status", "format", "format_version")
+    return {name: value for name, value in trace.attributes.items() if name not in own}
+
+
+def write(folder, trace, name="run"):
+    """A trace in memory as the folder of a run."""
+    run = folder / name
+    run.mkdir(parents=True)
+    fields = trace.tables["decisions"].dtype.names[len(TABLES["decisions"].names) :]
+    with TraceWriter(run / "trace.h5", run_attributes(trace), fields) as writer:
+        for table, rows in trace.tables.items():
+            for row in rows.tolist():
+                writer.append(table, row)
+        writer.close(trace.status)
+    return run
+
+
+def with_seed(trace, seed):
+    job = trace.job.model_copy(update={"seed": seed})
+    return dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
+
+
+def draw(script, folder, *arguments, stem=None):
+    """Run the script's main; what its CSV holds."""
+    out = folder / "figures"
+    assert importlib.import_module(script).main([*map(str, arguments), "-o", str(out)]) == 0
+    files = [out / f"{stem or script}.{kind}" for kind in ("png", "svg", "csv")]
+    assert all(file.stat().st_size for file in files)
+    return pd.read_csv(files[-1])
+
+
+def counted(paradigm, seconds, updates):
+    return record(paradigm, seconds, updates=updates)
+
+
+def test_staleness_counts_applied_pushes_only(tmp_path):
+    frame = draw("staleness", tmp_path, write(tmp_path, counted(*UNEVEN)))
+    points = frame[frame["drawn"] == "point"]
+    assert points["now_s"].tolist() == [1.0, 2.0, 2.5, 3.0]
+    assert points["worker"].tolist() == [0, 0, 1, 0]
+    assert points["staleness_updates"].tolist() == [0, 0, 2, 1]
+    histogram = frame[frame["drawn"] == "histogram"]
+    assert histogram[["staleness_updates", "bin_updates", "share"]].values.tolist() == [
+        [0, 1, 0.5],
+        [1, 1, 0.25],
+        [2, 1, 0.25],
+    ]
+    means = frame[frame["drawn"] == "mean"]
+    assert means[["now_s", "staleness_updates"]].values.tolist() == [[2.125, 0.75]]
+
+
+def test_wide_histograms_have_bins_of_whole_updates():
+    staleness = importlib.import_module("staleness")
+    bars = staleness.histogram(pd.Series([0, 1, 2, 3, 119]))
+    assert bars["bin_updates"].unique().tolist() == [2]
+    assert bars[bars["share"] > 0].values.tolist() == [[0.5, 2, 0.4], [2.5, 2, 0.4], [118.5, 2, 0.2]]
+
+
+def test_gaps_are_counted_from_all_pushes(tmp_path):
+    frame = draw("gaps", tmp_path, write(tmp_path, counted(*UNEVEN)))
+    points = frame[frame["drawn"] == "point"]
+    assert points["now_s"].tolist() == [1.0, 2.0, 2.5, 3.0, 5.0]
+    assert points["push_gap_iters"].tolist() == [1, 2, 0, 2, 0]
+    assert frame[frame["drawn"] == "largest"][["now_s", "push_gap_iters"]].values.tolist() == [[2.7, 2]]
+    assert frame["bound_iters"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "bound_iters"),
+    [("bsp", 1), ("asp", None), ("ssp", 3), ('name = "ssp"\nstaleness = inf', None), ("dssp", 6), ("paper", None)],
+)
+def test_the_bound_is_that_of_the_paradigm(paradigm, bound_iters):
+    gaps, trace = importlib.import_module("gaps"), record(paradigm, (1.0, 1.0, 5.0), updates=60)
+    assert gaps.push_gap_bound(trace.job.paradigm) == bound_iters
+    largest = gaps.Recount(trace).push_gap.max()
+    assert largest > 6 if bound_iters is None else largest == bound_iters  # and the runs reach it, or exceed them all
+
+
+def test_waiting_sums_each_worker_and_all(tmp_path):
+    frame = draw("waiting", tmp_path, write(tmp_path, counted(*ROUNDS)))
+    assert frame["worker"].tolist() == ["all", "0", "1"]
+    seconds = frame[["compute_s", "wait_s", "comm_s"]].values
+    assert seconds.tolist() == [[6.75, 2.0, 2.25], [2.25, 2.0, 0.75], [4.5, 0.0, 1.5]]
+    shares = frame[["compute_share", "wait_share", "transfer_share"]].values
+    assert np.allclose(shares, seconds / [[11.0], [5.0], [6.0]], rtol=1e-15)
+
+
+def test_waiting_says_how_many_workers_it_shows(tmp_path):
+    frame = draw("waiting", tmp_path, write(tmp_path, record("asp", (1.0,) * 9)), "--workers", 3)
+    assert frame["worker"].tolist() == ["all", "0", "4", "8"]
+    assert frame["trace"].unique().tolist() == ["ASP (3 of 9 workers)"]
+    assert frame["compute_s"][0] == 0.75 * 48  # of all nine: five rounds, and three have begun the sixth at update 40
+
+
+def test_timeline_draws_what_was_recorded(tmp_path):
+    frame = draw("timeline", tmp_path, write(tmp_path, counted(*ROUNDS)), "--to", 10)
+    bars = frame[frame["worker"] == 0][["activity", "iteration", "begin_s", "end_s"]].values.tolist()
+    assert bars == [
+        ["compute", 1, 0.0, 1.0],
+        ["wait", 2, 1.0, 2.0],
+        ["compute", 2, 2.0, 3.0],
+        ["wait", 3, 3.0, 4.0],
+        ["compute", 3, 4.0, 5.0],
+        ["transfer", 3, 5.0, 5.125],
+    ]
+
+
+def test_timeline_cuts_at_its_window(tmp_path):
+    frame = draw("timeline", tmp_path, write(tmp_path, counted(*ROUNDS)), "--from", 1.5, "--to", 2.25)
+    assert frame[["worker", "activity", "begin_s", "end_s"]].values.tolist() == [
+        [0, "wait", 1.5, 2.0],
+        [0, "compute", 2.0, 2.25],
+        [1, "compute", 1.5, 2.0],
+        [1, "compute", 2.0, 2.25],
+    ]
+
+
+def two_pushes(begin_s):
+    columns = ["worker", "iteration", "begin_s", "end_s", "wait_s", "comm_s"]
+    return pd.DataFrame([[0, 1, 0.25, 1.0, 0.125, 0.25], [0, 2, begin_s, 3.0, 0.5, 0.5]], columns=columns)
+
+
+def bars(begin_s):
+    frame = importlib.import_module("timeline").bars(two_pushes(begin_s))
+    return frame[["activity", "iteration", "begin_s", "end_s"]].values.tolist()
+
+
+def test_half_of_the_transfers_lies_on_either_side():
+    assert bars(2.0) == [
+        ["wait", 1, 0.0, 0.125],
+        ["transfer", 1, 0.125, 0.25],
+        ["compute", 1, 0.25, 1.0],
+        ["transfer", 1, 1.0, 1.125],  # then the wait, and white up to the reading
+        ["wait", 2, 1.125, 1.625],
+        ["transfer", 2, 1.75, 2.0],
+        ["compute", 2, 2.0, 3.0],
+        ["transfer", 2, 3.0, 3.25],
+    ]
+
+
+def test_transfers_that_do_not_fit_are_shortened_and_the_wait_is_not():
+    put, wait, read = bars(1.6875)[3:6]  # 0.1875 s for two halves of 0.25 and 0.5 s
+    assert (put, wait, read) == (
+        ["transfer", 1, 1.0, 1.0625],
+        ["wait", 2, 1.0625, 1.5625],
+        ["transfer", 2, 1.5625, 1.6875],
+    )
+
+
+def test_accuracy_is_averaged_over_seeds_as_far_as_all_reach(tmp_path):
+    runs = [
+        write(tmp_path, with_seed(record("asp", (seconds,), updates=10), seed), f"seed{seed}")
+        for seed, seconds in ((1, 2.0), (2, 3.0))
+    ]
+    frame = draw("accuracy", tmp_path, *runs)
+    assert frame["trace"].unique().tolist() == ["ASP"]
+    assert frame["runs"].unique().tolist() == [2]
+    frame = frame[frame["quantity"] == "accuracy"]
+    time = frame[frame["time_s"].notna()]
+    line, dots = (time[time["drawn"] == drawn] for drawn in ("line", "dot"))
+    # Accuracies 0.8 and 0.9 at 10 and 20 s, and at 15 and 30 s: both are known from 15 to 20 s.
+    expected = [[15, 0.825, 0.8, 0.85], [20, (0.9 + 0.8 + 0.1 / 3) / 2, 0.8 + 0.1 / 3, 0.9]]
+    assert np.allclose(line[["time_s", "mean", "smallest", "largest"]].values, expected, rtol=1e-15)
+    assert dots[["time_s", "mean"]].values.tolist() == [[20, 0.9], [30, 0.9]]
+    samples = frame[frame["samples"].notna() & (frame["drawn"] == "line")]
+    assert samples[["samples", "mean", "smallest", "largest"]].values.tolist() == [
+        [40, 0.8, 0.8, 0.8],
+        [80, 0.9, 0.9, 0.9],
+    ]
+
+
+def test_other_jobs_are_other_lines_and_unknown_accuracies_are_left_out(tmp_path):
+    bsp = record("bsp", updates=20)
+    for row in range(len(bsp.tables["evaluations"])):
+        bsp = edit(bsp, "evaluations", row, accuracy=math.nan)
+    asp = dataclasses.replace(bsp, attributes=record("asp").attributes)
+    frame = draw("accuracy", tmp_path, write(tmp_path, bsp, "bsp"), write(tmp_path, asp, "asp"))
+    assert frame["trace"].unique().tolist() == ["BSP", "ASP"]
+    assert frame["quantity"].unique().tolist() == ["loss"]
+
+
+def test_controller_shows_every_decision(tmp_path):
+    trace = record("dssp", (1.0, 1.1, 3.7), updates=80, jitter=0.3)
+    frame = draw("controller", tmp_path, write(tmp_path, trace)).sort_values("now_s")
+    decisions = trace.tables["decisions"]
+    assert len(frame) == len(decisions) > 5
+    for column, source in (("worker", "worker"), ("r_star_iters", "r_star"), ("credits_iters", "chosen")):
+        assert frame[column].tolist() == decisions[source].tolist()
+    assert (frame["r_star_iters"] > frame["credits_iters"]).any()  # s_U was reached: a stem was drawn
+
+
+def test_controllers_of_several_traces_are_several_figures(tmp_path):
+    runs = [write(tmp_path, record(mode, (1.0, 3.0), updates=20), mode) for mode in ("dssp", "paper")]
+    draw("controller", tmp_path, *runs, stem="controller-dssp-s-1-to-5")
+    draw("controller", tmp_path, *runs, stem="controller-dssp-s-1-to-5-paper-mode")
+
+
+# ---- what all figures share ----
+
+
+@pytest.mark.parametrize("script", ["timeline", "staleness"])
+def test_the_same_traces_give_the_same_bytes(script, tmp_path):
+    run = write(tmp_path, record("ssp", updates=20))
+    other = write(tmp_path, record("ssp", (1.0, 1.4, 2.1), updates=20), "other")
+
+    def figure(folder, run):
+        draw(script, tmp_path / folder, run)
+        return [(tmp_path / folder / "figures" / f"{script}.{kind}").read_bytes() for kind in ("png", "svg", "csv")]
+
+    first = figure("one", run)
+    assert figure("two", run) == first
+    assert all(mine != others for mine, others in zip(first, figure("three", other), strict=True))
+
+
+def test_thinning_keeps_few_rows_in_their_order():
+    plotting, frame = importlib.import_module("plotting"), pd.DataFrame({"n": range(10_000)})
+    thin = plotting.thinned(frame)
+    assert len(thin) == plotting.POINTS and thin["n"].is_monotonic_increasing and thin["n"].is_unique
+    assert plotting.thinned(frame.head(7)).equals(frame.head(7))
+    worker = np.arange(10_000) % 10  # every tenth row is one worker's: thinned, all are still there
+    assert set(worker[thin["n"]]) == set(range(10))
+
+
+def test_no_extreme_falls_out_of_a_bin():
+    plotting = importlib.import_module("plotting")
+    frame = pd.DataFrame({"now_s": np.arange(12_345.0), "y": np.zeros(12_345)})
+    frame.loc[7_777, "y"] = 5.0
+    bins = plotting.binned(frame, "y")
+    assert len(bins) == 200 and bins["largest"].max() == 5 and bins["mean"].max() < 0.1
+
+
+def test_names_tell_traces_apart_and_say_no_more(tmp_path):
+    plotting = importlib.import_module("plotting")
+    asp, dssp, paper = (record(paradigm) for paradigm in ("asp", "dssp", "paper"))
+    assert plotting.labels([asp, dssp, paper]) == ["ASP", "DSSP, s = 1 to 5", "DSSP, s = 1 to 5, paper mode"]
+    assert plotting.labels([asp, dssp, with_seed(asp, 7)]) == ["ASP, seed 0", "DSSP, s = 1 to 5", "ASP, seed 7"]
+    assert plotting.labels([asp, record("bsp", (1.0,))]) == ["ASP, 3 workers", "BSP, 1 workers"]
+    assert plotting.labels([with_status(asp, "failed")]) == ["ASP (failed)"]
+    copies = [dataclasses.replace(asp, path=tmp_path / name / "trace.h5") for name in ("a", "b")]
+    assert plotting.labels(copies) == ["ASP, a", "ASP, b"]
+
+
+def test_a_paradigm_has_one_colour_and_its_traces_several_dashes():
+    plotting = importlib.import_module("plotting")
+    looks = plotting.styles([record(paradigm) for paradigm in ("dssp", "bsp", "paper")])
+    assert looks[0]["color"] == looks[2]["color"] != looks[1]["color"]
+    assert looks[0]["linestyle"] != looks[2]["linestyle"]
+
+
+# ---- bad input: one line that names the file, status 2 ----
+
+
+def refused(script, capsys, *arguments):
+    assert importlib.import_module(script).main([*map(str, arguments)]) == 2
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize("script", ["accuracy", "timeline", "waiting", "staleness", "gaps", "controller"])
+def test_bad_input_is_one_line_that_names_the_file(script, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "notes.txt").write_text("no trace")
+    run = write(tmp_path, record("bsp"))
+    with TraceWriter(tmp_path / "rows.h5", run_attributes(record("bsp"))):
+        pass
+    assert refused(script, capsys, "missing") == "missing: no such file\n"
+    assert refused(script, capsys, "notes.txt") == "notes.txt: not a trace (not an HDF5 file)\n"
+    assert refused(script, capsys, run, run / "trace.h5") == f"{run}/trace.h5: given twice\n"
+    assert refused(script, capsys, "rows.h5").startswith("rows.h5: nothing to draw")
+    assert not (tmp_path / "figures").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+    run = write(tmp_path, counted(*ROUNDS))
+    assert str(run / "trace.h5") in refused("waiting", capsys, run, "-o", run / "trace.h5")
+
+
+def test_a_window_without_anything_is_refused(tmp_path, capsys):
+    run = write(tmp_path, counted(*ROUNDS))
+    assert "nothing to draw in this window" in refused("timeline", capsys, run, "--from", 100)
+
+
+def test_controllers_are_asked_of_dssp_only(tmp_path, capsys):
+    run = write(tmp_path, record("ssp"))
+    assert refused("controller", capsys, run).endswith("no controller decided in this run, SSP, s = 2\n")
+
+
+def test_a_script_runs_by_itself(tmp_path, scripts):
+    run = write(tmp_path, counted(*ROUNDS))
+    done = subprocess.run([sys.executable, scripts / "waiting.py", run], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "figures/waiting.png, .svg, .csv\n"
+    assert sorted(file.name for file in (tmp_path / "figures").iterdir()) == [
+        "waiting.csv",
+        "waiting.png",
+        "waiting.svg",
+    ]
