@@ -1,0 +1,412 @@
+"""Links that are shared: against an exact oracle, by properties, in closed form, and to the last bit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcsync.simulator import network as module
+from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.network import Network, fair_rates
+
+# ---- other ways to share, for comparison ----
+
+
+def filled(capacity, links):
+    """Max-min by the book, exactly: everybody's rate grows alike until a link is full, which stops those on it."""
+    free = [Fraction(c) if math.isfinite(c) else None for c in capacity]
+    rates = [Fraction(0)] * len(links[0])
+    growing = set(range(len(rates)))
+    while growing:
+        on = [sum(link in (links[0][flow], links[1][flow]) for flow in growing) for link in range(len(free))]
+        step = min(f / n for f, n in zip(free, on, strict=True) if n and f is not None)
+        free = [f if f is None else f - n * step for f, n in zip(free, on, strict=True)]
+        for flow in growing:
+            rates[flow] += step
+        growing = {flow for flow in growing if free[links[0][flow]] != 0 and free[links[1][flow]] != 0}
+    return rates
+
+
+def equal_parts(capacity, links):
+    """What somebody cannot use is nobody's."""
+    users = np.bincount(links.ravel(), minlength=len(capacity))
+    return (capacity / np.maximum(users, 1))[links].min(axis=0)
+
+
+def unshared(capacity, links):
+    return capacity[links].min(axis=0)
+
+
+def first_come(capacity, links):
+    """Full links that starve the late: feasible, and work-conserving, but not fair."""
+    free, rates = capacity.copy(), np.empty(links.shape[1])
+    for flow, pair in enumerate(links.T):
+        rates[flow] = max(free[pair].min(), 1e-3)
+        free[pair] -= rates[flow]
+    return rates
+
+
+BROKEN = (equal_parts, unshared, first_come)
+
+# ---- rates ----
+
+
+def check_fair(capacity, links, rates):
+    """No link carries more than it can, and every flow has a full link on which nobody is faster."""
+    load = np.bincount(links.ravel(), weights=np.tile(rates, 2), minlength=len(capacity))
+    assert (load <= capacity * (1 + 1e-9)).all()
+    full = load >= capacity * (1 - 1e-9)
+    fastest = np.zeros(len(capacity))
+    for row in links:
+        np.maximum.at(fastest, row, rates)
+    assert all(any(full[link] and rate >= fastest[link] * (1 - 1e-9) for link in links[:, i]) for i, rate in
+               enumerate(rates))  # fmt: skip
+
+
+@st.composite
+def shared_links(draw):
+    """capacity of 2 n links, and flows over one of the first and one of the last n each, one of the two finite."""
+    n = draw(st.integers(1, 6))
+    capacities = st.one_of(st.integers(1, 12).map(float), st.floats(1e-3, 1e12), st.just(math.inf))
+    capacity = draw(st.lists(capacities, min_size=2 * n, max_size=2 * n))
+    pairs = st.tuples(st.integers(0, n - 1), st.integers(n, 2 * n - 1))
+    pairs = pairs.filter(lambda pair: math.isfinite(min(capacity[pair[0]], capacity[pair[1]])))
+    if all(math.isinf(c) for c in capacity):
+        capacity[0] = 1.0
+    return np.array(capacity), np.array(draw(st.lists(pairs, min_size=1, max_size=20)), dtype=np.intp).T
+
+
+CHAIN = np.array([1.0, 8.0, 6.0, 2.0]), np.array([[1, 0, 1], [2, 2, 3]])  # rates 5, 1, 2
+
+
+@given(shared_links())
+def test_rates_are_fair(case):
+    check_fair(*case, fair_rates(*case))
+
+
+@given(shared_links())
+def test_rates_are_those_of_the_book(case):
+    assert fair_rates(*case) == pytest.approx([float(rate) for rate in filled(*case)], rel=1e-9)
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_rates_that_are_not_fair_are_caught(broken):
+    assert fair_rates(*CHAIN).tolist() == filled(*CHAIN) == [5.0, 1.0, 2.0]
+    with pytest.raises(AssertionError):
+        check_fair(*CHAIN, broken(*CHAIN))
+
+
+@given(shared_links(), st.randoms(use_true_random=False))
+def test_rates_do_not_depend_on_the_order_of_the_flows(case, random):
+    """Not in a single bit: what is alike begins and ends alike."""
+    capacity, links = case
+    order = list(range(links.shape[1]))
+    random.shuffle(order)
+    assert fair_rates(capacity, links[:, order]).tolist() == fair_rates(capacity, links)[order].tolist()
+
+
+def rests_differ():
+    """Of two equal links, on which flows of 0.3, 0.7 and 0.9 were begun in different orders."""
+    capacity = np.array([0.3, 0.9, 0.7, 0.7, 0.9, 0.3, 9.0, 9.0, 5.0, 5.0])
+    rates = fair_rates(capacity, np.array([[0, 1, 2, 6, 3, 4, 5, 7], [8, 8, 8, 8, 9, 9, 9, 9]]))
+    return rates[3] != rates[7]
+
+
+def test_equal_links_with_equal_flows_leave_equal_rests(monkeypatch):
+    assert not rests_differ()
+    monkeypatch.setattr(np, "argsort", lambda values: np.arange(len(values)))
+    assert rests_differ()
+
+
+# ---- transfers ----
+
+
+class Watched(Network):
+    """Remembers who flowed how fast from when on: (time, {number: (up, down, rate)})."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.history = []
+
+    def _settle(self):
+        super()._settle()
+        rates = self._state[module.RATE].tolist()
+        self.history.append((self.loop.now_s, {f[0]: (*f[1:3], rates[i]) for i, f in enumerate(self._flows)}))
+
+
+def arrivals(up, down, latency_s, transfers, network=Network):
+    """When each of these transfers (time, source, target, bytes) arrives, and the network."""
+    loop = Loop()
+    net = network(loop, up, down, latency_s)
+    at = [math.nan] * len(transfers)
+
+    def arrived(index):
+        assert math.isnan(at[index])
+        at[index] = loop.now_s
+
+    for index, (time_s, source, target, size_bytes) in enumerate(transfers):
+        loop.at(time_s, net.send, source, target, size_bytes, arrived, index)
+    loop.run()
+    assert not any(map(math.isnan, at))
+    return at, net
+
+
+def fluid(up, down, latency_s, transfers):
+    """The same, exactly: between two events everybody flows at the rates of the book."""
+    capacity, n = [*up, *down], len(up)
+    begins = [Fraction(time_s) + Fraction(latency_s) for time_s, *_ in transfers]
+    left = [Fraction(size) for *_, size in transfers]
+    at = [None if size else begins[i] for i, (*_, size) in enumerate(transfers)]
+    now = Fraction(0)
+    while None in at:
+        flowing = [i for i, arrival in enumerate(at) if arrival is None and begins[i] <= now]
+        links = [transfers[i][1] for i in flowing], [n + transfers[i][2] for i in flowing]
+        rates = filled(capacity, links)
+        ends = [now + left[i] / rate for i, rate in zip(flowing, rates, strict=True)]
+        then = min([*ends, *(begin for i, begin in enumerate(begins) if at[i] is None and begin > now)])
+        for i, rate, end in zip(flowing, rates, ends, strict=True):
+            left[i] -= rate * (then - now)
+            at[i] = end if end == then else None
+        now = then
+    return [float(arrival) for arrival in at]
+
+
+def check_arrivals(case):
+    assert arrivals(*case)[0] == pytest.approx(fluid(*case), rel=1e-9)
+
+
+def check_flow(case):
+    """Every byte arrives when it is said to, at rates that are fair at every time."""
+    up, down, latency_s, transfers = case
+    at, net = arrivals(*case, network=Watched)
+    capacity = np.array([*up, *down])
+    flowed = {}
+    net.history.append((max(at), {}))
+    for (begin_s, flows), (end_s, _) in itertools.pairwise(net.history):
+        if flows:
+            columns = np.array([flow[:2] for flow in flows.values()], dtype=np.intp).T
+            check_fair(capacity, columns, np.array([flow[2] for flow in flows.values()]))
+        for number, (*_, rate) in flows.items():
+            flowed[number] = flowed.get(number, 0.0) + rate * (end_s - begin_s)
+    sizes = sorted(size for *_, size in transfers if size)
+    assert sorted(flowed.values()) == pytest.approx(sizes, rel=1e-6)
+    assert all(begin_s + latency_s <= end_s for (begin_s, *_), end_s in zip(transfers, at, strict=True))
+
+
+@st.composite
+def traffic(draw):
+    """Hosts, links, latency, transfers; many of them at the same time, of the same size, over the same links."""
+    n = draw(st.integers(2, 5))
+    capacities = st.lists(st.integers(1, 8).map(float), min_size=n, max_size=n)
+    times = st.integers(0, 40).map(lambda quarter: quarter / 4)
+    ways = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda way: way[0] != way[1])
+    transfers = st.tuples(times, ways, st.integers(0, 30)).map(lambda t: (t[0], *t[1], t[2]))
+    latency_s = draw(st.sampled_from([0.0, 0.25, 0.3]))
+    return draw(capacities), draw(capacities), latency_s, draw(st.lists(transfers, min_size=1, max_size=12))
+
+
+@given(traffic())
+def test_transfers_arrive_when_exact_arithmetic_says(case):
+    check_arrivals(case)
+
+
+@given(traffic())
+def test_bytes_are_conserved_and_rates_are_always_fair(case):
+    check_flow(case)
+
+
+MIXED = [9.0, 1.0, 8.0], [6.0, 8.0, 2.0], 0.25, [(0.0, 1, 0, 5), (0.0, 2, 0, 9), (0.5, 2, 1, 7), (1.0, 0, 2, 4)]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+@pytest.mark.parametrize("check", [check_arrivals, check_flow])
+def test_unfair_sharing_is_caught(broken, check, monkeypatch):
+    check(MIXED)
+    monkeypatch.setattr(module, "fair_rates", broken)
+    with pytest.raises(AssertionError):
+        check(MIXED)
+
+
+@given(traffic(), st.randoms(use_true_random=False))
+def test_the_order_of_what_happens_at_once_changes_no_bit(case, random):
+    *links, transfers = case
+    order = list(range(len(transfers)))
+    random.shuffle(order)
+    at = arrivals(*links, transfers)[0]
+    assert arrivals(*links, [transfers[i] for i in order])[0] == [at[i] for i in order]
+
+
+# ---- closed forms ----
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 100])
+def test_equal_flows_into_one_host_arrive_together_after_n_times_as_long(n):
+    at, _ = arrivals([1e9] * (n + 1), [3e6] + [1e9] * n, 1e-3, [(0.0, 1 + i, 0, 1e6) for i in range(n)])
+    assert len(set(at)) == 1
+    assert at[0] == pytest.approx(1e-3 + n * 1e6 / 3e6, rel=1e-12)
+
+
+def check_processor_sharing(n=40):
+    """The k-th smallest of n ends when it, all smaller ones, and as much of all larger ones have passed."""
+    sizes = [float(1 + 7 * i % n) for i in range(n)]
+    at, _ = arrivals([math.inf] * (n + 1), [5.0] * (n + 1), 0.0, [(0.0, 1 + i, 0, s) for i, s in enumerate(sizes)])
+    assert at == pytest.approx([sum(min(size, other) for other in sizes) / 5.0 for size in sizes], rel=1e-12)
+
+
+def test_different_sizes_into_one_host_share_the_processor():
+    check_processor_sharing()
+
+
+def check_rest():
+    """One of three has a slow link of its own; the two others take what it leaves."""
+    at, _ = arrivals(
+        [99.0, 1.0, 99.0, 99.0], [9.0, 1.0, 1.0, 1.0], 0.0, [(0.0, 1, 0, 10), (0.0, 2, 0, 8), (0.0, 3, 0, 8)]
+    )
+    assert at == pytest.approx([10.0, 2.0, 2.0], rel=1e-12)
+
+
+def test_what_a_slow_link_leaves_is_for_the_others():
+    check_rest()
+
+
+def check_busy(n=200, size=0.8):
+    """However the server's link is shared, it is busy until all that has come has gone."""
+    random = np.random.default_rng(1)
+    transfers, time_s, busy_until_s, periods = [], 0.0, 0.0, []
+    for i in range(n):
+        time_s += float(random.exponential(1.0))
+        if time_s > busy_until_s:
+            periods.append(busy_until_s)
+        busy_until_s = max(time_s, busy_until_s) + size
+        transfers.append((time_s, 1 + i, 0, size))
+    at, _ = arrivals([1.0] * (n + 1), [1.0] * (n + 1), 0.0, transfers)
+    ends = np.array(at)
+    assert all(np.abs(ends - end).min() < 1e-9 for end in [*periods[1:], busy_until_s])
+    return len(periods)
+
+
+def test_a_link_is_busy_until_its_work_is_done():
+    assert check_busy() > 5
+
+
+CAUGHT = [
+    (unshared, check_processor_sharing),
+    (first_come, check_processor_sharing),
+    (unshared, check_rest),
+    (equal_parts, check_rest),
+    (unshared, check_busy),
+]
+
+
+@pytest.mark.parametrize(("broken", "check"), CAUGHT)
+def test_broken_sharing_fails_the_closed_forms(broken, check, monkeypatch):
+    monkeypatch.setattr(module, "fair_rates", broken)
+    with pytest.raises(AssertionError):
+        check()
+
+
+# ---- the mechanics ----
+
+
+@pytest.fixture
+def sharings(monkeypatch):
+    """How many flows there were each time that rates were computed."""
+    counts = []
+
+    def counted(capacity, links):
+        counts.append(links.shape[1])
+        return fair_rates(capacity, links)
+
+    monkeypatch.setattr(module, "fair_rates", counted)
+    return counts
+
+
+def test_what_begins_or_ends_at_the_same_time_changes_rates_once(sharings):
+    transfers = [(0.0, 1, 0, 4), (0.0, 2, 0, 4), (0.0, 3, 0, 8), (12.0, 1, 0, 1), (12.0, 2, 0, 9)]
+    at, _ = arrivals([9.0] * 4, [1.0] * 4, 0.0, transfers)
+    assert at == [12.0, 12.0, 21.0, 15.0, 26.0]
+    assert sharings == [3, 3, 2, 1]  # at 0, 12 (two end, two begin), 15 and 21
+
+
+def test_flows_that_share_nothing_are_not_computed(sharings):
+    n = 50
+    transfers = [(t, i, (i + 1) % n, 2) for t in (0.0, 2.0) for i in range(n)]
+    assert set(arrivals([1.0] * n, [3.0] * n, 0.0, transfers)[0]) == {2.0, 4.0}
+    assert sharings == []
+
+
+def test_a_flow_whose_rate_stays_keeps_its_end_to_the_bit():
+    alone = arrivals([0.3] * 5, [0.7] * 5, 0.0, [(0.1, 1, 2, 1.1)])[0]
+    others = [(0.1 + 0.01 * i, 3 + i % 2, 0, 0.013) for i in range(100)]
+    assert arrivals([0.3] * 5, [0.7] * 5, 0.0, [(0.1, 1, 2, 1.1), *others])[0][0] == alone[0]
+
+
+def test_messages_without_size_and_infinite_links_take_the_latency_and_nobodys_share(sharings):
+    transfers = [(0.0, 1, 0, 4), (0.0, 1, 0, 0), (0.0, 2, 3, 1e9), (0.0, 2, 3, 1e9)]
+    at, _ = arrivals([1.0, 1.0, math.inf, 1.0], [1.0, 1.0, 1.0, math.inf], 0.5, transfers)
+    assert at == [4.5, 0.5, 0.5, 0.5]
+    assert sharings == []
+
+
+def test_bytes_that_take_less_than_the_clock_can_tell_arrive_at_once():
+    transfers = [(1e6, 1, 0, 1), (1e6, 2, 0, 1), (1e6, 2, 0, 1)]
+    assert arrivals([1e12] * 3, [1e12] * 3, 0.0, transfers)[0] == [1e6] * 3
+
+
+def test_who_has_been_sent_first_is_told_first():
+    loop, told = Loop(), []
+    net = Network(loop, [1.0] * 9, [1.0] * 9, 0.0)
+    net.send(8, 7, 0.5, told.append, "early")
+    for source in (3, 1, 2, 5):
+        net.send(source, 0, 1, told.append, source)
+    loop.run()
+    assert told == ["early", 3, 1, 2, 5]
+    assert type(loop.now_s) is float
+
+
+def test_whoever_is_told_may_send_again_at_once():
+    loop, at = Loop(), []
+    net = Network(loop, [1.0] * 3, [1.0] * 3, 0.0)
+
+    def again(source, left):
+        at.append(loop.now_s)
+        if left:
+            net.send(source, 0, 1, again, source, left - 1)
+
+    for source in (1, 2):
+        net.send(source, 0, 1, again, source, 3)
+    loop.run()
+    assert at == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 8.0, 8.0]
+
+
+def test_more_flows_than_there_is_room_for_at_first():
+    n = 500
+    at, _ = arrivals([1.0] * (n + 1), [1.0] * (n + 1), 0.0, [(0.0, 1 + i, 0, 1 + i % 2) for i in range(n)])
+    assert at == pytest.approx([500.0, 750.0] * 250)
+
+
+@pytest.mark.parametrize("way", [(1, 1), (-1, 0), (0, -1), (2, 0), (0, 2)])
+def test_ways_that_do_not_exist_are_refused(way):
+    with pytest.raises(ValueError, match="there is no way from host"):
+        Network(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(*way, 1, print)
+
+
+@pytest.mark.parametrize("size_bytes", [-1, math.inf, math.nan])
+def test_sizes_that_do_not_exist_are_refused(size_bytes):
+    with pytest.raises(ValueError, match="cannot be sent"):
+        Network(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(0, 1, size_bytes, print)
+
+
+@pytest.mark.parametrize(
+    ("up", "down", "latency_s"),
+    [([1], [1, 1], 0.0), ([0.0], [1.0], 0.0), ([1.0], [math.nan], 0.0), ([1.0], [1.0], -1.0), ([1.0], [1.0], math.inf)],
+)
+def test_networks_that_cannot_be_are_refused(up, down, latency_s):
+    with pytest.raises(ValueError, match="every host needs|there is no latency"):
+        Network(Loop(), up, down, latency_s)
