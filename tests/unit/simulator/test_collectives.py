@@ -1,0 +1,182 @@
+"""Collectives on simulated links: what they cost, what slows them, and that everybody gets what it should."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpcsync.simulator import collectives
+from hpcsync.simulator.collectives import (
+    one_at_a_time,
+    ring,
+    ring_allreduce,
+    ring_allreduce_s,
+    tree_allreduce,
+    tree_allreduce_s,
+    tree_broadcast,
+    tree_broadcast_s,
+    tree_reduce,
+)
+from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.network import Network
+
+SIZE, LATENCY_S, BANDWIDTH = 240_000, 1e-4, 1e6
+HOSTS = (2, 3, 4, 5, 8, 16)
+FORMS = {
+    "ring": (ring_allreduce, ring_allreduce_s),
+    "broadcast": (tree_broadcast, tree_broadcast_s),
+    "reduce": (tree_reduce, tree_broadcast_s),
+    "tree": (tree_allreduce, tree_allreduce_s),
+}
+
+
+def network(links, latency_s=LATENCY_S):
+    return Network(Loop(), links, links, latency_s)
+
+
+def took_s(collective, network, size_bytes=SIZE, copies=1):
+    """When so many of this collective, begun together among all hosts of the network, have ended."""
+    ends = []
+    for _ in range(copies):
+        collective(network, range(network.n_hosts), size_bytes, lambda: ends.append(network.loop.now_s))
+    network.loop.run()
+    assert len(ends) == copies
+    return max(ends)
+
+
+def check_cost(name, p):
+    collective, form = FORMS[name]
+    assert took_s(collective, network([BANDWIDTH] * p)) == pytest.approx(form(p, SIZE, LATENCY_S, BANDWIDTH), rel=1e-9)
+
+
+@pytest.mark.parametrize("p", HOSTS)
+@pytest.mark.parametrize("name", FORMS)
+def test_among_equals_the_cost_is_the_closed_form(name, p):
+    check_cost(name, p)
+
+
+@pytest.mark.parametrize("p", HOSTS[1:])
+@pytest.mark.parametrize("name", FORMS)
+def test_messages_that_wait_for_nobody_are_caught(name, p, monkeypatch):
+    """They all share the links at once."""
+    original = collectives.Message
+    monkeypatch.setattr(collectives, "Message", lambda *fields: original(*fields[:3], ()))
+    with pytest.raises(AssertionError):
+        check_cost(name, p)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_alone_there_is_nothing_to_do_but_the_loop_says_so(name):
+    alone, ended = network([BANDWIDTH]), []
+    FORMS[name][0](alone, [0], SIZE, ended.append, "argument")
+    assert ended == []
+    alone.loop.run()
+    assert (ended, alone.loop.now_s) == (["argument"], 0.0)
+    assert FORMS[name][1](1, SIZE, LATENCY_S, BANDWIDTH) == 0.0
+
+
+@pytest.mark.parametrize("p", HOSTS)
+def test_a_slower_host_slows_the_ring_to_its_own_pace(p):
+    """All but one block pass through each of its links twice, one at a time."""
+    slow = took_s(ring_allreduce, network([BANDWIDTH] * (p - 1) + [BANDWIDTH / 10]))
+    assert slow >= 2 * (p - 1) * SIZE / p / (BANDWIDTH / 10) * (1 - 1e-12)
+    assert slow <= ring_allreduce_s(p, SIZE, LATENCY_S, BANDWIDTH / 10) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_slower_host_never_helps_and_the_first_always_hurts(name):
+    """Late leaves of a tree have time to spare."""
+    equal = took_s(FORMS[name][0], network([BANDWIDTH] * 6))
+    for slow in range(6):
+        links = [BANDWIDTH / 2 if host == slow else BANDWIDTH for host in range(6)]
+        slowed = took_s(FORMS[name][0], network(links))
+        assert equal <= slowed <= 2 * equal
+        assert slowed > equal or slow > 0
+
+
+def check_contention(name, p, bandwidths):
+    """Two at once are as two of half the bandwidth, and latencies are nobody's share."""
+    collective, form = FORMS[name]
+    both = took_s(collective, network(bandwidths), copies=2)
+    assert both == pytest.approx(form(p, SIZE, LATENCY_S, BANDWIDTH / 2), rel=1e-9)
+
+
+@pytest.mark.parametrize("p", HOSTS)
+@pytest.mark.parametrize("name", FORMS)
+def test_two_at_once_take_twice_the_bandwidth_and_no_more_latency(name, p):
+    check_contention(name, p, [BANDWIDTH] * p)
+
+
+def test_links_that_nobody_shares_are_caught():
+    with pytest.raises(AssertionError):
+        check_contention("ring", 4, [math.inf] * 4)
+
+
+def check_ring(p, messages, blocks):
+    """Carry them out with sets of who has contributed to a block: at the end everybody has everybody's."""
+    has = [[{host} for _ in range(p)] for host in range(p)]  # host, block -> whose contributions
+    for number, (source, target, size_bytes, after) in enumerate(messages):
+        step, block = number // p, (source - number // p) % p
+        assert size_bytes == blocks[block]
+        if step:  # what it passes on is there, and its link is free
+            ways = {(messages[earlier].source, messages[earlier].target) for earlier in after}
+            assert ways == {((source - 1) % p, source), (source, target)}
+            assert all(earlier // p == step - 1 for earlier in after)
+        has[target][block] = has[target][block] | has[source][block] if step < p - 1 else has[source][block]
+    assert all(contributions == set(range(p)) for blocks in has for contributions in blocks)
+
+
+@pytest.mark.parametrize("p", HOSTS)
+def test_a_ring_reduces_and_gathers_every_block(p):
+    messages = ring(range(p), p * p // 2)
+    blocks = [message.size_bytes for message in messages[:p]]
+    check_ring(p, messages, blocks)
+    with pytest.raises(AssertionError):
+        check_ring(p, messages[:-p], blocks)  # a step less
+    with pytest.raises(AssertionError):
+        check_ring(p, [message._replace(size_bytes=1 + message.size_bytes) for message in messages], blocks)
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1, 6, 7, 8, 1000])
+def test_blocks_are_as_even_as_whole_bytes_allow(size_bytes):
+    first = [message.size_bytes for message in ring(range(7), size_bytes)[:7]]
+    assert sum(first) == size_bytes
+    assert max(first) - min(first) <= 1
+
+
+def check_broadcast(p, pairs):
+    reached = {0}
+    for source, target in pairs:
+        assert source in reached and target not in reached
+        reached.add(target)
+    assert reached == set(range(p))
+
+
+def check_reduction(p, pairs):
+    has = [{host} for host in range(p)]  # host -> whose contributions
+    for source, target in pairs:
+        assert not has[target] & has[source]  # nothing is added twice
+        has[target] |= has[source]
+    assert has[0] == set(range(p))
+
+
+@pytest.mark.parametrize("p", [1, *HOSTS])
+def test_a_tree_reaches_everybody_once(p):
+    outwards = [message[:2] for message in one_at_a_time(collectives._outwards(range(p)), SIZE)]
+    inwards = [message[:2] for message in one_at_a_time(collectives._inwards(range(p)), SIZE)]
+    check_broadcast(p, outwards)
+    check_reduction(p, inwards)
+    if p > 1:
+        with pytest.raises(AssertionError):
+            check_broadcast(p, inwards)
+        with pytest.raises(AssertionError):
+            check_reduction(p, outwards)
+
+
+def test_only_the_named_hosts_take_part():
+    links = [1.0, BANDWIDTH, 1.0, BANDWIDTH, 1.0]
+    net, ends = network(links), []
+    ring_allreduce(net, [3, 1], SIZE, lambda: ends.append(net.loop.now_s))
+    net.loop.run()
+    assert ends == [pytest.approx(ring_allreduce_s(2, SIZE, LATENCY_S, BANDWIDTH))]
