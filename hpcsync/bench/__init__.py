@@ -38,6 +38,7 @@ TARGETS = {
     "latency": Target("latency", "Round trips of a small model: one server", 4),
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
+    "events": Target("events", "Events of the simulator's loop"),
 }
 
 
