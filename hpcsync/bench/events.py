@@ -13,6 +13,7 @@ from typing import Any
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.simulator.loop import Loop
 
+BARE = "a bare heap: pop and push (time, number)"
 SIMPY_AIM = 1.0  # below it, the kernel that others keep would be the better choice
 
 Measured = Callable[[Sequence[float], int, int], float]  # delays, activities, rounds -> events per second
@@ -20,7 +21,7 @@ Measured = Callable[[Sequence[float], int, int], float]  # delays, activities, r
 
 def measure(activities: int = 1000, rounds: int = 200, repetitions: int = 5) -> list[Figure]:
     """So many activities that all do `rounds` events, each of which asks for the activity's next."""
-    beside: dict[str, tuple[Measured, float | None]] = {"a bare heap: pop and push (time, number)": (bare, None)}
+    beside: dict[str, tuple[Measured, float | None]] = {BARE: (bare, None)}
     try:
         import simpy  # noqa: F401
     except ImportError:
