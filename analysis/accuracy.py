@@ -41,7 +41,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     frame = frame[["trace", "runs", "quantity", "drawn", *AGAINST, "mean", "smallest", "largest"]]
     frame = frame.astype({"runs": "Int64", "samples": "Int64"})
     shown = [quantity for quantity in QUANTITIES if (frame["quantity"] == quantity).any()]
-    n_columns = max(1, min(4, 110 // (12 + max(map(len, looks)))))  # of the legend
+    n_columns = max(1, min(4, 120 // (12 + max(map(len, looks)))))  # of the legend
     height = 0.4 + 0.17 * -(-len(looks) // n_columns) + 1.9 * len(shown)
     figure, axes = plotting.panels(len(shown), 2, height=height, sharex="col", sharey="row")
     for row, quantity in zip(axes, shown, strict=True):

@@ -51,7 +51,7 @@ def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0
             some = frame[frame["activity"] == activity]
             left, width = some["begin_s"], some["end_s"] - some["begin_s"]
             seam = 0.3 * (activity == "compute")  # points of white between iterations that follow at once
-            axis.barh(some["worker"].map(place), width, 0.8, left=left, color=colour, ec="white", lw=seam)
+            axis.barh(some["worker"].map(place), width, 0.8, left=left, color=colour, ec="white", lw=seam, snap=False)
         axis.set(title=frame["trace"].iloc[0], ylabel="worker", xlim=(from_s, to_s), ylim=(len(place) - 0.4, -0.6))
         axis.set_yticks(list(place.values()), list(place))
         axis.tick_params(axis="y", length=0)

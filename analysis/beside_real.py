@@ -1,0 +1,106 @@
+"""Does a simulation say what real ranks do? Every paradigm on ranks, then in virtual time from what was measured there.
+
+    python analysis/beside_real.py [--seeds 3] [-o FOLDER]
+
+First each run from its own trace: the same order of grants, the same time? Then every paradigm from the trace of the
+asynchronous run, which knew of no bound, beside what that paradigm really did. Writes FOLDER/beside_real.csv (a folder
+is used once); the exit status is 1 if a total time from the run's own trace is off by more than 5 %.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import pandas
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hpcsync.traces.comparing import compare
+from hpcsync.traces.reading import load
+
+JOBS = Path(__file__).parents[1] / "jobs"
+PARADIGMS = ("bsp", "asp", "ssp", "dssp")
+TOLERANCE = 0.05
+SETTINGS = (  # one worker is half as fast, and nobody stops early
+    "cluster.workers=3",
+    'cluster.compute={model="lognormal", seconds=[0.02, 0.02, 0.04], jitter=0.2}',
+    "stop={samples=16_000}",
+    "evaluation.every_samples=4_000",
+)
+
+
+def main(
+    seeds: Annotated[int, typer.Option(help="Runs of each paradigm.")] = 3,
+    out: Annotated[Path, typer.Option("-o", help="Folder for the runs and the table.")] = Path("beside_real"),
+) -> None:
+    rows = []
+    for seed in range(1, seeds + 1):
+        for paradigm in PARADIGMS:
+            hpcsync("run", paradigm, seed, out / f"{paradigm}-{seed}")
+        for paradigm in PARADIGMS:
+            rows += [beside(paradigm, seed, source, out) for source in dict.fromkeys((paradigm, "asp"))]
+    frame = pandas.DataFrame(rows)
+    frame.to_csv(out / "beside_real.csv", index=False)
+    own = frame[frame.times_from == frame.paradigm]
+    console = Console()
+    console.print(table("Simulated from the run's own trace", own))
+    console.print(table("Simulated from the asp run's trace", frame.drop(own.index)))
+    worst = (own.ratio - 1).abs().max()
+    console.print(f"largest difference from the run's own trace: {worst:.2%} (at most {TOLERANCE:.0%} is asked for)")
+    raise typer.Exit(int(worst > TOLERANCE))
+
+
+def hpcsync(command: str, paradigm: str, seed: int, folder: Path, *more: str) -> None:
+    settings = [word for setting in (*SETTINGS, f"seed={seed}") for word in ("--set", setting)]
+    line = [
+        sys.executable,
+        "-m",
+        "hpcsync",
+        command,
+        JOBS / f"digits-{paradigm}.toml",
+        *settings,
+        "--out",
+        folder,
+        *more,
+    ]
+    print(f"{command} {folder}", flush=True)
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL)
+
+
+def beside(paradigm: str, seed: int, source: str, out: Path) -> dict[str, object]:
+    """The paradigm's real run beside its simulation from the times of `source`'s real run."""
+    folder = out / f"{paradigm}-{seed}-from-{source}"
+    hpcsync("simulate", paradigm, seed, folder, "--times-from", str(out / f"{source}-{seed}" / "trace.h5"))
+    comparison = compare(load(out / f"{paradigm}-{seed}" / "trace.h5"), load(folder / "trace.h5"))
+    real, simulated = comparison.sides
+    return {
+        "paradigm": paradigm,
+        "times_from": source,
+        "seed": seed,
+        "updates": comparison.updates,
+        "real_s": real.time_s,
+        "simulated_s": simulated.time_s,
+        "ratio": comparison.time_ratio,
+        "real_wait_share": real.wait_share,
+        "simulated_wait_share": simulated.wait_share,
+        "same_order": comparison.same_order,
+    }
+
+
+def table(title: str, frame: pandas.DataFrame) -> Table:
+    result = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("paradigm", "seed", "updates", "real", "simulated", "ratio", "waiting", "simulated", "same order"):
+        result.add_column(column, justify="left" if column == "paradigm" else "right")
+    for row in frame.itertuples():
+        times = (f"{row.real_s:.3f} s", f"{row.simulated_s:.3f} s", f"{row.ratio:.3f}")
+        shares = (f"{row.real_wait_share:.1%}", f"{row.simulated_wait_share:.1%}", f"{row.same_order:.1%}")
+        result.add_row(row.paradigm, str(row.seed), str(row.updates), *times, *shares)
+    return result
+
+
+if __name__ == "__main__":
+    typer.run(main)
