@@ -46,7 +46,7 @@ def main(
     frame = pandas.DataFrame(rows)
     frame.to_csv(out / "beside_real.csv", index=False)
     own = frame[frame.times_from == frame.paradigm]
-    console = Console()
+    console = Console(width=100)
     console.print(table("Simulated from the run's own trace", own))
     console.print(table("Simulated from the asp run's trace", frame.drop(own.index)))
     worst = (own.ratio - 1).abs().max()
@@ -93,8 +93,8 @@ def beside(paradigm: str, seed: int, source: str, out: Path) -> dict[str, object
 
 def table(title: str, frame: pandas.DataFrame) -> Table:
     result = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("paradigm", "seed", "updates", "real", "simulated", "ratio", "waiting", "simulated", "same order"):
-        result.add_column(column, justify="left" if column == "paradigm" else "right")
+    for column in ("", "seed", "updates", "real", "simulated", "ratio", "waiting: real", "simulated", "same order"):
+        result.add_column(column, justify="right" if column else "left")
     for row in frame.itertuples():
         times = (f"{row.real_s:.3f} s", f"{row.simulated_s:.3f} s", f"{row.ratio:.3f}")
         shares = (f"{row.real_wait_share:.1%}", f"{row.simulated_wait_share:.1%}", f"{row.same_order:.1%}")

@@ -39,6 +39,7 @@ TARGETS = {
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
     "events": Target("events", "Events of the simulator's loop"),
+    "simulation": Target("simulation", "Whole simulations"),
 }
 
 

@@ -16,7 +16,7 @@ from hpcsync.simulator.loop import Loop
 BARE = "a bare heap: pop and push (time, number)"
 SIMPY_AIM = 1.0  # below it, the kernel that others keep would be the better choice
 
-Measured = Callable[[Sequence[float], int, int], float]  # delays, activities, rounds -> events per second
+Measured = Callable[[Sequence[float], int, int], float]  # delays, activities, rounds -> thousand events per second
 
 
 def measure(activities: int = 1000, rounds: int = 200, repetitions: int = 5) -> list[Figure]:
@@ -30,15 +30,20 @@ def measure(activities: int = 1000, rounds: int = 200, repetitions: int = 5) -> 
         missing = ""
         beside["SimPy, a process for each activity"] = (simpy_processes, SIMPY_AIM)
         beside["SimPy, callbacks of timeouts"] = (simpy_callbacks, SIMPY_AIM)
-    generator = random.Random(1)
-    delays = [generator.expovariate(1.0) for _ in range(10 * activities)]
+    delays = random_delays(10 * activities)
     measured = [ours, *(one for one, _ in beside.values())]
     loop, *others = in_turn(repetitions, *(partial(one, delays, activities, rounds) for one in measured))
     what = f"events, {activities} activities{missing}"
     return [
-        Figure(what, "events/s", loop, limit, other, aim)
+        Figure(what, "k/s", loop, limit, other, aim)
         for (limit, (_, aim)), other in zip(beside.items(), others, strict=True)
     ]
+
+
+def random_delays(n: int) -> list[float]:
+    """Seconds, 1 on the average: activities that all took the same time would come in turn."""
+    generator = random.Random(1)
+    return [generator.expovariate(1.0) for _ in range(n)]
 
 
 def ours(delays: Sequence[float], activities: int, rounds: int) -> float:
@@ -102,4 +107,4 @@ def simpy_callbacks(delays: Sequence[float], activities: int, rounds: int) -> fl
 def _rate(run: Callable[[], object], events: int) -> float:
     begin_s = time.perf_counter()
     run()
-    return events / (time.perf_counter() - begin_s)
+    return 1e-3 * events / (time.perf_counter() - begin_s)

@@ -3,13 +3,16 @@
 Every host has an up link and a down link. A transfer uses its source's up link and its target's down link and nothing
 else. Transfers share links max-min fairly: nobody can get more but at the expense of somebody who has no more. Their
 rates change only when a transfer begins or ends, and what happens at the same instant changes them once.
+
+Most transfers meet nobody. Such a flow has its links for itself, its end is known when it begins, and it costs one
+event; only when another flow comes to one of its links does it join those whose rates are computed together.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,14 +22,17 @@ SETTLE = 1  # priority in the loop: after everything that happens at the same ti
 LEFT, SINCE, RATE, END = range(4)  # rows of what is known of the flows
 
 
-class _Flow(NamedTuple):
-    """number: in the order in which they began. up, down: its links."""
+class _Flow:
+    """A transfer whose bytes flow. state: while it is alone, what `Network._state` holds of the others."""
 
-    number: int
-    up: int
-    down: int
-    then: Callable[..., object]
-    args: tuple[Any, ...]
+    __slots__ = ("args", "links", "number", "state", "then")
+
+    def __init__(self, number: int, links: tuple[int, int], then: Callable[..., object], args: tuple[Any, ...]) -> None:
+        self.number = number
+        self.links = links
+        self.then = then
+        self.args = args
+        self.state = (0.0, 0.0, 0.0, math.inf)
 
 
 class Network:
@@ -42,11 +48,13 @@ class Network:
         self._latency_s = latency_s
         # Link h is host h's up link, link n_hosts + h its down link.
         self._capacity = np.array([*up, *down], np.float64)
-        self._users = [0] * len(self._capacity)  # flows on each link
-        # Of the flows, without gaps: bytes left at a time, that time, the rate since then, and when the flow will end.
+        self._capacities: list[float] = self._capacity.tolist()
+        self._users = [0] * len(self._capacities)  # flows on each link
+        self._alone: dict[int, _Flow] = {}  # link -> the flow that has both of its links for itself
+        # Of the other flows, without gaps: bytes left at a time, that time, the rate since then, and when it will end.
+        self._flows: list[_Flow] = []
         self._state = np.empty((4, 16))
         self._links = np.empty((2, 16), np.intp)
-        self._flows: list[_Flow] = []
         self._begun = 0
         self._unfair = False  # flows have begun or ended on links that others use: rates are to be computed
         self._settling = False
@@ -62,27 +70,48 @@ class Network:
         if not 0.0 <= size_bytes < math.inf:
             raise ValueError(f"{size_bytes} bytes cannot be sent")
         up, down = source, self.n_hosts + target
-        if size_bytes == 0 or self._capacity[up] == self._capacity[down] == math.inf:
+        if size_bytes == 0 or self._capacities[up] == self._capacities[down] == math.inf:
             self.loop.after(self._latency_s, then, *args)
         else:
             self.loop.after(self._latency_s, self._begin, up, down, size_bytes, then, args)
 
     def _begin(self, up: int, down: int, size_bytes: float, then: Callable[..., object], args: tuple[Any, ...]) -> None:
-        n, now_s = len(self._flows), self.loop.now_s
+        flow = _Flow(self._begun, (up, down), then, args)
+        self._begun += 1
+        met = {self._alone[link] for link in flow.links if link in self._alone}
+        for other in sorted(met, key=lambda flow: flow.number):
+            self._join(other, *other.state)
+        now_s, users = self.loop.now_s, self._users
+        users[up] += 1
+        users[down] += 1
+        if users[up] == users[down] == 1:
+            rate = min(self._capacities[up], self._capacities[down])
+            end_s = now_s + size_bytes / rate
+            flow.state = (size_bytes, now_s, rate, end_s)
+            self._alone[up] = self._alone[down] = flow
+            self.loop.at(end_s, self._end_alone, flow)
+        else:
+            self._join(flow, size_bytes, now_s, 0.0, math.inf)
+
+    def _end_alone(self, flow: _Flow) -> None:
+        if self._alone.get(flow.links[0]) is flow:  # else it has joined others
+            for link in flow.links:
+                del self._alone[link]
+                self._users[link] -= 1
+            flow.then(*flow.args)
+
+    def _join(self, flow: _Flow, *state: float) -> None:
+        """Among the flows whose rates are computed together."""
+        n = len(self._flows)
         if n == self._state.shape[1]:
             self._state = np.concatenate((self._state, self._state), axis=1)
             self._links = np.concatenate((self._links, self._links), axis=1)
-        self._flows.append(_Flow(self._begun, up, down, then, args))
-        self._begun += 1
-        self._links[:, n] = up, down
-        self._users[up] += 1
-        self._users[down] += 1
-        if self._users[up] == self._users[down] == 1:
-            rate = min(self._capacity[up], self._capacity[down])
-            self._state[:, n] = size_bytes, now_s, rate, now_s + size_bytes / rate
-        else:
-            self._state[:, n] = size_bytes, now_s, 0.0, math.inf
-            self._unfair = True
+        for link in flow.links:
+            self._alone.pop(link, None)
+        self._flows.append(flow)
+        self._state[:, n] = state
+        self._links[:, n] = flow.links
+        self._unfair = True
         self._settle_soon()
 
     def _end(self) -> None:
@@ -92,18 +121,18 @@ class Network:
             return  # rates have changed since this was planned
         self._next_end_s = math.inf
         ended = np.flatnonzero(self._state[END, : len(self._flows)] <= now_s).tolist()
-        for _, _, _, then, args in sorted(self._remove(flow) for flow in reversed(ended)):
-            self.loop.at(now_s, then, *args)
+        for flow in sorted((self._remove(at) for at in reversed(ended)), key=lambda flow: flow.number):
+            self.loop.at(now_s, flow.then, *flow.args)
         self._settle_soon()
 
-    def _remove(self, flow: int) -> _Flow:
+    def _remove(self, at: int) -> _Flow:
         """The last one takes its place."""
-        removed, last = self._flows[flow], self._flows.pop()
+        removed, last = self._flows[at], self._flows.pop()
         if removed is not last:
-            self._flows[flow] = last
-            self._state[:, flow] = self._state[:, len(self._flows)]
-            self._links[:, flow] = self._links[:, len(self._flows)]
-        for link in (removed.up, removed.down):
+            self._flows[at] = last
+            self._state[:, at] = self._state[:, len(self._flows)]
+            self._links[:, at] = self._links[:, len(self._flows)]
+        for link in removed.links:
             self._users[link] -= 1
             self._unfair = self._unfair or self._users[link] > 0
         return removed

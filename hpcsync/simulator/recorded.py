@@ -3,8 +3,8 @@
 The trace says when a computation began and ended, when the server heard of it, and when it granted the next. So each
 iteration has three durations that do not depend on who waited for whom: grant to begin (the grant's way, and reading),
 begin to end, and end to the server's hearing of it (putting, and the report's way). `comm_s` says how much of the first
-and the last, together, was transfer. It is taken to be half each, as far as there is room for it; that only tells waiting
-from transfer.
+and the last, together, was transfer. It is taken to be half each, as far as there is room for it; that only tells
+waiting from transfer.
 """
 
 from __future__ import annotations

@@ -51,10 +51,11 @@ class Comparison(BaseModel):
 
 def compare(first: Trace, second: Trace) -> Comparison:
     updates = min(len(first.tables["updates"]), len(second.tables["updates"]))
-    granted = [_granted(trace, n_workers=max(first.n_workers, second.n_workers)) for trace in (first, second)]
-    common, places_a, places_b = np.intersect1d(*granted, assume_unique=True, return_indices=True)
-    n = min(map(len, granted))
-    differ = np.flatnonzero(granted[0][:n] != granted[1][:n])
+    n_workers = max(first.n_workers, second.n_workers)
+    granted_a, granted_b = _granted(first, n_workers), _granted(second, n_workers)
+    common, places_a, places_b = np.intersect1d(granted_a, granted_b, assume_unique=True, return_indices=True)
+    n = min(len(granted_a), len(granted_b))
+    differ = np.flatnonzero(granted_a[:n] != granted_b[:n])
     return Comparison(
         updates=updates,
         sides=(_side(first, updates), _side(second, updates)),

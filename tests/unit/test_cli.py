@@ -87,4 +87,5 @@ def test_usage() -> None:
     assert run("--version").stdout == f"hpcsync {__version__}\n"
     assert run("run").exit_code == 2
     commands = run("--help").stdout.split("Commands:")[1]
-    assert [line.split()[0] for line in commands.splitlines() if line] == ["run", "show", "audit", "doctor", "bench"]
+    names = [line.split()[0] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert names == ["run", "simulate", "show", "audit", "doctor", "bench"]

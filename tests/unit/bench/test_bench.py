@@ -15,7 +15,9 @@ from hpcsync.launcher import Ended
 
 
 def test_nothing_asked_for_is_everything():
-    assert bench.parse([]) == ["transfers", "round-trip", "latency", "decisions", "tracing"]
+    assert bench.parse([]) == [
+        "transfers", "round-trip", "latency", "decisions", "tracing", "events", "simulation",
+    ]  # fmt: skip
 
 
 def test_what_is_asked_for_is_measured_once_and_in_order():
@@ -23,7 +25,7 @@ def test_what_is_asked_for_is_measured_once_and_in_order():
 
 
 def test_an_unknown_target_is_refused_with_what_is_allowed():
-    with pytest.raises(JobError, match='"traced": must be one of transfers, .*, tracing; did you mean tracing?'):
+    with pytest.raises(JobError, match='"traced": must be one of transfers, .*, simulation; did you mean tracing?'):
         bench.main(["latency", "traced"])
 
 

@@ -136,8 +136,24 @@ class Watched(Network):
 
     def _settle(self):
         super()._settle()
+        self._note()
+
+    def _begin(self, *args):
+        super()._begin(*args)
+        self._note()
+
+    def _end_alone(self, flow):
+        super()._end_alone(flow)
+        self._note()
+
+    def _note(self):
+        """What holds at the end of an instant is all that counts."""
         rates = self._state[module.RATE].tolist()
-        self.history.append((self.loop.now_s, {f[0]: (*f[1:3], rates[i]) for i, f in enumerate(self._flows)}))
+        flowing = {f.number: (*f.links, rates[i]) for i, f in enumerate(self._flows)}
+        flowing |= {f.number: (*f.links, f.state[module.RATE]) for f in self._alone.values()}
+        if self.history and self.history[-1][0] == self.loop.now_s:
+            self.history.pop()
+        self.history.append((self.loop.now_s, flowing))
 
 
 def arrivals(up, down, latency_s, transfers, network=Network):
