@@ -7,6 +7,7 @@ with the same seed, whatever the others do and whatever happens to it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -75,6 +76,15 @@ def device(job: Job, worker: int, times: Iterator[float] | None = None) -> Devic
     if times is None and cluster.compute is not None:
         times = iteration_seconds(cluster.compute, job.seed, worker, cluster.workers)
     return Device(times, [event for event in cluster.events if event.worker == worker])
+
+
+def devices(job: Job) -> list[Device]:
+    """Every worker's device."""
+    compute, workers = job.cluster.compute, range(job.cluster.workers)
+    if isinstance(compute, Recorded):  # read once, not once a worker
+        table = read_times(compute.table, len(workers))
+        return [device(job, worker, itertools.cycle(table[worker])) for worker in workers]
+    return [device(job, worker) for worker in workers]
 
 
 def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) -> Iterator[float]:

@@ -45,7 +45,9 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
 
 
 def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from: Path | None) -> int:
-    """Run this job in virtual time; the exit status. Raises JobError before anything is made."""
+    """Run this job in virtual time; the exit status. Raises JobError or LaunchError before anything is made."""
+    if launcher.under_launcher():
+        raise launcher.LaunchError("simulate: must be started as one process, without an MPI launcher")
     if times_from is not None:
         overrides = [*overrides, f"cluster.times_from={str(times_from.absolute())!r}"]
     job = jobs.load(path, overrides)

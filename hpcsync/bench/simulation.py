@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hpcsync import paradigms
 from hpcsync.bench.events import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.coordinator import Update
@@ -80,7 +79,7 @@ def simulate(job: Job) -> tuple[int, float]:
     """Events of a whole simulation with its trace, and the seconds that it takes, evaluation at its end left out."""
     workload = build(job)
     workload = type(workload)(workload.model, workload.loss, workload.train, None)
-    paradigm = paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
+    paradigm = job.create_paradigm()
     with tempfile.TemporaryDirectory() as folder:
         trace = TraceWriter(Path(folder) / "trace.h5", {}, paradigm.decision_fields)
         with trace:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcsync import outputs, paradigms
+from hpcsync import outputs
 from hpcsync.coordinator import Coordinator
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
@@ -203,7 +203,7 @@ class LeaderSession(FollowerSession):
         folder: Path,
     ) -> None:
         super().__init__(comm, job, model, optimizer)
-        paradigm = paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
+        paradigm = job.create_paradigm()
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
         hosts = [host for _, host, _, _ in self._clocks]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hpcsync import outputs, paradigms
+from hpcsync import outputs
 from hpcsync.coordinator import Coordinator
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
@@ -46,7 +46,7 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
 def _simulate(job: Job, workload: Workload, cluster: Cluster, folder: Path, console: Console) -> int:
     torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
     outputs.create(folder, job)
-    paradigm = paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
+    paradigm = job.create_paradigm()
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
     with TraceWriter(folder / outputs.TRACE, attributes, paradigm.decision_fields) as trace:
         for rank in range(job.cluster.ranks):

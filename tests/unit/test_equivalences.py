@@ -14,7 +14,6 @@ from hpcsync.learning.replica import Replica
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload, build
-from hpcsync.paradigms import create
 from hpcsync.roles import Roles
 from tests.unit.jobs import LINEAR, make_job
 
@@ -61,9 +60,9 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
     workload: Workload = build(job)
     flat = FlatModel(workload.model)
     server, replica = Server(job, flat.weights), Replica(flat, workload.loss)
-    options = job.paradigm.model_dump(exclude={"name"})
-    paradigm = create(job.paradigm.name, n_workers, **options)
-    coordinator = Coordinator(paradigm, Nothing(), n_workers=n_workers, lr=learning_rate(job), stop=job.stop)
+    coordinator = Coordinator(
+        job.create_paradigm(), Nothing(), n_workers=n_workers, lr=learning_rate(job), stop=job.stop
+    )
     data = [
         batches(
             workload.train,

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcsync import paradigms
 from hpcsync.coordinator import Coordinator, Reply, Report
 from hpcsync.job import Job
 from hpcsync.learning.schedule import learning_rate
@@ -63,8 +62,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
     stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
     """
     n_workers, leave, rng = job.cluster.workers, leave or {}, random.Random(seed)
-    options = job.paradigm.model_dump(exclude={"name"})
-    paradigm = paradigms.create(job.paradigm.name, n_workers, **options)
+    paradigm = job.create_paradigm()
     coordinator = Coordinator(paradigm, trace, n_workers=n_workers, lr=learning_rate(job), stop=job.stop)
     queue, order_of_start = [], itertools.count()
 

@@ -3,16 +3,13 @@
 import numpy as np
 import pytest
 
-from hpcsync import paradigms
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
 from tests.unit.traces.recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
 
 
 def replayed(trace):
-    options = trace.job.paradigm.model_dump(exclude={"name"})
-    paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **options)
-    return {check.name.split()[-1]: check for check in replay(Recount(trace), paradigm)}
+    return {check.name.split()[-1]: check for check in replay(Recount(trace), trace.job.create_paradigm())}
 
 
 def failing(trace):

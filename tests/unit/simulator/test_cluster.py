@@ -1,0 +1,58 @@
+"""What a job says of its cluster, and what it does not say."""
+
+import pytest
+
+from hpcsync.job_errors import JobError
+from hpcsync.learning.workloads import build
+from hpcsync.simulator import cluster
+from hpcsync.simulator.transfers import Networked, Timed
+from tests.unit.jobs import make_job
+from tests.unit.simulator.running import simulate, timing_job
+
+
+def built(job) -> cluster.Cluster:
+    return cluster.build(job, build(job))
+
+
+def test_without_a_network_nothing_takes_time_but_computing():
+    virtual = built(timing_job(workers=3, seconds=[1.0, 2.0, 4.0]))
+    assert [device.seconds(0.0) for device in virtual.devices] == [1.0, 2.0, 4.0]
+    assert isinstance(virtual.transfers, Timed)
+    assert virtual.shard_bytes == [4000]
+
+
+def test_a_network_carries_every_servers_shard():
+    virtual = built(timing_job(cluster={"servers": 3, "network": {}}))
+    assert isinstance(virtual.transfers, Networked)
+    assert virtual.shard_bytes == [1332, 1332, 1336]
+
+
+def test_a_table_of_times_is_read_for_all_workers(tmp_path):
+    path = tmp_path / "times.csv"
+    path.write_text("worker,iteration,seconds\n0,0,1.0\n1,0,3.0\n0,1,2.0\n")
+    job = make_job(
+        workload={"name": "timing"}, cluster={"workers": 2, "compute": {"model": "table", "table": str(path)}}
+    )
+    assert [[device.seconds(0.0) for _ in range(3)] for device in built(job).devices] == [[1.0, 2.0, 1.0], [3.0] * 3]
+
+
+def test_recorded_times_stand_in_for_compute_and_network(tmp_path):
+    simulate(timing_job(workers=2, seconds=7.0), tmp_path / "trace.h5")
+    job = timing_job(workers=2, seconds=1.0, cluster={"network": {}, "times_from": str(tmp_path / "trace.h5")})
+    virtual = built(job)
+    assert [device.seconds(0.0) for device in virtual.devices] == [7.0, 7.0]
+    assert isinstance(virtual.transfers, Timed)
+
+
+def test_how_long_iterations_take_must_be_said():
+    with pytest.raises(JobError, match="cluster.compute: missing; a simulation must have it"):
+        built(make_job())
+
+
+@pytest.mark.parametrize("seconds", [0.0, [1.0, 0.0]], ids=str)
+def test_time_must_pass(seconds):
+    endless = {"seconds": seconds, "stop": {"seconds": 5.0}}
+    with pytest.raises(JobError, match="must be greater than 0 to simulate without"):
+        built(timing_job(**endless))
+    assert built(timing_job(**endless, cluster={"network": {}}))
+    assert built(timing_job(seconds=seconds, stop={"seconds": 5.0, "updates": 10}))

@@ -1,0 +1,128 @@
+"""One simulated run with everything that it leaves behind, and how it fails."""
+
+import io
+import json
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError
+from hpcsync.learning import workloads
+from hpcsync.simulator.run import simulate
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import load
+from tests.unit.jobs import LINEAR, make_job
+from tests.unit.simulator.running import timing_job
+
+
+def job(**tables) -> Job:
+    compute = {"model": "constant", "seconds": 1.0}
+    return make_job(**{"workload": LINEAR, "cluster": {"workers": 2, "compute": compute}, **tables})
+
+
+def run(job, out) -> tuple[int, str]:
+    text = io.StringIO()
+    return simulate(job, out, Console(file=text, width=100, highlight=False)), text.getvalue()
+
+
+def test_it_leaves_what_a_run_leaves(tmp_path):
+    status, text = run(job(), tmp_path / "out")
+    assert status == 0
+    names = ["job.toml", "summary.json", "trace.h5", "weights.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["engine"], summary["status"], summary["updates"]) == ("simulator", "finished", 10)
+    assert "paradigm  bsp, 1 server, 2 workers" in text
+    assert Job.from_toml((tmp_path / "out" / "job.toml").read_text()) == job()
+    trace = load(tmp_path / "out" / "trace.h5")
+    assert trace.tables["clocks"]["host"].tolist() == [b"virtual"] * 3
+    assert "mpi_library" not in trace.attributes
+
+
+def test_the_weights_are_the_final_ones(tmp_path):
+    run(job(), tmp_path / "out")
+    (weights,) = load_file(tmp_path / "out" / "weights.safetensors").values()
+    workload = workloads.build(job())
+    assert not torch.equal(weights, next(workload.model.parameters()))
+    with torch.no_grad():
+        next(workload.model.parameters()).copy_(weights)
+    evaluations = load(tmp_path / "out" / "trace.h5").tables["evaluations"]
+    assert workload.evaluate(workload.model)[0] == evaluations["loss"][-1]
+
+
+def test_a_run_is_never_overwritten(tmp_path):
+    run(job(), tmp_path / "out")
+    before = (tmp_path / "out" / "trace.h5").read_bytes()
+    with pytest.raises(JobError, match="runs are never overwritten"):
+        run(job(), tmp_path / "out")
+    assert (tmp_path / "out" / "trace.h5").read_bytes() == before
+
+
+def test_mistakes_leave_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for mistaken in (make_job(), job(optimizer={"name": "sgd", "lr": 0.1, "nesterovv": True})):
+        with pytest.raises(JobError):
+            run(mistaken, None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_and_what_would_have_been_side_by_side(tmp_path):
+    first = timing_job(workers=3, seconds=[1.0, 1.0, 3.0], paradigm={"name": "asp"}, stop={"updates": 60})
+    run(first, tmp_path / "asp")
+    again = {"cluster": {"times_from": str(tmp_path / "asp" / "trace.h5")}, "stop": {"updates": 60}}
+    _, text = run(timing_job(workers=3, paradigm={"name": "asp"}, **again), tmp_path / "same")
+    assert "100.00% of the pairs are in the same order" in text
+    assert "1.000" in text
+    _, text = run(timing_job(workers=3, paradigm={"name": "bsp"}, **again), tmp_path / "bsp")
+    assert "asp" in text and "bsp" in text
+
+
+def breaking(monkeypatch, loss):
+    """The next workload has this loss."""
+    build = workloads.build
+
+    def broken(job):
+        workload = build(job)
+        return workloads.Workload(workload.model, loss, workload.train, None)
+
+    monkeypatch.setattr("hpcsync.learning.validation.build", broken)
+
+
+def test_an_exception_of_the_workload_is_a_failure(tmp_path, monkeypatch, capsys):
+    def loss(model, x, y):
+        raise KeyError("lost")
+
+    breaking(monkeypatch, loss)
+    status, _ = run(job(), tmp_path / "out")
+    assert status == 1
+    said = capsys.readouterr().err
+    assert "KeyError: 'lost'" in said
+    assert f"hpcsync: failed: 'lost'; the trace so far is {tmp_path / 'out' / 'trace.h5'}" in said
+    assert load(tmp_path / "out" / "trace.h5").status == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, monkeypatch, capsys, number):
+    computed = 0
+
+    def loss(model, x, y):
+        nonlocal computed
+        computed += 1
+        if computed == 7:
+            signal.raise_signal(number)
+        return workloads.half_squared_error(model, x, y)
+
+    breaking(monkeypatch, loss)
+    before = signal.getsignal(number)
+    status, _ = run(job(stop={"updates": 10**6}), tmp_path / "out")
+    assert status == 1
+    assert capsys.readouterr().err.startswith(f"hpcsync: interrupted: {number.name}; the trace so far is")
+    trace = load(tmp_path / "out" / "trace.h5")
+    assert trace.status == "interrupted"
+    assert len(trace.tables["pushes"]) == 7
+    assert [check for check in audit(trace) if not check.passed] == []
+    assert signal.getsignal(number) == before
