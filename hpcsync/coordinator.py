@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from hpcsync.job import Stop
+from hpcsync import paradigms
+from hpcsync.job import Job, Stop
 from hpcsync.learning.schedule import LearningRate
 from hpcsync.paradigms import Apply, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
 from hpcsync.traces.schema import APPLIED, DROPPED, LEFT
@@ -69,6 +70,11 @@ class Recorder(Protocol):
     """What the coordinator needs of a trace: append one row to a table."""
 
     def append(self, table: str, row: tuple[object, ...]) -> None: ...
+
+
+def create_paradigm(job: Job) -> Paradigm:
+    """A new paradigm, as this job wants it."""
+    return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
 
 
 class Coordinator:

@@ -29,7 +29,6 @@ from pydantic import (
     model_validator,
 )
 
-from hpcsync import paradigms
 from hpcsync.job_cluster import Cluster, Compute
 from hpcsync.job_cluster import Network as Network
 from hpcsync.job_errors import JobError, in_one_line, shown
@@ -278,11 +277,6 @@ class Job(Table):
     def from_toml(cls, text: str) -> Self:
         """The job that this text describes. No file is looked at: a trace's job can be read anywhere."""
         return cls.from_table(_parse(text, "job"))
-
-    def create_paradigm(self) -> paradigms.Paradigm:
-        """A new paradigm, as this job wants it."""
-        options = self.paradigm.model_dump(exclude={"name"})
-        return paradigms.create(self.paradigm.name, self.cluster.workers, **options)
 
     def to_toml(self) -> str:
         """This job with every default filled in; `from_toml` gives an equal one back."""

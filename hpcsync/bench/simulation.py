@@ -12,7 +12,7 @@ import torch
 
 from hpcsync.bench.events import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.coordinator import Update
+from hpcsync.coordinator import Update, create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster
@@ -79,7 +79,7 @@ def simulate(job: Job) -> tuple[int, float]:
     """Events of a whole simulation with its trace, and the seconds that it takes, evaluation at its end left out."""
     workload = build(job)
     workload = type(workload)(workload.model, workload.loss, workload.train, None)
-    paradigm = job.create_paradigm()
+    paradigm = create_paradigm(job)
     with tempfile.TemporaryDirectory() as folder:
         trace = TraceWriter(Path(folder) / "trace.h5", {}, paradigm.decision_fields)
         with trace:

@@ -16,7 +16,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
-from hpcsync.coordinator import Coordinator
+from hpcsync.coordinator import Coordinator, create_paradigm
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
@@ -203,7 +203,7 @@ class LeaderSession(FollowerSession):
         folder: Path,
     ) -> None:
         super().__init__(comm, job, model, optimizer)
-        paradigm = job.create_paradigm()
+        paradigm = create_paradigm(job)
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
         hosts = [host for _, host, _, _ in self._clocks]

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.coordinator import Coordinator
+from hpcsync.coordinator import Coordinator, create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
@@ -46,7 +46,7 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
 def _simulate(job: Job, workload: Workload, cluster: Cluster, folder: Path, console: Console) -> int:
     torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
     outputs.create(folder, job)
-    paradigm = job.create_paradigm()
+    paradigm = create_paradigm(job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
     with TraceWriter(folder / outputs.TRACE, attributes, paradigm.decision_fields) as trace:
         for rank in range(job.cluster.ranks):

@@ -12,6 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync import paradigms
 from hpcsync.traces import reading
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.checks import Check
@@ -30,7 +31,8 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     """
     if not isinstance(trace, Trace):
         trace = reading.load(trace)
-    paradigm = trace.job.create_paradigm()
+    options = trace.job.paradigm.model_dump(exclude={"name"})
+    paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **options)
     invariants = check_invariants(trace)
     if not invariants[0].passed:
         return invariants

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.coordinator import Coordinator, Report, Update
+from hpcsync.coordinator import Coordinator, Report, Update, create_paradigm
 from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -61,7 +61,7 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
     flat = FlatModel(workload.model)
     server, replica = Server(job, flat.weights), Replica(flat, workload.loss)
     coordinator = Coordinator(
-        job.create_paradigm(), Nothing(), n_workers=n_workers, lr=learning_rate(job), stop=job.stop
+        create_paradigm(job), Nothing(), n_workers=n_workers, lr=learning_rate(job), stop=job.stop
     )
     data = [
         batches(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hpcsync.coordinator import create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.simulator import cluster
@@ -39,7 +40,7 @@ def timing_job(*, workers: int = 2, seconds: Any = 1.0, model: str = "constant",
 def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
     """The trace of this job, simulated; `path` must not exist."""
     workload = workload or build(job)
-    paradigm = job.create_paradigm()
+    paradigm = create_paradigm(job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
     with TraceWriter(path, attributes, paradigm.decision_fields) as trace:
         Simulation(job, workload, cluster.build(job, workload), paradigm, trace).run()

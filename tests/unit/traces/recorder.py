@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcsync.coordinator import Coordinator, Reply, Report
+from hpcsync.coordinator import Coordinator, Reply, Report, create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.traces.reading import Trace
@@ -62,7 +62,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
     stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
     """
     n_workers, leave, rng = job.cluster.workers, leave or {}, random.Random(seed)
-    paradigm = job.create_paradigm()
+    paradigm = create_paradigm(job)
     coordinator = Coordinator(paradigm, trace, n_workers=n_workers, lr=learning_rate(job), stop=job.stop)
     queue, order_of_start = [], itertools.count()
 
