@@ -1,0 +1,40 @@
+"""Published claims about synchronisation, tried in virtual time: what was claimed, what comes out, whether it holds.
+
+What has been simulated stays in the folder and is not simulated again: an interrupted command continues.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from reproductions import dssp as dssp_paper
+from rich.console import Console
+
+CORES = len(os.sched_getaffinity(0))
+
+app = typer.Typer(help=__doc__, add_completion=False, no_args_is_help=True)
+
+Out = Annotated[Path | None, typer.Option("-o", "--out", help="Default: reproductions/NAME.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Runs of each experiment.")]
+Processes = Annotated[int, typer.Option(min=1, help="Simulations at a time.")]
+
+
+@app.callback()
+def main() -> None: ...
+
+
+@app.command()
+def dssp(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = CORES,
+) -> None:
+    """Dynamic stale synchronous parallel (Zhao et al., ICDCS 2019)."""
+    dssp_paper.reproduce(out or Path("reproductions/dssp"), seeds, processes, Console())
+
+
+if __name__ == "__main__":
+    app()

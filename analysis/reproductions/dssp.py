@@ -1,0 +1,335 @@
+"""Dynamic stale synchronous parallel: does it do what its paper says?
+
+Zhao, An, Liu, Chen: "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning", ICDCS 2019. Its
+settings in virtual time, with the learning rate on both clocks, and one in which a bound that moves should win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotting
+from matplotlib.lines import Line2D
+from rich.console import Console
+
+from hpcsync import outputs
+from hpcsync.job import Job
+from hpcsync.traces.reading import load
+from hpcsync.traces.summary import summarize
+from reproductions.claims import Claim, Of, apart, judged, largest, of, points, ratio, table
+from reproductions.simulating import simulate_all
+
+# ---- what is run ----
+
+LOWER, UPPER = 3, 15  # the paper's staleness thresholds; it compares with SSP at each of them and all between
+BOUNDS = {"staleness_min": LOWER, "staleness_max": UPPER}
+PARADIGMS: dict[str, dict[str, Any]] = {
+    "BSP": {"name": "bsp"},
+    "ASP": {"name": "asp"},
+    **{f"SSP {s}": {"name": "ssp", "staleness": s} for s in range(LOWER, UPPER + 1)},
+    "DSSP": {"name": "dssp", **BOUNDS},
+    "DSSP paper": {"name": "dssp", **BOUNDS, "mode": "paper"},
+}
+ALL = tuple(PARADIGMS)
+SSP = tuple(name for name in ALL if name.startswith("SSP"))
+TABLE_I = ("SSP 3", "SSP 6", "SSP 15")
+SOME = ("BSP", "ASP", *TABLE_I, "DSSP", "DSSP paper")
+
+BATCH, PASS = 32, 44 * 32  # samples: of a worker's batch, of a pass over the data in whole batches
+DECAYS = (2 / 3, 5 / 6)  # of the run, by a tenth each: epochs 200 and 250 of the paper's 300
+TARGET = 0.975  # accuracy, from when on it is never less
+
+# lr_clock, async_lr_scale, and how often BSP's number of updates it takes to a decay.
+ARMS = {
+    "updates": ("updates", 1.0, 1),  # as the paper's software did: the decays of BSP's epochs, counted in updates
+    "samples": ("samples", "1/workers", 1),  # the same decays and the same total step for all
+    "merged": ("updates", 1.0, 2),  # two workers' pushes that are released together were one update to SSP's server
+}
+
+
+DIGITS = {"name": "reproductions.relabelled:digits", "options": {"share": 0.5}}
+
+
+def vector(parameters: int) -> dict[str, Any]:
+    """Nothing but a vector that travels."""
+    return {"name": "timing", "parameters": parameters}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """seconds: of each worker's iteration, the median. arms: which paradigms run with which learning rate.
+
+    lr, passes: such that accuracy rises at the decay and every paradigm still comes to its end.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    arms: Mapping[str, tuple[str, ...]]
+    lr: float
+    passes: int = 90
+    jitter: float = 0.05
+    bursts: bool = False
+    workload: Mapping[str, Any] = field(default_factory=lambda: DIGITS)
+    network: Mapping[str, float] | None = None
+
+
+EQUAL = (0.02,) * 4
+INFINIBAND = {"bandwidth_gbit": 100.0}  # the paper's: EDR
+SETTINGS = (
+    Setting("homogeneous", EQUAL, {"updates": ALL, "samples": ALL}, 0.15, jitter=0.1),
+    # A GTX 1060 beside a GTX 1080 Ti: about 2 by Table I's times, 2.6 by their peaks, 11.3 / 4.4 TFLOPS.
+    Setting("mixed", (0.02, 0.04), {"updates": ALL, "samples": ALL, "merged": SSP}, 0.4, 45),
+    Setting("mixed-2.6", (0.02, 0.052), {"updates": SOME, "merged": TABLE_I}, 0.4, 45),
+    Setting("transient", EQUAL, {"updates": SOME, "samples": SOME}, 0.15, bursts=True),
+    # ResNet-110 for CIFAR has 1.74 million parameters; for the downsized AlexNet the paper gives none, 2.5 is a guess.
+    Setting("compute-bound", (0.148,) * 4, {"samples": SOME}, 0.15, workload=vector(1_740_000), network=INFINIBAND),
+    Setting("transfer-bound", EQUAL, {"samples": SOME}, 0.15, workload=vector(2_500_000), network=INFINIBAND),
+)
+
+
+def jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
+    """Every run, by the name of its folder. length: of all runs and of what is counted in them, for a quick look."""
+    return {
+        f"{setting.name}/{arm}/{paradigm.replace(' ', '-')}/{seed}": job(setting, arm, paradigm, seed, length)
+        for setting in SETTINGS
+        for arm, paradigms in setting.arms.items()
+        for paradigm in paradigms
+        for seed in range(1, seeds + 1)
+    }
+
+
+def job(setting: Setting, arm: str, paradigm: str, seed: int, length: float = 1.0) -> Job:
+    clock, scale, updates = ARMS[arm]
+    workers, samples = len(setting.seconds), round(length * setting.passes * PASS)
+    per_count = 1 if clock == "samples" else BATCH * workers / updates
+    milestones = [round(share * samples / per_count) for share in DECAYS]
+    cluster: dict[str, Any] = {
+        "workers": workers,
+        "compute": {"model": "lognormal", "seconds": list(setting.seconds), "jitter": setting.jitter},
+        "events": bursts(seed, workers) if setting.bursts else [],
+    }
+    return Job.from_table(
+        {
+            "name": "-".join((setting.name, arm, paradigm)).replace(" ", "-"),
+            "seed": seed,
+            "workload": {**setting.workload, "batch_size": BATCH},
+            "optimizer": {
+                "name": "sgd",
+                "lr": setting.lr,
+                "lr_clock": clock,
+                "async_lr_scale": scale,
+                "schedule": {"name": "multistep", "milestones": milestones},
+            },
+            "stop": {"samples": samples},
+            "evaluation": {"every_samples": round(length * PASS)},
+            "paradigm": PARADIGMS[paradigm],
+            "cluster": cluster | ({"network": dict(setting.network)} if setting.network else {}),
+        }
+    )
+
+
+def bursts(seed: int, workers: int, until_s: float = 80.0) -> list[dict[str, Any]]:
+    """Each worker now and then is slow by a factor of 5 for a moment: every 2 s for 0.2 s, both exponential.
+
+    They are drawn from the seed: all paradigms meet the same ones.
+    """
+    events: list[dict[str, Any]] = []
+    for worker in range(workers):
+        draw = np.random.default_rng([seed, worker])
+        at_s = draw.exponential(2.0)
+        while at_s < until_s:
+            events.append({"worker": worker, "at_s": at_s, "change": "slow", "factor": 5.0})
+            at_s += draw.exponential(0.2)
+            events.append({"worker": worker, "at_s": at_s, "change": "recover"})
+            at_s += draw.exponential(2.0)
+    return events
+
+
+# ---- what came of it ----
+
+
+def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The results of a run: a row, and its evaluations."""
+    trace = load(folder / outputs.TRACE)
+    setting, arm, paradigm, seed = folder.parts[-4:]
+    summary, evaluations, updates = summarize(trace), trace.frame("evaluations"), trace.tables["updates"]
+    run = {"setting": setting, "arm": arm, "paradigm": paradigm.replace("-", " "), "seed": int(seed)}
+    decayed = updates["now_s"][updates["lr"] < 0.5 * updates["lr"][0]]
+    row = {
+        **run,
+        "target_s": settled_s(evaluations, TARGET),
+        "accuracy": evaluations["accuracy"].tail(5).mean(),
+        "duration_s": summary.duration_s,
+        "samples_per_s": summary.samples_per_s,
+        "wait_share": summary.wait_share,
+        "push_gap": summary.push_gap_max_iters,
+        "decay_s": decayed[0] if len(decayed) else np.nan,
+    }
+    return row, evaluations[["now_s", "samples", "accuracy"]].assign(**run)
+
+
+def settled_s(evaluations: pd.DataFrame, target: float) -> float:
+    """From when on the accuracy is never below the target: one lucky evaluation is not enough. NaN for never."""
+    below = np.flatnonzero(~(evaluations["accuracy"].to_numpy() >= target))
+    first = below[-1] + 1 if len(below) else 0
+    return float(evaluations["now_s"].iloc[first]) if first < len(evaluations) else np.nan
+
+
+# ---- what the paper says, and what is added ----
+
+
+def claims() -> list[Claim]:
+    claims = []
+    for arm in ("updates", "samples"):
+        clock = f"lr counts {arm}"
+        as_printed = sooner("DSSP paper", TABLE_I, "mixed", arm)
+        claims += [
+            Claim(f"mixed, {clock}: DSSP sooner than SSP", "1.85", sooner("DSSP", TABLE_I, "mixed", arm), low=1.5),
+            Claim(f"mixed, {clock}: DSSP as printed sooner than SSP", "1.85", as_printed, low=1.5),
+            Claim(f"mixed, {clock}: DSSP as soon as ASP", "0.99", sooner("DSSP", ("ASP",), "mixed", arm), 0.95, 1.05),
+            Claim(f"mixed, {clock}: DSSP sooner than BSP", "2.04", sooner("DSSP", ("BSP",), "mixed", arm), low=1.5),
+        ]
+    decay = ratio(of("decay_s", "mixed", "updates", "DSSP"), of("decay_s", "mixed", "updates", "BSP"))
+    claims.append(
+        Claim("mixed, lr counts updates: DSSP's decays after this part of BSP's time", "0.5", decay, 0.45, 0.55)
+    )
+    for setting in ("mixed", "mixed-2.6"):
+        merged = sooner("DSSP", TABLE_I, setting, "updates", other_arm="merged")
+        claims.append(Claim(f"{setting}, were SSP's pushes merged: DSSP sooner than SSP", "1.85", merged, low=1.5))
+    plain = sooner("DSSP", TABLE_I, "mixed-2.6", "updates")
+    claims.append(Claim("mixed-2.6, lr counts updates: DSSP sooner than SSP", "1.85", plain, low=1.5))
+    mixed = faster("DSSP", SSP, "mixed")
+    claims.append(Claim("mixed: DSSP trains as many samples a second as SSP", "0.98 to 0.99", mixed, 0.97, 1.03))
+    for arm in ("updates", "samples"):
+        groups = ("BSP",), ("ASP",), SSP, ("DSSP",)
+        accuracy = [of("accuracy", "homogeneous", arm, *group) for group in groups]
+        *_, asp, ssp, dssp = accuracy
+        where = f"homogeneous, lr counts {arm}"
+        claims += [
+            Claim(f"{where}: BSP, ASP, SSP, DSSP end alike", "0.6 to 1.1", apart(*accuracy), high=1.5, unit=" points"),
+            Claim(f"{where}: DSSP ends no worse than SSP", "no worse", points(dssp, ssp), low=-0.5, unit=" points"),
+            Claim(f"{where}: DSSP ends no worse than ASP", "+0.3 to 0.6", points(dssp, asp), low=0.0, unit=" points"),
+        ]
+    compute, transfer = (f"{what}-bound" for what in ("compute", "transfer"))
+    claims += [
+        Claim("pure CNN: BSP trains faster than ASP", "1.47 to 1.49", faster("BSP", ("ASP",), compute), low=1.05),
+        Claim("much to transfer: ASP trains faster than BSP", "1.14", faster("ASP", ("BSP",), transfer), low=1.05),
+        Claim("much to transfer: DSSP trains faster than BSP", "1.14", faster("DSSP", ("BSP",), transfer), low=1.05),
+        Claim("DSSP keeps its bound", "16 pushes", largest("push_gap", "DSSP"), high=UPPER + 1),
+        Claim("DSSP as printed keeps its bound", "16 pushes", largest("push_gap", "DSSP paper"), high=UPPER + 1),
+    ]
+    for other in ("SSP 3", "SSP 6", "SSP 15", "ASP", "BSP"):
+        says = f"transient: DSSP trains faster than {other}"
+        claims.append(Claim(says, "(ours)", faster("DSSP", (other,), "transient"), low=1.005))
+    for other in ("SSP 3", "SSP 6", "SSP 15", "ASP", "BSP"):
+        says = f"transient, lr counts samples: DSSP sooner than {other}"
+        claims.append(Claim(says, "(ours)", sooner("DSSP", (other,), "transient", "samples"), low=1.005))
+    return claims
+
+
+def sooner(a: str, others: Sequence[str], setting: str, arm: str, other_arm: str | None = None) -> Of:
+    """How many times as long the others take to the target as `a`."""
+    return ratio(of("target_s", setting, other_arm or arm, *others), of("target_s", setting, arm, a))
+
+
+def faster(a: str, others: Sequence[str], setting: str) -> Of:
+    """How many times as many samples a second `a` trains on as the others."""
+    return ratio(of("samples_per_s", setting, "samples", a), of("samples_per_s", setting, "samples", *others))
+
+
+# ---- figures ----
+
+SHOWN = {"homogeneous": "four equal workers", "mixed": "two, one half as fast", "transient": "four, slow now and then"}
+LINES = {"BSP": ("BSP",), "ASP": ("ASP",), "SSP, s = 3 to 15": SSP, "DSSP, 3 to 15": ("DSSP",)}
+COLOURS = dict(zip(LINES, (plotting.PARADIGM_COLOURS[name] for name in ("bsp", "asp", "ssp", "dssp")), strict=True))
+CLOCKS = {"updates": "as published: decays count updates", "samples": "decays count samples"}
+
+TIMES = {
+    "updates": {"marker": "o", "color": "#0072B2", "label": CLOCKS["updates"]},
+    "merged": {"marker": "x", "color": "#D55E00", "label": "... and SSP's pushes merged"},
+    "samples": {"marker": "o", "color": "#000000", "markerfacecolor": "none", "label": CLOCKS["samples"]},
+}
+
+
+def draw_error(results: pd.DataFrame, evaluations: pd.DataFrame, folder: Path) -> None:
+    """Error against virtual time: the mean over seeds (of SSP also over its bounds), in their range, and the decays."""
+    figure, axes = plotting.panels(len(SHOWN), 2, height=5.6, sharey=True, sharex="row")
+    frames = []
+    for row, setting in zip(axes, SHOWN, strict=True):
+        for axis, arm in zip(row, CLOCKS, strict=True):
+            for line, names in LINES.items():
+                frame = curve(select(evaluations, setting, arm, names))
+                axis.fill_between("now_s", "least", "largest", data=frame, color=COLOURS[line], alpha=0.12, lw=0)
+                axis.semilogy("now_s", "mean", data=frame, color=COLOURS[line], label=line)
+                decay_s = select(results, setting, arm, names)["decay_s"].mean()
+                error = np.interp(decay_s, frame["now_s"], frame["mean"])
+                axis.plot(decay_s, error, "v", ms=5, color=COLOURS[line], mec="w", mew=0.5, zorder=3)
+                frames.append(frame.assign(setting=setting, arm=arm, line=line, decay_s=decay_s))
+            axis.axhline(1 - TARGET, lw=0.6, color=plotting.GREY, zorder=0)
+            axis.set(ylim=(0.004, 0.4), xlim=(0, None))
+            axis.set_yticks([0.01, 0.1])
+            axis.yaxis.set_major_formatter(plotting.percent)
+        row[0].set_ylabel(f"{SHOWN[setting]}\nerror")
+    for axis, clock in zip(axes[0], CLOCKS.values(), strict=True):
+        axis.set_title(clock)
+    figure.supxlabel("virtual time (s)", fontsize=8)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    decay = Line2D([], [], marker="v", color=plotting.GREY, ls="", ms=5, label="first decay of the learning rate")
+    figure.legend(handles=[*handles, decay], loc="outside upper center", ncols=len(names) + 1)
+    plotting.save(figure, pd.concat(frames).round(4), folder, "dssp-error")
+
+
+def select(frame: pd.DataFrame, setting: str, arm: str, paradigms: Sequence[str]) -> pd.DataFrame:
+    return frame[(frame["setting"] == setting) & (frame["arm"] == arm) & frame["paradigm"].isin(paradigms)]
+
+
+def curve(evaluations: pd.DataFrame) -> pd.DataFrame:
+    """Mean, least and largest error of some runs, each smoothed over three evaluations, as far as all of them reach."""
+    runs = evaluations.groupby(["paradigm", "seed"])
+    at = np.linspace(0.0, runs["now_s"].max().min(), 150)[1:]
+    errors = [np.interp(at, run["now_s"], 1 - run["accuracy"].rolling(3, 1, center=True).mean()) for _, run in runs]
+    return pd.DataFrame(
+        {"now_s": at, "mean": np.mean(errors, 0), "least": np.min(errors, 0), "largest": np.max(errors, 0)}
+    )
+
+
+def draw_times(results: pd.DataFrame, folder: Path) -> None:
+    """The time to the target of every paradigm and seed. Runs that never reach it are not there."""
+    rows = [name for name in ALL if name in (*SOME, "SSP 9", "SSP 12")][::-1]
+    frame = results[results["setting"].isin(SHOWN) & results["paradigm"].isin(rows)]
+    figure, axes = plotting.panels(1, len(SHOWN), height=3.0, sharey=True)
+    for axis, setting in zip(axes[0], SHOWN, strict=True):
+        for height, (arm, look) in zip((0.22, 0.0, -0.22), TIMES.items(), strict=True):
+            runs = select(frame, setting, arm, rows)
+            axis.plot(runs["target_s"], runs["paradigm"].map(rows.index) + height, linestyle="", ms=4, mew=0.7, **look)
+        axis.set(title=SHOWN[setting], xlim=(0, None))
+        axis.set_yticks(range(len(rows)), [name.replace("paper", "as printed") for name in rows])
+        axis.tick_params(axis="y", length=0)
+        axis.set_axisbelow(True)
+        axis.grid(lw=0.3)
+    figure.supxlabel(f"virtual time to {plotting.percent(TARGET)} accuracy (s)", fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(TIMES), handlelength=1)
+    plotting.save(figure, frame, folder, "dssp-times")
+
+
+# ---- all of it ----
+
+
+def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
+    """Simulate what is missing in the folder, write results, claims and figures there, print the claims."""
+    todo = jobs(seeds, length)
+    simulate_all(todo, out / "runs", processes, console)
+    rows, evaluations = zip(*(measure(out / "runs" / name) for name in todo), strict=True)
+    results = pd.DataFrame(rows)
+    verdicts = judged(claims(), results)
+    results.to_csv(out / "results.csv", index=False)
+    verdicts.to_csv(out / "claims.csv", index=False)
+    draw_error(results, pd.concat(evaluations), out)
+    draw_times(results, out)
+    console.print(table(verdicts, f"DSSP, virtual time, {seeds} seeds: mean (least to largest)"))
+    return verdicts

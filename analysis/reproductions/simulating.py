@@ -1,0 +1,61 @@
+"""Many jobs simulated, several at a time, each once: what is finished in the folder is not simulated again."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from hpcsync import outputs
+from hpcsync.job import Job
+
+
+def simulate_all(jobs: Mapping[str, Job], out: Path, processes: int, console: Console) -> int:
+    """Simulate each job into out/NAME; how many had to be. Raises RuntimeError for one that fails."""
+    todo = [(job, out / name) for name, job in jobs.items() if not finished(out / name, job)]
+    columns = TextColumn("simulating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress, _workers(min(processes, len(todo))) as carry_out:
+        bar = progress.add_task("", total=len(jobs), completed=len(jobs) - len(todo))
+        for _ in carry_out(todo):
+            progress.advance(bar)
+    return len(todo)
+
+
+def finished(folder: Path, job: Job) -> bool:
+    """Whether this very job has come to its end in the folder."""
+    if not (folder / outputs.SUMMARY).exists():
+        return False
+    return Job.from_toml((folder / outputs.JOB).read_text(encoding="utf-8")) == job
+
+
+@contextmanager
+def _workers(processes: int) -> Iterator:
+    if processes <= 1:
+        yield lambda todo: map(_simulate, todo)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+
+        def carry_out(todo: Iterable[tuple[Job, Path]]) -> Iterator[None]:
+            for future in as_completed([pool.submit(_simulate, run) for run in todo]):
+                yield future.result()
+
+        try:
+            yield carry_out
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _simulate(run: tuple[Job, Path]) -> None:
+    from hpcsync.simulator.run import simulate  # in the process that simulates: it imports torch
+
+    job, folder = run
+    for name in (outputs.TRACE, outputs.JOB, outputs.WEIGHTS, outputs.SUMMARY):  # of a run that did not come to its end
+        (folder / name).unlink(missing_ok=True)
+    if simulate(job, folder, Console(quiet=True)) != 0:
+        raise RuntimeError(f"{folder}: the simulation has failed")
+    (folder / outputs.WEIGHTS).unlink()  # nobody asks for the weights of hundreds of runs
