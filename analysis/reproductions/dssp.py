@@ -300,9 +300,9 @@ def curve(evaluations: pd.DataFrame) -> pd.DataFrame:
 
 def draw_times(results: pd.DataFrame, folder: Path) -> None:
     """The time to the target of every paradigm and seed. Runs that never reach it are not there."""
-    rows = [name for name in ALL if name in (*SOME, "SSP 9", "SSP 12")][::-1]
+    rows = SOME[::-1]
     frame = results[results["setting"].isin(SHOWN) & results["paradigm"].isin(rows)]
-    figure, axes = plotting.panels(1, len(SHOWN), height=3.0, sharey=True)
+    figure, axes = plotting.panels(1, len(SHOWN), height=2.6, sharey=True)
     for axis, setting in zip(axes[0], SHOWN, strict=True):
         for height, (arm, look) in zip((0.22, 0.0, -0.22), TIMES.items(), strict=True):
             runs = select(frame, setting, arm, rows)

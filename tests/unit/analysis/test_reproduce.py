@@ -2,6 +2,7 @@
 
 import json
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
@@ -152,6 +153,7 @@ def test_the_target_is_reached_when_accuracy_stays_there():
 
 
 def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     names = ("BSP", "SSP 3", "DSSP")
     mixed = dssp.Setting("mixed", (0.02, 0.04), {"updates": names, "samples": names}, 0.4, 45)
     monkeypatch.setattr(dssp, "SETTINGS", (mixed,))
