@@ -35,19 +35,21 @@ def test_every_paradigm_of_the_paper_is_there_on_both_clocks(jobs):
 
 @pytest.mark.parametrize(("setting", "workers"), [("homogeneous", 4), ("mixed", 2)])
 def test_the_clocks_agree_for_bsp_and_decay_asp_earlier_by_the_number_of_workers(jobs, setting, workers):
-    by_updates = jobs[f"{setting}/updates/BSP/1"].optimizer
-    by_samples = jobs[f"{setting}/samples/BSP/1"].optimizer
+    by_updates = jobs[f"{setting}/updates/BSP/{dssp.FIRST_SEED}"].optimizer
+    by_samples = jobs[f"{setting}/samples/BSP/{dssp.FIRST_SEED}"].optimizer
     assert (by_updates.lr_clock, by_updates.async_lr_scale) == ("updates", 1.0)
     assert (by_samples.lr_clock, by_samples.async_lr_scale) == ("samples", "1/workers")
     of_bsp = [m * dssp.BATCH * workers for m in by_updates.schedule.milestones]
     assert of_bsp == pytest.approx(by_samples.schedule.milestones, abs=dssp.BATCH * workers)
-    assert jobs[f"{setting}/updates/ASP/1"].optimizer.schedule == by_updates.schedule
-    samples = jobs[f"{setting}/samples/BSP/1"].stop.samples
+    assert jobs[f"{setting}/updates/ASP/{dssp.FIRST_SEED}"].optimizer.schedule == by_updates.schedule
+    samples = jobs[f"{setting}/samples/BSP/{dssp.FIRST_SEED}"].stop.samples
     assert by_samples.schedule.milestones == (round(samples * 2 / 3), round(samples * 5 / 6))
 
 
 def test_merged_pushes_are_twice_as_many_updates_to_a_decay(jobs):
-    plain, merged = (jobs[f"mixed/{arm}/SSP-3/1"].optimizer.schedule.milestones for arm in ("updates", "merged"))
+    plain, merged = (
+        jobs[f"mixed/{arm}/SSP-3/{dssp.FIRST_SEED}"].optimizer.schedule.milestones for arm in ("updates", "merged")
+    )
     assert merged == pytest.approx([2 * m for m in plain], abs=1)
 
 
@@ -55,7 +57,7 @@ def test_all_paradigms_meet_the_same_bursts_and_every_seed_others(jobs):
     events = [job.cluster.events for name, job in jobs.items() if name.startswith("transient/")]
     assert events[0] and all(each == events[0] for each in events)
     assert dssp.bursts(1, 4) != dssp.bursts(2, 4)
-    assert not jobs["homogeneous/updates/BSP/1"].cluster.events
+    assert not jobs[f"homogeneous/updates/BSP/{dssp.FIRST_SEED}"].cluster.events
 
 
 # ---- claims ----
