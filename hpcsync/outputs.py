@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
-from hpcsync.traces.reading import load
+from hpcsync.traces.reading import opened
 from hpcsync.traces.summary import summarize, table
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def save_weights(folder: Path, model: torch.nn.Module) -> None:
 
 def conclude(folder: Path, console: Console) -> None:
     """Sum the finished trace up: into the folder for scripts, onto the terminal for people."""
-    summary = summarize(load(folder / TRACE))
+    with opened(folder / TRACE) as trace:
+        summary = summarize(trace)
     (folder / SUMMARY).write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
     console.print(table(summary))
     console.print(f"trace: {folder / TRACE}", soft_wrap=True)

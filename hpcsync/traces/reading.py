@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 
     from hpcsync.job import Job
 
+SLICE_ROWS = 100_000  # of the widest table 11 MB
+
 _WORDS = {
     "outcome": {code: word for word, code in OUTCOMES.items()},
     "change": {code: word for word, code in CHANGES.items()},
@@ -28,17 +32,14 @@ class TraceError(Exception):
 
 
 @dataclass(frozen=True)
-class Trace:
-    """A trace in memory.
+class _Described:
+    """What a trace says of its run.
 
     attributes: the root attributes; text is str, numbers are Python's.
-    tables:     structured arrays of shape (n_rows,) by table name, with the columns of `schema`. Those of a run that
-                did not finish end together, at a flush. Pushes are in the order of `seq`, all others as written.
     """
 
     path: Path
     attributes: dict[str, Any]
-    tables: dict[str, np.ndarray]
 
     @property
     def status(self) -> str:
@@ -63,6 +64,21 @@ class Trace:
         except JobError as error:
             raise TraceError(f"{self.path}: its job cannot be read: {error}") from None
 
+
+@dataclass(frozen=True)
+class Trace(_Described):
+    """A trace in memory.
+
+    tables: structured arrays of shape (n_rows,) by table name, with the columns of `schema`. Those of a run that did
+            not finish end together, at a flush. Pushes are in the order of `seq`, all others as written.
+    """
+
+    tables: dict[str, np.ndarray]
+
+    def slices(self, table: str) -> Iterator[np.ndarray]:
+        """All rows of a table in one slice, for what can also read a TraceFile."""
+        yield self.tables[table]
+
     def frame(self, table: str) -> pandas.DataFrame:
         """One table as a pandas.DataFrame, with words for what is a code in the file. Needs pandas."""
         import pandas
@@ -76,21 +92,51 @@ class Trace:
         return frame
 
 
-def load(path: str | Path) -> Trace:
-    """Read a whole trace. Raises TraceError if the file is none or cannot be opened."""
+@dataclass(frozen=True)
+class TraceFile(_Described):
+    """A trace in its open file, for what is too much for the memory. Rows are as written: pushes not in order of `seq`.
+
+    n_rows:     how many rows of each table belong together, after the last flush.
+    slice_rows: how many rows a slice has; a table's last one may have fewer.
+    """
+
+    file: h5py.File
+    n_rows: dict[str, int]
+    slice_rows: int
+
+    def slices(self, table: str) -> Iterator[np.ndarray]:
+        """The rows of a table, slice by slice; of a table without rows one empty slice."""
+        for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
+            yield self.read(table, begin, begin + self.slice_rows)
+
+    def read(self, table: str, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """The rows of a table from `begin` up to, without it, `end`; up to the last one if that is None."""
+        last = self.n_rows[table]
+        with _telling_damage(self.path):
+            return self.file[table][begin : last if end is None else min(end, last)]
+
+
+@contextmanager
+def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile]:
+    """A trace to be read in slices, for a `with` block. Raises TraceError if the file is none or cannot be opened."""
     path = Path(path)
     with _open(path, "r") as file:
         attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "flushed_rows"}
-        try:
+        with _telling_damage(path):
             flushed = file.attrs["flushed_rows"]
-            tables = {table: file[table][: int(flushed[table])] for table in TABLES}
-        except (KeyError, ValueError, OSError) as error:
-            raise TraceError(f"{path}: a damaged trace: {_first_line(error)}") from None
-    for name in ("status", "n_workers", "paradigm", "job"):
-        if name not in attributes:
-            raise TraceError(f"{path}: a damaged trace: the attribute {name} is missing")
+            n_rows = {table: int(flushed[table]) for table in TABLES}
+        for name in ("status", "n_workers", "paradigm", "job"):
+            if name not in attributes:
+                raise TraceError(f"{path}: a damaged trace: the attribute {name} is missing")
+        yield TraceFile(path, attributes, file, n_rows, slice_rows)
+
+
+def load(path: str | Path) -> Trace:
+    """Read a whole trace. Raises TraceError if the file is none or cannot be opened."""
+    with opened(path) as file:
+        tables = {table: file.read(table) for table in TABLES}
     tables["pushes"] = tables["pushes"][np.argsort(tables["pushes"]["seq"], kind="stable")]
-    return Trace(path, attributes, tables)
+    return Trace(file.path, file.attributes, tables)
 
 
 def settle(path: str | Path, status: str) -> bool:
@@ -132,6 +178,14 @@ def _open(path: Path, mode: str) -> h5py.File:
         return file
     file.close()
     raise TraceError(f"{path}: {problem}")
+
+
+@contextmanager
+def _telling_damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, ValueError, OSError) as error:
+        raise TraceError(f"{path}: a damaged trace: {_first_line(error)}") from None
 
 
 def _plain(value: Any) -> Any:

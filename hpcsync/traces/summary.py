@@ -1,4 +1,8 @@
-"""What happened in a run, in a few numbers: for `summary.json` and for the table at its end."""
+"""What happened in a run, in a few numbers: for `summary.json` and for the table at its end.
+
+The rows are read in slices, and what is kept of them has the size of the workers and of one worker's iterations: a run
+that took little memory does not take much at its end, however long it was.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.traces.counting import Recount
-from hpcsync.traces.reading import Trace
+from hpcsync.traces.counting import NEVER
+from hpcsync.traces.reading import Trace, TraceError, TraceFile
 from hpcsync.traces.schema import DROPPED
 
 MANY_WORKERS = 20  # more are not shown one by one
@@ -80,16 +84,16 @@ class Summary(BaseModel):
         return self.model_dump(mode="json")
 
 
-def summarize(trace: Trace) -> Summary:
-    """The summary of a trace, whatever its status. Raises TraceError if the job in it cannot be read."""
-    tables = trace.tables
-    pushes, updates = tables["pushes"], tables["updates"]
-    recount = Recount(trace)
-    workers = tuple(_workers(trace, recount))
-    target, time_to_target_s = _target(trace)
-    duration_s = max(float(tables[name]["now_s"].max(initial=0.0)) for name in ("pushes", "grants", "updates"))
-    samples = int(updates["samples"].max(initial=0))
-    losses, accuracies = (_known(tables["evaluations"][column]) for column in ("loss", "accuracy"))
+def summarize(trace: Trace | TraceFile) -> Summary:
+    """The summary of a trace, whatever its status; from its file the same as from memory.
+
+    Raises TraceError if the job in it cannot be read, or if iterations do not count pushes.
+    """
+    tally = _Tally(trace)
+    evaluations = np.concatenate(list(trace.slices("evaluations")))  # each cost a pass over the test data: they are few
+    losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
+    target, time_to_target_s = _target(trace, evaluations)
+    workers = tuple(_workers(tally, _push_gaps(trace, int(tally.pushes.max(initial=0)))))
     return Summary(
         name=trace.job.name,
         paradigm=trace.job.paradigm.name,
@@ -99,10 +103,10 @@ def summarize(trace: Trace) -> Summary:
         n_workers=trace.n_workers,
         target=target,
         time_to_target_s=time_to_target_s,
-        duration_s=duration_s,
-        updates=len(updates),
-        samples=samples,
-        samples_per_s=samples / duration_s if duration_s else None,
+        duration_s=tally.duration_s,
+        updates=tally.updates,
+        samples=tally.samples,
+        samples_per_s=tally.samples / tally.duration_s if tally.duration_s else None,
         final_accuracy=accuracies[-1] if accuracies else None,
         best_accuracy=max(accuracies, default=None),
         final_loss=losses[-1] if losses else None,
@@ -111,52 +115,128 @@ def summarize(trace: Trace) -> Summary:
         workers=workers,
         start_gap_max_iters=max((worker.start_gap_max_iters for worker in workers), default=0),
         push_gap_max_iters=max((worker.push_gap_max_iters for worker in workers), default=0),
-        **_pushes(pushes, "wait"),
+        **tally.about(slice(None), "wait"),
     )
 
 
-def _pushes(pushes: np.ndarray, *shares: str) -> dict[str, Any]:
-    """The numbers that are about a set of pushes, those of one worker or of all."""
-    dropped = pushes["outcome"] == DROPPED
-    staleness = pushes["staleness"][~dropped]
-    parts_s = {part: float(pushes[f"{part}_s"].sum()) for part in ("compute", "wait", "comm")}
-    total_s = sum(parts_s.values())
-    return {
-        "pushes": len(pushes),
-        "dropped": int(dropped.sum()),
-        "staleness_mean": float(staleness.mean()) if len(staleness) else None,
-        "staleness_max": int(staleness.max()) if len(staleness) else None,
-        **{f"{part}_share": parts_s[part] / total_s if total_s else None for part in shares},
-    }
+class _Tally:
+    """Sums, counts and maxima of a trace: of the whole run, and of each worker in arrays of shape (n_workers,).
+
+    staleness: of all applied pushes together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the
+    seconds in each part of an iteration. Row is added to row, so how the trace is sliced does not change a sum.
+    """
+
+    def __init__(self, trace: Trace | TraceFile) -> None:
+        n_workers = trace.n_workers
+        self.duration_s, self.updates, self.samples = 0.0, 0, 0
+        self.pushes, self.dropped, self.staleness, self.staleness_max, self.start_gap_max = (
+            np.zeros(n_workers, np.int64) for _ in range(5)
+        )
+        self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
+        for table, add in (("pushes", self._add_pushes), ("grants", self._add_grants), ("updates", self._add_updates)):
+            for rows in trace.slices(table):
+                self.duration_s = max(self.duration_s, float(rows["now_s"].max(initial=0.0)))
+                add(rows)
+
+    def _add_pushes(self, rows: np.ndarray) -> None:
+        applied = rows[rows["outcome"] != DROPPED]
+        np.add.at(self.pushes, rows["worker"], 1)
+        np.add.at(self.dropped, rows["worker"], rows["outcome"] == DROPPED)
+        np.add.at(self.staleness, applied["worker"], applied["staleness"])
+        np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])
+        for part, sums_s in self.parts_s.items():
+            np.add.at(sums_s, rows["worker"], rows[f"{part}_s"])
+
+    def _add_grants(self, rows: np.ndarray) -> None:
+        starts = rows[rows["local_steps"] > 0]
+        np.maximum.at(self.start_gap_max, starts["worker"], starts["gap_iters"])
+
+    def _add_updates(self, rows: np.ndarray) -> None:
+        self.updates += len(rows)
+        self.samples = max(self.samples, int(rows["samples"].max(initial=0)))
+
+    def about(self, workers: slice, *shares: str) -> dict[str, Any]:
+        """The numbers that are about the pushes of one worker or of all."""
+        pushes, dropped = int(self.pushes[workers].sum()), int(self.dropped[workers].sum())
+        applied = pushes - dropped
+        parts_s = {part: float(sums_s[workers].sum()) for part, sums_s in self.parts_s.items()}
+        total_s = sum(parts_s.values())
+        return {
+            "pushes": pushes,
+            "dropped": dropped,
+            "staleness_mean": int(self.staleness[workers].sum()) / applied if applied else None,
+            "staleness_max": int(self.staleness_max[workers].max()) if applied else None,
+            **{f"{part}_share": parts_s[part] / total_s if total_s else None for part in shares},
+        }
 
 
-def _workers(trace: Trace, recount: Recount) -> Iterator[WorkerSummary]:
-    pushes, grants = trace.tables["pushes"], trace.tables["grants"]
-    by_worker = zip(
-        _split(pushes, pushes["worker"], trace.n_workers),
-        _split(grants, grants["worker"], trace.n_workers),
-        _split(recount.push_gap, recount.pushes["worker"], trace.n_workers),
-        strict=True,
-    )
-    for worker, (own, granted, gaps) in enumerate(by_worker):
-        starts = granted[granted["local_steps"] > 0]
+def _workers(tally: _Tally, push_gaps: np.ndarray) -> Iterator[WorkerSummary]:
+    for worker, push_gap in enumerate(push_gaps):
         yield WorkerSummary(
             worker=worker,
-            start_gap_max_iters=int(starts["gap_iters"].max(initial=0)),
-            push_gap_max_iters=int(gaps.max(initial=0)),
-            **_pushes(own, "compute", "wait", "comm"),
+            start_gap_max_iters=int(tally.start_gap_max[worker]),
+            push_gap_max_iters=int(push_gap),
+            **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
 
 
-def _split(rows: np.ndarray, workers: np.ndarray, n_workers: int) -> list[np.ndarray]:
-    """The rows of each worker, in their order. workers: whose they are, shape (n_rows,)."""
-    order = np.argsort(workers, kind="stable")
-    return np.split(rows[order], np.searchsorted(workers[order], np.arange(1, n_workers)))
+# ---- the push gap ----------------------------------------------------------------------------------------------------
 
 
-def _target(trace: Trace) -> tuple[str | None, float | None]:
+def _push_gaps(trace: Trace | TraceFile, most: int) -> np.ndarray:
+    """Of each worker: its pushes minus the fewest of an active one, just after a push, at most. Shape (n_workers,).
+
+    most: the pushes of the worker that has most. Of a run that did not finish, the end is left out: see `counting`.
+    """
+    horizon = _horizon(trace)
+    reached = _reached(trace, horizon, most)
+    largest = np.zeros(trace.n_workers, np.int64)
+    for rows in _until(trace, "pushes", horizon):
+        fewest = np.searchsorted(reached, rows["seq"], side="right")
+        np.maximum.at(largest, rows["worker"], rows["iteration"] - fewest)
+    return largest
+
+
+def _reached(trace: Trace | TraceFile, horizon: int, most: int) -> np.ndarray:
+    """At which seq the fewest pushes of an active worker came to 1, 2, ..., `most`; NEVER if they did not. (most,)
+
+    They come to k with the last of the workers' k-th pushes; one that leaves is not waited for any more. A push's
+    `iteration` says which one of its worker's it is, so the order of the rows does not matter.
+    """
+    left = np.full(trace.n_workers, NEVER)
+    for rows in _until(trace, "membership", horizon):
+        np.minimum.at(left, rows["worker"], rows["seq"])
+    reached, last = np.zeros(most + 2, np.int64), np.zeros(trace.n_workers, np.int64)
+    for rows in _until(trace, "pushes", horizon):
+        worker, iteration = rows["worker"], rows["iteration"]
+        if ((iteration < 1) | (iteration > most)).any():
+            raise TraceError(f"{trace.path}: a damaged trace: the iterations in pushes do not count them")
+        np.maximum.at(reached, iteration, np.minimum(rows["seq"], left[worker]))
+        np.maximum.at(last, worker, iteration)
+    np.maximum.at(reached, last + 1, left)  # from here on only its leaving counts
+    return np.maximum.accumulate(reached)[1:-1]
+
+
+def _horizon(trace: Trace | TraceFile) -> int:
+    """The first seq without a row in a run that did not finish, else NEVER."""
+    if trace.finished:
+        return NEVER
+    numbered = ("pushes", "grants", "decisions", "membership")
+    seqs = np.concatenate([rows["seq"].copy() for table in numbered for rows in trace.slices(table)])
+    return int(np.setdiff1d(np.arange(1, len(seqs) + 2), seqs)[0])
+
+
+def _until(trace: Trace | TraceFile, table: str, horizon: int) -> Iterator[np.ndarray]:
+    for rows in trace.slices(table):
+        yield rows[rows["seq"] < horizon]
+
+
+# ---- evaluations -----------------------------------------------------------------------------------------------------
+
+
+def _target(trace: Trace | TraceFile, evaluations: np.ndarray) -> tuple[str | None, float | None]:
     """The job's target in words, and when an evaluation first met it; with two targets, the first to be met."""
-    stop, evaluations = trace.job.stop, trace.tables["evaluations"]
+    stop = trace.job.stop
     words, met = [], np.zeros(len(evaluations), bool)
     if stop.target_accuracy is not None:
         words.append(f"accuracy {stop.target_accuracy:g}")

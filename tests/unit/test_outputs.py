@@ -1,13 +1,24 @@
 """The folder of a run: found, made, and never written over."""
 
+import functools
+import io
+import json
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
+from rich.console import Console
 
 from hpcsync import outputs
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
+from hpcsync.traces.reading import load
+from hpcsync.traces.schema import TABLES
+from hpcsync.traces.summary import summarize
+from hpcsync.traces.writer import TraceWriter
 from tests.unit.jobs import make_job
+from tests.unit.traces import recorder
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +92,43 @@ def test_a_folder_that_cannot_be_written_is_refused(monkeypatch):
 def test_the_resolved_job_lies_in_the_folder(tmp_path):
     outputs.create(outputs.choose(make_job(), tmp_path / "a" / "b"), make_job())
     assert Job.from_toml((tmp_path / "a" / "b" / "job.toml").read_text()) == make_job()
+
+
+def write_trace(folder, iterations, workers=20):
+    """A trace of nothing but pushes, of workers that take turns; returns its folder."""
+    folder.mkdir()
+    row = np.zeros((), TABLES["pushes"])
+    with TraceWriter(folder / "trace.h5", recorder.attributes(recorder.make_job("bsp", workers))) as trace:
+        for push in range(iterations * workers):
+            iteration, worker = divmod(push, workers)
+            numbers = {"seq": push + 1, "now_s": push, "worker": worker, "iteration": iteration + 1, "compute_s": 1.0}
+            for column, number in numbers.items():
+                row[column] = number
+            trace.append("pushes", row.item())
+    return folder
+
+
+def test_at_the_end_there_is_a_summary_in_the_folder_and_on_the_terminal(tmp_path):
+    folder, shown = write_trace(tmp_path / "run", 5), io.StringIO()
+    outputs.conclude(folder, Console(file=shown, width=80))
+    assert json.loads((folder / "summary.json").read_text()) == summarize(load(folder / "trace.h5")).as_dict()
+    assert "20 workers" in shown.getvalue()
+    assert shown.getvalue().endswith(f"trace: {folder / 'trace.h5'}\n")
+
+
+def test_a_longer_run_takes_no_more_memory_at_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(outputs, "opened", functools.partial(outputs.opened, slice_rows=500))
+
+    def peak_bytes(work):
+        tracemalloc.start()
+        work()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return peak
+
+    shorter, longer = (write_trace(tmp_path / f"{iterations}", iterations) for iterations in (100, 1000))
+    conclude = functools.partial(outputs.conclude, console=Console(file=io.StringIO()))
+    conclude(write_trace(tmp_path / "first", 1))  # what is imported and compiled once
+    one, ten = (peak_bytes(functools.partial(conclude, folder)) for folder in (shorter, longer))
+    assert ten < 1.5 * one
+    assert peak_bytes(functools.partial(load, longer / "trace.h5")) > 3 * ten

@@ -6,6 +6,7 @@ import pytest
 
 from hpcsync.traces import reading
 from hpcsync.traces.reading import TraceError
+from hpcsync.traces.schema import TABLES
 from hpcsync.traces.writer import TraceWriter
 from tests.unit.traces.recorder import attributes, make_job, play
 
@@ -60,14 +61,48 @@ def test_frame_has_text_for_bytes(tmp_path):
     assert trace.frame("membership")["change"].tolist() == ["left"]
 
 
-def test_rows_after_the_last_whole_flush_are_not_read(path):
-    # As after a kill between the writing of two tables: `flushed_rows` still tells of the flush before.
+def _flushed_before(path):
+    """As after a kill between the writing of two tables: `flushed_rows` still tells of the flush before."""
     with h5py.File(path, "r+") as file:
         counts = file.attrs["flushed_rows"]
         counts["pushes"], counts["grants"] = 9, 9
         file.attrs.modify("flushed_rows", counts)
+
+
+def test_rows_after_the_last_whole_flush_are_not_read(path):
+    _flushed_before(path)
     tables = reading.load(path).tables
     assert (len(tables["pushes"]), len(tables["grants"]), len(tables["updates"])) == (9, 9, 5)
+
+
+def test_slices_are_the_rows_in_the_order_of_the_file(path):
+    with h5py.File(path) as file:
+        in_file = {table: file[table][:] for table in TABLES}
+    with reading.opened(path, slice_rows=4) as trace:
+        slices = {table: list(trace.slices(table)) for table in TABLES}
+        assert (trace.job, trace.status, trace.n_workers) == (make_job("bsp", updates=5), "finished", 3)
+    assert [len(rows) for rows in slices["pushes"]] == [4, 4, 4, 3]
+    assert [len(rows) for rows in slices["decisions"]] == [0]
+    for table, rows in in_file.items():
+        assert np.concatenate(slices[table]).tolist() == rows.tolist()
+
+
+def test_slices_end_with_the_last_whole_flush(path):
+    _flushed_before(path)
+    with reading.opened(path, slice_rows=4) as trace:
+        assert [len(rows) for rows in trace.slices("pushes")] == [4, 4, 1]
+
+
+def test_a_trace_in_memory_is_one_slice(path):
+    trace = reading.load(path)
+    (rows,) = trace.slices("pushes")
+    assert rows is trace.tables["pushes"]
+
+
+def test_slices_of_a_damaged_trace_are_told_in_one_line(path):
+    _without_a_table(path)
+    with reading.opened(path) as trace, pytest.raises(TraceError, match="trace.h5: a damaged trace: .*grants"):
+        list(trace.slices("grants"))
 
 
 def _no_file(path):

@@ -1,13 +1,31 @@
 """The numbers of a summary, on a trace small enough to do by hand."""
 
+import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.traces import reading
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.reading import TraceError
 from hpcsync.traces.summary import summarize, table
-from tests.unit.traces.recorder import PARADIGMS, as_trace, make_job, record, with_status
+from hpcsync.traces.writer import TraceWriter
+from tests.unit.traces.recorder import (
+    PARADIGMS,
+    Rows,
+    as_trace,
+    attributes,
+    edit,
+    make_job,
+    play,
+    record,
+    remove,
+    with_rows,
+    with_status,
+)
 
 #        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes outcome
 PUSHES = [
@@ -154,3 +172,88 @@ def test_every_row_counts_for_its_own_worker():
     summary = summarize(record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}))
     pushes = record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}).tables["pushes"]
     assert [w.pushes for w in summary.workers] == [int((pushes["worker"] == w).sum()) for w in range(5)]
+
+
+# ---- from slices, and against an independent count -------------------------------------------------------------------
+
+HOWS = [
+    {"jitter": 0.5},
+    {"leave": {2: 4}},
+    {"leave": {0: 5, 1: 3}},
+    {"leave": {0: 3, 1: 3, 2: 3}},
+    {"leave": {0: 1}},
+    {"stop_s": 11.05},
+    {"die_s": 9.2},
+    {"die_s": 17.7, "leave": {1: 3}},
+]
+
+
+def played(paradigm, cut=None, status="finished", **how):
+    """A run's job, its rows up to the `cut`-th, its paradigm's own columns, and its status."""
+    job, rows = make_job(paradigm), Rows()
+    fields = play(job, rows, (1.0, 1.3, 2.1), **how).decision_fields
+    return job, rows.rows[:cut], fields, status
+
+
+def write(path, job, rows, fields, status):
+    with TraceWriter(path, attributes(job), fields) as trace:
+        for row in rows:
+            trace.append(*row)
+        trace.close(status)
+    return path
+
+
+def counted_gaps(trace):
+    """The largest push gap of each worker, by the counts that the audit makes of a trace in memory."""
+    recount, largest = Recount(trace), np.zeros(trace.n_workers, np.int64)
+    np.maximum.at(largest, recount.pushes["worker"], recount.push_gap)
+    return largest.tolist()
+
+
+def summed_gaps(trace):
+    return [worker.push_gap_max_iters for worker in summarize(trace).workers]
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_push_gaps_are_those_of_another_count(paradigm, how):
+    assert summed_gaps(as_trace(*played(paradigm, **how))) == counted_gaps(record(paradigm, **how))
+    for cut in range(0, 100, 7):  # as if killed there: pushes that waited for a barrier are missing
+        trace = as_trace(*played(paradigm, cut, "failed", **how))
+        assert summed_gaps(trace) == counted_gaps(trace)
+
+
+def test_what_the_push_gap_rests_on_is_seen_to_matter():
+    trace = record("asp", leave={2: 4})
+    departures = trace.tables["membership"]
+    at_once = edit(trace, "membership", departures["worker"].tolist().index(2), seq=1)
+    for wrong in (with_rows(trace, "membership", departures[:0]), at_once):
+        assert counted_gaps(wrong) == summed_gaps(wrong) != summed_gaps(trace)
+
+
+def test_of_a_run_that_did_not_finish_the_gaps_end_at_the_first_missing_row():
+    cut = remove(with_status(record("asp"), "failed"), "grants", 20)
+    assert summed_gaps(cut) == counted_gaps(cut)
+    assert max(summed_gaps(cut)) < max(summed_gaps(with_status(cut, "finished")))
+
+
+def test_the_order_of_pushes_in_the_file_does_not_matter_to_gaps():
+    trace = record("asp", jitter=0.5, leave={1: 5})
+    shuffled = np.random.default_rng(1).permutation(trace.tables["pushes"])
+    other = dataclasses.replace(trace, tables={**trace.tables, "pushes": shuffled})
+    assert summed_gaps(other) == summed_gaps(trace)
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize("slice_rows", [1, 7, 100_000])
+@pytest.mark.parametrize(("cut", "status"), [(None, "finished"), (61, "failed"), (0, "failed")])
+def test_a_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_rows, cut, status):
+    path = write(tmp_path / "trace.h5", *played(paradigm, cut, status, jitter=0.5, leave={1: 5}))
+    with reading.opened(path, slice_rows) as file:
+        assert summarize(file) == summarize(reading.load(path))
+
+
+@pytest.mark.parametrize("iteration", [-1, 0, 2**40])
+def test_iterations_that_count_nothing_are_told(iteration):
+    with pytest.raises(TraceError, match=r"in-memory\.h5: a damaged trace: the iterations in pushes"):
+        summarize(edit(record("asp"), "pushes", 5, iteration=iteration))
