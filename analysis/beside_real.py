@@ -81,7 +81,7 @@ def beside(paradigm: str, seed: int, source: str, out: Path) -> dict[str, object
         "paradigm": paradigm,
         "times_from": source,
         "seed": seed,
-        "updates": comparison.updates,
+        "samples": comparison.samples,
         "real_s": real.time_s,
         "simulated_s": simulated.time_s,
         "ratio": comparison.time_ratio,
@@ -93,12 +93,12 @@ def beside(paradigm: str, seed: int, source: str, out: Path) -> dict[str, object
 
 def table(title: str, frame: pandas.DataFrame) -> Table:
     result = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("", "seed", "updates", "real", "simulated", "ratio", "waiting: real", "simulated", "same order"):
+    for column in ("", "seed", "samples", "real", "simulated", "ratio", "waiting: real", "simulated", "same order"):
         result.add_column(column, justify="right" if column else "left")
     for row in frame.itertuples():
         times = (f"{row.real_s:.3f} s", f"{row.simulated_s:.3f} s", f"{row.ratio:.3f}")
         shares = (f"{row.real_wait_share:.1%}", f"{row.simulated_wait_share:.1%}", f"{row.same_order:.1%}")
-        result.add_row(row.paradigm, str(row.seed), str(row.updates), *times, *shares)
+        result.add_row(row.paradigm, str(row.seed), f"{row.samples:,}", *times, *shares)
     return result
 
 

@@ -61,7 +61,9 @@ def simulate(
     times_from: Annotated[
         Path | None,
         typer.Option(
-            metavar="TRACE", help="Take compute and transfer times from this trace of another run.", show_default=False
+            metavar="TRACE",
+            help="Take compute and transfer times from this trace (or folder) of another run.",
+            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -131,13 +133,19 @@ def _options(
 
 @contextlib.contextmanager
 def told_in_one_line() -> Iterator[None]:
-    """The user's mistakes end the program with status 2 and one line; of many ranks only the first says it."""
+    """The user's mistakes end the program with status 2 and one line; of many ranks only the first says it.
+
+    Ctrl-C ends it with status 1.
+    """
     try:
         yield
     except (JobError, LaunchError) as mistake:
         if expected_rank() == 0:
             print(f"hpcsync: {mistake}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # before or after what looks for signals by itself
+        print("hpcsync: interrupted", file=sys.stderr)
+        sys.exit(1)
 
 
 def main() -> None:

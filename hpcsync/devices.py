@@ -7,15 +7,15 @@ with the same seed, whatever the others do and whatever happens to it.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 
 from hpcsync.job import Job
-from hpcsync.job_cluster import Compute, Event, Exponential, LogNormal, Recorded
+from hpcsync.job_cluster import Change, Compute, Exponential, LogNormal, Recorded
 from hpcsync.job_times import read_times
 
 
@@ -26,7 +26,7 @@ class Device:
     events: its own, in any order. Of those for the same moment the last holds, those for an iteration after all others.
     """
 
-    def __init__(self, times: Iterator[float] | None, events: Sequence[Event]) -> None:
+    def __init__(self, times: Iterator[float] | None, events: Sequence[Change]) -> None:
         self._times = times
         self._iteration = 1  # that begins next
         self._factor = 1.0
@@ -66,25 +66,30 @@ class Device:
         self._iteration += 1
 
 
-def _factor(event: Event) -> float:
+def _factor(event: Change) -> float:
     return 1.0 if event.factor is None else event.factor
 
 
-def device(job: Job, worker: int, times: Iterator[float] | None = None) -> Device:
-    """The device of this worker. times: of its iterations, in place of the job's `[cluster.compute]`."""
+def device(job: Job, worker: int) -> Device:
+    """The device of this worker."""
     cluster = job.cluster
-    if times is None and cluster.compute is not None:
+    times = None
+    if cluster.compute is not None:
         times = iteration_seconds(cluster.compute, job.seed, worker, cluster.workers)
-    return Device(times, [event for event in cluster.events if event.worker == worker])
+    return Device(times, [change for change in cluster.events if change.worker == worker])
 
 
-def devices(job: Job) -> list[Device]:
-    """Every worker's device."""
-    compute, workers = job.cluster.compute, range(job.cluster.workers)
-    if isinstance(compute, Recorded):  # read once, not once a worker
-        table = read_times(compute.table, len(workers))
-        return [device(job, worker, itertools.cycle(table[worker])) for worker in workers]
-    return [device(job, worker) for worker in workers]
+def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:
+    """Whether every iteration of this worker takes 0 seconds."""
+    if isinstance(compute, Recorded):
+        return not any(_table(compute.table, n_workers)[worker])
+    return (compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]) == 0.0
+
+
+@lru_cache(maxsize=1)
+def _table(path: str, n_workers: int) -> list[list[float]]:
+    """A table of times, read once for all workers."""
+    return read_times(path, n_workers)
 
 
 def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) -> Iterator[float]:
@@ -94,9 +99,8 @@ def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) 
     `exponential` has the mean `seconds`; `table` gives the worker's rows in order and then starts over.
     """
     if isinstance(compute, Recorded):
-        times = read_times(compute.table, n_workers)[worker]
         while True:
-            yield from times
+            yield from _table(compute.table, n_workers)[worker]
     seconds = compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]
     generator = np.random.default_rng([seed, 2, worker])
     while True:

@@ -3,6 +3,7 @@ the trace when they have ended."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
     if launcher.under_launcher():
         raise launcher.LaunchError("simulate: must be started as one process, without an MPI launcher")
     if times_from is not None:
-        overrides = [*overrides, f"cluster.times_from={str(times_from.absolute())!r}"]
+        overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     job = jobs.load(path, overrides)
     from hpcsync.learning.workloads import import_beside
     from hpcsync.progress import console

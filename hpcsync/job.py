@@ -30,7 +30,6 @@ from pydantic import (
 )
 
 from hpcsync.job_cluster import Cluster, Compute
-from hpcsync.job_cluster import Network as Network
 from hpcsync.job_errors import JobError, in_one_line, shown
 from hpcsync.job_table import Count, NotNegative, Positive, Table
 

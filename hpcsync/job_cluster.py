@@ -63,7 +63,7 @@ Compute = Annotated[Constant | LogNormal | Exponential | Recorded, Discriminator
 # ---- what changes during the run ----
 
 
-class Event(Table):
+class Change(Table):
     """A change of one worker's device: at `at_s` seconds since the start of the run, or as it begins an iteration.
 
     From then on a `slow` device's iterations take `factor` times as long as drawn, until the next change: factors
@@ -141,7 +141,7 @@ class Cluster(Table):
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None
-    events: Annotated[tuple[Event, ...], BeforeValidator(_tables)] = ()
+    events: Annotated[tuple[Change, ...], BeforeValidator(_tables)] = ()
 
     @field_validator("device", mode="before")
     @classmethod
@@ -188,8 +188,11 @@ class Cluster(Table):
         update: dict[str, Any] = {}
         if self.times_from is not None:
             path = (folder / self.times_from).resolve()
+            path = path / "trace.h5" if path.is_dir() else path
             if not path.is_file():
-                raise JobError(f"cluster.times_from = {shown(str(path))}: must be a trace.h5; no such file")
+                raise JobError(
+                    f"cluster.times_from = {shown(str(path))}: must be a trace, or a run's folder; no such file"
+                )
             update["times_from"] = str(path)
         if isinstance(self.compute, Recorded):
             table = str((folder / self.compute.table).resolve())

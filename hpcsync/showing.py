@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpcsync.job import Asp, Bsp, Dssp, Job, Script, Ssp
-from hpcsync.job_cluster import Cluster, Event, Network
+from hpcsync.job_cluster import Change, Cluster, Network
 from hpcsync.learning.validation import check
 from hpcsync.roles import Roles
 
@@ -51,7 +51,7 @@ def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:
     if (compute := cluster.compute) is not None:
         seconds = getattr(compute, "seconds", None)
         given = seconds if seconds is not None else getattr(compute, "table", None)
-        times = f"at least so many seconds: {compute.model}, {given}"
+        times = f"so many seconds (real ones at least): {compute.model}, {given}"
     found = [("iterations take", times)]
     if cluster.times_from is not None:
         found.append(("when simulated", f"iterations and transfers take as long as in {cluster.times_from}"))
@@ -72,7 +72,7 @@ def _links(network: Network, n_workers: int) -> str:
     return f"links of {given} Gbit/s (a server's {server}), {network.latency_us:g} us a message"
 
 
-def _happens(event: Event) -> str:
+def _happens(event: Change) -> str:
     when = f"{event.at_s:g} s" if event.at_s is not None else f"its iteration {event.at_iteration:,}"
     match event.change:
         case "slow":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,14 @@ import torch
 
 from hpcsync.bench.events import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.coordinator import Update, create_paradigm
-from hpcsync.job import Job
+from hpcsync.coordinator import create_paradigm
+from hpcsync.job import Job, Script
+from hpcsync.learning.data import batches
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.replica import Replica
 from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster
-from hpcsync.simulator.arithmetic import RealArithmetic
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.writer import TraceWriter
 
@@ -25,11 +30,12 @@ NETWORK = {"bandwidth_gbit": 10.0, "latency_us": 50.0}
 
 
 def measure(workers: int = 1000, iterations: int = 50, gradients: int = 1000, repetitions: int = 5) -> list[Figure]:
-    """Without arithmetic: the events of `workers` workers. With it: so many gradients of digits."""
+    """Without arithmetic: the events of `workers` workers. With it: so many gradients of digits, of few and of many."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return [*_without(workers, iterations, repetitions), _with(gradients, repetitions)]
+        with_arithmetic = [_with(few_or_many, gradients, repetitions) for few_or_many in (4, 64)]
+        return [*_without(workers, iterations, repetitions), *with_arithmetic]
     finally:
         torch.set_num_threads(threads)
 
@@ -52,11 +58,12 @@ def _rate(job: Job) -> float:
     return 1e-3 * n_events / took_s
 
 
-def _with(gradients: int, repetitions: int) -> Figure:
-    job = _job({"name": "digits", "batch_size": 32}, 4, gradients, evaluation={"every_samples": 0}, network=NETWORK)
+def _with(workers: int, gradients: int, repetitions: int) -> Figure:
+    workload = {"name": "digits", "batch_size": 32}
+    job = _job(workload, workers, gradients, evaluation={"every_samples": 0}, network=NETWORK)
     simulated, alone = in_turn(repetitions, lambda: 1e3 * simulate(job)[1], lambda: 1e3 * arithmetic_alone(job))
-    what = f"dssp, 4 workers, {gradients:,} gradients of digits"
-    return Figure(what, "ms", simulated, "the gradients and updates alone", alone, aim=1.1)
+    what = f"dssp, {workers} workers, {gradients:,} gradients of digits"
+    return Figure(what, "ms", simulated, "as many batches, gradients and optimizer steps", alone, aim=1.1)
 
 
 def _job(workload: dict[str, Any], workers: int, updates: int, **tables: Any) -> Job:
@@ -77,8 +84,7 @@ def _job(workload: dict[str, Any], workers: int, updates: int, **tables: Any) ->
 
 def simulate(job: Job) -> tuple[int, float]:
     """Events of a whole simulation with its trace, and the seconds that it takes, evaluation at its end left out."""
-    workload = build(job)
-    workload = type(workload)(workload.model, workload.loss, workload.train, None)
+    workload = replace(build(job), evaluate=None)
     paradigm = create_paradigm(job)
     with tempfile.TemporaryDirectory() as folder:
         trace = TraceWriter(Path(folder) / "trace.h5", {}, paradigm.decision_fields)
@@ -92,12 +98,18 @@ def simulate(job: Job) -> tuple[int, float]:
 
 
 def arithmetic_alone(job: Job) -> float:
-    """Seconds of as many gradients and updates, one after the other."""
-    numbers = RealArithmetic(job, build(job))
+    """Seconds of as many batches, gradients and optimizer steps of one worker, with nothing copied."""
+    workload, seed = build(job), job.seed
+    assert not isinstance(job.workload, Script) and workload.train is not None
+    flat = FlatModel(workload.model)
+    replica = Replica(flat, workload.loss)
+    parameter = torch.nn.Parameter(flat.weights)
+    parameter.grad = flat.gradient
+    optimizer = OptimizerSpec.of_job(job).build(parameter)
+    size = job.workload.batch_size
+    mine = batches(workload.train, seed, 0, n_workers=1, batch_size=size, epochs=range(sys.maxsize))
     begin_s = time.perf_counter()
-    for step in range(job.stop.updates or 0):
-        worker = step % job.cluster.workers
-        numbers.promise(worker)
-        numbers.contribute(worker)
-        numbers.apply(Update((worker,), 0.01))
+    for _ in range(job.stop.updates or 0):
+        replica.compute(next(mine))
+        optimizer.step()
     return time.perf_counter() - begin_s

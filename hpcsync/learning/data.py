@@ -17,7 +17,8 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 
-@lru_cache(maxsize=2)
+# Workers of a simulation are in many training epochs at once; those of a rank are in one or two.
+@lru_cache(maxsize=64)
 def _permutation(seed: int, training_epoch: int, size: int) -> np.ndarray:
     # The 0 tells this stream from others of the same seed: trailing zeros do not, [seed, 2] is [seed, 2, 0].
     return np.random.default_rng([seed, 0, training_epoch]).permutation(size)

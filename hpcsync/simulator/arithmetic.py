@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,7 +79,6 @@ class RealArithmetic:
         self._store = Store(self._versions, self._slots, done, OptimizerSpec.of_job(job), size)
         self._promised = [0] * n_workers  # worker -> row of the version
         self._own = [_Own(workload, job, worker, seed) for worker in range(n_workers)]
-        self._statistics = list(workload.model.buffers())
 
     def promise(self, worker: int) -> None:
         self._promised[worker], _ = self._store.pin(worker)
@@ -88,9 +87,9 @@ class RealArithmetic:
         size, own = self._flat.size, self._own[worker]
         self._flat.weights.copy_(self._versions[self._promised[worker], :size])
         torch.set_rng_state(own.generator)
-        _copy(own.statistics, self._statistics)
+        _copy(own.statistics, self._flat.model.buffers())
         loss = self._replica.compute(next(own.batches))
-        _copy(self._statistics, own.statistics)
+        _copy(self._flat.model.buffers(), own.statistics)
         own.generator = torch.get_rng_state()
         self._slots[worker, :size] = self._flat.gradient
         return loss
@@ -106,7 +105,7 @@ class RealArithmetic:
     def finish(self) -> None:
         """Running statistics end as worker 0's, as on real ranks."""
         self._flat.weights.copy_(self._store.weights)
-        _copy(self._own[0].statistics, self._statistics)
+        _copy(self._own[0].statistics, self._flat.model.buffers())
 
 
 class _Own:
@@ -131,7 +130,8 @@ def _rows(n: int, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(np.zeros((n, row_size(len(like))), like.numpy().dtype))
 
 
-def _copy(source: list[torch.Tensor], target: list[torch.Tensor]) -> None:
+def _copy(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:
+    """Of a model's buffers only the names last: a forward pass may put new tensors in their places."""
     for a, b in zip(source, target, strict=True):
         b.copy_(a)
 

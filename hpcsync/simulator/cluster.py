@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcsync.devices import Device, device, devices
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError, shown
+from hpcsync.devices import Device, device, takes_no_time
+from hpcsync.job import Bsp, Dssp, Job, Ssp
+from hpcsync.job_cluster import Change
+from hpcsync.job_errors import JobError
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
 from hpcsync.simulator.loop import Loop
-from hpcsync.simulator.recorded import recorded_times
+from hpcsync.simulator.recorded import RecordedRun, read
 from hpcsync.simulator.transfers import AT_ONCE, Networked, Timed, Transfers
 
 
@@ -27,34 +29,48 @@ class Cluster:
 
 
 def build(job: Job, workload: Workload) -> Cluster:
-    """The cluster of this job, at time 0. Raises JobError for a job that does not say how long its iterations take."""
+    """The cluster of this job, at time 0.
+
+    Raises JobError for a job that does not say how long its iterations take, for a trace that does not fit it, and
+    where no time would ever pass.
+    """
     loop, cluster, shard_bytes = Loop(), job.cluster, _shard_bytes(job, workload)
-    transfers: Transfers
     if cluster.times_from is not None:
-        times = recorded_times(job)
-        as_recorded = [device(job, worker, times[worker].seconds()) for worker in range(cluster.workers)]
-        transfers = Timed(loop, lambda worker, iteration: times[worker].steps(iteration))
-        return Cluster(loop, shard_bytes, as_recorded, transfers)
+        recorded = read(job, 2 * sum(shard_bytes))
+        _refuse_standstill(job, "cluster.times_from", [times.total_s == 0.0 for times in recorded.workers])
+        devices = [
+            Device(times.seconds(), _changes(job, worker, recorded)) for worker, times in enumerate(recorded.workers)
+        ]
+        steps = Timed(loop, lambda worker, iteration: recorded.workers[worker].steps(iteration))
+        return Cluster(loop, shard_bytes, devices, steps)
     if cluster.compute is None:
         raise JobError(
             "cluster.compute: missing; a simulation must have it (or --times-from): it says how long iterations take"
         )
-    _refuse_standstill(job)
-    if cluster.network is None:
-        transfers = Timed(loop, lambda worker, iteration: AT_ONCE)
-    else:
-        transfers = Networked(loop, cluster.network, Roles(cluster.servers, cluster.workers), shard_bytes)
-    return Cluster(loop, shard_bytes, devices(job), transfers)
+    devices = [device(job, worker) for worker in range(cluster.workers)]
+    if cluster.network is not None:
+        networked = Networked(loop, cluster.network, Roles(cluster.servers, cluster.workers), shard_bytes)
+        return Cluster(loop, shard_bytes, devices, networked)
+    idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
+    _refuse_standstill(job, "cluster.compute", idle)
+    return Cluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
 
 
-def _refuse_standstill(job: Job) -> None:
-    """A worker for which nothing takes any time would push for ever before any time has passed."""
-    seconds = getattr(job.cluster.compute, "seconds", None)
-    timed = job.stop.samples is None and job.stop.updates is None
-    if timed and job.cluster.network is None and 0.0 in (seconds if isinstance(seconds, tuple) else (seconds,)):
+def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[Change]:
+    """What changes the worker's recorded times: what was so already when they were recorded is in them."""
+    new = [change for change in job.cluster.events if change.change == "leave" or change not in recorded.changes]
+    return [change for change in new if change.worker == worker]
+
+
+def _refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
+    """A worker for which nothing takes any time (idle) would push for ever before any passes, unless others hold it."""
+    stop, paradigm = job.stop, job.paradigm
+    bounded = isinstance(paradigm, Bsp) or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)
+    bounded = bounded or (isinstance(paradigm, Dssp) and paradigm.mode == "bounded")
+    if stop.samples is None and stop.updates is None and (all(idle) if bounded else any(idle)):
         raise JobError(
-            f"cluster.compute.seconds = {shown(seconds)}: must be greater than 0 to simulate without [cluster.network] "
-            "and with neither stop.samples nor stop.updates: no time would ever pass"
+            f"{key}: worker {list(idle).index(True)}'s iterations take 0 seconds: to be simulated such a job must have "
+            "[cluster.network], stop.samples or stop.updates"
         )
 
 

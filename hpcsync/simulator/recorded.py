@@ -10,10 +10,12 @@ waiting from transfer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from hpcsync.job import Job, Script
+from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError, shown
 from hpcsync.simulator.transfers import Steps
 from hpcsync.traces.reading import TraceError, load
@@ -24,6 +26,7 @@ class RecordedTimes:
     because it begins when everything is being set up.
 
     compute_s, to_begin_s, to_server_s, comm_s: seconds, shape (n_iterations,), n_iterations >= 1.
+    total_s: of all iterations together, waiting not counted.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class RecordedTimes:
         read_s = np.minimum(comm_s - put_s, to_begin_s)
         put_s = np.minimum(comm_s - read_s, to_server_s)
         columns = (put_s, to_server_s - put_s, to_begin_s - read_s, read_s)
+        self.total_s = float(np.sum(compute_s) + np.sum(to_begin_s) + np.sum(to_server_s))
         self._steps = [Steps(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def seconds(self) -> Iterator[float]:
@@ -53,29 +57,42 @@ class RecordedTimes:
         return self._steps[at]
 
 
-def recorded_times(job: Job) -> list[RecordedTimes]:
-    """Each worker's times in the trace `cluster.times_from`. Raises JobError for one that does not fit."""
-    path = job.cluster.times_from
-    key = f"cluster.times_from = {shown(path)}"
-    assert path is not None
+@dataclass(frozen=True)
+class RecordedRun:
+    """workers: each worker's times. changes: what the recorded run's own job did to its devices."""
+
+    workers: list[RecordedTimes]
+    changes: tuple[Change, ...]
+
+
+def read(job: Job, wire_bytes: int) -> RecordedRun:
+    """What the trace `cluster.times_from` recorded. Raises JobError for one of another cluster, model or batch size.
+
+    wire_bytes: what an iteration of the job moves.
+    """
+    key = f"cluster.times_from = {shown(job.cluster.times_from)}"
+    assert job.cluster.times_from is not None and not isinstance(job.workload, Script)
     try:
-        trace = load(path)
+        trace = load(job.cluster.times_from)
+        changes = trace.job.cluster.events
     except TraceError as error:
         raise JobError(f"cluster.times_from: {error}") from None
-    if trace.n_workers != job.cluster.workers:
-        raise JobError(f"{key}: must have cluster.workers = {job.cluster.workers} workers, it has {trace.n_workers}")
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
-    assert not isinstance(job.workload, Script)
-    for batch_size in sorted(set(pushes["batch_size"].tolist()) - {job.workload.batch_size}):
-        raise JobError(f"{key}: must have workload.batch_size = {job.workload.batch_size}, it has {batch_size}")
-    times = []
+    for name, needed, found in (
+        ("cluster.workers", job.cluster.workers, {trace.n_workers}),
+        ("cluster.servers", job.cluster.servers, {trace.job.cluster.servers}),
+        ("workload.batch_size", job.workload.batch_size, set(pushes["batch_size"].tolist())),
+        ("bytes moved an iteration", wire_bytes, set(pushes["wire_bytes"].tolist())),
+    ):
+        if others := sorted(found - {needed}):
+            raise JobError(f"{key}: must be of a run with {name} = {needed}, it has {', '.join(map(str, others))}")
+    workers = []
     for worker in range(trace.n_workers):
-        mine, granted = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
-        rows = _joined(mine, granted)
-        if not len(rows[0]):
+        columns = _joined(pushes[pushes["worker"] == worker], grants[grants["worker"] == worker])
+        if not len(columns[0]):
             raise JobError(f"{key}: must have a push of every worker; worker {worker} has none")
-        times.append(RecordedTimes(*rows))
-    return times
+        workers.append(RecordedTimes(*columns))
+    return RecordedRun(workers, changes)
 
 
 def _joined(pushes: np.ndarray, grants: np.ndarray) -> Sequence[np.ndarray]:

@@ -32,6 +32,7 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
 
     Raises JobError before anything is made.
     """
+    torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
     workload = check(job)
     cluster = build(job, workload)
     folder = outputs.choose(job, out)
@@ -44,7 +45,6 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
 
 
 def _simulate(job: Job, workload: Workload, cluster: Cluster, folder: Path, console: Console) -> int:
-    torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
     outputs.create(folder, job)
     paradigm = create_paradigm(job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
@@ -53,13 +53,11 @@ def _simulate(job: Job, workload: Workload, cluster: Cluster, folder: Path, cons
             trace.append("clocks", (rank, "virtual", 0.0, 0.0))
         trace.flush()
         watch = _Watch(trace, Progress(console))
-        simulation = Simulation(job, workload, cluster, paradigm, trace, watch)
         try:
             with on_signals(watch.received.append):
-                simulation.run()
+                Simulation(job, workload, cluster, paradigm, trace, watch).run()
             outputs.save_weights(folder, workload.model)
         except BaseException as error:
-            simulation.coordinator.close()
             status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
             trace.close(status)
             if status == "failed":

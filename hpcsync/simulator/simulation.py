@@ -67,18 +67,23 @@ class Simulation:
 
     def run(self) -> None:
         """Until every worker has left; the final weights are then in the workload's model, and evaluated."""
+        try:
+            self._let_workers_begin()
+            self._loop.run()
+        finally:
+            self.coordinator.close()
+        if self.coordinator.active:
+            raise RuntimeError(f"workers {sorted(self.coordinator.active)} wait for ever: nothing can happen any more")
+        self._arithmetic.finish()
+        if self._evaluated:
+            self._evaluate(self.coordinator.updated_s)
+
+    def _let_workers_begin(self) -> None:
         for worker in range(len(self._workers)):
             self._arithmetic.promise(worker)
             self._transfers.pull(worker, 1, self._begin)
         if self._job.stop.seconds is not None:
             self._loop.at(self._job.stop.seconds, self._time_is_up)
-        self._loop.run()
-        if self.coordinator.active:
-            raise RuntimeError(f"workers {sorted(self.coordinator.active)} wait for ever: nothing can happen any more")
-        self.coordinator.close()
-        self._arithmetic.finish()
-        if self._evaluated:
-            self._evaluate(self.coordinator.updated_s)
 
     def _begin(self, worker: int, granted_s: float) -> None:
         """The worker has the weights."""
@@ -117,11 +122,8 @@ class Simulation:
         )
         self._carry_out(self.coordinator.pushed(now_s, report))
         self._check_now_and_then()
-        coordinator = self.coordinator
-        if not coordinator.stopping and self._evaluations.due(coordinator.samples):
-            self._evaluations.begun(coordinator.samples)
-            self._evaluate(now_s)
-        self._watch(now_s, coordinator)
+        self._evaluate_if_due()
+        self._watch(now_s, self.coordinator)
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
         for order in orders:
@@ -140,9 +142,16 @@ class Simulation:
 
     def _left(self, worker: int, left_s: float) -> None:
         self._carry_out(self.coordinator.left(self._loop.now_s, worker))
+        self._evaluate_if_due()
+
+    def _evaluate_if_due(self) -> None:
+        coordinator = self.coordinator
+        if not coordinator.stopping and self._evaluations.due(coordinator.samples):
+            self._evaluations.begun(coordinator.samples)
+            self._evaluate(self._loop.now_s)
 
     def _evaluate(self, now_s: float) -> None:
-        """At no cost in virtual time, as beside real servers."""
+        """In no time: a target ends the run with the version that reaches it."""
         coordinator = self.coordinator
         loss, accuracy = self._arithmetic.evaluate()
         self._carry_out(coordinator.evaluated(now_s, coordinator.version, coordinator.samples, loss, accuracy))

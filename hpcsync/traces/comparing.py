@@ -12,9 +12,10 @@ from hpcsync.traces.reading import Trace
 
 
 class Side(BaseModel):
-    """One trace up to its n-th update.
+    """One trace up to the first update that is of so many samples.
 
-    time_s: of that update. wait_share: of the workers' time up to then, None where none has passed.
+    time_s: of that update. wait_share, comm_share: of the workers' time up to then, None where none
+    has passed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -27,7 +28,7 @@ class Side(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Both traces up to the last update that both have.
+    """Both traces up to as many samples as both have trained on: their updates need not be alike.
 
     same_order: share of the pairs of grants, of those that both have, that come in the same order; None for fewer than
                 two. One half is what chance would give, 1 is the same order.
@@ -36,7 +37,7 @@ class Comparison(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    updates: int
+    samples: int
     sides: tuple[Side, Side]
     common_grants: int
     same_grants: int
@@ -50,24 +51,24 @@ class Comparison(BaseModel):
 
 
 def compare(first: Trace, second: Trace) -> Comparison:
-    updates = min(len(first.tables["updates"]), len(second.tables["updates"]))
+    samples = min(int(trace.tables["updates"]["samples"].max(initial=0)) for trace in (first, second))
     n_workers = max(first.n_workers, second.n_workers)
     granted_a, granted_b = _granted(first, n_workers), _granted(second, n_workers)
     common, places_a, places_b = np.intersect1d(granted_a, granted_b, assume_unique=True, return_indices=True)
     n = min(len(granted_a), len(granted_b))
     differ = np.flatnonzero(granted_a[:n] != granted_b[:n])
     return Comparison(
-        updates=updates,
-        sides=(_side(first, updates), _side(second, updates)),
+        samples=samples,
+        sides=(_side(first, samples), _side(second, samples)),
         common_grants=len(common),
         same_grants=int(differ[0]) if len(differ) else n,
         same_order=_same_order(places_a, places_b),
     )
 
 
-def _side(trace: Trace, updates: int) -> Side:
-    pushes = trace.tables["pushes"]
-    time_s = float(trace.tables["updates"]["now_s"][updates - 1]) if updates else 0.0
+def _side(trace: Trace, samples: int) -> Side:
+    pushes, updates = trace.tables["pushes"], trace.tables["updates"]
+    time_s = float(updates["now_s"][np.searchsorted(updates["samples"], samples)]) if samples else 0.0
     pushes = pushes[pushes["now_s"] <= time_s]
     compute_s, wait_s, comm_s = (float(pushes[column].sum()) for column in ("compute_s", "wait_s", "comm_s"))
     total_s = compute_s + wait_s + comm_s
@@ -96,14 +97,14 @@ def _same_order(a: np.ndarray, b: np.ndarray) -> float | None:
 
 
 def table(comparison: Comparison) -> RenderableType:
-    """Both sides in columns, and the second over the first."""
+    """Both sides in columns, the one that was first and what was simulated, and the second over the first."""
     a, b = comparison.sides
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("", a.engine, b.engine, "ratio"):
+    for name in ("", "recorded" if a.engine == b.engine else a.engine, b.engine, "ratio"):
         result.add_column(name, justify="left" if name == "" else "right", no_wrap=True)
     result.add_row("paradigm", a.paradigm, b.paradigm, "")
     ratio = "" if comparison.time_ratio is None else f"{comparison.time_ratio:.3f}"
-    result.add_row(f"time of update {comparison.updates:,}", f"{a.time_s:.3f} s", f"{b.time_s:.3f} s", ratio)
+    result.add_row(f"time of {comparison.samples:,} samples", f"{a.time_s:.3f} s", f"{b.time_s:.3f} s", ratio)
     for name, share_a, share_b in (
         ("waiting", a.wait_share, b.wait_share),
         ("transfers", a.comm_share, b.comm_share),

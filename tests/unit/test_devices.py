@@ -8,10 +8,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from hpcsync.devices import Device, device, iteration_seconds
-from hpcsync.job_cluster import Event
+from hpcsync.job_cluster import Change
 from tests.unit.jobs import make_job
 
 
@@ -83,15 +82,15 @@ def test_the_times_of_a_seed_are_what_they_always_were():
 
 
 def slow(factor, **when):
-    return Event(worker=0, change="slow", factor=factor, **when)
+    return Change(worker=0, change="slow", factor=factor, **when)
 
 
 def recover(**when):
-    return Event(worker=0, change="recover", **when)
+    return Change(worker=0, change="recover", **when)
 
 
 def leave(**when):
-    return Event(worker=0, change="leave", **when)
+    return Change(worker=0, change="leave", **when)
 
 
 def durations(n, *events, each=1.0, gap=0.0, kind=Device):
@@ -169,29 +168,6 @@ def test_a_device_to_which_nothing_happens_takes_its_times_bit_for_bit(compute):
     assert [quiet.seconds(begin_s) for begin_s in begins] == times
     assert other.seconds(0.0) == 3.0 * next(iteration_seconds(job.cluster.compute, 1, 1, 2))
     assert quiet.leaves(9.0) and not other.leaves(9.0)
-
-
-def test_other_times_stand_in_for_those_of_the_job():
-    events = [{"worker": 0, "at_iteration": 2, "change": "slow", "factor": 3.0}]
-    job = make_job(cluster={"workers": 2, "compute": {"model": "constant", "seconds": 1.0}, "events": events})
-    its = device(job, 0, iter([0.5, 0.25]))
-    assert [its.seconds(0.0), its.seconds(1.0)] == [0.5, 0.75]
-
-
-# The stretching against its definition, in exact arithmetic: an iteration ends when what it has done since its
-# beginning, the integral of 1/factor, is its undisturbed time. Factors are powers of two, so that floats are exact too.
-
-UNIT = Fraction(1, 64)
-MOMENTS = st.one_of(
-    st.fixed_dictionaries({"at_s": st.integers(0, 40).map(lambda n: float(n * UNIT * 16))}),
-    st.fixed_dictionaries({"at_iteration": st.integers(1, 8)}),
-)
-CHANGES = st.one_of(
-    st.fixed_dictionaries({"change": st.just("slow"), "factor": st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])}),
-    st.just({"change": "recover"}),
-)
-EVENTS = st.lists(st.builds(lambda moment, change: Event(worker=0, **moment, **change), MOMENTS, CHANGES), max_size=6)
-STEPS = st.lists(st.integers(0, 96).map(lambda n: float(n * UNIT)), min_size=1, max_size=8)
 
 
 def by_definition(works, gaps, events):

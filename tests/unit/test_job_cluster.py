@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.job import Job
-from hpcsync.job_cluster import Event, Network
+from hpcsync.job_cluster import Change, Network
 from hpcsync.job_errors import JobError
 from tests.unit.jobs import make_job
 
@@ -57,8 +57,8 @@ def test_events_are_read_in_the_order_of_the_file() -> None:
         """
     )
     assert job.cluster.events == (
-        Event(worker=2, at_s=5.0, change="slow", factor=4.0),
-        Event(worker=0, at_iteration=1, change="leave"),
+        Change(worker=2, at_s=5.0, change="slow", factor=4.0),
+        Change(worker=0, at_iteration=1, change="leave"),
     )
     assert Job.from_toml(job.to_toml()) == job
 

@@ -28,7 +28,7 @@ def test_rows() -> None:
         ("shard of a server", "500 or 501 parameters"),
         ("an iteration moves", "4,004 bytes of weights to the worker, and as many of gradient from it"),
         ("samples an iteration", "4 a worker, 12 together"),
-        ("iterations take", "at least so many seconds: constant, 0.5"),
+        ("iterations take", "so many seconds (real ones at least): constant, 0.5"),
         ("ends at", "updates = 3,000 or seconds = 2.5"),
     ]
 

@@ -70,21 +70,25 @@ def test_a_worker_goes_through_its_own_batches():
 class Noisy(nn.Module):
     """One weight, a draw in every forward pass, and a running statistic."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_place: bool = True) -> None:
         super().__init__()
+        self.in_place = in_place
         self.weight = nn.Parameter(torch.zeros(1))
         self.register_buffer("seen", torch.zeros(1))
         self.drawn: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.drawn.append(float(torch.rand(1)))
-        self.seen += x.sum()
+        if self.in_place:
+            self.seen += x.sum()
+        else:
+            self.seen = self.seen + x.sum()
         return self.weight * x
 
 
-def noisy(workers: int):
+def noisy(workers: int, in_place: bool = True):
     job, workload = linear(workers)
-    return job, Workload(Noisy(), lambda model, x, y: model(x).sum(), workload.train, None)
+    return job, Workload(Noisy(in_place), lambda model, x, y: model(x).sum(), workload.train, None)
 
 
 @pytest.mark.parametrize("order", [[0, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]], ids=str)
@@ -101,8 +105,9 @@ def test_every_worker_draws_from_its_own_generator(order):
     assert drawn[0] != drawn[1]
 
 
-def test_running_statistics_end_as_those_of_worker_0():
-    job, workload = noisy(2)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_running_statistics_end_as_those_of_worker_0(in_place):
+    job, workload = noisy(2, in_place)
     numbers = RealArithmetic(job, workload)
     for worker in (0, 1, 1, 0):
         numbers.contribute(worker)

@@ -49,10 +49,36 @@ def test_how_long_iterations_take_must_be_said():
         built(make_job())
 
 
-@pytest.mark.parametrize("seconds", [0.0, [1.0, 0.0]], ids=str)
-def test_time_must_pass(seconds):
-    endless = {"seconds": seconds, "stop": {"seconds": 5.0}}
-    with pytest.raises(JobError, match="must be greater than 0 to simulate without"):
-        built(timing_job(**endless))
-    assert built(timing_job(**endless, cluster={"network": {}}))
-    assert built(timing_job(seconds=seconds, stop={"seconds": 5.0, "updates": 10}))
+@pytest.mark.parametrize(
+    ("paradigm", "seconds", "endless"),
+    [
+        ({"name": "asp"}, [1.0, 0.0], True),
+        ({"name": "ssp", "staleness": float("inf")}, [1.0, 0.0], True),
+        ({"name": "bsp"}, [1.0, 0.0], False),
+        ({"name": "ssp", "staleness": 3}, [1.0, 0.0], False),
+        ({"name": "bsp"}, 0.0, True),
+        ({"name": "asp"}, 1.0, False),
+    ],
+    ids=str,
+)
+def test_time_must_pass(paradigm, seconds, endless):
+    tables = {"paradigm": paradigm, "seconds": seconds, "stop": {"seconds": 5.0}}
+    if endless:
+        with pytest.raises(JobError, match="cluster.compute: worker [01]'s iterations take 0 seconds"):
+            built(timing_job(**tables))
+    else:
+        assert built(timing_job(**tables))
+    assert built(timing_job(**tables, cluster={"network": {}}))
+    assert built(timing_job(**{**tables, "stop": {"seconds": 5.0, "updates": 10}}))
+
+
+def test_time_must_pass_in_a_table_and_in_a_trace_too(tmp_path):
+    path = tmp_path / "times.csv"
+    path.write_text("worker,iteration,seconds\n0,0,1.0\n1,0,0.0\n1,1,0.0\n")
+    asp = {"paradigm": {"name": "asp"}, "stop": {"seconds": 5.0}}
+    table = {"model": "table", "table": str(path)}
+    with pytest.raises(JobError, match="cluster.compute: worker 1's iterations take 0 seconds"):
+        built(timing_job(**asp, cluster={"compute": table}))
+    simulate(timing_job(seconds=0.0), tmp_path / "trace.h5")
+    with pytest.raises(JobError, match="cluster.times_from: worker 0's iterations take 0 seconds"):
+        built(timing_job(**asp, cluster={"times_from": str(tmp_path / "trace.h5")}))

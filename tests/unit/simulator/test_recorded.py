@@ -1,11 +1,13 @@
 """Times from another run's trace: the same job again gives the same run, another job an answer."""
 
+import h5py
 import numpy as np
 import pytest
 
 from hpcsync.job_errors import JobError
-from hpcsync.simulator.recorded import RecordedTimes, recorded_times
+from hpcsync.simulator.recorded import RecordedTimes, _joined, read
 from hpcsync.traces.comparing import compare
+from hpcsync.traces.reading import load
 from tests.unit.simulator.running import PARADIGMS, simulate, timing_job
 
 NETWORK = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}
@@ -81,25 +83,68 @@ def test_what_would_another_paradigm_have_done(tmp_path):
     assert compare(there, here).time_ratio == pytest.approx(1.0, rel=1e-9)
 
 
+EVENTS = [
+    {"worker": 0, "at_iteration": 4, "change": "slow", "factor": 5.0},
+    {"worker": 0, "at_iteration": 6, "change": "recover"},
+    {"worker": 1, "at_s": 9.5, "change": "leave"},
+]
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
+def test_changes_that_were_recorded_do_not_happen_again(tmp_path, paradigm):
+    tables = {"workers": 3, "paradigm": paradigm, "stop": {"updates": 60}}
+    first = simulate(timing_job(**tables, cluster={"events": EVENTS}), tmp_path / "first.h5")
+    again = timing_job(**tables, cluster={"events": EVENTS, "times_from": str(tmp_path / "first.h5")})
+    comparison = compare(first, simulate(again, tmp_path / "again.h5"))
+    assert comparison.time_ratio == pytest.approx(1.0, rel=1e-9)
+    more = [*EVENTS, {"worker": 2, "at_iteration": 2, "change": "slow", "factor": 3.0}]
+    slower = timing_job(**tables, cluster={"events": more, "times_from": str(tmp_path / "first.h5")})
+    assert compare(first, simulate(slower, tmp_path / "slower.h5")).time_ratio > 1.05
+
+
 def job_from(path, **tables):
-    return timing_job(**{"workers": 3, **tables}, cluster={"times_from": str(path)})
+    cluster = {"times_from": str(path), **tables.pop("cluster", {})}
+    return timing_job(**{"workers": 3, **tables}, cluster=cluster)
 
 
 def test_a_trace_that_does_not_fit_is_refused(tmp_path):
     path = tmp_path / "trace.h5"
     simulate(timing_job(workers=3), path)
-    with pytest.raises(JobError, match=r"cluster.times_from = .*: must have cluster.workers = 4 workers, it has 3"):
-        recorded_times(job_from(path, workers=4))
-    with pytest.raises(JobError, match=r"must have workload.batch_size = 8, it has 4"):
-        recorded_times(job_from(path, workload={"name": "timing", "batch_size": 8}))
+    assert len(read(job_from(path), 8000).workers) == 3
+    for tables, wire_bytes, said in (
+        ({"workers": 4}, 8000, "must be of a run with cluster.workers = 4, it has 3"),
+        ({"cluster": {"servers": 2}}, 8000, "must be of a run with cluster.servers = 2, it has 1"),
+        ({"workload": {"name": "timing", "batch_size": 8}}, 8000, "workload.batch_size = 8, it has 4"),
+        ({}, 80, "must be of a run with bytes moved an iteration = 80, it has 8000"),
+    ):
+        with pytest.raises(JobError, match=f"cluster.times_from = .*{said}"):
+            read(job_from(path, **tables), wire_bytes)
     (tmp_path / "text").write_text("no trace")
     with pytest.raises(JobError, match="cluster.times_from: .*text: not a trace"):
-        recorded_times(job_from(tmp_path / "text"))
+        read(job_from(tmp_path / "text"), 8000)
+
+
+def test_a_trace_of_another_version_is_refused(tmp_path):
+    path = tmp_path / "trace.h5"
+    simulate(timing_job(workers=3), path)
+    with h5py.File(path, "r+") as file:
+        file.attrs["job"] = file.attrs["job"].replace('name = "bsp"', 'name = "later"')
+    with pytest.raises(JobError, match="cluster.times_from: .*its job cannot be read"):
+        read(job_from(path), 8000)
+
+
+def test_a_killed_run_serves_as_far_as_it_goes(tmp_path):
+    path = tmp_path / "trace.h5"
+    simulate(timing_job(workers=3, paradigm={"name": "asp"}, stop={"updates": 60}), path)
+    trace = load(path)
+    pushes, grants = (rows[rows["worker"] == 1] for rows in (trace.tables["pushes"], trace.tables["grants"]))
+    assert [len(column) for column in _joined(pushes, grants[:5])] == [6] * 4  # the first needs no grant
+    assert [len(column) for column in _joined(pushes[:4], grants)] == [4] * 4
+    assert [len(column) for column in _joined(pushes[1:], grants)] == [0] * 4
 
 
 def test_a_trace_without_a_push_of_every_worker_is_refused(tmp_path):
-    simulate(timing_job(workers=3, seconds=[1.0, 1.0, 99.0], paradigm={"name": "asp"}, cluster={
-        "events": [{"worker": 2, "at_iteration": 1, "change": "leave"}],
-    }), tmp_path / "trace.h5")  # fmt: skip
+    leaving = [{"worker": 2, "at_iteration": 1, "change": "leave"}]
+    simulate(timing_job(workers=3, paradigm={"name": "asp"}, cluster={"events": leaving}), tmp_path / "trace.h5")
     with pytest.raises(JobError, match="must have a push of every worker; worker 2 has none"):
-        recorded_times(job_from(tmp_path / "trace.h5"))
+        read(job_from(tmp_path / "trace.h5"), 8000)

@@ -1,12 +1,14 @@
 """Whole runs in virtual time: closed forms, audits, determinism, and the arithmetic of real ranks."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 import torch
 
 from hpcsync import paradigms
+from hpcsync.coordinator import create_paradigm
 from hpcsync.learning.data import batches
 from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster
@@ -15,7 +17,7 @@ from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import TABLES
 from hpcsync.traces.summary import summarize
 from tests.unit.jobs import LINEAR, make_job
-from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
+from tests.unit.simulator.running import PARADIGMS, simulate, timing_job
 
 NETWORK = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}  # 4 kB take 32 ms
 EVENTS = {
@@ -163,10 +165,6 @@ class Holding(paradigms.create("asp", 1).__class__):
 
 
 def test_a_paradigm_that_never_answers_is_told(tmp_path):
-    class Nothing:
-        def append(self, table, row):
-            pass
-
     job = timing_job(workers=2)
     workload = build(job)
     with pytest.raises(RuntimeError, match=r"workers \[0, 1\] wait for ever"):
@@ -266,6 +264,52 @@ def test_the_number_of_servers_changes_no_number(tmp_path):
     assert torch.equal(one, three)
 
 
-def test_the_timing_workload_costs_no_memory(tmp_path):
-    job = timing_job(workers=1000, workload=TIMING, paradigm={"name": "asp"}, stop={"updates": 2000})
-    assert len(simulate(job, tmp_path / "trace.h5").tables["pushes"]) >= 2000
+def test_an_update_that_a_departure_completes_is_evaluated_then(tmp_path):
+    job = make_job(
+        workload=LINEAR,
+        evaluation={"every_samples": 1},
+        stop={"updates": 4},
+        cluster={
+            "workers": 2,
+            "compute": {"model": "constant", "seconds": [1.0, 3.5]},
+            "events": [{"worker": 1, "at_iteration": 2, "change": "leave"}],
+            **NETWORK,
+        },
+    )
+    trace = simulate(job, tmp_path / "trace.h5")
+    updates, evaluations = trace.tables["updates"], trace.tables["evaluations"]
+    assert 1 in updates["n_contributions"].tolist()
+    assert evaluations["version"].tolist() == [1, 2, 3, 4]
+    assert evaluations["now_s"].tolist() == updates["now_s"][evaluations["version"] - 1].tolist()
+
+
+class Nothing:
+    """A trace that keeps nothing."""
+
+    def append(self, table, row):
+        pass
+
+
+def peak_bytes(updates: int) -> int:
+    """Of a simulation of 200 workers, traced by tracemalloc."""
+    job = timing_job(workers=200, model="lognormal", paradigm=PARADIGMS[3], stop={"updates": updates}, cluster=NETWORK)
+    workload = build(job)
+    simulation = Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing())
+    tracemalloc.start()
+    try:
+        simulation.run()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_is_bounded_by_workers_not_by_events():
+    short, long = peak_bytes(1000), peak_bytes(8000)
+    assert long < 1.3 * short
+
+
+def test_a_trace_that_keeps_its_rows_would_be_seen(monkeypatch):
+    rows = []
+    short = peak_bytes(1000)
+    monkeypatch.setattr(Nothing, "append", lambda self, table, row: rows.append(row))
+    assert not peak_bytes(8000) < 1.3 * short

@@ -12,8 +12,8 @@ from hpcsync.traces.schema import GRANTS, PUSHES, UPDATES
 from tests.unit.traces.recorder import make_job
 
 
-def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi") -> Trace:
-    """Grants as pairs of worker and iteration; an update each second, and a push with each."""
+def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi", samples=8) -> Trace:
+    """Grants as pairs of worker and iteration; an update of so many samples each second, and a push with each."""
     tables = {
         "grants": np.zeros(len(grants), GRANTS),
         "updates": np.zeros(updates, UPDATES),
@@ -22,6 +22,7 @@ def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mp
     tables["grants"]["worker"], tables["grants"]["iteration"] = np.array(grants).reshape(-1, 2).T
     tables["grants"]["local_steps"] = 1
     tables["updates"]["now_s"] = tables["pushes"]["now_s"] = step_s * np.arange(1, updates + 1)
+    tables["updates"]["samples"] = samples * np.arange(1, updates + 1)
     tables["pushes"]["compute_s"], tables["pushes"]["wait_s"] = 1.0 - wait_s, wait_s
     job = make_job("asp", workers=n_workers)
     return Trace(None, {"engine": engine, "n_workers": n_workers, "job": job.to_toml()}, tables)
@@ -57,11 +58,19 @@ def test_stops_are_no_grants():
     assert compare(one, trace(ORDER)).common_grants == 4
 
 
-def test_both_are_looked_at_up_to_the_last_update_that_both_have():
+def test_both_are_looked_at_up_to_the_samples_that_both_have():
     comparison = compare(trace(ORDER, updates=4), trace(ORDER, updates=9, step_s=1.5))
-    assert comparison.updates == 4
+    assert comparison.samples == 32
     assert [side.time_s for side in comparison.sides] == [4.0, 6.0]
     assert comparison.time_ratio == 1.5
+
+
+def test_updates_of_different_size_are_compared_by_their_samples():
+    """Of a barrier's mean of two gradients and of gradients one by one: 32 samples are two of those, four of these."""
+    one_by_one, barrier = trace(ORDER, updates=4), trace(ORDER, updates=2, step_s=3.0, samples=16)
+    comparison = compare(one_by_one, barrier)
+    assert (comparison.samples, comparison.time_ratio) == (32, 1.5)
+    assert compare(one_by_one, trace(ORDER, updates=2, step_s=3.0)).samples == 16
 
 
 def test_waiting_is_a_share_of_the_workers_time():
@@ -71,14 +80,14 @@ def test_waiting_is_a_share_of_the_workers_time():
 
 def test_nothing_can_be_compared_with_nothing():
     comparison = compare(trace([], updates=0), trace(ORDER))
-    assert (comparison.updates, comparison.time_ratio, comparison.same_order) == (0, None, None)
+    assert (comparison.samples, comparison.time_ratio, comparison.same_order) == (0, None, None)
     assert comparison.sides[0].wait_share is None
 
 
 def test_people_see_both():
     text = io.StringIO()
     Console(file=text, width=100).print(table(compare(trace(ORDER), trace(ORDER, step_s=2.0, engine="simulator"))))
-    assert "time of update 4  4.000 s    8.000 s  2.000" in text.getvalue()
+    assert "time of 32 samples  4.000 s    8.000 s  2.000" in text.getvalue()
     assert (
         "5 grants that both have: 100.00% of the pairs are in the same order, the first 5 are the same"
         in text.getvalue()
