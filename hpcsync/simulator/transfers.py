@@ -87,6 +87,7 @@ class Networked:
         self._loop = loop
         self._roles = roles
         self._latency_s = 1e-6 * table.latency_us
+        self._grant_s = (1 if roles.n_servers == 1 else 2) * self._latency_s  # others hear of it from server 0
         self._network = Network(loop, rates, rates, self._latency_s)
         self._shard_bytes = shard_bytes
         self._missing = [0] * roles.n_workers  # worker -> shards under way
@@ -99,14 +100,14 @@ class Networked:
             self._network.send(rank, server, n_bytes, self._put, worker, then)
 
     def pull(self, worker: int, iteration: int, then: Then) -> None:
+        """A worker reads when all servers' grants are there."""
+        granted_s = self._loop.now_s + self._grant_s
+        self._granted_s[worker] = granted_s
         self._missing[worker] = self._roles.n_servers
-        for server in range(self._roles.n_servers):
-            messages = 1 if server == 0 else 2
-            self._loop.after(messages * self._latency_s, self._granted, worker, then)
+        self._loop.at(granted_s + self._latency_s, self._requested, worker, then)
 
     def stop(self, worker: int, iteration: int, then: Then) -> None:
-        messages = 1 if self._roles.n_servers == 1 else 2
-        self._loop.after(messages * self._latency_s, then, worker, self._loop.now_s)
+        self._loop.after(self._grant_s, then, worker, self._loop.now_s)
 
     def leave(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._latency_s, then, worker, self._loop.now_s)
@@ -117,17 +118,10 @@ class Networked:
             acknowledged_s = self._loop.now_s + self._latency_s
             self._loop.at(acknowledged_s + self._latency_s, then, worker, acknowledged_s)
 
-    def _granted(self, worker: int, then: Then) -> None:
-        """A worker begins to read when all servers' grants are there."""
-        self._missing[worker] -= 1
-        if self._missing[worker] == 0:
-            self._granted_s[worker] = self._loop.now_s
-            self._missing[worker] = self._roles.n_servers
-            for server in range(self._roles.n_servers):
-                self._loop.after(self._latency_s, self._requested, server, worker, then)
-
-    def _requested(self, server: int, worker: int, then: Then) -> None:
-        self._network.send(server, self._roles.rank_of(worker), self._shard_bytes[server], self._read, worker, then)
+    def _requested(self, worker: int, then: Then) -> None:
+        rank = self._roles.rank_of(worker)
+        for server, n_bytes in enumerate(self._shard_bytes):
+            self._network.send(server, rank, n_bytes, self._read, worker, then)
 
     def _read(self, worker: int, then: Then) -> None:
         self._missing[worker] -= 1

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from hpcsync.devices import Device, device, iteration_seconds
 from hpcsync.job_cluster import Change
@@ -168,6 +169,22 @@ def test_a_device_to_which_nothing_happens_takes_its_times_bit_for_bit(compute):
     assert [quiet.seconds(begin_s) for begin_s in begins] == times
     assert other.seconds(0.0) == 3.0 * next(iteration_seconds(job.cluster.compute, 1, 1, 2))
     assert quiet.leaves(9.0) and not other.leaves(9.0)
+
+
+# The stretching against its definition, in exact arithmetic: an iteration ends when what it has done since its
+# beginning, the integral of 1/factor, is its undisturbed time. Factors are powers of two, so that floats are exact too.
+
+UNIT = Fraction(1, 64)
+MOMENTS = st.one_of(
+    st.fixed_dictionaries({"at_s": st.integers(0, 40).map(lambda n: float(n * UNIT * 16))}),
+    st.fixed_dictionaries({"at_iteration": st.integers(1, 8)}),
+)
+CHANGES = st.one_of(
+    st.fixed_dictionaries({"change": st.just("slow"), "factor": st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])}),
+    st.just({"change": "recover"}),
+)
+EVENTS = st.lists(st.builds(lambda moment, change: Change(worker=0, **moment, **change), MOMENTS, CHANGES), max_size=6)
+STEPS = st.lists(st.integers(0, 96).map(lambda n: float(n * UNIT)), min_size=1, max_size=8)
 
 
 def by_definition(works, gaps, events):
