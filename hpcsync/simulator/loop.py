@@ -1,10 +1,7 @@
 """Virtual time: actions, each carried out at its time.
 
-SimPy 4.1.2 is the kernel that others keep. Measured in turn with it (`hpcsync bench events`: 1000 activities, Python
-3.11, two cores of an AMD EPYC), this loop carries out 1.4 million events per second, 0.56 of what a bare heap can, and
-1.5 times as many as SimPy with bare callbacks, 1.7 times as many as with processes. Such a margin would not decide
-alone. But SimPy plans by delays, and now + (time - now) misses one arbitrary time in sixty by a rounding, where what
-ends together must be seen to; its timeouts have no priorities; and its processes and resources would go unused.
+SimPy is the kernel that others keep; `hpcsync bench events` measures it beside this loop, ARCHITECTURE.md says why it is
+not used: it plans by delays, which miss some times by a rounding, its timeouts have no priorities, and it is slower.
 """
 
 from __future__ import annotations
