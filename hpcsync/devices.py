@@ -18,6 +18,8 @@ from hpcsync.job import Job
 from hpcsync.job_cluster import Change, Compute, Exponential, LogNormal, Recorded
 from hpcsync.job_times import read_times
 
+BLOCK = 64
+
 
 class Device:
     """One worker's device: how long its iterations take, one after the other, and when it leaves.
@@ -103,10 +105,10 @@ def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) 
             yield from _table(compute.table, n_workers)[worker]
     seconds = compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]
     generator = np.random.default_rng([seed, 2, worker])
-    while True:
+    while True:  # a block of numbers takes little longer than one, and is the same numbers
         if isinstance(compute, LogNormal):
-            yield seconds * float(generator.lognormal(0.0, compute.jitter))
+            yield from (seconds * generator.lognormal(0.0, compute.jitter, BLOCK)).tolist()
         elif isinstance(compute, Exponential):
-            yield float(generator.exponential(seconds))
+            yield from generator.exponential(seconds, BLOCK).tolist()
         else:
             yield seconds

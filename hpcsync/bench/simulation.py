@@ -73,7 +73,7 @@ def _job(workload: dict[str, Any], workers: int, updates: int, **tables: Any) ->
         {
             "name": "bench",
             "workload": workload,
-            "optimizer": {"name": "sgd", "lr": 0.01},
+            "optimizer": {"name": "sgd", "lr": 1e-6},
             "stop": {"updates": updates},
             "paradigm": DSSP,
             "cluster": {"workers": workers, "compute": compute, **network},

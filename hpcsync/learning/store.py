@@ -52,7 +52,7 @@ class Store:
     ) -> None:
         self._size = size
         self._buffers = buffers
-        self._slots = slots
+        self._slots = list(slots)  # a view of each row: made once, not for every update
         self._done = done
         self._pinned = [0] * len(done)  # reader -> buffer
         self._serial = [0] * len(done)  # reader -> serial number of its latest promise

@@ -72,26 +72,28 @@ class RealArithmetic:
         self._flat = FlatModel(workload.model)
         self._replica = Replica(self._flat, workload.loss)
         size = self._flat.size
-        self._versions = _rows(n_buffers(n_workers), self._flat.weights)
-        self._versions[0, :size] = self._flat.weights
-        self._slots = _rows(n_workers, self._flat.weights)
-        done = np.zeros(n_workers + 1, np.int64)
-        self._store = Store(self._versions, self._slots, done, OptimizerSpec.of_job(job), size)
-        self._promised = [0] * n_workers  # worker -> row of the version
+        buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
+        self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]  # made once: views cost time
+        self._versions[0].copy_(self._flat.weights)
+        self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), OptimizerSpec.of_job(job), size)
+        self._promised = [self._versions[0]] * n_workers  # worker -> the version it reads
         self._own = [_Own(workload, job, worker, seed) for worker in range(n_workers)]
 
     def promise(self, worker: int) -> None:
-        self._promised[worker], _ = self._store.pin(worker)
+        buffer, _ = self._store.pin(worker)
+        self._promised[worker] = self._versions[buffer]
 
     def contribute(self, worker: int) -> float:
-        size, own = self._flat.size, self._own[worker]
-        self._flat.weights.copy_(self._versions[self._promised[worker], :size])
+        own = self._own[worker]
+        self._flat.weights.copy_(self._promised[worker])
         torch.set_rng_state(own.generator)
-        _copy(own.statistics, self._flat.model.buffers())
+        if own.statistics:
+            _copy(own.statistics, self._flat.model.buffers())
         loss = self._replica.compute(next(own.batches))
-        _copy(self._flat.model.buffers(), own.statistics)
+        if own.statistics:
+            _copy(self._flat.model.buffers(), own.statistics)
         own.generator = torch.get_rng_state()
-        self._slots[worker, :size] = self._flat.gradient
+        self._slots[worker].copy_(self._flat.gradient)
         return loss
 
     def apply(self, update: Update) -> None:
