@@ -30,11 +30,15 @@ NETWORK = {"bandwidth_gbit": 10.0, "latency_us": 50.0}
 
 
 def measure(workers: int = 1000, iterations: int = 50, gradients: int = 1000, repetitions: int = 5) -> list[Figure]:
-    """Without arithmetic: the events of `workers` workers. With it: so many gradients of digits, of few and of many."""
+    """What a simulation costs.
+
+    Without arithmetic: the events of `workers` workers. With it: so many gradients of digits, small and large ones, of few
+    workers and of many.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with_arithmetic = [_with(few_or_many, gradients, repetitions) for few_or_many in (4, 64)]
+        with_arithmetic = [_with(*size, gradients, repetitions) for size in ((4, 32), (4, 128), (64, 128))]
         return [*_without(workers, iterations, repetitions), *with_arithmetic]
     finally:
         torch.set_num_threads(threads)
@@ -58,11 +62,11 @@ def _rate(job: Job) -> float:
     return 1e-3 * n_events / took_s
 
 
-def _with(workers: int, gradients: int, repetitions: int) -> Figure:
-    workload = {"name": "digits", "batch_size": 32}
+def _with(workers: int, batch_size: int, gradients: int, repetitions: int) -> Figure:
+    workload = {"name": "digits", "batch_size": batch_size}
     job = _job(workload, workers, gradients, evaluation={"every_samples": 0}, network=NETWORK)
     simulated, alone = in_turn(repetitions, lambda: 1e3 * simulate(job)[1], lambda: 1e3 * arithmetic_alone(job))
-    what = f"dssp, {workers} workers, {gradients:,} gradients of digits"
+    what = f"dssp, {workers} workers, {gradients:,} gradients of {batch_size} digits"
     return Figure(what, "ms", simulated, "as many batches, gradients and optimizer steps", alone, aim=1.1)
 
 

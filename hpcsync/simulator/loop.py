@@ -1,7 +1,7 @@
 """Virtual time: actions, each carried out at its time.
 
-SimPy is the kernel that others keep; `hpcsync bench events` measures it beside this loop, ARCHITECTURE.md says why it is
-not used: it plans by delays, which miss some times by a rounding, its timeouts have no priorities, and it is slower.
+SimPy is the kernel that others keep; `hpcsync bench events` measures it beside this loop, ARCHITECTURE.md says why it
+is not used: it plans by delays, which miss some times by a rounding, its timeouts have no priorities, and it is slower.
 """
 
 from __future__ import annotations
