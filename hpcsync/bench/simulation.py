@@ -32,8 +32,8 @@ NETWORK = {"bandwidth_gbit": 10.0, "latency_us": 50.0}
 def measure(workers: int = 1000, iterations: int = 50, gradients: int = 1000, repetitions: int = 5) -> list[Figure]:
     """What a simulation costs.
 
-    Without arithmetic: the events of `workers` workers. With it: so many gradients of digits, small and large ones, of few
-    workers and of many.
+    Without arithmetic: the events of `workers` workers. With it: so many gradients of digits, small and large,
+    of few workers and of many.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
