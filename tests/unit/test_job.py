@@ -361,9 +361,10 @@ def test_a_trace_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
     job = load(path, [override])
     assert job.cluster.times_from == str(trace)
     assert load(path, [f"cluster.times_from={trace}"]) == job
+    assert load(path, ["cluster.times_from=run"]) == job
     trace.unlink()
+    message = f'cluster.times_from = "{trace}": must be a trace, or a run\'s folder; no such file'
     for absent in (trace, trace.parent):
-        message = f'cluster.times_from = "{absent}": must be a trace.h5; no such file'
         assert error(path, f"cluster.times_from={absent}") == message
     assert Job.from_toml(job.to_toml()) == job
 
