@@ -38,16 +38,16 @@ def _workers(processes: int) -> Iterator:
     if processes <= 1:
         yield lambda todo: map(_simulate, todo)
         return
-    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
-        def carry_out(todo: Iterable[tuple[Job, Path]]) -> Iterator[None]:
-            for future in as_completed([pool.submit(_simulate, run) for run in todo]):
-                yield future.result()
+    def carry_out(todo: Iterable[tuple[Job, Path]]) -> Iterator[None]:
+        for future in as_completed([pool.submit(_simulate, run) for run in todo]):
+            yield future.result()
 
-        try:
-            yield carry_out
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    try:
+        yield carry_out
+    finally:
+        pool.shutdown(cancel_futures=True)  # after an error or Ctrl-C: what is under way ends, nothing else begins
 
 
 def _simulate(run: tuple[Job, Path]) -> None:
