@@ -8,6 +8,7 @@ with the same seed, whatever the others do and whatever happens to it.
 from __future__ import annotations
 
 import math
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -84,13 +85,13 @@ def device(job: Job, worker: int) -> Device:
 def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:
     """Whether every iteration of this worker takes 0 seconds."""
     if isinstance(compute, Recorded):
-        return not any(_table(compute.table, n_workers)[worker])
+        return not any(_table(compute.table, os.stat(compute.table).st_mtime_ns, n_workers)[worker])
     return (compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]) == 0.0
 
 
 @lru_cache(maxsize=1)
-def _table(path: str, n_workers: int) -> list[list[float]]:
-    """A table of times, read once for all workers."""
+def _table(path: str, mtime_ns: int, n_workers: int) -> list[list[float]]:
+    """A table of times, read once for all workers; again when the file has changed since."""
     return read_times(path, n_workers)
 
 
@@ -101,8 +102,9 @@ def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) 
     `exponential` has the mean `seconds`; `table` gives the worker's rows in order and then starts over.
     """
     if isinstance(compute, Recorded):
+        times = _table(compute.table, os.stat(compute.table).st_mtime_ns, n_workers)[worker]
         while True:
-            yield from _table(compute.table, n_workers)[worker]
+            yield from times
     seconds = compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]
     generator = np.random.default_rng([seed, 2, worker])
     while True:  # a block of numbers takes little longer than one, and is the same numbers

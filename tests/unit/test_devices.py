@@ -3,6 +3,7 @@ while a worker trains."""
 
 import itertools
 import math
+import os
 from fractions import Fraction
 
 import numpy as np
@@ -247,3 +248,12 @@ def test_the_definition_tells_other_devices_apart(kind):
     works, gaps, events = [1.0] * 4, [0.5] * 4, [slow(2.0, at_s=1.75), slow(4.0, at_s=2.0)]
     assert as_built(works, gaps, events) == by_definition(works, gaps, events)
     assert as_built(works, gaps, events, kind) != by_definition(works, gaps, events)
+
+
+def test_a_table_that_has_changed_is_read_again(tmp_path):
+    path = tmp_path / "times.csv"
+    compute = {"model": "table", "table": str(path)}
+    for nth, seconds in enumerate((1.0, 2.0)):
+        path.write_text(f"worker,iteration,seconds\n0,0,{seconds}\n")
+        os.utime(path, ns=(nth, nth))
+        assert draw(2, n_workers=1, **compute) == [seconds] * 2
