@@ -35,3 +35,7 @@ class Roles:
     def shard(self, server: int, size: int) -> slice:
         """The contiguous part of a flat vector of `size` elements that a server holds; sizes differ by at most one."""
         return slice(size * server // self.n_servers, size * (server + 1) // self.n_servers)
+
+    def shards(self, size: int) -> list[slice]:
+        """Every server's part of a flat vector of `size` elements."""
+        return [self.shard(server, size) for server in range(self.n_servers)]

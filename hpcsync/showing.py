@@ -32,8 +32,7 @@ def rows(job: Job) -> list[tuple[str, str]]:
     size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
     servers, workers = job.cluster.servers, job.cluster.workers
     roles = Roles(servers, workers)
-    shards = [roles.shard(server, size) for server in range(servers)]
-    sizes = sorted({shard.stop - shard.start for shard in shards})
+    sizes = sorted({shard.stop - shard.start for shard in roles.shards(size)})
     return [
         ("paradigm", f"{job.paradigm.name}: {in_words(job)}"),
         ("ranks", f"{roles.n_ranks}: {_ranks('server', 0, servers)}, {_ranks('worker', servers, workers)}"),

@@ -90,15 +90,16 @@ def simulate(job: Job) -> tuple[int, float]:
     """Events of a whole simulation with its trace, and the seconds that it takes, evaluation at its end left out."""
     workload = replace(build(job), evaluate=None)
     paradigm = create_paradigm(job)
-    with tempfile.TemporaryDirectory() as folder:
-        trace = TraceWriter(Path(folder) / "trace.h5", {}, paradigm.decision_fields)
-        with trace:
-            virtual = cluster.build(job, workload)
-            simulation = Simulation(job, workload, virtual, paradigm, trace)
-            begin_s = time.perf_counter()
-            simulation.run()
-            trace.flush()
-            return virtual.loop.n_events, time.perf_counter() - begin_s
+    virtual = cluster.build(job, workload)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        TraceWriter(Path(folder) / "trace.h5", {}, paradigm.decision_fields) as trace,
+    ):
+        simulation = Simulation(job, workload, virtual, paradigm, trace)
+        begin_s = time.perf_counter()
+        simulation.run()
+        trace.flush()
+        return virtual.loop.n_events, time.perf_counter() - begin_s
 
 
 def arithmetic_alone(job: Job) -> float:

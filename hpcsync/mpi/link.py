@@ -29,7 +29,7 @@ class Link:
         self.comm = comm.Dup()
         self.roles = roles
         self.size = weights.size
-        self.shards = [roles.shard(s, self.size) for s in range(roles.n_servers)]
+        self.shards = roles.shards(self.size)
         is_server = roles.is_server(comm.rank)
         rows = n_buffers(roles.n_workers) + roles.n_workers
         self.tensors = Window(self.comm, rows * self.row_size(comm.rank) if is_server else 0, weights.dtype)

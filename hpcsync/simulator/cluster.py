@@ -34,7 +34,9 @@ def build(job: Job, workload: Workload) -> Cluster:
     Raises JobError for a job that does not say how long its iterations take, for a trace that does not fit it, and
     where no time would ever pass.
     """
-    loop, cluster, shard_bytes = Loop(), job.cluster, _shard_bytes(job, workload)
+    loop, cluster = Loop(), job.cluster
+    roles = Roles(cluster.servers, cluster.workers)
+    shard_bytes = _shard_bytes(roles, workload)
     if cluster.times_from is not None:
         recorded = read(job, 2 * sum(shard_bytes))
         _refuse_standstill(job, "cluster.times_from", [times.total_s == 0.0 for times in recorded.workers])
@@ -49,7 +51,7 @@ def build(job: Job, workload: Workload) -> Cluster:
         )
     devices = [device(job, worker) for worker in range(cluster.workers)]
     if cluster.network is not None:
-        networked = Networked(loop, cluster.network, Roles(cluster.servers, cluster.workers), shard_bytes)
+        networked = Networked(loop, cluster.network, roles, shard_bytes)
         return Cluster(loop, shard_bytes, devices, networked)
     idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
     _refuse_standstill(job, "cluster.compute", idle)
@@ -74,9 +76,7 @@ def _refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
         )
 
 
-def _shard_bytes(job: Job, workload: Workload) -> list[int]:
+def _shard_bytes(roles: Roles, workload: Workload) -> list[int]:
     parameters = trainable(workload.model)
     size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
-    roles = Roles(job.cluster.servers, job.cluster.workers)
-    shards = [roles.shard(server, size) for server in range(roles.n_servers)]
-    return [(shard.stop - shard.start) * itemsize for shard in shards]
+    return [(shard.stop - shard.start) * itemsize for shard in roles.shards(size)]

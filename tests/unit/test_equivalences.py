@@ -31,7 +31,7 @@ class Server:
     def __init__(self, job, weights: torch.Tensor) -> None:
         roles = Roles(job.cluster.servers, job.cluster.workers)
         spec = OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
-        self.shards = [roles.shard(server, len(weights)) for server in range(roles.n_servers)]
+        self.shards = roles.shards(len(weights))
         self.stores, self.slots = [], []
         for shard in self.shards:
             size, done = shard.stop - shard.start, np.zeros(roles.n_workers + 1, np.int64)
