@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from hpcsync import paradigms
 from hpcsync.job import Job, Stop
-from hpcsync.learning.schedule import LearningRate
+from hpcsync.learning.schedule import LearningRate, learning_rate
 from hpcsync.paradigms import Apply, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
 from hpcsync.traces.schema import APPLIED, DROPPED, LEFT
 
@@ -202,3 +202,8 @@ class Coordinator:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
+
+
+def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
+    """The coordinator of a run of this job; the paradigm is a new one of it."""
+    return Coordinator(paradigm, trace, n_workers=job.cluster.workers, lr=learning_rate(job), stop=job.stop)

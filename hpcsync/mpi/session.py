@@ -16,12 +16,11 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
-from hpcsync.coordinator import Coordinator, create_paradigm
+from hpcsync.coordinator import coordinate, create_paradigm
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import Leader, RankFailed
@@ -213,9 +212,7 @@ class LeaderSession(FollowerSession):
         for row in self._clocks:
             self._trace.append("clocks", row)
         self._trace.flush()
-        self._coordinator = Coordinator(
-            paradigm, self._trace, n_workers=job.cluster.workers, lr=learning_rate(job), stop=job.stop
-        )
+        self._coordinator = coordinate(job, paradigm, self._trace)
         self._evaluate = evaluate
         self._evaluator = (
             Evaluator(self._reader, model, evaluate, job.evaluation.every_samples) if evaluate is not None else None

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hpcsync.coordinator import Coordinator, Order, Recorder, Report, Update
+from hpcsync.coordinator import Coordinator, Order, Recorder, Report, Update, coordinate
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
-from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
+from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Workload
 from hpcsync.paradigms import Paradigm
 from hpcsync.simulator.arithmetic import arithmetic
@@ -50,9 +50,7 @@ class Simulation:
         watch: Callable[[float, Coordinator], None] = lambda now_s, coordinator: None,
     ) -> None:
         assert not isinstance(job.workload, Script)
-        self.coordinator = Coordinator(
-            paradigm, trace, n_workers=job.cluster.workers, lr=learning_rate(job), stop=job.stop
-        )
+        self.coordinator = coordinate(job, paradigm, trace)
         self._job = job
         self._paradigm = paradigm
         self._watch = watch
