@@ -8,7 +8,6 @@ key, the value and what is allowed. No torch and no MPI here: what depends on th
 from __future__ import annotations
 
 import itertools
-import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from pydantic import (
 
 from hpcsync.job_cluster import Cluster, Compute
 from hpcsync.job_errors import JobError, in_one_line, shown
+from hpcsync.job_paradigms import WITHOUT_SERVER, Easgd, Paradigm
 from hpcsync.job_table import Count, NotNegative, Positive, Table
 
 
@@ -63,6 +63,26 @@ class Linear(Table):
     noise: NotNegative = 0.1
 
 
+class Text(Table):
+    """The source of Python's standard library, character by character, and a small transformer in float32.
+
+    batch_size: sequences, of `context` characters each. width: of the transformer, shared among its `heads`.
+    """
+
+    name: Literal["text"]
+    batch_size: Count = 16
+    context: Annotated[int, Field(ge=1, le=4096)] = 64
+    layers: Count = 2
+    width: Count = 96
+    heads: Count = 4
+
+    @model_validator(mode="after")
+    def _heads_are_alike(self) -> Self:
+        if self.width % self.heads != 0:
+            raise JobError(f"workload.width = {self.width}: must be a multiple of workload.heads = {self.heads}")
+        return self
+
+
 class Timing(Table):
     """No arithmetic: a vector of this many float32 parameters travels, for schedules and measurements."""
 
@@ -85,7 +105,7 @@ class Script(Table):
     name: Literal["script"]
 
 
-WORKLOADS = ("digits", "linear", "timing")
+WORKLOADS = ("digits", "linear", "text", "timing")
 
 
 def _workload_tag(table: Any) -> str | None:
@@ -98,6 +118,7 @@ def _workload_tag(table: Any) -> str | None:
 Workload = Annotated[
     Annotated[Digits, Tag("digits")]
     | Annotated[Linear, Tag("linear")]
+    | Annotated[Text, Tag("text")]
     | Annotated[Timing, Tag("timing")]
     | Annotated[Script, Tag("script")]
     | Annotated[Function, Tag("function")],
@@ -197,45 +218,7 @@ class Evaluation(Table):
     every_samples: Annotated[int, Field(ge=0)] = 5000
 
 
-# ---- who waits for whom ----
-
-
-class Bsp(Table):
-    name: Literal["bsp"]
-
-
-class Asp(Table):
-    name: Literal["asp"]
-
-
-class Ssp(Table):
-    name: Literal["ssp"]
-    staleness: int | float = Field(description="a whole number of at least 0, or inf")
-
-    @field_validator("staleness", mode="before")
-    @classmethod
-    def _whole_or_inf(cls, staleness: Any) -> Any:
-        if staleness != math.inf and (type(staleness) is not int or staleness < 0):
-            raise ValueError("must be a whole number of at least 0, or inf")
-        return staleness
-
-
-class Dssp(Table):
-    name: Literal["dssp"]
-    staleness_min: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least 0")
-    staleness_max: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least staleness_min")
-    mode: Literal["bounded", "paper"] = "bounded"
-
-    @field_validator("staleness_max")
-    @classmethod
-    def _ordered(cls, staleness_max: int, info: ValidationInfo) -> int:
-        if "staleness_min" in info.data and staleness_max < info.data["staleness_min"]:
-            raise ValueError(f"must be at least paradigm.staleness_min = {info.data['staleness_min']}")
-        return staleness_max
-
-
-Paradigm = Annotated[Bsp | Asp | Ssp | Dssp, Discriminator("name")]
-
+# ---- all of it ----
 
 A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
 
@@ -249,6 +232,59 @@ class Job(Table):
     evaluation: Evaluation = Evaluation()
     paradigm: Paradigm = Field(description="a table")
     cluster: Cluster = Cluster()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_many_servers_as_needed(cls, table: Any) -> Any:
+        if isinstance(table, dict) and _without_server(table):
+            cluster = table.get("cluster", {})
+            if isinstance(cluster, dict):
+                return {**table, "cluster": {"servers": 0, **cluster}}
+        return table
+
+    @model_validator(mode="after")
+    def _servers_if_needed(self) -> Self:
+        servers, paradigm = self.cluster.servers, self.paradigm.name
+        if self.has_servers and servers == 0:
+            raise JobError(f'cluster.servers = 0: must be at least 1 with paradigm.name = "{paradigm}"')
+        if not self.has_servers and servers != 0:
+            raise JobError(
+                f'cluster.servers = {servers}: must be 0, or left out, with paradigm.name = "{paradigm}", where all '
+                "ranks train"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _steps_on_workers_are_whole(self) -> Self:
+        if self.steps_on_workers and self.optimizer.async_lr_scale != 1.0:
+            raise JobError(
+                f"optimizer.async_lr_scale = {shown(self.optimizer.async_lr_scale)}: must be 1.0 with paradigm.name = "
+                f'"{self.paradigm.name}": the optimizer runs on the workers, and no update is one of several'
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _moves_towards_the_centre(self) -> Self:
+        if isinstance(self.paradigm, Easgd):
+            workers, alpha = self.cluster.workers, self.paradigm.moving_rate(self.cluster.workers)
+            limit = 2 / (workers + 1) if self.paradigm.synchronous else 1.0
+            if alpha > limit:
+                key, factor = ("beta", workers) if self.paradigm.alpha is None else ("alpha", 1)
+                raise JobError(
+                    f"paradigm.{key} = {getattr(self.paradigm, key)}: must be at most {limit * factor:g} with "
+                    f"cluster.workers = {workers}: beyond it workers and centre move away from each other"
+                )
+        return self
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether weights live on servers; without them all ranks are workers."""
+        return not isinstance(self.paradigm, WITHOUT_SERVER)
+
+    @property
+    def steps_on_workers(self) -> bool:
+        """Whether every worker has weights of its own, and an optimizer that makes steps of them."""
+        return not self.has_servers or isinstance(self.paradigm, Easgd)
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
@@ -282,6 +318,12 @@ class Job(Table):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
+def _without_server(table: dict[str, Any]) -> bool:
+    """The same of a job that is not validated yet."""
+    paradigm = table.get("paradigm")
+    return isinstance(paradigm, dict) and paradigm.get("name") in WITHOUT_SERVER_NAMES
+
+
 def _kinds(union: Any, key: str) -> list[str]:
     return [get_args(kind.model_fields[key].annotation)[0] for kind in get_args(get_args(union)[0])]
 
@@ -292,6 +334,9 @@ KINDS = {  # what may stand in the key that tells a table's kind
     "schedule": _kinds(Schedule, "name"),
     "compute": _kinds(Compute, "model"),
 }
+
+
+WITHOUT_SERVER_NAMES = [get_args(kind.model_fields["name"].annotation)[0] for kind in WITHOUT_SERVER]
 
 
 # ---- reading ----
@@ -350,7 +395,7 @@ def _set(table: dict[str, Any], override: str) -> None:
 
 def _set_workers(table: dict[str, Any], ranks: int) -> None:
     cluster = table.setdefault("cluster", {})
-    servers = cluster.get("servers", 1) if isinstance(cluster, dict) else None
+    servers = cluster.get("servers", 0 if _without_server(table) else 1) if isinstance(cluster, dict) else None
     if type(servers) is int:  # anything else is told when the job is validated
         if ranks <= servers:
             raise JobError(f"-n {ranks}: must be at least {servers + 1}: cluster.servers = {servers} and a worker")

@@ -135,7 +135,7 @@ class Network(Table):
 class Cluster(Table):
     """`times_from` is a trace whose times a simulation takes in place of `compute` and `network`."""
 
-    servers: Count = 1
+    servers: Annotated[int, Field(ge=0)] = 1  # 0 without asking where all ranks train
     workers: Count = 3
     device: Literal["auto", "cpu"] = "auto"
     times_from: str | None = None

@@ -8,8 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpcsync.job import Asp, Bsp, Dssp, Job, Script, Ssp
+from hpcsync.job import Job, Script
 from hpcsync.job_cluster import Change, Cluster, Network
+from hpcsync.job_paradigms import AllReduce, Asp, Bsp, Dssp, Easgd, Gossip, LocalSgd, Ssp
 from hpcsync.learning.validation import check
 from hpcsync.roles import Roles
 
@@ -30,19 +31,50 @@ def rows(job: Job) -> list[tuple[str, str]]:
     assert not isinstance(job.workload, Script), "jobs come from files here"
     parameters = [p for p in check(job).model.parameters() if p.requires_grad]
     size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
-    servers, workers = job.cluster.servers, job.cluster.workers
-    roles = Roles(servers, workers)
-    sizes = sorted({shard.stop - shard.start for shard in roles.shards(size)})
+    workers = job.cluster.workers
     return [
         ("paradigm", f"{job.paradigm.name}: {in_words(job)}"),
-        ("ranks", f"{roles.n_ranks}: {_ranks('server', 0, servers)}, {_ranks('worker', servers, workers)}"),
+        ("ranks", f"{job.cluster.ranks}: {_who_is_who(job.cluster)}"),
         ("parameters", f"{size:,} of {itemsize} bytes ({str(parameters[0].dtype).removeprefix('torch.')})"),
-        ("shard of a server", " or ".join(f"{n:,}" for n in sizes) + " parameters"),
-        ("an iteration moves", f"{size * itemsize:,} bytes of weights to the worker, and as many of gradient from it"),
+        *_shard_rows(job.cluster, size),
+        _moves(job, size * itemsize),
         ("samples an iteration", f"{job.workload.batch_size} a worker, {job.workload.batch_size * workers} together"),
         *_cluster_rows(job.cluster),
         ("ends at", " or ".join(f"{key} = {value:,}" for key, value in job.stop if value is not None)),
     ]
+
+
+def _who_is_who(cluster: Cluster) -> str:
+    workers = _ranks("worker", cluster.servers, cluster.workers)
+    return f"{_ranks('server', 0, cluster.servers)}, {workers}" if cluster.servers else workers
+
+
+def _shard_rows(cluster: Cluster, size: int) -> list[tuple[str, str]]:
+    if not cluster.servers:
+        return []
+    sizes = sorted({shard.stop - shard.start for shard in Roles(cluster.servers, cluster.workers).shards(size)})
+    return [("shard of a server", " or ".join(f"{n:,}" for n in sizes) + " parameters")]
+
+
+def _moves(job: Job, size_bytes: int) -> tuple[str, str]:
+    match job.paradigm:
+        case Easgd(period=n):
+            return _every(n), f"{size_bytes:,} bytes of weights from the worker, and as many of the centre's to it"
+        case AllReduce():
+            return "an iteration moves", f"{size_bytes:,} bytes of gradient, summed among the workers"
+        case LocalSgd(steps=n):
+            return _every(n), f"{size_bytes:,} bytes of weights, summed among the workers"
+        case Gossip(period=n):
+            return _every(n), f"{size_bytes:,} bytes of weights from one worker to another, for each worker"
+        case _:
+            return (
+                "an iteration moves",
+                f"{size_bytes:,} bytes of weights to the worker, and as many of gradient from it",
+            )
+
+
+def _every(n: int) -> str:
+    return "an iteration moves" if n == 1 else f"every {n} iterations move"
 
 
 def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:
@@ -99,6 +131,26 @@ def in_words(job: Job) -> str:
                 if mode == "bounded"
                 else f"aiming at {high} (as printed in the paper: no bound)"
             )
+        case Easgd(synchronous=synchronous) as easgd:
+            rate = easgd.moving_rate(job.cluster.workers)
+            together = "all workers at once" if synchronous else "each worker when it suits it"
+            return f"workers and the centre move {rate:.3g} of their distance towards each other, {together}"
+        case AllReduce():
+            return "every update is the mean of all workers' gradients, which they sum among themselves"
+        case LocalSgd(steps=steps, outer_lr=1.0, outer_momentum=0.0):
+            return f"every {steps} iterations all workers' weights become their mean"
+        case LocalSgd(steps=steps, outer_lr=lr, outer_momentum=momentum):
+            outer = f"outer learning rate {lr:g} and momentum {momentum:g}"
+            return f"every {steps} iterations all workers' weights step towards their mean with {outer} (DiLoCo)"
+        case Gossip(mode="permutation", topology=topology):
+            return f"all workers average their weights with another's at once, drawn by permutation ({topology})"
+        case Gossip(mode=mode, topology=topology):
+            does = {
+                "pull": "reads a peer's weights",
+                "push": "gives a peer its weights",
+                "push-sum": "gives a peer half",
+            }
+            return f"each worker {does[mode]} when it suits it, and averages; peers are drawn ({topology})"
 
 
 def _ranks(role: str, first: int, n: int) -> str:

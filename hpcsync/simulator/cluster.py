@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hpcsync.devices import Device, device, takes_no_time
-from hpcsync.job import Bsp, Dssp, Job, Ssp
+from hpcsync.job import Job
 from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError
+from hpcsync.job_paradigms import Bsp, Dssp, Ssp
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.job import KINDS, Dssp, Job, JobError, load, refuse_simulated
+from hpcsync.job import KINDS, Job, JobError, load, refuse_simulated
+from hpcsync.job_paradigms import Dssp
 
 TOML = """
 name = "example"
@@ -99,6 +100,7 @@ KIND_OVERRIDES = [
     'paradigm={name="ssp",staleness=0}',
     "paradigm.mode=paper",
     'workload={name="linear",features=3,noise=0}',
+    'workload={name="text",context=32,width=10,heads=5}',
     'workload={name="my.package:function",options={depth=3,sizes=[1,2]}}',
     "optimizer.async_lr_scale=1/workers",
     "optimizer.betas=[0.9,0.99]",
@@ -184,6 +186,15 @@ def test_an_override_goes_into_tables_only(path: Path) -> None:
     assert error(path, "seed.x=1") == "--set seed.x=1: seed must be a table, it is 1"
 
 
+def test_without_servers_all_ranks_are_workers(path: Path) -> None:
+    allreduce = 'paradigm={name="allreduce"}'
+    assert load(path, [allreduce]).cluster.servers == 0
+    assert load(path, [allreduce, "cluster.compute.seconds=1"], ranks=5).cluster.workers == 5
+    assert error(path, allreduce, ranks=0) == "-n 0: must be at least 1: cluster.servers = 0 and a worker"
+    message = 'cluster.servers = 1: must be 0, or left out, with paradigm.name = "allreduce", where all ranks train'
+    assert error(path, allreduce, "cluster.servers=1") == message
+
+
 def test_ranks_are_servers_and_workers(path: Path) -> None:
     assert load(path, ["cluster.servers=2", "cluster.compute.seconds=1"], ranks=5).cluster.workers == 3
     assert error(path, ranks=1) == "-n 1: must be at least 2: cluster.servers = 1 and a worker"
@@ -217,14 +228,17 @@ MISTAKES = {
     "must be a CSV file with the columns worker,iteration,seconds",
     "stop={}": "stop: empty; must have at least one of samples, updates, seconds, target_accuracy, target_loss",
     # which kind of table
-    "paradigm.name=dsp": 'paradigm.name = "dsp": must be one of bsp, asp, ssp, dssp; did you mean dssp?',
-    "paradigm.name=3": "paradigm.name = 3: must be one of bsp, asp, ssp, dssp",
-    "paradigm={}": "paradigm.name: missing; must be one of bsp, asp, ssp, dssp",
-    "workload.name=digit": 'workload.name = "digit": must be one of digits, linear, timing, "package.module:function"'
+    "paradigm.name=dsp": 'paradigm.name = "dsp": must be one of bsp, asp, ssp, dssp, easgd, allreduce, '
+    "local-sgd, gossip; did you mean dssp?",
+    "paradigm.name=3": "paradigm.name = 3: must be one of bsp, asp, ssp, dssp, easgd, allreduce, local-sgd, gossip",
+    "paradigm={}": "paradigm.name: missing; must be one of bsp, asp, ssp, dssp, easgd, allreduce, local-sgd, gossip",
+    "workload.name=digit": 'workload.name = "digit": must be one of digits, linear, text, timing, "package.module:function"'
     "; did you mean digits?",
-    "workload.name=script": 'workload.name = "script": must be one of digits, linear, timing, '
+    "workload.name=script": 'workload.name = "script": must be one of digits, linear, text, timing, '
     '"package.module:function"',
     "workload.name=:f": 'workload.name = ":f": must be "package.module:function"',
+    "workload.name=texts": 'workload.name = "texts": must be one of digits, linear, text, timing, '
+    '"package.module:function"; did you mean text?',
     "optimizer.schedule.name=step": 'optimizer.schedule.name = "step": must be one of multistep, cosine'
     "; did you mean multistep?",
     "cluster.compute.model=normal": 'cluster.compute.model = "normal": must be one of constant, lognormal, '
@@ -264,7 +278,8 @@ MISTAKES = {
     'paradigm={name="ssp",staleness=-1}': "paradigm.staleness = -1: must be a whole number of at least 0, or inf",
     'paradigm={name="ssp",staleness=1.5}': "paradigm.staleness = 1.5: must be a whole number of at least 0, or inf",
     "paradigm.mode=loose": "paradigm.mode = \"loose\": must be 'bounded' or 'paper'",
-    "cluster.servers=0": "cluster.servers = 0: must be at least 1",
+    "cluster.servers=-1": "cluster.servers = -1: must be at least 0",
+    "cluster.servers=0": 'cluster.servers = 0: must be at least 1 with paradigm.name = "dssp"',
     "cluster.workers=0": "cluster.workers = 0: must be at least 1",
     "cluster.device=tpu": "cluster.device = \"tpu\": must be 'auto' or 'cpu'",
     "cluster.device=cuda": 'cluster.device = "cuda": must be "auto" or "cpu": this version keeps all its buffers in '
@@ -276,6 +291,13 @@ MISTAKES = {
     "paradigm.staleness_max=2": "paradigm.staleness_max = 2: must be at least paradigm.staleness_min = 3",
     'optimizer.schedule={name="cosine",total=5,warmup=5}': "optimizer.schedule.warmup = 5: must be less than "
     "optimizer.schedule.total = 5",
+    'paradigm={name="easgd",alpha=0.1,beta=0.9}': "paradigm.beta = 0.9: must be left out beside paradigm.alpha = 0.1",
+    'paradigm={name="easgd",alpha=0.5,synchronous=true}': "paradigm.alpha = 0.5: must be at most 0.4 with "
+    "cluster.workers = 4: beyond it workers and centre move away from each other",
+    'paradigm={name="gossip",mode="pull",topology="exponential",include_self=true}': "paradigm.include_self = true: "
+    'must be false with paradigm.topology = "exponential", which visits the others in turn',
+    'paradigm={name="local-sgd"}': "paradigm.steps: missing; must be a whole number of at least 1: local steps from "
+    "one averaging to the next",
     "cluster.compute.seconds=[1,2]": "cluster.compute.seconds = [1.0, 2.0]: must be one number, or a list of "
     "cluster.workers = 4 numbers",
 }
@@ -330,10 +352,10 @@ def test_a_script_s_job_is_for_traces_only(path: Path) -> None:
 
 
 def test_every_kind_is_named_where_one_is_missing() -> None:
-    assert KINDS["paradigm"] == ["bsp", "asp", "ssp", "dssp"]
+    assert KINDS["paradigm"] == ["bsp", "asp", "ssp", "dssp", "easgd", "allreduce", "local-sgd", "gossip"]
     assert KINDS["compute"] == ["constant", "lognormal", "exponential", "table"]
     assert KINDS["schedule"] == ["multistep", "cosine"]
-    assert KINDS["workload"] == ["digits", "linear", "timing", '"package.module:function"']
+    assert KINDS["workload"] == ["digits", "linear", "text", "timing", '"package.module:function"']
 
 
 # ---- files that a job names ----
