@@ -124,7 +124,7 @@ class Coordinator:
 
     def evaluated(self, now_s: float, version: int, samples: int, loss: float, accuracy: float) -> list[Order]:
         """The weights of `version`, which were current at now_s, have been judged on held-out data, by now."""
-        self._trace.append("evaluations", (now_s, version, samples, loss, accuracy))
+        self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, math.nan))
         self.last_accuracy = accuracy
         return self.stop(max(now_s, self._now_s)) if self._stop.satisfied(loss, accuracy) else []
 

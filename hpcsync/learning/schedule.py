@@ -28,6 +28,15 @@ def learning_rate(job: Job) -> LearningRate:
     return lr
 
 
+def worker_rate(job: Job) -> Callable[[int, int], float]:
+    """`rate(samples, iterations)`: of a worker's own step that follows so many of its own samples and iterations.
+
+    For a schedule the others count as being as far as the worker is: no step waits to hear of them.
+    """
+    lr, workers = learning_rate(job), job.cluster.workers
+    return lambda samples, iterations: lr(samples * workers, iterations, workers)
+
+
 def factor(schedule: object, clock: int) -> float:
     """What the initial rate is multiplied by when the clock shows `clock`; 1 without a schedule."""
     if schedule is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 APPLIED, DROPPED = 0, 1
 OUTCOMES = {"applied": APPLIED, "dropped": DROPPED}
@@ -74,7 +74,43 @@ UPDATES = np.dtype(
 # One row per choice of an adaptive controller; a paradigm's own `decision_fields` follow as float64 columns.
 DECISIONS = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), ("worker", "<i4"), ("chosen", "<f8")])
 
-EVALUATIONS = np.dtype([("now_s", "<f8"), ("version", "<i8"), ("samples", "<i8"), ("loss", "<f8"), ("accuracy", "<f8")])
+# One row per iteration of a worker that has weights of its own and no server, and the exchange with others that ended
+# it: `peer` is the other one, or EVERYBODY, or NOBODY in an iteration without an exchange. `compute_s` is the
+# computation between `begin_s` and `end_s` with its padding, `wait_s` the wait for others, `comm_s` the transfers,
+# `wire_bytes` what they moved. `n_received` models (or gradients) of others came into the worker's; `weight` is its
+# push-sum weight afterwards. A row with batch size 0 is no iteration: what had come for a worker that had ended.
+EVERYBODY, NOBODY = -1, -2
+EXCHANGES = np.dtype(
+    [
+        ("now_s", "<f8"),
+        ("worker", "<i4"),
+        ("iteration", "<i8"),
+        ("peer", "<i4"),
+        ("wire_bytes", "<i8"),
+        ("compute_s", "<f8"),
+        ("wait_s", "<f8"),
+        ("comm_s", "<f8"),
+        ("loss", "<f8"),
+        ("batch_size", "<i4"),
+        ("begin_s", "<f8"),
+        ("end_s", "<f8"),
+        ("n_received", "<i4"),
+        ("weight", "<f8"),
+    ]
+)
+
+# `consensus_distance`: of the replicas from their mean, which is what was evaluated: the root of their mean squared
+# distance. NaN where weights are on servers.
+EVALUATIONS = np.dtype(
+    [
+        ("now_s", "<f8"),
+        ("version", "<i8"),
+        ("samples", "<i8"),
+        ("loss", "<f8"),
+        ("accuracy", "<f8"),
+        ("consensus_distance", "<f8"),
+    ]
+)
 
 MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("change", "<i1")])
 
@@ -85,6 +121,7 @@ TABLES = {
     "grants": GRANTS,
     "updates": UPDATES,
     "decisions": DECISIONS,
+    "exchanges": EXCHANGES,
     "evaluations": EVALUATIONS,
     "membership": MEMBERSHIP,
     "clocks": CLOCKS,

@@ -1,0 +1,143 @@
+"""A worker that has weights of its own: its local steps, and how weights are mixed when workers exchange them.
+
+Momentum never leaves a worker, and neither does its look-ahead: where torch's SGD runs Nesterov's method, its parameter
+is theta + mu v, the point at which the gradient is taken, and what others get to see is theta.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from hpcsync.learning.optimizers import OptimizerSpec
+
+
+class LocalOptimizer:
+    """An optimizer that steps on a worker. weights: its flat weights, shape (size,), changed in place."""
+
+    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
+        self._parameter = torch.nn.Parameter(weights)  # in the same memory
+        self._optimizer = spec.build(self._parameter)
+        nesterov, momentum = spec.options.get("nesterov", False), spec.options.get("momentum", 0.0)
+        self._ahead = float(momentum) if nesterov else 0.0  # mu
+        self._sign = 1.0 if spec.options.get("maximize", False) else -1.0  # v = sign lr buffer
+        self._lr = 0.0
+
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """One step from the gradient, shape (size,), which was taken at the weights."""
+        self._parameter.grad = gradient
+        self._optimizer.param_groups[0]["lr"] = self._lr = lr
+        self._optimizer.step()
+
+    def drop_look_ahead(self) -> None:
+        """Leave theta in the weights, until `look_ahead`. Nothing to do without Nesterov's method."""
+        self._move(-1.0)
+
+    def look_ahead(self) -> None:
+        """Leave theta + mu v in the weights."""
+        self._move(1.0)
+
+    def _move(self, direction: float) -> None:
+        buffer = self._optimizer.state[self._parameter].get("momentum_buffer") if self._ahead else None
+        if buffer is not None:
+            self._parameter.data.add_(buffer, alpha=direction * self._sign * self._lr * self._ahead)
+
+
+class Peer:
+    """A worker's weights between its exchanges with others.
+
+    weights:  the model's flat weights, shape (size,): where gradients are taken. Changed in place.
+    push_sum: whether it holds the pair (x, w) of push-sum, of which the weights are x / w (Assran et al. 2019,
+              stochastic gradient push): steps change x, and gradients are taken at x / w.
+    """
+
+    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec, *, push_sum: bool = False) -> None:
+        self.weight = 1.0  # w
+        self._weights = weights
+        self._x = weights.clone() if push_sum else weights
+        self._optimizer = LocalOptimizer(self._x, spec)
+
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """A local step from the gradient at the weights, shape (size,)."""
+        self._optimizer.step(gradient, lr)
+        self._unbias()
+
+    @contextmanager
+    def exchanging(self) -> Iterator[torch.Tensor]:
+        """What others may see and mixing changes, shape (size,): without look-ahead; of push-sum x."""
+        self._optimizer.drop_look_ahead()
+        yield self._x
+        self._optimizer.look_ahead()
+        self._unbias()
+
+    def _unbias(self) -> None:
+        if self._x is not self._weights:
+            torch.div(self._x, self.weight, out=self._weights)
+
+
+class Outer:
+    """What becomes of the mean of all workers' weights: the weights of all, or where an outer step towards it leads.
+
+    The outer gradient is the old weights minus the mean (DiLoCo, Douillard et al. 2023); with learning rate 1 and
+    without momentum the step leads to the mean itself, which is local SGD.
+    """
+
+    def __init__(self, weights: torch.Tensor, lr: float, momentum: float) -> None:
+        self._parameter = torch.nn.Parameter(weights.clone())
+        self._optimizer = None
+        if lr != 1.0 or momentum != 0.0:
+            options = {"momentum": momentum, "nesterov": momentum > 0.0}
+            self._optimizer = OptimizerSpec("sgd", lr, options).build(self._parameter)
+
+    def step(self, mean: torch.Tensor) -> None:
+        """Replace the mean, shape (size,), by the next weights of all."""
+        if self._optimizer is not None:
+            self._parameter.grad = self._parameter.data - mean
+            self._optimizer.step()
+            mean.copy_(self._parameter.data)
+
+
+# ---- mixing: x is changed in place; tensors have the shape (size,) ----
+
+
+def average(x: torch.Tensor, other: torch.Tensor) -> None:
+    """Half of each. Equal ones stay as they are, bit for bit."""
+    x.add_(other).mul_(0.5)
+
+
+def absorb(x: torch.Tensor, total: torch.Tensor, count: int, *, drew_itself: bool) -> None:
+    """The mean of x and of `count` models that were pushed here, whose sum is `total`; who drew itself counts twice."""
+    own = 2 if drew_itself else 1
+    x.mul_(own).add_(total).div_(own + count)
+
+
+def elastic(x: torch.Tensor, centre: torch.Tensor, alpha: float) -> None:
+    """x moves alpha of its distance towards the centre (Zhang, Choromanska and LeCun 2015)."""
+    x.sub_(torch.sub(x, centre), alpha=alpha)
+
+
+class Mean:
+    """The mean of replicas, one after the other, and how far they are from it.
+
+    Replicas that are equal have a mean that equals them, bit for bit (Welford's method).
+    """
+
+    def __init__(self, into: torch.Tensor) -> None:
+        self.values = into.zero_()
+        self._count = 0
+        self._squares = 0.0
+
+    def add(self, replica: torch.Tensor) -> None:
+        """replica: shape (size,)."""
+        self._count += 1
+        before = replica - self.values
+        self.values.add_(before, alpha=1.0 / self._count)
+        self._squares += float(torch.dot(before.double(), (replica - self.values).double()))
+
+    @property
+    def distance(self) -> float:
+        """Root of the mean squared distance of the replicas from their mean, over the replicas: the consensus
+        distance."""
+        return float(max(0.0, self._squares) / max(1, self._count)) ** 0.5

@@ -1,0 +1,93 @@
+"""Gossiping SGD: who exchanges weights with whom, as pure functions of the seed, the worker and the round.
+
+Jin, Yuan, Iandola and Keutzer 2016, "How to scale distributed deep learning?", section 4. Rounds count from 1. Nobody
+has to be asked, so workers that are in different rounds at the same time, a simulation, and an audit all know what was
+drawn.
+
+    complete     every worker, with equal chances
+    ring         the two neighbours, with equal chances
+    exponential  in turn those 1, 2, 4, ... places further on (Assran et al. 2019, stochastic gradient push)
+
+In a permutation every worker gives to one and is given by one, so that averaging keeps the mean of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+TOPOLOGIES = ("complete", "ring", "exponential")
+
+PEERS, PERMUTATIONS = 4, 5  # random streams of a job's seed
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Whom workers draw. include_self: whether they may draw themselves; not with the exponential topology.
+
+    Raises ValueError for an unknown topology, or one that cannot include oneself.
+    """
+
+    n_workers: int
+    seed: int
+    topology: str = "complete"
+    include_self: bool = True
+
+    def __post_init__(self) -> None:
+        if self.topology not in TOPOLOGIES:
+            raise ValueError(f"there is no topology {self.topology!r}, only {', '.join(TOPOLOGIES)}")
+        if self.include_self and self.topology == "exponential":
+            raise ValueError("in the exponential topology workers visit others in turn, never themselves")
+
+    def neighbours(self, worker: int) -> list[int]:
+        """Those whom the worker may draw, in order; a ring of two has one neighbour twice. Alone it has itself."""
+        n = self.n_workers
+        if n == 1:
+            return [worker]
+        match self.topology:
+            case "complete":
+                others = [peer for peer in range(n) if peer != worker]
+            case "ring":
+                others = [(worker - 1) % n, (worker + 1) % n]
+            case _:
+                others = [(worker + hop) % n for hop in self._hops()]
+        return sorted([worker, *others]) if self.include_self else others
+
+    def drawn(self, worker: int, round: int) -> int:
+        """Whom the worker draws in this round of its own."""
+        neighbours = self.neighbours(worker)
+        if self.topology == "exponential":
+            return neighbours[(round - 1) % len(neighbours)]
+        return neighbours[int(np.random.default_rng([self.seed, PEERS, worker, round]).integers(len(neighbours)))]
+
+    def permutation(self, round: int) -> tuple[int, ...]:
+        """Whom each worker gives to in this round of all: shape (n_workers,), every worker once.
+
+        A ring turns one way and the other by turns. Drawing itself excluded, the permutation of the complete topology
+        is a single cycle (Sattolo 1986).
+        """
+        n = self.n_workers
+        if self.topology == "complete":
+            generator = np.random.default_rng([self.seed, PERMUTATIONS, round])
+            return _permutation(generator, n) if self.include_self else _cycle(generator, n)
+        hops = self._hops() if self.topology == "exponential" else [1, -1]
+        if self.topology == "ring" and self.include_self:
+            hops = [1, 0, -1, 0]
+        hop = hops[(round - 1) % len(hops)]
+        return tuple((worker + hop) % n for worker in range(n))
+
+    def _hops(self) -> list[int]:
+        return [1 << k for k in range(max(1, (self.n_workers - 1).bit_length()))]
+
+
+def _permutation(generator: np.random.Generator, n: int) -> tuple[int, ...]:
+    return tuple(generator.permutation(n).tolist())
+
+
+def _cycle(generator: np.random.Generator, n: int) -> tuple[int, ...]:
+    order = list(range(n))
+    for last in range(n - 1, 0, -1):
+        other = int(generator.integers(last))
+        order[last], order[other] = order[other], order[last]
+    return tuple(order)

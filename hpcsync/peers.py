@@ -1,0 +1,160 @@
+"""What one of the workers writes down and decides where there is no server, whichever engine it runs in.
+
+Workers report every iteration of theirs, and wait for no answer. From the reports follow the versions, the stopping
+rule, and the rows of the trace. With whom a worker exchanges what is decided elsewhere, before the run: in the seed.
+
+An update is a step of the model. Under all-reduce all workers make the same one together; otherwise every step of a
+worker is one, of its own replica.
+
+The stopping rule, once true, stays true. Workers that run freely are told; those in step count for themselves what the
+reports will say (`Lockstep`), so that all of them end with the same iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hpcsync.coordinator import Recorder
+from hpcsync.job import Job
+from hpcsync.job_paradigms import AllReduce, Gossip
+from hpcsync.learning.schedule import worker_rate
+from hpcsync.paradigms.gossip import Peers
+from hpcsync.traces.schema import LEFT
+
+
+class Exchanged(NamedTuple):
+    """A worker's iteration, and the exchange that ended it. Seconds are on worker 0's clock, from the start of the run.
+
+    peer:       the other worker; itself if it drew itself; EVERYBODY or NOBODY of `traces.schema`.
+    begin_s, end_s: the worker's own computation, padding included (compute_s is their difference).
+    wait_s:     for others; comm_s: transfers.
+    wire_bytes: that this worker's transfers moved.
+    n_received: models, or gradients, of others that came into its weights.
+    weight:     its push-sum weight afterwards; 1 without push-sum.
+    A report with batch_size 0 is no iteration: the worker has taken in what had come when it had ended.
+    """
+
+    worker: int
+    iteration: int
+    peer: int
+    begin_s: float
+    end_s: float
+    compute_s: float
+    wait_s: float
+    comm_s: float
+    batch_size: int
+    loss: float
+    wire_bytes: int
+    n_received: int
+    weight: float
+
+
+def drawing(job: Job) -> Peers:
+    """Whom the workers of a gossip job draw."""
+    assert isinstance(job.paradigm, Gossip)
+    return Peers(job.cluster.workers, job.seed, job.paradigm.topology, job.paradigm.include_self)
+
+
+@dataclass
+class Lockstep:
+    """How far workers are that are in step, as each of them counts it: `n_contributing` of them made each iteration.
+
+    Their counts are the same, so that they end, and show their weights, after the same iteration.
+    """
+
+    job: Job
+    samples: int = 0
+    updates: int = 0
+
+    def count(self, batch_size: int, n_contributing: int) -> bool:
+        """After one iteration more: whether that is enough."""
+        self.samples += batch_size * n_contributing
+        self.updates += 1 if isinstance(self.job.paradigm, AllReduce) else n_contributing
+        return self.job.stop.reached(samples=self.samples, updates=self.updates)
+
+
+class PeerCoordinator:
+    """One run's bookkeeping.
+
+    updated_s: time of the latest update. active: workers that have not left.
+    """
+
+    def __init__(self, job: Job, trace: Recorder) -> None:
+        n_workers = job.cluster.workers
+        self.version = 0
+        self.samples = 0
+        self.updated_s = 0.0
+        self.last_loss = math.nan
+        self.last_accuracy = math.nan
+        self.stopping = False
+        self.active = set(range(n_workers))
+        self._trace = trace
+        self._stop = job.stop
+        self._rate = worker_rate(job)
+        self._together = isinstance(job.paradigm, AllReduce)
+        self._own_samples = [0] * n_workers
+        self._iterations = [0] * n_workers
+        self._round: dict[int, list[Exchanged]] = {}  # of all-reduce: iteration -> who has reported it
+        self._seq = 0
+
+    def exchanged(self, now_s: float, report: Exchanged) -> None:
+        """A worker has ended an iteration."""
+        r = report
+        self._trace.append(
+            "exchanges",
+            (
+                now_s, r.worker, r.iteration, r.peer, r.wire_bytes, r.compute_s, r.wait_s, r.comm_s, r.loss,
+                r.batch_size, r.begin_s, r.end_s, r.n_received, r.weight,
+            ),
+        )  # fmt: skip
+        if r.batch_size == 0:
+            return
+        self._iterations[r.worker] = r.iteration
+        self.last_loss = r.loss
+        if self._together:
+            self._round.setdefault(r.iteration, []).append(r)
+            self._end_rounds(now_s)
+        else:
+            self._update(now_s, [r])
+
+    def left(self, now_s: float, worker: int) -> None:
+        """A worker makes no further iteration."""
+        self._seq += 1
+        self._trace.append("membership", (self._seq, now_s, worker, LEFT))
+        self.active.remove(worker)
+        self._end_rounds(now_s)
+
+    def evaluated(
+        self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float
+    ) -> None:
+        """The mean of the replicas of now_s has been judged on held-out data, by now; `distance` is theirs from it."""
+        self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, distance))
+        self.last_accuracy = accuracy
+        self.stopping = self.stopping or self._stop.satisfied(loss, accuracy)
+
+    def passed(self, now_s: float) -> None:
+        """Time has passed; ends the run when its seconds are up."""
+        self.stopping = self.stopping or self._stop.reached(seconds=now_s)
+
+    def stop(self) -> None:
+        """End the run."""
+        self.stopping = True
+
+    def _end_rounds(self, now_s: float) -> None:
+        """All-reduce: an iteration is an update once everybody who still takes part has reported it."""
+        for iteration in sorted(self._round):
+            if all(self._iterations[worker] >= iteration for worker in self.active):
+                self._update(now_s, self._round.pop(iteration))
+
+    def _update(self, now_s: float, reports: list[Exchanged]) -> None:
+        worker, iteration = reports[0].worker, reports[0].iteration
+        lr = self._rate(self._own_samples[worker], iteration - 1)
+        self.version += 1
+        self.updated_s = now_s
+        for report in reports:
+            self.samples += report.batch_size
+            self._own_samples[report.worker] += report.batch_size
+        self._trace.append("updates", (self.version, now_s, len(reports), lr, self.samples))
+        self.stopping = self.stopping or self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
