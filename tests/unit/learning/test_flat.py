@@ -154,3 +154,26 @@ def test_the_buffers_have_the_models_type(dtype):
 def test_refused(model, found):
     with pytest.raises(ValueError, match=f"the model has {found}: .* one type for all, float32 or float64"):
         FlatModel(model)
+
+
+def test_dropped_gradients_are_gathered_one_by_one(flat, expected):
+    flat.gradient.fill_(9.0)
+    flat.drop_gradient()
+    assert all(p.grad is None for p in flat.model.parameters())
+    loss_of(flat.model).backward()
+    assert not shares_memory(flat)
+    for index in range(len(flat.parameters)):
+        flat.gather(index)
+    assert shares_memory(flat)
+    assert torch.equal(flat.gradient, expected)
+
+
+def test_the_gradient_moves_with_its_values(flat, expected):
+    loss_of(flat.model).backward()
+    before, buffer = flat.gradient, torch.full_like(flat.gradient, 9.0)
+    flat.move_gradient(buffer)
+    assert flat.gradient is buffer and torch.equal(buffer, expected)
+    assert shares_memory(flat)
+    loss_of(flat.model).backward()
+    assert torch.equal(buffer, 2 * expected)
+    assert torch.equal(before, expected)
