@@ -132,7 +132,7 @@ class RankSession(Session):
 class WorkerSession(RankSession):
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
         super().__init__(comm, job, model)
-        self._engine = Worker(self._link, self.flat.weights.numpy(), self.flat.gradient.numpy())
+        self._engine = self._make_engine()
         self.worker = self._engine.index
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._stop)
 
@@ -145,9 +145,16 @@ class WorkerSession(RankSession):
         self._check_learning_rate()
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.flat.gather_gradient()
-        self._engine.step(*self._iterations.end(), self._iterations.batch_size, loss)
+        self._end_iteration(*self._iterations.end(), loss)
         self.stopped = self._engine.stopped
         return not self.stopped
+
+    def _make_engine(self) -> Worker:
+        return Worker(self._link, self.flat.weights.numpy(), self.flat.gradient.numpy())
+
+    def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
+        """The gradient of an iteration, computed between begin_s and end_s, is in the model."""
+        self._engine.step(begin_s, end_s, self._iterations.batch_size, loss)
 
     def _stop(self) -> None:
         """The worker leaves before its next batch: for its script the run is over."""

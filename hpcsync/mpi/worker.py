@@ -1,4 +1,4 @@
-"""A worker's communication: put the gradient, report it, wait for the grant, read the weights."""
+"""A worker's communication: put its contribution, report it, wait for the grant, read the weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from hpcsync.mpi.mailbox import Outbox
 class Worker:
     """One worker's side of a link.
 
-    weights, gradient: the worker's flat vectors, shape (size,); a push reads the one, an answered wait fills the other.
+    weights, contribution: flat vectors, shape (size,): an answered wait fills the one with the servers' weights, a push
+    reads the other.
     """
 
-    def __init__(self, link: Link, weights: np.ndarray, gradient: np.ndarray) -> None:
+    def __init__(self, link: Link, weights: np.ndarray, contribution: np.ndarray) -> None:
         self.index = link.roles.worker(link.comm.rank)
         self.iteration = 0
         self.version = 0
         self.stopped = False
         self._link = link
         self._weights = weights
-        self._gradient = gradient
+        self._contribution = contribution
         self._reader = Reader(link, self.index)
         self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
         self._wait_s = 0.0
@@ -32,12 +33,12 @@ class Worker:
         self._wire_bytes = 0
         self._await()
 
-    def step(self, begin_s: float, end_s: float, batch_size: int, loss: float) -> None:
-        """Push the gradient of an iteration computed between begin_s and end_s; return with the next weights read.
+    def step(self, begin_s: float, end_s: float, batch_size: int, loss: float, local_steps: int = 1) -> None:
+        """Push what was computed between begin_s and end_s; return with the next weights read.
 
-        Sets `stopped` instead when the run is over.
+        batch_size: samples of all its `local_steps` iterations. Sets `stopped` instead when the run is over.
         """
-        self._put_gradient()
+        self._put()
         report = Report(
             worker=self.index,
             iteration=self.iteration,
@@ -48,7 +49,7 @@ class Worker:
             wait_s=self._wait_s,
             comm_s=self._comm_s,
             batch_size=batch_size,
-            local_steps=1,
+            local_steps=local_steps,
             loss=loss,
             wire_bytes=self._wire_bytes,
         )
@@ -60,16 +61,16 @@ class Worker:
         self._reports.send(0, (wire.LEFT, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
         self._reader.wait(iteration=0)  # FINISH names none
 
-    def _put_gradient(self) -> None:
+    def _put(self) -> None:
         link = self._link
         begin_s = link.clock.now()
         slot = n_buffers(link.roles.n_workers) + self.index
         for server, shard in enumerate(link.shards):
-            link.tensors.put(self._gradient[shard], server, slot * link.row_size(server))
+            link.tensors.put(self._contribution[shard], server, slot * link.row_size(server))
         for server in range(len(link.shards)):
             link.tensors.flush(server)
         self._comm_s += link.clock.now() - begin_s
-        self._wire_bytes += self._gradient.nbytes
+        self._wire_bytes += self._contribution.nbytes
 
     def _await(self) -> None:
         now = self._link.clock.now
