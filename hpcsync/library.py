@@ -27,7 +27,7 @@ from hpcsync.session import Session
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcsync.mpi.session import RankSession
+    from hpcsync.mpi.rank_session import RankSession
 
 T = TypeVar("T")
 

@@ -1,15 +1,12 @@
-"""One rank's part in a parameter-server run, as a training script sees it: a loader, `step`, and an orderly end."""
+"""A server's or a worker's part in a parameter-server run, as a training script sees it."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-import time
 import traceback
-from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,117 +16,41 @@ from hpcsync import outputs
 from hpcsync.coordinator import coordinate, create_paradigm
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.learning.flat import FlatModel
+from hpcsync.job_paradigms import Easgd
+from hpcsync.learning import rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import Leader, RankFailed
 from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.rank_session import RankSession
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.progress import Progress, console
 from hpcsync.roles import Roles
-from hpcsync.session import Session
 from hpcsync.signals import Interrupted, interrupt, on_signals
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
-FAREWELL_S = 3.0  # how long a failed rank leaves server 0 to close the trace before it ends the job
 
-
-class RankSession(Session):
-    """What servers and workers have in common: a link, and an end in which nobody is left behind.
-
-    All of rank 0's model becomes everybody's: the trainable weights through the link, frozen ones and buffers here.
-    """
+class LinkedSession(RankSession):
+    """What servers and workers have in common: a link."""
 
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
-        self._comm = comm
-        self._job = job
-        self._model = model
-        self.flat = FlatModel(model)
         roles = Roles(job.cluster.servers, job.cluster.workers)
-        self._link = Link(comm, roles, self.flat.weights.numpy())
+        super().__init__(comm, job, model, source_of_statistics=roles.rank_of(0))
+        contributors_read = isinstance(job.paradigm, Easgd)
+        self._link = Link(comm, roles, self.flat.weights.numpy(), contributors_read=contributors_read)
         self._clocks = self._link.clocks()
-        self._optimizer: torch.optim.Optimizer | None = None
-        super().__init__(rank=comm.rank, n_workers=roles.n_workers)
-        self._share([p.detach() for p in model.parameters() if not p.requires_grad], 0)
-        self._share(model.buffers(), 0)
-        self._excepthook = sys.excepthook
-        sys.excepthook = self._uncaught
 
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
-        self._excepthook(kind, error, trace)
-        sys.stderr.flush()
-        self._comm.Abort(1)
-
-    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until the end the script's own calls must not undo what is set up here, nor pretend to do what servers do."""
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            self.flat.zero_gradient()
-
-        def step(closure: Any = None) -> None:
-            raise RuntimeError("optimizer.step: the servers run the optimizer; call the session's step(loss) instead")
-
-        self._optimizer = optimizer
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        self._model.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer.step = step  # type: ignore[method-assign, assignment]
-
-    def _give_back(self) -> None:
-        sys.excepthook = self._excepthook
-        if self._optimizer is not None:
-            del self._optimizer.zero_grad, self._optimizer.step, self._model.zero_grad
-            self._optimizer = None
-
-    @abstractmethod
-    def _part(self) -> None:
-        """Play this rank's part to its end; rank 0's model then holds the final weights."""
-
-    def _fail(self, error: BaseException) -> None:
-        """Say what is known to whom it helps, before the job is ended."""
-        if not isinstance(error, KeyboardInterrupt):
-            print(f"hpcsync: rank {self.rank} failed:", file=sys.stderr)
-            traceback.print_exception(error)
+    def _report_failure(self) -> None:
         self._link.report_failure()
-        time.sleep(FAREWELL_S)
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is None or (isinstance(error, SystemExit) and not error.code):
-            try:
-                self._part()
-                self._share_final_state()
-                self._link.free()
-                self._conclude()
-                self._give_back()
-                return
-            except BaseException as late:
-                error = late
-        self._fail(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self._comm.Abort(1)
-
-    def _share_final_state(self) -> None:
-        """Everybody ends with the weights that server 0 has read, and with worker 0's running statistics, which live on
-        the workers and are not synchronised before."""
-        self._comm.Bcast(self.flat.weights.numpy(), 0)
-        self._share(self._model.buffers(), self._link.roles.rank_of(0))
-
-    def _share(self, tensors: Iterable[torch.Tensor], root: int) -> None:
-        """Give everybody the root's values, of any type."""
-        for tensor in tensors:
-            values = tensor.reshape(-1).clone()
-            self._comm.Bcast(values.view(torch.uint8).numpy(), root)
-            tensor.copy_(values.view(tensor.shape))
-
-    def _conclude(self) -> None:
-        """After the last rank has finished."""
+    def _free(self) -> None:
+        self._link.free()
 
 
-class WorkerSession(RankSession):
+class WorkerSession(LinkedSession):
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
         super().__init__(comm, job, model)
         self._engine = self._make_engine()
@@ -171,12 +92,12 @@ class WorkerSession(RankSession):
         self._engine.leave()
 
 
-class FollowerSession(RankSession):
+class FollowerSession(LinkedSession):
     """A server serves while its script would train: its loader is empty, and returns when the run is over."""
 
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, optimizer: OptimizerSpec) -> None:
         super().__init__(comm, job, model)
-        self._shard = Shard(self._link, optimizer, self.flat.weights)
+        self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()

@@ -1,0 +1,118 @@
+"""One rank's part in a run, as a training script sees it, whatever the paradigm: the model, and an orderly end."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from abc import abstractmethod
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from hpcsync.job import Job
+from hpcsync.learning.flat import FlatModel
+from hpcsync.session import Session
+
+FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
+
+
+class RankSession(Session):
+    """What all ranks have in common: one model to begin and to end with, and an end in which nobody is left behind.
+
+    All of rank 0's model becomes everybody's. Running statistics are not synchronised during the run, and end as those
+    of the rank `source_of_statistics`.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, *, source_of_statistics: int = 0) -> None:
+        self._comm = comm
+        self._job = job
+        self._model = model
+        self._source_of_statistics = source_of_statistics
+        self.flat = FlatModel(model)
+        self._optimizer: torch.optim.Optimizer | None = None
+        super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
+        self._share([p.detach() for p in model.parameters()], 0)
+        self._share(model.buffers(), 0)
+        self._excepthook = sys.excepthook
+        sys.excepthook = self._uncaught
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
+        self._excepthook(kind, error, trace)
+        sys.stderr.flush()
+        self._comm.Abort(1)
+
+    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
+        """Until the end the script's own calls must not undo what is set up here, nor pretend to do what servers do."""
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            self.flat.zero_gradient()
+
+        def step(closure: Any = None) -> None:
+            raise RuntimeError("optimizer.step: the servers run the optimizer; call the session's step(loss) instead")
+
+        self._optimizer = optimizer
+        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._model.zero_grad = zero_grad  # type: ignore[method-assign]
+        optimizer.step = step  # type: ignore[method-assign, assignment]
+
+    def _give_back(self) -> None:
+        sys.excepthook = self._excepthook
+        if self._optimizer is not None:
+            del self._optimizer.zero_grad, self._optimizer.step, self._model.zero_grad
+            self._optimizer = None
+
+    @abstractmethod
+    def _part(self) -> None:
+        """Play this rank's part to its end; rank 0's model then holds the final weights."""
+
+    @abstractmethod
+    def _report_failure(self) -> None:
+        """Tell rank 0 that this rank cannot go on."""
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Give up everything that was made for the run; collective."""
+
+    def _fail(self, error: BaseException) -> None:
+        """Say what is known to whom it helps, before the job is ended."""
+        if not isinstance(error, KeyboardInterrupt):
+            print(f"hpcsync: rank {self.rank} failed:", file=sys.stderr)
+            traceback.print_exception(error)
+        self._report_failure()
+        time.sleep(FAREWELL_S)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            try:
+                self._part()
+                self._share_final_state()
+                self._free()
+                self._conclude()
+                self._give_back()
+                return
+            except BaseException as late:
+                error = late
+        self._fail(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._comm.Abort(1)
+
+    def _share_final_state(self) -> None:
+        """Everybody ends with the weights that rank 0 has."""
+        self._comm.Bcast(self.flat.weights.numpy(), 0)
+        self._share(self._model.buffers(), self._source_of_statistics)
+
+    def _share(self, tensors: Iterable[torch.Tensor], root: int) -> None:
+        """Give everybody the root's values, of any type."""
+        for tensor in tensors:
+            values = tensor.reshape(-1).clone()
+            self._comm.Bcast(values.view(torch.uint8).numpy(), root)
+            tensor.copy_(values.view(tensor.shape))
+
+    def _conclude(self) -> None:
+        """After the last rank has finished."""
