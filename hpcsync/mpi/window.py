@@ -37,8 +37,22 @@ class Window:
         """Begin to copy from element `offset` of `rank` into `into`; it is there after `flush(rank)`."""
         self._open.Get(into, rank, (offset, into.size))
 
+    def accumulate(self, source: np.ndarray, rank: int, offset: int) -> None:
+        """Begin to add `source` to what is at element `offset` of `rank`; atomic for each element, among sums."""
+        self._open.Accumulate(source, rank, (offset, source.size), MPI.SUM)
+
+    def fetch_add(self, value: float, rank: int, offset: int) -> Any:
+        """Add `value` to element `offset` of `rank` in one atomic step, and wait; what was there before.
+
+        Adding 0 reads. The only atomic operations on a window are sums, because MPI promises nothing about a mixture.
+        """
+        before = np.zeros(1, self._dtype)
+        self._open.Fetch_and_op(np.array([value], self._dtype), before, rank, offset, MPI.SUM)
+        self._open.Flush(rank)
+        return before[0]
+
     def flush(self, rank: int) -> None:
-        """Wait until this rank's puts and gets on `rank` are complete, here and there."""
+        """Wait until this rank's operations on `rank` are complete, here and there."""
         self._open.Flush(rank)
 
     def sync(self) -> None:

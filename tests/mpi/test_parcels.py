@@ -1,0 +1,216 @@
+"""What is sent is collected, once and whole: vectors, counts and weights, whoever sends at the same time."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from hpcsync.mpi.parcels import COUNT, WEIGHT, WRITERS, Parcels
+
+SIZE = 30_001
+BUSY_S = 1.5
+
+
+class Received:
+    """Sums of what one rank has collected."""
+
+    def __init__(self, size: int) -> None:
+        self.total = np.zeros(size)
+        self.count, self.weight = 0, 0.0
+
+    def take(self, parcel) -> bool:
+        if parcel is None:
+            return False
+        assert parcel.count > 0
+        self.total += parcel.total
+        self.count += parcel.count
+        self.weight += parcel.weight
+        return True
+
+
+def other(comm, generator) -> int:
+    return int((comm.rank + 1 + generator.integers(comm.size - 1)) % comm.size)
+
+
+def exchange(comm, size: int, *, compute) -> tuple[bool, int, int]:
+    """(nothing lost or counted twice, vectors sent, parcels) of random pushes in all directions at once."""
+    generator = np.random.default_rng(comm.rank)
+    received, parcels_taken = Received(size), 0
+    sent, counts, weights = np.zeros((comm.size, size)), np.zeros(comm.size), np.zeros(comm.size)
+    with Parcels(comm, size, np.float64) as parcels:
+        end_s = time.monotonic() + BUSY_S
+        while time.monotonic() < end_s:
+            for _ in range(generator.integers(4)):
+                peer, weight = other(comm, generator), float(generator.integers(1, 9))
+                vector = generator.integers(-1000, 1000) + np.arange(float(size))
+                parcels.send(peer, vector, weight)
+                sent[peer] += vector
+                counts[peer] += 1
+                weights[peer] += weight
+            compute()
+            parcels_taken += received.take(parcels.collect())
+        comm.Barrier()
+        parcels_taken += received.take(parcels.collect())  # in the quiet, one call has all
+        assert parcels.collect() is None
+        comm.Barrier()
+    expected = np.zeros(size)
+    for numbers in (sent, counts, weights):
+        comm.Allreduce(MPI.IN_PLACE, numbers)
+    expected[:] = sent[comm.rank]
+    kept = bool((received.total == expected).all())
+    kept &= received.count == counts[comm.rank] and received.weight == weights[comm.rank]
+    return comm.allreduce(kept, MPI.LAND), int(counts.sum()), comm.allreduce(parcels_taken)
+
+
+@pytest.mark.parametrize("size", [1, SIZE])
+def test_nothing_is_lost_and_nothing_is_counted_twice(comm, needs, size):
+    needs(2)
+    kept, sent, taken = exchange(comm, size, compute=lambda: None)
+    if comm.rank == 0:
+        print(f"{sent} vectors of {size} in {taken} parcels")
+    assert kept and sent > 0
+
+
+def test_the_receiver_may_compute_meanwhile(comm, needs):
+    needs(2)
+    matrix = np.ones((300, 300))
+    kept, sent, taken = exchange(comm, SIZE, compute=lambda: matrix @ matrix)
+    assert kept and sent > taken
+
+
+# ---- the protocol step by step: rank 1 sends to rank 0, and stops in the middle ----
+
+
+def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tuple[float, int, float]]:
+    """(what rank 0 collects while rank 1 is at work, one more while it is, and when it has left; their sum)."""
+    taken, received = [], Received(5)
+    with Parcels(comm, 5, np.float64) as parcels:
+
+        def collect() -> None:
+            comm.Barrier()
+            if comm.rank == 0:
+                parcel = parcels.collect()
+                taken.append((float(parcel.total[0]), parcel.count, parcel.weight) if parcel else None)
+                received.take(parcel)
+            comm.Barrier()
+
+        if comm.rank == 1:
+            parcels.send(0, np.full(5, 1.0), 10.0)
+            inbox = parcels._enter(0)
+            parcels._inboxes.accumulate(np.full(5, 2.0), 0, inbox * 5)  # half of the work: the count is missing
+            parcels._inboxes.flush(0)
+        collect()
+        if comm.rank == 1:
+            parcels.send(0, np.full(5, 4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
+        collect()
+        if comm.rank == 1:
+            parcels._words.fetch_add(1, 0, COUNT + inbox)
+            parcels._words.fetch_add(20.0, 0, WEIGHT + inbox)
+            parcels._leave(0, inbox)
+        collect()
+        collect()
+    summary = (float(received.total[0]), received.count, received.weight)
+    return comm.bcast((taken, summary))
+
+
+def test_an_inbox_is_not_taken_while_somebody_is_at_work_in_it(comm, needs):
+    needs(2)
+    taken, summary = collected_around_a_sender(comm)
+    assert taken == [None, None, (7.0, 3, 70.0), None]
+    assert summary == (7.0, 3, 70.0)
+
+
+def test_a_receiver_that_ignores_who_is_at_work_tears_a_vector_from_its_count(comm, needs, monkeypatch):
+    needs(2)
+    monkeypatch.setattr(Parcels, "_writers", lambda self, inbox: 0)
+    taken, _ = collected_around_a_sender(comm)
+    assert taken[0] == (3.0, 1, 10.0), "the sum of two vectors, but the count and weight of one"
+
+
+def sent_across_a_change(comm) -> tuple[float, int]:
+    """What rank 0 collects in the end, of 1 and 2, when it changes inboxes between the looks of 2's sender."""
+    received = Received(5)
+    with Parcels(comm, 5, np.float64) as parcels:
+        if comm.rank == 1:
+            parcels.send(0, np.full(5, 1.0))
+            look, looks = parcels._active, []
+
+            def slow_look(rank: int) -> int:
+                active = look(rank)
+                if not looks:
+                    comm.Barrier()  # rank 0 takes the inbox that is active
+                    comm.Barrier()
+                looks.append(active)
+                return active
+
+            parcels._active = slow_look
+            parcels.send(0, np.full(5, 2.0))
+        else:
+            comm.Barrier()
+            if comm.rank == 0:
+                assert received.take(parcels.collect())
+            comm.Barrier()
+        comm.Barrier()
+        if comm.rank == 0:
+            received.take(parcels.collect())
+        comm.Barrier()
+    return comm.bcast((float(received.total[0]), received.count))
+
+
+def test_a_sender_that_comes_too_late_goes_to_the_other_inbox(comm, needs):
+    needs(2)
+    assert sent_across_a_change(comm) == (3.0, 2)
+
+
+def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeypatch):
+    needs(2)
+
+    def hasty(self: Parcels, peer: int) -> int:
+        inbox = self._active(peer)
+        self._words.fetch_add(1, peer, WRITERS + inbox)
+        return inbox
+
+    monkeypatch.setattr(Parcels, "_enter", hasty)
+    assert sent_across_a_change(comm) == (1.0, 1)
+
+
+# ---- the interface ----
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_one_collection_has_all_that_arrived_before(comm, dtype):
+    with Parcels(comm, 7, dtype) as parcels:
+        for turn in range(1, 4):
+            for peer in range(comm.size):
+                if peer != comm.rank:
+                    parcels.send(peer, np.arange(7, dtype=dtype) + turn, 0.5)
+            comm.Barrier()
+            parcel = parcels.collect()
+            others = comm.size - 1
+            if others:
+                assert parcel.total.dtype == dtype and (parcel.total == others * (np.arange(7) + turn)).all()
+                assert parcel.count == others and parcel.weight == 0.5 * others
+            else:
+                assert parcel is None
+            assert parcels.collect() is None
+            comm.Barrier()
+
+
+def test_wrong_vectors_and_oneself_are_refused(comm):
+    with Parcels(comm, 3, np.float32) as parcels:
+        with pytest.raises(ValueError, match="itself"):
+            parcels.send(comm.rank, np.zeros(3, np.float32))
+        with pytest.raises(ValueError, match=r"float64\[3\] is not float32\[3\]"):
+            parcels.send((comm.rank + 1) % (comm.size + 1), np.zeros(3))
+        assert parcels.collect() is None
+
+
+def test_free_is_idempotent_and_a_freed_one_refuses(comm):
+    parcels = Parcels(comm, 3, np.float64)
+    parcels.free()
+    parcels.free()
+    with pytest.raises(ValueError, match="freed"):
+        parcels.collect()
