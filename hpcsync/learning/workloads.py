@@ -17,8 +17,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from hpcsync.job import Digits, Function, Job, Linear, Script, Timing
+from hpcsync.job import Digits, Function, Job, Linear, Script, Text, Timing
 from hpcsync.job_errors import JobError, shown
+from hpcsync.learning import text
 from hpcsync.learning.replica import Loss
 
 Evaluate = Callable[[nn.Module], tuple[float, float]]
@@ -50,6 +51,8 @@ def build(job: Job) -> Workload:
                 return _digits()
             case Linear() as settings:
                 return _linear(settings, job.seed)
+            case Text() as settings:
+                return _text(settings)
             case Timing() as settings:
                 return Workload(_Parameters(settings.parameters), None, None, None)
             case Function() as settings:
@@ -144,6 +147,15 @@ def _linear(settings: Linear, seed: int) -> Workload:
             return float(half_squared_error(model, x, y)), float("nan")
 
     return Workload(model, half_squared_error, TensorDataset(x, y), evaluate)
+
+
+def _text(settings: Text) -> Workload:
+    """The source of the running Python's standard library, every tenth file or so held out; a transformer of 248,930
+    parameters, unless the job says otherwise. Another version of Python has another text."""
+    training, held_out = text.characters()
+    context = settings.context
+    model = text.Transformer(context, settings.layers, settings.width, settings.heads)
+    return Workload(model, text.loss, text.windows(training, context), text.evaluation(held_out, context))
 
 
 class _Parameters(nn.Module):
