@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 
 from hpcsync import paradigms
 from hpcsync.job import Job, Stop
+from hpcsync.job_paradigms import Easgd, Served
 from hpcsync.learning.schedule import LearningRate, learning_rate
 from hpcsync.paradigms import Apply, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
 from hpcsync.traces.schema import APPLIED, DROPPED, LEFT
@@ -26,8 +27,9 @@ class Report(NamedTuple):
     """What a worker says with a contribution. Seconds are on the deciding server's clock, since the start of the run.
 
     begin_s, end_s: the worker's own computation, padding included (compute_s is their difference);
-    wait_s: for the grant before it; comm_s: reading the weights before it and putting the gradient after it;
-    wire_bytes: bytes of both transfers.
+    (Where a push is of several local steps, from the first one's begin to the last one's end.)
+    wait_s: for the grant before it; comm_s: reading the weights before it and putting the contribution after it;
+    wire_bytes: bytes of both transfers; batch_size: samples, and loss: their mean loss, of all local steps.
     """
 
     worker: int
@@ -46,7 +48,7 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Order: one update from these workers' slots, summed in this order and divided by their number."""
+    """Order: one update from these workers' slots, in this order. lr: its rate, see `Coordinator`."""
 
     workers: tuple[int, ...]
     lr: float
@@ -74,13 +76,15 @@ class Recorder(Protocol):
 
 def create_paradigm(job: Job) -> Paradigm:
     """A new paradigm, as this job wants it."""
-    return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.model_dump(exclude={"name"}))
+    assert isinstance(job.paradigm, Served)
+    return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.options)
 
 
 class Coordinator:
     """One run's decisions.
 
-    lr: learning rate of the next update, from samples, updates and contributions (`learning.schedule`).
+    lr: rate of the next update, from samples, updates and contributions: the learning rate (`learning.schedule`), or
+        where the workers have optimizers and the servers a centre, the share of the distance that it moves.
     """
 
     def __init__(self, paradigm: Paradigm, trace: Recorder, *, n_workers: int, lr: LearningRate, stop: Stop) -> None:
@@ -122,9 +126,11 @@ class Coordinator:
         self.active.remove(worker)
         return [] if self.stopping else self._decide(Left(now_s, worker))
 
-    def evaluated(self, now_s: float, version: int, samples: int, loss: float, accuracy: float) -> list[Order]:
+    def evaluated(
+        self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float = math.nan
+    ) -> list[Order]:
         """The weights of `version`, which were current at now_s, have been judged on held-out data, by now."""
-        self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, math.nan))
+        self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, distance))
         self.last_accuracy = accuracy
         return self.stop(max(now_s, self._now_s)) if self._stop.satisfied(loss, accuracy) else []
 
@@ -206,4 +212,11 @@ class Coordinator:
 
 def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
     """The coordinator of a run of this job; the paradigm is a new one of it."""
-    return Coordinator(paradigm, trace, n_workers=job.cluster.workers, lr=learning_rate(job), stop=job.stop)
+    return Coordinator(paradigm, trace, n_workers=job.cluster.workers, lr=_rate(job), stop=job.stop)
+
+
+def _rate(job: Job) -> LearningRate:
+    if not isinstance(job.paradigm, Easgd):
+        return learning_rate(job)
+    alpha = job.paradigm.moving_rate(job.cluster.workers)
+    return lambda samples, updates, n_contributions: alpha

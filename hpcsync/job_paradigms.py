@@ -12,15 +12,22 @@ from hpcsync.job_table import Count, NotNegative, Positive, Table
 # ---- with a parameter server ----
 
 
-class Bsp(Table):
+class Served(Table):
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `paradigms.create` is given besides the name and the workers."""
+        return self.model_dump(exclude={"name"})
+
+
+class Bsp(Served):
     name: Literal["bsp"]
 
 
-class Asp(Table):
+class Asp(Served):
     name: Literal["asp"]
 
 
-class Ssp(Table):
+class Ssp(Served):
     name: Literal["ssp"]
     staleness: int | float = Field(description="a whole number of at least 0, or inf")
 
@@ -32,7 +39,7 @@ class Ssp(Table):
         return staleness
 
 
-class Dssp(Table):
+class Dssp(Served):
     name: Literal["dssp"]
     staleness_min: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least 0")
     staleness_max: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least staleness_min")
@@ -46,7 +53,7 @@ class Dssp(Table):
         return staleness_max
 
 
-class Easgd(Table):
+class Easgd(Served):
     """Every `period` iterations a worker and the centre on the server move towards each other.
 
     alpha: the share of their distance by which each moves; beta = workers x alpha. One of them, or else beta = 0.9.
@@ -64,6 +71,11 @@ class Easgd(Table):
         if beta is not None and (alpha := info.data.get("alpha")) is not None:
             raise ValueError(f"must be left out beside paradigm.alpha = {alpha}")
         return beta
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How often and how far they move is not about who waits."""
+        return {"synchronous": self.synchronous}
 
     def moving_rate(self, n_workers: int) -> float:
         """alpha, whichever way it was given."""

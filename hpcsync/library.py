@@ -119,6 +119,7 @@ def join(
     """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
     from mpi4py import MPI
 
+    from hpcsync.mpi.elastic import ElasticSession
     from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
     if comm.size != job.cluster.ranks:
@@ -134,6 +135,8 @@ def join(
     folder = agree(comm, lambda: _make_folder(job, out))
     try:
         if comm.rank >= job.cluster.servers:
+            if job.steps_on_workers:
+                return ElasticSession(comm, job, model, optimizer)
             return WorkerSession(comm, job, model)
         if comm.rank > 0:
             return FollowerSession(comm, job, model, optimizer)

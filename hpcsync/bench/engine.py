@@ -13,6 +13,7 @@ from mpi4py import MPI
 from hpcsync.coordinator import Coordinator
 from hpcsync.job import Stop
 from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.rules import Descent
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.patience import Patience
@@ -48,7 +49,7 @@ def with_engine(
 
 def _serve(link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
     n_workers = link.roles.n_workers
-    shard = Shard(link, optimizer, weights)
+    shard = Shard(link, Descent(optimizer), weights)
     with tempfile.TemporaryDirectory() as folder, TraceWriter(Path(folder) / "trace.h5", {}) as trace:
         coordinator = Coordinator(
             create("asp", n_workers), trace, n_workers=n_workers, lr=lambda *_: optimizer.lr, stop=Stop()

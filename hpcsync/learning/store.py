@@ -1,4 +1,4 @@
-"""The server's side of the arithmetic: weights, optimizer, and versions that readers can rely on.
+"""The server's side of the arithmetic: weights, and versions of them that readers can rely on.
 
 A `Store` holds one contiguous shard of the flat weights in several buffers of equal size, of which one is current. An
 update happens in place while nobody reads the current buffer. While somebody does, the update moves on to a free buffer
@@ -7,8 +7,9 @@ waits for anybody; and the usual case (no reader) costs no extra pass over memor
 
 Who reads is known without asking: a server promises a version to a reader (`pin`), and the reader says when it has
 finished by writing the promise's serial number into its word of `done`, which may lie in an RMA window. A contribution
-that arrives also says so, since a worker reads before it computes. At most one reader per worker and one for evaluation
-means that `n_workers + 1` buffers always suffice: the contributor of an update does not read.
+that arrives also says so, since a worker reads before it computes: that of the promises made before. At most one reader
+per worker and one for evaluation means that `n_workers + 1` buffers always suffice where the contributor of an update
+does not read, and one more where it may.
 
 Rows are padded to whole vector registers. torch's fused optimizers, which need the fewest passes over memory, round the
 scalar tail of a tensor differently from its vectorised body; without a tail the result of an element does not depend on
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.rules import Rule
 
 ROW_ELEMENTS = 64  # a multiple of what torch's kernels take at once, on any CPU
 
@@ -32,13 +33,16 @@ def row_size(shard_size: int) -> int:
     return -(-shard_size // ROW_ELEMENTS) * ROW_ELEMENTS
 
 
-def n_buffers(n_workers: int) -> int:
-    """Buffers that a store with this many workers and one evaluator needs so that no update ever waits."""
-    return n_workers + 1
+def n_buffers(n_workers: int, contributors_read: bool = False) -> int:
+    """Buffers that a store with this many workers and one evaluator needs so that no update ever waits.
+
+    contributors_read: as of `learning.rules.Rule`.
+    """
+    return n_workers + 1 + contributors_read
 
 
 class Store:
-    """One shard of the weights under any element-wise torch optimizer.
+    """One shard of the weights, and the rule by which it changes.
 
     buffers: (n_buffers, row) tensor; buffer 0 holds version 0.
     slots:   (n_workers, row) tensor; row w is where worker w's contribution lies when it is applied.
@@ -47,9 +51,7 @@ class Store:
     size:    elements of the shard; a row is `row_size(size)` long, and its padding is zero and stays so.
     """
 
-    def __init__(
-        self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, optimizer: OptimizerSpec, size: int
-    ) -> None:
+    def __init__(self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, rule: Rule, size: int) -> None:
         self._size = size
         self._buffers = buffers
         self._slots = list(slots)  # a view of each row: made once, not for every update
@@ -59,35 +61,35 @@ class Store:
         self.version = 0
         self.current = 0
         self._parameter = torch.nn.Parameter(buffers[0])
-        self._optimizer = optimizer.build(self._parameter)
+        self._rule = rule
+        rule.bind(self._parameter)
+        self._contributing: set[int] = set()  # whose contributions came before their promises
 
     @property
     def weights(self) -> torch.Tensor:
         """The current version, shape (size,), a view that later updates change."""
         return self._buffers[self.current, : self._size]
 
-    def pin(self, reader: int) -> tuple[int, int]:
+    def pin(self, reader: int, contributing: bool = False) -> tuple[int, int]:
         """Promise the current version to a reader: it may read the buffer until it writes the serial into its word.
 
-        Returns (buffer, serial).
+        contributing: it is a worker whose contribution has come and is not applied yet, so that applying it does not
+        say that this promise has been read. Returns (buffer, serial).
         """
+        if contributing:
+            self._contributing.add(reader)
         self._pinned[reader] = self.current
         self._serial[reader] += 1
         return self.current, self._serial[reader]
 
     def apply(self, workers: Sequence[int], lr: float) -> None:
-        """One update from the mean of these workers' contributions, summed in this order; spends their slots."""
+        """One update from these workers' contributions, in this order, at this rate; spends their slots."""
         for worker in workers:
-            self._done[worker] = self._serial[worker]
-        gradient = self._slots[workers[0]]
-        for worker in workers[1:]:
-            gradient.add_(self._slots[worker])
-        if len(workers) > 1:
-            gradient.div_(len(workers))
+            if worker not in self._contributing:
+                self._done[worker] = self._serial[worker]
+        self._contributing.difference_update(workers)
         self._make_writable()
-        self._parameter.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = lr
-        self._optimizer.step()
+        self._rule.update([self._slots[worker] for worker in workers], lr)
         self.version += 1
 
     def _make_writable(self) -> None:

@@ -20,18 +20,22 @@ from hpcsync.roles import Roles
 class Link:
     """The windows of all shards, made collectively over a private duplicate of `comm`.
 
-    tensors: on a server, its buffers of weights and then one gradient slot per worker, in rows.
+    tensors: on a server, its buffers of weights and then one slot per worker for its contributions, in rows.
     done:    on a server, one word per reader; see learning.store.
     weights: the flat weights of every rank, shape (size,); rank 0's become everybody's.
+    contributors_read: as of the servers' `learning.rules.Rule`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, roles: Roles, weights: np.ndarray) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, roles: Roles, weights: np.ndarray, *, contributors_read: bool = False
+    ) -> None:
         self.comm = comm.Dup()
         self.roles = roles
         self.size = weights.size
         self.shards = roles.shards(self.size)
         is_server = roles.is_server(comm.rank)
-        rows = n_buffers(roles.n_workers) + roles.n_workers
+        self.n_buffers = n_buffers(roles.n_workers, contributors_read)
+        rows = self.n_buffers + roles.n_workers
         self.tensors = Window(self.comm, rows * self.row_size(comm.rank) if is_server else 0, weights.dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
         self.patience = Patience(self.comm)

@@ -2,46 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from hpcsync.coordinator import Order, Update
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.store import Store, n_buffers
+from hpcsync.learning.rules import Rule
+from hpcsync.learning.store import Store
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.wire import GrantRecord, OrderRecord
 
 
-def encode(orders: Iterable[Order]) -> list[OrderRecord]:
+def encode(orders: Sequence[Order]) -> list[OrderRecord]:
     """The coordinator's orders as the records that every server carries out."""
-    records = []
-    for order in orders:
+    records: list[OrderRecord] = []
+    contributing: set[int] = set()  # to an update that comes later
+    for order in reversed(orders):
         if isinstance(order, Update):
             *others, last = order.workers
-            records += [OrderRecord(wire.CONTRIBUTION, worker) for worker in others]
             records.append(OrderRecord(wire.UPDATE, last, lr=order.lr))
+            records += [OrderRecord(wire.CONTRIBUTION, worker) for worker in reversed(others)]
+            contributing.update(order.workers)
         else:
+            kind = wire.RESERVE if order.worker in contributing else wire.PROMISE
             fields = (order.worker, order.iteration, order.version, order.batch_size, order.local_steps)
-            records.append(OrderRecord(wire.PROMISE, *fields))
-    return records
+            records.append(OrderRecord(kind, *fields))
+    return records[::-1]
 
 
 class Shard:
     """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0."""
 
-    def __init__(self, link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
+    def __init__(self, link: Link, rule: Rule, weights: torch.Tensor) -> None:
         self._link = link
         self._server = link.comm.rank
-        self._buffers = n_buffers(link.roles.n_workers)
         mine = weights[link.shards[self._server]]
         rows = torch.from_numpy(link.tensors.local).view(-1, link.row_size(self._server))
         rows[:, len(mine) :] = 0
         rows[0, : len(mine)] = mine
-        self.store = Store(rows[: self._buffers], rows[self._buffers :], link.done.local, optimizer, len(mine))
+        buffers, slots = rows[: link.n_buffers], rows[link.n_buffers :]
+        self.store = Store(buffers, slots, link.done.local, rule, len(mine))
         self._contributors: list[int] = []
+        self._reserved: list[tuple[int, GrantRecord]] = []  # ranks, and grants that wait for an update
         self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
         self._evaluation = Outbox(link.comm, wire.TAG_EVALUATION, wire.GRANT)
         self.finished = False
@@ -57,7 +61,8 @@ class Shard:
             self._link.done.sync()
             self.store.apply([*self._contributors, order.reader], order.lr)
             self._contributors.clear()
-        elif order.kind == wire.PROMISE:
+            self._send_reserved()
+        elif order.kind in (wire.PROMISE, wire.RESERVE):
             if order.version != self.store.version:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
             self._promise(order.reader, order)
@@ -67,16 +72,26 @@ class Shard:
             self.finished = True
 
     def _promise(self, reader: int, order: OrderRecord) -> None:
-        buffer, serial = self.store.pin(reader)
+        reserved = order.kind == wire.RESERVE
+        buffer, serial = self.store.pin(reader, contributing=reserved)
+        rank = self._link.roles.rank_of(reader)
+        grant = GrantRecord(
+            self._server, order.iteration, self.store.version, order.batch_size, order.local_steps, buffer, serial
+        )
+        if reserved:
+            self._reserved.append((rank, grant))
+            return
         # What the update wrote must be in the window before the reader hears that it may read.
         self._link.tensors.sync()
         outbox = self._evaluation if reader == self._link.roles.evaluator else self._grants
-        outbox.send(
-            self._link.roles.rank_of(reader),
-            GrantRecord(
-                self._server, order.iteration, self.store.version, order.batch_size, order.local_steps, buffer, serial
-            ),
-        )
+        outbox.send(rank, grant)
+
+    def _send_reserved(self) -> None:
+        if self._reserved:
+            self._link.tensors.sync()
+            for rank, grant in self._reserved:
+                self._grants.send(rank, grant)
+            self._reserved.clear()
 
     def free(self) -> None:
         """Wait until every grant has left; give up the views of the window."""

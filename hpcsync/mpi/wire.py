@@ -3,6 +3,11 @@
 worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed
 server 0 -> other servers    ORDER    what to carry out, in order
 every server -> a reader     GRANT    read this buffer of mine
+
+Where there are no servers, rank 0's monitor has the part of server 0:
+
+worker -> rank 0             PEER_REPORT  I have made an iteration / I make no more / nothing is left for me / I failed
+rank 0 -> worker             PEER_ORDER   stop / all have ended
 """
 
 from __future__ import annotations
@@ -35,8 +40,10 @@ REPORT = np.dtype(
 )
 
 # An update of n workers travels as n - 1 CONTRIBUTIONs and an UPDATE, which names the last. PROMISE lets a reader
-# read the current version. FINISH is the last order: every worker hears that the run is over.
-CONTRIBUTION, UPDATE, PROMISE, FINISH = 0, 1, 2, 3
+# read the current version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that
+# update, for the worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the
+# run is over.
+CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH = 0, 1, 2, 3, 4
 ORDER = np.dtype(
     [
         ("kind", "i1"),
@@ -61,6 +68,31 @@ GRANT = np.dtype(
         ("serial", "i8"),
     ]
 )
+
+
+EXCHANGED, ENDED, SETTLED, LOST = 0, 1, 2, 3
+# `kind`, then the fields of peers.Exchanged.
+PEER_REPORT = np.dtype(
+    [
+        ("kind", "i1"),
+        ("worker", "i4"),
+        ("iteration", "i8"),
+        ("peer", "i4"),
+        ("begin_s", "f8"),
+        ("end_s", "f8"),
+        ("compute_s", "f8"),
+        ("wait_s", "f8"),
+        ("comm_s", "f8"),
+        ("batch_size", "i4"),
+        ("loss", "f8"),
+        ("wire_bytes", "i8"),
+        ("n_received", "i4"),
+        ("weight", "f8"),
+    ]
+)
+
+STOP, ALL_ENDED = 0, 1
+PEER_ORDER = np.dtype([("kind", "i1")])
 
 
 class OrderRecord(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from hpcsync.coordinator import Report
-from hpcsync.learning.store import n_buffers
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
@@ -64,7 +63,7 @@ class Worker:
     def _put(self) -> None:
         link = self._link
         begin_s = link.clock.now()
-        slot = n_buffers(link.roles.n_workers) + self.index
+        slot = link.n_buffers + self.index
         for server, shard in enumerate(link.shards):
             link.tensors.put(self._contribution[shard], server, slot * link.row_size(server))
         for server in range(len(link.shards)):

@@ -11,6 +11,7 @@ from typing import Any
 from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.dssp import DSSP
+from hpcsync.paradigms.easgd import easgd
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.protocol import Action, Apply, Decision, Drop, Event, Grant, Left, Pushed
 from hpcsync.paradigms.ssp import SSP
@@ -29,18 +30,17 @@ __all__ = [
     "create",
 ]
 
-PARADIGMS: dict[str, type[Paradigm]] = {paradigm.name: paradigm for paradigm in (BSP, ASP, SSP, DSSP)}
+PARADIGMS: dict[str, Callable[..., Paradigm]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "easgd": easgd}
 
 
 def create(name: str, n_workers: int, **options: Any) -> Paradigm:
     """Make the paradigm of this name for so many workers.
 
-    options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; bsp and asp have none.
+    options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; easgd `synchronous`; bsp and asp have none.
 
     Raises ValueError for an unknown name or a value that is not allowed, TypeError for an option that the
     paradigm does not have or that is missing.
     """
     if name not in PARADIGMS:
         raise ValueError(f"there is no paradigm {name!r}, only {', '.join(PARADIGMS)}")
-    make: Callable[..., Paradigm] = PARADIGMS[name]
-    return make(n_workers, **options)
+    return PARADIGMS[name](n_workers, **options)

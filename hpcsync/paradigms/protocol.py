@@ -11,10 +11,11 @@ is what lets a simulation run the same code as real ranks, and an audit replay a
     Left(worker)    no more will come    Grant(worker, ...)  the worker may read the weights and go on
                                          Decision(...)       an adaptive controller chose; for the trace only
 
-Actions are carried out in the order of the list. A worker that is answered with neither Grant nor Drop is
-*held*: it waits for a Grant in the answer to a later event. Every Pushed is answered by exactly one Grant, at
-once or later, unless the worker leaves or the run ends first. Iteration 1 needs no Grant: every worker begins
-with it.
+Actions are carried out in the order of the list, which matters: a Grant after an Apply lets the worker read
+what that update made, a Grant before it what was there before, even where the update takes the worker's own
+contribution. A worker that is answered with neither Grant nor Drop is *held*: it waits for a Grant in the answer
+to a later event. Every Pushed is answered by exactly one Grant, at once or later, unless the worker leaves or
+the run ends first. Iteration 1 needs no Grant: every worker begins with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """Worker `worker` has put the contribution of its next iteration into its gradient slot.
+    """Worker `worker` has put the contribution of its next iteration into its slot.
 
     now_s: seconds since the start of the run, never decreasing from event to event.
     """
@@ -43,7 +44,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Make one update of the model from the mean of these workers' contributions, summed in this order."""
+    """Make one update of the model from these workers' contributions, summed in this order."""
 
     workers: tuple[int, ...]
 

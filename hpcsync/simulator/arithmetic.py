@@ -18,10 +18,15 @@ import torch
 
 from hpcsync.coordinator import Update
 from hpcsync.job import Job, Script
+from hpcsync.job_paradigms import Easgd
+from hpcsync.learning import rules
 from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.replica import Replica, worker_seed
+from hpcsync.learning.rules import towards
+from hpcsync.learning.schedule import worker_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload
 
@@ -30,10 +35,10 @@ class Arithmetic(Protocol):
     """The numbers of a run, in the order in which the simulation asks for them."""
 
     def promise(self, worker: int) -> None:
-        """The worker's next gradient is to be computed from the version that is current now."""
+        """The version that is current now is the one that the worker reads before its next contribution."""
 
     def contribute(self, worker: int) -> float:
-        """Compute the worker's next gradient into its slot; its mean loss."""
+        """Compute the worker's next contribution into its slot; its mean loss."""
 
     def apply(self, update: Update) -> None:
         """Carry out an update."""
@@ -75,7 +80,8 @@ class RealArithmetic:
         buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
         self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]  # made once: views cost time
         self._versions[0].copy_(self._flat.weights)
-        self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), OptimizerSpec.of_job(job), size)
+        rule = rules.of_job(job, OptimizerSpec.of_job(job))
+        self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), rule, size)
         self._promised = [self._versions[0]] * n_workers  # worker -> the version it reads
         self._own = [_Own(workload, job, worker, seed) for worker in range(n_workers)]
 
@@ -84,8 +90,14 @@ class RealArithmetic:
         self._promised[worker] = self._versions[buffer]
 
     def contribute(self, worker: int) -> float:
+        loss = self._compute(worker, self._promised[worker])
+        self._slots[worker].copy_(self._flat.gradient)
+        return loss
+
+    def _compute(self, worker: int, weights: torch.Tensor) -> float:
+        """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
         own = self._own[worker]
-        self._flat.weights.copy_(self._promised[worker])
+        self._flat.weights.copy_(weights)
         torch.set_rng_state(own.generator)
         if own.statistics:
             _copy(own.statistics, self._flat.model.buffers())
@@ -93,7 +105,6 @@ class RealArithmetic:
         if own.statistics:
             _copy(self._flat.model.buffers(), own.statistics)
         own.generator = torch.get_rng_state()
-        self._slots[worker].copy_(self._flat.gradient)
         return loss
 
     def apply(self, update: Update) -> None:
@@ -108,6 +119,58 @@ class RealArithmetic:
         """Running statistics end as worker 0's, as on real ranks."""
         self._flat.weights.copy_(self._store.weights)
         _copy(self._own[0].statistics, self._flat.model.buffers())
+
+
+class ElasticArithmetic(RealArithmetic):
+    """Workers with weights of their own, which move towards the store's and make their own steps.
+
+    Nobody reads later what is promised now: a worker moves in the moment of its grant. Its last gradient waits for that
+    move, as does the worker. Memory: three rows of the flat weights for each worker, and what its optimizer has.
+    """
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        super().__init__(job, workload)
+        assert isinstance(job.paradigm, Easgd) and not isinstance(job.workload, Script)
+        self._period, self._alpha = job.paradigm.period, job.paradigm.moving_rate(job.cluster.workers)
+        self._batch_size, self._rate = job.workload.batch_size, worker_rate(job)
+        self._centre = torch.empty_like(self._flat.weights)
+        spec = OptimizerSpec.of_job(job)
+        self._trainees = [_Trainee(self._flat.weights, spec) for _ in range(job.cluster.workers)]
+
+    def promise(self, worker: int) -> None:
+        trainee = self._trainees[worker]
+        if trainee.steps == 0:
+            return  # it begins where the centre is
+        self._centre.copy_(self._store.weights)
+        trainee.weights.add_(towards(trainee.weights, self._centre, self._alpha))
+        trainee.optimizer.look_ahead()
+        self._step(trainee, trainee.gradient)
+
+    def contribute(self, worker: int) -> float:
+        trainee, total = self._trainees[worker], 0.0
+        for _ in range(self._period - 1):
+            total += self._compute(worker, trainee.weights)
+            trainee.steps += 1
+            self._step(trainee, self._flat.gradient)
+        total += self._compute(worker, trainee.weights)
+        trainee.steps += 1
+        trainee.gradient.copy_(self._flat.gradient)
+        trainee.optimizer.drop_look_ahead()
+        self._slots[worker].copy_(trainee.weights)
+        return total / self._period
+
+    def _step(self, trainee: _Trainee, gradient: torch.Tensor) -> None:
+        before = trainee.steps - 1
+        trainee.optimizer.step(gradient, self._rate(before * self._batch_size, before))
+
+
+class _Trainee:
+    """A worker's own weights. steps: gradients computed."""
+
+    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
+        self.weights, self.gradient = weights.clone(), torch.empty_like(weights)
+        self.optimizer = LocalOptimizer(self.weights, spec)
+        self.steps = 0
 
 
 class _Own:
@@ -140,4 +203,6 @@ def _copy(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> Non
 
 def arithmetic(job: Job, workload: Workload) -> Arithmetic:
     """The arithmetic of this job, whose workload is `workload`."""
-    return NoArithmetic() if workload.loss is None else RealArithmetic(job, workload)
+    if workload.loss is None:
+        return NoArithmetic()
+    return (ElasticArithmetic if isinstance(job.paradigm, Easgd) else RealArithmetic)(job, workload)

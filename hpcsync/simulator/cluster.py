@@ -10,7 +10,7 @@ from hpcsync.devices import Device, device, takes_no_time
 from hpcsync.job import Job
 from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError
-from hpcsync.job_paradigms import Bsp, Dssp, Ssp
+from hpcsync.job_paradigms import Bsp, Dssp, Easgd, Ssp
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
@@ -70,6 +70,7 @@ def _refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
     stop, paradigm = job.stop, job.paradigm
     bounded = isinstance(paradigm, Bsp) or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)
     bounded = bounded or (isinstance(paradigm, Dssp) and paradigm.mode == "bounded")
+    bounded = bounded or (isinstance(paradigm, Easgd) and paradigm.synchronous)
     if stop.samples is None and stop.updates is None and (all(idle) if bounded else any(idle)):
         raise JobError(
             f"{key}: worker {list(idle).index(True)}'s iterations take 0 seconds: to be simulated such a job must have "

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from hpcsync.coordinator import Coordinator, Order, Recorder, Report, Update, coordinate
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
+from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Workload
 from hpcsync.paradigms import Paradigm
@@ -21,11 +22,12 @@ from hpcsync.simulator.cluster import Cluster
 class _Worker:
     """Where a worker is in its chain."""
 
-    __slots__ = ("begin_s", "comm_s", "device", "end_s", "iteration", "put_s", "version", "wait_s")
+    __slots__ = ("begin_s", "comm_s", "computed", "device", "end_s", "iteration", "put_s", "version", "wait_s")
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.iteration = 1  # that it computes, or may compute next
+        self.iteration = 1  # that it computes, or may compute next; of several local steps, if the job says so
+        self.computed = 0  # of these steps
         self.version = 0  # that it reads
         self.begin_s = 0.0
         self.end_s = 0.0
@@ -54,7 +56,8 @@ class Simulation:
         self._job = job
         self._paradigm = paradigm
         self._watch = watch
-        self._batch_size = job.workload.batch_size
+        self._local_steps = job.paradigm.period if isinstance(job.paradigm, Easgd) else 1  # for a push
+        self._batch_size = job.workload.batch_size * self._local_steps
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._wire_bytes = 2 * sum(cluster.shard_bytes)
         self._workers = [_Worker(device) for device in cluster.devices]
@@ -89,6 +92,12 @@ class Simulation:
         state.wait_s = granted_s - state.put_s
         state.comm_s = now_s - granted_s
         state.begin_s = now_s
+        state.computed = 0
+        self._compute(worker)
+
+    def _compute(self, worker: int) -> None:
+        """One local step."""
+        now_s, state = self._loop.now_s, self._workers[worker]
         if state.device.leaves(now_s):
             self._transfers.leave(worker, state.iteration, self._left)
         else:
@@ -96,6 +105,10 @@ class Simulation:
 
     def _computed(self, worker: int) -> None:
         state = self._workers[worker]
+        state.computed += 1
+        if state.computed < self._local_steps:
+            self._compute(worker)
+            return
         state.end_s = self._loop.now_s
         self._transfers.push(worker, state.iteration, self._heard)
 
@@ -114,7 +127,7 @@ class Simulation:
             wait_s=state.wait_s,
             comm_s=state.comm_s + (put_s - state.end_s),
             batch_size=self._batch_size,
-            local_steps=1,
+            local_steps=self._local_steps,
             loss=loss,
             wire_bytes=self._wire_bytes,
         )

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync import paradigms
+from hpcsync.job_paradigms import Served
 from hpcsync.traces import reading
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.checks import Check
@@ -31,8 +32,8 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     """
     if not isinstance(trace, Trace):
         trace = reading.load(trace)
-    options = trace.job.paradigm.model_dump(exclude={"name"})
-    paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **options)
+    assert isinstance(trace.job.paradigm, Served)
+    paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **trace.job.paradigm.options)
     invariants = check_invariants(trace)
     if not invariants[0].passed:
         return invariants

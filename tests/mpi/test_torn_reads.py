@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.store import Store, n_buffers
+from hpcsync.learning.rules import Descent
+from hpcsync.learning.store import Store
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
@@ -62,12 +63,12 @@ def read(link: Link, *, until_torn: bool, reads: int = 100) -> int:
 def torn_reads(comm, *, until_torn: bool) -> int:
     link = Link(comm, Roles(1, comm.size - 1), np.zeros(SIZE))
     if comm.rank == 1:
-        link.tensors.put(np.full(SIZE, -1.0), 0, n_buffers(link.roles.n_workers) * SIZE)
+        link.tensors.put(np.full(SIZE, -1.0), 0, link.n_buffers * SIZE)
         link.tensors.flush(0)
     comm.Barrier()
     torn = 0
     if comm.rank == 0:
-        serve(link, Shard(link, OptimizerSpec("sgd", 1.0), torch.zeros(SIZE, dtype=torch.float64)))
+        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), torch.zeros(SIZE, dtype=torch.float64)))
     elif comm.rank == 1:
         Reader(link, 0).wait()  # what is sent must be received, or a later communicator may find it
     else:

@@ -11,6 +11,7 @@ from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica
+from hpcsync.learning.rules import Descent
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload, build
@@ -39,7 +40,7 @@ class Server:
             rows[0, :size] = weights[shard]
             slots = torch.zeros(roles.n_workers, row_size(size), dtype=weights.dtype)
             self.slots.append(slots[:, :size])
-            self.stores.append(Store(rows, slots, done, spec, size))
+            self.stores.append(Store(rows, slots, done, Descent(spec), size))
 
     def put(self, worker: int, gradient: torch.Tensor) -> None:
         for slots, shard in zip(self.slots, self.shards, strict=True):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
+from hpcsync.learning.rules import Descent
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.roles import Roles
 
@@ -23,7 +24,7 @@ def make_store(weights: torch.Tensor, n_workers: int, optimizer: OptimizerSpec =
     slots = torch.zeros(n_workers, row_size(size), dtype=weights.dtype)
     slots[:, :size] = torch.nan
     done = np.zeros(n_workers + 1, np.int64)
-    return Store(rows, slots, done, optimizer, size), slots[:, :size], done
+    return Store(rows, slots, done, Descent(optimizer), size), slots[:, :size], done
 
 
 # ---- the bits do not depend on the shards ----
