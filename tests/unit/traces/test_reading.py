@@ -84,7 +84,7 @@ def test_slices_are_the_rows_in_the_order_of_the_file(path):
     assert [len(rows) for rows in slices["pushes"]] == [4, 4, 4, 3]
     assert [len(rows) for rows in slices["decisions"]] == [0]
     for table, rows in in_file.items():
-        assert np.concatenate(slices[table]).tolist() == rows.tolist()
+        assert np.concatenate(slices[table]).tobytes() == rows.tobytes()
 
 
 def test_slices_end_with_the_last_whole_flush(path):
@@ -133,6 +133,11 @@ def _newer(path):
         file.attrs["format_version"] = 99
 
 
+def _older(path):
+    with h5py.File(path, "r+") as file:
+        file.attrs["format_version"] = 1
+
+
 def _without_a_table(path):
     with h5py.File(path, "r+") as file:
         del file["grants"]
@@ -156,6 +161,7 @@ def _cut_short(path):
         (_empty, "not an HDF5 file"),
         (_other_hdf5, "not a trace"),
         (_newer, "format version 99"),
+        (_older, "a trace of format version 1; this hpcsync reads version 2"),
         (_without_a_table, "damaged.*grants"),
         (_without_an_attribute, "damaged.*n_workers"),
         (_cut_short, "cannot be opened"),

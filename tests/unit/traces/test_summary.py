@@ -44,7 +44,12 @@ GRANTS = [
     (10, 5.0, 1, 3, 4, 0, 0, 0.0, 0, 0),
 ]
 UPDATES = [(1, 1.0, 1, 0.1, 8), (2, 2.0, 1, 0.1, 16), (3, 2.5, 1, 0.1, 24), (4, 4.0, 1, 0.1, 32)]
-EVALUATIONS = [(0.0, 0, 0, 2.3, 0.1), (2.0, 2, 16, 0.4, 0.9), (2.5, 3, 24, 0.5, 0.95), (5.0, 4, 32, 0.6, 0.93)]
+EVALUATIONS = [
+    (0.0, 0, 0, 2.3, 0.1, math.nan),
+    (2.0, 2, 16, 0.4, 0.9, math.nan),
+    (2.5, 3, 24, 0.5, 0.95, math.nan),
+    (5.0, 4, 32, 0.6, 0.93, math.nan),
+]
 
 
 def trace(paradigm='name = "ssp"\nstaleness = 1', target="", evaluations=EVALUATIONS, tables=True):
@@ -101,7 +106,7 @@ def test_time_to_target(target, words, time_s):
 
 
 def test_what_is_unknown_is_none():
-    summary = summarize(trace(evaluations=[(1.0, 1, 8, math.nan, math.nan)]))
+    summary = summarize(trace(evaluations=[(1.0, 1, 8, math.nan, math.nan, math.nan)]))
     assert summary.final_loss is summary.best_loss is summary.final_accuracy is summary.best_accuracy is None
 
 

@@ -38,7 +38,8 @@ def test_rows_come_back_as_they_were_appended(path):
         "grants": GRANT,
         "updates": (1, 0.5, 1, 0.1, 32),
         "decisions": (3, 0.6, "dssp", 1, 4.0, 2.0, float("inf")),
-        "evaluations": (0.5, 1, 32, 0.7, 0.9),
+        "exchanges": (0.6, 1, 1, 0, 4096, 0.3, 0.0, 0.1, 2.5, 32, 0.1, 0.4, 1, 1.0),
+        "evaluations": (0.5, 1, 32, 0.7, 0.9, 0.25),
         "membership": (4, 0.7, 0, 0),
         "clocks": (1, "node-1", 1e-3, 1e-6),
     }
@@ -57,7 +58,7 @@ def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
         assert reading.load(path).attributes == {
             "format": "hpcsync-trace",
-            "format_version": 1,
+            "format_version": 2,
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",
@@ -104,8 +105,9 @@ def test_appending_wrong_values_raises_and_leaves_no_row(path):
 
 def test_numbers_of_other_libraries_are_taken(path):
     with TraceWriter(path, ATTRIBUTES) as trace:
-        trace.append("evaluations", (np.float32(0.5), np.int32(1), np.int64(32), np.float64(0.25), np.float32(0.5)))
-    assert reading.load(path).tables["evaluations"].tolist() == [(0.5, 1, 32, 0.25, 0.5)]
+        numbers = (np.float32(0.5), np.int32(1), np.int64(32), np.float64(0.25), np.float32(0.5), np.float16(2))
+        trace.append("evaluations", numbers)
+    assert reading.load(path).tables["evaluations"].tolist() == [(0.5, 1, 32, 0.25, 0.5, 2.0)]
 
 
 @pytest.mark.parametrize(
