@@ -34,3 +34,8 @@ def check_all(name: str, *parts: Part) -> Check:
     failed = [check for check in checks if not check.passed]
     n_checked = sum(check.n_checked for check in checks)
     return Check(name, not failed, n_checked, failed[0].detail if failed else "")
+
+
+def teller(table: str, rows: np.ndarray, *columns: str) -> Callable[[int], str]:
+    """Tells these columns of a row."""
+    return lambda i: f"{table} row {i}: " + ", ".join(f"{column} {rows[column][i]}" for column in columns)
