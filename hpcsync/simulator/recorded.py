@@ -2,9 +2,9 @@
 
 The trace says when a computation began and ended, when the server heard of it, and when it granted the next. So each
 iteration has three durations that do not depend on who waited for whom: grant to begin (the grant's way, and reading),
-begin to end, and end to the server's hearing of it (putting, and the report's way). `comm_s` says how much of the first
-and the last, together, was transfer. It is taken to be half each, as far as there is room for it; that only tells
-waiting from transfer.
+begin to end, and end to the server's hearing of it (putting, and the report's way). Where a push was of several local
+steps, these are taken to have been equal. `comm_s` says how much of the first and the last duration, together, was
+transfer. It is taken to be half each, as far as there is room for it; that only tells waiting from transfer.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ class RecordedTimes:
     """One worker's iterations as they were. After the last come those from the second on again: the first is special,
     because it begins when everything is being set up.
 
-    compute_s, to_begin_s, to_server_s, comm_s: seconds, shape (n_iterations,), n_iterations >= 1.
+    compute_s, to_begin_s, to_server_s, comm_s: seconds, shape (n_iterations,), n_iterations >= 1. local_steps: on the
+    worker, of the same shape, if an iteration was of more than one.
     total_s: of all iterations together, waiting not counted.
     """
 
     def __init__(
-        self, compute_s: np.ndarray, to_begin_s: np.ndarray, to_server_s: np.ndarray, comm_s: np.ndarray
+        self,
+        compute_s: np.ndarray,
+        to_begin_s: np.ndarray,
+        to_server_s: np.ndarray,
+        comm_s: np.ndarray,
+        local_steps: np.ndarray | None = None,
     ) -> None:
-        self._compute_s = compute_s.tolist()
+        steps = np.ones(len(compute_s), int) if local_steps is None else local_steps
+        self._first_steps = int(steps[0])
+        self._compute_s = np.repeat(compute_s / steps, steps).tolist()
         # Clocks of different hosts agree to microseconds only, so that a short way may seem to take less than none.
         to_begin_s, to_server_s = np.maximum(to_begin_s, 0.0), np.maximum(to_server_s, 0.0)
         put_s = np.minimum(0.5 * comm_s, to_server_s)
@@ -43,10 +51,10 @@ class RecordedTimes:
         self._steps = [Steps(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def seconds(self) -> Iterator[float]:
-        """The computations of iterations 1, 2, ..., without end."""
+        """The computations of local steps 1, 2, ..., without end."""
         yield from self._compute_s
         while True:
-            yield from self._compute_s[1:] or self._compute_s
+            yield from self._compute_s[self._first_steps :] or self._compute_s
 
     def steps(self, iteration: int) -> Steps:
         """The transfers of iteration 1, 2, ..."""
@@ -81,7 +89,7 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
     for name, needed, found in (
         ("cluster.workers", job.cluster.workers, {trace.n_workers}),
         ("cluster.servers", job.cluster.servers, {trace.job.cluster.servers}),
-        ("workload.batch_size", job.workload.batch_size, set(pushes["batch_size"].tolist())),
+        ("workload.batch_size", job.workload.batch_size, set((pushes["batch_size"] // pushes["local_steps"]).tolist())),
         ("bytes moved an iteration", wire_bytes, set(pushes["wire_bytes"].tolist())),
     ):
         if others := sorted(found - {needed}):
@@ -108,4 +116,10 @@ def _joined(pushes: np.ndarray, grants: np.ndarray) -> Sequence[np.ndarray]:
         n += 1
     pushes = pushes[:n]
     grant_s = np.array([granted_s[iteration] for iteration in range(1, n + 1)])
-    return pushes["compute_s"], pushes["begin_s"] - grant_s, pushes["now_s"] - pushes["end_s"], pushes["comm_s"]
+    return (
+        pushes["compute_s"],
+        pushes["begin_s"] - grant_s,
+        pushes["now_s"] - pushes["end_s"],
+        pushes["comm_s"],
+        pushes["local_steps"],
+    )

@@ -2,12 +2,16 @@
 
 With s the staleness of SSP, or s_U of DSSP: an iteration starts at most s pushes ahead of the slowest worker (start
 gap), so that right after its push a worker is at most s + 1 ahead (push gap).
+
+With elastic averaging a push is of a whole period's iterations. Its staleness is that of the centre that the worker met
+last: at least 1, its own update, but for its first push.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from hpcsync.job_paradigms import Easgd
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.counting import NEVER, Recount
 from hpcsync.traces.reading import Trace
@@ -27,7 +31,24 @@ def check_bounds(trace: Trace, recount: Recount) -> list[Check]:
         case "dssp":
             required = paradigm.mode == "bounded"
             return [*gaps_are_bounded(recount, paradigm.staleness_max, required), slowest_is_never_held(recount)]
+        case "easgd":
+            checks = [moves_are_as_often_and_as_far(recount, paradigm), slowest_is_never_held(recount)]
+            if paradigm.synchronous:
+                return [*checks, no_staleness(recount), rounds_are_complete(recount)]
+            return [*checks, nobody_is_held(recount)]
     return []
+
+
+def moves_are_as_often_and_as_far(recount: Recount, paradigm: Easgd) -> Check:
+    """Every push comes after `period` iterations, every update moves the centre by alpha."""
+    pushes, grants, updates = recount.pushes, recount.grants[~recount.is_stop], recount.updates
+    period, alpha = paradigm.period, paradigm.moving_rate(recount.n_workers)
+    return check_all(
+        f"{period} iterations a push, and updates of {alpha:.3g}",
+        (pushes["local_steps"] != period, lambda i: f"push of seq {pushes['seq'][i]}: {pushes['local_steps'][i]}"),
+        (grants["local_steps"] != period, lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]}"),
+        (updates["lr"] != alpha, lambda i: f"version {updates['version'][i]}: {updates['lr'][i]}"),
+    )
 
 
 def gaps_are_bounded(recount: Recount, bound_iters: float, required: bool = True) -> list[Check]:
@@ -96,10 +117,12 @@ def nobody_is_held(recount: Recount) -> Check:
 
 
 def no_staleness(recount: Recount) -> Check:
+    """Nobody else's update comes between a read and the update of what was computed then."""
     pushes = recount.pushes[recount.pushes["outcome"] == APPLIED]
+    own = 1 if recount.grants_first else 0  # the update of the round before, which is granted first
     return check_rows(
-        "staleness is 0",
-        pushes["staleness"] != 0,
+        f"staleness is {own}" + (", and 0 in round 1" if own else ""),
+        pushes["staleness"] != np.where(pushes["iteration"] > 1, own, 0),
         lambda i: f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: {pushes['staleness'][i]}",
     )
 
@@ -111,8 +134,10 @@ def rounds_are_complete(recount: Recount) -> Check:
     version = recount.applied_version[recount.applied_version <= n_updates]
     missing = np.ones((n_updates, recount.n_workers), bool)
     missing[version - 1, applied["worker"]] = False
-    # The first grant of a version is in the answer to the event that completed its round.
-    granted = np.searchsorted(np.maximum.accumulate(recount.grants["version"]), np.arange(1, n_updates + 1))
+    # The first grant of a version is in the answer to the event that completed its round; where grants come first, that
+    # of the version before.
+    first = np.arange(1, n_updates + 1) - recount.grants_first
+    granted = np.searchsorted(np.maximum.accumulate(recount.grants["version"]), first)
     ended = np.append(recount.grant_event, NEVER - 1)[granted]
     update, worker = np.nonzero(missing & (recount.left_event[None, :] > ended[:, None]))
     return check_all(

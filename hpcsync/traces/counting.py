@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hpcsync.job_paradigms import Easgd
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED
 
@@ -25,11 +26,14 @@ class Recount:
 
     pushes, grants, decisions, membership: structured arrays, in the order of `seq`, with `seq` < `horizon`.
     updates, evaluations: as in the trace.
+    grants_first: whether a push is granted before the update that it takes part in, so that the grant names the version
+                  from which that update starts, and not the one that it makes.
     """
 
     def __init__(self, trace: Trace) -> None:
         self.finished = trace.finished
         self.n_workers = trace.n_workers
+        self.grants_first = isinstance(trace.job.paradigm, Easgd)
         tables = trace.tables
         numbered = [tables[name] for name in ("pushes", "grants", "decisions", "membership")]
         self.seqs = np.sort(np.concatenate([table["seq"] for table in numbered]))
@@ -162,6 +166,15 @@ class Recount:
         last = np.cumsum(self.updates["n_contributions"]) - 1
         last = last[last < len(self.applied)]
         return self.pushes["seq"][self.applied[last]]
+
+    @cached_property
+    def current_version(self) -> np.ndarray:
+        """Of each grant: the version that is current when it is made. Shape (n_grants,)."""
+        version = self.version_at(self.grants["seq"])
+        if self.grants_first:
+            grant = self.push_grant[self.applied]
+            version[grant[grant >= 0]] = self.applied_version[grant >= 0] - 1
+        return version
 
     def version_at(self, seq: np.ndarray) -> np.ndarray:
         """The number of updates whose contributions had all come before each seq."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpcsync.traces.checks import Check, Part, check_all, check_rows
+from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.counting import NEVER, Recount, running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import CHANGES, DROPPED, OUTCOMES
@@ -38,24 +38,24 @@ def values_are_possible(trace: Trace) -> Check:
     parts: list[Part] = [_somebody_sometime(tables[table], table, trace.n_workers) for table in NUMBERED]
     counted = (pushes["iteration"] >= 1) & (pushes["version_read"] >= 0)
     counted &= (pushes["batch_size"] >= 1) & (pushes["local_steps"] >= 1) & np.isin(pushes["outcome"], OUTCOME_CODES)
-    tell = _teller("/pushes", pushes, "iteration", "version_read", "batch_size", "local_steps", "outcome")
+    tell = teller("/pushes", pushes, "iteration", "version_read", "batch_size", "local_steps", "outcome")
     parts.append((~counted, tell))
     timed = pushes["begin_s"] <= pushes["end_s"]
     for name in DURATIONS:
         timed &= pushes[name] >= 0
-    parts.append((~timed, _teller("/pushes", pushes, "begin_s", "end_s", *DURATIONS)))
+    parts.append((~timed, teller("/pushes", pushes, "begin_s", "end_s", *DURATIONS)))
     sized = (grants["batch_size"] >= 0) & ((grants["batch_size"] == 0) == (grants["local_steps"] == 0))
-    parts.append((~sized, _teller("/grants", grants, "batch_size", "local_steps")))
+    parts.append((~sized, teller("/grants", grants, "batch_size", "local_steps")))
     made = (updates["n_contributions"] >= 1) & np.isfinite(updates["now_s"])
-    parts.append((~made, _teller("/updates", updates, "version", "n_contributions", "now_s")))
+    parts.append((~made, teller("/updates", updates, "version", "n_contributions", "now_s")))
     unknown = ~np.isin(membership["change"], CHANGE_CODES)
-    parts.append((unknown, _teller("/membership", membership, "worker", "change")))
+    parts.append((unknown, teller("/membership", membership, "worker", "change")))
     return check_all("values are possible", *parts)
 
 
 def _somebody_sometime(rows: np.ndarray, table: str, n_workers: int) -> Part:
     right = (rows["worker"] >= 0) & (rows["worker"] < n_workers) & np.isfinite(rows["now_s"])
-    return ~right, _teller(f"/{table}", rows, "seq", "worker", "now_s")
+    return ~right, teller(f"/{table}", rows, "seq", "worker", "now_s")
 
 
 def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
@@ -63,13 +63,13 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
 
     In an unfinished one the first missing number is that of a contribution whose fate was open at the end. Nothing can
     follow it but choices that were just being made, departures, and once the run is stopping, the replies that say so
-    and the pushes that they answer, which are dropped.
+    and the pushes that they answer, which are dropped; and where grants come first, those of the last answer.
     """
     seqs = recount.seqs
     parts: list[Part] = [(np.diff(seqs) == 0, lambda i: f"seq {seqs[i]} occurs twice")]
     for table in ("grants", "decisions", "membership"):
         column = trace.tables[table]["seq"]
-        parts.append((np.diff(column) <= 0, _teller(f"/{table}", trace.tables[table][:-1], "seq")))
+        parts.append((np.diff(column) <= 0, teller(f"/{table}", trace.tables[table][:-1], "seq")))
     if trace.finished:
         expected = np.arange(1, len(seqs) + 1)
         parts.append((seqs != expected, lambda i: f"seq {expected[i]} is missing"))
@@ -77,7 +77,11 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
         pushes, grants = (rows[rows["seq"] >= recount.horizon] for rows in (trace.tables[t] for t in NUMBERED[:2]))
         missing = f"seq {recount.horizon} is missing, but the run went on"
         parts.append((pushes["outcome"] != DROPPED, lambda i: f"{missing} with the push of seq {pushes['seq'][i]}"))
-        parts.append((grants["local_steps"] > 0, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
+        going_on = grants["local_steps"] > 0
+        if recount.grants_first:
+            events = np.concatenate([trace.tables[table]["seq"] for table in ("pushes", "membership")])
+            going_on &= grants["seq"] < events.max(initial=0)
+        parts.append((going_on, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
     return check_all("seq counts every row once", *parts)
 
 
@@ -150,7 +154,7 @@ def granted_version_is_read(recount: Recount) -> Check:
 
 def granted_version_is_current(recount: Recount) -> Check:
     """A grant names the number of updates made before it."""
-    grants, current = recount.grants, recount.version_at(recount.grants["seq"])
+    grants, current = recount.grants, recount.current_version
     return check_rows(
         "each grant names the current version",
         grants["version"] != current,
@@ -307,8 +311,3 @@ def _push(recount: Recount, row: int) -> str:
 def _grant(recount: Recount, row: int) -> str:
     grant = recount.grants[row]
     return f"grant to worker {grant['worker']}, iteration {grant['iteration']}, seq {grant['seq']}"
-
-
-def _teller(table: str, rows: np.ndarray, *columns: str) -> Callable[[int], str]:
-    """Tells these columns of a row."""
-    return lambda i: f"{table} row {i}: " + ", ".join(f"{column} {rows[column][i]}" for column in columns)

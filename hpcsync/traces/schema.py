@@ -27,6 +27,10 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 # applied it (or, for a dropped push, between that version and the drop). `begin_s` and `end_s` bound the worker's own
 # computation; `compute_s` is that computation with its padding, `wait_s` the wait for the grant that let it begin,
 # `comm_s` the transfers of weights before it and of the gradient after it, `wire_bytes` the bytes of both.
+#
+# With elastic averaging a push is of several iterations on the worker, its `local_steps`, and `iteration` counts pushes
+# all the same: `batch_size` is the samples of all of them and `loss` their mean. `version_read` is the centre that the
+# worker moved towards before them. Iterations after a worker's last push are in no row.
 PUSHES = np.dtype(
     [
         ("seq", "<i8"),
@@ -66,7 +70,8 @@ GRANTS = np.dtype(
 )
 
 # One row per update of the model. `version` is the version that the update made (the first is 1), `samples` the samples
-# that all updates up to this one were computed from: the sum of their pushes' `batch_size`.
+# that all updates up to this one were computed from: the sum of their pushes' `batch_size`. `lr` is the learning rate;
+# with elastic averaging it is alpha, the share of its distance from a worker by which the centre moves.
 UPDATES = np.dtype(
     [("version", "<i8"), ("now_s", "<f8"), ("n_contributions", "<i4"), ("lr", "<f8"), ("samples", "<i8")]
 )

@@ -21,6 +21,8 @@ PARADIGMS: list[dict[str, Any]] = [
     {"name": "asp"},
     {"name": "ssp", "staleness": 2},
     {"name": "dssp", "staleness_min": 1, "staleness_max": 5},
+    {"name": "easgd", "period": 3},
+    {"name": "easgd", "period": 3, "synchronous": True},
 ]
 
 

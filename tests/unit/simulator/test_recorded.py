@@ -138,9 +138,9 @@ def test_a_killed_run_serves_as_far_as_it_goes(tmp_path):
     simulate(timing_job(workers=3, paradigm={"name": "asp"}, stop={"updates": 60}), path)
     trace = load(path)
     pushes, grants = (rows[rows["worker"] == 1] for rows in (trace.tables["pushes"], trace.tables["grants"]))
-    assert [len(column) for column in _joined(pushes, grants[:5])] == [6] * 4  # the first needs no grant
-    assert [len(column) for column in _joined(pushes[:4], grants)] == [4] * 4
-    assert [len(column) for column in _joined(pushes[1:], grants)] == [0] * 4
+    assert [len(column) for column in _joined(pushes, grants[:5])] == [6] * 5  # the first needs no grant
+    assert [len(column) for column in _joined(pushes[:4], grants)] == [4] * 5
+    assert [len(column) for column in _joined(pushes[1:], grants)] == [0] * 5
 
 
 def test_a_trace_without_a_push_of_every_worker_is_refused(tmp_path):

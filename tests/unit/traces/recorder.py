@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcsync.coordinator import Coordinator, Reply, Report, create_paradigm
+from hpcsync.coordinator import Reply, Report, coordinate, create_paradigm
 from hpcsync.job import Job
-from hpcsync.learning.schedule import learning_rate
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
 
@@ -37,6 +36,8 @@ PARADIGMS = {
     "ssp": 'name = "ssp"\nstaleness = 2',
     "dssp": 'name = "dssp"\nstaleness_min = 1\nstaleness_max = 5',
     "paper": 'name = "dssp"\nstaleness_min = 1\nstaleness_max = 5\nmode = "paper"',
+    "easgd": 'name = "easgd"\nperiod = 1',
+    "easgd-sync": 'name = "easgd"\nperiod = 1\nsynchronous = true',
 }
 
 
@@ -63,7 +64,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
     """
     n_workers, leave, rng = job.cluster.workers, leave or {}, random.Random(seed)
     paradigm = create_paradigm(job)
-    coordinator = Coordinator(paradigm, trace, n_workers=n_workers, lr=learning_rate(job), stop=job.stop)
+    coordinator = coordinate(job, paradigm, trace)
     queue, order_of_start = [], itertools.count()
 
     def start(now_s, reply, wait_s=0.0):

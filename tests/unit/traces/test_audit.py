@@ -81,7 +81,7 @@ AUDITED = {
 
 
 @pytest.mark.parametrize("table", AUDITED)
-@pytest.mark.parametrize("paradigm", ["bsp", "asp", "ssp", "dssp"])
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "ssp", "dssp", "easgd", "easgd-sync"])
 def test_no_value_that_is_audited_can_change_unnoticed(paradigm, table):
     trace = record(paradigm, jitter=0.3, updates=10, leave={2: 2})
     for column in AUDITED[table]:
