@@ -52,6 +52,11 @@ class Iterations:
                 return
             yield batch
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a batch has been handed out whose computation has not ended."""
+        return self._begin_s is not None
+
     def end(self) -> tuple[float, float]:
         """Pad the iteration; return when it began and ended. Raises RuntimeError where no iteration has begun."""
         if self._begin_s is None:

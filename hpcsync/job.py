@@ -236,11 +236,10 @@ class Job(Table):
     @model_validator(mode="before")
     @classmethod
     def _as_many_servers_as_needed(cls, table: Any) -> Any:
-        if isinstance(table, dict) and _without_server(table):
-            cluster = table.get("cluster", {})
-            if isinstance(cluster, dict):
-                return {**table, "cluster": {"servers": 0, **cluster}}
-        return table
+        cluster = table.get("cluster", {}) if isinstance(table, dict) else None
+        if not isinstance(cluster, dict):
+            return table
+        return {**table, "cluster": {"servers": default_servers(table.get("paradigm")), **cluster}}
 
     @model_validator(mode="after")
     def _servers_if_needed(self) -> Self:
@@ -318,10 +317,9 @@ class Job(Table):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
-def _without_server(table: dict[str, Any]) -> bool:
-    """The same of a job that is not validated yet."""
-    paradigm = table.get("paradigm")
-    return isinstance(paradigm, dict) and paradigm.get("name") in WITHOUT_SERVER_NAMES
+def default_servers(paradigm: Any) -> int:
+    """How many servers a job has that does not say it, from its [paradigm], which need not be right."""
+    return int(not isinstance(paradigm, dict) or paradigm.get("name") not in WITHOUT_SERVER_NAMES)
 
 
 def _kinds(union: Any, key: str) -> list[str]:
@@ -395,7 +393,7 @@ def _set(table: dict[str, Any], override: str) -> None:
 
 def _set_workers(table: dict[str, Any], ranks: int) -> None:
     cluster = table.setdefault("cluster", {})
-    servers = cluster.get("servers", 0 if _without_server(table) else 1) if isinstance(cluster, dict) else None
+    servers = cluster.get("servers", default_servers(table.get("paradigm"))) if isinstance(cluster, dict) else None
     if type(servers) is int:  # anything else is told when the job is validated
         if ranks <= servers:
             raise JobError(f"-n {ranks}: must be at least {servers + 1}: cluster.servers = {servers} and a worker")

@@ -135,7 +135,7 @@ class Network(Table):
 class Cluster(Table):
     """`times_from` is a trace whose times a simulation takes in place of `compute` and `network`."""
 
-    servers: Annotated[int, Field(ge=0)] = 1  # 0 without asking where all ranks train
+    servers: Annotated[int, Field(ge=0)] = 1  # unless the job's paradigm has none
     workers: Count = 3
     device: Literal["auto", "cpu"] = "auto"
     times_from: str | None = None

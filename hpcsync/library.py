@@ -16,7 +16,7 @@ import torch
 
 from hpcsync import launcher, outputs
 from hpcsync.iterations import Iterations
-from hpcsync.job import Job
+from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
@@ -37,7 +37,7 @@ def connect(
     optimizer: torch.optim.Optimizer,
     paradigm: str = "bsp",
     *,
-    servers: int = 1,
+    servers: int | None = None,
     seed: int = 0,
     stop: Mapping[str, Any] | None = None,
     schedule: Mapping[str, Any] | None = None,
@@ -73,6 +73,8 @@ def connect(
     before any training begins.
     """
     comm = comm or world()
+    options = {"name": paradigm, **options}
+    servers = default_servers(options) if servers is None else servers
     n_workers = 1 if comm is None or comm.size == 1 else comm.size - servers
     spec = _spec(optimizer, model)
     job = Job.from_table(
@@ -90,7 +92,7 @@ def connect(
             },
             "stop": dict(stop or {}),
             "evaluation": {"every_samples": every_samples},
-            "paradigm": {"name": paradigm, **options},
+            "paradigm": options,
             "cluster": {
                 "servers": servers,
                 "workers": n_workers,
@@ -120,6 +122,7 @@ def join(
     from mpi4py import MPI
 
     from hpcsync.mpi.elastic import ElasticSession
+    from hpcsync.mpi.peer_session import BookkeeperSession, PeerSession
     from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
     if comm.size != job.cluster.ranks:
@@ -131,9 +134,18 @@ def join(
     _refuse_differences(comm, job, model)
     if evaluate is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE, for the evaluation beside server 0")
+    if not job.has_servers and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise JobError(
+            f'paradigm.name = "{job.paradigm.name}": needs an MPI with MPI_THREAD_MULTIPLE: worker 0 hears the others '
+            "while it trains"
+        )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
     folder = agree(comm, lambda: _make_folder(job, out))
     try:
+        if not job.has_servers:
+            if comm.rank == 0:
+                return BookkeeperSession(comm, job, model, optimizer, evaluate, folder)
+            return PeerSession(comm, job, model, optimizer)
         if comm.rank >= job.cluster.servers:
             if job.steps_on_workers:
                 return ElasticSession(comm, job, model, optimizer)

@@ -6,12 +6,12 @@ import math
 import os
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hpcsync.coordinator import Coordinator
 from hpcsync.launcher import TERMINAL, under_launcher
 
 TERMINAL_EVERY_S = 0.25
@@ -27,6 +27,15 @@ def console() -> Console:
     return Console(force_terminal=columns is not None, width=int(columns) if columns else 80, highlight=False)
 
 
+class Standing(Protocol):
+    """Where a run is."""
+
+    version: int
+    samples: int
+    last_loss: float
+    last_accuracy: float
+
+
 class Progress:
     """Says how far a run is: in one line that changes on a terminal, else in a new line every two seconds.
 
@@ -40,16 +49,16 @@ class Progress:
         self._every_s = TERMINAL_EVERY_S if self._live else FILE_EVERY_S
         self._next_s = clock() + self._every_s
 
-    def show(self, now_s: float, coordinator: Coordinator) -> None:
+    def show(self, now_s: float, run: Standing) -> None:
         """Say it, if the last time is long enough ago. now_s: the run's own time."""
         clock_s = self._clock()
         if clock_s < self._next_s:
             return
         self._next_s = clock_s + self._every_s
-        line = f"{now_s:7.1f} s  {coordinator.samples:>9} samples  {coordinator.version:>7} updates"
+        line = f"{now_s:7.1f} s  {run.samples:>9} samples  {run.version:>7} updates"
         for name, value, digits in (
-            ("loss", coordinator.last_loss, ".4g"),
-            ("accuracy", coordinator.last_accuracy, ".4f"),
+            ("loss", run.last_loss, ".4g"),
+            ("accuracy", run.last_accuracy, ".4f"),
         ):
             if not math.isnan(value):
                 line += f"  {name} {value:{digits}}"

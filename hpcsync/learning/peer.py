@@ -39,10 +39,21 @@ class LocalOptimizer:
         """Leave theta + mu v in the weights."""
         self._move(1.0)
 
+    def without_look_ahead(self) -> torch.Tensor:
+        """theta, for others to read: the weights themselves where there is no look-ahead, else a new tensor."""
+        buffer, scale = self._buffer(), self._scale()
+        return self._parameter.data if buffer is None else torch.add(self._parameter.data, buffer, alpha=-scale)
+
     def _move(self, direction: float) -> None:
-        buffer = self._optimizer.state[self._parameter].get("momentum_buffer") if self._ahead else None
-        if buffer is not None:
-            self._parameter.data.add_(buffer, alpha=direction * self._sign * self._lr * self._ahead)
+        if (buffer := self._buffer()) is not None:
+            self._parameter.data.add_(buffer, alpha=direction * self._scale())
+
+    def _buffer(self) -> torch.Tensor | None:
+        return self._optimizer.state[self._parameter].get("momentum_buffer") if self._ahead else None
+
+    def _scale(self) -> float:
+        """mu v is this times torch's momentum buffer."""
+        return self._sign * self._lr * self._ahead
 
 
 class Peer:
@@ -71,6 +82,11 @@ class Peer:
         yield self._x
         self._optimizer.look_ahead()
         self._unbias()
+
+    def shown(self) -> torch.Tensor:
+        """The weights without look-ahead, shape (size,), for others to read: not to be changed."""
+        x = self._optimizer.without_look_ahead()
+        return x if self._x is self._weights else x / self.weight
 
     def _unbias(self) -> None:
         if self._x is not self._weights:

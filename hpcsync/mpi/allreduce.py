@@ -8,6 +8,7 @@ sixth to two thirds of the time of MPI's own all-reduce, which is used elsewhere
 from __future__ import annotations
 
 import shutil
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,9 +33,13 @@ class Agreed(NamedTuple):
 
 
 class MeanVector(ABC):
-    """vector: this rank's, shape (size,). `mean` and `free` are collective, and one thread at a time calls them."""
+    """vector: this rank's, shape (size,). `mean` and `free` are collective, and one thread at a time calls them.
+
+    absent_s: seconds that this rank has waited so far for others to come to a mean.
+    """
 
     vector: np.ndarray
+    absent_s = 0.0
 
     @abstractmethod
     def mean(self, begin: int, end: int, contributing: bool, stop: bool) -> Agreed:
@@ -70,8 +75,12 @@ class MpiMean(MeanVector):
         self._comm = comm.Dup()
 
     def mean(self, begin: int, end: int, contributing: bool, stop: bool) -> Agreed:
+        if self._comm.size == 1:  # MPI would copy
+            return Agreed(int(contributing), stop)
+        begin_s = time.perf_counter()
         said = np.array([contributing, stop], np.int64)
         self._comm.Allreduce(MPI.IN_PLACE, said)
+        self.absent_s += time.perf_counter() - begin_s
         part = self.vector[begin:end]
         self._comm.Allreduce(MPI.IN_PLACE, part)
         if said[0] > 1:
@@ -111,7 +120,9 @@ class SharedMean(MeanVector):
 
     def mean(self, begin: int, end: int, contributing: bool, stop: bool) -> Agreed:
         self._turn += 1
+        begin_s = time.perf_counter()
         words = self._meet(self._arrived, self._turn << 2 | stop << 1 | contributing, self._turn << 2)
+        self.absent_s += time.perf_counter() - begin_s
         agreed = Agreed(sum(word & 1 for word in words), any(word & 2 for word in words))
         first, last = (self._bound(rank, begin, end) for rank in (self._rank, self._rank + 1))
         self._mean_part(first, last, agreed.n_contributing)

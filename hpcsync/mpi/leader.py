@@ -12,15 +12,12 @@ from hpcsync.mpi import wire
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
+from hpcsync.mpi.rank_session import RankFailed
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
 from hpcsync.signals import interrupt, on_signals
 
 CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
-
-
-class RankFailed(Exception):
-    """Another rank has said that it cannot go on."""
 
 
 class Leader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 import traceback
@@ -16,8 +17,27 @@ from mpi4py import MPI
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.session import Session
+from hpcsync.signals import Interrupted
+from hpcsync.traces.writer import TraceWriter
 
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
+
+
+class RankFailed(Exception):
+    """Another rank has said that it cannot go on."""
+
+
+def close_failed(trace: TraceWriter, error: BaseException) -> None:
+    """Close the trace of a run that cannot be finished, and say why."""
+    status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+    with contextlib.suppress(OSError, RuntimeError):
+        trace.close(status)
+    if isinstance(error, Interrupted | RankFailed):
+        print(f"hpcsync: {status}: {error}; the trace so far is {trace.path}", file=sys.stderr)
+    elif not isinstance(error, KeyboardInterrupt):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
 
 
 class RankSession(Session):

@@ -20,10 +20,14 @@ BUCKET_BYTES = 25_000_000
 
 
 class Reduced(NamedTuple):
-    """What one reduction cost this rank: how long `finish` took, how long means were being formed (waiting for other
-    ranks included, hidden behind the backward pass or not), and how many bytes of gradient they had."""
+    """What one reduction cost this rank.
+
+    waited_s: how long `finish` took; absent_s: how much of that others were not there yet; comm_s: how long means were
+    being formed, waiting included, hidden behind the backward pass or not. n_bytes: of the gradient.
+    """
 
     waited_s: float = 0.0
+    absent_s: float = 0.0
     comm_s: float = 0.0
     n_bytes: int = 0
 
@@ -92,14 +96,14 @@ class Reducer:
         """Autograd has completed this parameter's gradient."""
         if self._at_end is not None:
             self._call_at_end(self._at_end)
-        if not self.overlap:
-            return
         if self._complete[index]:
             raise RuntimeError(
                 "a second backward pass before the gradients of the first were reduced: call finish() in between, "
                 "or switch overlap off to add them up"
             )
-        self._flat.gather(index)
+        self._flat.gather(index)  # at once: autograd then uses the memory for the next one, while it is in the cache
+        if not self.overlap:
+            return
         self._complete[index] = True
         while self._frontier > 0 and self._complete[self._frontier - 1]:
             self._frontier -= 1
@@ -150,7 +154,7 @@ class Reducer:
             raise RuntimeError("finish() after close()")
         if not contributing and self._launched:
             raise RuntimeError("finish(contributing=False) after a backward pass whose gradients are on their way")
-        begin_s = time.perf_counter()
+        begin_s, absent_s = time.perf_counter(), self._mean.absent_s
         if contributing:
             self._gather_rest()
         else:
@@ -160,7 +164,8 @@ class Reducer:
         for begin, end in self._buckets[self._launched :]:
             agreed = self._reduce(begin, end, contributing, stop)
         n_bytes = self._flat.size * self._flat.gradient.element_size()
-        self.reduced = Reduced(time.perf_counter() - begin_s, self._comm_s, n_bytes)
+        waited_s = time.perf_counter() - begin_s
+        self.reduced = Reduced(waited_s, min(waited_s, self._mean.absent_s - absent_s), self._comm_s, n_bytes)
         self._begin_anew()
         return agreed
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -21,14 +22,14 @@ from hpcsync.learning import rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.evaluator import Evaluator
-from hpcsync.mpi.leader import Leader, RankFailed
+from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.rank_session import RankSession
+from hpcsync.mpi.rank_session import RankSession, close_failed
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.progress import Progress, console
 from hpcsync.roles import Roles
-from hpcsync.signals import Interrupted, interrupt, on_signals
+from hpcsync.signals import interrupt, on_signals
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
@@ -143,7 +144,7 @@ class LeaderSession(FollowerSession):
         self._coordinator = coordinate(job, paradigm, self._trace)
         self._evaluate = evaluate
         self._evaluator = (
-            Evaluator(self._reader, model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
+            Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
         )
         self._console = console()
         self._progress = Progress(self._console)
@@ -160,6 +161,11 @@ class LeaderSession(FollowerSession):
         with on_signals(interrupt):
             self._finish_training(leader)
         leader.finish()
+
+    def _read(self, version: int, into: np.ndarray) -> float:
+        """For the evaluator, whom all servers have promised this version, or are about to."""
+        self._reader.read(self._reader.wait(version=version), into)
+        return math.nan
 
     def _chores(self, now_s: float) -> None:
         self._trace.flush_if_due(now_s)
@@ -190,11 +196,6 @@ class LeaderSession(FollowerSession):
         outputs.conclude(self.folder, self._console)
 
     def _fail(self, error: BaseException) -> None:
-        status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         with contextlib.suppress(OSError, RuntimeError):
             self._coordinator.close()
-            self._trace.close(status)
-        if isinstance(error, Interrupted | RankFailed):
-            print(f"hpcsync: {status}: {error}; the trace so far is {self._trace.path}", file=sys.stderr)
-        elif not isinstance(error, KeyboardInterrupt):
-            traceback.print_exception(error)
+        close_failed(self._trace, error)

@@ -1,0 +1,146 @@
+"""Beside rank 0's own training, where there are no servers: a thread that hears all reports and writes them down.
+
+It is to the run what server 0 is elsewhere, except that nobody waits for it: it tells the workers to stop, looks after
+the evaluation, and closes the trace when something fails. It alone touches the trace and the coordinator.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from hpcsync.mpi import wire
+from hpcsync.mpi.evaluator import Evaluator
+from hpcsync.mpi.leader import CHORES_S
+from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.rank_session import RankFailed
+from hpcsync.peers import Exchanged, PeerCoordinator
+from hpcsync.signals import interrupt
+
+
+class Monitor:
+    """Runs from `start` to the end of the run, or until it fails.
+
+    in_step:  whether rank 0's worker says when to evaluate; otherwise that follows from the reports.
+    chores:   called with the time whenever no report waits; must be quick.
+    received: gives the number of a signal that has come, or None.
+    failed:   called in the thread with what went wrong; it ends the job.
+    """
+
+    def __init__(
+        self,
+        link: PeerLink,
+        coordinator: PeerCoordinator,
+        evaluator: Evaluator | None,
+        in_step: bool,
+        chores: Callable[[float], None],
+        received: Callable[[], int | None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._link = link
+        self._coordinator = coordinator
+        self._evaluator = evaluator
+        self._chores = chores
+        self._received = received
+        self._failed = failed
+        self._in_step = in_step
+        self._reports = link.reports()
+        self._orders = link.orders()
+        self._patience = link.patience_of_its_own()
+        self._wishes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._unsettled = set(coordinator.active)
+        self._told = False
+        self._thread = threading.Thread(target=self._run, daemon=True, name="monitor")
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def evaluate(self, version: int, samples: int) -> None:
+        """From rank 0's own worker, in step with all others: they have just published this version."""
+        now_s = self._link.clock.now()
+        self._wishes.put(lambda: self._begin(now_s, version, samples))
+
+    def join(self) -> None:
+        """Until every rank is settled; the trace is then the caller's."""
+        self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def end(self, error: BaseException) -> None:
+        """Rank 0 itself has failed."""
+
+        def fail() -> None:
+            raise error
+
+        self._wishes.put(fail)
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._failed(error)
+
+    def _serve(self) -> None:
+        chores_s = 0.0
+        while self._unsettled:
+            now_s = self._link.clock.now()
+            record = self._reports.poll()
+            if record is not None:
+                self._hear(now_s, record)
+                self._patience.reset()
+            if record is None or now_s - chores_s >= CHORES_S:
+                self._look_around(now_s)
+                chores_s = now_s
+            if record is None:
+                self._patience.pause()
+        if self._evaluator is not None:
+            self._evaluator.close()
+            self._take_result()
+        self._orders.free()
+
+    def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
+        kind, exchanged = record[0], Exchanged._make(record[1:])
+        if kind == wire.EXCHANGED:
+            self._coordinator.exchanged(now_s, exchanged)
+        elif kind == wire.ENDED:
+            self._coordinator.left(now_s, exchanged.worker)
+            if not self._coordinator.active:
+                self._tell(wire.ALL_ENDED)
+        elif kind == wire.SETTLED:
+            self._unsettled.remove(exchanged.worker)
+        else:
+            raise RankFailed(f"rank {exchanged.worker} failed")
+
+    def _look_around(self, now_s: float) -> None:
+        if (number := self._received()) is not None:
+            interrupt(number)
+        self._coordinator.passed(now_s)
+        self._take_result()
+        while not self._wishes.empty():
+            self._wishes.get()()
+        self._evaluate_if_due(now_s)
+        if self._coordinator.stopping and not self._told:
+            self._told = True
+            self._tell(wire.STOP)
+        self._chores(now_s)
+
+    def _evaluate_if_due(self, now_s: float) -> None:
+        coordinator, evaluator = self._coordinator, self._evaluator
+        if evaluator is not None and not self._in_step and evaluator.due(coordinator.samples):
+            evaluator.begin(now_s, coordinator.version, coordinator.samples)
+
+    def _begin(self, now_s: float, version: int, samples: int) -> None:
+        if self._evaluator is not None and not self._evaluator.busy:
+            self._evaluator.begin(now_s, version, samples)
+
+    def _take_result(self) -> None:
+        if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
+            self._coordinator.evaluated(*judged)
+
+    def _tell(self, kind: int) -> None:
+        for rank in range(self._link.comm.size):
+            self._orders.send(rank, (kind,))

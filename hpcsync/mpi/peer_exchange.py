@@ -1,0 +1,336 @@
+"""What ends a worker's iteration where there is no server: its step, and what it exchanges with the others.
+
+Two kinds. Workers in step agree, at every exchange, on who contributes and whether to stop, and wait for each other
+there. Gossiping ones read or write a peer's memory when it suits them.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from hpcsync.job import Job
+from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.peer import Outer, Peer, absorb, average
+from hpcsync.mpi.allreduce import Agreed, mean_vector
+from hpcsync.mpi.parcels import Parcels
+from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.reducer import Reducer
+from hpcsync.peers import drawing
+from hpcsync.traces.schema import EVERYBODY, NOBODY
+
+
+class Outcome(NamedTuple):
+    """What an exchange was, in the terms of `peers.Exchanged`, without what the iteration itself knows."""
+
+    peer: int = NOBODY
+    wait_s: float = 0.0
+    comm_s: float = 0.0
+    wire_bytes: int = 0
+    n_received: int = 0
+
+
+class Exchange(ABC):
+    """A worker's weights, its steps, and its exchanges. Gradients are in the model's flat buffer.
+
+    in_step: whether all workers make their exchanges together.
+    agreed:  of those in step, at the last exchange; before the first one, that all contribute.
+    """
+
+    in_step = False
+    push_sum = False
+
+    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+        self.peer = Peer(flat.weights, optimizer, push_sum=self.push_sum)
+        self.agreed = Agreed(job.cluster.workers, False)
+        self._link = link
+        self._flat = flat
+        self._n_bytes = flat.size * flat.weights.element_size()
+
+    def begin(self) -> None:  # noqa: B027
+        """A batch has been handed out: a gradient will be computed."""
+
+    def end_computation(self, stop: bool) -> None:  # noqa: B027
+        """The gradient is there, padding included."""
+
+    @abstractmethod
+    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
+        """The step and the exchange that end this iteration.
+
+        contributing: False from a worker in step that has ended, and goes along until all have. stop: whether this
+        worker was told to.
+        """
+
+    def show(self) -> bool:
+        """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
+        return self._link.exposure.publish(self.peer.shown().numpy())
+
+    def settle(self) -> int:
+        """When nobody sends any more: take in what has come. The number of models."""
+        return 0
+
+    def free(self) -> None:  # noqa: B027
+        """Collective."""
+
+    def _step(self, lr: float) -> None:
+        self._flat.gather_gradient()
+        self.peer.step(self._flat.gradient, lr)
+
+
+# ---- in step ----
+
+
+class AllReducing(Exchange):
+    """Synchronous SGD: the mean of all gradients, formed while the backward pass runs.
+
+    at_end_of_backward: as of `Reducer`. With padded iterations nothing is sent before the padding is over: to the
+    others, only then the gradient is there.
+    """
+
+    in_step = True
+
+    def __init__(
+        self,
+        job: Job,
+        link: PeerLink,
+        flat: FlatModel,
+        optimizer: OptimizerSpec,
+        at_end_of_backward: Callable[[], None],
+    ) -> None:
+        assert isinstance(job.paradigm, AllReduce)
+        super().__init__(job, link, flat, optimizer)
+        bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
+        self._reducer = Reducer(link.comm, flat, bucket_bytes, at_end_of_backward, overlap=False)
+        self._may_overlap = job.cluster.compute is None
+        self._outcome: Outcome | None = None
+
+    def begin(self) -> None:
+        self._reducer.overlap = self._may_overlap
+
+    def end_computation(self, stop: bool) -> None:
+        self._reduce(True, stop)
+        self._reducer.overlap = False
+
+    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
+        if self._outcome is None:
+            self._reduce(contributing, stop)
+        outcome, self._outcome = self._outcome, None
+        assert outcome is not None
+        if self.agreed.n_contributing:  # also of who has ended: the replicas stay equal
+            self.peer.step(self._flat.gradient, lr)
+        return outcome
+
+    def show(self) -> bool:
+        """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
+        return self._link.exposure.publish(self._flat.weights.numpy())
+
+    def free(self) -> None:
+        self._reducer.close()
+
+    def _reduce(self, contributing: bool, stop: bool) -> None:
+        self.agreed = self._reducer.finish(contributing, stop)
+        cost = self._reducer.reduced
+        sent = _sent_in_a_ring(self._n_bytes, self._link.comm.size)
+        n_received = max(0, self.agreed.n_contributing - 1)
+        self._outcome = Outcome(EVERYBODY, cost.absent_s, cost.waited_s - cost.absent_s, sent, n_received)
+
+
+class _Rounds(Exchange):
+    """Local steps, and every `period` iterations an exchange of all workers. `size`: elements of the vector that the
+    workers form the mean of, or agree beside."""
+
+    in_step = True
+
+    def __init__(
+        self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec, period: int, size: int
+    ) -> None:
+        super().__init__(job, link, flat, optimizer)
+        self._period = period
+        self._mean = mean_vector(link.comm, size, flat.weights.numpy().dtype)
+        self._stepped = False  # since the last exchange
+
+    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
+        if contributing:
+            self._step(lr)
+            self._stepped = True
+        if iteration % self._period:
+            return Outcome()
+        begin_s = time.perf_counter()
+        self.agreed = self._mean.mean(0, 0, self._stepped, stop)
+        agreed_s = time.perf_counter()
+        outcome = Outcome()
+        if self.agreed.n_contributing:
+            outcome = self._exchange(iteration // self._period)
+        self._stepped = False
+        return outcome._replace(wait_s=agreed_s - begin_s, comm_s=time.perf_counter() - agreed_s)
+
+    @abstractmethod
+    def _exchange(self, round: int) -> Outcome:
+        """With all the others, who are here too."""
+
+    def free(self) -> None:
+        self._mean.free()
+
+
+class Averaging(_Rounds):
+    """Local SGD and DiLoCo: the mean of the weights of those who have made steps becomes, or leads, everybody's."""
+
+    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+        paradigm = job.paradigm
+        assert isinstance(paradigm, LocalSgd)
+        super().__init__(job, link, flat, optimizer, paradigm.steps, flat.size)
+        self._outer = Outer(flat.weights, paradigm.outer_lr, paradigm.outer_momentum)
+
+    def _exchange(self, round: int) -> Outcome:
+        vector = torch.from_numpy(self._mean.vector)
+        with self.peer.exchanging() as x:
+            vector.copy_(x) if self._stepped else vector.zero_()
+            self._mean.mean(0, len(vector), self._stepped, False)
+            x.copy_(vector)
+            self._outer.step(x)
+        sent = _sent_in_a_ring(self._n_bytes, self._link.comm.size)
+        return Outcome(EVERYBODY, wire_bytes=sent, n_received=self.agreed.n_contributing - self._stepped)
+
+
+class Permuting(_Rounds):
+    """Gossip in step: every worker gives its weights to one and averages with those of another, or the same."""
+
+    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+        assert isinstance(job.paradigm, Gossip)
+        super().__init__(job, link, flat, optimizer, job.paradigm.period, 0)
+        self._peers = drawing(job)
+        self._other = torch.empty_like(flat.weights)
+
+    def _exchange(self, round: int) -> Outcome:
+        comm, permutation = self._link.comm, self._peers.permutation(round)
+        to, source = permutation[comm.rank], permutation.index(comm.rank)
+        if to == comm.rank:
+            return Outcome(to)
+        with self.peer.exchanging() as x:
+            comm.Sendrecv(x.numpy(), to, recvbuf=self._other.numpy(), source=source)
+            average(x, self._other)
+        return Outcome(to, wire_bytes=self._n_bytes, n_received=1)
+
+
+# ---- when it suits the worker ----
+
+
+class _Gossiping(Exchange):
+    """Every `period` iterations an exchange with a peer that this worker draws."""
+
+    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+        super().__init__(job, link, flat, optimizer)
+        assert isinstance(job.paradigm, Gossip)
+        self._period = job.paradigm.period
+        self._peers = drawing(job)
+
+    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
+        self._step(lr)
+        if iteration % self._period:
+            return Outcome()
+        drawn = self._peers.drawn(self._link.comm.rank, iteration // self._period)
+        begin_s = time.perf_counter()
+        outcome = self._exchange(drawn)
+        self.show()
+        return outcome._replace(comm_s=time.perf_counter() - begin_s)
+
+    @abstractmethod
+    def _exchange(self, drawn: int) -> Outcome:
+        """With this peer, which may be the worker itself."""
+
+
+class Pulling(_Gossiping):
+    """Read the peer's published weights, and average with them."""
+
+    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+        super().__init__(job, link, flat, optimizer)
+        self._other = torch.empty_like(flat.weights)
+
+    def _exchange(self, drawn: int) -> Outcome:
+        if drawn == self._link.comm.rank:
+            return Outcome(drawn)
+        self._link.exposure.read(drawn, self._other.numpy())
+        with self.peer.exchanging() as x:
+            average(x, self._other)
+        return Outcome(drawn, wire_bytes=self._n_bytes, n_received=1)
+
+
+class Pushing(_Gossiping):
+    """Give the peer the weights; average one's own with those that have come."""
+
+    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+        super().__init__(job, link, flat, optimizer)
+        self._parcels = Parcels(link.comm, flat.size, flat.weights.numpy().dtype)
+
+    def _exchange(self, drawn: int) -> Outcome:
+        to_itself = drawn == self._link.comm.rank
+        with self.peer.exchanging() as x:
+            if not to_itself:
+                self._send(drawn, x)
+            n_received = self._take_in(x, to_itself)
+        return Outcome(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
+
+    def _send(self, drawn: int, x: torch.Tensor) -> None:
+        self._parcels.send(drawn, x.numpy())
+
+    def _take_in(self, x: torch.Tensor, to_itself: bool) -> int:
+        if (parcel := self._parcels.collect()) is None:
+            return 0
+        absorb(x, torch.from_numpy(parcel.total), parcel.count, drew_itself=to_itself)
+        return parcel.count
+
+    def settle(self) -> int:
+        with self.peer.exchanging() as x:
+            return self._take_in(x, False)
+
+    def free(self) -> None:
+        self._parcels.free()
+
+
+class PushSumming(Pushing):
+    """Give the peer half of x and of w, and add to them what has come: what all have together stays the same."""
+
+    push_sum = True
+
+    def _send(self, drawn: int, x: torch.Tensor) -> None:
+        x.mul_(0.5)
+        self.peer.weight *= 0.5
+        self._parcels.send(drawn, x.numpy(), self.peer.weight)
+
+    def _take_in(self, x: torch.Tensor, to_itself: bool) -> int:
+        if (parcel := self._parcels.collect()) is None:
+            return 0
+        x.add_(torch.from_numpy(parcel.total))
+        self.peer.weight += parcel.weight
+        return parcel.count
+
+
+def _sent_in_a_ring(n_bytes: int, n_workers: int) -> int:
+    """By one worker in a ring all-reduce of so many bytes."""
+    return 2 * (n_workers - 1) * n_bytes // n_workers
+
+
+def exchange(
+    job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec, at_end_of_backward: Callable[[], None]
+) -> Exchange:
+    """The job's; collective."""
+    match job.paradigm:
+        case AllReduce():
+            return AllReducing(job, link, flat, optimizer, at_end_of_backward)
+        case LocalSgd():
+            return Averaging(job, link, flat, optimizer)
+        case Gossip(mode=mode):
+            kinds: dict[str, Callable[..., Exchange]] = {
+                "pull": Pulling,
+                "push": Pushing,
+                "push-sum": PushSumming,
+                "permutation": Permuting,
+            }
+            return kinds[mode](job, link, flat, optimizer)
+    raise ValueError(f"{job.paradigm.name} has servers")

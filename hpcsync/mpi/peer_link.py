@@ -1,0 +1,93 @@
+"""What every rank of a run without servers holds: communicator, clock, and the replica that it shows to the others."""
+
+from __future__ import annotations
+
+import copy
+import socket
+
+import numpy as np
+from mpi4py import MPI
+
+from hpcsync.mpi import wire
+from hpcsync.mpi.clock import Clock
+from hpcsync.mpi.exposure import Exposure
+from hpcsync.mpi.mailbox import Inbox, Outbox
+from hpcsync.mpi.patience import Patience
+from hpcsync.peers import Exchanged
+
+
+class PeerLink:
+    """Made collectively over a private duplicate of `comm`. weights: this rank's flat weights, shape (size,).
+
+    Ranks report to rank 0, and hear from it when to stop and that all have ended.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, weights: np.ndarray) -> None:
+        self.comm = comm.Dup()
+        self.patience = Patience(self.comm)
+        self.exposure = Exposure(self.comm, weights.size, weights.dtype)
+        self.clock = Clock(self.comm)
+        self.told_to_stop = False
+        self.all_ended = False
+        self._orders = Inbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER)
+        self._reports = Outbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT)
+        self._inbox: Inbox | None = None
+
+    def clocks(self) -> list[tuple[int, str, float, float]] | None:
+        """Rows of the trace's /clocks, on rank 0; collective."""
+        row = (self.comm.rank, socket.gethostname(), self.clock.offset_s, self.clock.uncertainty_s)
+        return self.comm.gather(row)
+
+    # ---- every rank ----
+
+    def report(self, exchanged: Exchanged) -> None:
+        self._reports.send(0, (wire.EXCHANGED, *exchanged))
+
+    def say(self, kind: int) -> None:
+        """Report that this rank has left, is settled, or has failed."""
+        self._reports.send(0, (kind, self.comm.rank) + (0,) * (len(wire.PEER_REPORT.names or ()) - 2))
+
+    def hear(self) -> None:
+        """Take note of what rank 0 has said."""
+        while (order := self._orders.poll()) is not None:
+            self.told_to_stop = True
+            self.all_ended = self.all_ended or order[0] == wire.ALL_ENDED
+
+    def wait_for_all(self) -> None:
+        """Until rank 0 says that every rank has left."""
+
+        def ended() -> bool | None:
+            self.hear()
+            return self.all_ended or None
+
+        self.patience.until(ended)
+
+    def barrier(self) -> None:
+        """Patient, where ranks may arrive seconds apart."""
+        request = self.comm.Ibarrier()
+        self.patience.until(lambda: request.Test() or None)
+
+    # ---- rank 0's monitor, in a thread of its own ----
+
+    def patience_of_its_own(self) -> Patience:
+        return copy.copy(self.patience)
+
+    def reports(self) -> Inbox:
+        """On rank 0: what all ranks report. It is withdrawn together with the link."""
+        self._inbox = Inbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT)
+        return self._inbox
+
+    def orders(self) -> Outbox:
+        """On rank 0: to tell ranks something."""
+        return Outbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER)
+
+    def free(self) -> None:
+        """Collective, and harmless when repeated: returns when every rank has come here."""
+        if self.comm == MPI.COMM_NULL:
+            return
+        self._reports.free()
+        self.exposure.free()
+        for inbox in (self._orders, self._inbox):
+            if inbox is not None:
+                inbox.free()
+        self.comm.Free()

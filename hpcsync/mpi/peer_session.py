@@ -1,0 +1,276 @@
+"""A worker's part in a run without servers, as a training script sees it; rank 0 also keeps the books."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcsync import outputs
+from hpcsync.iterations import Iterations
+from hpcsync.job import Job
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.peer import Mean
+from hpcsync.learning.schedule import EvaluationSchedule, worker_rate
+from hpcsync.learning.workloads import Evaluate
+from hpcsync.mpi import wire
+from hpcsync.mpi.evaluator import Evaluator
+from hpcsync.mpi.monitor import Monitor
+from hpcsync.mpi.peer_exchange import Outcome, exchange
+from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.progression import Progression, choose
+from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, close_failed
+from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator
+from hpcsync.progress import Progress, console
+from hpcsync.signals import SignalListener, interrupt, on_signals
+from hpcsync.traces.provenance import provenance
+from hpcsync.traces.schema import NOBODY
+from hpcsync.traces.writer import TraceWriter
+
+
+class PeerSession(RankSession):
+    """All ranks are workers, each with weights and an optimizer of its own."""
+
+    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, optimizer: OptimizerSpec) -> None:
+        super().__init__(comm, job, model)
+        self.worker = comm.rank
+        self._link = PeerLink(comm, self.flat.weights.numpy())
+        self._clocks = self._link.clocks()
+        self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward)
+        self._exchange.show()
+        self._link.comm.Barrier()
+        # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
+        self._progression = None if self._exchange.in_step else choose(self._link.comm)
+        self._hooks = self._hook(self._progression)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._stop)
+        self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
+        self._rate = worker_rate(job)
+        self._iteration = 0
+        self._samples = 0
+        self._lockstep = Lockstep(job)
+        self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._exchange.in_step else 0)
+        self._in_step = self._exchange.in_step  # until all of those in step end
+
+    def _hook(self, progression: Progression | None) -> list[torch.utils.hooks.RemovableHandle]:
+        """Let every gradient that is computed help the others' transfers along, if that is the help they get."""
+        if progression is None or progression.kind != "hooks":
+            return []
+        return [p.register_post_accumulate_grad_hook(lambda _: progression.poll()) for p in self.flat.parameters]
+
+    # ---- training ----
+
+    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        self._refuse_outside()
+        for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped):
+            self._exchange.begin()
+            yield batch
+
+    def step(self, loss: torch.Tensor | float) -> bool:
+        self._refuse_step()
+        self._check_learning_rate()
+        loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
+        if self._times is None:
+            self._end_computation()
+        assert self._times is not None
+        (begin_s, end_s), self._times = self._times, None
+        outcome = self._advance(contributing=True)
+        self._link.report(
+            Exchanged(
+                worker=self.rank,
+                iteration=self._iteration,
+                peer=outcome.peer,
+                begin_s=begin_s,
+                end_s=end_s,
+                compute_s=end_s - begin_s,
+                wait_s=outcome.wait_s,
+                comm_s=outcome.comm_s,
+                batch_size=self._iterations.batch_size,
+                loss=loss,
+                wire_bytes=outcome.wire_bytes,
+                n_received=outcome.n_received,
+                weight=self._exchange.peer.weight,
+            )
+        )
+        return not self.stopped
+
+    def _end_of_backward(self) -> None:
+        """The gradient of this iteration is computed: from here on, after `backward`, it is the mean."""
+        if self._iterations.under_way:
+            self._end_computation()
+        elif self._times is not None:
+            raise RuntimeError("several backward passes in one step: the first one's gradient is the mean already")
+
+    def _end_computation(self) -> None:
+        self._times = self._iterations.end()
+        self._link.hear()
+        self._exchange.end_computation(self._link.told_to_stop)
+
+    def _advance(self, *, contributing: bool) -> Outcome:
+        """End one iteration more; in step also one of others, after this worker has made its last."""
+        self._link.hear()
+        told = self._link.told_to_stop
+        lr = self._rate(self._samples, self._iteration)
+        self._iteration += 1
+        self._samples += self._iterations.batch_size
+        outcome = self._exchange.iterate(self._iteration, lr, contributing=contributing, stop=told)
+        self.stopped = self._count() if self._in_step else told
+        return outcome
+
+    def _count(self) -> bool:
+        """In step: whether this iteration was the last one, for all."""
+        agreed = self._exchange.agreed
+        enough = self._lockstep.count(self._iterations.batch_size, agreed.n_contributing)
+        self._in_step = not (enough or agreed.stop or agreed.n_contributing == 0)
+        if self._in_step and self._evaluations.due(self._lockstep.samples):
+            self._evaluations.begun(self._lockstep.samples)
+            self._exchange.show()
+            self._shown()
+        return not self._in_step
+
+    def _shown(self) -> None:
+        """All workers have published their weights of the same iteration."""
+
+    def _stop(self) -> None:
+        """The worker leaves before its next batch: for its script the run is over."""
+        self.stopped = True
+
+    def _check_learning_rate(self) -> None:
+        if self._optimizer is not None and self._optimizer.param_groups[0]["lr"] != self._job.optimizer.lr:
+            raise RuntimeError(
+                f"the script changed the optimizer's learning rate from {self._job.optimizer.lr} to "
+                f"{self._optimizer.param_groups[0]['lr']}: give connect a schedule instead"
+            )
+
+    # ---- the end ----
+
+    def _part(self) -> None:
+        while self._in_step:
+            self._advance(contributing=False)
+        self._link.say(wire.ENDED)
+        self._link.wait_for_all()
+        self._settle()
+        self._link.say(wire.SETTLED)
+        while not self._exchange.show():
+            time.sleep(1e-3)  # the evaluation still reads earlier ones
+        self._link.barrier()
+        self._finish_training()
+        self._link.barrier()
+
+    def _settle(self) -> None:
+        """Nobody sends any more: what has come since the last iteration is taken in."""
+        if n_received := self._exchange.settle():
+            now_s = self._link.clock.now()
+            weight = self._exchange.peer.weight
+            nothing = (now_s, now_s, 0.0, 0.0, 0.0, 0, math.nan, 0)
+            self._link.report(Exchanged(self.rank, self._iteration, NOBODY, *nothing, n_received, weight))
+
+    def _finish_training(self) -> None:
+        """All have published their last weights."""
+
+    def _report_failure(self) -> None:
+        self._link.say(wire.LOST)
+
+    def _free(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        if self._progression is not None:
+            self._progression.close()
+        self._exchange.free()
+        self._link.free()
+
+
+class BookkeeperSession(PeerSession):
+    """Rank 0: a worker as all others; its monitor writes everything down, evaluates, and says when to stop."""
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        optimizer: OptimizerSpec,
+        evaluate: Evaluate | None,
+        folder: Path,
+    ) -> None:
+        super().__init__(comm, job, model, optimizer)
+        assert self._clocks is not None
+        hosts = [host for _, host, _, _ in self._clocks]
+        attributes = provenance(job, engine="mpi", mpi_library=MPI.Get_library_version().strip("\0 \n"), hosts=hosts)
+        self.folder = folder
+        self._evaluate = evaluate
+        self._trace = TraceWriter(folder / outputs.TRACE, attributes)
+        for row in self._clocks:
+            self._trace.append("clocks", row)
+        self._trace.flush()
+        self._coordinator = PeerCoordinator(job, self._trace)
+        self._console = console()
+        self._progress = Progress(self._console)
+        self._signals = SignalListener()
+        self._serials: dict[int, int] = {}  # in step: version -> serial number of all workers' publications of it
+        evaluator = Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate else None
+        self._monitor = Monitor(
+            self._link, self._coordinator, evaluator, self._in_step, self._chores, self._signals.received, self._end_job
+        )
+        self._monitor.start()
+
+    def _chores(self, now_s: float) -> None:
+        self._trace.flush_if_due(now_s)
+        self._progress.show(now_s, self._coordinator)
+
+    def _shown(self) -> None:
+        version = self._lockstep.updates
+        self._serials[version] = self._link.exposure.serial
+        self._monitor.evaluate(version, self._lockstep.samples)
+
+    def _read(self, version: int, into: np.ndarray) -> float | None:
+        """For the evaluator: the mean of what all workers show; in step, of this version."""
+        return self._mean(into, self._link.comm.size, self._serials.pop(version, None))
+
+    def _mean(self, into: np.ndarray, reader: int, serial: int | None = None) -> float | None:
+        """The mean of all replicas; their consensus distance. None where one has gone beyond `serial`."""
+        mean, replica = Mean(torch.from_numpy(into)), np.empty_like(into)
+        for worker in range(self._link.comm.size):
+            while (found := self._link.exposure.read(worker, replica, reader)) != (serial or found):
+                if found > (serial or 0):
+                    return None
+                time.sleep(1e-3)  # it is about to come there
+            mean.add(torch.from_numpy(replica))
+        return mean.distance
+
+    def _finish_training(self) -> None:
+        """While the others wait patiently: evaluate the mean of the final weights, which is safe before that."""
+        self._monitor.join()
+        self._signals.close()
+        self._progress.close()
+        with on_signals(interrupt):
+            self._trace.flush()
+            distance = self._mean(self.flat.weights.numpy(), self.rank)
+            assert distance is not None
+            if self._evaluate is not None:
+                outputs.save_weights(self.folder, self._model)
+                coordinator = self._coordinator
+                judged = (*self._evaluate(self._model), distance)
+                coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, *judged)
+
+    def _conclude(self) -> None:
+        if self._evaluate is None:
+            outputs.save_weights(self.folder, self._model)
+        self._trace.close("finished")
+        outputs.conclude(self.folder, self._console)
+
+    def _end_job(self, error: BaseException) -> None:
+        """The monitor has failed: its thread ends everything."""
+        close_failed(self._trace, error)
+        self._comm.Abort(1)
+
+    def _fail(self, error: BaseException) -> None:
+        if self._monitor.running:
+            self._monitor.end(error)  # it has the trace, and ends the job
+            time.sleep(FAREWELL_S)
+        else:
+            close_failed(self._trace, error)
