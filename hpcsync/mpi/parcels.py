@@ -1,19 +1,22 @@
-"""Vectors pushed to a peer one-sided, added up where they arrive, and collected whenever that peer likes.
+"""Vectors pushed to a peer one-sided, which collects their sum whenever it likes.
 
-Each rank has two inboxes. Senders add to the active one; the other is empty, or waits for those who are still at work
-in it. The words, all float64 and all changed by atomic sums alone:
+Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for those who are still at work in
+it. An inbox has a few slots, into which vectors are put, and one row more, to which all further ones are added: an
+atomic sum of a vector needs no slot, but between hosts it takes many times as long as a put. The words, all float64 and
+all changed by atomic sums alone:
 
     flips                       how often the receiver has changed inboxes; the active one is flips % 2
-    writers, count, weight      of each inbox: senders at work, vectors in it, and the sum of their weights
+    writers, tickets, weight    of each inbox: senders at work, vectors that have a place in it, sum of their weights
 
 The sender: add 1 to the writers of the active inbox; look again whether it is still active, else withdraw and go to the
-other; add the vector; flush; add to count and weight; withdraw. The receiver: change inboxes once something is there;
-then, as soon as nobody is at work in the one it has left, copy it, zero it and take count and weight away.
+other; take a ticket, which is the number of a slot; put the vector there; flush; add to the weight; withdraw. The
+receiver: change inboxes once the active one has given tickets; then, as soon as nobody is at work in the one it has
+left, add up what lies there and take the tickets and the weight away.
 
 Why nothing is lost and nothing counted twice. A sender announces itself, then looks at `flips`; the receiver changes
 `flips`, then looks at the writers. All of these are atomic sums, each complete before the next begins, so at least one
-sees the other: either the sender finds the inbox inactive and adds nothing, or the receiver finds the sender at work
-and takes nothing until it has withdrawn, by when vector, count and weight are there. A sender that saw the inbox active
+sees the other: either the sender finds the inbox inactive and takes no ticket, or the receiver finds the sender at work
+and takes nothing until it has withdrawn, by when its vector and weight are there. A sender that saw the inbox active
 both times, with two changes in between, is no exception: it was emptied before it became active again, and stays as
 long as the sender is at work. One that finds its inbox inactive has changed nothing but the writers, which the receiver
 only reads.
@@ -28,8 +31,9 @@ from mpi4py import MPI
 
 from hpcsync.mpi.window import Window
 
+SLOTS = 3  # of an inbox at most: rarely do more peers than that choose the same one between two of its collections
 FLIPS = 0
-WRITERS, COUNT, WEIGHT = 1, 3, 5  # of inbox 0; inbox 1's follow each
+WRITERS, TICKETS, WEIGHT = 1, 3, 5  # of inbox 0; inbox 1's follow each
 N_WORDS = 7
 
 
@@ -51,13 +55,15 @@ class Parcels:
 
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any) -> None:
         self._rank, self._size = comm.rank, size
-        self._inboxes = Window(comm, 2 * size, dtype)
+        self._slots = min(comm.size - 1, SLOTS)
+        self._rows = Window(comm, 2 * (self._slots + 1) * size, dtype)
         self._words = Window(comm, N_WORDS, np.float64)
         self._total = np.zeros(size, dtype)
         self._left: int | None = None  # the inbox that senders have been sent away from, until it is empty
-        self._inboxes.local[:] = 0
+        for inbox in (0, 1):
+            self._row(inbox, self._slots)[:] = 0
         self._words.local[:] = 0
-        self._inboxes.sync()
+        self._rows.sync()
         self._words.sync()
         comm.Barrier()
 
@@ -75,7 +81,7 @@ class Parcels:
             expected = f"{self._total.dtype}[{self._size}]"
             raise ValueError(f"{vector.dtype}{list(vector.shape)} is not {expected}")
         inbox = self._enter(peer)
-        self._add(peer, inbox, vector, weight)
+        self._fill(peer, inbox, self._ticket(peer, inbox), vector, weight)
         self._leave(peer, inbox)
 
     def _enter(self, peer: int) -> int:
@@ -89,10 +95,15 @@ class Parcels:
             self._leave(peer, inbox)
             inbox = active
 
-    def _add(self, peer: int, inbox: int, vector: np.ndarray, weight: float) -> None:
-        self._inboxes.accumulate(vector, peer, inbox * self._size)
-        self._inboxes.flush(peer)
-        self._words.fetch_add(1, peer, COUNT + inbox)
+    def _ticket(self, peer: int, inbox: int) -> int:
+        return int(self._words.fetch_add(1, peer, TICKETS + inbox))
+
+    def _fill(self, peer: int, inbox: int, ticket: int, vector: np.ndarray, weight: float) -> None:
+        if ticket < self._slots:
+            self._rows.put(vector, peer, self._offset(inbox, ticket))
+        else:
+            self._rows.accumulate(vector, peer, self._offset(inbox, self._slots))
+        self._rows.flush(peer)
         self._words.fetch_add(weight, peer, WEIGHT + inbox)
 
     def _leave(self, peer: int, inbox: int) -> None:
@@ -113,7 +124,7 @@ class Parcels:
             parcel = self._take(self._left, parcel)
         if self._left is None:
             active = self._active(self._rank)
-            if self._word(COUNT + active):
+            if self._word(TICKETS + active):
                 self._words.fetch_add(1, self._rank, FLIPS)
                 self._left = active
                 parcel = self._take(active, parcel)
@@ -123,20 +134,23 @@ class Parcels:
         """`parcel` with what is in an inactive inbox, which is empty then; as it was if somebody is at work there."""
         if self._writers(inbox):
             return parcel
-        self._inboxes.sync()
-        row = self._inboxes.local[inbox * self._size : (inbox + 1) * self._size]
-        if parcel is None:
-            self._total[:] = row
-            parcel = Parcel(self._total, 0, 0.0)
-        else:
-            self._total += row
-        row[:] = 0
-        self._inboxes.sync()
-        count, weight = self._word(COUNT + inbox), self._word(WEIGHT + inbox)
-        self._words.fetch_add(-count, self._rank, COUNT + inbox)
+        tickets, weight = int(self._word(TICKETS + inbox)), self._word(WEIGHT + inbox)
+        self._rows.sync()
+        for slot in range(min(tickets, self._slots + 1)):
+            row = self._row(inbox, slot)
+            if slot == 0 and parcel is None:
+                self._total[:] = row
+            else:
+                self._total += row
+            if slot == self._slots:
+                row[:] = 0  # what is added to must be zero; what is put into need not
+        self._rows.sync()
+        self._words.fetch_add(-tickets, self._rank, TICKETS + inbox)
         self._words.fetch_add(-weight, self._rank, WEIGHT + inbox)
         self._left = None
-        return Parcel(self._total, parcel.count + int(count), parcel.weight + weight)
+        if parcel is not None:
+            tickets, weight = tickets + parcel.count, weight + parcel.weight
+        return Parcel(self._total, tickets, weight)
 
     def _writers(self, inbox: int) -> float:
         return self._word(WRITERS + inbox)
@@ -146,9 +160,15 @@ class Parcels:
 
     # ---- both ----
 
+    def _offset(self, inbox: int, slot: int) -> int:
+        return (inbox * (self._slots + 1) + slot) * self._size
+
+    def _row(self, inbox: int, slot: int) -> np.ndarray:
+        return self._rows.local[self._offset(inbox, slot) :][: self._size]
+
     def free(self) -> None:
         """Collective, and harmless when repeated; nobody may be sending any more."""
-        self._inboxes.free()
+        self._rows.free()
         self._words.free()
 
     def __enter__(self) -> Parcels:
