@@ -9,7 +9,6 @@ import ctypes
 import importlib
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +41,20 @@ def passive() -> dict[str, Any]:
     import numpy as np
     from mpi4py import MPI
 
+    from hpcsync.mpi.trial import while_busy
+    from hpcsync.mpi.window import Window
+
     comm = MPI.COMM_WORLD
     values = np.ones(1 << 17)
-    window = MPI.Win.Allocate(values.nbytes if comm.rank == 1 else 0, 1, comm=comm)
-    window.Lock_all()
-    put_s = 0.0
-    for busy in (False, True):  # the first transfer sets up what later ones use
-        comm.Barrier()
-        begin_s = time.perf_counter()
-        if comm.rank == 1:
-            while busy and time.perf_counter() - begin_s < BUSY_S:
-                pass
-        else:
-            time.sleep(0.05)
-            begin_s = time.perf_counter()
-            window.Put(values, 1)
-            window.Flush(1)
-            put_s = time.perf_counter() - begin_s
-    comm.Barrier()
-    window.Unlock_all()
-    window.Free()
-    return {"put_s": put_s}
+    with Window(comm, values.size if comm.rank == 1 else 0, values.dtype) as window:
+
+        def put() -> None:
+            window.put(values, 1, 0)
+            window.flush(1)
+
+        for busy_s in (0.0, BUSY_S):  # the first transfer sets up what later ones use
+            trial = while_busy(comm, 1, put, lambda: None, busy_s)
+    return {"put_s": trial.took_s}
 
 
 def gpu() -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""A replica is read from, and a vector sent to, a peer on another host that computes: at once, if it has help."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcsync import launcher
+from tests.hosts.namespaces import Hosts, Unavailable
+
+AT_ONCE_S = 0.5  # 4 MB take 0.03 s at 1 Gbit/s; the rest is for the machine's other business
+WAITED_S = 1.0  # of the two seconds that the peer computes
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Two hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
+    try:
+        hosts = Hosts(2, rate="1gbit")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        yield hosts
+
+
+def seen(hosts: Hosts, folder: Path, kind: str) -> dict:
+    """What rank 0 of the pair has seen; see reading.py."""
+    out = folder / "seen.json"
+    program = [sys.executable, "-m", "mpi4py", str(Path(__file__).with_name("reading.py")), kind, str(out)]
+    line = [*hosts.mpiexec([1, 2]), "-n", "2", *program]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPIEXEC": shlex.join(line)}
+    result = hosts.run(line, cwd=folder, environ=launcher.environment(environ))
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    found = json.loads(out.read_text())
+    print({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()})
+    assert found["intact"] and found["serial"] == 1 and found["arrived"] == [1, 2.0, True]
+    return found
+
+
+def test_it_is_measured_that_help_is_needed_and_with_it_nothing_waits(hosts: Hosts, tmp_path: Path) -> None:
+    found = seen(hosts, tmp_path, "auto")
+    assert found["kind"] in ("thread", "hooks")
+    assert found["choosing_s"] < 1.0
+    assert found["read_s"] < AT_ONCE_S and found["send_s"] < AT_ONCE_S
+
+
+@pytest.mark.parametrize("kind", ["thread", "hooks"])
+def test_either_help_suffices(hosts: Hosts, tmp_path: Path, kind: str) -> None:
+    found = seen(hosts, tmp_path, kind)
+    assert found["read_s"] < AT_ONCE_S and found["send_s"] < AT_ONCE_S
+
+
+def test_without_help_the_read_waits_for_the_peer(hosts: Hosts, tmp_path: Path) -> None:
+    """The negative control of those above."""
+    assert seen(hosts, tmp_path, "passive")["read_s"] > WAITED_S
