@@ -232,8 +232,8 @@ MISTAKES = {
     "local-sgd, gossip; did you mean dssp?",
     "paradigm.name=3": "paradigm.name = 3: must be one of bsp, asp, ssp, dssp, easgd, allreduce, local-sgd, gossip",
     "paradigm={}": "paradigm.name: missing; must be one of bsp, asp, ssp, dssp, easgd, allreduce, local-sgd, gossip",
-    "workload.name=digit": 'workload.name = "digit": must be one of digits, linear, text, timing, "package.module:function"'
-    "; did you mean digits?",
+    "workload.name=digit": 'workload.name = "digit": must be one of digits, linear, text, timing, '
+    '"package.module:function"; did you mean digits?',
     "workload.name=script": 'workload.name = "script": must be one of digits, linear, text, timing, '
     '"package.module:function"',
     "workload.name=:f": 'workload.name = ":f": must be "package.module:function"',
