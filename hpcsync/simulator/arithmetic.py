@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,15 +18,14 @@ from hpcsync.coordinator import Update
 from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import rules
-from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import LocalOptimizer
-from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload
+from hpcsync.simulator.gradients import Gradients
 
 
 class Arithmetic(Protocol):
@@ -70,12 +67,11 @@ class RealArithmetic:
     """Every gradient and every update. Memory: at most two rows of the flat weights for each worker."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        n_workers, seed = job.cluster.workers, job.seed
-        assert not isinstance(job.workload, Script) and workload.train is not None
+        n_workers = job.cluster.workers
         self._evaluate = workload.evaluate
         self._evaluated = FlatModel(copy.deepcopy(workload.model))
-        self._flat = FlatModel(workload.model)
-        self._replica = Replica(self._flat, workload.loss)
+        self._gradients = Gradients(job, workload)
+        self._flat = self._gradients.flat
         size = self._flat.size
         buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
         self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]  # made once: views cost time
@@ -83,28 +79,14 @@ class RealArithmetic:
         rule = rules.of_job(job, OptimizerSpec.of_job(job))
         self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), rule, size)
         self._promised = [self._versions[0]] * n_workers  # worker -> the version it reads
-        self._own = [_Own(workload, job, worker, seed) for worker in range(n_workers)]
 
     def promise(self, worker: int) -> None:
         buffer, _ = self._store.pin(worker)
         self._promised[worker] = self._versions[buffer]
 
     def contribute(self, worker: int) -> float:
-        loss = self._compute(worker, self._promised[worker])
+        loss = self._gradients.compute(worker, self._promised[worker])
         self._slots[worker].copy_(self._flat.gradient)
-        return loss
-
-    def _compute(self, worker: int, weights: torch.Tensor) -> float:
-        """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
-        own = self._own[worker]
-        self._flat.weights.copy_(weights)
-        torch.set_rng_state(own.generator)
-        if own.statistics:
-            _copy(own.statistics, self._flat.model.buffers())
-        loss = self._replica.compute(next(own.batches))
-        if own.statistics:
-            _copy(self._flat.model.buffers(), own.statistics)
-        own.generator = torch.get_rng_state()
         return loss
 
     def apply(self, update: Update) -> None:
@@ -116,9 +98,7 @@ class RealArithmetic:
         return self._evaluate(self._evaluated.model)
 
     def finish(self) -> None:
-        """Running statistics end as worker 0's, as on real ranks."""
-        self._flat.weights.copy_(self._store.weights)
-        _copy(self._own[0].statistics, self._flat.model.buffers())
+        self._gradients.finish(self._store.weights)
 
 
 class ElasticArithmetic(RealArithmetic):
@@ -149,10 +129,10 @@ class ElasticArithmetic(RealArithmetic):
     def contribute(self, worker: int) -> float:
         trainee, total = self._trainees[worker], 0.0
         for _ in range(self._period - 1):
-            total += self._compute(worker, trainee.weights)
+            total += self._gradients.compute(worker, trainee.weights)
             trainee.steps += 1
             self._step(trainee, self._flat.gradient)
-        total += self._compute(worker, trainee.weights)
+        total += self._gradients.compute(worker, trainee.weights)
         trainee.steps += 1
         trainee.gradient.copy_(self._flat.gradient)
         trainee.optimizer.drop_look_ahead()
@@ -173,32 +153,9 @@ class _Trainee:
         self.steps = 0
 
 
-class _Own:
-    """What a worker has for itself: its batches, its generator, its running statistics."""
-
-    def __init__(self, workload: Workload, job: Job, worker: int, seed: int) -> None:
-        assert not isinstance(job.workload, Script) and workload.train is not None
-        self.batches: Iterator[Any] = batches(
-            workload.train,
-            seed,
-            worker,
-            n_workers=job.cluster.workers,
-            batch_size=job.workload.batch_size,
-            epochs=range(sys.maxsize),
-        )
-        self.generator = torch.Generator().manual_seed(worker_seed(seed, worker)).get_state()
-        self.statistics = [buffer.clone() for buffer in workload.model.buffers()]
-
-
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:
     """Zeros, shape (n, row_size). NumPy's cost no memory until they are written, most versions never are."""
     return torch.from_numpy(np.zeros((n, row_size(len(like))), like.numpy().dtype))
-
-
-def _copy(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:
-    """Of a model's buffers only the names last: a forward pass may put new tensors in their places."""
-    for a, b in zip(source, target, strict=True):
-        b.copy_(a)
 
 
 def arithmetic(job: Job, workload: Workload) -> Arithmetic:

@@ -10,7 +10,7 @@ from hpcsync.devices import Device, device, takes_no_time
 from hpcsync.job import Job
 from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError
-from hpcsync.job_paradigms import Bsp, Dssp, Easgd, Ssp
+from hpcsync.job_paradigms import AllReduce, Bsp, Dssp, Easgd, Gossip, LocalSgd, Ssp
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
@@ -40,7 +40,7 @@ def build(job: Job, workload: Workload) -> Cluster:
     shard_bytes = _shard_bytes(roles, workload)
     if cluster.times_from is not None:
         recorded = read(job, 2 * sum(shard_bytes))
-        _refuse_standstill(job, "cluster.times_from", [times.total_s == 0.0 for times in recorded.workers])
+        refuse_standstill(job, "cluster.times_from", [times.total_s == 0.0 for times in recorded.workers])
         devices = [
             Device(times.seconds(), _changes(job, worker, recorded)) for worker, times in enumerate(recorded.workers)
         ]
@@ -55,7 +55,7 @@ def build(job: Job, workload: Workload) -> Cluster:
         networked = Networked(loop, cluster.network, roles, shard_bytes)
         return Cluster(loop, shard_bytes, devices, networked)
     idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
-    _refuse_standstill(job, "cluster.compute", idle)
+    refuse_standstill(job, "cluster.compute", idle)
     return Cluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
 
 
@@ -65,12 +65,17 @@ def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[Change]:
     return [change for change in new if change.worker == worker]
 
 
-def _refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
-    """A worker for which nothing takes any time (idle) would push for ever before any passes, unless others hold it."""
+def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
+    """A worker for which nothing takes any time (idle) would push for ever before any passes, unless others hold it.
+
+    Raises JobError.
+    """
     stop, paradigm = job.stop, job.paradigm
-    bounded = isinstance(paradigm, Bsp) or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)
+    bounded = isinstance(paradigm, Bsp | AllReduce | LocalSgd)
+    bounded = bounded or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)
     bounded = bounded or (isinstance(paradigm, Dssp) and paradigm.mode == "bounded")
     bounded = bounded or (isinstance(paradigm, Easgd) and paradigm.synchronous)
+    bounded = bounded or (isinstance(paradigm, Gossip) and paradigm.mode == "permutation")
     if stop.samples is None and stop.updates is None and (all(idle) if bounded else any(idle)):
         raise JobError(
             f"{key}: worker {list(idle).index(True)}'s iterations take 0 seconds: to be simulated such a job must have "

@@ -5,26 +5,32 @@ from __future__ import annotations
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.coordinator import Coordinator, create_paradigm
+from hpcsync.coordinator import Coordinator, Recorder, create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
+from hpcsync.peers import PeerCoordinator
 from hpcsync.progress import Progress
 from hpcsync.signals import Interrupted, interrupt, on_signals
-from hpcsync.simulator.cluster import Cluster, build
+from hpcsync.simulator import cluster, links, peers
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces import comparing
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.reading import load
 from hpcsync.traces.writer import TraceWriter
 
-CHORES_EVERY = 256  # pushes
+CHORES_EVERY = 256  # pushes, or exchanges
+
+Watch = Callable[[float, Coordinator | PeerCoordinator], None]
 
 
 def simulate(job: Job, out: Path | None, console: Console) -> int:
@@ -34,9 +40,9 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     """
     torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
     workload = check(job)
-    cluster = build(job, workload)
+    simulated = prepare(job, workload)
     folder = outputs.choose(job, out)
-    status = _simulate(job, workload, cluster, folder, console)
+    status = _simulate(job, workload, simulated, folder, console)
     if status == 0 and job.cluster.times_from is not None:
         console.print()
         comparison = comparing.compare(load(job.cluster.times_from), load(folder / outputs.TRACE))
@@ -44,18 +50,33 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     return status
 
 
-def _simulate(job: Job, workload: Workload, cluster: Cluster, folder: Path, console: Console) -> int:
+class Prepared(NamedTuple):
+    """decision_fields: of the paradigm, for the trace. begin: makes the simulation, whose `run` runs it."""
+
+    decision_fields: Sequence[str]
+    begin: Callable[[Recorder, Watch], Simulation | peers.PeerSimulation]
+
+
+def prepare(job: Job, workload: Workload) -> Prepared:
+    """Raises JobError for a job that cannot be simulated."""
+    if job.has_servers:
+        virtual, paradigm = cluster.build(job, workload), create_paradigm(job)
+        return Prepared(paradigm.decision_fields, partial(Simulation, job, workload, virtual, paradigm))
+    workers = links.build(job, workload)
+    return Prepared((), partial(peers.simulation, job, workload, workers))
+
+
+def _simulate(job: Job, workload: Workload, simulated: Prepared, folder: Path, console: Console) -> int:
     outputs.create(folder, job)
-    paradigm = create_paradigm(job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
-    with TraceWriter(folder / outputs.TRACE, attributes, paradigm.decision_fields) as trace:
+    with TraceWriter(folder / outputs.TRACE, attributes, simulated.decision_fields) as trace:
         for rank in range(job.cluster.ranks):
             trace.append("clocks", (rank, "virtual", 0.0, 0.0))
         trace.flush()
         watch = _Watch(trace, Progress(console))
         try:
             with on_signals(watch.received.append):
-                Simulation(job, workload, cluster, paradigm, trace, watch).run()
+                simulated.begin(trace, watch).run()
             outputs.save_weights(folder, workload.model)
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
@@ -79,7 +100,7 @@ class _Watch:
         self._trace = trace
         self._pushes = 0
 
-    def __call__(self, now_s: float, coordinator: Coordinator) -> None:
+    def __call__(self, now_s: float, coordinator: Coordinator | PeerCoordinator) -> None:
         if self.received:
             interrupt(self.received[0])
         self._pushes += 1

@@ -1,0 +1,65 @@
+"""The gradients of all workers, computed in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hpcsync.job import Job, Script
+from hpcsync.learning.data import batches
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.replica import Replica, worker_seed
+from hpcsync.learning.workloads import Workload
+
+
+class Gradients:
+    """One model that stands for every worker's, in turn. flat: of the workload's own model."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        self.flat = FlatModel(workload.model)
+        self._replica = Replica(self.flat, workload.loss)
+        self._own = [_Own(workload, job, worker) for worker in range(job.cluster.workers)]
+
+    def compute(self, worker: int, weights: torch.Tensor) -> float:
+        """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
+        own = self._own[worker]
+        self.flat.weights.copy_(weights)
+        torch.set_rng_state(own.generator)
+        if own.statistics:
+            _copy(own.statistics, self.flat.model.buffers())
+        loss = self._replica.compute(next(own.batches))
+        if own.statistics:
+            _copy(self.flat.model.buffers(), own.statistics)
+        own.generator = torch.get_rng_state()
+        return loss
+
+    def finish(self, weights: torch.Tensor) -> None:
+        """Leave these weights in the workload's model. Running statistics end as worker 0's, as on real ranks."""
+        self.flat.weights.copy_(weights)
+        _copy(self._own[0].statistics, self.flat.model.buffers())
+
+
+class _Own:
+    """What a worker has for itself: its batches, its generator, its running statistics."""
+
+    def __init__(self, workload: Workload, job: Job, worker: int) -> None:
+        assert not isinstance(job.workload, Script) and workload.train is not None
+        self.batches: Iterator[Any] = batches(
+            workload.train,
+            job.seed,
+            worker,
+            n_workers=job.cluster.workers,
+            batch_size=job.workload.batch_size,
+            epochs=range(sys.maxsize),
+        )
+        self.generator = torch.Generator().manual_seed(worker_seed(job.seed, worker)).get_state()
+        self.statistics = [buffer.clone() for buffer in workload.model.buffers()]
+
+
+def _copy(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:
+    """Of a model's buffers only the names last: a forward pass may put new tensors in their places."""
+    for a, b in zip(source, target, strict=True):
+        b.copy_(a)

@@ -1,0 +1,101 @@
+"""What lies between the workers of a job without servers: a message, a replica on its way, an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hpcsync.devices import Device, device, takes_no_time
+from hpcsync.job import Job
+from hpcsync.job_cluster import Network as NetworkTable
+from hpcsync.job_errors import JobError, shown
+from hpcsync.learning.flat import trainable
+from hpcsync.learning.workloads import Workload
+from hpcsync.simulator.cluster import refuse_standstill
+from hpcsync.simulator.collectives import ring_allreduce
+from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.network import Network
+
+Then = Callable[..., object]
+
+
+class Links:
+    """Each call says what happens, then(*args), when it is over. Without a network that is at once.
+
+    size_bytes: of a replica, and of a gradient.
+    """
+
+    def __init__(self, loop: Loop, table: NetworkTable | None, n_workers: int, size_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self._loop = loop
+        self._n_workers = n_workers
+        self._table = table
+        self._latency_s = 0.0 if table is None else 1e-6 * table.latency_us
+        self._network = None if table is None else self._new_network(table, loop)
+
+    def message(self, then: Then, *args: Any) -> None:
+        """A request, or an acknowledgement."""
+        self._loop.after(self._latency_s, then, *args)
+
+    def send(self, source: int, target: int, then: Then, *args: Any) -> None:
+        """A replica goes from one worker to another."""
+        if self._network is None:
+            self._loop.after(0.0, then, *args)
+        else:
+            self._network.send(source, target, self.size_bytes, then, *args)
+
+    def all_reduce(self, then: Then, *args: Any) -> None:
+        """All workers sum what each of them has, in a ring; those that have left pass on what others have."""
+        self._loop.after(self._all_reduce_s, then, *args)
+
+    @property
+    def all_reduce_bytes(self) -> int:
+        """That each worker sends, on the average."""
+        return 2 * (self._n_workers - 1) * self.size_bytes // self._n_workers
+
+    @cached_property
+    def _all_reduce_s(self) -> float:
+        """Nothing else is under way during an all-reduce, so that one takes as long as another."""
+        if self._table is None:
+            return 0.0
+        loop = Loop()
+        ring_allreduce(self._new_network(self._table, loop), range(self._n_workers), self.size_bytes, lambda: None)
+        loop.run()
+        return loop.now_s
+
+    def _new_network(self, table: NetworkTable, loop: Loop) -> Network:
+        rates = table.rates(0, self._n_workers)
+        return Network(loop, rates, rates, self._latency_s)
+
+
+@dataclass(frozen=True)
+class Workers:
+    """devices: one for each worker."""
+
+    loop: Loop
+    devices: Sequence[Device]
+    links: Links
+
+
+def build(job: Job, workload: Workload) -> Workers:
+    """The workers of this job, which has no servers, at time 0.
+
+    Raises JobError for a job that does not say how long its iterations take, and where no time would ever pass.
+    """
+    loop, cluster = Loop(), job.cluster
+    if cluster.times_from is not None:
+        raise JobError(
+            f"cluster.times_from = {shown(cluster.times_from)}: must be left out with paradigm.name = "
+            f'"{job.paradigm.name}": only times of runs with servers can be taken from a trace'
+        )
+    if cluster.compute is None:
+        raise JobError("cluster.compute: missing; a simulation must have it: it says how long iterations take")
+    if cluster.network is None or cluster.workers == 1:
+        idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
+        refuse_standstill(job, "cluster.compute", idle)
+    parameters = trainable(workload.model)
+    size_bytes = sum(p.numel() for p in parameters) * parameters[0].element_size()
+    devices = [device(job, worker) for worker in range(cluster.workers)]
+    return Workers(loop, devices, Links(loop, cluster.network, cluster.workers, size_bytes))
