@@ -1,13 +1,15 @@
 """Does a trace show the paradigm that it claims to show?
 
 Two independent answers: a replay through the paradigm's code, which shows that the engine did what the paradigm said,
-and invariants counted again from the rows alone, which show that what it said is right.
+and invariants counted again from the rows alone, which show that what it said is right. Without a server nobody decides
+during the run; whom each worker exchanges with is drawn again from the seed (`exchanges`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +20,7 @@ from hpcsync.traces import reading
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
+from hpcsync.traces.exchanges import check_exchanges
 from hpcsync.traces.invariants import check_invariants
 from hpcsync.traces.reading import Trace, TraceError
 from hpcsync.traces.replay import replay
@@ -32,6 +35,8 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     """
     if not isinstance(trace, Trace):
         trace = reading.load(trace)
+    if not trace.job.has_servers:
+        return check_exchanges(trace)
     assert isinstance(trace.job.paradigm, Served)
     paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **trace.job.paradigm.options)
     invariants = check_invariants(trace)
@@ -68,6 +73,7 @@ def main(path: str | Path, console: Console | None = None) -> int:
     failed = sum(not check.passed for check in checks)
     extent = "" if trace.finished else f" of a run that is {trace.status}, as far as it goes"
     verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
-    n_pushes = len(trace.tables["pushes"])
-    console.print(f"{trace.job.paradigm.name}, {n_pushes:,} pushes{extent}: {verdict}", highlight=False)
+    did, table = ("pushes", "pushes") if trace.job.has_servers else ("iterations", "exchanges")
+    n_rows = np.count_nonzero(trace.tables[table]["batch_size"])
+    console.print(f"{trace.job.paradigm.name}, {n_rows:,} {did}{extent}: {verdict}", highlight=False)
     return 1 if failed else 0

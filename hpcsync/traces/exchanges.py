@@ -1,0 +1,361 @@
+"""What must hold in every trace of a run without servers, recounted from its rows.
+
+Only whom a worker exchanges with, and its learning rate, are asked of the product's own code: both follow from the job.
+Where a check counts iterations, or needs to know of an exchange, it does so from the order of the rows and the job, not
+from a column that another check is about. Seconds of different workers are compared up to the uncertainty of their
+clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hpcsync.job import Script
+from hpcsync.job_paradigms import Gossip
+from hpcsync.learning.schedule import worker_rate
+from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
+from hpcsync.traces.counting import running_count
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.reports import SAME_TIME_S, Reports
+from hpcsync.traces.schema import CHANGES, EVERYBODY, NOBODY
+
+OF_SERVERS = ("pushes", "grants", "decisions")
+TIMES = ("now_s", "begin_s", "end_s")
+DURATIONS = ("compute_s", "wait_s", "comm_s")
+SAME_WEIGHT = 1e-9
+
+
+def check_exchanges(trace: Trace) -> list[Check]:
+    """All checks of this module. If the first fails, the values cannot be counted with and it is the only one."""
+    first = values_are_possible(trace)
+    if not first.passed:
+        return [first]
+    run = Reports(trace)
+    in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
+    return [first, *(check(run) for check in CHECKS), *in_step]
+
+
+def values_are_possible(trace: Trace) -> Check:
+    """Workers exist, durations and counts are not negative, and there is nothing that only servers do."""
+    rows, updates, membership = (trace.tables[table] for table in ("exchanges", "updates", "membership"))
+    n_workers = trace.n_workers
+    parts: list[Part] = [
+        (np.array([len(trace.tables[table]) > 0]), lambda _, table=table: f"/{table} has rows, without a server")  # type: ignore[misc]
+        for table in OF_SERVERS
+    ]
+    exist = (rows["worker"] >= 0) & (rows["worker"] < n_workers) & (rows["iteration"] >= 0)
+    exist &= (rows["peer"] >= NOBODY) & (rows["peer"] < n_workers)
+    for name in TIMES:
+        exist &= np.isfinite(rows[name])
+    parts.append((~exist, teller("/exchanges", rows, "worker", "iteration", "peer", *TIMES)))
+    counted = (rows["batch_size"] >= 0) & (rows["wire_bytes"] >= 0) & (rows["n_received"] >= 0)
+    parts.append((~counted, teller("/exchanges", rows, "batch_size", "wire_bytes", "n_received")))
+    measured = (rows["weight"] > 0) & np.isfinite(rows["weight"])
+    for name in DURATIONS:
+        measured &= (rows[name] >= 0) & np.isfinite(rows[name])
+    parts.append((~measured, teller("/exchanges", rows, "weight", *DURATIONS)))
+    made = (updates["n_contributions"] >= 1) & np.isfinite(updates["now_s"])
+    parts.append((~made, teller("/updates", updates, "version", "n_contributions", "now_s")))
+    told = (membership["worker"] >= 0) & (membership["worker"] < n_workers) & np.isfinite(membership["now_s"])
+    told &= np.isin(membership["change"], list(CHANGES.values()))
+    parts.append((~told, teller("/membership", membership, "worker", "now_s", "change")))
+    return check_all("values are possible", *parts)
+
+
+def iterations_count_steps(run: Reports) -> Check:
+    """A worker's iterations are 1, 2, 3, ..., and after its last one it can only take in what others pushed."""
+    before = _before(run.rows["worker"])
+    resumed = (before >= 0) & run.is_step & ~run.is_step[before]
+    absorbing = ~run.is_step & (run.mode not in ("push", "push-sum"))
+    return check_all(
+        "iterations count a worker's steps",
+        (
+            run.steps["iteration"] != run.count,
+            lambda i: f"{_step(run, i)} is number {run.count[i]} of its worker",
+        ),
+        (resumed, lambda i: f"/exchanges row {i}: worker {run.rows['worker'][i]} goes on after its end"),
+        (absorbing, lambda i: f"/exchanges row {i} has batch size 0, where nothing comes for one that has ended"),
+    )
+
+
+def times_are_in_order(run: Reports) -> Check:
+    """A worker computes, reports, and only then begins again; reports are heard one after the other."""
+    steps, rows = run.steps, run.rows
+    before = _before(steps["worker"])
+    begun = steps["begin_s"] < np.append(steps["end_s"], -np.inf)[before] - SAME_TIME_S  # row -1, none before, is -inf
+    took_s = steps["end_s"] - steps["begin_s"]
+    return check_all(
+        "times are in order",
+        (
+            np.diff(rows["now_s"]) < 0,
+            lambda i: f"/exchanges row {i + 1} is at {rows['now_s'][i + 1]} s, the one before at {rows['now_s'][i]} s",
+        ),
+        (
+            (took_s < 0) | ~(np.abs(steps["compute_s"] - took_s) < SAME_TIME_S),
+            lambda i: f"{_step(run, i)} computes for {steps['compute_s'][i]} s in {took_s[i]} s",
+        ),
+        (
+            steps["end_s"] > steps["now_s"] + run.uncertain_s,
+            lambda i: f"{_step(run, i)} ends at {steps['end_s'][i]} s and is reported at {steps['now_s'][i]} s",
+        ),
+        (begun, lambda i: f"{_step(run, i)} begins at {steps['begin_s'][i]} s, before the one before has ended"),
+    )
+
+
+def peers_are_as_drawn(run: Reports) -> Check:
+    """Everybody exchanges when the job says so, and with whom its seed says."""
+    peer, absorbed = run.steps["peer"], run.rows[~run.is_step]
+    return check_all(
+        "peers are those of the job and its seed",
+        (peer != run.peer, lambda i: f"{_step(run, i)} is with {_peer(peer[i])}, not with {_peer(run.peer[i])}"),
+        (absorbed["peer"] != NOBODY, lambda i: f"worker {absorbed['worker'][i]} exchanges after its end"),
+    )
+
+
+def given_is_received(run: Reports) -> Check:
+    """As many models, or gradients, are received as were given."""
+    name, steps = "what is given is received", run.steps
+    if run.mode not in ("push", "push-sum"):
+        given = run.exchanged.astype(np.int64)
+        if run.mode == "permutation":
+            gives = np.argsort(run.permutations, axis=1)[run.count // run.period, steps["worker"]]
+            given *= gives != steps["worker"]
+        elif run.mode != "pull":
+            given *= run.n_contributing[run.count] - 1
+        # Of all workers' exchange in a run that did not finish, not everybody's report need be there.
+        sure = run.finished | run.known(run.count) | ~run.exchanged | (run.mode in ("pull", "permutation"))
+        return check_rows(
+            name,
+            np.where(sure, steps["n_received"] != given, steps["n_received"] < given),
+            lambda i: f"{_step(run, i)} received {steps['n_received'][i]}, {given[i]} were given",
+        )
+    n_given, n_received = int(run.exchanged.sum()), int(run.rows["n_received"].sum())
+    # Of a run that did not finish, each worker's report of what was received already may be missing.
+    right = n_received == n_given if run.finished else n_received <= n_given + run.n_workers
+    return Check(name, right, len(run.rows), "" if right else f"{n_given:,} were pushed, {n_received:,} received")
+
+
+def weights_add_up(run: Reports) -> Check:
+    """Push-sum: a push gives half away, only what is received adds, and at the end nothing is lost. Otherwise 1."""
+    rows, weight = run.rows, run.rows["weight"]
+    if run.mode != "push-sum":
+        return check_rows("weights are 1", weight != 1.0, lambda i: f"/exchanges row {i} has weight {weight[i]}")
+    pushed = np.zeros(len(rows), bool)
+    pushed[run.is_step] = run.exchanged
+    kept = np.append(weight, 1.0)[_before(rows["worker"])] * np.where(pushed, 0.5, 1.0)  # before its first row it is 1
+    wrong = np.where(rows["n_received"] == 0, weight != kept, weight <= kept)
+    last = np.ones(run.n_workers)
+    last[rows["worker"]] = weight  # of several rows the last one stays
+    total = float(last.sum())
+    return check_all(
+        "push-sum weights add up",
+        (wrong, lambda i: f"/exchanges row {i}: worker {rows['worker'][i]} kept {kept[i]}, it has {weight[i]}"),
+        (
+            np.array([run.finished and abs(total - run.n_workers) > SAME_WEIGHT * run.n_workers]),
+            lambda _: f"at the end the weights of {run.n_workers} workers are {total} together",
+        ),
+    )
+
+
+def bytes_are_those_of_an_exchange(run: Reports) -> Check:
+    """Nothing moves without an exchange, and like exchanges move as much as each other."""
+    moved, exchanged = run.steps["wire_bytes"], run.exchanged
+    labels = np.zeros(len(moved), np.int64)
+    if not isinstance(run.job.paradigm, Gossip):
+        labels = run.steps["worker"] * (run.n_workers + 1) + np.minimum(run.steps["n_received"], run.n_workers)
+    labels = np.where(exchanged, labels, -1)
+    _, first, place = np.unique(labels, return_index=True, return_inverse=True)
+    expected = np.where(exchanged, moved[first[place]], 0) if len(moved) else moved
+    absorbed = run.rows[~run.is_step]
+    return check_all(
+        "like exchanges move as many bytes",
+        (moved != expected, lambda i: f"{_step(run, i)} moved {moved[i]} bytes, such a one moves {expected[i]}"),
+        (
+            absorbed["wire_bytes"] != 0,
+            lambda i: f"worker {absorbed['worker'][i]} moved {absorbed['wire_bytes'][i]} bytes after its end",
+        ),
+    )
+
+
+def exchanges_of_all_keep_in_step(run: Reports) -> Check:
+    """After an exchange of all, nobody computes before everybody has computed what was exchanged."""
+    latest_s = np.full(len(run.n_contributing), -np.inf)
+    np.maximum.at(latest_s, run.count, run.steps["end_s"] - run.uncertain_s)
+    before = run.count - 1
+    wrong = (before % run.period == 0) & (run.steps["begin_s"] + run.uncertain_s < latest_s[before])
+    return check_rows(
+        "nobody begins before all have exchanged",
+        wrong,
+        lambda i: (
+            f"{_step(run, i)} begins at {run.steps['begin_s'][i]} s, when not everybody has ended iteration {before[i]}"
+        ),
+    )
+
+
+def updates_are_the_steps(run: Reports) -> Check:
+    """Versions are 1, 2, 3, ...: all-reduce's are iterations of all, others a worker's step, made when reported."""
+    updates, due_s = run.updates, run.updated_s
+    n = min(len(updates), len(due_s))
+    taken = np.bincount(run.update_of, minlength=n + 1)[1 : n + 1]
+    last_s = max(float(table["now_s"].max(initial=-np.inf)) for table in (run.rows, run.membership))
+    missing_s = due_s[n:]
+    return check_all(
+        "updates are the workers' steps",
+        (
+            updates["version"] != np.arange(1, len(updates) + 1),
+            lambda i: f"/updates row {i} is of version {updates['version'][i]}",
+        ),
+        (
+            updates["n_contributions"][:n] != taken,
+            lambda i: f"version {i + 1} has {updates['n_contributions'][i]} contributions, {taken[i]} were reported",
+        ),
+        (
+            updates["now_s"][:n] != due_s[:n],
+            lambda i: f"version {i + 1} is at {updates['now_s'][i]} s, what it takes was reported at {due_s[i]} s",
+        ),
+        (np.ones(len(updates) - n, bool), lambda i: f"nothing was reported that made version {n + i + 1}"),
+        (
+            (missing_s < last_s) | run.finished,
+            lambda i: f"what was reported at {missing_s[i]} s made no version {n + i + 1}",
+        ),
+    )
+
+
+def rates_are_of_the_schedule(run: Reports) -> Check:
+    """An update's learning rate is that of its worker, which counts its own samples and iterations."""
+    rate, steps, first = worker_rate(run.job), run.steps, run.first_step_of[: len(run.updates)]
+    own = np.zeros(len(steps), np.int64)  # samples of the worker before the step
+    order = np.argsort(steps["worker"], kind="stable")
+    summed = np.cumsum(steps["batch_size"][order], dtype=np.int64) - steps["batch_size"][order]
+    begins = np.searchsorted(steps["worker"][order], np.arange(run.n_workers))
+    own[order] = summed - np.append(summed, 0)[begins][steps["worker"][order]]
+    clocks = zip(own[first].tolist(), (run.count[first] - 1).tolist(), strict=True)
+    expected = np.array([rate(samples, iterations) for samples, iterations in clocks])
+    lr = run.updates["lr"][: len(expected)]
+    return check_rows(
+        "learning rates are those of the schedule",
+        ~np.isclose(lr, expected, rtol=1e-12, atol=0.0),
+        lambda i: f"version {i + 1} has learning rate {lr[i]}, the schedule gives {expected[i]}",
+    )
+
+
+def samples_add_up(run: Reports) -> Check:
+    """/updates counts the batches of its steps; /evaluations says what /updates says of that version.
+
+    Workers in step show their weights when they have made them; reports are heard later.
+    """
+    updates, evaluations = run.updates, run.evaluations
+    order = np.argsort(run.update_of, kind="stable")
+    last = np.searchsorted(run.update_of[order], np.arange(1, min(len(updates), len(run.updated_s)) + 1), side="right")
+    counted = np.cumsum(run.steps["batch_size"][order], dtype=np.int64)[last - 1]
+    known = (evaluations["version"] >= 0) & (evaluations["version"] <= len(updates))
+    at = np.where(known, evaluations["version"], 0)
+    samples = np.append(0, updates["samples"])[at]
+    updated_s = np.append(-np.inf, np.where(run.together, -np.inf, updates["now_s"]))[at]
+    return check_all(
+        "samples add up",
+        (
+            updates["samples"][: len(counted)] != counted,
+            lambda i: f"version {i + 1} has {updates['samples'][i]} samples, its steps have {counted[i]}",
+        ),
+        (
+            ~known | (evaluations["samples"] != samples) | (evaluations["now_s"] < updated_s),
+            lambda i: (
+                f"/evaluations row {i} (version {evaluations['version'][i]}, {evaluations['samples'][i]} samples, "
+                f"{evaluations['now_s'][i]} s) is not of an update: {samples[i]} samples, {updated_s[i]} s"
+            ),
+        ),
+    )
+
+
+def distances_are_possible(run: Reports) -> Check:
+    """A distance is not negative, known where a loss is, and 0 under all-reduce, where all make the same updates."""
+    distance, agree = run.evaluations["consensus_distance"], run.mode == "allreduce"
+    unknown = np.isnan(distance) & np.isfinite(run.evaluations["loss"])
+    return check_rows(
+        "the workers' weights are the same" if agree else "consensus distances are possible",
+        (distance < 0) | unknown | ((distance > 0) & agree),
+        lambda i: f"/evaluations row {i} has consensus distance {distance[i]}",
+    )
+
+
+def nobody_acts_after_leaving(run: Reports) -> Check:
+    """A worker leaves at most once, and makes no iteration after that."""
+    steps, seq, departures = run.steps, run.membership["seq"], run.membership["worker"]
+    return check_all(
+        "nobody acts after leaving",
+        (seq != np.arange(1, len(seq) + 1), lambda i: f"/membership row {i} has seq {seq[i]}"),
+        (running_count(departures) > 1, lambda i: f"worker {departures[i]} leaves twice"),
+        (
+            steps["now_s"] > run.left_s[steps["worker"]],
+            lambda i: f"{_step(run, i)} is reported after its worker left",
+        ),
+    )
+
+
+def the_rule_ends_the_run(run: Reports) -> Check:
+    """In the end all have left: when the stopping rule held, or earlier if the job or its script says so.
+
+    Workers in step then end with the same iteration, the first one that was enough as they count.
+    """
+    name, job = "the stopping rule ended the run", run.job
+    if not run.finished:
+        return Check(name, True, 0)
+    stop, updates, evaluations = job.stop, run.updates, run.evaluations
+    remains = np.full(run.n_workers, not isinstance(job.workload, Script))  # until the rule holds
+    remains[[event.worker for event in job.cluster.events if event.change == "leave"]] = False
+    last_s = max(float(table["now_s"].max(initial=0.0)) for table in (run.rows, updates, evaluations, run.membership))
+    outcomes = zip(evaluations["loss"].tolist(), evaluations["accuracy"].tolist(), strict=True)
+    ended = stop.reached(seconds=last_s) or any(stop.satisfied(*outcome) for outcome in outcomes)
+    most, uneven, late = int(run.made.max(initial=0)), np.zeros(run.n_workers, bool), False
+    if run.together and remains.any():
+        batch_size, n_steps = int(run.steps["batch_size"].max(initial=0)), np.cumsum(run.n_contributing[1:])
+        n_updates = np.arange(1, most + 1) if run.mode == "allreduce" else n_steps
+        counts = zip((batch_size * n_steps).tolist(), n_updates.tolist(), strict=True)
+        enough = [stop.reached(samples=samples, updates=updates) for samples, updates in counts]
+        ended = ended or any(enough[-1:])
+        uneven, late = remains & (run.made != most), any(enough[:-1])
+    else:
+        ended = ended or stop.reached(samples=int(updates["samples"].max(initial=0)), updates=len(updates))
+    return check_all(
+        name,
+        (run.going_on, lambda i: f"worker {i} has not left"),
+        (np.array([remains.any() and not ended]), lambda _: "its end was not yet due"),
+        (uneven, lambda i: f"worker {i} ended after iteration {run.made[i]}, others after {most}"),
+        (np.array([late]), lambda _: f"the workers made iteration {most}, when the one before had been enough"),
+    )
+
+
+CHECKS: tuple[Callable[[Reports], Check], ...] = (
+    iterations_count_steps,
+    times_are_in_order,
+    peers_are_as_drawn,
+    given_is_received,
+    weights_add_up,
+    bytes_are_those_of_an_exchange,
+    updates_are_the_steps,
+    samples_add_up,
+    rates_are_of_the_schedule,
+    distances_are_possible,
+    nobody_acts_after_leaving,
+    the_rule_ends_the_run,
+)
+
+
+def _before(workers: np.ndarray) -> np.ndarray:
+    """The row before each one of the same worker, or -1."""
+    order = np.argsort(workers, kind="stable")
+    before = np.full(len(workers), -1)
+    before[order[1:]] = np.where(workers[order[1:]] == workers[order[:-1]], order[:-1], -1)
+    return before
+
+
+def _step(run: Reports, row: int) -> str:
+    step = run.steps[row]
+    return f"iteration {step['iteration']} of worker {step['worker']}"
+
+
+def _peer(peer: int) -> str:
+    return {EVERYBODY: "everybody", NOBODY: "nobody"}.get(int(peer), f"worker {peer}")

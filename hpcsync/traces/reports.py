@@ -1,0 +1,146 @@
+"""Counting again what the trace of a run without servers says: from the order of its reports, and its job.
+
+Of a run that did not finish the last reports are missing, not all workers' alike; and the updates that followed from
+its last row.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from hpcsync.job_paradigms import Gossip, LocalSgd
+from hpcsync.paradigms.gossip import Peers
+from hpcsync.traces.counting import running_count
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import EVERYBODY, NOBODY
+
+DRIFT = 1e-4  # seconds in which the clocks of two hosts come apart in one second, at most
+SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time
+
+
+class Reports:
+    """The rows of `/exchanges`, in the order in which they were reported, and what follows from that order.
+
+    steps: those that are iterations. count: of each step, which one of its worker's it is, from 1 on.
+    uncertain_s: of each step, how far its worker's clock may be off.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self.job, self.finished, self.n_workers = trace.job, trace.finished, trace.n_workers
+        self.rows, self.updates, self.evaluations, self.membership, clocks = (
+            trace.tables[table] for table in ("exchanges", "updates", "evaluations", "membership", "clocks")
+        )
+        self.is_step = self.rows["batch_size"] > 0
+        self.steps = self.rows[self.is_step]
+        self.count = running_count(self.steps["worker"])
+        self.made = np.bincount(self.steps["worker"], minlength=self.n_workers)  # iterations of each worker
+        self.left_s = np.full(self.n_workers, np.inf)
+        np.minimum.at(self.left_s, self.membership["worker"], self.membership["now_s"])
+        of_worker = np.zeros(self.n_workers)
+        known = clocks[(clocks["rank"] >= 0) & (clocks["rank"] < self.n_workers)]
+        of_worker[known["rank"]] = known["uncertainty_s"]
+        drift = DRIFT if len(np.unique(clocks["host"])) > 1 else 0.0
+        self.uncertain_s = of_worker[self.steps["worker"]] + drift * self.steps["now_s"] + SAME_TIME_S
+
+    @property
+    def mode(self) -> str:
+        """The paradigm, or what a gossip's workers do."""
+        paradigm = self.job.paradigm
+        return paradigm.mode if isinstance(paradigm, Gossip) else paradigm.name
+
+    @property
+    def together(self) -> bool:
+        """Whether workers exchange at the same iteration, all of them."""
+        return self.mode in ("allreduce", "local-sgd", "permutation")
+
+    @property
+    def period(self) -> int:
+        """Iterations from one exchange to the next."""
+        match self.job.paradigm:
+            case LocalSgd(steps=period) | Gossip(period=period):
+                return period
+        return 1
+
+    @cached_property
+    def peer(self) -> np.ndarray:
+        """Whom each step's exchange is with, as the job says. Shape (n_steps,)."""
+        exchanges, workers = self.count % self.period == 0, self.steps["worker"]
+        if not isinstance(self.job.paradigm, Gossip):
+            return np.where(exchanges, EVERYBODY, NOBODY)
+        peer = np.full(len(self.count), NOBODY)
+        if self.mode == "permutation":
+            peer[exchanges] = self.permutations[self.count[exchanges] // self.period, workers[exchanges]]
+        else:
+            peers, rounds = self._peers, self.count[exchanges] // self.period
+            drawn = zip(workers[exchanges].tolist(), rounds.tolist(), strict=True)
+            peer[exchanges] = [peers.drawn(worker, round) for worker, round in drawn]
+        return peer
+
+    @property
+    def exchanged(self) -> np.ndarray:
+        """Which steps end with an exchange with somebody else, or everybody. Shape (n_steps,)."""
+        return (self.peer != NOBODY) & (self.peer != self.steps["worker"])
+
+    @cached_property
+    def permutations(self) -> np.ndarray:
+        """Whom each worker gives to in round 1, 2, ...; shape (1 + n_rounds, n_workers), round 0 being none."""
+        n_rounds = int(self.count.max(initial=0)) // self.period
+        rounds = [range(self.n_workers), *(self._peers.permutation(round) for round in range(1, n_rounds + 1))]
+        return np.array([list(gives_to) for gives_to in rounds])
+
+    @property
+    def _peers(self) -> Peers:
+        paradigm = self.job.paradigm
+        assert isinstance(paradigm, Gossip)
+        return Peers(self.n_workers, self.job.seed, paradigm.topology, paradigm.include_self)
+
+    @cached_property
+    def n_contributing(self) -> np.ndarray:
+        """Of those in step, how many take part in the exchange that ends an iteration, or ended the last one before it.
+
+        Those who have made an iteration since the exchange before, also who has left by then. Shape
+        (1 + n_iterations,); that of iteration 0 is everybody.
+        """
+        n_iterations = int(self.count.max(initial=0))
+        gone = np.cumsum(np.bincount(self.made[~self.going_on], minlength=n_iterations + 1))  # after at most 0, 1, ...
+        exchange = np.arange(n_iterations + 1) // self.period * self.period
+        took_part = np.bincount(self.count, minlength=n_iterations + 1)[exchange]
+        took_part += gone[exchange - 1] - gone[np.maximum(exchange - self.period, 0)]
+        return np.where(exchange == 0, self.n_workers, took_part)
+
+    @cached_property
+    def going_on(self) -> np.ndarray:
+        """Which workers have not left, shape (n_workers,)."""
+        return np.isinf(self.left_s)
+
+    def known(self, iteration: np.ndarray) -> np.ndarray:
+        """Whether everybody's report of these iterations is there, but for those who had left."""
+        return iteration <= self.made[self.going_on].min(initial=np.iinfo(np.int64).max)
+
+    # ---- updates ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def update_of(self) -> np.ndarray:
+        """Of each step: the version that it should have made or contributed to, from 1 on. Shape (n_steps,)."""
+        return self.count if self.mode == "allreduce" else np.arange(1, len(self.steps) + 1)
+
+    @cached_property
+    def updated_s(self) -> np.ndarray:
+        """Of each version that should be there: when all that it takes was known. Shape (n_versions,)."""
+        if self.mode != "allreduce":
+            return self.steps["now_s"]
+        known_s = np.full(len(self.n_contributing), -np.inf)
+        np.maximum.at(known_s, self.count, self.steps["now_s"])
+        left = np.flatnonzero(~self.going_on)
+        late = np.full(len(known_s) + 1, -np.inf)  # the others went on without whoever had left, once that was known
+        np.maximum.at(late, self.made[left] + 1, self.left_s[left])
+        known_s = np.maximum(known_s, np.maximum.accumulate(late)[:-1])[1:]
+        return known_s[self.known(np.arange(1, len(known_s) + 1))]
+
+    @cached_property
+    def first_step_of(self) -> np.ndarray:
+        """Of each version that should be there: the first step reported of those that it takes. (n_versions,)."""
+        first = np.unique(self.update_of, return_index=True)[1]
+        return first[: len(self.updated_s)]

@@ -1,0 +1,55 @@
+"""Traces of small runs without servers: simulated, in memory."""
+
+from hpcsync.learning.workloads import build
+from hpcsync.simulator import links
+from hpcsync.simulator.peers import simulation
+from tests.unit.jobs import make_job
+from tests.unit.traces.recorder import Rows, as_trace
+
+PARADIGMS = {
+    "allreduce": {"name": "allreduce"},
+    "local-sgd": {"name": "local-sgd", "steps": 4},
+    "pull": {"name": "gossip", "mode": "pull"},
+    "push": {"name": "gossip", "mode": "push"},
+    "push-sum": {"name": "gossip", "mode": "push-sum", "period": 2},
+    "permutation": {"name": "gossip", "mode": "permutation", "period": 3},
+    "ring": {"name": "gossip", "mode": "permutation", "topology": "ring", "include_self": False},
+    "exponential": {"name": "gossip", "mode": "push-sum", "topology": "exponential"},
+}
+LINEAR = {"name": "linear", "batch_size": 4, "features": 3, "samples": 64}
+
+
+def peer_job(paradigm, seconds=(1.0, 1.3, 2.1), *, samples=320, leave=None, network=True, jitter=0.3, **tables):
+    """leave: worker -> iteration instead of which it leaves."""
+    cluster = {
+        "workers": len(seconds),
+        "compute": {"model": "lognormal", "seconds": list(seconds), "jitter": jitter},
+        "events": [{"worker": w, "at_iteration": at, "change": "leave"} for w, at in (leave or {}).items()],
+    }
+    if network:
+        cluster["network"] = {"bandwidth_gbit": 1e-6, "latency_us": 20_000}
+    given = {
+        "seed": 2,  # with it something comes late in each push mode
+        "workload": LINEAR,
+        "optimizer": {"name": "sgd", "lr": 0.05},
+        "stop": {"samples": samples},
+        "evaluation": {"every_samples": 40},
+        "paradigm": PARADIGMS.get(paradigm, paradigm),
+        "cluster": cluster,
+    }
+    return make_job(**{**given, **tables})
+
+
+def simulated(job):
+    """The rows of its tables, in their order."""
+    trace, workload = Rows(), build(job)
+    for rank in range(job.cluster.ranks):
+        trace.append("clocks", (rank, b"virtual", 0.0, 0.0))
+    simulation(job, workload, links.build(job, workload), trace).run()
+    return trace.rows
+
+
+def record(paradigm, seconds=(1.0, 1.3, 2.1), **how):
+    """A finished trace in memory."""
+    job = peer_job(paradigm, seconds, **how)
+    return as_trace(job, simulated(job))

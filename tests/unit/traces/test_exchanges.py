@@ -1,0 +1,432 @@
+"""Audits of runs without servers: correct traces pass, wherever they end; one thing changed, and the checks that must
+notice do, and no other."""
+
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hpcsync.traces import reading
+from hpcsync.traces.audit import audit, main
+from hpcsync.traces.schema import EVERYBODY, NOBODY
+from hpcsync.traces.writer import TraceWriter
+from tests.unit.traces.peer_recorder import PARADIGMS, peer_job, record, simulated
+from tests.unit.traces.recorder import as_trace, attributes, edit, remove, with_rows, with_status
+
+POSSIBLE = "values are possible"
+ITERATIONS = "iterations count a worker's steps"
+TIMES = "times are in order"
+PEERS = "peers are those of the job and its seed"
+GIVEN = "what is given is received"
+WEIGHTS = "weights are 1"
+PUSH_SUM = "push-sum weights add up"
+BYTES = "like exchanges move as many bytes"
+UPDATES = "updates are the workers' steps"
+SAMPLES = "samples add up"
+RATES = "learning rates are those of the schedule"
+DISTANCES = "consensus distances are possible"
+SAME = "the workers' weights are the same"
+LEFT = "nobody acts after leaving"
+END = "the stopping rule ended the run"
+IN_STEP = "nobody begins before all have exchanged"
+
+
+def failing(trace):
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+def find(trace, table="exchanges", **values):
+    """The first row with these values."""
+    rows = trace.tables[table]
+    return int(np.flatnonzero(np.logical_and.reduce([rows[column] == value for column, value in values.items()]))[0])
+
+
+def with_exchange(trace):
+    """The first row of an exchange with somebody else."""
+    rows = trace.tables["exchanges"]
+    return int(np.flatnonzero((rows["peer"] != NOBODY) & (rows["peer"] != rows["worker"]))[0])
+
+
+@pytest.fixture(scope="module", params=PARADIGMS)
+def trace(request):
+    return record(request.param)
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return {paradigm: record(paradigm) for paradigm in PARADIGMS}
+
+
+# ---- correct traces --------------------------------------------------------------------------------------------------
+
+HOWS = [
+    {},
+    {"seconds": (1.0,)},
+    {"seconds": (1.0,) * 5, "jitter": 0.0},
+    {"seconds": (1.0,) * 4, "jitter": 0.0, "network": False},
+    {"leave": {1: 6}},
+    {"leave": {0: 1, 2: 5}},
+    {"leave": {0: 3, 1: 7, 2: 5}},
+    {"leave": {0: 9, 1: 9}, "stop": {"updates": 41}},
+    {"stop": {"updates": 37}},
+    {"stop": {"seconds": 17.3}},
+    {"stop": {"target_loss": 0.5, "samples": 4000}},
+    {"optimizer": {"name": "sgd", "lr": 0.1, "schedule": {"name": "cosine", "total": 200}}},
+    {"optimizer": {"name": "sgd", "lr": 0.1, "lr_clock": "updates", "schedule": {"name": "cosine", "total": 9}}},
+    {"samples": 8},
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_correct_traces_pass(paradigm, how):
+    assert failing(record(paradigm, **how)) == set()
+
+
+@pytest.mark.parametrize("how", [{}, {"leave": {1: 6}}, {"leave": {0: 3, 1: 7, 2: 5}}], ids=str)
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_trace_that_ends_after_any_row_passes(paradigm, how):
+    job = peer_job(paradigm, samples=160, **how)
+    rows = simulated(job)
+    for n_rows in range(len(rows) + 1):
+        assert failing(as_trace(job, rows[:n_rows], status="running")) == set(), n_rows
+
+
+def test_every_check_has_a_name_of_its_own(trace):
+    names = [check.name for check in audit(trace)]
+    assert len(names) == len(set(names)) >= 13
+    assert all(check.n_checked for check in audit(trace))
+
+
+# ---- negative controls -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("table", "values"),
+    [
+        ("exchanges", {"worker": 3}),
+        ("exchanges", {"worker": -1}),
+        ("exchanges", {"peer": 3}),
+        ("exchanges", {"peer": -3}),
+        ("exchanges", {"wire_bytes": -1}),
+        ("exchanges", {"n_received": -1}),
+        ("exchanges", {"batch_size": -1}),
+        ("exchanges", {"wait_s": -0.1}),
+        ("exchanges", {"comm_s": math.nan}),
+        ("exchanges", {"compute_s": math.inf}),
+        ("exchanges", {"now_s": math.nan}),
+        ("exchanges", {"begin_s": math.nan}),
+        ("exchanges", {"weight": 0.0}),
+        ("exchanges", {"weight": math.inf}),
+        ("updates", {"n_contributions": 0}),
+        ("updates", {"now_s": math.nan}),
+        ("membership", {"worker": 7}),
+        ("membership", {"change": 1}),
+    ],
+)
+def test_impossible_values_are_all_that_is_told(trace, table, values):
+    assert [check.name for check in audit(edit(trace, table, 1, **values))] == [POSSIBLE]
+
+
+@pytest.mark.parametrize("table", ["pushes", "grants", "decisions"])
+def test_without_servers_nothing_is_pushed_or_granted(trace, table):
+    rows = np.zeros(1, trace.tables[table].dtype)
+    (check,) = audit(with_rows(trace, table, rows))
+    assert (check.name, check.detail) == (POSSIBLE, f"/{table} has rows, without a server (1 of 1 fail)")
+
+
+def test_iterations(trace):
+    for other in (0, 1, 4):
+        row = find(trace, iteration=3)
+        assert failing(edit(trace, "exchanges", row, iteration=other)) == {ITERATIONS}
+
+
+def test_who_has_ended_does_not_go_on_and_only_pushes_come_late(traces):
+    pull = traces["pull"].tables["exchanges"]
+    late = pull[-1:].copy()
+    late["batch_size"] = late["n_received"] = late["wire_bytes"] = 0
+    late["peer"] = NOBODY
+    assert failing(with_rows(traces["pull"], "exchanges", np.append(pull, late))) == {ITERATIONS}
+    push = traces["push"]
+    assert (push.tables["exchanges"]["batch_size"] == 0).any()  # as it may be there
+    rows = push.tables["exchanges"]
+    late["worker"], late["now_s"] = 0, rows["now_s"][find(push, worker=0, iteration=2)]
+    at = find(push, worker=0, iteration=2) + 1
+    assert failing(with_rows(push, "exchanges", np.concatenate([rows[:at], late, rows[at:]]))) == {ITERATIONS}
+
+
+@pytest.mark.parametrize("column", ["begin_s", "end_s", "compute_s"])
+def test_a_computation_lasts_from_its_begin_to_its_end(trace, column):
+    row = find(trace, iteration=2, worker=0)
+    assert failing(edit(trace, "exchanges", row, **{column: trace.tables["exchanges"][column][row] + 1e-3})) == {TIMES}
+
+
+def test_nothing_is_reported_before_it_has_ended(trace):
+    row = find(trace, iteration=3, worker=0)
+    end_s = trace.tables["exchanges"]["now_s"][row] + 1e-3
+    begin_s = end_s - trace.tables["exchanges"]["compute_s"][row]
+    changed = edit(trace, "exchanges", row, begin_s=begin_s, end_s=end_s)
+    assert TIMES in failing(changed) <= {TIMES, IN_STEP}
+    clocks = trace.tables["clocks"].copy()
+    clocks["uncertainty_s"] = 1e-2
+    uncertain = with_rows(changed, "clocks", clocks)
+    assert failing(uncertain) <= {TIMES, IN_STEP}  # the next one still begins too early
+    assert all("is reported" not in check.detail for check in audit(uncertain))
+    assert any("is reported" in check.detail for check in audit(changed))
+
+
+def test_reports_come_one_after_the_other(trace):
+    rows = trace.tables["exchanges"]
+    row = int(np.flatnonzero(np.diff(rows["now_s"]) > 0)[-1])
+    assert TIMES in failing(edit(trace, "exchanges", row, now_s=rows["now_s"][row + 1] + 1))
+
+
+def test_iterations_of_a_worker_do_not_overlap(traces):
+    trace = traces["pull"]
+    row = find(trace, iteration=3, worker=0)
+    before_s = trace.tables["exchanges"]["end_s"][find(trace, iteration=2, worker=0)]
+    end_s = trace.tables["exchanges"]["end_s"][row]
+    overlapping = {"begin_s": before_s - 1e-3, "compute_s": end_s - before_s + 1e-3}
+    assert failing(edit(trace, "exchanges", row, **overlapping)) == {TIMES}
+
+
+def test_peers(trace):
+    row = with_exchange(trace)
+    for other in {EVERYBODY, NOBODY, 0, 1, 2} - {int(trace.tables["exchanges"]["peer"][row])}:
+        assert failing(edit(trace, "exchanges", row, peer=other)) == {PEERS}
+
+
+def test_peers_are_those_of_the_seed(traces):
+    for paradigm in ("pull", "push", "permutation"):
+        other = record(paradigm, seed=3)
+        assert PEERS in failing(as_seed(traces[paradigm], other))
+
+
+def as_seed(trace, other):
+    return type(trace)(trace.path, other.attributes, trace.tables)
+
+
+def test_local_steps_are_with_nobody(traces):
+    for paradigm in ("local-sgd", "push-sum", "permutation"):
+        row = find(traces[paradigm], peer=NOBODY)
+        assert failing(edit(traces[paradigm], "exchanges", row, peer=1)) == {PEERS}
+
+
+@pytest.mark.parametrize("more", [1, -1])
+def test_what_is_received(traces, more):
+    for paradigm, trace in traces.items():
+        row = find(trace, n_received=2 if paradigm in ("allreduce", "local-sgd") else 1)
+        changed = edit(trace, "exchanges", row, n_received=trace.tables["exchanges"]["n_received"][row] + more)
+        assert GIVEN in failing(changed) <= {GIVEN, PUSH_SUM}
+
+
+def test_averaging_counts_those_who_had_made_a_step():
+    trace = record("local-sgd", leave={1: 6, 2: 5})  # within the second period, and right after the first averaging
+    assert failing(trace) == set()
+    row = find(trace, worker=0, iteration=8)
+    assert trace.tables["exchanges"]["n_received"][row] == 1
+    assert failing(edit(trace, "exchanges", row, n_received=0)) == {GIVEN}
+    assert failing(edit(trace, "exchanges", row, n_received=2)) == {GIVEN}
+
+
+def test_of_an_unfinished_run_no_more_can_be_received_than_was_given(traces):
+    for paradigm in ("push", "push-sum"):
+        trace = with_status(traces[paradigm], "failed")
+        row = find(trace, n_received=1)
+        assert failing(edit(trace, "exchanges", row, n_received=2)) == set()  # its sender's report may be missing
+        assert failing(edit(trace, "exchanges", row, n_received=1 + trace.n_workers + 1)) == {GIVEN}
+
+
+def test_weights_without_push_sum_are_one(traces):
+    for paradigm in ("allreduce", "local-sgd", "pull", "push", "permutation", "ring"):
+        assert failing(edit(traces[paradigm], "exchanges", 3, weight=0.5)) == {WEIGHTS}
+
+
+def test_push_sum_weights(traces):
+    for paradigm in ("push-sum", "exponential"):
+        trace = traces[paradigm]
+        rows = trace.tables["exchanges"]
+        for row in (0, len(rows) // 2, len(rows) - 1):
+            for factor in (0.5, 2.0):
+                changed = edit(trace, "exchanges", row, weight=rows["weight"][row] * factor)
+                assert failing(changed) == {PUSH_SUM}
+
+
+def test_what_came_at_the_end_is_needed(traces):
+    for paradigm in ("push", "exponential"):
+        trace = traces[paradigm]
+        without = remove(trace, "exchanges", find(trace, batch_size=0))
+        assert failing(without) == ({GIVEN} if paradigm == "push" else {GIVEN, PUSH_SUM})
+
+
+def test_bytes(trace):
+    row = with_exchange(trace)
+    moved = trace.tables["exchanges"]["wire_bytes"][row]
+    for other in (moved + 1, moved - 1, 0):
+        assert failing(edit(trace, "exchanges", row, wire_bytes=other)) == {BYTES}
+
+
+def test_nothing_moves_without_an_exchange(traces):
+    for paradigm in ("local-sgd", "push-sum"):
+        row = find(traces[paradigm], peer=NOBODY)
+        assert failing(edit(traces[paradigm], "exchanges", row, wire_bytes=8)) == {BYTES}
+    rows = traces["pull"].tables["exchanges"]
+    itself = int(np.flatnonzero(rows["peer"] == rows["worker"])[0])
+    assert failing(edit(traces["pull"], "exchanges", itself, wire_bytes=8)) == {BYTES}
+    late = find(traces["push"], batch_size=0)
+    assert failing(edit(traces["push"], "exchanges", late, wire_bytes=8)) == {BYTES}
+
+
+@pytest.mark.parametrize("paradigm", ["allreduce", "local-sgd", "permutation"])
+def test_keeping_in_step(traces, paradigm):
+    trace = traces[paradigm]
+    period = {"allreduce": 1, "local-sgd": 4, "permutation": 3}[paradigm]
+    rows = trace.tables["exchanges"]
+    of_last = rows[rows["iteration"] == period]
+    fastest = of_last[np.argmin(of_last["end_s"])]  # could have begun before the others were ready
+    row = find(trace, worker=fastest["worker"], iteration=period + 1)
+    early_s = float(fastest["end_s"])
+    early = {"begin_s": early_s, "compute_s": rows["end_s"][row] - early_s}
+    assert failing(edit(trace, "exchanges", row, **early)) == {IN_STEP}
+    clocks = trace.tables["clocks"].copy()
+    clocks["uncertainty_s"] = 60.0
+    assert failing(edit(with_rows(trace, "clocks", clocks), "exchanges", row, **early)) == set()
+
+
+def test_updates(trace):
+    n_updates = len(trace.tables["updates"])
+    assert UPDATES in failing(edit(trace, "updates", 2, version=4))
+    assert failing(edit(trace, "updates", 2, n_contributions=2)) == {UPDATES}
+    assert UPDATES in failing(edit(trace, "updates", 2, now_s=trace.tables["updates"]["now_s"][2] + 1e-9))
+    assert UPDATES in failing(remove(trace, "updates", n_updates - 1))
+    twice = np.append(trace.tables["updates"], trace.tables["updates"][-1:])
+    assert UPDATES in failing(with_rows(trace, "updates", twice))
+
+
+def test_an_unfinished_trace_lacks_updates_of_its_last_row_only(traces):
+    for paradigm in ("pull", "allreduce"):
+        job = peer_job(paradigm)
+        rows = simulated(job)
+        cut = as_trace(job, rows[: len(rows) // 2], status="failed")
+        updates = cut.tables["updates"][:-2]
+        evaluations = cut.tables["evaluations"][:0]
+        assert failing(with_rows(with_rows(cut, "updates", updates), "evaluations", evaluations)) == {UPDATES}
+
+
+def test_an_update_waits_for_whoever_may_still_contribute(traces):
+    trace = record("allreduce", leave={1: 6})
+    rows = trace.tables["exchanges"]
+    assert [(rows["iteration"] == t).sum() for t in (5, 6)] == [3, 2]
+    assert trace.tables["updates"]["n_contributions"][4:6].tolist() == [3, 2]
+    assert failing(edit(trace, "updates", 5, n_contributions=3)) == {UPDATES}
+
+
+def test_samples(trace):
+    samples = int(trace.tables["updates"]["samples"][-1])
+    assert failing(edit(trace, "updates", len(trace.tables["updates"]) - 1, samples=samples + 1)) >= {SAMPLES}
+    assert failing(edit(trace, "updates", 0, samples=5)) == {SAMPLES}
+    assert SAMPLES in failing(edit(trace, "exchanges", 2, batch_size=5))
+    assert failing(edit(trace, "evaluations", 0, samples=1)) == {SAMPLES}
+    assert failing(edit(trace, "evaluations", 0, version=10_000)) == {SAMPLES}
+    assert failing(edit(trace, "evaluations", 0, version=-1)) == {SAMPLES}
+
+
+def test_who_does_not_keep_in_step_is_evaluated_after_the_update(traces):
+    assert failing(edit(traces["pull"], "evaluations", 0, now_s=0.1)) == {SAMPLES}
+
+
+def test_learning_rates(trace):
+    assert failing(edit(trace, "updates", 3, lr=0.051)) == {RATES}
+
+
+@pytest.mark.parametrize("lr_clock", ["samples", "updates"])
+@pytest.mark.parametrize("paradigm", ["allreduce", "pull"])
+def test_learning_rates_are_of_this_schedule(paradigm, lr_clock):
+    def run(total):
+        schedule = {"name": "cosine", "total": total}
+        return record(paradigm, optimizer={"name": "sgd", "lr": 0.1, "lr_clock": lr_clock, "schedule": schedule})
+
+    assert failing(as_seed(run(200), run(201))) == {RATES}
+
+
+def test_distances(traces):
+    assert failing(edit(traces["allreduce"], "evaluations", 1, consensus_distance=1e-300)) == {SAME}
+    for paradigm in ("local-sgd", "pull", "push-sum"):
+        assert (traces[paradigm].tables["evaluations"]["consensus_distance"] > 0).any()
+    for wrong in (-1e-9, math.nan):
+        assert failing(edit(traces["pull"], "evaluations", 1, consensus_distance=wrong)) == {DISTANCES}
+    diverged = edit(traces["pull"], "evaluations", 1, consensus_distance=math.nan, loss=math.inf)
+    assert failing(diverged) == set()
+
+
+def test_leaving(traces):
+    trace = traces["pull"]
+    rows = trace.tables["membership"]
+    assert failing(edit(trace, "membership", 0, now_s=0.1)) == {LEFT}
+    assert failing(edit(trace, "membership", 1, seq=5)) == {LEFT}
+    twice = np.append(rows, rows[-1:])
+    twice["seq"] = np.arange(1, len(twice) + 1)
+    assert failing(with_rows(trace, "membership", twice)) == {LEFT}
+
+
+def test_the_end(trace):
+    assert END in failing(with_rows(trace, "membership", trace.tables["membership"][:0]))
+    assert failing(with_status(with_rows(trace, "membership", trace.tables["membership"][:0]), "failed")) == set()
+
+
+def test_nobody_ends_before_the_rule_holds(traces):
+    for paradigm, trace in traces.items():
+        assert failing(as_seed(trace, record(paradigm, samples=1000))) == {END}
+
+
+def test_workers_in_step_end_when_the_rule_holds(traces):
+    for paradigm in ("allreduce", "local-sgd", "permutation", "ring"):
+        assert failing(as_seed(traces[paradigm], record(paradigm, samples=160))) == {END}
+
+
+def test_workers_in_step_end_with_the_same_iteration(traces):
+    trace = traces["local-sgd"]
+    rows = trace.tables["exchanges"]
+    most = int(rows["iteration"].max())
+    last = find(trace, iteration=most, worker=0)
+    assert END in failing(remove(trace, "exchanges", last))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_is_reported_and_never_raises(seed):
+    rng = np.random.default_rng(seed)
+    trace = record(rng.choice(list(PARADIGMS)), leave={0: 3})
+    for _ in range(rng.integers(1, 4)):
+        table = rng.choice(["exchanges", "updates", "membership", "evaluations", "clocks"])
+        rows = trace.tables[table].copy()
+        kind = rng.integers(4)
+        if kind == 0:
+            rows = np.delete(rows, rng.integers(len(rows), size=2))
+        elif kind == 1:
+            rows = rows[rng.permutation(len(rows))]
+        elif kind == 2:
+            rows = np.concatenate([rows, rows[rng.integers(len(rows), size=2)]])
+        else:
+            rows[rng.choice([name for name in rows.dtype.names if name != "host"])] = rng.integers(0, 5, len(rows))
+        trace = with_rows(trace, table, rows)
+        if not len(rows):
+            break
+    for status in ("finished", "running"):
+        assert audit(with_status(trace, status))
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_audited(tmp_path):
+    job = peer_job("push-sum")
+    with TraceWriter(tmp_path / "t.h5", attributes(job)) as trace:
+        for table, row in simulated(job):
+            trace.append(table, row)
+    console = Console(width=80, color_system=None, record=True)
+    assert main(tmp_path / "t.h5", console) == 0
+    shown = console.export_text()
+    rows = reading.load(tmp_path / "t.h5").tables["exchanges"]
+    assert f"gossip, {(rows['batch_size'] > 0).sum()} iterations: all 13 checks passed" in shown
+    assert max(map(len, shown.splitlines())) <= 80
