@@ -7,7 +7,7 @@ that took little memory does not take much at its end, however long it was.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,37 +18,42 @@ from rich.text import Text
 
 from hpcsync.traces.counting import NEVER
 from hpcsync.traces.reading import Trace, TraceError, TraceFile
-from hpcsync.traces.schema import DROPPED
+from hpcsync.traces.schema import DROPPED, NOBODY
 
 MANY_WORKERS = 20  # more are not shown one by one
 
 
 class WorkerSummary(BaseModel):
-    """One worker. Shares are of compute + wait + communication time and add up to 1; None before the first push.
+    """One worker. Shares are of compute + wait + communication time and add up to 1; None before the first iteration.
 
     staleness_mean, staleness_max: over applied pushes, in updates. start_gap_max_iters: pushes ahead of the slowest
-    when an iteration began; push_gap_max_iters: right after a push.
+    when an iteration began; push_gap_max_iters: right after a push. These, and pushes and what was dropped of them,
+    only exist with a server; exchanges with other workers only without one.
     """
 
     model_config = ConfigDict(frozen=True)
 
     worker: int
-    pushes: int
-    dropped: int
+    iterations: int
+    pushes: int | None
+    dropped: int | None
+    exchanges: int | None
+    wire_bytes: int
     compute_share: float | None
     wait_share: float | None
     comm_share: float | None
     staleness_mean: float | None
     staleness_max: int | None
-    start_gap_max_iters: int
-    push_gap_max_iters: int
+    start_gap_max_iters: int | None
+    push_gap_max_iters: int | None
 
 
 class Summary(BaseModel):
     """One run. What does not exist is None: a target that was not asked for or not met, an evaluation never made.
 
-    duration_s: up to the last push, grant or update, evaluations not counted. samples_per_s: samples over that.
-    wait_share: of all workers' time together. Means and maxima are over all workers.
+    duration_s: up to the last push, grant, exchange or update, evaluations not counted. samples_per_s: samples over
+    that. wait_share: of all workers' time together. Means and maxima are over all workers. consensus_distance: of their
+    weights from the mean, at the end.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -69,13 +74,17 @@ class Summary(BaseModel):
     best_accuracy: float | None
     final_loss: float | None
     best_loss: float | None
-    pushes: int
-    dropped: int
+    consensus_distance: float | None
+    iterations: int
+    pushes: int | None
+    dropped: int | None
+    exchanges: int | None
+    wire_bytes: int
     wait_share: float | None
     staleness_mean: float | None
     staleness_max: int | None
-    start_gap_max_iters: int
-    push_gap_max_iters: int
+    start_gap_max_iters: int | None
+    push_gap_max_iters: int | None
     tracing_overhead_s: float
     workers: tuple[WorkerSummary, ...]
 
@@ -93,7 +102,9 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     evaluations = np.concatenate(list(trace.slices("evaluations")))  # each cost a pass over the test data: they are few
     losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
     target, time_to_target_s = _target(trace, evaluations)
-    workers = tuple(_workers(tally, _push_gaps(trace, int(tally.pushes.max(initial=0)))))
+    distances = _known(evaluations["consensus_distance"])
+    push_gaps = _push_gaps(trace, int(tally.pushes.max(initial=0))) if tally.served else None
+    workers = tuple(_workers(tally, push_gaps))
     return Summary(
         name=trace.job.name,
         paradigm=trace.job.paradigm.name,
@@ -111,10 +122,11 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         best_accuracy=max(accuracies, default=None),
         final_loss=losses[-1] if losses else None,
         best_loss=min(losses, default=None),
+        consensus_distance=distances[-1] if distances else None,
         tracing_overhead_s=float(trace.attributes.get("tracing_overhead_s", 0.0)),
         workers=workers,
-        start_gap_max_iters=max((worker.start_gap_max_iters for worker in workers), default=0),
-        push_gap_max_iters=max((worker.push_gap_max_iters for worker in workers), default=0),
+        start_gap_max_iters=int(tally.start_gap_max.max(initial=0)) if tally.served else None,
+        push_gap_max_iters=int(push_gaps.max(initial=0)) if push_gaps is not None else None,
         **tally.about(slice(None), "wait"),
     )
 
@@ -122,18 +134,26 @@ def summarize(trace: Trace | TraceFile) -> Summary:
 class _Tally:
     """Sums, counts and maxima of a trace: of the whole run, and of each worker in arrays of shape (n_workers,).
 
-    staleness: of all applied pushes together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the
-    seconds in each part of an iteration. Row is added to row, so how the trace is sliced does not change a sum.
+    served: whether there are servers; otherwise there are exchanges instead of pushes. staleness: of all applied pushes
+    together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the seconds in each part of an
+    iteration. Row is added to row, so how the trace is sliced does not change a sum.
     """
 
     def __init__(self, trace: Trace | TraceFile) -> None:
         n_workers = trace.n_workers
+        self.served = trace.job.has_servers
         self.duration_s, self.updates, self.samples = 0.0, 0, 0
+        self.iterations, self.exchanges, self.wire_bytes = (np.zeros(n_workers, np.int64) for _ in range(3))
         self.pushes, self.dropped, self.staleness, self.staleness_max, self.start_gap_max = (
             np.zeros(n_workers, np.int64) for _ in range(5)
         )
         self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
-        for table, add in (("pushes", self._add_pushes), ("grants", self._add_grants), ("updates", self._add_updates)):
+        for table, add in (
+            ("pushes", self._add_pushes),
+            ("grants", self._add_grants),
+            ("exchanges", self._add_exchanges),
+            ("updates", self._add_updates),
+        ):
             for rows in trace.slices(table):
                 self.duration_s = max(self.duration_s, float(rows["now_s"].max(initial=0.0)))
                 add(rows)
@@ -144,6 +164,16 @@ class _Tally:
         np.add.at(self.dropped, rows["worker"], rows["outcome"] == DROPPED)
         np.add.at(self.staleness, applied["worker"], applied["staleness"])
         np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])
+        np.add.at(self.iterations, rows["worker"], rows["local_steps"])
+        self._add_costs(rows)
+
+    def _add_exchanges(self, rows: np.ndarray) -> None:
+        np.add.at(self.iterations, rows["worker"], rows["batch_size"] > 0)
+        np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NOBODY) & (rows["peer"] != rows["worker"]))
+        self._add_costs(rows)
+
+    def _add_costs(self, rows: np.ndarray) -> None:
+        np.add.at(self.wire_bytes, rows["worker"], rows["wire_bytes"])
         for part, sums_s in self.parts_s.items():
             np.add.at(sums_s, rows["worker"], rows[f"{part}_s"])
 
@@ -156,26 +186,29 @@ class _Tally:
         self.samples = max(self.samples, int(rows["samples"].max(initial=0)))
 
     def about(self, workers: slice, *shares: str) -> dict[str, Any]:
-        """The numbers that are about the pushes of one worker or of all."""
+        """The numbers that are about the iterations of one worker or of all."""
         pushes, dropped = int(self.pushes[workers].sum()), int(self.dropped[workers].sum())
         applied = pushes - dropped
         parts_s = {part: float(sums_s[workers].sum()) for part, sums_s in self.parts_s.items()}
         total_s = sum(parts_s.values())
         return {
-            "pushes": pushes,
-            "dropped": dropped,
+            "iterations": int(self.iterations[workers].sum()),
+            "pushes": pushes if self.served else None,
+            "dropped": dropped if self.served else None,
+            "exchanges": None if self.served else int(self.exchanges[workers].sum()),
+            "wire_bytes": int(self.wire_bytes[workers].sum()),
             "staleness_mean": int(self.staleness[workers].sum()) / applied if applied else None,
             "staleness_max": int(self.staleness_max[workers].max()) if applied else None,
             **{f"{part}_share": parts_s[part] / total_s if total_s else None for part in shares},
         }
 
 
-def _workers(tally: _Tally, push_gaps: np.ndarray) -> Iterator[WorkerSummary]:
-    for worker, push_gap in enumerate(push_gaps):
+def _workers(tally: _Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSummary]:
+    for worker in range(len(tally.iterations)):
         yield WorkerSummary(
             worker=worker,
-            start_gap_max_iters=int(tally.start_gap_max[worker]),
-            push_gap_max_iters=int(push_gap),
+            start_gap_max_iters=int(tally.start_gap_max[worker]) if push_gaps is not None else None,
+            push_gap_max_iters=int(push_gaps[worker]) if push_gaps is not None else None,
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
 
@@ -280,6 +313,8 @@ def _head(summary: Summary) -> RenderableType:
     ):
         if final is not None:
             head.add_row(name, f"{final:.4g} at the end, best {best:.4g}")
+    if summary.consensus_distance is not None:
+        head.add_row("weights", f"{summary.consensus_distance:.4g} apart at the end (consensus distance)")
     return head
 
 
@@ -293,24 +328,14 @@ def _shown(workers: Sequence[WorkerSummary]) -> Sequence[WorkerSummary]:
 
 def _worker_table(summary: Summary) -> Table:
     workers = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
-    names = ("worker", "pushes", "dropped", "compute", "wait", "comm", "staleness", "start gap", "push gap")
-    for name in names:
+    columns, caption = (_PUSHING, _ABOUT_PUSHING) if summary.exchanges is None else (_EXCHANGING, _ABOUT_EXCHANGING)
+    for name in columns:
         workers.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
     for row in _shown(summary.workers):
-        workers.add_row(
-            str(row.worker),
-            f"{row.pushes:,}",
-            f"{row.dropped:,}",
-            _percent(row.compute_share),
-            _percent(row.wait_share),
-            _percent(row.comm_share),
-            _staleness(row.staleness_mean, row.staleness_max),
-            str(row.start_gap_max_iters),
-            str(row.push_gap_max_iters),
-        )
-    workers.caption = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
+        workers.add_row(*(cell(row) for cell in columns.values()))
     if len(summary.workers) > MANY_WORKERS:
-        workers.caption = f"the {MANY_WORKERS // 2} workers that waited least and most; {workers.caption}"
+        caption = f"the {MANY_WORKERS // 2} workers that waited least and most; {caption}"
+    workers.caption = caption
     workers.caption_justify = "left"
     return workers
 
@@ -325,3 +350,28 @@ def _staleness(mean: float | None, largest: int | None) -> str:
 
 def _tiny(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+_SHARES: dict[str, Callable[[WorkerSummary], str]] = {
+    "compute": lambda row: _percent(row.compute_share),
+    "wait": lambda row: _percent(row.wait_share),
+    "comm": lambda row: _percent(row.comm_share),
+}
+_PUSHING: dict[str, Callable[[WorkerSummary], str]] = {
+    "worker": lambda row: str(row.worker),
+    "pushes": lambda row: f"{row.pushes:,}",
+    "dropped": lambda row: f"{row.dropped:,}",
+    **_SHARES,
+    "staleness": lambda row: _staleness(row.staleness_mean, row.staleness_max),
+    "start gap": lambda row: str(row.start_gap_max_iters),
+    "push gap": lambda row: str(row.push_gap_max_iters),
+}
+_EXCHANGING: dict[str, Callable[[WorkerSummary], str]] = {
+    "worker": lambda row: str(row.worker),
+    "iterations": lambda row: f"{row.iterations:,}",
+    "exchanges": lambda row: f"{row.exchanges:,}",
+    **_SHARES,
+    "MB moved": lambda row: f"{1e-6 * row.wire_bytes:,.1f}",
+}
+_ABOUT_PUSHING = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
+_ABOUT_EXCHANGING = "exchanges: with another worker, or all of them"

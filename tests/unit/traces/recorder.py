@@ -127,7 +127,7 @@ def attributes(job, status=None):
         "paradigm": job.paradigm.name,
         "engine": "simulator",
         "n_workers": job.cluster.workers,
-        "n_servers": 1,
+        "n_servers": job.cluster.servers,
         **own,
     }
 

@@ -11,8 +11,10 @@ from rich.console import Console
 from hpcsync.traces import reading
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.reading import TraceError
+from hpcsync.traces.schema import NOBODY
 from hpcsync.traces.summary import summarize, table
 from hpcsync.traces.writer import TraceWriter
+from tests.unit.traces import peer_recorder
 from tests.unit.traces.recorder import (
     PARADIGMS,
     Rows,
@@ -64,7 +66,8 @@ def test_the_run():
     assert (summary.engine, summary.n_servers, summary.n_workers) == ("simulator", 1, 2)
     assert (summary.duration_s, summary.updates, summary.samples) == (5.0, 4, 32)
     assert summary.samples_per_s == 32 / 5.0
-    assert (summary.pushes, summary.dropped) == (5, 1)
+    assert (summary.iterations, summary.pushes, summary.dropped, summary.wire_bytes) == (5, 5, 1, 500)
+    assert summary.exchanges is summary.consensus_distance is None
     assert (summary.staleness_mean, summary.staleness_max) == (0.5, 2)
     assert summary.wait_share == 0.5 / 9.0
     assert (summary.start_gap_max_iters, summary.push_gap_max_iters) == (1, 2)
@@ -262,3 +265,67 @@ def test_a_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_ro
 def test_iterations_that_count_nothing_are_told(iteration):
     with pytest.raises(TraceError, match=r"in-memory\.h5: a damaged trace: the iterations in pushes"):
         summarize(edit(record("asp"), "pushes", 5, iteration=iteration))
+
+
+# ---- without servers -------------------------------------------------------------------------------------------------
+
+GOSSIP = 'name = "gossip"\nmode = "push"\nperiod = 2'
+#            now_s w it peer bytes comp wait comm loss b begin end n weight
+EXCHANGES = [
+    (1.0, 0, 1, NOBODY, 0, 1.0, 0.0, 0.0, 2.0, 8, 0.0, 1.0, 0, 1.0),
+    (2.0, 1, 1, NOBODY, 0, 2.0, 0.0, 0.0, 2.0, 8, 0.0, 2.0, 0, 1.0),
+    (2.5, 0, 2, 1, 400, 1.0, 0.25, 0.25, 1.5, 8, 1.0, 2.0, 0, 1.0),
+    (5.0, 1, 2, 1, 0, 2.0, 0.0, 0.0, 1.0, 8, 2.0, 4.0, 1, 1.0),
+    (6.0, 0, 2, NOBODY, 0, 0.0, 0.0, 0.0, math.nan, 0, 6.0, 6.0, 1, 1.0),
+]
+STEPS = [(version, row[0], 1, 0.1, 8 * version) for version, row in enumerate(EXCHANGES[:4], 1)]
+JUDGED = [(2.5, 3, 24, 0.4, 0.9, 0.5), (6.0, 4, 32, 0.3, 0.95, 0.25)]
+
+
+def gossip(**tables):
+    given = {"exchanges": EXCHANGES, "updates": STEPS, "evaluations": JUDGED, **tables}
+    return as_trace(make_job(GOSSIP, 2), [(name, row) for name, rows in given.items() for row in rows])
+
+
+def test_a_run_without_servers():
+    summary = summarize(gossip())
+    assert (summary.paradigm, summary.n_servers, summary.n_workers) == ("gossip", 0, 2)
+    assert (summary.duration_s, summary.updates, summary.samples) == (6.0, 4, 32)
+    assert (summary.iterations, summary.exchanges, summary.wire_bytes) == (4, 1, 400)
+    assert summary.wait_share == 0.25 / 6.5
+    assert (summary.final_accuracy, summary.final_loss, summary.consensus_distance) == (0.95, 0.3, 0.25)
+    first, second = summary.workers
+    assert (first.iterations, first.exchanges, first.wire_bytes) == (2, 1, 400)
+    assert (first.compute_share, first.wait_share, first.comm_share) == (2 / 2.5, 0.1, 0.1)
+    assert (second.iterations, second.exchanges, second.wire_bytes) == (2, 0, 0)
+    for side in (summary, first, second):
+        assert side.pushes is side.dropped is side.staleness_mean is side.staleness_max is None
+        assert side.start_gap_max_iters is side.push_gap_max_iters is None
+
+
+def test_its_table():
+    shown = text(summarize(gossip()))
+    for words in ("gossip, 2 workers", "0.25 apart at the end", "iterations", "exchanges", "10.0 %", "MB moved"):
+        assert words in shown
+    assert "push" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_one_that_did_nothing():
+    summary = summarize(gossip(exchanges=[], updates=[], evaluations=[]))
+    assert (summary.iterations, summary.exchanges, summary.consensus_distance) == (0, 0, None)
+    assert text(summary)
+    assert json.loads(json.dumps(summary.as_dict(), allow_nan=False))["pushes"] is None
+
+
+@pytest.mark.parametrize("paradigm", peer_recorder.PARADIGMS)
+@pytest.mark.parametrize("slice_rows", [1, 7])
+def test_its_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_rows):
+    job = peer_recorder.peer_job(paradigm, leave={1: 5})
+    path = write(tmp_path / "trace.h5", job, peer_recorder.simulated(job), (), "finished")
+    with reading.opened(path, slice_rows) as file:
+        summary = summarize(file)
+    assert summary == summarize(reading.load(path))
+    assert sum(worker.iterations for worker in summary.workers) == summary.iterations
+    for worker in summary.workers:
+        assert worker.compute_share + worker.wait_share + worker.comm_share == pytest.approx(1.0)
