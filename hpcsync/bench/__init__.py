@@ -36,6 +36,7 @@ TARGETS = {
     "transfers": Target("transfers", "One-sided transfers between two ranks of this node", 2),
     "round-trip": Target("round_trip", "Push, apply, grant, pull: one server, one worker", 2),
     "latency": Target("latency", "Round trips of a small model: one server", 4),
+    "allreduce": Target("allreduce", "Training on the mean gradient of all ranks", 4, 600.0),
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
     "events": Target("events", "Events of the simulator's loop"),

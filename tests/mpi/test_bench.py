@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from hpcsync.bench import latency, round_trip, transfers
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcsync.bench import allreduce, latency, round_trip, transfers
+from hpcsync.learning.flat import FlatModel
+from hpcsync.mpi.reducer import Reducer
 
 
 def positive(figures):
@@ -31,3 +36,28 @@ def test_latency(comm, needs):
         [f"3 float32, {n} worker{'s' if n > 1 else ''} together" for n in workers] if comm.rank == 0 else []
     )
     assert positive(figures)
+
+
+def test_allreduce(comm):
+    """Of ranks that train and of ranks that wait for them."""
+    ranks = tuple(range(1, comm.size + 1))
+    figures = allreduce.measure(comm, ranks, nets=(allreduce.Net(2, 3, 2),), repetitions=2)
+    assert len(figures) == (3 * comm.size - 2 if comm.rank == 0 else 0)
+    assert positive(figures)
+
+
+def test_allreduce_trains_as_its_peer_does(comm):
+    """Else their times could not be compared."""
+    net = allreduce.Net(2, 3, 1)
+    flat, peer = FlatModel(net.build()), net.build()
+    batch = torch.ones(2, 3) * (comm.rank + 1)
+    with allreduce._gloo(comm), Reducer(comm, flat) as reducer:
+        ours = allreduce._ours(flat, reducer, batch)
+        theirs = allreduce._ddp(DistributedDataParallel(peer, gradient_as_bucket_view=True), batch)
+        before = flat.weights.clone()
+        for _ in range(5):
+            ours()
+            theirs()
+        same = torch.cat([p.detach().flatten() for p in peer.parameters()])
+        torch.testing.assert_close(flat.weights, same)
+        assert not torch.equal(before, flat.weights)

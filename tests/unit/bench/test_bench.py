@@ -16,7 +16,7 @@ from hpcsync.launcher import Ended
 
 def test_nothing_asked_for_is_everything():
     assert bench.parse([]) == [
-        "transfers", "round-trip", "latency", "decisions", "tracing", "events", "simulation",
+        "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "events", "simulation",
     ]  # fmt: skip
 
 

@@ -1,0 +1,173 @@
+"""Training on the mean gradient of all ranks, beside DistributedDataParallel with gloo in the same processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hpcsync.bench.engine import quiet_barrier
+from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.reducer import Reducer
+
+BATCH = 8  # small, so that it is the communication that counts
+OPTIONS: dict[str, float] = {"momentum": 0.9}
+LR = 1e-3
+WARM_UP = 3  # DistributedDataParallel arranges its buckets anew after the first step
+DDP_BUCKET_BYTES = 25 << 20  # its default
+AIM = 1.0
+
+
+class Net(NamedTuple):
+    """A perceptron of equal layers. steps: in one repetition."""
+
+    layers: int
+    width: int
+    steps: int
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        stages = [stage for _ in range(self.layers) for stage in (nn.Linear(self.width, self.width), nn.ReLU())]
+        return nn.Sequential(*stages[:-1])
+
+
+NETS = (Net(4, 158, 50), Net(8, 790, 4), Net(10, 2450, 1))
+
+
+def measure(
+    comm: MPI.Intracomm, ranks: Sequence[int] = (1, 2, 3, 4), nets: Sequence[Net] = NETS, repetitions: int = 5
+) -> list[Figure]:
+    """The first ranks of comm train, all on this node; the others wait quietly. The figures come back on rank 0."""
+    patience, figures = Patience(comm), []
+    with _gloo(comm):
+        for n_ranks in ranks:
+            group = dist.new_group(range(n_ranks))  # everybody takes part in making it
+            part = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
+            if part != MPI.COMM_NULL:
+                assert isinstance(part, MPI.Intracomm)
+                for net in nets:
+                    figures += _measure(part, group, net, repetitions)
+                part.Free()
+            quiet_barrier(comm, patience)
+    return figures if comm.rank == 0 else []
+
+
+@contextlib.contextmanager
+def _gloo(comm: MPI.Intracomm) -> Iterator[None]:
+    """torch's own process group of all ranks, all on this node."""
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name may lead nowhere
+    with tempfile.TemporaryDirectory() as folder:
+        folder = comm.bcast(folder)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
+        yield
+        comm.Barrier()  # nobody needs the folder any more; who fails does not come here, and ends the job
+        dist.destroy_process_group()
+
+
+def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> list[Figure]:
+    model, peer = FlatModel(net.build()), net.build()
+    batch = torch.randn(BATCH, net.width, generator=torch.Generator().manual_seed(comm.rank))
+    with Reducer(comm, model) as reducer:
+        other = np.ones(model.size, np.float32)
+        kinds = (
+            _ours(model, reducer, batch),
+            _ddp(DistributedDataParallel(peer, process_group=group, gradient_as_bucket_view=True), batch),
+            reducer.finish,
+            _gloo_all_reduce(torch.zeros(model.size), group),
+            lambda: np.copyto(other, model.weights.numpy()),
+        )
+        for call in kinds[:2]:
+            _seconds(comm, call, WARM_UP)
+        times = in_turn(repetitions, *(lambda call=call: _seconds(comm, call, net.steps) for call in kinds))
+    return _figures(comm.size, model.size, *times)
+
+
+def _ours(flat: FlatModel, reducer: Reducer, batch: torch.Tensor) -> Callable[[], None]:
+    parameter = nn.Parameter(flat.weights)
+    parameter.grad = flat.gradient
+    optimizer = OptimizerSpec("sgd", LR, OPTIONS).build(parameter)
+
+    def step() -> None:
+        flat.drop_gradient()
+        flat.model(batch).square().mean().backward()
+        reducer.finish()
+        optimizer.step()
+
+    return step
+
+
+def _ddp(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
+    """As its users write it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR, **OPTIONS)  # type: ignore[arg-type]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _gloo_all_reduce(vector: torch.Tensor, group: Any) -> Callable[[], None]:
+    """In the buckets that DistributedDataParallel would use."""
+    buckets = vector.split(DDP_BUCKET_BYTES // vector.element_size())
+
+    def all_reduce() -> None:
+        for bucket in buckets:
+            dist.all_reduce(bucket, group=group)
+
+    return all_reduce
+
+
+def _seconds(comm: MPI.Intracomm, call: Callable[[], Any], times: int) -> float:
+    """For one of these calls, on the slowest rank."""
+    comm.Barrier()
+    begin_s = time.perf_counter()
+    for _ in range(times):
+        call()
+    return comm.allreduce(time.perf_counter() - begin_s, MPI.MAX) / times
+
+
+def _figures(
+    n_ranks: int,
+    size: int,
+    ours: Sequence[float],
+    ddp: Sequence[float],
+    reduce: Sequence[float],
+    gloo: Sequence[float],
+    copy: Sequence[float],
+) -> list[Figure]:
+    """All given as seconds."""
+    together = f"{n_ranks} rank{'s' if n_ranks > 1 else ''}"
+    what = f"{size / 1e6:.1f} million float32, {together}"
+    samples, n_bytes = n_ranks * BATCH, 4e-9 * size
+    moved = 2 * (n_ranks - 1) / n_ranks * n_bytes
+    figures = [
+        Figure(f"train {what}", "samples/s", _rates(samples, ours), "DDP, gloo", _rates(samples, ddp), AIM),
+    ]
+    if n_ranks > 1:
+        bus = _rates(moved, reduce)
+        figures += [
+            Figure(f"all-reduce {what}", "GB/s", bus, "gloo", _rates(moved, gloo), AIM),
+            Figure(f"all-reduce {what}", "GB/s", bus, "numpy.copyto on all", _rates(n_bytes, copy)),
+        ]
+    return figures
+
+
+def _rates(amount: float, seconds: Sequence[float]) -> list[float]:
+    return [amount / one for one in seconds]
