@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import statistics
+import sys
 import threading
 import time
 from typing import Literal, get_args
@@ -32,6 +33,9 @@ EDGE = 64  # of the matrices multiplied meanwhile, some 10 us each: about what a
 PASSIVE_SHARE = 0.75  # of the time computed, within which a passive get is complete
 THREAD_GAIN_MIN = 2.0  # a thread has to make a get so many times faster
 THREAD_COST_MAX = 0.25  # and may slow the computation down by this share; a shared machine's noise reaches half of it
+SWITCH_S = (
+    1e-4  # Python code gives way to a thread after so long; by default 5 ms, and each call of MPI may wait for it
+)
 POLL_S = 5e-4  # from one poll that makes MPI calls to the next
 
 
@@ -51,6 +55,7 @@ class Progression:
         self._comm = comm
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
+        self._interval_s = sys.getswitchinterval()
         self._next_s = float("inf")
 
     def poll(self) -> None:
@@ -71,6 +76,8 @@ class Progression:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._work, daemon=True, name="progression")
             self._thread.start()
+            self._interval_s = sys.getswitchinterval()
+            sys.setswitchinterval(min(SWITCH_S, self._interval_s))
             atexit.register(self._stop)  # before MPI is finalised
 
     def _work(self) -> None:
@@ -87,6 +94,7 @@ class Progression:
             self._stopped.set()
             self._thread.join()
             self._thread = None
+            sys.setswitchinterval(self._interval_s)
             atexit.unregister(self._stop)
 
     def close(self) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from hpcsync import launcher
@@ -31,13 +35,17 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
+def run(hosts: Hosts, folder: Path, *program: str) -> subprocess.CompletedProcess[str]:
+    """A rank of this program on either host."""
+    line = [*hosts.mpiexec([1, 2]), "-n", "2", sys.executable, "-m", "mpi4py", *program]
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPIEXEC": shlex.join(line)}
+    return hosts.run(line, cwd=folder, environ=launcher.environment(environ))
+
+
 def seen(hosts: Hosts, folder: Path, kind: str) -> dict:
     """What rank 0 of the pair has seen; see reading.py."""
     out = folder / "seen.json"
-    program = [sys.executable, "-m", "mpi4py", str(Path(__file__).with_name("reading.py")), kind, str(out)]
-    line = [*hosts.mpiexec([1, 2]), "-n", "2", *program]
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "MPIEXEC": shlex.join(line)}
-    result = hosts.run(line, cwd=folder, environ=launcher.environment(environ))
+    result = run(hosts, folder, str(Path(__file__).with_name("reading.py")), kind, str(out))
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     found = json.loads(out.read_text())
     print({name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()})
@@ -61,3 +69,27 @@ def test_either_help_suffices(hosts: Hosts, tmp_path: Path, kind: str) -> None:
 def test_without_help_the_read_waits_for_the_peer(hosts: Hosts, tmp_path: Path) -> None:
     """The negative control of those above."""
     assert seen(hosts, tmp_path, "passive")["read_s"] > WAITED_S
+
+
+@pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "comm.rank or 1 / 0"])
+def test_a_thread_that_nobody_stops_does_not_keep_ranks_from_ending(hosts: Hosts, tmp_path: Path, ending: str) -> None:
+    script = tmp_path / "forgetful.py"
+    script.write_text(
+        "from mpi4py import MPI\nfrom hpcsync.mpi.progression import choose\n"
+        f"comm = MPI.COMM_WORLD\nprogression = choose(comm, 'thread')\n{ending}\n"
+    )
+    assert (run(hosts, tmp_path, str(script)).returncode != 0) is bool(ending)
+    deadline_s = time.monotonic() + 10  # MPICH's launcher returns before all that it has ended is gone
+    while (left := running(hosts)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    assert left == []
+
+
+def running(hosts: Hosts) -> list[psutil.Process]:
+    """Processes on the hosts; zombies do not count: nobody there buries what its parent has left."""
+    found = []
+    for process in (*hosts.processes(1), *hosts.processes(2)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
