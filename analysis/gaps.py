@@ -26,6 +26,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     figure, axes = plotting.panels(len(traces), height=height, sharex=True)
     frames = []
     for axis, trace, name, look in zip(axes[:, 0], traces, names, plotting.styles(traces), strict=True):
+        plotting.require_server(trace)
         recount = Recount(trace)
         pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_gap)
         if not len(pushes):

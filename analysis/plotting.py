@@ -20,8 +20,18 @@ from hpcsync.traces.reading import Trace, TraceError, load
 PAGE_INCHES, COLUMN_INCHES = 7.0, 3.4
 POINTS = 2000  # of a scatter; more would be ink, not knowledge
 
-# Okabe and Ito's colours, which colour-blind readers tell apart: some are paradigms in every figure, others activities.
-PARADIGM_COLOURS = {"bsp": "#0072B2", "asp": "#D55E00", "ssp": "#009E73", "dssp": "#CC79A7"}
+# Okabe and Ito's colours, which colour-blind readers tell apart (and Tol's wine), the same in every figure. None shows
+# both paradigms and activities.
+PARADIGM_COLOURS = {
+    "bsp": "#0072B2",
+    "asp": "#D55E00",
+    "ssp": "#009E73",
+    "dssp": "#CC79A7",
+    "easgd": "#882255",
+    "allreduce": "#000000",
+    "local-sgd": "#56B4E9",
+    "gossip": "#E69F00",
+}
 ACTIVITY_COLOURS = {"compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
 GREY = "#767676"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # of the first, second ... trace of a paradigm
@@ -55,6 +65,17 @@ def label(trace: Trace) -> str:
         case "dssp":
             text = f"DSSP, s = {paradigm.staleness_min} to {paradigm.staleness_max}"
             text += ", paper mode" if paradigm.mode == "paper" else ""
+        case "easgd":
+            text = f"EASGD, every {paradigm.period}" + (", synchronous" if paradigm.synchronous else "")
+        case "allreduce":
+            text = "all-reduce"
+        case "local-sgd":
+            is_mean = (paradigm.outer_lr, paradigm.outer_momentum) == (1.0, 0.0)
+            text = f"{'local SGD' if is_mean else 'DiLoCo'}, {paradigm.steps} steps"
+        case "gossip":
+            text = f"gossip, {paradigm.mode}"
+            text += f", {paradigm.topology}" if paradigm.topology != "complete" else ""
+            text += f", every {paradigm.period}" if paradigm.period > 1 else ""
         case name:
             text = name.upper()
     return text if trace.finished else f"{text} ({trace.status})"
@@ -106,9 +127,22 @@ def open_traces(paths: Sequence[str | Path]) -> list[Trace]:
 
 def table(trace: Trace, name: str) -> pd.DataFrame:
     """A table of the trace that has rows; TraceError if it has none."""
+    if name == "pushes":
+        require_server(trace)
     if not len(trace.tables[name]):
         raise TraceError(f"{trace.path}: nothing to draw: /{name} has no rows")
     return trace.frame(name)
+
+
+def require_server(trace: Trace) -> None:
+    """TraceError for a run in which nothing was pushed or granted, as there was no server."""
+    if not trace.job.has_servers:
+        raise TraceError(f"{trace.path}: nothing to draw: no server, and no pushes, in this run, {label(trace)}")
+
+
+def iterations(trace: Trace) -> pd.DataFrame:
+    """What the workers reported: pushes, or without a server iterations."""
+    return table(trace, "pushes" if trace.job.has_servers else "exchanges")
 
 
 def pick(items: Sequence[int], most: int) -> list[int]:

@@ -1,8 +1,9 @@
-"""What each worker did when: compute, wait for the grant, transfer.
+"""What each worker did when: compute, wait, transfer.
 
-Computation and waits are drawn as recorded. Of the transfers the trace holds one number an iteration, reading the
-weights before it plus putting the gradient after it; both carry the model once, so half of it is drawn on either side
-of the computation (less where that does not fit). What the trace does not tell stays white: a script's own work between
+Computation and waits are drawn as recorded. With a server the trace holds one number of an iteration's transfers,
+reading the weights before it plus putting the gradient after it; both carry the model once, so half of it is drawn on
+either side of the computation (less where that does not fit). Without one the exchange follows the computation: first
+the wait for others, then the transfer. What the trace does not tell stays white: a script's own work between
 iterations, and what follows a worker's last transfer.
 """
 
@@ -26,9 +27,10 @@ ITERATIONS = 8  # of the slowest worker, in the window that is shown if none is 
 def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0.0, to_s: float | None = None) -> None:
     frames, rows = [], []
     for name, trace in zip(plotting.labels(traces), traces, strict=True):
-        pushes = plotting.table(trace, "pushes")
+        reports = plotting.iterations(trace)
         shown = plotting.pick(range(trace.n_workers), workers)
-        frames.append(bars(pushes[pushes["worker"].isin(shown)]).assign(trace=name))
+        drawn = bars if trace.job.has_servers else bars_of_exchanges
+        frames.append(drawn(reports[reports["worker"].isin(shown)]).assign(trace=name))
         rows.append({worker: row for row, worker in enumerate(shown)})
         if len(shown) < trace.n_workers:
             frames[-1]["trace"] += f" ({len(shown)} of {trace.n_workers} workers)"
@@ -80,10 +82,27 @@ def bars(pushes: pd.DataFrame) -> pd.DataFrame:
         ("compute", pushes["iteration"], begin_s, pushes["end_s"]),
         ("transfer", pushes["iteration"], pushes["end_s"], (pushes["end_s"] + pushes["comm_s"] / 2)[last]),
     ]
+    return in_order(pushes["worker"], parts)
+
+
+def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
+    """The same of a run without servers."""
+    rows = rows[rows["batch_size"] > 0].sort_values(["worker", "iteration"], ignore_index=True)
+    next_s = rows.groupby("worker")["begin_s"].shift(-1).fillna(math.inf)
+    waited_s = np.minimum(rows["end_s"] + rows["wait_s"], next_s)
+    moved_s = np.minimum(waited_s + rows["comm_s"], next_s)
+    parts = [
+        ("compute", rows["iteration"], rows["begin_s"], rows["end_s"]),
+        ("wait", rows["iteration"], rows["end_s"], waited_s),
+        ("transfer", rows["iteration"], waited_s, moved_s),
+    ]
+    return in_order(rows["worker"], parts)
+
+
+def in_order(worker: pd.Series, parts: list[tuple[str, pd.Series, pd.Series, pd.Series]]) -> pd.DataFrame:
+    """The bars of all parts that last, each worker's one after the other."""
     columns = ("activity", "iteration", "begin_s", "end_s")
-    frame = pd.concat(
-        [pd.DataFrame({"worker": pushes["worker"], **dict(zip(columns, part, strict=True))}) for part in parts]
-    )
+    frame = pd.concat([pd.DataFrame({"worker": worker, **dict(zip(columns, part, strict=True))}) for part in parts])
     return frame[frame["end_s"] > frame["begin_s"]].sort_values(["worker", "begin_s"], ignore_index=True)
 
 

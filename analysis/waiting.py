@@ -1,4 +1,7 @@
-"""Where the workers' time went: the shares of compute, wait for grants and transfer, of each worker and of all."""
+"""Where the workers' time went: the shares of compute, wait and transfer, of each worker and of all.
+
+Workers wait for grants, or without a server for each other.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +65,11 @@ def draw(traces: list[Trace], folder: Path, workers: int = 16) -> None:
 
 def shares(trace: Trace, workers: int) -> pd.DataFrame:
     """Seconds and shares of the activities; the first row is all workers, then those that are shown."""
-    sums = plotting.table(trace, "pushes").groupby("worker")[list(COLUMNS.values())].sum()
+    sums = plotting.iterations(trace).groupby("worker")[list(COLUMNS.values())].sum()
     frame = pd.concat([sums.sum().to_frame("all").T, sums.loc[plotting.pick(sums.index, workers)]])
     total_s = frame.sum(axis=1)
     if not total_s.all():
-        raise TraceError(f"{trace.path}: nothing to draw: a worker whose pushes took no time")
+        raise TraceError(f"{trace.path}: nothing to draw: a worker whose iterations took no time")
     for activity, column in COLUMNS.items():
         frame[f"{activity}_share"] = frame[column] / total_s
     return frame.rename_axis("worker").reset_index()

@@ -30,6 +30,8 @@ class Side(BaseModel):
 class Comparison(BaseModel):
     """Both traces up to as many samples as both have trained on: their updates need not be alike.
 
+    Without a server there are no grants.
+
     same_order: share of the pairs of grants, of those that both have, that come in the same order; None for fewer than
                 two. One half is what chance would give, 1 is the same order.
     same_grants: how many grants come, from the first on, to the same worker for the same iteration in both.
@@ -67,10 +69,10 @@ def compare(first: Trace, second: Trace) -> Comparison:
 
 
 def _side(trace: Trace, samples: int) -> Side:
-    pushes, updates = trace.tables["pushes"], trace.tables["updates"]
+    rows, updates = trace.tables["pushes" if trace.job.has_servers else "exchanges"], trace.tables["updates"]
     time_s = float(updates["now_s"][np.searchsorted(updates["samples"], samples)]) if samples else 0.0
-    pushes = pushes[pushes["now_s"] <= time_s]
-    compute_s, wait_s, comm_s = (float(pushes[column].sum()) for column in ("compute_s", "wait_s", "comm_s"))
+    rows = rows[rows["now_s"] <= time_s]
+    compute_s, wait_s, comm_s = (float(rows[column].sum()) for column in ("compute_s", "wait_s", "comm_s"))
     total_s = compute_s + wait_s + comm_s
     return Side(
         engine=str(trace.attributes.get("engine")),

@@ -12,7 +12,8 @@ import pytest
 
 from hpcsync.traces.schema import TABLES
 from hpcsync.traces.writer import TraceWriter
-from tests.unit.traces.recorder import edit, record, with_status
+from tests.unit.traces import peer_recorder
+from tests.unit.traces.recorder import edit, record, with_rows, with_status
 
 # By hand: pushes at 1, 2, 3 s (worker 0) and 2.5 s (worker 1) make the four updates; worker 1's at 5 s is dropped.
 UNEVEN = ("asp", (1.0, 2.5), 4)
@@ -219,6 +220,98 @@ def test_controllers_of_several_traces_are_several_figures(tmp_path):
     draw("controller", tmp_path, *runs, stem="controller-dssp-s-1-to-5-paper-mode")
 
 
+# ---- without servers ----
+
+
+@pytest.fixture(scope="module")
+def gossip():
+    return peer_recorder.record("push-sum")
+
+
+def test_consensus_is_that_of_the_evaluations(tmp_path, gossip):
+    allreduce = peer_recorder.record("allreduce")
+    frame = draw("consensus", tmp_path, write(tmp_path, gossip, "one"), write(tmp_path, allreduce, "two"))
+    assert frame["trace"].unique().tolist() == ["gossip, push-sum, every 2", "all-reduce"]
+    for name, trace in zip(frame["trace"].unique(), (gossip, allreduce), strict=True):
+        shown, evaluations = frame[frame["trace"] == name], trace.tables["evaluations"]
+        for column in ("now_s", "samples", "consensus_distance"):
+            assert shown[column].tolist() == evaluations[column].tolist()
+
+
+def test_consensus_of_workers_that_always_agree_can_be_drawn(tmp_path):
+    assert not draw("consensus", tmp_path, write(tmp_path, peer_recorder.record("allreduce")))[
+        "consensus_distance"
+    ].any()
+
+
+def test_unknown_distances_are_left_out(tmp_path, gossip, capsys):
+    frame = draw("consensus", tmp_path, write(tmp_path, edit(gossip, "evaluations", 0, consensus_distance=math.nan)))
+    assert len(frame) == len(gossip.tables["evaluations"]) - 1
+    capsys.readouterr()
+    run = write(tmp_path, record("ssp"), "served")
+    assert refused("consensus", capsys, run).endswith("no consensus distance in this run, SSP, s = 2\n")
+
+
+def test_waiting_sums_exchanges(tmp_path):
+    trace = peer_recorder.record("permutation")
+    frame = draw("waiting", tmp_path, write(tmp_path, trace)).set_index("worker")
+    rows = trace.tables["exchanges"]
+    for column in ("compute_s", "wait_s", "comm_s"):
+        assert frame[column]["all"] == pytest.approx(rows[column].sum(), rel=1e-12)
+        assert frame[column]["1"] == pytest.approx(rows[column][rows["worker"] == 1].sum(), rel=1e-12)
+    assert (frame[["wait_share", "transfer_share"]].loc["all"] > 0).all()
+
+
+def test_timeline_draws_the_exchange_after_the_computation(tmp_path, gossip):
+    # now_s w it peer bytes comp wait comm loss b begin end n weight
+    rows = [
+        (2.0, 0, 1, 1, 8, 1.0, 0.5, 0.5, 1.0, 4, 0.0, 1.0, 1, 1.0),
+        (4.5, 0, 2, -2, 0, 2.0, 0.0, 0.0, 1.0, 4, 2.5, 4.5, 0, 1.0),
+        (5.0, 0, 3, 1, 8, 0.25, 0.0, 1.0, 1.0, 4, 4.5, 4.75, 1, 1.0),
+        (6.0, 0, 4, 1, 8, 0.5, 0.0, 0.0, 1.0, 4, 5.0, 5.5, 1, 1.0),
+        (9.0, 0, 4, -2, 0, 0.0, 0.0, 0.0, math.nan, 0, 9.0, 9.0, 1, 1.0),
+    ]
+    trace = with_rows(gossip, "exchanges", np.array(rows, TABLES["exchanges"]))
+    frame = draw("timeline", tmp_path, write(tmp_path, trace), "--to", 20)
+    assert frame[["activity", "iteration", "begin_s", "end_s"]].values.tolist() == [
+        ["compute", 1, 0.0, 1.0],
+        ["wait", 1, 1.0, 1.5],
+        ["transfer", 1, 1.5, 2.0],
+        ["compute", 2, 2.5, 4.5],
+        ["compute", 3, 4.5, 4.75],
+        ["transfer", 3, 4.75, 5.0],  # not over the next computation, beside which it went on
+        ["compute", 4, 5.0, 5.5],
+    ]
+
+
+def test_accuracy_of_workers_with_weights_of_their_own(tmp_path):
+    run = write(tmp_path, peer_recorder.record("local-sgd"))
+    frame = draw("accuracy", tmp_path, run)
+    assert frame["trace"].unique().tolist() == ["local SGD, 4 steps"]
+    assert frame["quantity"].unique().tolist() == ["loss"]
+
+
+@pytest.mark.parametrize("script", ["staleness", "gaps", "controller"])
+def test_without_a_server_nothing_was_pushed_and_nobody_decided(script, tmp_path, gossip, capsys):
+    run = write(tmp_path, gossip)
+    what = "no controller decided" if script == "controller" else "no server, and no pushes,"
+    says = f"{run}/trace.h5: nothing to draw: {what} in this run, gossip, push-sum, every 2\n"
+    assert refused(script, capsys, run) == says
+
+
+def test_names_of_paradigms():
+    plotting = importlib.import_module("plotting")
+
+    def name(**paradigm):
+        return plotting.label(peer_recorder.record(paradigm, samples=8))
+
+    assert name(name="gossip", mode="pull") == "gossip, pull"
+    assert name(name="gossip", mode="permutation", topology="ring", period=3) == "gossip, permutation, ring, every 3"
+    assert name(name="local-sgd", steps=5, outer_lr=0.7, outer_momentum=0.9) == "DiLoCo, 5 steps"
+    colours = plotting.PARADIGM_COLOURS
+    assert len(set(colours.values())) == len(colours)
+
+
 # ---- what all figures share ----
 
 
@@ -281,7 +374,7 @@ def refused(script, capsys, *arguments):
     return err
 
 
-@pytest.mark.parametrize("script", ["accuracy", "timeline", "waiting", "staleness", "gaps", "controller"])
+@pytest.mark.parametrize("script", ["accuracy", "timeline", "waiting", "staleness", "gaps", "controller", "consensus"])
 def test_bad_input_is_one_line_that_names_the_file(script, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("no trace")

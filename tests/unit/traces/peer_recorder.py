@@ -34,7 +34,7 @@ def peer_job(paradigm, seconds=(1.0, 1.3, 2.1), *, samples=320, leave=None, netw
         "optimizer": {"name": "sgd", "lr": 0.05},
         "stop": {"samples": samples},
         "evaluation": {"every_samples": 40},
-        "paradigm": PARADIGMS.get(paradigm, paradigm),
+        "paradigm": PARADIGMS[paradigm] if isinstance(paradigm, str) else paradigm,
         "cluster": cluster,
     }
     return make_job(**{**given, **tables})

@@ -9,6 +9,7 @@ from rich.console import Console
 from hpcsync.traces.comparing import compare, table
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import GRANTS, PUSHES, UPDATES
+from tests.unit.traces import peer_recorder
 from tests.unit.traces.recorder import make_job
 
 
@@ -76,6 +77,18 @@ def test_updates_of_different_size_are_compared_by_their_samples():
 def test_waiting_is_a_share_of_the_workers_time():
     a, b = compare(trace(ORDER, wait_s=0.25), trace(ORDER, wait_s=0.5)).sides
     assert (a.wait_share, b.wait_share) == (0.25, 0.5)
+
+
+def test_without_servers_iterations_count_and_nothing_was_granted():
+    one, other = peer_recorder.record("allreduce"), peer_recorder.record("pull")
+    comparison = compare(one, other)
+    assert (comparison.common_grants, comparison.same_order) == (0, None)
+    assert comparison.samples == one.tables["updates"]["samples"][-1] < other.tables["updates"]["samples"][-1]
+    assert comparison.sides[0].wait_share > comparison.sides[1].wait_share == 0.0
+    rows, side = one.tables["exchanges"], comparison.sides[0]
+    total_s = sum(rows[column].sum() for column in ("compute_s", "wait_s", "comm_s"))
+    assert side.time_s == one.tables["updates"]["now_s"][-1]
+    assert side.comm_share == pytest.approx(rows["comm_s"].sum() / total_s)
 
 
 def test_nothing_can_be_compared_with_nothing():
