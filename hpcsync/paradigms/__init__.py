@@ -11,7 +11,7 @@ from typing import Any
 from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.dssp import DSSP
-from hpcsync.paradigms.easgd import easgd
+from hpcsync.paradigms.easgd import elastic
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.protocol import Action, Apply, Decision, Drop, Event, Grant, Left, Pushed
 from hpcsync.paradigms.ssp import SSP
@@ -30,7 +30,7 @@ __all__ = [
     "create",
 ]
 
-PARADIGMS: dict[str, Callable[..., Paradigm]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "easgd": easgd}
+PARADIGMS: dict[str, Callable[..., Paradigm]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "easgd": elastic}
 
 
 def create(name: str, n_workers: int, **options: Any) -> Paradigm:

@@ -29,6 +29,6 @@ class SynchronousEASGD(_GrantsFirst, BSP):
     """All workers move at once, and the centre with the sum of their moves."""
 
 
-def easgd(n_workers: int, *, synchronous: bool = False) -> Paradigm:
+def elastic(n_workers: int, *, synchronous: bool = False) -> Paradigm:
     """The paradigm of this name, in either of its forms."""
     return (SynchronousEASGD if synchronous else AsynchronousEASGD)(n_workers)

@@ -7,21 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mpi4py import MPI
 
 from hpcsync import library
 from hpcsync.job import Job
-from hpcsync.learning.data import batch_indices
 from hpcsync.learning.validation import check, optimizer_spec
-from hpcsync.rank import train
-from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
+from tests.mpi.training import failures, on_some, one_process
 
 PARADIGMS = {
     "bsp": {},
     "asp": {},
     "ssp": {"staleness": 2},
     "dssp": {"staleness_min": 1, "staleness_max": 4},
+    "easgd": {"period": 1},
 }
 
 
@@ -37,37 +35,6 @@ def job(paradigm: str, servers: int, workers: int, **tables: dict[str, Any]) -> 
         "cluster": {"servers": servers, "workers": workers},
     }
     return Job.from_table({**table, **tables})
-
-
-def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
-    """The final weights of the job, run on as many of the ranks as it needs; None on the others."""
-    some = comm.Split(0 if comm.rank < job.cluster.ranks else MPI.UNDEFINED, comm.rank)
-    if some == MPI.COMM_NULL:
-        return None
-    session = train(some, job, folder)
-    weights = session.flat.weights.numpy().copy()
-    assert all((other == weights).all() for other in some.allgather(weights)), "all ranks end with the same weights"
-    some.Free()
-    return weights
-
-
-def one_process(job: Job, batches_per_step: int) -> np.ndarray:
-    """The same training by plain torch in one process, with batches so many times as large."""
-    workload = check(job)
-    model, data = workload.model, workload.train
-    optimizer = torch.optim.SGD(model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
-    for step in range(job.stop.updates):
-        numbers = range(step * batches_per_step, (step + 1) * batches_per_step)
-        shape = {"batch_size": job.workload.batch_size, "size": len(data)}
-        indices = np.concatenate([batch_indices(job.seed, j, **shape) for j in numbers])
-        optimizer.zero_grad()
-        workload.loss(model, *(t[torch.from_numpy(indices)] for t in data.tensors)).backward()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
-
-
-def failures(path: Any) -> list[Any]:
-    return [found for found in audit(path) if not found.passed]
 
 
 def test_bsp_equals_one_process_with_the_whole_batch_whatever_the_number_of_servers(comm, needs, folder):

@@ -26,7 +26,9 @@ cluster = {servers = 2, workers = 3, compute = {model = "lognormal", seconds = [
 PARADIGMS = {
     "bsp": 'paradigm={name="bsp"}',
     "dssp": 'paradigm={name="dssp", staleness_min=1, staleness_max=5}',
+    "easgd": 'paradigm={name="easgd", period=3, synchronous=true}',
 }
+IN_STEP = ("bsp", "easgd")
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def weights(folder: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(folder / "weights.safetensors").items())])
 
 
-@pytest.mark.parametrize("paradigm", ["bsp", "dssp"])
+@pytest.mark.parametrize("paradigm", PARADIGMS)
 def test_a_run_and_its_simulation(tmp_path, path, paradigm):
     """One job, on ranks and in virtual time from their trace. Where decisions do not depend on who is first, and for
     one sequence of updates, the weights are the same bits."""
@@ -58,12 +60,12 @@ def test_a_run_and_its_simulation(tmp_path, path, paradigm):
     assert comparison.time_ratio == pytest.approx(1.0, abs=0.05)
     assert comparison.same_order > 0.9
     assert "ratio" in program.out and "in the same order" in program.out
-    if paradigm == "bsp":
+    if paradigm in IN_STEP:
         assert torch.equal(weights(real), weights(simulated))
         losses = [trace.tables["pushes"]["loss"][:360].tolist() for trace in traces]
         assert sorted(losses[0]) == sorted(losses[1])
         other = tmp_path / "other"
-        assert ended(hpcsync("simulate", path, "--set", "seed=2", "--out", other), cwd=tmp_path).status == 0
+        assert ended(hpcsync("simulate", path, *setting, "--set", "seed=2", "--out", other), cwd=tmp_path).status == 0
         assert not torch.equal(weights(real), weights(other))
 
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hpcsync.coordinator import Coordinator, Reply, Report, Update
+from hpcsync.coordinator import Coordinator, Reply, Report, Update, coordinate, create_paradigm
 from hpcsync.job import Stop
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import create
@@ -47,10 +47,13 @@ class Run:
         return self.take(self.coordinator.left(now_s, worker))
 
     def take(self, orders):
+        version = self.coordinator.version - sum(isinstance(order, Update) for order in orders)
         for order in orders:
-            if isinstance(order, Reply):
+            if isinstance(order, Update):
+                version += 1
+            else:
                 assert order.worker not in self.granted, "answered twice"
-                assert order.version == self.coordinator.version
+                assert order.version == version
                 if order.local_steps:
                     self.granted[order.worker] = order.iteration, order.version
                 else:
@@ -273,6 +276,38 @@ def test_a_worker_that_leaves_while_it_is_held_is_not_answered():
     assert column(run.trace["pushes"], "worker", "outcome") == [(1, DROPPED), (0, DROPPED)]
 
 
+def test_where_grants_come_first_they_name_the_version_before():
+    run = Run("easgd", 2, lr=lambda samples, updates, n: 0.45)
+    assert run.push(1.0, 1) == [reply(1, 2, 0), Update((1,), 0.45)]
+    assert run.push(2.0, 0) == [reply(0, 2, 1), Update((0,), 0.45)]
+    assert run.push(3.0, 1) == [reply(1, 3, 2), Update((1,), 0.45)]
+    assert column(run.trace["pushes"], "worker", "version_read", "staleness") == [(1, 0, 0), (0, 0, 1), (1, 0, 2)]
+    assert column(run.trace["grants"], "seq", "version") == [(2, 0), (4, 1), (6, 2)]
+
+
+def test_where_grants_come_first_the_last_update_is_noticed_with_the_next_contribution():
+    run = Run("easgd", 2, {"updates": 2}, synchronous=True)
+    for now_s in (1.0, 2.0):
+        run.push(now_s, 0)
+        assert run.push(now_s + 0.5, 1)[:2] == [
+            reply(0, int(now_s) + 1, now_s - 1),
+            reply(1, int(now_s) + 1, now_s - 1),
+        ]
+    assert run.coordinator.stopping
+    assert run.push(3.0, 1) == [stop_reply(1, 4, 2)]
+    assert run.push(3.5, 0) == [stop_reply(0, 4, 2)]
+    assert column(run.trace["pushes"], "outcome") == [APPLIED] * 4 + [DROPPED] * 2
+
+
+def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves():
+    for paradigm, rate in (({"name": "bsp"}, 0.1), ({"name": "easgd"}, 0.45), ({"name": "easgd", "alpha": 0.2}, 0.2)):
+        job, trace = make_job(paradigm=paradigm, cluster={"workers": 2}), Recorder()
+        coordinator = coordinate(job, create_paradigm(job), trace)
+        for worker in (0, 1):
+            coordinator.pushed(1.0, Report(worker, 1, 0, 0.5, 1.0, 0.5, 0.25, 0.125, 8, 1, 1.0, 800))
+        assert set(column(trace["updates"], "lr")) == {rate}
+
+
 # ---- whole runs ----
 
 PARADIGMS = [
@@ -281,6 +316,8 @@ PARADIGMS = [
     ("ssp", {"staleness": 1}),
     ("dssp", {"staleness_min": 1, "staleness_max": 4}),
     ("dssp", {"staleness_min": 0, "staleness_max": 3, "mode": "paper"}),
+    ("easgd", {}),
+    ("easgd", {"synchronous": True}),
 ]
 
 
@@ -345,7 +382,7 @@ def test_the_rows_of_random_runs_are_consistent(name, options):
         recount(run)
     assert any(run.coordinator.stopping for run in runs)
     assert any(row["outcome"] == DROPPED for run in runs for row in run.trace["pushes"])
-    if name != "bsp":
+    if name != "bsp" and not options.get("synchronous"):
         assert any(row["staleness"] > 1 for run in runs for row in run.trace["pushes"])
 
 

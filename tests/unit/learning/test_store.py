@@ -188,6 +188,32 @@ def test_a_contribution_says_that_its_worker_has_read():
     assert store.current == 0
 
 
+def test_a_promise_that_is_made_to_a_contributor_lasts_beyond_its_update():
+    store, slots, done = make_store(torch.zeros(1), 1, buffers=n_buffers(1, True))
+    store.pin(0)
+    for version in range(3):
+        buffer, serial = store.pin(0, contributing=True)
+        pinned = store.weights
+        slots.fill_(1.0)
+        store.apply([0], 1.0)
+        assert store.current != buffer
+        assert pinned.tolist() == [-version]
+    done[0] = serial
+    slots.fill_(1.0)
+    store.apply([0], 1.0)
+    assert store.current != buffer, "nobody reads it, so it is in place"
+
+
+def test_a_promise_that_does_not_say_so_ends_with_the_update():
+    store, slots, _ = make_store(torch.zeros(1), 1)
+    buffer, _ = store.pin(0)
+    pinned = store.weights
+    slots.fill_(1.0)
+    store.apply([0], 1.0)
+    assert store.current == buffer
+    assert pinned.tolist() == [-1.0]
+
+
 def test_an_old_serial_does_not_release_a_new_promise():
     store, slots, done = make_store(torch.zeros(1), 2)
     _, old = store.pin(0)
@@ -261,3 +287,53 @@ def test_without_moving_on_readers_see_torn_versions(monkeypatch):
     monkeypatch.setattr(Store, "_make_writable", lambda self: None)
     with pytest.raises(AssertionError):
         obey(*make_store(torch.zeros(2), 3), many_picks())
+
+
+# ---- promises that are made before the update of their readers' contributions ----
+
+
+def obey_grants_first(store: Store, slots: torch.Tensor, done: np.ndarray, picks, contributing: bool = True) -> int:
+    """As `obey`, of workers that are promised the version from which the update of their contributions starts."""
+    n_workers = len(slots)
+    reading, moves = {}, 0
+    for worker in range(n_workers):
+        reading[worker] = (*store.pin(worker), store.weights.clone())
+    for pick in picks:
+        reader, kind = pick % (n_workers + 1), pick % 7
+        if kind < 2 and reader in reading:
+            _, done[reader], _ = reading.pop(reader)
+        elif reader == n_workers:
+            if reader not in reading:
+                reading[reader] = (*store.pin(reader), store.weights.clone())
+        else:
+            workers = range(n_workers) if kind == 6 else [reader]
+            for worker in workers:  # their words of `done` may come later than their contributions
+                slots[worker] = pick + 1.0
+                reading[worker] = (*store.pin(worker, contributing=contributing), store.weights.clone())
+            before = store.current
+            store.apply(workers, 1.0)
+            moves += store.current != before
+        for reader, (buffer, _, promised) in reading.items():
+            assert torch.equal(store._buffers[buffer, : len(promised)], promised), (
+                f"reader {reader} sees a version not promised"
+            )
+    return moves
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(n_workers=st.integers(1, 5), picks=st.lists(st.integers(0, 1000), min_size=20, max_size=120))
+def test_contributors_that_read_see_their_version_and_one_buffer_more_suffices(n_workers, picks):
+    obey_grants_first(*make_store(torch.zeros(2), n_workers, buffers=n_buffers(n_workers, True)), picks)
+
+
+def test_contributors_that_read_need_that_buffer():
+    enough = make_store(torch.zeros(2), 3, buffers=n_buffers(3, True))
+    assert obey_grants_first(*enough, many_picks()) > 100
+    with pytest.raises(StopIteration):
+        obey_grants_first(*make_store(torch.zeros(2), 3, buffers=n_buffers(3)), many_picks())
+
+
+def test_contributors_that_are_taken_to_have_read_see_torn_versions():
+    store = make_store(torch.zeros(2), 3, buffers=n_buffers(3, True))
+    with pytest.raises(AssertionError):
+        obey_grants_first(*store, many_picks(), contributing=False)

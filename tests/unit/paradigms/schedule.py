@@ -25,10 +25,12 @@ class Referee:
     """Recounts a run from its events and answers, and asserts what holds under every paradigm.
 
     bound_iters: largest start gap that is allowed; the push gap may be one more.
+    grants_first: whether a worker reads what is there before its own contribution is applied, not after.
     """
 
     n_workers: int
     bound_iters: float = math.inf
+    grants_first: bool = False
     trace: list[tuple[Event, list[Action]]] = field(default_factory=list)
     largest_start_gap: int = 0
     largest_push_gap: int = 0
@@ -75,7 +77,8 @@ class Referee:
         assert grant.iteration == self.pushes[worker] + 1, f"{grant} after {self.pushes[worker]} pushes"
         assert grant.gap_iters == self.gap(worker), f"{grant}: the gap is {self.gap(worker)}"
         assert grant.held_s == held_s, f"{grant}: it was held for {held_s} s"
-        assert self.applied[worker] == self.pushes[worker], f"{grant} before its own contribution is applied"
+        wrong_order = f"{grant} {'after' if self.grants_first else 'before'} its own contribution is applied"
+        assert self.applied[worker] == self.pushes[worker] - self.grants_first, wrong_order
         self.largest_start_gap = max(self.largest_start_gap, grant.gap_iters)
         assert grant.gap_iters <= self.bound_iters, f"{grant} beyond the bound of {self.bound_iters}"
 
@@ -116,7 +119,9 @@ def fixed(*intervals_s: float, until_s: float) -> Schedule:
 
 def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, check: bool = True) -> Referee:
     """Play the schedule to its end. With `check` the paradigm's own check runs at every event as well."""
-    referee = Referee(schedule.n_workers, bound_iters, decision_fields=paradigm.decision_fields)
+    referee = Referee(
+        schedule.n_workers, bound_iters, paradigm.name == "easgd", decision_fields=paradigm.decision_fields
+    )
     order = itertools.count()  # of events at the same time: first scheduled, first handled
     queue: list[tuple[float, int, Event]] = []
     remaining = [iter(intervals_s) for intervals_s in schedule.intervals_s]

@@ -20,6 +20,8 @@ ALL = {
     "ssp-inf": ("ssp", {"staleness": math.inf}),
     "dssp-bounded": ("dssp", {"staleness_min": 1, "staleness_max": 4}),
     "dssp-paper": ("dssp", {"staleness_min": 1, "staleness_max": 4, "mode": "paper"}),
+    "easgd": ("easgd", {}),
+    "easgd-synchronous": ("easgd", {"synchronous": True}),
 }
 every_paradigm = pytest.mark.parametrize("which", ALL)
 
@@ -101,7 +103,7 @@ def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
     assert state(paradigm) != before
 
 
-@pytest.mark.parametrize("which", ["bsp", "ssp-0", "dssp-bounded", "dssp-paper"])
+@pytest.mark.parametrize("which", ["bsp", "ssp-0", "dssp-bounded", "dssp-paper", "easgd-synchronous"])
 def test_a_push_of_a_held_worker_is_refused_and_leaves_the_state_untouched(which):
     paradigm = make(which, 2)
     now_s = 0.0

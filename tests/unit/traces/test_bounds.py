@@ -119,3 +119,66 @@ def test_somebody_is_held_under_asp():
     trace = record("asp", (1.0, 1.2, 2.1), updates=12)
     assert failing(delay_grant(trace, worker=0, iteration=2)) == {"nobody is held"}
     assert failing(edit(trace, "grants", 3, held_s=0.5)) == {"nobody is held"}
+
+
+# ---- elastic averaging ----
+
+
+def easgd(*more):
+    return "\n".join(['name = "easgd"', "period = 1", *more])
+
+
+def failed(trace):
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+MOVES = "1 iterations a push, and updates of 0.3"
+
+
+def test_easgd_with_another_period_or_rate():
+    trace = record(easgd())
+    assert failing(trace) == set()
+    assert failing(with_job(trace, easgd("beta = 0.9"))) == set(), "it is the default"
+    assert failing(with_job(trace, easgd("alpha = 0.2"))) == {"1 iterations a push, and updates of 0.2"}
+    assert failing(with_job(trace, 'name = "easgd"\nperiod = 2')) == {"2 iterations a push, and updates of 0.3"}
+    assert failing(edit(trace, "pushes", 7, local_steps=2)) == {MOVES}
+    assert failing(edit(trace, "grants", 7, local_steps=2)) == {MOVES}
+    assert failing(edit(trace, "updates", 7, lr=0.31)) == {MOVES}
+
+
+@pytest.mark.parametrize("synchronous", ["false", "true"])
+def test_easgd_with_a_grant_after_its_own_update(synchronous):
+    """The worker would be drawn to a centre that it has moved itself, and the sum of all would not be kept."""
+    trace = record(easgd(f"synchronous = {synchronous}"))
+    assert failed(trace) == set()
+    version = trace.tables["grants"]["version"][7]
+    after = edit(trace, "grants", 7, version=version + 1)
+    assert {"each grant names the current version", "replay gives the same grants"} <= failed(after)
+
+
+def test_asp_is_not_easgd_for_want_of_grants_before_updates():
+    names = failed(with_job(record("asp"), easgd()))
+    assert {"each grant names the current version", "replay gives the same grants"} <= names
+
+
+def test_synchronous_easgd_is_one_update_behind_in_every_round_but_the_first():
+    trace = record(easgd("synchronous = true"))
+    assert set(trace.tables["pushes"]["staleness"][3:30].tolist()) == {1}
+    assert failing(edit(trace, "pushes", 7, staleness=0)) == {"staleness is 1, and 0 in round 1"}
+    assert failing(edit(trace, "pushes", 1, staleness=1)) == {"staleness is 1, and 0 in round 1"}
+
+
+def test_synchronous_easgd_without_a_barrier():
+    names = failing(with_job(record(easgd()), easgd("synchronous = true")))
+    assert names == {"staleness is 1, and 0 in round 1", "rounds are complete"}
+
+
+def test_synchronous_easgd_without_a_worker_that_had_not_left():
+    trace = record(easgd("synchronous = true"), leave={2: 4})
+    assert failing(trace) == set()
+    assert failing(remove(trace, "membership", 0)) >= {"rounds are complete"}
+
+
+def test_somebody_is_held_under_asynchronous_easgd():
+    held = delay_grant(record(easgd(), (1.0, 1.2, 2.1), updates=12), worker=0, iteration=2)
+    assert failing(held) == {"nobody is held"}

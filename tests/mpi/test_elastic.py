@@ -1,0 +1,244 @@
+"""Elastic averaging on real ranks: what workers and the centre have in the end."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync import library
+from hpcsync.coordinator import Reply, Update, create_paradigm
+from hpcsync.job import Job
+from hpcsync.learning.data import batches
+from hpcsync.learning.rules import Elastic
+from hpcsync.learning.validation import check, optimizer_spec
+from hpcsync.mpi import wire
+from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.shard import Shard, encode
+from hpcsync.mpi.wire import OrderRecord
+from hpcsync.paradigms import easgd
+from hpcsync.paradigms.paradigm import Paradigm
+from hpcsync.rank import train
+from hpcsync.roles import Roles
+from hpcsync.simulator import cluster
+from hpcsync.simulator.simulation import Simulation
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import load
+
+SGD = {"name": "sgd", "lr": 0.05}
+NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
+STILL = {"name": "sgd", "lr": 1e-300}  # gradients move nothing
+
+
+def job(servers: int, workers: int, optimizer: Any = SGD, updates: int = 12, **paradigm: Any) -> Job:
+    return Job.from_table(
+        {
+            "name": "test",
+            "seed": 3,
+            "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+            "optimizer": optimizer,
+            "stop": {"updates": updates},
+            "paradigm": {"name": "easgd", **paradigm},
+            "cluster": {"servers": servers, "workers": workers, "compute": {"model": "lognormal", "seconds": 0.001}},
+        }
+    )
+
+
+class Nothing:
+    def append(self, table: str, row: Any) -> None: ...
+
+
+def simulated(job: Job) -> torch.Tensor:
+    workload = check(job)
+    Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing()).run()
+    return torch.cat([p.detach().flatten() for p in workload.model.parameters()])
+
+
+@pytest.mark.parametrize("optimizer", [SGD, NESTEROV], ids=["EASGD", "EAMSGD"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_synchronous_averaging_is_its_simulation_to_the_bit(comm, needs, folder, servers, optimizer):
+    """Which is what NumPy gives: tests/unit/simulator/test_elastic.py."""
+    needs(servers + 1)
+    this = job(servers, comm.size - servers, optimizer, period=3, synchronous=True)
+    session = train(comm, this, folder)
+    if comm.rank == 0:
+        assert torch.equal(session.flat.weights, simulated(this))
+        other = job(servers, comm.size - servers, optimizer, period=4, synchronous=True)
+        assert not torch.allclose(session.flat.weights, simulated(other), rtol=0, atol=1e-6)
+        assert [found for found in audit(folder / "trace.h5") if not found.passed] == []
+
+
+def positions(comm: Any, this: Job, folder: Any, exchanges: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    """Where every worker is after some more exchanges the higher its number is, and where the centre is in the end.
+
+    Worker w begins w + 1 away from the centre, which begins at the weights of the job.
+    """
+    workload = check(this)
+    period = this.paradigm.period
+    with library.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
+        left = 0
+        if sync.worker is not None:
+            sync.flat.weights.add_(sync.worker + 1.0)
+            left = (exchanges + 3 * sync.worker) * period
+        for x, y in sync.shard(workload.train, batch_size=8, epochs=None):
+            sync.flat.zero_gradient()
+            loss = workload.loss(workload.model, x, y)
+            loss.backward()
+            sync.step(loss)
+            left -= 1
+            if left == 0:
+                break
+        mine = sync.flat.weights.numpy().copy()
+    everybody = comm.allgather((sync.worker, mine))
+    return np.array([x for worker, x in everybody if worker is not None]), sync.flat.weights.numpy().copy()
+
+
+def start(this: Job) -> np.ndarray:
+    return torch.cat([p.detach().flatten() for p in check(this).model.parameters()]).numpy()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_sum_of_workers_and_centre_is_kept(comm, needs, folder, servers):
+    """Whoever is first, and whatever else the servers do between a worker's read and its move."""
+    needs(servers + 1)
+    workers = comm.size - servers
+    this = job(servers, workers, STILL, updates=10**6, period=2)
+    x, centre = positions(comm, this, folder)
+    begun = (workers + 1) * start(this) + sum(range(1, workers + 1))
+    assert np.allclose(x.sum(0) + centre, begun, rtol=0, atol=1e-12)
+    assert not np.allclose(centre, start(this), rtol=0, atol=0.1)
+
+
+def test_the_sum_is_not_kept_where_workers_see_their_own_moves_of_the_centre(comm, needs, folder, monkeypatch):
+    needs(2)
+    monkeypatch.setattr(easgd._GrantsFirst, "handle", Paradigm.handle)
+    workers = comm.size - 1
+    this = job(1, workers, STILL, updates=10**6, period=2)
+    x, centre = positions(comm, this, folder, exchanges=2)
+    begun = (workers + 1) * start(this) + sum(range(1, workers + 1))
+    assert not np.allclose(x.sum(0) + centre, begun, rtol=0, atol=1e-3)
+
+
+def test_one_worker_and_the_centre_meet_half_way(comm, needs, folder):
+    needs(2)
+    some = comm.Split(int(comm.rank > 1), comm.rank)
+    if comm.rank < 2:
+        this = job(1, 1, STILL, updates=10**6, period=1, alpha=0.5)
+        x, centre = positions(some, this, folder, exchanges=1)
+        assert np.allclose(x[0], start(this) + 0.5, rtol=0, atol=1e-14)
+        assert np.allclose(centre, x[0], rtol=0, atol=1e-14)
+    some.Free()
+
+
+def test_alpha_0_is_training_alone(comm, needs, folder):
+    needs(2)
+    this = job(1, comm.size - 1, SGD, updates=10**6, period=2, alpha=0.0)
+    x, centre = positions(comm, this, folder)
+    assert np.array_equal(centre, start(this))
+    if comm.rank == 0:
+        for worker, mine in enumerate(x):
+            workload = check(this)
+            with torch.no_grad():
+                for parameter in workload.model.parameters():
+                    parameter.add_(worker + 1.0)
+            optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.05)
+            data = batches(workload.train, 3, worker, n_workers=len(x), batch_size=8, epochs=range(99))
+            for _, batch in zip(range(2 * (20 + 3 * worker)), data, strict=False):
+                optimizer.zero_grad()
+                workload.loss(workload.model, *batch).backward()
+                optimizer.step()
+            alone = torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
+            assert np.allclose(mine, alone, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_a_push_is_of_a_whole_period_and_what_comes_after_the_last_is_left_behind(comm, needs, folder, synchronous):
+    needs(2)
+    workers = comm.size - 1
+    table = job(1, workers, NESTEROV, period=4, synchronous=synchronous, updates=10**6).model_dump(exclude_none=True)
+    leaving = [{"worker": w, "change": "leave", "at_iteration": 20 + 3 * w} for w in range(workers)]
+    session = train(comm, Job.from_table({**table, "cluster": {**table["cluster"], "events": leaving}}), folder)
+    weights = comm.allgather(session.flat.weights.numpy())
+    assert all(np.array_equal(other, weights[0]) for other in weights)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert [found for found in audit(trace) if not found.passed] == []
+        pushes = trace.tables["pushes"]
+        assert set(pushes["local_steps"].tolist()) == {4}
+        assert set(pushes["batch_size"].tolist()) == {32}
+        assert (pushes["compute_s"] >= 4 * 0.0002).all()
+        counts = np.bincount(pushes["worker"], minlength=workers).tolist()
+        assert counts == [(19 + 3 * w) // 4 for w in range(workers)]
+
+
+# ---- what lies between a worker and a server ----
+
+
+def test_a_promise_before_the_readers_own_update_is_told_apart():
+    update, first, second = Update((0, 1), 0.5), Reply(0, 2, 7, 8, 1), Reply(1, 2, 7, 8, 1)
+    kinds = [(record.kind, record.reader) for record in encode([first, second, update])]
+    assert kinds == [(wire.RESERVE, 0), (wire.RESERVE, 1), (wire.CONTRIBUTION, 0), (wire.UPDATE, 1)]
+    kinds = [(record.kind, record.reader) for record in encode([update, first, second])]
+    assert kinds == [(wire.CONTRIBUTION, 0), (wire.UPDATE, 1), (wire.PROMISE, 0), (wire.PROMISE, 1)]
+    kinds = [(record.kind, record.reader) for record in encode([first, Update((1,), 0.5), second])]
+    assert kinds == [(wire.PROMISE, 0), (wire.UPDATE, 1), (wire.PROMISE, 1)]
+
+
+def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
+    """Else the worker could put its next position over one that is not applied yet."""
+    needs(2)
+    link = Link(comm, Roles(1, comm.size - 1), np.zeros(10), contributors_read=True)
+    shard = Shard(link, Elastic(), torch.zeros(10, dtype=torch.float64)) if comm.rank == 0 else None
+    reader = None if shard else Reader(link, link.roles.worker(comm.rank))
+    if reader:
+        reader.read(reader.wait(iteration=1), np.empty(10))
+    if comm.rank == 1:
+        link.tensors.put(np.full(10, 4.0), 0, link.n_buffers * link.row_size(0))
+        link.tensors.flush(0)
+    comm.Barrier()
+    if shard:
+        shard.carry_out(OrderRecord(wire.RESERVE, 0, iteration=2, local_steps=1))
+    comm.Barrier()
+    if comm.rank == 1:
+        until_s = time.monotonic() + 0.2
+        while time.monotonic() < until_s:
+            assert reader._inbox.poll() is None
+    comm.Barrier()
+    if shard:
+        shard.carry_out(OrderRecord(wire.UPDATE, 0, lr=0.25))
+        assert shard.store.weights.tolist() == [1.0] * 10
+    if comm.rank == 1:
+        read = np.empty(10)
+        grants = reader.wait(iteration=2)
+        assert grants[0].version == 0
+        reader.read(grants, read)
+        assert read.tolist() == [0.0] * 10, "where the centre was"
+    comm.Barrier()
+    if shard:
+        shard.free()
+    link.free()
+
+
+def test_a_script_of_its_own(comm, folder):
+    """On one rank too, where there is nobody to be drawn to."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 6, generator=generator)
+    data = torch.utils.data.TensorDataset(x, (x @ torch.arange(6.0)).unsqueeze(1))
+    torch.manual_seed(5)
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    with library.connect(model, optimizer, "easgd", period=4, alpha=0.2, out=folder / "run", comm=comm) as sync:
+        for _ in range(30):
+            for features, targets in sync.shard(data, batch_size=16):
+                loss = torch.nn.functional.mse_loss(model(features), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                sync.step(loss)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert all(torch.equal(weights, other) for other in comm.allgather(weights))
+    assert torch.allclose(model.weight, torch.arange(6.0), atol=0.1)
+    if comm.rank == 0 and comm.size > 1:
+        assert all(found.passed for found in audit(folder / "run" / "trace.h5"))

@@ -1,0 +1,59 @@
+"""EASGD: who waits is ASP's or BSP's business; that grants come before updates is its own."""
+
+import pytest
+from hypothesis import given
+
+from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms.bsp import BSP
+from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
+
+FORMS = {False: "asp", True: "bsp"}
+both_forms = pytest.mark.parametrize("synchronous", FORMS, ids=["asynchronous", "synchronous"])
+
+
+def test_asynchronous_workers_read_before_they_move_the_centre():
+    easgd = create("easgd", 2)
+    assert easgd.handle(Pushed(1.0, 1)) == [Grant(1, 2, gap_iters=1, credits=0, held_s=0.0), Apply((1,))]
+    assert easgd.handle(Pushed(2.0, 0)) == [Grant(0, 2, gap_iters=0, credits=0, held_s=0.0), Apply((0,))]
+    assert easgd.handle(Left(3.0, 0)) == []
+
+
+def test_synchronous_workers_read_before_all_of_them_move_the_centre():
+    easgd = create("easgd", 2, synchronous=True)
+    assert easgd.handle(Pushed(1.0, 1)) == []
+    assert easgd.handle(Pushed(3.0, 0)) == [
+        Grant(0, 2, gap_iters=0, credits=0, held_s=0.0),
+        Grant(1, 2, gap_iters=0, credits=0, held_s=2.0),
+        Apply((0, 1)),
+    ]
+
+
+def test_a_departure_ends_a_round_and_what_was_pushed_before_counts():
+    easgd = create("easgd", 3, synchronous=True)
+    assert easgd.handle(Pushed(1.0, 2)) == []
+    assert easgd.handle(Left(1.5, 2)) == []
+    assert easgd.handle(Pushed(2.0, 0)) == []
+    assert easgd.handle(Left(3.0, 1)) == [Grant(0, 2, gap_iters=0, credits=0, held_s=1.0), Apply((0, 2))]
+
+
+@both_forms
+@PROPERTY
+@given(schedule=schedules())
+def test_the_actions_are_those_of_the_others_in_another_order(synchronous, schedule):
+    """The referee asserts what holds for all, and here that no worker reads its own contribution."""
+    mine = run(create("easgd", schedule.n_workers, synchronous=synchronous), schedule)
+    theirs = run(create(FORMS[synchronous], schedule.n_workers), schedule)
+    assert [event for event, _ in mine.trace] == [event for event, _ in theirs.trace]
+    for (_, actions), (_, others) in zip(mine.trace, theirs.trace, strict=True):
+        grants = [isinstance(action, Grant) for action in actions]
+        assert grants == sorted(grants, reverse=True)
+        assert sorted(map(repr, actions)) == sorted(map(repr, others))
+
+
+class UpdatesFirst(BSP):
+    name = "easgd"
+
+
+def test_the_referee_sees_workers_that_read_their_own_contributions():
+    with pytest.raises(AssertionError, match="after its own contribution is applied"):
+        run(UpdatesFirst(2), Schedule([[1.0] * 5, [1.5] * 5]))

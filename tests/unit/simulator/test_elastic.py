@@ -1,0 +1,207 @@
+"""Elastic averaging as the simulator computes it, beside NumPy: least squares in float64."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.coordinator import Update
+from hpcsync.learning.data import batches
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.workloads import build
+from hpcsync.simulator.arithmetic import ElasticArithmetic, arithmetic
+from tests.unit.jobs import LINEAR, make_job
+
+SGD = {"name": "sgd", "lr": 0.05}
+NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
+
+
+def easgd_job(workers: int = 3, optimizer=SGD, **paradigm):
+    return make_job(
+        workload=LINEAR, optimizer=optimizer, paradigm={"name": "easgd", **paradigm}, cluster={"workers": workers}
+    )
+
+
+class Run:
+    """Exchanges in whatever order; positions and centre as vectors."""
+
+    def __init__(self, job) -> None:
+        self.workload = build(job)
+        self.numbers = arithmetic(job, self.workload)
+        assert isinstance(self.numbers, ElasticArithmetic)
+        self.alpha = job.paradigm.moving_rate(job.cluster.workers)
+        for worker in range(job.cluster.workers):
+            self.numbers.promise(worker)
+
+    @property
+    def centre(self) -> np.ndarray:
+        return self.numbers._store.weights.numpy().copy()
+
+    @property
+    def positions(self) -> np.ndarray:
+        return np.array([trainee.weights.numpy() for trainee in self.numbers._trainees])
+
+    def exchange(self, *workers: int) -> None:
+        """Of these at once: they compute, read the centre, and then move it."""
+        for worker in workers:
+            self.numbers.contribute(worker)
+        for worker in workers:
+            self.numbers.promise(worker)
+        self.numbers.apply(Update(workers, self.alpha))
+
+
+class Reference:
+    """The same in a few lines: x, c and v are vectors, and gradients are of the mean squared error over two."""
+
+    def __init__(self, job, n_batches: int = 400) -> None:
+        workload, n = build(job), job.cluster.workers
+        self.lr, self.mu = job.optimizer.lr, job.optimizer.options.get("momentum", 0.0)
+        self.period, self.alpha = job.paradigm.period, job.paradigm.moving_rate(n)
+        self.c = FlatModel(workload.model).weights.numpy().copy()
+        self.x, self.v = np.tile(self.c, (n, 1)), np.zeros((n, len(self.c)))
+        size = job.workload.batch_size
+        self.data = [
+            batches(workload.train, job.seed, w, n_workers=n, batch_size=size, epochs=range(n_batches))
+            for w in range(n)
+        ]
+
+    def gradient(self, worker: int) -> np.ndarray:
+        features, targets = (t.numpy() for t in next(self.data[worker]))
+        ahead = self.x[worker] + self.mu * self.v[worker]
+        return features.T @ (features @ ahead - targets.reshape(-1)) / len(features)
+
+    def step(self, worker: int, gradient: np.ndarray) -> None:
+        self.v[worker] = self.mu * self.v[worker] - self.lr * gradient
+        self.x[worker] = self.x[worker] + self.v[worker]
+
+    def exchange(self, *workers: int) -> None:
+        gradients = []
+        for worker in workers:
+            for _ in range(self.period - 1):
+                self.step(worker, self.gradient(worker))
+            gradients.append(self.gradient(worker))
+        d = [self.alpha * (self.x[worker] - self.c) for worker in workers]
+        for worker, move, gradient in zip(workers, d, gradients, strict=True):
+            self.x[worker] = self.x[worker] - move
+            self.step(worker, gradient)
+        self.c = self.c + sum(d)
+
+
+def alike(run: Run, reference: Reference, tolerance: float = 1e-12) -> bool:
+    ahead = reference.x + reference.mu * reference.v  # what a worker's model holds
+    return np.allclose(run.centre, reference.c, rtol=0, atol=tolerance) and np.allclose(
+        run.positions, ahead, rtol=0, atol=tolerance
+    )
+
+
+ROUNDS = [(0, 1, 2)] * 6
+TURNS = [(0,), (2,), (0,), (1,), (1,), (2,), (0,)]
+
+
+@pytest.mark.parametrize("optimizer", [SGD, NESTEROV], ids=["EASGD", "EAMSGD"])
+@pytest.mark.parametrize("period", [1, 4])
+@pytest.mark.parametrize("order", [ROUNDS, TURNS], ids=["synchronous", "asynchronous"])
+def test_it_is_what_a_few_lines_of_numpy_give(order, period, optimizer):
+    job = easgd_job(3, optimizer, period=period)
+    run, reference = Run(job), Reference(job)
+    start = run.centre
+    for workers in order:
+        run.exchange(*workers)
+        reference.exchange(*workers)
+        assert alike(run, reference)
+    assert not np.allclose(run.centre, start, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"period": 3},
+        {"beta": 0.8},
+        {"optimizer": {**NESTEROV, "nesterov": False}},
+        {"optimizer": {**NESTEROV, "lr": 0.02001}},
+    ],
+    ids=str,
+)
+def test_anything_else_differs(other):
+    run = Run(easgd_job(3, **{"optimizer": NESTEROV, "period": 4} | other))
+    reference = Reference(easgd_job(3, NESTEROV, period=4))
+    for workers in TURNS:
+        run.exchange(*workers)
+        reference.exchange(*workers)
+    assert not alike(run, reference, 1e-7)
+
+
+class MovesFirst(Run):
+    """The centre moves before the workers read it."""
+
+    def exchange(self, *workers: int) -> None:
+        for worker in workers:
+            self.numbers.contribute(worker)
+        self.numbers.apply(Update(workers, self.alpha))
+        for worker in workers:
+            self.numbers.promise(worker)
+
+
+@pytest.mark.parametrize(("kind", "keeps"), [(Run, True), (MovesFirst, False)])
+@pytest.mark.parametrize("order", [ROUNDS, TURNS], ids=["synchronous", "asynchronous"])
+def test_the_sum_of_workers_and_centre_is_kept_but_for_the_gradients(monkeypatch, order, kind, keeps):
+    """Without gradients (a rate of almost nothing), for every exchange."""
+    run = kind(easgd_job(3, {"name": "sgd", "lr": 1e-300}, period=1))
+    for worker, trainee in enumerate(run.numbers._trainees):
+        trainee.weights.add_(worker + 1.0)
+    total = run.positions.sum(0) + run.centre
+    for workers in order:
+        run.exchange(*workers)
+        assert np.allclose(run.positions.sum(0) + run.centre, total, rtol=0, atol=1e-13) == keeps
+
+
+def test_alpha_0_is_training_alone():
+    job = easgd_job(3, NESTEROV, period=2, alpha=0.0)
+    run, alone = Run(job), [Run(easgd_job(3, NESTEROV, period=10, alpha=0.0)) for _ in range(3)]
+    start = run.centre
+    for _ in range(5):
+        run.exchange(0, 1, 2)
+    for worker, other in enumerate(alone):
+        other.exchange(worker)
+        assert np.allclose(run.positions[worker], other.positions[worker], rtol=0, atol=1e-13)
+    assert np.array_equal(run.centre, start)
+    positions = run.positions
+    assert all(not np.allclose(a, b, atol=1e-3) for a, b in itertools.combinations(positions, 2))
+
+
+def test_one_worker_and_the_centre_meet_half_way():
+    run = Run(easgd_job(1, {"name": "sgd", "lr": 1e-300}, period=1, alpha=0.5))
+    run.numbers._trainees[0].weights.add_(2.0)
+    centre = run.centre
+    run.exchange(0)
+    assert np.allclose(run.centre, centre + 1.0, rtol=0, atol=1e-15)
+    assert np.allclose(run.positions[0], run.centre, rtol=0, atol=1e-15)
+
+
+def test_the_first_centre_is_where_everybody_begins_and_no_exchange():
+    run = Run(easgd_job(3))
+    assert np.array_equal(run.positions, np.tile(run.centre, (3, 1)))
+    assert [trainee.steps for trainee in run.numbers._trainees] == [0, 0, 0]
+
+
+def test_a_schedule_counts_for_a_worker_what_all_have_done_when_they_are_as_far():
+    """Of 8 samples of each of 3 workers the second half is made at a tenth of the rate."""
+    schedule = {"name": "multistep", "milestones": [12]}
+    job = easgd_job(3, {**SGD, "lr": 0.5, "schedule": schedule}, period=1)
+    run, constant = Run(job), Run(easgd_job(3, {**SGD, "lr": 0.5}, period=1))
+    for this in (run, constant):
+        this.exchange(0, 1, 2)
+    assert np.array_equal(run.positions, constant.positions)
+    before = run.positions
+    torch.manual_seed(0)
+    for this in (run, constant):
+        this.exchange(0, 1, 2)
+    pull = before - run.alpha * (before - constant_centre(run, before))
+    assert np.allclose(10 * (run.positions - pull), constant.positions - pull, rtol=0, atol=1e-12)
+
+
+def constant_centre(run: Run, before: np.ndarray) -> np.ndarray:
+    """Where the centre was before its last move: c' = c + alpha sum(x - c), solved for c."""
+    n = len(before)
+    return (run.centre - run.alpha * before.sum(0)) / (1 - n * run.alpha)
