@@ -59,8 +59,10 @@ def connect(
     model:     the same on every rank; rank 0's initial weights become everybody's. Its trainable parameters must be all
                float32 or all float64.
     optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
-               servers. Its learning rate is where `schedule` starts from; changing it in the script is an error.
-    paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode).
+               servers, with "easgd" on every worker. Its learning rate is where `schedule` starts from; changing it in
+               the script is an error.
+    paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode), "easgd" (period,
+               alpha or beta, synchronous).
     stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss (the targets need
                `evaluate`). None: the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
