@@ -13,13 +13,16 @@ In a permutation every worker gives to one and is given by one, so that averagin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 TOPOLOGIES = ("complete", "ring", "exponential")
 
 PEERS, PERMUTATIONS = 4, 5  # random streams of a job's seed
+BLOCK = 64  # rounds that are drawn at a time
 
 
 @dataclass(frozen=True)
@@ -40,13 +43,15 @@ class Peers:
         if self.include_self and self.topology == "exponential":
             raise ValueError("in the exponential topology workers visit others in turn, never themselves")
 
-    def neighbours(self, worker: int) -> list[int]:
+    def neighbours(self, worker: int) -> Sequence[int]:
         """Those whom the worker may draw, in order; a ring of two has one neighbour twice. Alone it has itself."""
         n = self.n_workers
         if n == 1:
             return [worker]
         match self.topology:
             case "complete":
+                if self.include_self:
+                    return range(n)
                 others = [peer for peer in range(n) if peer != worker]
             case "ring":
                 others = [(worker - 1) % n, (worker + 1) % n]
@@ -59,7 +64,8 @@ class Peers:
         neighbours = self.neighbours(worker)
         if self.topology == "exponential":
             return neighbours[(round - 1) % len(neighbours)]
-        return neighbours[int(np.random.default_rng([self.seed, PEERS, worker, round]).integers(len(neighbours)))]
+        block, at = divmod(round - 1, BLOCK)
+        return neighbours[_draws(self.seed, worker, block, len(neighbours))[at]]
 
     def permutation(self, round: int) -> tuple[int, ...]:
         """Whom each worker gives to in this round of all: shape (n_workers,), every worker once.
@@ -79,6 +85,13 @@ class Peers:
 
     def _hops(self) -> list[int]:
         return [1 << k for k in range(max(1, (self.n_workers - 1).bit_length()))]
+
+
+@lru_cache(maxsize=4096)  # workers of a simulation, which draw in turn
+def _draws(seed: int, worker: int, block: int, n: int) -> list[int]:
+    """Numbers below n for the rounds of a block: a generator for each round would take a tenth as long as a small
+    gradient."""
+    return np.random.default_rng([seed, PEERS, worker, block]).integers(n, size=BLOCK).tolist()
 
 
 def _permutation(generator: np.random.Generator, n: int) -> tuple[int, ...]:
