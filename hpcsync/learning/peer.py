@@ -13,6 +13,8 @@ import torch
 
 from hpcsync.learning.optimizers import OptimizerSpec
 
+LEAST_WEIGHT = 2.0**-30  # who has given away so much keeps the rest until something comes: numbers end somewhere
+
 
 class LocalOptimizer:
     """An optimizer that steps on a worker. weights: its flat weights, shape (size,), changed in place."""
@@ -22,7 +24,6 @@ class LocalOptimizer:
         self._optimizer = spec.build(self._parameter)
         nesterov, momentum = spec.options.get("nesterov", False), spec.options.get("momentum", 0.0)
         self._ahead = float(momentum) if nesterov else 0.0  # mu
-        self._sign = 1.0 if spec.options.get("maximize", False) else -1.0  # v = sign lr buffer
         self._lr = 0.0
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
@@ -52,45 +53,49 @@ class LocalOptimizer:
         return self._optimizer.state[self._parameter].get("momentum_buffer") if self._ahead else None
 
     def _scale(self) -> float:
-        """mu v is this times torch's momentum buffer."""
-        return self._sign * self._lr * self._ahead
+        """mu v is this times torch's momentum buffer. Where torch maximizes it has turned the gradient around before."""
+        return -self._lr * self._ahead
 
 
 class Peer:
     """A worker's weights between its exchanges with others.
 
-    weights:  the model's flat weights, shape (size,): where gradients are taken. Changed in place.
-    push_sum: whether it holds the pair (x, w) of push-sum, of which the weights are x / w (Assran et al. 2019,
-              stochastic gradient push): steps change x, and gradients are taken at x / w.
+    weights: the model's flat weights, shape (size,): where gradients are taken and steps are made. Changed in place.
+    weight:  w of push-sum, in which workers exchange the pair (x, w), and the weights are x / w (Assran et al. 2019,
+             stochastic gradient push). Steps are made of x / w, as the authors' program does it, and not of x, as they
+             print it: a worker that is seldom given anything has a small w, and there a step of x would be one of
+             x / w that is 1 / w times as long.
     """
 
-    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec, *, push_sum: bool = False) -> None:
-        self.weight = 1.0  # w
+    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
+        self.weight = 1.0
         self._weights = weights
-        self._x = weights.clone() if push_sum else weights
-        self._optimizer = LocalOptimizer(self._x, spec)
+        self._optimizer = LocalOptimizer(weights, spec)
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
         """A local step from the gradient at the weights, shape (size,)."""
         self._optimizer.step(gradient, lr)
-        self._unbias()
 
     @contextmanager
     def exchanging(self) -> Iterator[torch.Tensor]:
-        """What others may see and mixing changes, shape (size,): without look-ahead; of push-sum x."""
+        """What others may see and mixing changes, shape (size,): without look-ahead; x of push-sum, whose w is 1
+        elsewhere."""
         self._optimizer.drop_look_ahead()
-        yield self._x
+        if self.weight != 1.0:
+            self._weights.mul_(self.weight)
+        yield self._weights
+        if self.weight != 1.0:
+            self._weights.div_(self.weight)
         self._optimizer.look_ahead()
-        self._unbias()
 
     def shown(self) -> torch.Tensor:
         """The weights without look-ahead, shape (size,), for others to read: not to be changed."""
-        x = self._optimizer.without_look_ahead()
-        return x if self._x is self._weights else x / self.weight
+        return self._optimizer.without_look_ahead()
 
-    def _unbias(self) -> None:
-        if self._x is not self._weights:
-            torch.div(self._x, self.weight, out=self._weights)
+    @property
+    def may_give(self) -> bool:
+        """Whether push-sum has left it enough to give half of it away."""
+        return self.weight >= LEAST_WEIGHT
 
 
 class Outer:

@@ -44,10 +44,9 @@ class Exchange(ABC):
     """
 
     in_step = False
-    push_sum = False
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
-        self.peer = Peer(flat.weights, optimizer, push_sum=self.push_sum)
+        self.peer = Peer(flat.weights, optimizer)
         self.agreed = Agreed(job.cluster.workers, False)
         self._link = link
         self._flat = flat
@@ -296,7 +295,8 @@ class Pushing(_Gossiping):
 class PushSumming(Pushing):
     """Give the peer half of x and of w, and add to them what has come: what all have together stays the same."""
 
-    push_sum = True
+    def _exchange(self, drawn: int) -> Outcome:
+        return super()._exchange(drawn if self.peer.may_give else self._link.comm.rank)
 
     def _send(self, drawn: int, x: torch.Tensor) -> None:
         x.mul_(0.5)

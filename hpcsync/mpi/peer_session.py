@@ -119,8 +119,12 @@ class PeerSession(RankSession):
         self._iteration += 1
         self._samples += self._iterations.batch_size
         outcome = self._exchange.iterate(self._iteration, lr, contributing=contributing, stop=told)
-        self.stopped = self._count() if self._in_step else told
+        self.stopped = self._count() if self._in_step else told or self._alone_and_done()
         return outcome
+
+    def _alone_and_done(self) -> bool:
+        """One worker knows when it has done enough; among several each would be told, a little later."""
+        return self.n_workers == 1 and self._lockstep.count(self._iterations.batch_size, 1)
 
     def _count(self) -> bool:
         """In step: whether this iteration was the last one, for all."""

@@ -17,7 +17,7 @@ from hpcsync.job import Job
 from hpcsync.job_paradigms import Gossip, LocalSgd
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import Mean, Outer, Peer, absorb, average
+from hpcsync.learning.peer import LEAST_WEIGHT, Mean, Outer, Peer, absorb, average
 from hpcsync.learning.rules import Descent
 from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gradients import Gradients
@@ -66,6 +66,9 @@ class Apart(Judged, Protocol):
 
     def mix(self, worker: int, other: Model) -> None:
         """The worker's weights become half of them and half of the other's."""
+
+    def may_give(self, worker: int) -> bool:
+        """Whether push-sum has left the worker enough to give some of it away."""
 
     def push(self, worker: int) -> Parcel:
         """What the worker sends away. Under push-sum half of what it has, and it keeps the other half."""
@@ -136,6 +139,9 @@ class NothingApart(_Nothing):
 
     def mix(self, worker: int, other: Model) -> None: ...
 
+    def may_give(self, worker: int) -> bool:
+        return self._weights[worker] >= LEAST_WEIGHT
+
     def push(self, worker: int) -> Parcel:
         if self._push_sum:
             self._weights[worker] *= 0.5
@@ -199,7 +205,7 @@ class OneReplica:
 
 
 class Replicas:
-    """Memory: two rows of the flat weights for each worker, what its optimizer has, and what is shown or under way."""
+    """Memory: a row of the flat weights for each worker, what its optimizer has, and what is shown or under way."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
         n_workers, spec = job.cluster.workers, OptimizerSpec.of_job(job)
@@ -208,7 +214,7 @@ class Replicas:
         start = self._gradients.flat.weights
         self._push_sum = _push_sum(job)
         self._weights = [start.clone() for _ in range(n_workers)]
-        self._peers = [Peer(weights, spec, push_sum=self._push_sum) for weights in self._weights]
+        self._peers = [Peer(weights, spec) for weights in self._weights]
         self._inboxes = [_Inbox() for _ in range(n_workers)]
         self._outer: Outer | None = None
         if isinstance(job.paradigm, LocalSgd):
@@ -240,6 +246,9 @@ class Replicas:
         assert other is not None
         with self._peers[worker].exchanging() as x:
             average(x, other)
+
+    def may_give(self, worker: int) -> bool:
+        return self._peers[worker].may_give
 
     def push(self, worker: int) -> Parcel:
         peer = self._peers[worker]

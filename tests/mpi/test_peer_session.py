@@ -1,0 +1,214 @@
+"""Whole runs without servers on real ranks: what they compute, how they end, and what their traces say."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hpcsync
+from hpcsync.job import Job
+from hpcsync.traces.reading import load
+from hpcsync.traces.schema import EVERYBODY, NOBODY
+from tests.mpi.training import failures, on_some, one_process
+
+ALLREDUCE = {"name": "allreduce"}
+IN_STEP = {
+    "allreduce": ALLREDUCE,
+    "local-sgd": {"name": "local-sgd", "steps": 3},
+    "diloco": {"name": "local-sgd", "steps": 3, "outer_lr": 0.7, "outer_momentum": 0.3},
+    "permutation": {"name": "gossip", "mode": "permutation"},
+}
+FREE = {
+    "pull": {"name": "gossip", "mode": "pull"},
+    "push": {"name": "gossip", "mode": "push", "period": 2},
+    "push-sum": {"name": "gossip", "mode": "push-sum", "topology": "exponential"},
+    "pull-ring": {"name": "gossip", "mode": "pull", "topology": "ring", "include_self": False},
+}
+PARADIGMS = IN_STEP | FREE
+
+
+def job(paradigm: dict[str, Any], workers: int, **tables: dict[str, Any]) -> Job:
+    table = {
+        "name": "test",
+        "seed": 3,
+        "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9, "nesterov": True},
+        "stop": {"updates": 40},
+        "evaluation": {"every_samples": 100},
+        "paradigm": paradigm,
+        "cluster": {"workers": workers},
+    }
+    return Job.from_table({**table, **tables})
+
+
+# ---- what they compute, in float64 ----
+
+
+@pytest.mark.parametrize("bucket_mb", [25.0, 0.00004])
+def test_allreduce_equals_one_process_with_the_whole_batch(comm, folder, bucket_mb):
+    this = job({**ALLREDUCE, "bucket_mb": bucket_mb}, comm.size)
+    results = [on_some(comm, this, folder / str(repeat)) for repeat in range(2)]
+    if comm.rank == 0:
+        assert (results[0] == results[1]).all(), "bit for bit"
+        np.testing.assert_allclose(results[0], one_process(this, comm.size), rtol=1e-12)
+        assert not np.allclose(results[0], one_process(this, comm.size + 1), rtol=1e-6)  # the test can tell
+
+
+@pytest.mark.parametrize("outer", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
+def test_averaging_after_every_step_is_synchronous_sgd(comm, folder, outer):
+    """Plain SGD only: with momentum the workers' own would have to be averaged too."""
+    plain = {"name": "sgd", "lr": 0.05}
+    this = job({"name": "local-sgd", "steps": 1, **outer}, comm.size, optimizer=plain, stop={"updates": 40 * comm.size})
+    weights = on_some(comm, this, folder / "1")
+    whole = on_some(comm, job(ALLREDUCE, comm.size, optimizer=plain), folder / "2")
+    seldom = job({"name": "local-sgd", "steps": 5}, comm.size, optimizer=plain, stop=this.stop.model_dump())
+    control = on_some(comm, seldom, folder / "3")
+    if comm.rank == 0:
+        np.testing.assert_allclose(weights, whole, rtol=1e-12)
+        assert comm.size == 1 or not np.allclose(control, whole, rtol=1e-9)
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_one_worker_is_plain_sgd(comm, folder, paradigm):
+    plain = {"name": "sgd", "lr": 0.05}
+    if paradigm == "diloco":
+        pytest.skip("one worker of it has an outer optimizer too")
+    this = job(PARADIGMS[paradigm], 1, optimizer=plain)
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        np.testing.assert_allclose(weights, one_process(this, 1), rtol=1e-12)
+
+
+def test_one_worker_of_all_reduce_has_nesterovs_momentum(comm, folder):
+    this = job(ALLREDUCE, 1)
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        np.testing.assert_allclose(weights, one_process(this, 1), rtol=1e-12)
+
+
+def test_gossip_that_never_comes_to_an_exchange_is_the_mean_of_independent_runs(comm, folder):
+    this = job({"name": "gossip", "mode": "permutation", "period": 10**6}, comm.size, stop={"updates": 20 * comm.size})
+    weights = on_some(comm, this, folder)
+    alone = job({"name": "gossip", "mode": "permutation", "period": 10**6}, 1, stop={"updates": 20})
+    if comm.rank == 0 and comm.size == 1:
+        np.testing.assert_allclose(weights, on_some(comm, alone, folder / "alone"), rtol=1e-12)
+    rows = load(folder / "trace.h5").tables["exchanges"] if comm.rank == 0 else None
+    if comm.rank == 0:
+        assert (rows["peer"] == NOBODY).all() and len(rows) == 20 * comm.size
+
+
+# ---- what their traces say ----
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_every_trace_shows_its_paradigm(comm, folder, paradigm):
+    seconds = [0.002] * (comm.size - 1) + [0.004]
+    compute = {"model": "lognormal", "seconds": seconds, "jitter": 0.5}
+    this = job(
+        PARADIGMS[paradigm], comm.size, cluster={"workers": comm.size, "compute": compute}, stop={"samples": 2400}
+    )
+    on_some(comm, this, folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert trace.status == "finished"
+        assert failures(folder / "trace.h5") == []
+        exchanges, evaluations = trace.tables["exchanges"], trace.tables["evaluations"]
+        assert exchanges["batch_size"].sum() >= 2400
+        assert len(evaluations) >= 2
+        assert evaluations["loss"][-1] < evaluations["loss"][0]
+        if paradigm == "allreduce":
+            assert (evaluations["consensus_distance"] == 0).all()
+            assert (exchanges["peer"] == EVERYBODY).all()
+        elif comm.size > 1:
+            assert (evaluations["consensus_distance"][:-1] > 0).any()
+
+
+# ---- how they end ----
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_workers_may_finish_seconds_apart(comm, folder, paradigm):
+    """Worker w makes 10 + 15 w iterations, and leaves w / 2 seconds later; all end with the same weights."""
+    torch.manual_seed(comm.rank)
+    model = torch.nn.Linear(11, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    x, y = torch.randn(400, 11, dtype=torch.float64), torch.randn(400, 1, dtype=torch.float64)
+    options = dict(PARADIGMS[paradigm])
+    name = options.pop("name")
+    with hpcsync.connect(model, optimizer, name, out=folder / "run", comm=comm, **options) as sync:
+        for number, (i, j) in enumerate(sync.shard(torch.utils.data.TensorDataset(x, y), 4, epochs=None)):
+            loss = torch.nn.functional.mse_loss(model(i), j)
+            optimizer.zero_grad()
+            loss.backward()
+            sync.step(loss)
+            if number + 1 == 10 + 15 * comm.rank:
+                break
+        time.sleep(0.5 * comm.rank)
+    weights = comm.allgather([p.detach().numpy() for p in model.parameters()])
+    assert all((a == b).all() for other in weights for a, b in zip(other, weights[0], strict=True))
+    if comm.size > 1 and comm.rank == 0:
+        trace = load(folder / "run" / "trace.h5")
+        assert trace.status == "finished"
+        rows = trace.tables["exchanges"]
+        rows = rows[rows["batch_size"] > 0]
+        assert np.bincount(rows["worker"], minlength=comm.size).tolist() == [10 + 15 * w for w in range(comm.size)]
+        assert failures(folder / "run" / "trace.h5") == []
+
+
+@pytest.mark.parametrize("paradigm", ["allreduce", "local-sgd", "pull", "push-sum"])
+def test_time_ends_a_run(comm, folder, paradigm):
+    this = job(PARADIGMS[paradigm], comm.size, stop={"seconds": 0.5})
+    on_some(comm, this, folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert failures(folder / "trace.h5") == []
+        assert 0.5 <= trace.tables["exchanges"]["end_s"].max() < 3.0
+        if paradigm in IN_STEP:
+            assert len(set(np.bincount(trace.tables["exchanges"]["worker"]).tolist())) == 1
+
+
+def test_a_target_ends_a_run(comm, folder):
+    this = job(FREE["pull"], comm.size, stop={"target_loss": 0.5, "samples": 10**6})
+    on_some(comm, this, folder)
+    if comm.rank == 0:
+        evaluations = load(folder / "trace.h5").tables["evaluations"]
+        assert (evaluations["loss"] <= 0.5).any()
+        assert load(folder / "trace.h5").tables["exchanges"]["batch_size"].sum() < 10**6
+
+
+# ---- scripts ----
+
+
+def test_after_backward_the_gradient_is_the_mean(comm, folder):
+    """So that a script can clip it, as with DistributedDataParallel."""
+    model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.arange(4.0 * comm.size, dtype=torch.float64).reshape(-1, 2))
+    seen = []
+    with hpcsync.connect(model, optimizer, "allreduce", out=folder / "run", comm=comm) as sync:
+        for (x,) in sync.shard(data, batch_size=2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            mean = np.mean(comm.allgather(x.sum(0).numpy()), axis=0)
+            np.testing.assert_allclose(model.weight.grad.numpy()[0], mean)
+            seen.append(1)
+            sync.step(0.0)
+    assert seen == [1]
+
+
+def test_a_second_backward_in_one_step_is_refused(comm, folder):
+    if comm.size == 1:
+        pytest.skip("one process is the script's own training")
+    model = torch.nn.Linear(2, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.utils.data.TensorDataset(torch.ones(4 * comm.size, 2, dtype=torch.float64))
+    with hpcsync.connect(model, optimizer, "allreduce", out=folder / "run", comm=comm) as sync:
+        for (x,) in sync.shard(data, batch_size=4):
+            model(x).sum().backward()
+            with pytest.raises(RuntimeError, match="several backward passes in one step"):
+                model(x).sum().backward()
+            sync.step(0.0)

@@ -1,0 +1,46 @@
+"""Whole runs on some of the ranks, and what plain torch makes of the same job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcsync.job import Job
+from hpcsync.learning.data import batch_indices
+from hpcsync.learning.validation import check
+from hpcsync.rank import train
+from hpcsync.traces.audit import audit
+
+
+def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
+    """The final weights of the job, run on as many of the ranks as it needs; None on the others."""
+    some = comm.Split(0 if comm.rank < job.cluster.ranks else MPI.UNDEFINED, comm.rank)
+    if some == MPI.COMM_NULL:
+        return None
+    session = train(some, job, folder)
+    weights = session.flat.weights.numpy().copy()
+    assert all((other == weights).all() for other in some.allgather(weights)), "all ranks end with the same weights"
+    some.Free()
+    return weights
+
+
+def one_process(job: Job, batches_per_step: int) -> np.ndarray:
+    """The same training by plain torch in one process, with batches so many times as large."""
+    workload = check(job)
+    model, data = workload.model, workload.train
+    optimizer = torch.optim.SGD(model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
+    for step in range(job.stop.updates):
+        numbers = range(step * batches_per_step, (step + 1) * batches_per_step)
+        shape = {"batch_size": job.workload.batch_size, "size": len(data)}
+        indices = np.concatenate([batch_indices(job.seed, j, **shape) for j in numbers])
+        optimizer.zero_grad()
+        workload.loss(model, *(t[torch.from_numpy(indices)] for t in data.tensors)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def failures(path: Any) -> list[Any]:
+    return [found for found in audit(path) if not found.passed]
