@@ -53,7 +53,7 @@ class LocalOptimizer:
         return self._optimizer.state[self._parameter].get("momentum_buffer") if self._ahead else None
 
     def _scale(self) -> float:
-        """mu v is this times torch's momentum buffer. Where torch maximizes it has turned the gradient around before."""
+        """mu v is this times torch's momentum buffer; where torch maximizes it has turned the gradient around first."""
         return -self._lr * self._ahead
 
 

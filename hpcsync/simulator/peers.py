@@ -390,10 +390,13 @@ class PullSimulation(_Free):
 
 
 class PushSimulation(_Free):
-    """A worker gives to another, and when that is acknowledged it takes in what has come for itself."""
+    """A worker gives to another, and when that is acknowledged it takes in what has come for itself.
+
+    If it may not give it is as if it had drawn itself.
+    """
 
     def _exchange(self, worker: int) -> None:
-        peer = self._drawn(worker)
+        peer = self._drawn(worker) if self._replicas.may_give(worker) else worker
         if peer == worker:
             self._take_in(worker, peer)
         else:

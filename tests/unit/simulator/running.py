@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpcsync.coordinator import create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.workloads import Workload, build
-from hpcsync.simulator import cluster
-from hpcsync.simulator.simulation import Simulation
+from hpcsync.simulator.run import prepare
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.writer import TraceWriter
@@ -23,6 +21,16 @@ PARADIGMS: list[dict[str, Any]] = [
     {"name": "dssp", "staleness_min": 1, "staleness_max": 5},
     {"name": "easgd", "period": 3},
     {"name": "easgd", "period": 3, "synchronous": True},
+]
+WITHOUT_SERVER: list[dict[str, Any]] = [
+    {"name": "allreduce"},
+    {"name": "local-sgd", "steps": 3},
+    {"name": "local-sgd", "steps": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
+    {"name": "gossip", "mode": "pull"},
+    {"name": "gossip", "mode": "push", "period": 2},
+    {"name": "gossip", "mode": "push-sum", "topology": "exponential"},
+    {"name": "gossip", "mode": "permutation"},
+    {"name": "gossip", "mode": "permutation", "period": 3},
 ]
 
 
@@ -42,8 +50,8 @@ def timing_job(*, workers: int = 2, seconds: Any = 1.0, model: str = "constant",
 def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
     """The trace of this job, simulated; `path` must not exist."""
     workload = workload or build(job)
-    paradigm = create_paradigm(job)
+    prepared = prepare(job, workload)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
-    with TraceWriter(path, attributes, paradigm.decision_fields) as trace:
-        Simulation(job, workload, cluster.build(job, workload), paradigm, trace).run()
+    with TraceWriter(path, attributes, prepared.decision_fields) as trace:
+        prepared.begin(trace, lambda now_s, coordinator: None).run()
     return load(path)

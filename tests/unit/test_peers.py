@@ -1,0 +1,182 @@
+"""What is written down where there is no server, and when such a run ends."""
+
+import math
+
+import pytest
+
+from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, drawing
+from hpcsync.traces.schema import EVERYBODY, LEFT, NOBODY, TABLES
+from tests.unit.jobs import make_job
+
+ALLREDUCE = {"name": "allreduce"}
+LOCAL = {"name": "local-sgd", "steps": 4}
+PULL = {"name": "gossip", "mode": "pull"}
+
+
+class Recorder:
+    """A trace in memory, its rows as dictionaries."""
+
+    def __init__(self):
+        self.tables = {table: [] for table in TABLES}
+
+    def append(self, table, row):
+        self.tables[table].append(dict(zip(TABLES[table].names, row, strict=True)))
+
+    def __getitem__(self, table):
+        return self.tables[table]
+
+
+def coordinator(paradigm=PULL, workers=2, **tables) -> tuple[PeerCoordinator, Recorder]:
+    trace = Recorder()
+    return PeerCoordinator(make_job(paradigm=paradigm, cluster={"workers": workers}, **tables), trace), trace
+
+
+def report(worker, iteration, batch_size=4, **more) -> Exchanged:
+    row = {
+        "worker": worker, "iteration": iteration, "peer": NOBODY, "begin_s": 1.0, "end_s": 2.0, "compute_s": 1.0,
+        "wait_s": 0.5, "comm_s": 0.25, "batch_size": batch_size, "loss": 3.0, "wire_bytes": 80, "n_received": 1,
+        "weight": 0.75,
+    }  # fmt: skip
+    return Exchanged(**{**row, **more})
+
+
+def test_a_report_is_a_row():
+    run, trace = coordinator()
+    run.exchanged(7.0, report(1, 1, peer=0))
+    (row,) = trace["exchanges"]
+    assert row.pop("now_s") == 7.0
+    assert row == report(1, 1, peer=0)._asdict()
+    assert run.last_loss == 3.0
+
+
+def test_each_step_of_a_worker_of_its_own_is_an_update():
+    schedule = {"name": "multistep", "milestones": [8, 16], "gamma": 0.5}
+    run, trace = coordinator(optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule})
+    for now_s, (worker, iteration) in enumerate([(0, 1), (0, 2), (1, 1), (0, 3)]):
+        run.exchanged(float(now_s), report(worker, iteration))
+    updates = [tuple(row.values()) for row in trace["updates"]]
+    # The clock of a worker's schedule is what all would have had, were they as far as it is: 0, 8, 0, 16 samples.
+    assert updates == [(1, 0.0, 1, 1.0, 4), (2, 1.0, 1, 0.5, 8), (3, 2.0, 1, 1.0, 12), (4, 3.0, 1, 0.25, 16)]
+    assert (run.version, run.samples, run.updated_s) == (4, 16, 3.0)
+
+
+def test_under_all_reduce_the_steps_of_all_are_one():
+    schedule = {"name": "multistep", "milestones": [8], "gamma": 0.5}
+    run, trace = coordinator(ALLREDUCE, optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule})
+    run.exchanged(1.0, report(1, 1, peer=EVERYBODY))
+    assert (run.version, run.samples) == (0, 0)
+    run.exchanged(2.0, report(0, 1, peer=EVERYBODY))
+    run.exchanged(3.0, report(0, 2, peer=EVERYBODY))
+    run.exchanged(4.0, report(1, 2, peer=EVERYBODY))
+    assert [tuple(row.values()) for row in trace["updates"]] == [(1, 2.0, 2, 1.0, 8), (2, 4.0, 2, 0.5, 16)]
+    assert len(trace["exchanges"]) == 4
+
+
+def test_who_leaves_is_not_waited_for():
+    run, trace = coordinator(ALLREDUCE, workers=3)
+    for worker in (0, 1):
+        run.exchanged(1.0, report(worker, 1))
+    assert run.version == 0
+    run.left(2.0, 2)
+    assert [tuple(row.values()) for row in trace["updates"]] == [(1, 2.0, 2, 0.1, 8)]
+    run.exchanged(3.0, report(0, 2))
+    run.left(4.0, 0)  # after its second iteration, which worker 1 has not reported
+    assert run.version == 1
+    run.exchanged(5.0, report(1, 2))
+    assert (run.version, run.samples) == (2, 16)
+    run.left(6.0, 1)
+    assert [(row["seq"], row["worker"], row["change"]) for row in trace["membership"]] == [
+        (1, 2, LEFT), (2, 0, LEFT), (3, 1, LEFT)
+    ]  # fmt: skip
+    assert run.active == set()
+
+
+def test_what_came_after_the_end_is_no_iteration():
+    run, trace = coordinator()
+    run.exchanged(1.0, report(0, 1))
+    run.left(1.0, 0)
+    run.exchanged(2.0, report(0, 1, batch_size=0, loss=math.nan, n_received=3))
+    assert [row["n_received"] for row in trace["exchanges"]] == [1, 3]
+    assert (run.version, run.samples, run.updated_s, run.last_loss) == (1, 4, 1.0, 3.0)
+
+
+def test_an_evaluation_is_a_row_with_the_distance():
+    run, trace = coordinator()
+    run.evaluated(3.0, 5, 20, 0.5, 0.75, 0.125)
+    assert [tuple(row.values()) for row in trace["evaluations"]] == [(3.0, 5, 20, 0.5, 0.75, 0.125)]
+    assert (run.last_accuracy, run.stopping) == (0.75, False)
+
+
+@pytest.mark.parametrize(
+    ("stop", "enough"),
+    [({"samples": 12}, 3), ({"samples": 13}, 4), ({"updates": 2}, 2), ({"seconds": 5.0}, 5)],
+    ids=str,
+)
+def test_when_it_is_enough(stop, enough):
+    run, _ = coordinator(stop=stop)
+    for n in range(1, enough + 1):
+        assert not run.stopping
+        run.exchanged(float(n), report(0, n))
+    assert run.stopping
+
+
+def test_other_ends():
+    timed, _ = coordinator(stop={"seconds": 5.0})
+    timed.passed(4.9)
+    assert not timed.stopping
+    timed.passed(5.0)
+    assert timed.stopping
+    target, _ = coordinator(stop={"target_loss": 0.2})
+    target.evaluated(1.0, 1, 4, 0.3, math.nan, 0.0)
+    assert not target.stopping
+    target.evaluated(2.0, 2, 8, 0.2, math.nan, 0.0)
+    target.evaluated(3.0, 3, 12, 0.3, math.nan, 0.0)
+    assert target.stopping  # once true, it stays true
+    told, _ = coordinator()
+    told.stop()
+    assert told.stopping
+
+
+# ---- in step ----
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "stop", "contributing", "iterations"),
+    [
+        (ALLREDUCE, {"updates": 5}, 3, 5),
+        (LOCAL, {"updates": 5}, 3, 2),
+        (LOCAL, {"updates": 6}, 3, 2),
+        (LOCAL, {"updates": 7}, 3, 3),
+        (ALLREDUCE, {"samples": 24}, 3, 2),
+        (ALLREDUCE, {"samples": 25}, 3, 3),
+        (LOCAL, {"samples": 24}, 2, 3),
+    ],
+    ids=str,
+)
+def test_how_many_iterations_are_enough(paradigm, stop, contributing, iterations):
+    lockstep = Lockstep(make_job(paradigm=paradigm, stop=stop))
+    counted = [lockstep.count(4, contributing) for _ in range(iterations)]
+    assert counted == [False] * (iterations - 1) + [True]
+
+
+@pytest.mark.parametrize("paradigm", [ALLREDUCE, LOCAL], ids=str)
+@pytest.mark.parametrize("stop", [{"updates": 7}, {"samples": 30}], ids=str)
+def test_workers_in_step_count_what_the_coordinator_counts(paradigm, stop):
+    run, _ = coordinator(paradigm, workers=3, stop=stop)
+    lockstep, iteration, ended = Lockstep(make_job(paradigm=paradigm, stop=stop)), 0, False
+    while not ended:
+        assert not run.stopping
+        iteration += 1
+        for worker in range(3 if iteration < 2 else 2):  # worker 2 leaves after the first
+            run.exchanged(float(iteration), report(worker, iteration))
+        if iteration == 1:
+            run.left(1.0, 2)
+        ended = lockstep.count(4, 3 if iteration < 2 else 2)
+        assert (lockstep.samples, lockstep.updates) == (run.samples, run.version)
+    assert run.stopping
+
+
+def test_whom_a_job_draws():
+    paradigm = {"name": "gossip", "mode": "pull", "topology": "ring", "include_self": False}
+    peers = drawing(make_job(seed=7, paradigm=paradigm, cluster={"workers": 5}))
+    assert (peers.n_workers, peers.seed, peers.topology, peers.include_self) == (5, 7, "ring", False)
