@@ -58,6 +58,8 @@ def push_gap_bound(paradigm: Paradigm) -> int | None:
     match paradigm.name:
         case "bsp":
             return 1
+        case "easgd" if paradigm.synchronous:
+            return 1
         case "ssp":
             return paradigm.staleness + 1 if math.isfinite(paradigm.staleness) else None
         case "dssp" if paradigm.mode == "bounded":

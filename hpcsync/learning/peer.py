@@ -13,8 +13,6 @@ import torch
 
 from hpcsync.learning.optimizers import OptimizerSpec
 
-LEAST_WEIGHT = 2.0**-30  # who has given away so much keeps the rest until something comes: numbers end somewhere
-
 
 class LocalOptimizer:
     """An optimizer that steps on a worker. weights: its flat weights, shape (size,), changed in place."""
@@ -91,11 +89,6 @@ class Peer:
     def shown(self) -> torch.Tensor:
         """The weights without look-ahead, shape (size,), for others to read: not to be changed."""
         return self._optimizer.without_look_ahead()
-
-    @property
-    def may_give(self) -> bool:
-        """Whether push-sum has left it enough to give half of it away."""
-        return self.weight >= LEAST_WEIGHT
 
 
 class Outer:

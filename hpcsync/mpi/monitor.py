@@ -87,8 +87,8 @@ class Monitor:
     def _serve(self) -> None:
         chores_s = 0.0
         while self._unsettled:
-            now_s = self._link.clock.now()
             record = self._reports.poll()
+            now_s = self._link.clock.now()  # not before what is reported
             if record is not None:
                 self._hear(now_s, record)
                 self._patience.reset()

@@ -233,7 +233,7 @@ class _Gossiping(Exchange):
         self._step(lr)
         if iteration % self._period:
             return Outcome()
-        drawn = self._peers.drawn(self._link.comm.rank, iteration // self._period)
+        drawn = self._peers.drawn(self._link.comm.rank, iteration // self._period, self.peer.weight)
         begin_s = time.perf_counter()
         outcome = self._exchange(drawn)
         self.show()
@@ -294,9 +294,6 @@ class Pushing(_Gossiping):
 
 class PushSumming(Pushing):
     """Give the peer half of x and of w, and add to them what has come: what all have together stays the same."""
-
-    def _exchange(self, drawn: int) -> Outcome:
-        return super()._exchange(drawn if self.peer.may_give else self._link.comm.rank)
 
     def _send(self, drawn: int, x: torch.Tensor) -> None:
         x.mul_(0.5)

@@ -67,13 +67,13 @@ class RankSession(Session):
         self._comm.Abort(1)
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until the end the script's own calls must not undo what is set up here, nor pretend to do what servers do."""
+        """Until the end the script's own calls must not undo what is set up here, nor pretend to do what is done here."""
 
         def zero_grad(set_to_none: bool = True) -> None:
             self.flat.zero_gradient()
 
         def step(closure: Any = None) -> None:
-            raise RuntimeError("optimizer.step: the servers run the optimizer; call the session's step(loss) instead")
+            raise RuntimeError("optimizer.step: the session runs the optimizer; call the session's step(loss) instead")
 
         self._optimizer = optimizer
         optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

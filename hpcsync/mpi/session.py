@@ -86,7 +86,7 @@ class WorkerSession(LinkedSession):
         if self._optimizer is not None and self._optimizer.param_groups[0]["lr"] != self._job.optimizer.lr:
             raise RuntimeError(
                 f"the script changed the optimizer's learning rate from {self._job.optimizer.lr} to "
-                f"{self._optimizer.param_groups[0]['lr']}: it lives on the servers; give connect a schedule instead"
+                f"{self._optimizer.param_groups[0]['lr']}: give connect a schedule instead"
             )
 
     def _part(self) -> None:

@@ -22,6 +22,7 @@ import numpy as np
 TOPOLOGIES = ("complete", "ring", "exponential")
 
 PEERS, PERMUTATIONS = 4, 5  # random streams of a job's seed
+LEAST_WEIGHT = 2.0**-30
 BLOCK = 64  # rounds that are drawn at a time
 
 
@@ -59,8 +60,14 @@ class Peers:
                 others = [(worker + hop) % n for hop in self._hops()]
         return sorted([worker, *others]) if self.include_self else others
 
-    def drawn(self, worker: int, round: int) -> int:
-        """Whom the worker draws in this round of its own."""
+    def drawn(self, worker: int, round: int, weight: float = 1.0) -> int:
+        """Whom the worker draws in this round of its own.
+
+        weight: its w of push-sum. Who has given away nearly all of it draws itself until something comes: other
+        workers are much slower, or have ended, and numbers end somewhere.
+        """
+        if weight < LEAST_WEIGHT:
+            return worker
         neighbours = self.neighbours(worker)
         if self.topology == "exponential":
             return neighbours[(round - 1) % len(neighbours)]

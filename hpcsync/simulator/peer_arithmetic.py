@@ -17,7 +17,7 @@ from hpcsync.job import Job
 from hpcsync.job_paradigms import Gossip, LocalSgd
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import LEAST_WEIGHT, Mean, Outer, Peer, absorb, average
+from hpcsync.learning.peer import Mean, Outer, Peer, absorb, average
 from hpcsync.learning.rules import Descent
 from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gradients import Gradients
@@ -66,9 +66,6 @@ class Apart(Judged, Protocol):
 
     def mix(self, worker: int, other: Model) -> None:
         """The worker's weights become half of them and half of the other's."""
-
-    def may_give(self, worker: int) -> bool:
-        """Whether push-sum has left the worker enough to give some of it away."""
 
     def push(self, worker: int) -> Parcel:
         """What the worker sends away. Under push-sum half of what it has, and it keeps the other half."""
@@ -138,9 +135,6 @@ class NothingApart(_Nothing):
         return None
 
     def mix(self, worker: int, other: Model) -> None: ...
-
-    def may_give(self, worker: int) -> bool:
-        return self._weights[worker] >= LEAST_WEIGHT
 
     def push(self, worker: int) -> Parcel:
         if self._push_sum:
@@ -246,9 +240,6 @@ class Replicas:
         assert other is not None
         with self._peers[worker].exchanging() as x:
             average(x, other)
-
-    def may_give(self, worker: int) -> bool:
-        return self._peers[worker].may_give
 
     def push(self, worker: int) -> Parcel:
         peer = self._peers[worker]

@@ -358,7 +358,7 @@ class _Free(_WithReplicas):
         self._peers = drawing(job)
 
     def _drawn(self, worker: int) -> int:
-        return self._peers.drawn(worker, self._workers[worker].iteration // self._period)
+        return self._peers.drawn(worker, self._workers[worker].iteration // self._period, self._weight(worker))
 
     def _enough(self, worker: int) -> bool:
         return self.coordinator.stopping
@@ -396,7 +396,7 @@ class PushSimulation(_Free):
     """
 
     def _exchange(self, worker: int) -> None:
-        peer = self._drawn(worker) if self._replicas.may_give(worker) else worker
+        peer = self._drawn(worker)
         if peer == worker:
             self._take_in(worker, peer)
         else:

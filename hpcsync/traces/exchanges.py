@@ -18,7 +18,7 @@ from hpcsync.learning.schedule import worker_rate
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
-from hpcsync.traces.reports import SAME_TIME_S, Reports
+from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
 from hpcsync.traces.schema import CHANGES, EVERYBODY, NOBODY
 
 OF_SERVERS = ("pushes", "grants", "decisions")
@@ -66,7 +66,7 @@ def values_are_possible(trace: Trace) -> Check:
 
 def iterations_count_steps(run: Reports) -> Check:
     """A worker's iterations are 1, 2, 3, ..., and after its last one it can only take in what others pushed."""
-    before = _before(run.rows["worker"])
+    before = previous(run.rows["worker"])
     resumed = (before >= 0) & run.is_step & ~run.is_step[before]
     absorbing = ~run.is_step & (run.mode not in ("push", "push-sum"))
     return check_all(
@@ -83,7 +83,7 @@ def iterations_count_steps(run: Reports) -> Check:
 def times_are_in_order(run: Reports) -> Check:
     """A worker computes, reports, and only then begins again; reports are heard one after the other."""
     steps, rows = run.steps, run.rows
-    before = _before(steps["worker"])
+    before = previous(steps["worker"])
     begun = steps["begin_s"] < np.append(steps["end_s"], -np.inf)[before] - SAME_TIME_S  # row -1, none before, is -inf
     took_s = steps["end_s"] - steps["begin_s"]
     return check_all(
@@ -144,7 +144,7 @@ def weights_add_up(run: Reports) -> Check:
         return check_rows("weights are 1", weight != 1.0, lambda i: f"/exchanges row {i} has weight {weight[i]}")
     pushed = np.zeros(len(rows), bool)
     pushed[run.is_step] = run.exchanged
-    kept = np.append(weight, 1.0)[_before(rows["worker"])] * np.where(pushed, 0.5, 1.0)  # before its first row it is 1
+    kept = np.append(weight, 1.0)[previous(rows["worker"])] * np.where(pushed, 0.5, 1.0)  # before its first row it is 1
     wrong = np.where(rows["n_received"] == 0, weight != kept, weight <= kept)
     last = np.ones(run.n_workers)
     last[rows["worker"]] = weight  # of several rows the last one stays
@@ -342,14 +342,6 @@ CHECKS: tuple[Callable[[Reports], Check], ...] = (
     nobody_acts_after_leaving,
     the_rule_ends_the_run,
 )
-
-
-def _before(workers: np.ndarray) -> np.ndarray:
-    """The row before each one of the same worker, or -1."""
-    order = np.argsort(workers, kind="stable")
-    before = np.full(len(workers), -1)
-    before[order[1:]] = np.where(workers[order[1:]] == workers[order[:-1]], order[:-1], -1)
-    return before
 
 
 def _step(run: Reports, row: int) -> str:

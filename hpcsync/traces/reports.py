@@ -20,6 +20,14 @@ DRIFT = 1e-4  # seconds in which the clocks of two hosts come apart in one secon
 SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time
 
 
+def previous(workers: np.ndarray) -> np.ndarray:
+    """The row before each one of the same worker, or -1."""
+    order = np.argsort(workers, kind="stable")
+    before = np.full(len(workers), -1)
+    before[order[1:]] = np.where(workers[order[1:]] == workers[order[:-1]], order[:-1], -1)
+    return before
+
+
 class Reports:
     """The rows of `/exchanges`, in the order in which they were reported, and what follows from that order.
 
@@ -74,9 +82,14 @@ class Reports:
             peer[exchanges] = self.permutations[self.count[exchanges] // self.period, workers[exchanges]]
         else:
             peers, rounds = self._peers, self.count[exchanges] // self.period
-            drawn = zip(workers[exchanges].tolist(), rounds.tolist(), strict=True)
-            peer[exchanges] = [peers.drawn(worker, round) for worker, round in drawn]
+            drawn = zip(workers[exchanges].tolist(), rounds.tolist(), self._weight[exchanges].tolist(), strict=True)
+            peer[exchanges] = [peers.drawn(worker, round, weight) for worker, round, weight in drawn]
         return peer
+
+    @property
+    def _weight(self) -> np.ndarray:
+        """Every worker's push-sum weight before the exchange of each step. Shape (n_steps,)."""
+        return np.append(self.rows["weight"], 1.0)[previous(self.rows["worker"])][self.is_step]
 
     @property
     def exchanged(self) -> np.ndarray:

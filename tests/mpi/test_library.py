@@ -66,7 +66,7 @@ def test_what_the_servers_do_is_not_done_silently_by_the_script(comm, needs, fol
         for x, y in sync.shard(data, batch_size=16):
             loss = torch.nn.functional.mse_loss(model(x), y)
             loss.backward()
-            with pytest.raises(RuntimeError, match="the servers run the optimizer"):
+            with pytest.raises(RuntimeError, match="the session runs the optimizer"):
                 optimizer.step()
             optimizer.param_groups[0]["lr"] = 0.01
             with pytest.raises(RuntimeError, match="learning rate from 0.05 to 0.01"):

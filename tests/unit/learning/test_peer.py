@@ -156,18 +156,6 @@ def test_push_sum_steps_and_looks_at_x_over_w(options):
     assert abs(w - 1.0) > 0.1
 
 
-def test_push_sum_does_not_give_away_its_last():
-    worker = peer(vectors(1)[0])
-    given = 0
-    while worker.may_give:
-        with worker.exchanging() as x:
-            x.mul_(0.5)
-            worker.weight *= 0.5
-        given += 1
-    assert given == 31
-    np.testing.assert_allclose(numbers(worker.shown()), numbers(vectors(1)[0]), rtol=1e-12)
-
-
 # ---- mixing ----
 
 

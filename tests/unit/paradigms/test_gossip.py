@@ -227,3 +227,8 @@ def test_equal_models_stay_as_they_are(dtype):
         for mixed in (pulled, permuted):
             assert torch.equal(mixed(Peers(4, 1), models, round), models)
         assert torch.allclose(pushed(Peers(4, 1), models, round), models, rtol=1e-6, atol=0)  # a mean of three rounds
+
+
+def test_push_sum_does_not_give_away_its_last():
+    peers = Peers(4, seed=1, topology="exponential", include_self=False)
+    assert [peers.drawn(0, 1, 2.0**-k) for k in (0, 30, 31)] == [1, 1, 0]

@@ -32,6 +32,29 @@ def test_one_iteration_comes_again():
     assert times.steps(3) == times.steps(1)
 
 
+def test_local_steps_of_one_push_are_taken_to_be_equal():
+    rows = [(4.0, 9.0, 0.2, 0.2, 4), (6.0, 0.3, 0.2, 0.2, 2), (5.0, 0.3, 0.4, 0.2, 1)]
+    *columns_s, steps = columns(*rows)
+    times = RecordedTimes(*columns_s, steps.astype(int))
+    seconds = times.seconds()
+    assert [next(seconds) for _ in range(11)] == [1.0] * 4 + [3.0, 3.0, 5.0] + [3.0, 3.0, 5.0, 3.0]
+    assert [round(sum(times.steps(i)), 9) for i in range(1, 5)] == [9.2, 0.5, 0.7, 0.5]
+
+
+def test_times_of_single_iterations_serve_a_run_that_pushes_several(tmp_path):
+    """What would elastic averaging have taken? The same computations, with fewer transfers between them."""
+    network = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 0}}  # a put and a read take 8 ms each
+    bsp = timing_job(workers=2, seconds=0.1, paradigm={"name": "asp"}, stop={"updates": 80}, cluster=network)
+    simulate(bsp, tmp_path / "asp.h5")
+    easgd = {"paradigm": {"name": "easgd", "period": 4}, "stop": {"updates": 20}}
+    asked = timing_job(workers=2, **easgd, cluster={"times_from": str(tmp_path / "asp.h5")})
+    pushes = simulate(asked, tmp_path / "easgd.h5").tables["pushes"]
+    assert pushes["compute_s"] == pytest.approx(0.4)
+    assert simulate(bsp, tmp_path / "again.h5").tables["pushes"]["compute_s"] == pytest.approx(0.1)
+    back = timing_job(workers=2, stop={"updates": 20}, cluster={"times_from": str(tmp_path / "easgd.h5")})
+    assert simulate(back, tmp_path / "back.h5").tables["pushes"]["compute_s"] == pytest.approx(0.1)
+
+
 def test_transfers_are_part_of_the_way():
     put_s, report_s, grant_s, read_s = RecordedTimes(*columns((1.0, 0.5, 0.2, 0.3))).steps(1)
     assert (put_s, report_s, grant_s, read_s) == pytest.approx((0.15, 0.05, 0.35, 0.15))

@@ -138,6 +138,28 @@ def test_a_worker_leaves_and_the_others_go_on(tmp_path):
     assert left["now_s"][0] >= 9.5
 
 
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_several_iterations_a_push(tmp_path, synchronous):
+    """A push is of a whole period's iterations, and a device's events count them one by one."""
+    events = [
+        {"worker": 0, "at_iteration": 6, "change": "slow", "factor": 3.0},
+        {"worker": 0, "at_iteration": 8, "change": "recover"},
+        {"worker": 1, "at_iteration": 19, "change": "leave"},
+    ]
+    paradigm = {"name": "easgd", "period": 4, "synchronous": synchronous}
+    trace = simulate(timing_job(paradigm=paradigm, stop={"updates": 12}, cluster={"events": events}), tmp_path / "t.h5")
+    assert [check for check in audit(trace) if not check.passed] == []
+    pushes, updates = trace.tables["pushes"], trace.tables["updates"]
+    assert set(zip(pushes["local_steps"].tolist(), pushes["batch_size"].tolist(), strict=True)) == {(4, 16)}
+    mine, others = (pushes[pushes["worker"] == worker] for worker in (0, 1))
+    assert mine["compute_s"][:4].tolist() == [4.0, 8.0, 4.0, 4.0]
+    assert (mine["end_s"] - mine["begin_s"]).tolist() == mine["compute_s"].tolist()
+    assert len(others) == 4, "what it did after its 16th iteration is in no push"
+    granted_s = trace.tables["grants"]["now_s"][trace.tables["grants"]["worker"] == 1][3]
+    assert trace.tables["membership"]["now_s"][0] == granted_s + 2.0, "after two more"
+    assert updates["samples"].tolist() == (16 * np.cumsum(updates["n_contributions"])).tolist()
+
+
 def test_a_run_ends_when_everybody_has_left(tmp_path):
     leaving = {"events": [{"worker": w, "at_iteration": 3 + w, "change": "leave"} for w in (0, 1)]}
     job = timing_job(workers=2, paradigm={"name": "asp"}, stop={"updates": 10**6}, cluster=leaving)
