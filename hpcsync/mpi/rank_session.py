@@ -67,7 +67,7 @@ class RankSession(Session):
         self._comm.Abort(1)
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until the end the script's own calls must not undo what is set up here, nor pretend to do what is done here."""
+        """Until the end the script's calls must neither undo what is set up here nor seem to do what a session does."""
 
         def zero_grad(set_to_none: bool = True) -> None:
             self.flat.zero_gradient()

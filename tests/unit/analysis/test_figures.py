@@ -92,7 +92,15 @@ def test_gaps_are_counted_from_all_pushes(tmp_path):
 
 @pytest.mark.parametrize(
     ("paradigm", "bound_iters"),
-    [("bsp", 1), ("asp", None), ("ssp", 3), ('name = "ssp"\nstaleness = inf', None), ("dssp", 6), ("paper", None)],
+    [
+        ("bsp", 1),
+        ("asp", None),
+        ("ssp", 3),
+        ('name = "ssp"\nstaleness = inf', None),
+        ("dssp", 6),
+        ("paper", None),
+        ("easgd-sync", 1),
+    ],
 )
 def test_the_bound_is_that_of_the_paradigm(paradigm, bound_iters):
     gaps, trace = importlib.import_module("gaps"), record(paradigm, (1.0, 1.0, 5.0), updates=60)
