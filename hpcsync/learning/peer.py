@@ -127,11 +127,6 @@ def absorb(x: torch.Tensor, total: torch.Tensor, count: int, *, drew_itself: boo
     x.mul_(own).add_(total).div_(own + count)
 
 
-def elastic(x: torch.Tensor, centre: torch.Tensor, alpha: float) -> None:
-    """x moves alpha of its distance towards the centre (Zhang, Choromanska and LeCun 2015)."""
-    x.sub_(torch.sub(x, centre), alpha=alpha)
-
-
 class Mean:
     """The mean of replicas, one after the other, and how far they are from it.
 

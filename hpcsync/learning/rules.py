@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 
@@ -14,12 +13,7 @@ from hpcsync.learning.optimizers import OptimizerSpec
 
 
 class Rule(ABC):
-    """How a store's weights change. Element by element, so that the bits do not depend on where shards end.
-
-    contributors_read: whether an update's contributors may still be reading the weights that it starts from.
-    """
-
-    contributors_read: ClassVar[bool]
+    """How a store's weights change. Element by element, so that the bits do not depend on where shards end."""
 
     @abstractmethod
     def bind(self, weights: torch.nn.Parameter) -> None:
@@ -32,8 +26,6 @@ class Rule(ABC):
 
 class Descent(Rule):
     """A torch optimizer's step along the mean of gradients; the rate is its learning rate."""
-
-    contributors_read = False
 
     def __init__(self, optimizer: OptimizerSpec) -> None:
         self._spec = optimizer
@@ -54,8 +46,6 @@ class Descent(Rule):
 class Elastic(Rule):
     """The weights are a centre, and contributions are where workers are: it moves by the sum of its moves towards each
     of them, all measured from where it was."""
-
-    contributors_read = True
 
     def bind(self, weights: torch.nn.Parameter) -> None:
         self._weights = weights

@@ -36,7 +36,7 @@ def row_size(shard_size: int) -> int:
 def n_buffers(n_workers: int, contributors_read: bool = False) -> int:
     """Buffers that a store with this many workers and one evaluator needs so that no update ever waits.
 
-    contributors_read: as of `learning.rules.Rule`.
+    contributors_read: whether the contributors of an update may still be reading the version that it starts from.
     """
     return n_workers + 1 + contributors_read
 

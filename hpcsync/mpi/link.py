@@ -23,7 +23,7 @@ class Link:
     tensors: on a server, its buffers of weights and then one slot per worker for its contributions, in rows.
     done:    on a server, one word per reader; see learning.store.
     weights: the flat weights of every rank, shape (size,); rank 0's become everybody's.
-    contributors_read: as of the servers' `learning.rules.Rule`.
+    contributors_read: see `learning.store.n_buffers`.
     """
 
     def __init__(
