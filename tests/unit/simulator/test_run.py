@@ -16,7 +16,7 @@ from hpcsync.simulator.run import simulate
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from tests.unit.jobs import LINEAR, make_job
-from tests.unit.simulator.running import timing_job
+from tests.unit.simulator.running import WITHOUT_SERVER, timing_job
 
 
 def job(**tables) -> Job:
@@ -43,8 +43,21 @@ def test_it_leaves_what_a_run_leaves(tmp_path):
     assert "mpi_library" not in trace.attributes
 
 
-def test_the_weights_are_the_final_ones(tmp_path):
-    run(job(), tmp_path / "out")
+@pytest.mark.parametrize("paradigm", WITHOUT_SERVER, ids=str)
+def test_without_servers_it_leaves_the_same(tmp_path, paradigm):
+    status, text = run(job(paradigm=paradigm), tmp_path / "out")
+    assert status == 0
+    names = ["job.toml", "summary.json", "trace.h5", "weights.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    assert f"paradigm  {paradigm['name']}" in text and "2 workers" in text
+    trace = load(tmp_path / "out" / "trace.h5")
+    assert trace.tables["clocks"]["host"].tolist() == [b"virtual"] * 2
+    assert trace.attributes["engine"] == "simulator" and trace.finished
+
+
+@pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "allreduce"}, {"name": "gossip", "mode": "push"}])
+def test_the_weights_are_the_final_ones(tmp_path, paradigm):
+    run(job(paradigm=paradigm), tmp_path / "out")
     (weights,) = load_file(tmp_path / "out" / "weights.safetensors").values()
     workload = workloads.build(job())
     assert not torch.equal(weights, next(workload.model.parameters()))

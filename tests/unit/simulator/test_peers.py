@@ -1,0 +1,712 @@
+"""Runs without servers in virtual time: what must come out equal, what is conserved, closed forms, and ends."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.job_errors import JobError
+from hpcsync.learning.data import batches
+from hpcsync.learning.peer import LocalOptimizer
+from hpcsync.learning.workloads import Workload, build
+from hpcsync.peers import drawing
+from hpcsync.simulator.collectives import ring_allreduce_s
+from hpcsync.simulator.links import build as build_workers
+from hpcsync.simulator.peers import PeerSimulation, simulation
+from hpcsync.simulator.run import prepare
+from hpcsync.traces.audit import audit
+from hpcsync.traces.schema import EVERYBODY, NOBODY, TABLES
+from tests.unit.jobs import LINEAR, make_job
+from tests.unit.simulator.running import TIMING, WITHOUT_SERVER, simulate, timing_job
+
+LR = 0.1
+ALLREDUCE: dict[str, Any] = {"name": "allreduce"}
+MODES = ["pull", "push", "push-sum", "permutation"]
+NETWORK = {"bandwidth_gbit": 1e-3, "latency_us": 1000}  # 40 bytes take 0.32 ms, 4 kB 32 ms
+NESTEROV = {"name": "sgd", "lr": LR, "momentum": 0.9, "nesterov": True}
+
+
+def gossip(mode: str, **options: Any) -> dict[str, Any]:
+    return {"name": "gossip", "mode": mode, **options}
+
+
+def local(steps: int, **options: Any) -> dict[str, Any]:
+    return {"name": "local-sgd", "steps": steps, **options}
+
+
+EVERYTHING = [ALLREDUCE, local(1), local(4), *map(gossip, MODES)]
+
+
+class Recorder:
+    """A trace in memory."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, list[tuple[object, ...]]] = {table: [] for table in TABLES}
+
+    def append(self, table: str, row: tuple[object, ...]) -> None:
+        self.rows[table].append(row)
+
+    def __getitem__(self, table: str) -> np.ndarray:
+        return np.array(self.rows[table], TABLES[table])
+
+
+class Run:
+    """A simulation of a job in float64. watch(run) is called after every iteration; before(run), before the first."""
+
+    def __init__(
+        self,
+        paradigm: dict[str, Any],
+        workers: int = 3,
+        iterations: int = 10,
+        *,
+        watch: Callable[[Run], None] | None = None,
+        before: Callable[[Run], None] | None = None,
+        training: Workload | None = None,
+        seconds: Any = 1.0,
+        model: str = "constant",
+        cluster: dict[str, Any] | None = None,
+        **tables: Any,
+    ) -> None:
+        compute = {"compute": {"model": model, "seconds": seconds}}
+        together = paradigm["name"] in ("allreduce", "bsp")
+        self.job = make_job(
+            **{
+                "paradigm": paradigm,
+                "optimizer": {"name": "sgd", "lr": LR},
+                "stop": {"updates": iterations if together else iterations * workers},
+                "cluster": {"workers": workers, **compute, **(cluster or {})},
+                **tables,
+            }
+        )
+        self.workload = training or build(self.job)
+        self.trace = Recorder()
+        prepared = prepare(self.job, self.workload)
+        self.simulation: Any = prepared.begin(self.trace, lambda now_s, _: watch(self) if watch else None)
+        if before:
+            before(self)
+        self.simulation.run()
+
+    @property
+    def weights(self) -> np.ndarray:
+        """The final ones."""
+        return next(self.workload.model.parameters()).detach().numpy().ravel().copy()
+
+    def shown(self) -> np.ndarray:
+        """What workers would show now: shape (workers, size)."""
+        return np.array([self.simulation._replicas.shown(worker).numpy() for worker in range(self.job.cluster.workers)])
+
+    def iterations(self) -> list[int]:
+        """The latest of every worker."""
+        return [worker.iteration for worker in self.simulation._workers]
+
+
+def start(**tables: Any) -> np.ndarray:
+    return next(build(make_job(**tables)).model.parameters()).detach().numpy().ravel().copy()
+
+
+def data(workers: int, worker: int, batch_size: int = 4):
+    """The worker's batches as NumPy arrays."""
+    train = build(make_job()).train
+    mine = batches(train, 1, worker, n_workers=workers, batch_size=batch_size, epochs=range(1000))
+    return ((x.numpy(), y.numpy()) for x, y in mine)
+
+
+def gradient(weights: np.ndarray, batch: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Of half the mean squared error."""
+    x, y = batch
+    return x.T @ (x @ weights - y) / len(y)
+
+
+def torch_sgd(iterations: int, workers: int = 1, worker: int = 0, batch_size: int = 4, **options: Any) -> np.ndarray:
+    """The weights that a plain PyTorch loop comes to."""
+    workload = build(make_job())
+    assert workload.loss is not None
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=LR, fused=True, **options)
+    mine = batches(workload.train, 1, worker, n_workers=workers, batch_size=batch_size, epochs=range(1000))
+    for batch in itertools.islice(mine, iterations):
+        optimizer.zero_grad()
+        workload.loss(workload.model, *batch).backward()
+        optimizer.step()
+    return next(workload.model.parameters()).detach().numpy().ravel().copy()
+
+
+def close(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.allclose(a, b, rtol=1e-12, atol=0))
+
+
+# ---- what must come out equal ----
+
+
+def test_all_reduce_is_one_process_with_a_larger_batch():
+    assert close(Run(ALLREDUCE, workers=3, iterations=23).weights, torch_sgd(23, batch_size=12))
+    assert not close(Run(ALLREDUCE, workers=3, iterations=23).weights, torch_sgd(24, batch_size=12))
+
+
+@pytest.mark.parametrize("optimizer", [NESTEROV, {"name": "adam", "lr": LR}], ids=str)
+def test_all_reduce_is_bsp(optimizer):
+    a, b = (Run({"name": name}, 3, 20, optimizer=optimizer) for name in ("allreduce", "bsp"))
+    assert np.array_equal(a.weights, b.weights) if optimizer is NESTEROV else close(a.weights, b.weights)
+    assert a.trace["updates"].tobytes() == b.trace["updates"].tobytes()
+
+
+@pytest.mark.parametrize("options", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}], ids=str)
+def test_local_sgd_of_one_step_is_all_reduce(options):
+    assert close(Run(local(1, **options), 3, 20).weights, Run(ALLREDUCE, 3, 20).weights)
+    assert not close(Run(local(2, **options), 3, 20).weights, Run(ALLREDUCE, 3, 20).weights)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("paradigm", EVERYTHING, ids=str)
+def test_alone_it_is_plain_sgd_bit_for_bit(paradigm, momentum):
+    run = Run(paradigm, 1, 20, optimizer={"name": "sgd", "lr": LR, "momentum": momentum})
+    assert np.array_equal(run.weights, torch_sgd(20, momentum=momentum))
+
+
+@pytest.mark.parametrize("paradigm", [local(1000), *(gossip(mode, period=1000) for mode in MODES)], ids=str)
+def test_without_an_exchange_workers_train_alone(paradigm):
+    run = Run(paradigm, 3, 20)
+    alone = [torch_sgd(n, 3, worker) for worker, n in enumerate(run.iterations())]
+    assert close(run.weights, np.mean(alone, 0))
+    assert all(np.array_equal(a, b) for a, b in zip(run.shown(), alone, strict=True))
+    assert set(run.trace["exchanges"]["peer"].tolist()) == {NOBODY}
+    assert run.trace["exchanges"]["wire_bytes"].sum() == 0
+    distance = np.sqrt(np.mean([np.sum((a - np.mean(alone, 0)) ** 2) for a in alone]))
+    assert run.trace["evaluations"]["consensus_distance"][-1] == pytest.approx(distance, rel=1e-9)
+
+
+# ---- against NumPy ----
+
+
+def permuting(iterations: int, workers: int, period: int, mu: float, last: dict[int, int] | None = None) -> np.ndarray:
+    """Gossip in step with Nesterov's momentum, written down anew: the weights of all. last: iterations of leavers."""
+    peers = drawing(make_job(paradigm=gossip("permutation", period=period), cluster={"workers": workers}))
+    theta = np.array([start()] * workers)
+    v = np.zeros_like(theta)
+    mine = [data(workers, worker) for worker in range(workers)]
+    for iteration in range(1, iterations + 1):
+        for worker in range(workers):
+            if iteration <= (last or {}).get(worker, iterations):
+                v[worker] = mu * v[worker] - LR * gradient(theta[worker] + mu * v[worker], next(mine[worker]))
+                theta[worker] += v[worker]
+        if iteration % period == 0:
+            before = theta.copy()
+            for worker, target in enumerate(peers.permutation(iteration // period)):
+                theta[target] = (before[target] + before[worker]) / 2
+    return theta
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.9])
+@pytest.mark.parametrize(("workers", "period"), [(2, 1), (3, 1), (5, 4)])
+def test_gossip_in_step_is_what_it_says(workers, period, mu):
+    optimizer = NESTEROV if mu else {"name": "sgd", "lr": LR}
+    run = Run(gossip("permutation", period=period), workers, 17, optimizer=optimizer)
+    expected = permuting(17, workers, period, mu)
+    assert close(run.shown(), expected)
+    assert close(run.weights, expected.mean(0))
+
+
+def test_peers_that_saw_the_look_ahead_would_be_elsewhere(monkeypatch):
+    monkeypatch.setattr(LocalOptimizer, "_scale", lambda self: 0.0)
+    run = Run(gossip("permutation"), 3, 17, optimizer=NESTEROV)
+    assert not np.allclose(run.weights, permuting(17, 3, 1, 0.9).mean(0), rtol=1e-4)
+
+
+def averaging(iterations: int, workers: int, steps: int, outer_lr: float, outer_mu: float, last=None) -> np.ndarray:
+    """Local SGD with Nesterov's momentum and DiLoCo's outer step, written down anew."""
+    theta = np.array([start()] * workers)
+    v, outer, buffer = np.zeros_like(theta), start(), 0.0
+    mine = [data(workers, worker) for worker in range(workers)]
+    stepped: set[int] = set()
+    for iteration in range(1, iterations + 1):
+        for worker in range(workers):
+            if iteration <= (last or {}).get(worker, iterations):
+                v[worker] = 0.9 * v[worker] - LR * gradient(theta[worker] + 0.9 * v[worker], next(mine[worker]))
+                theta[worker] += v[worker]
+                stepped.add(worker)
+        if iteration % steps == 0:
+            d = outer - theta[sorted(stepped)].mean(0)
+            buffer = outer_mu * buffer + d
+            outer = outer - outer_lr * (d + outer_mu * buffer)
+            theta[:] = outer
+            stepped.clear()
+    return theta
+
+
+@pytest.mark.parametrize(("outer_lr", "outer_mu"), [(1.0, 0.0), (0.7, 0.9)])
+@pytest.mark.parametrize("last", [{}, {1: 6}, {1: 8, 2: 11}], ids=str)
+def test_local_sgd_is_what_it_says(outer_lr, outer_mu, last):
+    """Who leaves between averagings takes part in the next one with what it has done."""
+    events = [{"worker": worker, "at_iteration": n + 1, "change": "leave"} for worker, n in last.items()]
+    paradigm = local(4, outer_lr=outer_lr, outer_momentum=outer_mu)
+    run = Run(paradigm, 3, 18, optimizer=NESTEROV, cluster={"events": events}, stop={"seconds": 17.5})
+    assert max(run.iterations()) == 20
+    expected = averaging(20, 3, 4, outer_lr, outer_mu, last)
+    assert close(run.shown(), expected)
+    assert close(run.weights, expected.mean(0))
+
+
+def test_replicas_are_equal_right_after_an_averaging():
+    equal: dict[int, list[bool]] = {}
+
+    def watch(run: Run) -> None:
+        iterations = set(run.iterations())
+        if len(iterations) == 1:
+            shown = run.shown()
+            equal.setdefault(iterations.pop(), []).append(bool((shown == shown[0]).all()))
+
+    Run(local(3), 3, 9, watch=watch)
+    assert {iteration for iteration, found in equal.items() if found[-1]} == {3, 6, 9}
+    assert len(equal) == 9
+
+
+@pytest.mark.parametrize(("mode", "exactly"), [("permutation", True), ("pull", False), ("push", False)])
+def test_the_mean_moves_by_the_mean_gradient(mode, exactly):
+    """As that of doubly stochastic mixing does, and of other mixing only in expectation."""
+    after: dict[int, np.ndarray] = {0: np.array([start()] * 4)}
+    Run(gossip(mode), 4, 12, watch=lambda run: after.update({min(run.iterations()): run.shown()}))
+    mine = [data(4, worker) for worker in range(4)]
+    moved = []
+    for iteration in range(1, 13):
+        steps = [LR * gradient(theta, next(own)) for theta, own in zip(after[iteration - 1], mine, strict=True)]
+        expected = after[iteration - 1].mean(0) - np.mean(steps, 0)
+        moved.append(np.allclose(after[iteration].mean(0), expected, rtol=1e-12))
+    assert all(moved) == exactly
+
+
+# ---- what is conserved ----
+
+
+class Counted:
+    """Replicas, and what is under way between them: after each mixing, what all have together."""
+
+    def __init__(self, replicas: Any) -> None:
+        self._replicas = replicas
+        self._under_way: list[Any] = []
+        self.sums: list[np.ndarray] = []  # of x, before and after each mixing
+        self.weights: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replicas, name)
+
+    def _count(self) -> None:
+        total, weight = 0.0, 0.0
+        for peer, inbox in zip(self._replicas._peers, self._replicas._inboxes, strict=True):
+            total = total + peer.shown().numpy() * peer.weight
+            weight += peer.weight + inbox.weight
+            if inbox.total is not None:
+                total = total + inbox.total.numpy()
+        for parcel in self._under_way:
+            total, weight = total + parcel.model.numpy(), weight + parcel.weight
+        self.sums.append(total)
+        self.weights.append(weight)
+
+    def push(self, worker: int) -> Any:
+        self._count()
+        parcel = self._replicas.push(worker)
+        self._under_way.append(parcel)
+        self._count()
+        return parcel
+
+    def arrive(self, worker: int, parcel: Any) -> None:
+        self._count()
+        self._under_way = [other for other in self._under_way if other is not parcel]
+        self._replicas.arrive(worker, parcel)
+        self._count()
+
+    def absorb(self, worker: int, *, drew_itself: bool) -> int:
+        self._count()
+        count = self._replicas.absorb(worker, drew_itself=drew_itself)
+        self._count()
+        return count
+
+    def conserved(self) -> bool:
+        return all(
+            np.allclose(before, after, rtol=1e-12, atol=1e-14)
+            for before, after in zip(self.sums[::2], self.sums[1::2], strict=True)
+        )
+
+
+def counted(mode: str, network: bool) -> tuple[Run, Counted]:
+    found: list[Counted] = []
+
+    def before(run: Run) -> None:
+        found.append(Counted(run.simulation._replicas))
+        run.simulation._replicas = found[0]
+
+    cluster = {"network": NETWORK} if network else {}
+    run = Run(
+        gossip(mode), 4, 10, before=before, model="exponential", seconds=1e-3, cluster=cluster, optimizer=NESTEROV
+    )
+    return run, found[0]
+
+
+@pytest.mark.parametrize("network", [False, True])
+def test_push_sum_loses_nothing(network):
+    run, replicas = counted("push-sum", network)
+    assert replicas.conserved()
+    assert set(replicas.weights) == {4.0}  # exactly: they are sums of powers of two
+    assert sum(replicas.weight(worker) for worker in range(4)) == 4.0
+    assert len({replicas.weight(worker) for worker in range(4)}) > 1
+    assert replicas._under_way == [] and all(inbox.count == 0 for inbox in replicas._inboxes)
+    latest = {row["worker"]: row["weight"] for row in run.trace["exchanges"]}
+    assert [latest[worker] for worker in range(4)] == [replicas.weight(worker) for worker in range(4)]
+
+
+def test_a_plain_push_does_not_conserve():
+    assert not counted("push", True)[1].conserved()
+
+
+@pytest.mark.parametrize("events", [[], [{"worker": 1, "at_iteration": 5, "change": "leave"}]], ids=["", "leave"])
+@pytest.mark.parametrize("workload", [LINEAR, TIMING], ids=["linear", "timing"])
+@pytest.mark.parametrize("mode", ["push", "push-sum"])
+def test_what_is_sent_is_received(mode, workload, events):
+    cluster = {"network": NETWORK, "events": events}
+    run = Run(gossip(mode), 4, 30, model="exponential", seconds=1e-3, cluster=cluster, workload=workload)
+    rows = run.trace["exchanges"]
+    sent = rows[(rows["peer"] >= 0) & (rows["peer"] != rows["worker"])]
+    to, received = Counter(sent["peer"].tolist()), Counter()
+    for row in rows:
+        received[int(row["worker"])] += int(row["n_received"])
+    assert to == received
+    assert len(sent) > 50
+    late = rows[rows["batch_size"] == 0]
+    assert len(late) > 0 and set(late["peer"].tolist()) == {NOBODY} and late["n_received"].min() > 0
+    assert late["now_s"].min() >= rows["now_s"].max() - 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_consensus_is_a_fixed_point(mode):
+    workload = build(make_job())
+    still = Workload(workload.model, lambda model, x, y: 0.0 * model(x).sum(), workload.train, workload.evaluate)
+    run = Run(gossip(mode), 4, 20, training=still, optimizer=NESTEROV, model="lognormal")
+    assert np.allclose(run.weights, start(), rtol=1e-14, atol=0)
+    if mode in ("pull", "permutation"):
+        assert np.array_equal(run.weights, start())
+        assert run.trace["evaluations"]["consensus_distance"][-1] == 0.0
+
+
+# ---- who reads what ----
+
+
+def test_a_pull_reads_what_its_peer_showed_last():
+    """Worker 0 is fast; worker 1 shows its start until the end of its first round."""
+    seen: list[np.ndarray] = []
+
+    def before(run: Run) -> None:
+        mix = run.simulation._replicas.mix
+
+        def spied(worker: int, model: torch.Tensor) -> None:
+            if worker == 0:
+                seen.append(model.numpy().copy())
+            mix(worker, model)
+
+        run.simulation._replicas.mix = spied
+
+    shown: list[np.ndarray] = [start()]
+
+    def watch(run: Run) -> None:
+        if run.iterations()[1] == len(shown) and run.trace.rows["exchanges"][-1][1] == 1:
+            shown.append(run.shown()[1])
+
+    paradigm = gossip("pull", include_self=False)
+    Run(paradigm, 2, before=before, watch=watch, seconds=[1.0, 3.5], stop={"seconds": 9.5}, optimizer=NESTEROV)
+    expected = [shown[0]] * 3 + [shown[1]] * 4 + [shown[2]] * 3  # worker 1 ends its rounds at 3.5, 7 and 10.5
+    assert len(seen) == 10
+    assert all(np.array_equal(a, b) for a, b in zip(seen, expected, strict=True))
+
+
+def test_rows_say_with_whom():
+    for paradigm in (ALLREDUCE, local(1)):
+        rows = Run(paradigm, 3, 4).trace["exchanges"]
+        assert set(rows["peer"].tolist()) == {EVERYBODY} and set(rows["n_received"].tolist()) == {2}
+    for mode in MODES:
+        run = Run(gossip(mode, period=2), 3, 12)
+        rows = run.trace["exchanges"]
+        peers = drawing(run.job)
+        for row in rows[rows["batch_size"] > 0]:
+            worker, (round, rest) = int(row["worker"]), divmod(int(row["iteration"]), 2)
+            drawn = NOBODY
+            if not rest:
+                drawn = peers.permutation(round)[worker] if mode == "permutation" else peers.drawn(worker, round)
+            assert row["peer"] == drawn
+            assert row["wire_bytes"] == (0 if drawn in (NOBODY, worker) else 40)
+            if mode in ("pull", "permutation"):
+                assert row["n_received"] == (0 if drawn in (NOBODY, worker) else 1)
+
+
+# ---- time ----
+
+
+def ends(paradigm: dict[str, Any], workers: int = 2, **more: Any) -> np.ndarray:
+    """When each worker's iterations end, workers without arithmetic: shape (workers, 6)."""
+    tables = {"workload": TIMING, "cluster": {"network": NETWORK}, **more}
+    rows = Run(paradigm, workers, 6, **tables).trace["exchanges"]
+    rows = rows[(rows["batch_size"] > 0) & (rows["iteration"] <= 6)]
+    return np.array([rows["now_s"][rows["worker"] == worker] for worker in range(workers)])
+
+
+LATENCY_S, TRANSFER_S = 1e-3, 0.032
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 5])
+def test_a_round_of_all_reduce(workers):
+    seconds = [1.0 + 0.5 * worker for worker in range(workers)]
+    round_s = seconds[-1] + ring_allreduce_s(workers, 4000, LATENCY_S, 125e3)
+    expected = np.arange(1, 7) * round_s
+    assert ends(ALLREDUCE, workers, seconds=seconds) == pytest.approx(np.array([expected] * workers), rel=1e-9)
+    rows = Run(ALLREDUCE, workers, 6, seconds=seconds, cluster={"network": NETWORK}).trace["exchanges"]
+    waited = [rows["wait_s"][rows["worker"] == worker] for worker in range(workers)]
+    assert waited == pytest.approx(np.array([[seconds[-1] - own] * 6 for own in seconds]), abs=1e-9)
+    assert set(rows["wire_bytes"].tolist()) == {2 * (workers - 1) * 40 // workers}
+
+
+def test_a_round_of_local_sgd():
+    found = ends(local(3), 4)
+    averaged = 3.0 + ring_allreduce_s(4, 4000, LATENCY_S, 125e3)
+    expected = [1.0, 2.0, averaged, averaged + 1.0, averaged + 2.0, 2 * averaged]
+    assert found == pytest.approx(np.array([expected] * 4), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("mode", "exchange_s"),
+    [
+        ("pull", 2 * LATENCY_S + TRANSFER_S),
+        ("push", 2 * LATENCY_S + TRANSFER_S),
+        ("push-sum", 2 * LATENCY_S + TRANSFER_S),
+        ("permutation", LATENCY_S + TRANSFER_S),
+    ],
+)
+def test_a_round_of_gossip(mode, exchange_s):
+    expected = np.arange(1, 7) * (1.0 + exchange_s)
+    found = ends(gossip(mode, include_self=False))
+    assert found == pytest.approx(np.array([expected] * 2), rel=1e-9)
+
+
+def test_links_are_shared():
+    """Who is asked by both others at once takes twice as long to answer."""
+    run = Run(gossip("pull", include_self=False), 3, 20, workload=TIMING, cluster={"network": NETWORK})
+    rows = run.trace["exchanges"]
+    first = rows[rows["iteration"] == 1]
+    asked = Counter(first["peer"].tolist())
+    assert sorted(asked.values()) == [1, 2]  # with this seed
+    for row in first:
+        assert row["comm_s"] == pytest.approx(2 * LATENCY_S + asked[int(row["peer"])] * TRANSFER_S, rel=1e-9)
+
+
+def test_a_worker_that_draws_itself_exchanges_in_no_time():
+    run = Run(gossip("pull"), 2, 20, cluster={"network": NETWORK})
+    rows = run.trace["exchanges"]
+    itself = rows["peer"] == rows["worker"]
+    assert 0 < itself.sum() < len(rows)
+    assert set(rows["comm_s"][itself].tolist()) == {0.0}
+    assert rows["comm_s"][~itself].min() > 2e-3
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "counts"),
+    [
+        (ALLREDUCE, [10, 10, 10]),
+        (local(2), [10, 10, 10]),
+        (gossip("permutation"), [10, 10, 10]),
+        (gossip("pull"), [40, 40, 10]),
+        (gossip("push"), [40, 40, 10]),
+        (gossip("push-sum"), [40, 40, 10]),
+    ],
+    ids=str,
+)
+def test_whom_a_straggler_holds(paradigm, counts):
+    rows = Run(paradigm, seconds=[1.0, 1.0, 4.0], stop={"seconds": 39.5}).trace["exchanges"]
+    rows = rows[rows["batch_size"] > 0]
+    assert np.bincount(rows["worker"]).tolist() == counts
+    assert (rows["wait_s"].max() > 0.0) == (len(set(counts)) == 1)
+
+
+# ---- leaving, and ends ----
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.9])
+def test_who_has_left_goes_on_exchanging_in_step(mu):
+    events = [{"worker": 1, "at_iteration": 5, "change": "leave"}]
+    optimizer = NESTEROV if mu else {"name": "sgd", "lr": LR}
+    run = Run(gossip("permutation"), 3, optimizer=optimizer, cluster={"events": events}, stop={"seconds": 11.5})
+    assert run.iterations() == [12, 4, 12]
+    assert close(run.shown(), permuting(12, 3, 1, mu, {1: 4}))
+
+
+def test_all_reduce_goes_on_with_those_who_are_left():
+    events = [{"worker": 1, "at_iteration": 4, "change": "leave"}]
+    run = Run(ALLREDUCE, 3, 10, cluster={"events": events})
+    updates, rows = run.trace["updates"], run.trace["exchanges"]
+    assert updates["n_contributions"].tolist() == [3] * 3 + [2] * 7
+    assert rows["n_received"].tolist() == [2] * 9 + [1] * 14
+    weights, mine = start(), [data(3, worker) for worker in range(3)]
+    for iteration in range(1, 11):
+        who = [0, 1, 2] if iteration < 4 else [0, 2]
+        weights = weights - LR * np.mean([gradient(weights, next(mine[worker])) for worker in who], 0)
+    assert close(run.weights, weights)
+
+
+@pytest.mark.parametrize("paradigm", EVERYTHING, ids=str)
+def test_all_may_leave(paradigm):
+    events = [{"worker": worker, "at_iteration": 3 + worker, "change": "leave"} for worker in range(3)]
+    run = Run(paradigm, 3, 1000, cluster={"events": events})
+    assert run.iterations() == [2, 3, 4]
+    assert sorted(run.trace["membership"]["worker"].tolist()) == [0, 1, 2]
+    assert run.trace["updates"]["samples"][-1] == 4 * 9
+    at_once = [{"worker": worker, "at_s": 0.0, "change": "leave"} for worker in range(3)]
+    assert np.array_equal(Run(paradigm, 3, 9, cluster={"events": at_once}).weights, start())
+
+
+@pytest.mark.parametrize("paradigm", EVERYTHING, ids=str)
+@pytest.mark.parametrize("stop", [{"samples": 100}, {"updates": 20}, {"seconds": 7.2}], ids=str)
+def test_a_run_ends_with_the_iteration_that_is_enough(paradigm, stop):
+    run = Run(paradigm, 3, seconds=[1.0, 1.1, 1.3], stop=stop)
+    rows, updates = run.trace["exchanges"], run.trace["updates"]
+    in_step = paradigm["name"] != "gossip" or paradigm["mode"] == "permutation"
+    assert not run.simulation.coordinator.active
+    if in_step:
+        assert len(set(run.iterations())) == 1
+    last = rows[rows["batch_size"] > 0]["iteration"].max()
+    if "samples" in stop:
+        assert 100 <= updates["samples"][-1] <= 100 + 3 * 4
+    elif "updates" in stop:
+        assert 20 <= updates["version"][-1] <= 20 + 2
+    else:
+        period = paradigm.get("steps", 1)
+        assert updates["now_s"][-1] - 7.2 < 1.3 * period + 1e-9
+        assert last >= 5
+
+
+def test_a_target_is_agreed_on_at_the_next_exchange():
+    """In step it ends the iteration after the one that reached it; whoever runs freely sees it as an iteration ends."""
+    tables = {"stop": {"target_loss": 0.1}, "evaluation": {"every_samples": 12}}
+    run = Run(ALLREDUCE, 3, **tables)
+    losses = run.trace["evaluations"]["loss"]
+    reached = int(np.flatnonzero(losses <= 0.1)[0]) + 1
+    assert run.iterations() == [reached + 1] * 3
+    free = Run(gossip("pull"), 3, seconds=[1.0, 1.1, 1.3], **tables)
+    evaluations = free.trace["evaluations"]
+    reached_s = evaluations["now_s"][evaluations["loss"] <= 0.1][0]
+    assert free.trace["updates"]["now_s"][-1] - reached_s <= 1.3
+
+
+@pytest.mark.parametrize("paradigm", WITHOUT_SERVER, ids=str)
+def test_evaluating_leaves_everything_as_it_is(paradigm):
+    evaluated, alone = (
+        Run(paradigm, 3, 30, optimizer=NESTEROV, model="lognormal", evaluation={"every_samples": every})
+        for every in (20, 0)
+    )
+    assert len(evaluated.trace["evaluations"]) > 10 > len(alone.trace["evaluations"]) == 1
+    assert np.array_equal(evaluated.weights, alone.weights)
+    last = evaluated.trace["evaluations"][-1]
+    assert last["loss"] == alone.trace["evaluations"]["loss"][0] == evaluated.workload.evaluate(alone.workload.model)[0]
+    assert last["version"] == evaluated.trace["updates"]["version"][-1]
+    distances = evaluated.trace["evaluations"]["consensus_distance"]
+    assert (distances == 0.0).all() if paradigm == ALLREDUCE else distances.max() > 0.0
+
+
+# ---- whole runs ----
+
+CLUSTERS = {
+    "": {},
+    "network": {"network": NETWORK},
+    "events": {
+        "network": NETWORK,
+        "events": [
+            {"worker": 0, "at_iteration": 4, "change": "slow", "factor": 5.0},
+            {"worker": 0, "at_iteration": 6, "change": "recover"},
+            {"worker": 1, "at_s": 5.5, "change": "leave"},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("paradigm", WITHOUT_SERVER, ids=str)
+def test_the_same_job_gives_the_same_bytes(paradigm, cluster):
+    def tables(seed: int) -> tuple[list[bytes], bytes]:
+        run = Run(paradigm, 3, 15, seed=seed, model="lognormal", cluster=cluster, optimizer=NESTEROV)
+        return [run.trace[table].tobytes() for table in TABLES], run.weights.tobytes()
+
+    assert tables(1) == tables(1)
+    assert tables(1) != tables(2)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("paradigm", WITHOUT_SERVER, ids=str)
+def test_a_simulated_trace_audits(tmp_path, paradigm, workers, cluster):
+    if workers == 1 and "events" in cluster:
+        cluster = cluster | {"events": cluster["events"][:2]}
+    job = timing_job(workers=workers, model="lognormal", paradigm=paradigm, stop={"updates": 60}, cluster=cluster)
+    trace = simulate(job, tmp_path / "trace.h5")
+    assert [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed] == []
+    assert trace.finished
+    assert len(trace.tables["membership"]) == workers
+
+
+@pytest.mark.parametrize("workload", [LINEAR, TIMING], ids=["linear", "timing"])
+def test_push_sum_keeps_enough_where_nothing_comes_back(workload):
+    """Worker 1 has left, and worker 0 gives half of what it has to it again and again, but not the last."""
+    events = [{"worker": 1, "at_iteration": 3, "change": "leave"}]
+    paradigm = gossip("push-sum", include_self=False)
+    run = Run(paradigm, 2, 200, cluster={"events": events}, workload=workload)
+    rows = run.trace["exchanges"]
+    own = rows[(rows["worker"] == 0) & (rows["batch_size"] > 0)]
+    assert 2.0**-32 < own["weight"].min() < 2.0**-30
+    assert set(own["peer"][-100:].tolist()) == {0}
+    if workload is LINEAR:
+        optimum = np.linalg.lstsq(*(tensor.numpy() for tensor in run.workload.train.tensors))[0]
+        assert np.linalg.norm(run.shown()[0] - optimum) < 0.1
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "cluster", "message"),
+    [
+        (ALLREDUCE, {"workers": 2}, "cluster.compute: missing"),
+        (
+            gossip("pull"),
+            {"workers": 2, "times_from": "trace.h5"},
+            'cluster.times_from = "trace.h5": must be left out with paradigm.name = "gossip"',
+        ),
+        (
+            gossip("push"),
+            {"workers": 2, "compute": {"model": "constant", "seconds": [1.0, 0.0]}},
+            "cluster.compute: worker 1's iterations take 0 seconds",
+        ),
+        (
+            ALLREDUCE,
+            {"workers": 1, "compute": {"model": "constant", "seconds": 0.0}, "network": {}},
+            "cluster.compute: worker 0's iterations take 0 seconds",
+        ),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_simulated(paradigm, cluster, message):
+    job = make_job(paradigm=paradigm, cluster=cluster, stop={"seconds": 1.0})
+    with pytest.raises(JobError, match=f"^{message}"):
+        build_workers(job, build(job))
+
+
+@pytest.mark.parametrize("paradigm", [ALLREDUCE, local(2), gossip("permutation")], ids=str)
+def test_in_step_time_passes_if_it_does_for_one(paradigm):
+    run = Run(paradigm, 2, seconds=[1.0, 0.0], stop={"seconds": 3.5})
+    assert run.iterations() == [4, 4]
+
+
+def test_a_run_in_which_nothing_can_happen_any_more_fails():
+    job = timing_job(paradigm=ALLREDUCE)
+    workload = build(job)
+    stuck: PeerSimulation = simulation(job, workload, build_workers(job, workload), Recorder())
+    stuck._exchange = lambda worker: None  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] wait for ever"):
+        stuck.run()
