@@ -204,7 +204,10 @@ class BookkeeperSession(PeerSession):
         super().__init__(comm, job, model, optimizer)
         assert self._clocks is not None
         hosts = [host for _, host, _, _ in self._clocks]
-        attributes = provenance(job, engine="mpi", mpi_library=MPI.Get_library_version().strip("\0 \n"), hosts=hosts)
+        library = MPI.Get_library_version().strip("\0 \n")
+        attributes = provenance(job, engine="mpi", mpi_library=library, hosts=hosts)
+        if self._progression is not None:
+            attributes |= self._progression.attributes()
         self.folder = folder
         self._evaluate = evaluate
         self._trace = TraceWriter(folder / outputs.TRACE, attributes)

@@ -58,6 +58,15 @@ class Progression:
         self._interval_s = sys.getswitchinterval()
         self._next_s = float("inf")
 
+    def attributes(self) -> dict[str, str | float | None]:
+        """What a trace says of it."""
+        return {
+            "progression": self.kind,
+            "progression_get_s_without": self.get_s_without,
+            "progression_get_s_with": self.get_s_with,
+            "progression_cost": self.cost,
+        }
+
     def poll(self) -> None:
         """To be called from within the computation, as often as one likes: now and then it makes MPI calls, if needed.
 

@@ -35,6 +35,15 @@ stop = {updates = 4}
 paradigm = {name = "asp"}
 cluster = {workers = 2}
 """
+GOSSIP = """
+name = "heavy-gossip"
+seed = 1
+workload = {name = "timing", parameters = 1_000_000, batch_size = 1}
+optimizer = {name = "sgd", lr = 0.1}
+stop = {updates = 12}
+paradigm = {name = "gossip", mode = "pull", include_self = false}
+cluster = {workers = 3, compute = {model = "constant", seconds = 1.0}}
+"""
 WIRE_S = 0.3  # a push and a read of 4 MB each at 1 Gbit/s for two workers at once, and Open MPI sends a read twice
 SLOW_S = 0.5
 SLACK_S = 0.5  # the machine's other business
@@ -100,6 +109,23 @@ def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_pat
         assert not {"n1", "n2", "n3"} & set(hosts_of(load(tmp_path / "together" / "trace.h5")))
         apart, together = (tmp_path / name / "weights.safetensors" for name in ("apart", "together"))
         assert apart.read_bytes() == together.read_bytes(), "bit for bit what one host computes"
+
+
+def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) -> None:
+    """Between hosts a read waits until its target makes MPI calls; in iterations of a second no read takes half of one.
+
+    What happens without help is in test_gossip_reads.py.
+    """
+    job = tmp_path / "job.toml"
+    job.write_text(GOSSIP)
+    program = [sys.executable, "-m", "hpcsync", "run", str(job), "--out", "out"]
+    run(hosts, tmp_path, program, MPIEXEC=shlex.join(hosts.mpiexec([1, 2, 3])))
+    trace = trace_of(tmp_path / "out")
+    exchanges = trace.tables["exchanges"]
+    assert set(exchanges["wire_bytes"]) == {4_000_000}
+    assert trace.attributes["progression"] in ("thread", "hooks")
+    print(f"{trace.attributes['progression']}: reads took {np.sort(exchanges['comm_s'])} s")
+    assert exchanges["comm_s"].max() < WIRE_S + SLACK_S / 2
 
 
 def hosts_of(trace: Trace) -> list[str]:

@@ -22,9 +22,15 @@ workload = {{name = "breaking:make", batch_size = 4}}
 optimizer = {{name = "sgd", lr = 0.01}}
 stop = {{seconds = 600}}
 paradigm = {{{paradigm}}}
-cluster = {{workers = 2, compute = {{model = "constant", seconds = 0.005}}}}
+cluster = {{workers = {workers}, compute = {{model = "constant", seconds = 0.005}}}}
 """
-PARADIGMS = {"bsp": 'name = "bsp"', "dssp": 'name = "dssp", staleness_min = 1, staleness_max = 4'}
+PARADIGMS = {
+    "bsp": 'name = "bsp"',
+    "dssp": 'name = "dssp", staleness_min = 1, staleness_max = 4',
+    "allreduce": 'name = "allreduce"',
+    "gossip": 'name = "gossip", mode = "pull"',
+}
+WITHOUT_SERVER = ("allreduce", "gossip")
 
 # In the workload and in the script, the last rank raises as soon as there is a file `fail`.
 WORKLOAD = """
@@ -106,6 +112,18 @@ DEATHS = {
         Death("dssp", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
         Death("bsp", "mpiexec", told(signal.SIGINT), {"interrupted", "running"}),
     ),
+    "a peer raises": (
+        Death("allreduce", "hpcsync run", one_raises, {"failed"}),
+        Death("gossip", "script", one_raises, {"failed"}),
+    ),
+    "a peer is killed": (
+        Death("gossip", "hpcsync run", killed(2), {"failed"}),
+        Death("allreduce", "hpcsync run", killed(0), {"failed"}),
+    ),
+    "a signal to peers": (
+        Death("allreduce", "hpcsync run", told(signal.SIGINT), {"interrupted"}),
+        Death("gossip", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
+    ),
 }
 
 
@@ -115,7 +133,8 @@ def command(folder: Path, death: Death) -> list[str]:
     beside.mkdir(parents=True)
     (beside / "breaking.py").write_text(WORKLOAD)
     job = beside / "job.toml"
-    job.write_text(JOB.format(paradigm=PARADIGMS[death.paradigm]))
+    workers = 3 if death.paradigm in WITHOUT_SERVER else 2
+    job.write_text(JOB.format(paradigm=PARADIGMS[death.paradigm], workers=workers))
     script = folder / "script.py"
     script.write_text(SCRIPT.format(paradigm=PARADIGMS[death.paradigm].replace("name", "paradigm")))
     if death.by == "script":
@@ -153,7 +172,7 @@ def die(program: Program, folder: Path, death: Death) -> None:
         assert "rank 2 failed" in program.err
     trace = load(folder / "out" / "trace.h5")
     assert trace.status in death.statuses
-    assert len(trace.tables["pushes"]) > 10
+    assert len(trace.tables["exchanges" if death.paradigm in WITHOUT_SERVER else "pushes"]) > 10
     assert [found for found in audit(trace) if not found.passed] == []
     assert not (folder / "out" / "summary.json").exists()
     print(f"{death.by}, {death.paradigm}: gone after {took_s:.1f} s, status {program.status}, trace {trace.status}")

@@ -69,6 +69,29 @@ def test_a_run_and_its_simulation(tmp_path, path, paradigm):
         assert not torch.equal(weights(real), weights(other))
 
 
+WITHOUT_SERVER = {
+    "allreduce": 'paradigm={name="allreduce"}',
+    "diloco": 'paradigm={name="local-sgd", steps=4, outer_lr=0.7, outer_momentum=0.3}',
+    "permutation": 'paradigm={name="gossip", mode="permutation", topology="ring"}',
+}
+
+
+@pytest.mark.parametrize("paradigm", WITHOUT_SERVER)
+def test_workers_in_step_compute_what_simulated_ones_do(tmp_path, path, paradigm):
+    """Whoever comes first, each exchange is one of all workers: the same bits in both engines."""
+    path.write_text(JOB.replace("servers = 2, ", ""))
+    folders = {engine: tmp_path / engine for engine in ("run", "simulate")}
+    for engine, folder in folders.items():
+        program = ended(hpcsync(engine, path, "--set", WITHOUT_SERVER[paradigm], "--out", folder), cwd=tmp_path)
+        assert program.status == 0, program.err
+        assert [check for check in audit(folder / "trace.h5") if not check.passed] == []
+    assert torch.equal(*(weights(folder) for folder in folders.values()))
+    other = tmp_path / "other"
+    arguments = ("--set", WITHOUT_SERVER[paradigm], "--set", "seed=2", "--out", other)
+    assert ended(hpcsync("simulate", path, *arguments), cwd=tmp_path).status == 0
+    assert not torch.equal(weights(folders["run"]), weights(other))
+
+
 def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, path):
     out = tmp_path / "out"
     arguments = ("--set", "stop.updates=100000000", "--set", "evaluation.every_samples=0", "--out", out)
