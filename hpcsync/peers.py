@@ -114,8 +114,10 @@ class PeerCoordinator:
         self._iterations[r.worker] = r.iteration
         self.last_loss = r.loss
         if self._together:
-            self._round.setdefault(r.iteration, []).append(r)
-            self._end_rounds(now_s)
+            reports = self._round.setdefault(r.iteration, [])
+            reports.append(r)
+            if len(reports) >= len(self.active):  # otherwise one of them is missing
+                self._end_rounds(now_s)
         else:
             self._update(now_s, [r])
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hpcsync.simulator.network import Network
 
 Then = Callable[..., object]
@@ -47,6 +49,18 @@ def tree_allreduce(network: Network, hosts: Sequence[int], size_bytes: int, then
 def ring_allreduce_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:
     """Between hosts that divide the size evenly."""
     return 2 * (n_hosts - 1) * (latency_s + size_bytes / n_hosts / bandwidth)
+
+
+def ring_alone_s(capacity: Sequence[float], size_bytes: int, latency_s: float) -> float:
+    """Between any hosts whose links nobody else uses, seconds. capacity: of each host's link up, and down, in bytes
+    per second."""
+    p = len(capacity)
+    blocks = np.diff(np.arange(p + 1) * size_bytes // p)
+    to_next = np.minimum(capacity, np.roll(capacity, -1))
+    hosts, arrived = np.arange(p), np.zeros(p)  # when each host's message of the step before has arrived
+    for step in range(2 * (p - 1)):
+        arrived = np.maximum(arrived, np.roll(arrived, 1)) + latency_s + blocks[(hosts - step) % p] / to_next
+    return float(arrived.max())
 
 
 def tree_broadcast_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:

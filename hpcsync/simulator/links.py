@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from hpcsync.devices import Device, device, takes_no_time
@@ -14,7 +13,7 @@ from hpcsync.job_errors import JobError, shown
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.cluster import refuse_standstill
-from hpcsync.simulator.collectives import ring_allreduce
+from hpcsync.simulator.collectives import ring_alone_s
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network
 
@@ -31,9 +30,14 @@ class Links:
         self.size_bytes = size_bytes
         self._loop = loop
         self._n_workers = n_workers
-        self._table = table
-        self._latency_s = 0.0 if table is None else 1e-6 * table.latency_us
-        self._network = None if table is None else self._new_network(table, loop)
+        self._network: Network | None = None
+        self._latency_s = self._all_reduce_s = 0.0
+        if table is not None:
+            rates = table.rates(0, n_workers)
+            self._latency_s = 1e-6 * table.latency_us
+            self._network = Network(loop, rates, rates, self._latency_s)
+            # Nothing else is under way during an all-reduce, so that one takes as long as another.
+            self._all_reduce_s = ring_alone_s(rates, size_bytes, self._latency_s)
 
     def message(self, then: Then, *args: Any) -> None:
         """A request, or an acknowledgement."""
@@ -54,20 +58,6 @@ class Links:
     def all_reduce_bytes(self) -> int:
         """That each worker sends, on the average."""
         return 2 * (self._n_workers - 1) * self.size_bytes // self._n_workers
-
-    @cached_property
-    def _all_reduce_s(self) -> float:
-        """Nothing else is under way during an all-reduce, so that one takes as long as another."""
-        if self._table is None:
-            return 0.0
-        loop = Loop()
-        ring_allreduce(self._new_network(self._table, loop), range(self._n_workers), self.size_bytes, lambda: None)
-        loop.run()
-        return loop.now_s
-
-    def _new_network(self, table: NetworkTable, loop: Loop) -> Network:
-        rates = table.rates(0, self._n_workers)
-        return Network(loop, rates, rates, self._latency_s)
 
 
 @dataclass(frozen=True)

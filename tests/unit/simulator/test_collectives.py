@@ -12,6 +12,7 @@ from hpcsync.simulator.collectives import (
     ring,
     ring_allreduce,
     ring_allreduce_s,
+    ring_alone_s,
     tree_allreduce,
     tree_allreduce_s,
     tree_broadcast,
@@ -54,6 +55,16 @@ def check_cost(name, p):
 @pytest.mark.parametrize("name", FORMS)
 def test_among_equals_the_cost_is_the_closed_form(name, p):
     check_cost(name, p)
+
+
+@pytest.mark.parametrize("size_bytes", [1, 1001, SIZE])
+@pytest.mark.parametrize("p", [1, *HOSTS])
+def test_a_ring_alone_takes_what_its_messages_take(p, size_bytes):
+    """Whatever the links, and also where the blocks differ by a byte, or are empty."""
+    links = [BANDWIDTH * (1 + 7 * host % 5) for host in range(p)]
+    expected = took_s(ring_allreduce, network(links), size_bytes)
+    assert ring_alone_s(links, size_bytes, LATENCY_S) == pytest.approx(expected, rel=1e-9)
+    assert p == 1 or ring_alone_s(links, size_bytes, 2 * LATENCY_S) > expected
 
 
 @pytest.mark.parametrize("p", HOSTS[1:])
