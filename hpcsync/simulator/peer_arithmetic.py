@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,6 +24,8 @@ from hpcsync.simulator.gradients import Gradients
 
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
 
+NOTHING: Mapping[int, Model] = {}
+
 
 class Parcel(NamedTuple):
     """What a worker pushes to another. Its tensor is the receiver's to change. weight: of push-sum; else 1."""
@@ -35,8 +37,14 @@ class Parcel(NamedTuple):
 class Judged(Protocol):
     """Weights that can be looked at, without being touched."""
 
-    def evaluate(self) -> tuple[float, float, float]:
-        """Loss and accuracy of the mean of the workers' weights, and their consensus distance."""
+    def shown(self, worker: int) -> Model:
+        """What others may see of the worker's weights: a copy. None where all are equal."""
+
+    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
+        """Loss and accuracy of the mean of the workers' weights, and their consensus distance.
+
+        shown: what is taken for the weights of some of the workers instead.
+        """
 
     def finish(self) -> None:
         """Leave the mean of the workers' weights in the workload's model."""
@@ -60,9 +68,6 @@ class Apart(Judged, Protocol):
 
     def average(self, workers: Sequence[int]) -> None:
         """Everybody gets the mean of these workers' weights, summed in this order, or where an outer step leads."""
-
-    def shown(self, worker: int) -> Model:
-        """What others may see of the worker's weights: a copy."""
 
     def mix(self, worker: int, other: Model) -> None:
         """The worker's weights become half of them and half of the other's."""
@@ -105,7 +110,10 @@ class _Inbox:
 class _Nothing:
     """Of a workload whose vector only travels."""
 
-    def evaluate(self) -> tuple[float, float, float]:
+    def shown(self, worker: int) -> Model:
+        return None
+
+    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
         raise RuntimeError("a workload without arithmetic cannot be evaluated")
 
     def finish(self) -> None: ...
@@ -130,9 +138,6 @@ class NothingApart(_Nothing):
         return math.nan
 
     def average(self, workers: Sequence[int]) -> None: ...
-
-    def shown(self, worker: int) -> Model:
-        return None
 
     def mix(self, worker: int, other: Model) -> None: ...
 
@@ -191,7 +196,10 @@ class OneReplica:
     def step(self, workers: Sequence[int], lr: float) -> None:
         self._rule.update([self._slots[worker] for worker in workers], lr)
 
-    def evaluate(self) -> tuple[float, float, float]:
+    def shown(self, worker: int) -> Model:
+        return None
+
+    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
         return (*self._evaluation(self._weights.data), 0.0)
 
     def finish(self) -> None:
@@ -271,17 +279,18 @@ class Replicas:
     def weight(self, worker: int) -> float:
         return self._peers[worker].weight
 
-    def evaluate(self) -> tuple[float, float, float]:
-        mean = self._mean()
+    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
+        mean = self._mean(shown)
         return (*self._evaluation(mean.values), mean.distance)
 
     def finish(self) -> None:
-        self._gradients.finish(self._mean().values)
+        self._gradients.finish(self._mean(NOTHING).values)
 
-    def _mean(self) -> Mean:
+    def _mean(self, shown: Mapping[int, Model]) -> Mean:
         mean = Mean(torch.empty_like(self._weights[0]))
-        for peer in self._peers:
-            mean.add(peer.shown())
+        for worker, peer in enumerate(self._peers):
+            earlier = shown.get(worker)
+            mean.add(peer.shown() if earlier is None else earlier)
         return mean
 
 

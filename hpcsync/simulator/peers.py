@@ -204,6 +204,9 @@ class _InStep(PeerSimulation):
         self._began_s = 0.0
         self._stop_agreed = False
         self._counts = [Lockstep(job) for _ in self._workers]
+        every_samples = job.evaluation.every_samples if self._evaluated else 0
+        self._due = [EvaluationSchedule(every_samples) for _ in self._workers]
+        self._shown: dict[tuple[int, int], dict[int, Model]] = {}  # version, samples -> weights after one iteration
 
     @abstractmethod
     def _exchange_all(self) -> None:
@@ -218,6 +221,7 @@ class _InStep(PeerSimulation):
         self._arrive()
 
     def _gone(self, worker: int) -> None:
+        self._evaluate_shown()
         self._arrive()
 
     def _arrive(self) -> None:
@@ -231,7 +235,24 @@ class _InStep(PeerSimulation):
             self._exchange_all()
 
     def _enough(self, worker: int) -> bool:
-        return self._counts[worker].count(self._batch_size, len(self._contributing)) or self._stop_agreed
+        count, due = self._counts[worker], self._due[worker]
+        if count.count(self._batch_size, len(self._contributing)) or self._stop_agreed:
+            return True
+        if due.due(count.samples):
+            due.begun(count.samples)
+            self._shown.setdefault((count.updates, count.samples), {})[worker] = self._numbers.shown(worker)
+            self._evaluate_shown()
+        return False
+
+    def _evaluate_if_due(self) -> None:
+        """Evaluated are the weights of all after the same iteration, when the last has made it."""
+
+    def _evaluate_shown(self) -> None:
+        for (version, samples), shown in list(self._shown.items()):
+            if self.coordinator.active <= shown.keys():
+                del self._shown[version, samples]
+                judged = self._numbers.evaluate(shown)
+                self.coordinator.evaluated(self._loop.now_s, version, samples, *judged)
 
     def _all_done(self) -> None:
         """The exchange is over for everybody at the same time."""
@@ -239,7 +260,6 @@ class _InStep(PeerSimulation):
         n_received = len(self._contributing) - 1
         for worker in staying:
             self._report(worker, EVERYBODY, self._links.all_reduce_bytes, n_received, self._began_s)
-        self._evaluate_if_due()
         self._n_absent = len(staying)
         for worker in staying:
             self._go_on(worker)
@@ -341,7 +361,6 @@ class PermutationSimulation(_WithReplicas, _InStep):
         peer, size_bytes = self._targets[worker], self._links.size_bytes
         moved, n_received = (0, 0) if peer == worker else (size_bytes, 1)
         self._report(worker, peer, moved, n_received, self._began_s)
-        self._evaluate_if_due()
         self._go_on(worker)
 
 

@@ -611,6 +611,25 @@ def test_evaluating_leaves_everything_as_it_is(paradigm):
     assert (distances == 0.0).all() if paradigm == ALLREDUCE else distances.max() > 0.0
 
 
+@pytest.mark.parametrize("last", [{}, {1: 6}], ids=str)
+def test_in_step_all_are_evaluated_after_the_same_iteration(last):
+    """Though the fast ones have gone on; who has left is evaluated where it is."""
+    events = [{"worker": worker, "at_iteration": n + 1, "change": "leave"} for worker, n in last.items()]
+    run = Run(
+        local(4), 3, 16, seconds=[1.0, 1.0, 3.0], optimizer=NESTEROV, stop={"seconds": 47.5},
+        evaluation={"every_samples": 12}, cluster={"events": events},
+    )  # fmt: skip
+    evaluations = run.trace["evaluations"]
+    assert len(evaluations) > (14 if not last else 9)
+    for row in evaluations[:-1]:
+        iteration = round(row["now_s"] / 3.0)  # worker 2's
+        theta = averaging(iteration, 3, 4, 1.0, 0.0, last)
+        distance = np.sqrt(np.mean(np.sum((theta - theta.mean(0)) ** 2, 1)))
+        assert row["consensus_distance"] == pytest.approx(distance, rel=1e-9, abs=1e-12)
+        if iteration <= 6:
+            assert (row["samples"], row["version"]) == (12 * iteration, 3 * iteration)
+
+
 # ---- whole runs ----
 
 CLUSTERS = {
