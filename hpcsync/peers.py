@@ -13,13 +13,12 @@ reports will say (`Lockstep`), so that all of them end with the same iteration.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from hpcsync.coordinator import Recorder
-from hpcsync.job import Job
+from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import AllReduce, Gossip
-from hpcsync.learning.schedule import worker_rate
+from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.traces.schema import LEFT
 
@@ -57,22 +56,33 @@ def drawing(job: Job) -> Peers:
     return Peers(job.cluster.workers, job.seed, job.paradigm.topology, job.paradigm.include_self)
 
 
-@dataclass
 class Lockstep:
-    """How far workers are that are in step, as each of them counts it: `n_contributing` of them made each iteration.
+    """How far workers are that are in step, as each of them counts it: they end after the same iteration.
 
-    Their counts are the same, so that they end, and show their weights, after the same iteration.
+    They know it at every exchange. From one to the next it is as if all who contributed to the last one went on; where
+    batches may differ between workers, as a script's may, nobody can tell before the next.
     """
 
-    job: Job
-    samples: int = 0
-    updates: int = 0
+    def __init__(self, job: Job) -> None:
+        self.samples = 0
+        self.updates = 0
+        self._n_contributing = job.cluster.workers
+        self._batch_size = None if isinstance(job.workload, Script) else job.workload.batch_size
+        self._together = isinstance(job.paradigm, AllReduce)
+        self._stop = job.stop
 
-    def count(self, batch_size: int, n_contributing: int) -> bool:
-        """After one iteration more: whether that is enough."""
-        self.samples += batch_size * n_contributing
-        self.updates += 1 if isinstance(self.job.paradigm, AllReduce) else n_contributing
-        return self.job.stop.reached(samples=self.samples, updates=self.updates)
+    def exchanged(self, n_contributing: int, n_steps: int, n_samples: int) -> None:
+        """What all have done together since the exchange before."""
+        self._n_contributing = n_contributing
+        self.samples += n_samples
+        self.updates += min(1, n_steps) if self._together else n_steps
+
+    def enough(self, since: int = 0) -> bool:
+        """Whether training is over so many iterations after the last exchange."""
+        if since and self._batch_size is None:
+            return False
+        steps = since * self._n_contributing
+        return self._stop.reached(samples=self.samples + steps * (self._batch_size or 0), updates=self.updates + steps)
 
 
 class PeerCoordinator:
@@ -92,7 +102,8 @@ class PeerCoordinator:
         self.active = set(range(n_workers))
         self._trace = trace
         self._stop = job.stop
-        self._rate = worker_rate(job)
+        self._n_workers = n_workers
+        self._lr, self._rate = learning_rate(job), worker_rate(job)
         self._together = isinstance(job.paradigm, AllReduce)
         self._own_samples = [0] * n_workers
         self._iterations = [0] * n_workers
@@ -152,7 +163,10 @@ class PeerCoordinator:
 
     def _update(self, now_s: float, reports: list[Exchanged]) -> None:
         worker, iteration = reports[0].worker, reports[0].iteration
-        lr = self._rate(self._own_samples[worker], iteration - 1)
+        if self._together:
+            lr = self._lr(self.samples, self.version, self._n_workers)
+        else:
+            lr = self._rate(self._own_samples[worker], iteration - 1)
         self.version += 1
         self.updated_s = now_s
         for report in reports:

@@ -25,10 +25,20 @@ CHUNK_BYTES = 1 << 17  # a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin with a cache line: no two ranks write to the same one
 
 
+class Said(NamedTuple):
+    """What a rank says beside its vector: iterations and samples that it contributes, and whether to stop."""
+
+    n_steps: int = 1
+    n_samples: int = 0
+    stop: bool = False
+
+
 class Agreed(NamedTuple):
-    """What all ranks know alike after a mean."""
+    """What all ranks know alike after a mean: how many contribute, what they do together, whether any says stop."""
 
     n_contributing: int
+    n_steps: int
+    n_samples: int
     stop: bool
 
 
@@ -42,10 +52,10 @@ class MeanVector(ABC):
     absent_s = 0.0
 
     @abstractmethod
-    def mean(self, begin: int, end: int, contributing: bool, stop: bool) -> Agreed:
+    def mean(self, begin: int, end: int, said: Said) -> Agreed:
         """Let elements begin to end of every rank's vector be their sum, divided by how many ranks contribute.
 
-        A rank that does not contribute has zeros there. `stop` is what any rank says.
+        A rank that contributes no steps has zeros there. From an empty slice only what is said comes about.
         """
 
     @abstractmethod
@@ -74,18 +84,20 @@ class MpiMean(MeanVector):
         self.vector = np.zeros(size, dtype)
         self._comm = comm.Dup()
 
-    def mean(self, begin: int, end: int, contributing: bool, stop: bool) -> Agreed:
-        if self._comm.size == 1:  # MPI would copy
-            return Agreed(int(contributing), stop)
+    def mean(self, begin: int, end: int, said: Said) -> Agreed:
+        if self._comm.size == 1:
+            return Agreed(int(said.n_steps > 0), *said)
         begin_s = time.perf_counter()
-        said = np.array([contributing, stop], np.int64)
-        self._comm.Allreduce(MPI.IN_PLACE, said)
+        words = np.array([said.n_steps > 0, *said], np.int64)
+        self._comm.Allreduce(MPI.IN_PLACE, words)
         self.absent_s += time.perf_counter() - begin_s
-        part = self.vector[begin:end]
-        self._comm.Allreduce(MPI.IN_PLACE, part)
-        if said[0] > 1:
-            np.divide(part, said[0].astype(part.dtype), out=part)
-        return Agreed(int(said[0]), bool(said[1]))
+        n_contributing, n_steps, n_samples, stop = words.tolist()
+        if end > begin:
+            part = self.vector[begin:end]
+            self._comm.Allreduce(MPI.IN_PLACE, part)
+            if n_contributing > 1:
+                np.divide(part, part.dtype.type(n_contributing), out=part)
+        return Agreed(n_contributing, n_steps, n_samples, stop > 0)
 
     def free(self) -> None:
         self._comm.Free()
@@ -105,9 +117,10 @@ class SharedMean(MeanVector):
         pages = -(-size * itemsize // PAGE_BYTES)
         self._win = MPI.Win.Allocate_shared((1 + pages) * PAGE_BYTES, 1, comm=comm)
         memories = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
-        words = [np.frombuffer(memory, np.int64, 2 * LINE_BYTES // 8) for memory in memories]  # type: ignore[call-overload]
+        words = [np.frombuffer(memory, np.int64, 3 * LINE_BYTES // 8) for memory in memories]  # type: ignore[call-overload]
         self._arrived = [word[:1] for word in words]
         self._left = [word[LINE_BYTES // 8 :][:1] for word in words]
+        self._said = [word[2 * LINE_BYTES // 8 :][: len(Said._fields)] for word in words]
         self._vectors = [np.frombuffer(memory, dtype, size, PAGE_BYTES) for memory in memories]  # type: ignore[call-overload]
         self.vector = self._vectors[comm.rank]
         self._line = LINE_BYTES // itemsize
@@ -118,15 +131,18 @@ class SharedMean(MeanVector):
         self._win.Sync()
         comm.Barrier()
 
-    def mean(self, begin: int, end: int, contributing: bool, stop: bool) -> Agreed:
+    def mean(self, begin: int, end: int, said: Said) -> Agreed:
         self._turn += 1
         begin_s = time.perf_counter()
-        words = self._meet(self._arrived, self._turn << 2 | stop << 1 | contributing, self._turn << 2)
+        self._said[self._rank][:] = said
+        self._meet(self._arrived)
         self.absent_s += time.perf_counter() - begin_s
-        agreed = Agreed(sum(word & 1 for word in words), any(word & 2 for word in words))
+        words = np.array(self._said)
+        n_steps, n_samples, stop = words.sum(0).tolist()
+        agreed = Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0)
         first, last = (self._bound(rank, begin, end) for rank in (self._rank, self._rank + 1))
         self._mean_part(first, last, agreed.n_contributing)
-        self._meet(self._left, self._turn, self._turn)
+        self._meet(self._left)
         return agreed
 
     def _bound(self, rank: int, begin: int, end: int) -> int:
@@ -134,22 +150,20 @@ class SharedMean(MeanVector):
         lines = -(-(end - begin) // self._line)
         return min(begin + self._line * (lines * rank // self._size), end)
 
-    def _meet(self, counters: list[np.ndarray], mine: int, least: int) -> list[int]:
-        """Raise my counter to `mine`, wait until all are at least `least`, and return them all.
+    def _meet(self, counters: list[np.ndarray]) -> None:
+        """Raise my counter to this turn, and wait until all are there.
 
         Nobody can be a turn ahead: nobody arrives again before all have left, nor leaves before all have arrived.
         """
         self._win.Sync()  # what I wrote before it is there before it
-        counters[self._rank][0] = mine
+        counters[self._rank][0] = self._turn
 
-        def poll() -> list[int] | None:
+        def poll() -> bool | None:
             self._win.Sync()
-            values = [int(counter[0]) for counter in counters]
-            return values if min(values) >= least else None
+            return all(counter[0] >= self._turn for counter in counters) or None
 
-        values = self._patience.until(poll)
+        self._patience.until(poll)
         self._win.Sync()
-        return values
 
     def _mean_part(self, begin: int, end: int, n_contributing: int) -> None:
         """In the order of ranks, whoever adds."""
@@ -167,6 +181,6 @@ class SharedMean(MeanVector):
 
     def free(self) -> None:
         self._win.Unlock_all()
-        self._arrived, self._left, self._vectors = [], [], []
+        self._arrived, self._left, self._said, self._vectors = [], [], [], []
         self.vector = np.empty(0, self.vector.dtype)
         self._win.Free()

@@ -18,7 +18,7 @@ from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Outer, Peer, absorb, average
-from hpcsync.mpi.allreduce import Agreed, mean_vector
+from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
@@ -40,14 +40,16 @@ class Exchange(ABC):
     """A worker's weights, its steps, and its exchanges. Gradients are in the model's flat buffer.
 
     in_step: whether all workers make their exchanges together.
-    agreed:  of those in step, at the last exchange; before the first one, that all contribute.
+    period:  iterations from one exchange to the next.
+    agreed:  of those in step, at the last exchange; None before the first one.
     """
 
     in_step = False
+    period = 1
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         self.peer = Peer(flat.weights, optimizer)
-        self.agreed = Agreed(job.cluster.workers, False)
+        self.agreed: Agreed | None = None
         self._link = link
         self._flat = flat
         self._n_bytes = flat.size * flat.weights.element_size()
@@ -55,16 +57,20 @@ class Exchange(ABC):
     def begin(self) -> None:  # noqa: B027
         """A batch has been handed out: a gradient will be computed."""
 
-    def end_computation(self, stop: bool) -> None:  # noqa: B027
-        """The gradient is there, padding included."""
+    def end_computation(self, n_samples: int, stop: bool) -> None:  # noqa: B027
+        """The gradient of so many samples is there, padding included."""
 
     @abstractmethod
-    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
-        """The step and the exchange that end this iteration.
+    def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        """The worker's own step, and what is agreed before an exchange.
 
-        contributing: False from a worker in step that has ended, and goes along until all have. stop: whether this
-        worker was told to.
+        n_samples: that the gradient was computed from; 0 from a worker in step that has ended, and goes along until all
+        have. stop: whether this worker was told to. exchanging: whether the exchange is due.
         """
+
+    @abstractmethod
+    def exchange(self, round: int) -> Outcome:
+        """The exchange of a round; they count from 1."""
 
     def show(self) -> bool:
         """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
@@ -78,6 +84,7 @@ class Exchange(ABC):
         """Collective."""
 
     def _step(self, lr: float) -> None:
+        """From the gradient in the model."""
         self._flat.gather_gradient()
         self.peer.step(self._flat.gradient, lr)
 
@@ -112,17 +119,19 @@ class AllReducing(Exchange):
     def begin(self) -> None:
         self._reducer.overlap = self._may_overlap
 
-    def end_computation(self, stop: bool) -> None:
-        self._reduce(True, stop)
+    def end_computation(self, n_samples: int, stop: bool) -> None:
+        self._reduce(n_samples, stop)
         self._reducer.overlap = False
 
-    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
+    def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
         if self._outcome is None:
-            self._reduce(contributing, stop)
+            self._reduce(n_samples, stop)
+        if self.agreed is not None and self.agreed.n_steps:  # also of who has ended: the replicas stay equal
+            self.peer.step(self._flat.gradient, lr)
+
+    def exchange(self, round: int) -> Outcome:
         outcome, self._outcome = self._outcome, None
         assert outcome is not None
-        if self.agreed.n_contributing:  # also of who has ended: the replicas stay equal
-            self.peer.step(self._flat.gradient, lr)
         return outcome
 
     def show(self) -> bool:
@@ -132,8 +141,8 @@ class AllReducing(Exchange):
     def free(self) -> None:
         self._reducer.close()
 
-    def _reduce(self, contributing: bool, stop: bool) -> None:
-        self.agreed = self._reducer.finish(contributing, stop)
+    def _reduce(self, n_samples: int, stop: bool) -> None:
+        self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples)
         cost = self._reducer.reduced
         sent = _sent_in_a_ring(self._n_bytes, self._link.comm.size)
         n_received = max(0, self.agreed.n_contributing - 1)
@@ -150,24 +159,27 @@ class _Rounds(Exchange):
         self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec, period: int, size: int
     ) -> None:
         super().__init__(job, link, flat, optimizer)
-        self._period = period
+        self.period = period
         self._mean = mean_vector(link.comm, size, flat.weights.numpy().dtype)
-        self._stepped = False  # since the last exchange
+        self._n_steps = self._n_samples = 0  # since the last exchange
+        self._agreeing_s = 0.0
 
-    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
-        if contributing:
+    def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        if n_samples:
             self._step(lr)
-            self._stepped = True
-        if iteration % self._period:
-            return Outcome()
+            self._n_steps += 1
+            self._n_samples += n_samples
+        if exchanging:
+            begin_s = time.perf_counter()
+            self.agreed = self._mean.mean(0, 0, Said(self._n_steps, self._n_samples, stop))
+            self._agreeing_s = time.perf_counter() - begin_s
+
+    def exchange(self, round: int) -> Outcome:
+        assert self.agreed is not None
         begin_s = time.perf_counter()
-        self.agreed = self._mean.mean(0, 0, self._stepped, stop)
-        agreed_s = time.perf_counter()
-        outcome = Outcome()
-        if self.agreed.n_contributing:
-            outcome = self._exchange(iteration // self._period)
-        self._stepped = False
-        return outcome._replace(wait_s=agreed_s - begin_s, comm_s=time.perf_counter() - agreed_s)
+        outcome = self._exchange(round) if self.agreed.n_steps else Outcome()
+        self._n_steps = self._n_samples = 0
+        return outcome._replace(wait_s=self._agreeing_s, comm_s=time.perf_counter() - begin_s)
 
     @abstractmethod
     def _exchange(self, round: int) -> Outcome:
@@ -189,12 +201,12 @@ class Averaging(_Rounds):
     def _exchange(self, round: int) -> Outcome:
         vector = torch.from_numpy(self._mean.vector)
         with self.peer.exchanging() as x:
-            vector.copy_(x) if self._stepped else vector.zero_()
-            self._mean.mean(0, len(vector), self._stepped, False)
+            vector.copy_(x) if self._n_steps else vector.zero_()
+            agreed = self._mean.mean(0, len(vector), Said(self._n_steps))
             x.copy_(vector)
             self._outer.step(x)
         sent = _sent_in_a_ring(self._n_bytes, self._link.comm.size)
-        return Outcome(EVERYBODY, wire_bytes=sent, n_received=self.agreed.n_contributing - self._stepped)
+        return Outcome(EVERYBODY, wire_bytes=sent, n_received=agreed.n_contributing - (self._n_steps > 0))
 
 
 class Permuting(_Rounds):
@@ -226,17 +238,18 @@ class _Gossiping(Exchange):
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
         assert isinstance(job.paradigm, Gossip)
-        self._period = job.paradigm.period
+        self.period = job.paradigm.period
         self._peers = drawing(job)
 
-    def iterate(self, iteration: int, lr: float, *, contributing: bool, stop: bool) -> Outcome:
+    def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
         self._step(lr)
-        if iteration % self._period:
-            return Outcome()
-        drawn = self._peers.drawn(self._link.comm.rank, iteration // self._period, self.peer.weight)
+
+    def exchange(self, round: int) -> Outcome:
+        """What others see has this worker's last step in it, and not yet what it is about to be given."""
+        drawn = self._peers.drawn(self._link.comm.rank, round, self.peer.weight)
         begin_s = time.perf_counter()
-        outcome = self._exchange(drawn)
         self.show()
+        outcome = self._exchange(drawn)
         return outcome._replace(comm_s=time.perf_counter() - begin_s)
 
     @abstractmethod
@@ -269,24 +282,23 @@ class Pushing(_Gossiping):
 
     def _exchange(self, drawn: int) -> Outcome:
         to_itself = drawn == self._link.comm.rank
-        with self.peer.exchanging() as x:
-            if not to_itself:
-                self._send(drawn, x)
-            n_received = self._take_in(x, to_itself)
+        if not to_itself:
+            self._send(drawn)
+        n_received = self._take_in(to_itself)
         return Outcome(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
 
-    def _send(self, drawn: int, x: torch.Tensor) -> None:
-        self._parcels.send(drawn, x.numpy())
+    def _send(self, drawn: int) -> None:
+        self._parcels.send(drawn, self.peer.shown().numpy())
 
-    def _take_in(self, x: torch.Tensor, to_itself: bool) -> int:
+    def _take_in(self, to_itself: bool) -> int:
         if (parcel := self._parcels.collect()) is None:
             return 0
-        absorb(x, torch.from_numpy(parcel.total), parcel.count, drew_itself=to_itself)
+        with self.peer.exchanging() as x:
+            absorb(x, torch.from_numpy(parcel.total), parcel.count, drew_itself=to_itself)
         return parcel.count
 
     def settle(self) -> int:
-        with self.peer.exchanging() as x:
-            return self._take_in(x, False)
+        return self._take_in(False)
 
     def free(self) -> None:
         self._parcels.free()
@@ -295,16 +307,18 @@ class Pushing(_Gossiping):
 class PushSumming(Pushing):
     """Give the peer half of x and of w, and add to them what has come: what all have together stays the same."""
 
-    def _send(self, drawn: int, x: torch.Tensor) -> None:
-        x.mul_(0.5)
-        self.peer.weight *= 0.5
-        self._parcels.send(drawn, x.numpy(), self.peer.weight)
+    def _send(self, drawn: int) -> None:
+        with self.peer.exchanging() as x:
+            x.mul_(0.5)
+            self.peer.weight *= 0.5
+            self._parcels.send(drawn, x.numpy(), self.peer.weight)
 
-    def _take_in(self, x: torch.Tensor, to_itself: bool) -> int:
+    def _take_in(self, to_itself: bool) -> int:
         if (parcel := self._parcels.collect()) is None:
             return 0
-        x.add_(torch.from_numpy(parcel.total))
-        self.peer.weight += parcel.weight
+        with self.peer.exchanging() as x:
+            x.add_(torch.from_numpy(parcel.total))
+            self.peer.weight += parcel.weight
         return parcel.count
 
 

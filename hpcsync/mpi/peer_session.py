@@ -15,9 +15,10 @@ from mpi4py import MPI
 from hpcsync import outputs
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
+from hpcsync.job_paradigms import AllReduce
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean
-from hpcsync.learning.schedule import EvaluationSchedule, worker_rate
+from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import wire
 from hpcsync.mpi.evaluator import Evaluator
@@ -50,7 +51,7 @@ class PeerSession(RankSession):
         self._hooks = self._hook(self._progression)
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._stop)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
-        self._rate = worker_rate(job)
+        self._lr = learning_rate(job)
         self._iteration = 0
         self._samples = 0
         self._lockstep = Lockstep(job)
@@ -79,7 +80,7 @@ class PeerSession(RankSession):
             self._end_computation()
         assert self._times is not None
         (begin_s, end_s), self._times = self._times, None
-        outcome = self._advance(contributing=True)
+        outcome = self._advance(self._iterations.batch_size)
         self._link.report(
             Exchanged(
                 worker=self.rank,
@@ -109,33 +110,50 @@ class PeerSession(RankSession):
     def _end_computation(self) -> None:
         self._times = self._iterations.end()
         self._link.hear()
-        self._exchange.end_computation(self._link.told_to_stop)
+        self._exchange.end_computation(self._iterations.batch_size, self._link.told_to_stop)
 
-    def _advance(self, *, contributing: bool) -> Outcome:
-        """End one iteration more; in step also one of others, after this worker has made its last."""
+    def _advance(self, n_samples: int) -> Outcome:
+        """End one iteration more, of so many samples; in step without any after this worker has made its last."""
         self._link.hear()
-        told = self._link.told_to_stop
-        lr = self._rate(self._samples, self._iteration)
+        told, exchange = self._link.told_to_stop, self._exchange
+        lr = self._next_rate()
         self._iteration += 1
-        self._samples += self._iterations.batch_size
-        outcome = self._exchange.iterate(self._iteration, lr, contributing=contributing, stop=told)
-        self.stopped = self._count() if self._in_step else told or self._alone_and_done()
-        return outcome
+        self._samples += n_samples
+        rounds, since = divmod(self._iteration, exchange.period)
+        exchange.step(lr, n_samples=n_samples, stop=told, exchanging=since == 0)
+        if exchange.in_step:
+            self.stopped = self._count(since)
+        else:
+            self.stopped = told or self._alone_and_done(n_samples)
+        return exchange.exchange(rounds) if since == 0 else Outcome()
 
-    def _alone_and_done(self) -> bool:
-        """One worker knows when it has done enough; among several each would be told, a little later."""
-        return self.n_workers == 1 and self._lockstep.count(self._iterations.batch_size, 1)
+    def _next_rate(self) -> float:
+        """Of one model's next step, or of this replica's, for which the others count as being as far as it is."""
+        lockstep, n_workers = self._lockstep, self.n_workers
+        if isinstance(self._job.paradigm, AllReduce):
+            return self._lr(lockstep.samples, lockstep.updates, n_workers)
+        return self._lr(self._samples * n_workers, self._iteration, n_workers)
 
-    def _count(self) -> bool:
-        """In step: whether this iteration was the last one, for all."""
-        agreed = self._exchange.agreed
-        enough = self._lockstep.count(self._iterations.batch_size, agreed.n_contributing)
-        self._in_step = not (enough or agreed.stop or agreed.n_contributing == 0)
-        if self._in_step and self._evaluations.due(self._lockstep.samples):
-            self._evaluations.begun(self._lockstep.samples)
+    def _count(self, since: int) -> bool:
+        """In step, `since` iterations after an exchange: whether this iteration is the last one, for all."""
+        lockstep, agreed, ended = self._lockstep, self._exchange.agreed, False
+        if since == 0:
+            assert agreed is not None
+            lockstep.exchanged(agreed.n_contributing, agreed.n_steps, agreed.n_samples)
+            ended = agreed.stop or agreed.n_steps == 0
+        self._in_step = not (ended or lockstep.enough(since))
+        if self._in_step and since == 0 and self._evaluations.due(lockstep.samples):
+            self._evaluations.begun(lockstep.samples)
             self._exchange.show()
             self._shown()
         return not self._in_step
+
+    def _alone_and_done(self, n_samples: int) -> bool:
+        """One worker knows when it has done enough; among several each is told, a little later."""
+        if self.n_workers > 1:
+            return False
+        self._lockstep.exchanged(1, 1, n_samples)
+        return self._lockstep.enough()
 
     def _shown(self) -> None:
         """All workers have published their weights of the same iteration."""
@@ -155,7 +173,7 @@ class PeerSession(RankSession):
 
     def _part(self) -> None:
         while self._in_step:
-            self._advance(contributing=False)
+            self._advance(0)
         self._link.say(wire.ENDED)
         self._link.wait_for_all()
         self._settle()

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.learning.flat import FlatModel
-from hpcsync.mpi.allreduce import Agreed, mean_vector
+from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.background import Background
 
 __all__ = ["BUCKET_BYTES", "Agreed", "Reduced", "Reducer"]
@@ -125,11 +125,11 @@ class Reducer:
         begin, end = self._buckets[self._launched]
         self._launched += 1
         assert self._background is not None
-        self._background.submit(lambda: self._reduce(begin, end, True, False) and None)
+        self._background.submit(lambda: self._reduce(begin, end, Said()) and None)
 
-    def _reduce(self, begin: int, end: int, contributing: bool, stop: bool) -> Agreed:
+    def _reduce(self, begin: int, end: int, said: Said) -> Agreed:
         begin_s = time.perf_counter()
-        agreed = self._mean.mean(begin, end, contributing, stop)
+        agreed = self._mean.mean(begin, end, said)
         self._comm_s += time.perf_counter() - begin_s
         self._n_reduced += 1
         return agreed
@@ -141,12 +141,13 @@ class Reducer:
         """Buckets of which the mean is there, since the last `finish`."""
         return self._n_reduced
 
-    def finish(self, contributing: bool = True, stop: bool = False) -> Agreed:
+    def finish(self, contributing: bool = True, stop: bool = False, n_samples: int = 0) -> Agreed:
         """Wait until the flat gradient is the sum over all ranks divided by how many contribute. Collective.
 
         contributing: False from a rank that has no batch: its gradient counts as zero. It does so as often as others
                       step; when nobody contributes, the gradient is zero and all are done.
         stop:         what one rank says, all are told, at the same step.
+        n_samples:    of this rank's batch; all are told the sum.
 
         Raises RuntimeError for a rank that does not contribute but has launched gradients, or after `close`.
         """
@@ -162,7 +163,7 @@ class Reducer:
         if self._launched and self._background is not None:
             self._background.wait()
         for begin, end in self._buckets[self._launched :]:
-            agreed = self._reduce(begin, end, contributing, stop)
+            agreed = self._reduce(begin, end, Said(int(contributing), n_samples, stop))
         n_bytes = self._flat.size * self._flat.gradient.element_size()
         waited_s = time.perf_counter() - begin_s
         self.reduced = Reduced(waited_s, min(waited_s, self._mean.absent_s - absent_s), self._comm_s, n_bytes)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -24,8 +24,6 @@ from hpcsync.simulator.gradients import Gradients
 
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
 
-NOTHING: Mapping[int, Model] = {}
-
 
 class Parcel(NamedTuple):
     """What a worker pushes to another. Its tensor is the receiver's to change. weight: of push-sum; else 1."""
@@ -37,14 +35,8 @@ class Parcel(NamedTuple):
 class Judged(Protocol):
     """Weights that can be looked at, without being touched."""
 
-    def shown(self, worker: int) -> Model:
-        """What others may see of the worker's weights: a copy. None where all are equal."""
-
-    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
-        """Loss and accuracy of the mean of the workers' weights, and their consensus distance.
-
-        shown: what is taken for the weights of some of the workers instead.
-        """
+    def evaluate(self) -> tuple[float, float, float]:
+        """Loss and accuracy of the mean of the workers' weights, and their consensus distance."""
 
     def finish(self) -> None:
         """Leave the mean of the workers' weights in the workload's model."""
@@ -68,6 +60,9 @@ class Apart(Judged, Protocol):
 
     def average(self, workers: Sequence[int]) -> None:
         """Everybody gets the mean of these workers' weights, summed in this order, or where an outer step leads."""
+
+    def shown(self, worker: int) -> Model:
+        """What others may see of the worker's weights: a copy."""
 
     def mix(self, worker: int, other: Model) -> None:
         """The worker's weights become half of them and half of the other's."""
@@ -110,10 +105,7 @@ class _Inbox:
 class _Nothing:
     """Of a workload whose vector only travels."""
 
-    def shown(self, worker: int) -> Model:
-        return None
-
-    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
+    def evaluate(self) -> tuple[float, float, float]:
         raise RuntimeError("a workload without arithmetic cannot be evaluated")
 
     def finish(self) -> None: ...
@@ -138,6 +130,9 @@ class NothingApart(_Nothing):
         return math.nan
 
     def average(self, workers: Sequence[int]) -> None: ...
+
+    def shown(self, worker: int) -> Model:
+        return None
 
     def mix(self, worker: int, other: Model) -> None: ...
 
@@ -196,10 +191,7 @@ class OneReplica:
     def step(self, workers: Sequence[int], lr: float) -> None:
         self._rule.update([self._slots[worker] for worker in workers], lr)
 
-    def shown(self, worker: int) -> Model:
-        return None
-
-    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
+    def evaluate(self) -> tuple[float, float, float]:
         return (*self._evaluation(self._weights.data), 0.0)
 
     def finish(self) -> None:
@@ -279,18 +271,17 @@ class Replicas:
     def weight(self, worker: int) -> float:
         return self._peers[worker].weight
 
-    def evaluate(self, shown: Mapping[int, Model] = NOTHING) -> tuple[float, float, float]:
-        mean = self._mean(shown)
+    def evaluate(self) -> tuple[float, float, float]:
+        mean = self._mean()
         return (*self._evaluation(mean.values), mean.distance)
 
     def finish(self) -> None:
-        self._gradients.finish(self._mean(NOTHING).values)
+        self._gradients.finish(self._mean().values)
 
-    def _mean(self, shown: Mapping[int, Model]) -> Mean:
+    def _mean(self) -> Mean:
         mean = Mean(torch.empty_like(self._weights[0]))
-        for worker, peer in enumerate(self._peers):
-            earlier = shown.get(worker)
-            mean.add(peer.shown() if earlier is None else earlier)
+        for peer in self._peers:
+            mean.add(peer.shown())
         return mean
 
 

@@ -15,7 +15,7 @@ from hpcsync.coordinator import Recorder
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
-from hpcsync.learning.schedule import EvaluationSchedule, worker_rate
+from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, drawing
 from hpcsync.simulator.links import Workers
@@ -192,7 +192,7 @@ class _InStep(PeerSimulation):
     """All exchange at once, when the last is ready to. Who has left takes part, and is always ready.
 
     They end after the same iteration: when that is enough, as each of them counts it, or once they have agreed, as they
-    exchanged, that the coordinator wants them to.
+    exchanged, that the coordinator wants them to. They are evaluated as they exchange.
     """
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
@@ -203,10 +203,8 @@ class _InStep(PeerSimulation):
         self._contributing: Sequence[int] = range(len(self._workers))  # to the last exchange
         self._began_s = 0.0
         self._stop_agreed = False
-        self._counts = [Lockstep(job) for _ in self._workers]
-        every_samples = job.evaluation.every_samples if self._evaluated else 0
-        self._due = [EvaluationSchedule(every_samples) for _ in self._workers]
-        self._shown: dict[tuple[int, int], dict[int, Model]] = {}  # version, samples -> weights after one iteration
+        self._lockstep = Lockstep(job)
+        self._n_steps = 0  # of all workers since the last exchange
 
     @abstractmethod
     def _exchange_all(self) -> None:
@@ -214,6 +212,7 @@ class _InStep(PeerSimulation):
 
     def _computed(self, worker: int) -> None:
         self._learned.add(worker)
+        self._n_steps += 1
         super()._computed(worker)
 
     def _exchange(self, worker: int) -> None:
@@ -221,7 +220,6 @@ class _InStep(PeerSimulation):
         self._arrive()
 
     def _gone(self, worker: int) -> None:
-        self._evaluate_shown()
         self._arrive()
 
     def _arrive(self) -> None:
@@ -229,30 +227,27 @@ class _InStep(PeerSimulation):
         if self._n_absent == 0 and self._ready:
             self._n_absent = len(self._workers)
             self._contributing, self._learned = sorted(self._learned), set()
+            self._lockstep.exchanged(len(self._contributing), self._n_steps, self._n_steps * self._batch_size)
+            self._n_steps = 0
             self._ready = []
             self._began_s = self._loop.now_s
             self._stop_agreed = self.coordinator.stopping
             self._exchange_all()
 
     def _enough(self, worker: int) -> bool:
-        count, due = self._counts[worker], self._due[worker]
-        if count.count(self._batch_size, len(self._contributing)) or self._stop_agreed:
-            return True
-        if due.due(count.samples):
-            due.begun(count.samples)
-            self._shown.setdefault((count.updates, count.samples), {})[worker] = self._numbers.shown(worker)
-            self._evaluate_shown()
-        return False
+        since = self._workers[worker].iteration % self._period
+        return self._lockstep.enough(since) or (since == 0 and self._stop_agreed)
 
     def _evaluate_if_due(self) -> None:
-        """Evaluated are the weights of all after the same iteration, when the last has made it."""
+        """Not whenever somebody reports."""
 
-    def _evaluate_shown(self) -> None:
-        for (version, samples), shown in list(self._shown.items()):
-            if self.coordinator.active <= shown.keys():
-                del self._shown[version, samples]
-                judged = self._numbers.evaluate(shown)
-                self.coordinator.evaluated(self._loop.now_s, version, samples, *judged)
+    def _look(self) -> None:
+        """At the weights that are being exchanged, if an evaluation is due and this is not the end."""
+        lockstep, due = self._lockstep, self._evaluations.due(self._lockstep.samples)
+        if due and not (lockstep.enough() or self._stop_agreed):
+            self._evaluations.begun(lockstep.samples)
+            judged = self._numbers.evaluate()
+            self.coordinator.evaluated(self._loop.now_s, lockstep.updates, lockstep.samples, *judged)
 
     def _all_done(self) -> None:
         """The exchange is over for everybody at the same time."""
@@ -272,20 +267,23 @@ class AllReduceSimulation(_InStep):
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
         self._together = together(job, workload)
+        self._lr = learning_rate(job)
 
     @property
     def _numbers(self) -> Judged:
         return self._together
 
     def _learn(self, worker: int, lr: float) -> float:
-        self._lr = lr
         return self._together.contribute(worker)
 
     def _exchange_all(self) -> None:
         self._links.all_reduce(self._reduced)
 
     def _reduced(self) -> None:
-        self._together.step(self._contributing, self._lr)
+        coordinator = self.coordinator  # that has not heard of this step
+        lr = self._lr(coordinator.samples, coordinator.version, len(self._workers))
+        self._together.step(self._contributing, lr)
+        self._look()
         self._all_done()
 
 
@@ -316,6 +314,7 @@ class AveragingSimulation(_WithReplicas, _InStep):
         self._period = job.paradigm.steps
 
     def _exchange_all(self) -> None:
+        self._look()
         self._links.all_reduce(self._reduced)
 
     def _reduced(self) -> None:
@@ -337,6 +336,7 @@ class PermutationSimulation(_WithReplicas, _InStep):
         self._under_way = [0] * len(self._workers)  # transfers of each worker
 
     def _exchange_all(self) -> None:
+        self._look()
         self._round += 1
         self._targets = self._peers.permutation(self._round)
         for worker, target in enumerate(self._targets):
@@ -384,7 +384,7 @@ class _Free(_WithReplicas):
 
 
 class PullSimulation(_Free):
-    """A worker asks another for the weights that it showed last, which it does at the end of each of its rounds."""
+    """A worker shows its weights, and asks another for those that it showed last."""
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
@@ -392,9 +392,9 @@ class PullSimulation(_Free):
         self._published = [start] * len(self._workers)  # replaced, never changed
 
     def _exchange(self, worker: int) -> None:
+        self._published[worker] = self._replicas.shown(worker)
         peer = self._drawn(worker)
         if peer == worker:
-            self._published[worker] = self._replicas.shown(worker)
             self._ended(worker, peer=worker)
         else:
             self._links.message(self._asked, worker, peer)
@@ -404,7 +404,6 @@ class PullSimulation(_Free):
 
     def _answered(self, worker: int, peer: int, model: Model) -> None:
         self._replicas.mix(worker, model)
-        self._published[worker] = self._replicas.shown(worker)
         self._ended(worker, peer=peer, wire_bytes=self._links.size_bytes, n_received=1)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcsync.job import Script
 from hpcsync.job_paradigms import Gossip
-from hpcsync.learning.schedule import worker_rate
+from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
@@ -225,6 +225,8 @@ def updates_are_the_steps(run: Reports) -> Check:
 
 def rates_are_of_the_schedule(run: Reports) -> Check:
     """An update's learning rate is that of its worker, which counts its own samples and iterations."""
+    if run.mode == "allreduce":
+        return _rates_are_of_one_model(run)
     rate, steps, first = worker_rate(run.job), run.steps, run.first_step_of[: len(run.updates)]
     own = np.zeros(len(steps), np.int64)  # samples of the worker before the step
     order = np.argsort(steps["worker"], kind="stable")
@@ -233,7 +235,16 @@ def rates_are_of_the_schedule(run: Reports) -> Check:
     own[order] = summed - np.append(summed, 0)[begins][steps["worker"][order]]
     clocks = zip(own[first].tolist(), (run.count[first] - 1).tolist(), strict=True)
     expected = np.array([rate(samples, iterations) for samples, iterations in clocks])
-    lr = run.updates["lr"][: len(expected)]
+    return _same_rates(run.updates["lr"][: len(expected)], expected)
+
+
+def _rates_are_of_one_model(run: Reports) -> Check:
+    rate, samples = learning_rate(run.job), np.append(0, run.updates["samples"])[:-1].tolist()
+    expected = [rate(before, version, run.n_workers) for version, before in enumerate(samples)]
+    return _same_rates(run.updates["lr"], np.array(expected))
+
+
+def _same_rates(lr: np.ndarray, expected: np.ndarray) -> Check:
     return check_rows(
         "learning rates are those of the schedule",
         ~np.isclose(lr, expected, rtol=1e-12, atol=0.0),
@@ -244,12 +255,15 @@ def rates_are_of_the_schedule(run: Reports) -> Check:
 def samples_add_up(run: Reports) -> Check:
     """/updates counts the batches of its steps; /evaluations says what /updates says of that version.
 
-    Workers in step show their weights when they have made them; reports are heard later.
+    Workers in step show their weights when they have made them; reports are heard later, or in a run that did not
+    finish not at all.
     """
     updates, evaluations = run.updates, run.evaluations
     order = np.argsort(run.update_of, kind="stable")
     last = np.searchsorted(run.update_of[order], np.arange(1, min(len(updates), len(run.updated_s)) + 1), side="right")
     counted = np.cumsum(run.steps["batch_size"][order], dtype=np.int64)[last - 1]
+    if run.together and not run.finished:
+        evaluations = evaluations[evaluations["version"] <= len(updates)]
     known = (evaluations["version"] >= 0) & (evaluations["version"] <= len(updates))
     at = np.where(known, evaluations["version"], 0)
     samples = np.append(0, updates["samples"])[at]
@@ -311,7 +325,7 @@ def the_rule_ends_the_run(run: Reports) -> Check:
     ended = stop.reached(seconds=last_s) or any(stop.satisfied(*outcome) for outcome in outcomes)
     most, uneven, late = int(run.made.max(initial=0)), np.zeros(run.n_workers, bool), False
     if run.together and remains.any():
-        batch_size, n_steps = int(run.steps["batch_size"].max(initial=0)), np.cumsum(run.n_contributing[1:])
+        batch_size, n_steps = int(run.steps["batch_size"].max(initial=0)), run.steps_as_counted[1:]
         n_updates = np.arange(1, most + 1) if run.mode == "allreduce" else n_steps
         counts = zip((batch_size * n_steps).tolist(), n_updates.tolist(), strict=True)
         enough = [stop.reached(samples=samples, updates=updates) for samples, updates in counts]

@@ -124,6 +124,15 @@ class Reports:
         return np.where(exchange == 0, self.n_workers, took_part)
 
     @cached_property
+    def steps_as_counted(self) -> np.ndarray:
+        """Of those in step, how many steps all have made after each iteration, as they count: after an exchange all of
+        them, and from there as if everybody who contributed to it went on. Shape (1 + n_iterations,)."""
+        iterations = np.arange(len(self.n_contributing))
+        exchange = iterations // self.period * self.period
+        made = np.cumsum(np.bincount(self.count, minlength=len(iterations)))[exchange]
+        return made + (iterations - exchange) * self.n_contributing
+
+    @cached_property
     def going_on(self) -> np.ndarray:
         """Which workers have not left, shape (n_workers,)."""
         return np.isinf(self.left_s)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi import allreduce, reducer
-from hpcsync.mpi.allreduce import Agreed, MpiMean, SharedMean
+from hpcsync.mpi.allreduce import Agreed, MpiMean, Said, SharedMean
 from hpcsync.mpi.reducer import Reducer
 
 LAYERS = 4
@@ -63,7 +63,7 @@ def test_the_mean_is_exact(comm, bucket_bytes, overlap, clear):
         for step in range(3):
             clear(flat)
             backward(flat, known(comm.rank, step))
-            assert reducer.finish() == Agreed(comm.size, False)
+            assert reducer.finish() == Agreed(comm.size, comm.size, 0, False)
             assert torch.equal(flat.gradient, mean_of([known(rank, step) for rank in range(comm.size)]))
     assert torch.equal(flat.gradient, mean_of([known(rank, 2) for rank in range(comm.size)]))
 
@@ -360,7 +360,7 @@ def test_both_meetings_are_needed(comm, needs, broken, way, monkeypatch):
         if comm.rank == 0:
             time.sleep(0.02)
         mean.vector[:] = comm.rank + step
-        mean.mean(0, 1000, True, False)
+        mean.mean(0, 1000, Said())
         wrong += not (mean.vector == step + (comm.size - 1) / 2).all()
     comm.Barrier()
     assert (comm.allreduce(wrong) > 0) == (broken is not None)

@@ -154,26 +154,46 @@ def test_other_ends():
     ids=str,
 )
 def test_how_many_iterations_are_enough(paradigm, stop, contributing, iterations):
-    lockstep = Lockstep(make_job(paradigm=paradigm, stop=stop))
-    counted = [lockstep.count(4, contributing) for _ in range(iterations)]
+    lockstep = Lockstep(make_job(paradigm=paradigm, stop=stop, cluster={"workers": contributing}))
+    period = paradigm.get("steps", 1)
+    counted = []
+    for iteration in range(1, iterations + 1):
+        if iteration % period == 0:
+            lockstep.exchanged(contributing, period * contributing, period * contributing * 4)
+        counted.append(lockstep.enough(iteration % period))
     assert counted == [False] * (iterations - 1) + [True]
 
 
 @pytest.mark.parametrize("paradigm", [ALLREDUCE, LOCAL], ids=str)
 @pytest.mark.parametrize("stop", [{"updates": 7}, {"samples": 30}], ids=str)
 def test_workers_in_step_count_what_the_coordinator_counts(paradigm, stop):
+    """At an exchange, whoever has left since the last one."""
     run, _ = coordinator(paradigm, workers=3, stop=stop)
-    lockstep, iteration, ended = Lockstep(make_job(paradigm=paradigm, stop=stop)), 0, False
-    while not ended:
-        assert not run.stopping
+    lockstep, iteration, steps = Lockstep(make_job(paradigm=paradigm, stop=stop, cluster={"workers": 3})), 0, 0
+    period = paradigm.get("steps", 1)
+    while not (iteration % period == 0 and lockstep.enough()):
         iteration += 1
-        for worker in range(3 if iteration < 2 else 2):  # worker 2 leaves after the first
+        active = 3 if iteration < 2 else 2
+        for worker in range(active):
             run.exchanged(float(iteration), report(worker, iteration))
         if iteration == 1:
             run.left(1.0, 2)
-        ended = lockstep.count(4, 3 if iteration < 2 else 2)
-        assert (lockstep.samples, lockstep.updates) == (run.samples, run.version)
-    assert run.stopping
+        steps += active
+        if iteration % period == 0:
+            lockstep.exchanged(active, steps, 4 * steps)
+            assert (lockstep.samples, lockstep.updates) == (run.samples, run.version)
+            assert lockstep.enough() == run.stopping
+            steps = 0
+
+
+def test_where_batches_may_differ_nobody_ends_between_exchanges():
+    stop = {"samples": 5}
+    of_job, of_script = (
+        Lockstep(make_job(paradigm=LOCAL, stop=stop, **workload)) for workload in ({}, {"workload": {"name": "script"}})
+    )
+    assert of_job.enough(1) and not of_script.enough(1)
+    of_script.exchanged(2, 4, 6)
+    assert of_script.enough()
 
 
 def test_whom_a_job_draws():
