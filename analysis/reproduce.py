@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from reproductions import dssp as dssp_paper
+from reproductions import gossip as gossip_paper
 from rich.console import Console
 
 CORES = len(os.sched_getaffinity(0))
@@ -34,6 +35,16 @@ def dssp(
 ) -> None:
     """Dynamic stale synchronous parallel (Zhao et al., ICDCS 2019)."""
     dssp_paper.reproduce(out or Path("reproductions/dssp"), seeds, processes, Console())
+
+
+@app.command()
+def gossip(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = CORES,
+) -> None:
+    """How to scale distributed deep learning? (Jin et al., 2016)."""
+    gossip_paper.reproduce(out or Path("reproductions/gossip"), seeds, processes, Console())
 
 
 if __name__ == "__main__":

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
+from rich.console import Console
 from rich.table import Table
 
 Of = Callable[[pd.DataFrame], pd.Series]  # from the results of all runs a number for each seed
@@ -73,6 +76,25 @@ def table(judgements: pd.DataFrame, title: str) -> Table:
         holds = "[green]yes[/]" if row.holds else "[red]no[/]"
         shown.add_row(row.claim, row.published, row.ours, row.criterion, holds)
     return shown
+
+
+def conclude(claims: Iterable[Claim], results: pd.DataFrame, out: Path, console: Console, title: str) -> pd.DataFrame:
+    """Judge the claims, write them and the results to the folder, and print them."""
+    verdicts = judged(claims, results)
+    results.to_csv(out / "results.csv", index=False)
+    verdicts.to_csv(out / "claims.csv", index=False)
+    console.print(table(verdicts, title))
+    return verdicts
+
+
+# ---- a number from the evaluations of a run ----
+
+
+def settled_s(evaluations: pd.DataFrame, target: float) -> float:
+    """From when on the accuracy is never below the target: one lucky evaluation is not enough. NaN for never."""
+    below = np.flatnonzero(~(evaluations["accuracy"].to_numpy() >= target))
+    first = below[-1] + 1 if len(below) else 0
+    return float(evaluations["now_s"].iloc[first]) if first < len(evaluations) else np.nan
 
 
 # ---- numbers from results: a row per run with the columns setting, arm, paradigm and seed ----

@@ -21,7 +21,7 @@ from hpcsync import outputs
 from hpcsync.job import Job
 from hpcsync.traces.reading import load
 from hpcsync.traces.summary import summarize
-from reproductions.claims import Claim, Of, apart, judged, largest, of, points, ratio, table
+from reproductions.claims import Claim, Of, apart, conclude, largest, of, points, ratio, settled_s
 from reproductions.simulating import simulate_all
 
 # ---- what is run ----
@@ -174,13 +174,6 @@ def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     return row, evaluations[["now_s", "samples", "accuracy"]].assign(**run)
 
 
-def settled_s(evaluations: pd.DataFrame, target: float) -> float:
-    """From when on the accuracy is never below the target: one lucky evaluation is not enough. NaN for never."""
-    below = np.flatnonzero(~(evaluations["accuracy"].to_numpy() >= target))
-    first = below[-1] + 1 if len(below) else 0
-    return float(evaluations["now_s"].iloc[first]) if first < len(evaluations) else np.nan
-
-
 # ---- what the paper says, and what is added ----
 
 
@@ -327,10 +320,7 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     simulate_all(todo, out / "runs", processes, console)
     rows, evaluations = zip(*(measure(out / "runs" / name) for name in todo), strict=True)
     results = pd.DataFrame(rows)
-    verdicts = judged(claims(), results)
-    results.to_csv(out / "results.csv", index=False)
-    verdicts.to_csv(out / "claims.csv", index=False)
     draw_error(results, pd.concat(evaluations), out)
     draw_times(results, out)
-    console.print(table(verdicts, f"DSSP, virtual time, {seeds} seeds: mean (least to largest)"))
-    return verdicts
+    title = f"DSSP, virtual time, {seeds} seeds: mean (least to largest)"
+    return conclude(claims(), results, out, console, title)

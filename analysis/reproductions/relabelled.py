@@ -32,3 +32,9 @@ def digits(share: float) -> Workload:
         return cross_entropy(model, x, torch.where(anew, torch.randint(CLASSES, y.shape), y))
 
     return dataclasses.replace(plain, model=nn.Sequential(Standardised(), *plain.model), loss=loss)
+
+
+def perceptron(share: float) -> Workload:
+    """The same with 64 hidden units in place of convolutions, for runs of a hundred workers: a fourth of the time."""
+    layers = Standardised(), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES)
+    return dataclasses.replace(digits(share), model=nn.Sequential(*layers))

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from reproductions import dssp
-from reproductions.claims import Claim, apart, judged, largest, of, points, ratio
+from reproductions.claims import Claim, apart, judged, largest, of, points, ratio, settled_s
 from reproductions.simulating import finished, simulate_all
 from rich.console import Console
 
@@ -143,12 +143,12 @@ def test_were_all_alike_only_likeness_would_hold():
 
 
 def test_the_target_is_reached_when_accuracy_stays_there():
-    def settled_s(*accuracy):
-        return dssp.settled_s(pd.DataFrame({"now_s": range(len(accuracy)), "accuracy": accuracy}), 0.9)
+    def settled(*accuracy):
+        return settled_s(pd.DataFrame({"now_s": range(len(accuracy)), "accuracy": accuracy}), 0.9)
 
-    assert settled_s(0.5, 0.95, 0.8, 0.9, 0.92) == 3.0
-    assert settled_s(0.9, 0.95) == 0.0
-    assert np.isnan(settled_s(0.95, 0.8))
+    assert settled(0.5, 0.95, 0.8, 0.9, 0.92) == 3.0
+    assert settled(0.9, 0.95) == 0.0
+    assert np.isnan(settled(0.95, 0.8))
 
 
 # ---- all of it, small ----

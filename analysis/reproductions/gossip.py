@@ -1,0 +1,327 @@
+"""Gossip, elastic averaging and all-reduce at many workers: do they do what the paper says?
+
+Jin, Yuan, Iandola, Keutzer: "How to scale distributed deep learning?", 2016. From 4 to 128 workers in virtual time, at
+a large and a small step, with and without stragglers; and how many samples a second a model of its size would get.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotting
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import StrMethodFormatter
+from rich.console import Console
+
+from hpcsync import outputs
+from hpcsync.job import Job
+from hpcsync.traces.reading import load
+from hpcsync.traces.summary import summarize
+from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s
+from reproductions.simulating import simulate_all
+
+# ---- what is run ----
+
+WORKERS = (4, 8, 16, 32, 64, 128)
+FEW, LIMIT, MANY = 8, 32, 128  # the paper: asynchronous methods win up to about 32, all-reduce goes on to about 100
+PARADIGMS: dict[str, dict[str, Any]] = {
+    "all-reduce": {"name": "allreduce"},
+    "EASGD": {"name": "easgd", "beta": 0.8, "period": 10},
+    "pull": {"name": "gossip", "mode": "pull"},
+    "push": {"name": "gossip", "mode": "push"},
+}
+SERVER = {"server": {"name": "asp"}}  # each gradient through a parameter server: only for how many samples a second
+ASYNCHRONOUS = ("EASGD", "pull", "push")
+GOSSIP = ("pull", "push")
+
+BATCH = 16  # of a worker, whatever their number: the paper's from 16 workers on
+STEPS = {"large": 0.1, "small": 0.01}  # at twice the large one four workers' all-reduce no longer settles
+SECONDS = {"large": 24.0, "small": 75.0}  # of a run
+EVALUATIONS = 100  # of a run without waiting
+TARGET = 0.94  # accuracy, from when on it is never less
+FIRST_SEED = 4  # 1 has been used to choose steps, label noise and target
+
+RESNET = 11_689_512  # ResNet-18's parameters: 46.8 MB, which take 37 ms at 10 Gbit/s
+# 1.8 G multiply-adds forward, twice that backward: 10.9 GFLOP a sample, 175 of 16; a K80's GPU at half of 2.8 TFLOPS.
+COMPUTE_S, JITTER = 0.125, 0.1
+LINKS = {"10 Gbit/s": 10.0, "56 Gbit/s": 56.0}  # Ethernet; FDR InfiniBand
+THROUGHPUT_S = 40.0
+
+PERCEPTRON = {"name": "reproductions.relabelled:perceptron", "options": {"share": 0.2}}
+PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10  # the perceptron's: its links are as much narrower than a ResNet's would be
+ONE_IN, SLEEP_S, ROWS = 4, 0.3, 200  # every fourth worker sleeps 0 to 0.3 s in each iteration; of a table of times
+CLUSTERS = {"even": "without stragglers", "stragglers": "with stragglers"}
+
+
+def jobs(seeds: int, times: Path, length: float = 1.0) -> dict[str, Job]:
+    """Every run, by the name of its folder. times: of stragglers. length: of all runs, for a quick look."""
+    found = {}
+    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+        for workers in WORKERS:
+            for cluster in CLUSTERS:
+                for step in STEPS:
+                    for paradigm in PARADIGMS:
+                        name = f"{cluster}-{workers}/{step}/{paradigm}/{seed}"
+                        found[name] = learning(cluster, workers, step, paradigm, seed, times, length)
+            for link in LINKS:
+                for paradigm in PARADIGMS | SERVER:
+                    name = f"{link.replace('/', ' per ')}-{workers}/timing/{paradigm}/{seed}"
+                    found[name] = travelling(link, workers, paradigm, seed, length)
+    return found
+
+
+def learning(cluster: str, workers: int, step: str, paradigm: str, seed: int, times: Path, length: float) -> Job:
+    """A run that learns. Its links are such that the perceptron takes as long as ResNet-18 at 10 Gbit/s."""
+    compute: dict[str, Any] = {"model": "lognormal", "seconds": COMPUTE_S, "jitter": JITTER}
+    if cluster == "stragglers":
+        compute = {"model": "table", "table": str(table_of(times, workers, seed))}
+    seconds = length * SECONDS[step]
+    return Job.from_table(
+        {
+            "name": f"{cluster}-{workers}-{step}-{paradigm}",
+            "seed": seed,
+            "workload": {**PERCEPTRON, "batch_size": BATCH},
+            "optimizer": {"name": "sgd", "lr": STEPS[step], "momentum": 0.9, "nesterov": True},
+            "stop": {"seconds": seconds},
+            "evaluation": {"every_samples": max(1, round(workers * BATCH * seconds / COMPUTE_S / EVALUATIONS))},
+            "paradigm": PARADIGMS[paradigm],
+            "cluster": {
+                "workers": workers,
+                "compute": compute,
+                "network": {"bandwidth_gbit": LINKS["10 Gbit/s"] * PARAMETERS / RESNET},
+            },
+        }
+    )
+
+
+def travelling(link: str, workers: int, paradigm: str, seed: int, length: float) -> Job:
+    """A run in which a vector of ResNet-18's size travels, and nothing is learned."""
+    return Job.from_table(
+        {
+            "name": f"throughput-{workers}-{paradigm}",
+            "seed": seed,
+            "workload": {"name": "timing", "parameters": RESNET, "batch_size": BATCH},
+            "optimizer": {"name": "sgd", "lr": 0.1},
+            "stop": {"seconds": length * THROUGHPUT_S},
+            "paradigm": (PARADIGMS | SERVER)[paradigm],
+            "cluster": {
+                "workers": workers,
+                "compute": {"model": "lognormal", "seconds": COMPUTE_S, "jitter": JITTER},
+                "network": {"bandwidth_gbit": LINKS[link]},
+            },
+        }
+    )
+
+
+def table_of(times: Path, workers: int, seed: int) -> Path:
+    return times.resolve() / f"{workers}-{seed}.csv"
+
+
+def write_times(path: Path, workers: int, seed: int) -> None:
+    """Seconds of each worker's iterations; every fourth worker, from the first on, sleeps in each of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng([seed, workers])
+    seconds = COMPUTE_S * draw.lognormal(0.0, JITTER, (workers, ROWS))
+    seconds[::ONE_IN] += draw.uniform(0.0, SLEEP_S, seconds[::ONE_IN].shape)
+    frame = (
+        pd.DataFrame(seconds).rename_axis("worker").melt(var_name="iteration", value_name="seconds", ignore_index=False)
+    )
+    frame.reset_index().to_csv(path, index=False)
+
+
+# ---- what came of it ----
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """The results of a run. target_s is unknown if it has not been reached, at_least_s is then how long the run was."""
+    trace = load(folder / outputs.TRACE)
+    setting, arm, paradigm, seed = folder.parts[-4:]
+    summary = summarize(trace)
+    row = {"setting": setting.replace(" per ", "/"), "arm": arm, "paradigm": paradigm, "seed": int(seed)}
+    row |= {"workers": trace.n_workers, "samples_per_s": summary.samples_per_s, "duration_s": summary.duration_s}
+    if arm in STEPS:
+        evaluations = trace.frame("evaluations")
+        evaluations["accuracy"] = evaluations["accuracy"].rolling(3, 1, center=True).mean()
+        target_s = settled_s(evaluations, TARGET)
+        row["target_s"] = target_s
+        row["at_least_s"] = summary.duration_s if np.isnan(target_s) else target_s
+        row["accuracy"] = evaluations["accuracy"][evaluations["now_s"] >= 0.9 * summary.duration_s].mean()
+    return row
+
+
+# ---- what the paper says ----
+
+
+def claims() -> list[Claim]:
+    claims = []
+    for cluster, words in CLUSTERS.items():
+        for workers in (FEW, LIMIT):
+            for method in ASYNCHRONOUS:
+                says = f"{workers} workers, {words}, large step: {method} sooner than all-reduce"
+                sooner_ = sooner(method, "all-reduce", f"{cluster}-{workers}", "large")
+                claims.append(Claim(says, "sooner, to about 32", sooner_, low=1.05))
+        for method in ASYNCHRONOUS:
+            where, many = f"{MANY} workers, {words}, large step", f"{cluster}-{MANY}"
+            higher = points(of("accuracy", many, "large", "all-reduce"), of("accuracy", many, "large", method))
+            claims += [
+                Claim(
+                    f"{where}: all-reduce sooner than {method}",
+                    "sooner, to about 100",
+                    sooner("all-reduce", method, many, "large"),
+                    low=1.05,
+                ),
+                Claim(f"{where}: all-reduce ends higher than {method}", "higher", higher, low=0.2, unit=" points"),
+            ]
+    for method in ASYNCHRONOUS:
+        says = f"small step: {method}'s final accuracies at 4 to {MANY} workers are further apart than all-reduce's by"
+        claims.append(Claim(says, "all-reduce most consistent", less_even(method), low=0.0, unit=" points"))
+    for workers in (FEW, LIMIT, MANY):
+        for method in GOSSIP:
+            says = f"{workers} workers, small step: {method} sooner than EASGD"
+            claims.append(Claim(says, "can be", sooner(method, "EASGD", f"even-{workers}", "small"), low=1.05))
+    growth = MANY / LIMIT
+    for link in LINKS:
+        for method in ("all-reduce", *GOSSIP):
+            says = f"{link}: {MANY} workers train faster with {method} than {LIMIT}"
+            claims.append(Claim(says, "no server to share", scaling(method, link), low=0.9 * growth))
+        for method in ("EASGD", "server"):
+            says = f"{link}: {MANY} workers train faster with {named(method)} than {LIMIT}"
+            claims.append(Claim(says, "the server's link limits", scaling(method, link), high=0.5 * growth))
+    for workers in (FEW, LIMIT, MANY):
+        slowed = slower("all-reduce", workers)
+        claims.append(Claim(f"{workers} workers: stragglers slow all-reduce", "slowed", slowed, low=1.5))
+        for method in ASYNCHRONOUS:
+            says = f"{workers} workers: stragglers slow {method}"
+            claims.append(Claim(says, "not slowed", slower(method, workers), high=1.25))
+    return claims
+
+
+def sooner(a: str, b: str, setting: str, step: str) -> Of:
+    """How many times as long b takes to the target as a, or has been given without reaching it."""
+    return ratio(of("at_least_s", setting, step, b), of("target_s", setting, step, a))
+
+
+def less_even(method: str) -> Of:
+    """By how many points more than all-reduce's the method's final accuracies are apart at all numbers of workers."""
+    of_method, of_all_reduce = (
+        apart(*(of("accuracy", f"even-{workers}", "small", name) for workers in WORKERS))
+        for name in (method, "all-reduce")
+    )
+    return lambda results: of_method(results) - of_all_reduce(results)
+
+
+def scaling(method: str, link: str) -> Of:
+    """How many times as many samples a second the many workers train on as those at the limit."""
+    many, limit = (of("samples_per_s", f"{link}-{workers}", "timing", method) for workers in (MANY, LIMIT))
+    return ratio(many, limit)
+
+
+def slower(method: str, workers: int) -> Of:
+    """How many times as many samples a second they train on without stragglers as with them."""
+    even, uneven = (of("samples_per_s", f"{cluster}-{workers}", "large", method) for cluster in CLUSTERS)
+    return ratio(even, uneven)
+
+
+# ---- figures ----
+
+ORANGE = plotting.PARADIGM_COLOURS["gossip"]
+LOOKS: dict[str, dict[str, Any]] = {
+    "all-reduce": {"color": plotting.PARADIGM_COLOURS["allreduce"], "marker": "o"},
+    "EASGD": {"color": plotting.PARADIGM_COLOURS["easgd"], "marker": "s"},
+    "pull": {"color": ORANGE, "marker": "^", "linestyle": plotting.DASHES[1], "markerfacecolor": "w"},
+    "push": {"color": ORANGE, "marker": "v"},
+    "server": {"color": plotting.PARADIGM_COLOURS["asp"], "marker": "D"},
+}
+
+
+def named(method: str) -> str:
+    return {"pull": "gossip, pull", "push": "gossip, push", "server": "ASP"}.get(method, method)
+
+
+def draw_scaling(results: pd.DataFrame, folder: Path) -> None:
+    """Time to the target and final error against the number of workers: mean and range of the seeds."""
+    learned = results[results["arm"].isin(STEPS)]
+    where = [(step, cluster) for step in STEPS for cluster in CLUSTERS]
+    figure, axes = plotting.panels(2, len(where), height=4.6, sharex=True, sharey="row")
+    for (upper, lower), (step, cluster) in zip(axes.T, where, strict=True):
+        runs = learned[(learned["arm"] == step) & learned["setting"].str.startswith(f"{cluster}-")]
+        for n, method in enumerate(PARADIGMS):
+            of_method = runs[runs["paradigm"] == method]
+            draw_range(upper, of_method, "target_s", method)
+            missed = of_method["workers"][of_method["target_s"].isna()].unique()
+            never_s = 1.3 ** (n + 1) * max(SECONDS.values())
+            upper.plot(missed, [never_s] * len(missed), "x", ms=4, mew=1.2, color=LOOKS[method]["color"])
+            draw_range(lower, of_method.assign(error=1 - of_method["accuracy"]), "error", method)
+        upper.set(title=f"{step} step, {STEPS[step]:g},\n{CLUSTERS[cluster]}", yscale="log")
+        lower.set(yscale="log")
+        of_workers(lower)
+        lower.tick_params(axis="x", labelsize=7)
+    upper, lower = axes[:, 0]
+    upper.set(ylabel=f"virtual time to {plotting.percent(TARGET)} (s)", ylim=(2, 4 * max(SECONDS.values())))
+    upper.set_yticks([2, 5, 10, 20, 50], labels=["2", "5", "10", "20", "50"])
+    lower.set(ylabel="error at the end", ylim=(0.01, 1))
+    lower.set_yticks([0.01, 0.03, 0.1, 0.3, 1.0])
+    lower.yaxis.set_major_formatter(plotting.percent)
+    for axis in axes.ravel():
+        axis.minorticks_off()
+    figure.supxlabel("workers", fontsize=8)
+    handles, _ = upper.get_legend_handles_labels()
+    never = Line2D([], [], marker="x", color=plotting.GREY, ls="", ms=4, mew=1.2, label="some seed does not get there")
+    figure.legend(handles=[*handles, never], loc="outside upper center", ncols=len(handles) + 1)
+    columns = ["setting", "arm", "paradigm", "seed", "workers", "target_s", "accuracy"]
+    plotting.save(figure, learned[columns].round(4), folder, "gossip-scaling")
+
+
+def draw_throughput(results: pd.DataFrame, folder: Path) -> None:
+    timed = results[results["arm"] == "timing"]
+    figure, axes = plotting.panels(1, len(LINKS), height=2.8, sharex=True, sharey=True)
+    for axis, link in zip(axes[0], LINKS, strict=True):
+        axis.plot(WORKERS, np.multiply(WORKERS, BATCH / COMPUTE_S), color=plotting.GREY, lw=0.8, label="only computing")
+        for method in PARADIGMS | SERVER:
+            runs = timed[timed["setting"].str.startswith(f"{link}-") & (timed["paradigm"] == method)]
+            draw_range(axis, runs, "samples_per_s", method)
+        axis.set(title=link, yscale="log")
+        of_workers(axis)
+        axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    axes[0, 0].set_ylabel("samples per virtual second")
+    figure.supxlabel("workers", fontsize=8)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(LOOKS) + 1)
+    columns = ["setting", "paradigm", "seed", "workers", "samples_per_s"]
+    plotting.save(figure, timed[columns].round(2), folder, "gossip-throughput")
+
+
+def draw_range(axis: Axes, runs: pd.DataFrame, column: str, method: str) -> None:
+    """The mean over seeds, in their range; a gap where one of them has none."""
+    seeds = runs.pivot(index="workers", columns="seed", values=column)
+    mean, look = seeds.mean(axis=1, skipna=False), LOOKS[method]
+    least, largest = (ends.where(mean.notna()) for ends in (seeds.min(axis=1), seeds.max(axis=1)))
+    axis.fill_between(seeds.index, least, largest, color=look["color"], alpha=0.15, lw=0)
+    axis.plot(seeds.index, mean, ms=3.5, label=named(method), **look)
+
+
+def of_workers(axis: Axes) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(WORKERS, labels=[str(n) for n in WORKERS])
+    axis.minorticks_off()
+
+
+# ---- all of it ----
+
+
+def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
+    """Simulate what is missing in the folder, write results, claims and figures there, print the claims."""
+    times = out / "times"
+    for workers in WORKERS:
+        for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+            write_times(table_of(times, workers, seed), workers, seed)
+    todo = jobs(seeds, times, length)
+    simulate_all(todo, out / "runs", processes, console)
+    results = pd.DataFrame([measure(out / "runs" / name) for name in todo])
+    draw_scaling(results, out)
+    draw_throughput(results, out)
+    title = f"Gossip, virtual time, {seeds} seeds: mean (least to largest)"
+    return conclude(claims(), results, out, console, title)

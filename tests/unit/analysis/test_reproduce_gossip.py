@@ -1,0 +1,128 @@
+"""The reproduction about gossip: its jobs and its stragglers are what they claim to be, and so are its verdicts."""
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from reproductions import gossip, relabelled
+from reproductions.claims import judged
+from rich.console import Console
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    return gossip.jobs(1, tmp_path_factory.mktemp("times"))
+
+
+# ---- jobs ----
+
+
+def test_all_methods_meet_the_same_numbers_of_workers_steps_and_stragglers(jobs):
+    for cluster in ("even", "stragglers"):
+        for step, lr in (("large", 0.1), ("small", 0.01)):
+            for method in ("all-reduce", "EASGD", "pull", "push"):
+                for workers in (4, 8, 16, 32, 64, 128):
+                    job = jobs[f"{cluster}-{workers}/{step}/{method}/{gossip.FIRST_SEED}"]
+                    assert (job.cluster.workers, job.optimizer.lr, job.workload.batch_size) == (workers, lr, 16)
+                    assert job.optimizer.options == {"momentum": 0.9, "nesterov": True}
+                    assert job.cluster.compute.model == ("lognormal" if cluster == "even" else "table")
+
+
+def test_the_perceptron_takes_as_long_to_travel_as_a_resnet(jobs):
+    size = sum(p.numel() for p in relabelled.perceptron(0.2).model.parameters())
+    assert size == gossip.PARAMETERS
+    learning, travelling = (
+        jobs[f"{where}/push/{gossip.FIRST_SEED}"] for where in ("even-8/large", "10 Gbit per s-8/timing")
+    )
+    bits = 32 * size, 32 * travelling.workload.parameters
+    rates = (1e9 * job.cluster.network.bandwidth_gbit for job in (learning, travelling))
+    small_s, large_s = (n / rate for n, rate in zip(bits, rates, strict=True))
+    assert small_s == pytest.approx(large_s) == pytest.approx(0.0374, abs=1e-4)
+
+
+def test_every_fourth_worker_sleeps_up_to_300_ms(tmp_path):
+    path = gossip.table_of(tmp_path, 8, 1)
+    gossip.write_times(path, 8, 1)
+    seconds = pd.read_csv(path).pivot(index="worker", columns="iteration", values="seconds")
+    assert seconds.shape == (8, gossip.ROWS)
+    median = seconds.median(axis=1)
+    assert median[[0, 4]].between(0.25, 0.3).all() and median.drop([0, 4]).between(0.12, 0.13).all()
+    written = path.read_bytes()
+    gossip.write_times(path, 8, 1)
+    assert path.read_bytes() == written
+
+
+def test_a_fifth_of_the_labels_is_drawn_anew_at_every_read():
+    torch.manual_seed(0)
+    workload = relabelled.perceptron(0.2)
+    x, y = workload.train[:64]
+    losses = {workload.loss(workload.model, x, y).item() for _ in range(5)}
+    assert len(losses) == 5
+    assert workload.evaluate(workload.model) == workload.evaluate(workload.model)
+
+
+# ---- claims ----
+
+
+def every_run(number):
+    """Results of all the runs there are; number(cluster, workers, arm, method) gives seconds, accuracy, samples/s."""
+    rows = []
+    for workers in gossip.WORKERS:
+        for cluster in gossip.CLUSTERS:
+            for arm in gossip.STEPS:
+                rows += [(f"{cluster}-{workers}", arm, m, *number(cluster, workers, arm, m)) for m in gossip.PARADIGMS]
+        for link in gossip.LINKS:
+            methods = [*gossip.PARADIGMS, *gossip.SERVER]
+            rows += [(f"{link}-{workers}", "timing", m, *number("even", workers, "timing", m)) for m in methods]
+    frame = pd.DataFrame(rows, columns=["setting", "arm", "paradigm", "target_s", "accuracy", "samples_per_s"])
+    return frame.assign(seed=1, at_least_s=frame["target_s"].fillna(99.0))
+
+
+def holding(frame):
+    return set(judged(gossip.claims(), frame).query("holds")["claim"])
+
+
+def test_were_it_as_published_every_claim_would_hold():
+    def number(cluster, workers, arm, method):
+        waits, served = method == "all-reduce", method in ("EASGD", "server")
+        seconds = 10.0 if waits else (5.0 if workers <= 32 else np.nan)
+        if arm == "small" and method == "EASGD":
+            seconds = 20.0 if workers <= 32 else np.nan
+        if arm == "small" and method in gossip.GOSSIP:
+            seconds = 12.0
+        accuracy = 0.98 if waits else 0.98 - workers / 1e4
+        samples_per_s = min(workers, 32 if served else 128) * (0.5 if waits and cluster == "stragglers" else 1.0)
+        return seconds, accuracy, samples_per_s
+
+    assert holding(every_run(number)) == {claim.says for claim in gossip.claims()}
+
+
+def test_who_never_gets_there_is_later_than_who_does_and_sooner_than_nobody():
+    def number(cluster, workers, arm, method):
+        return (10.0 if method == "all-reduce" else np.nan), 0.9, 1.0
+
+    held = holding(every_run(number))
+    assert "128 workers, without stragglers, large step: all-reduce sooner than push" in held
+    assert not any("sooner than EASGD" in says and "all-reduce" not in says for says in held)
+
+
+# ---- all of it, small ----
+
+
+def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
+    monkeypatch.setattr(gossip, "WORKERS", (2, 4))
+    monkeypatch.setattr(gossip, "FEW", 2)
+    monkeypatch.setattr(gossip, "LIMIT", 4)
+    console = Console(quiet=True)
+    first = gossip.reproduce(tmp_path, 1, 1, console, length=1 / 20)
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    second = gossip.reproduce(tmp_path, 1, 1, console, length=1 / 20)
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    pd.testing.assert_frame_equal(first, second)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"gossip-scaling.png", "gossip-throughput.svg", "claims.csv", "results.csv"} <= names
+    results = pd.read_csv(tmp_path / "results.csv")
+    assert set(results["paradigm"]) == {"all-reduce", "EASGD", "pull", "push", "server"}
+    assert results["samples_per_s"].notna().all()
