@@ -1,11 +1,12 @@
 """Gossip, elastic averaging and all-reduce at many workers: do they do what the paper says?
 
 Jin, Yuan, Iandola, Keutzer: "How to scale distributed deep learning?", 2016. From 4 to 128 workers in virtual time, at
-a large and a small step, with and without stragglers; and how many samples a second a model of its size would get.
+three steps, with and without stragglers; and how many samples a second a model of its size would get.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from rich.console import Console
 from hpcsync import outputs
 from hpcsync.job import Job
 from hpcsync.traces.reading import load
-from hpcsync.traces.summary import summarize
 from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s
 from reproductions.simulating import simulate_all
 
@@ -35,12 +35,14 @@ PARADIGMS: dict[str, dict[str, Any]] = {
     "push": {"name": "gossip", "mode": "push"},
 }
 SERVER = {"server": {"name": "asp"}}  # each gradient through a parameter server: only for how many samples a second
-ASYNCHRONOUS = ("EASGD", "pull", "push")
-GOSSIP = ("pull", "push")
+NAMES = {"all-reduce": "all-reduce", "EASGD": "EASGD", "gossip": "gossip", "server": "ASP"}
+PARTS = {name: ("pull", "push") if name == "gossip" else (name,) for name in NAMES}  # gossip: the mean of its two modes
+ASYNCHRONOUS = ("EASGD", "gossip")
 
 BATCH = 16  # of a worker, whatever their number: the paper's from 16 workers on
-STEPS = {"large": 0.1, "small": 0.01}  # at twice the large one four workers' all-reduce no longer settles
-SECONDS = {"large": 24.0, "small": 75.0}  # of a run
+# With the large one all-reduce of 4 workers just about settles; the medium one is the largest with which EASGD does.
+STEPS = {"large": 0.2, "medium": 0.05, "small": 0.01}
+SECONDS = {"large": 24.0, "medium": 36.0, "small": 75.0}  # of a run
 EVALUATIONS = 100  # of a run without waiting
 TARGET = 0.94  # accuracy, from when on it is never less
 FIRST_SEED = 4  # 1 has been used to choose steps, label noise and target
@@ -140,16 +142,17 @@ def measure(folder: Path) -> dict[str, Any]:
     """The results of a run. target_s is unknown if it has not been reached, at_least_s is then how long the run was."""
     trace = load(folder / outputs.TRACE)
     setting, arm, paradigm, seed = folder.parts[-4:]
-    summary = summarize(trace)
+    last = trace.tables["updates"][-1]  # what is still computed when the run is over counts for nothing
+    duration_s = float(last["now_s"])
     row = {"setting": setting.replace(" per ", "/"), "arm": arm, "paradigm": paradigm, "seed": int(seed)}
-    row |= {"workers": trace.n_workers, "samples_per_s": summary.samples_per_s, "duration_s": summary.duration_s}
+    row |= {"workers": trace.n_workers, "samples_per_s": last["samples"] / duration_s, "duration_s": duration_s}
     if arm in STEPS:
         evaluations = trace.frame("evaluations")
         evaluations["accuracy"] = evaluations["accuracy"].rolling(3, 1, center=True).mean()
         target_s = settled_s(evaluations, TARGET)
         row["target_s"] = target_s
-        row["at_least_s"] = summary.duration_s if np.isnan(target_s) else target_s
-        row["accuracy"] = evaluations["accuracy"][evaluations["now_s"] >= 0.9 * summary.duration_s].mean()
+        row["at_least_s"] = duration_s if np.isnan(target_s) else target_s
+        row["accuracy"] = evaluations["accuracy"][evaluations["now_s"] >= 0.9 * duration_s].mean()
     return row
 
 
@@ -158,57 +161,59 @@ def measure(folder: Path) -> dict[str, Any]:
 
 def claims() -> list[Claim]:
     claims = []
-    for cluster, words in CLUSTERS.items():
-        for workers in (FEW, LIMIT):
+    for step in ("large", "medium"):
+        for cluster, words in CLUSTERS.items():
+            where = f"{step} step, {words}"
+            for workers in (FEW, LIMIT):
+                for method in ASYNCHRONOUS:
+                    says = f"{where}, {workers} workers: {method} sooner than all-reduce"
+                    number = sooner(method, "all-reduce", f"{cluster}-{workers}", step)
+                    claims.append(Claim(says, "sooner, to about 32", number, low=1.05))
             for method in ASYNCHRONOUS:
-                says = f"{workers} workers, {words}, large step: {method} sooner than all-reduce"
-                sooner_ = sooner(method, "all-reduce", f"{cluster}-{workers}", "large")
-                claims.append(Claim(says, "sooner, to about 32", sooner_, low=1.05))
-        for method in ASYNCHRONOUS:
-            where, many = f"{MANY} workers, {words}, large step", f"{cluster}-{MANY}"
-            higher = points(of("accuracy", many, "large", "all-reduce"), of("accuracy", many, "large", method))
-            claims += [
-                Claim(
-                    f"{where}: all-reduce sooner than {method}",
-                    "sooner, to about 100",
-                    sooner("all-reduce", method, many, "large"),
-                    low=1.05,
-                ),
-                Claim(f"{where}: all-reduce ends higher than {method}", "higher", higher, low=0.2, unit=" points"),
-            ]
+                says = f"{where}, {MANY} workers: all-reduce sooner than {method}"
+                number = sooner("all-reduce", method, f"{cluster}-{MANY}", step)
+                claims.append(Claim(says, "sooner, to about 100", number, low=1.05))
+            for method in ASYNCHRONOUS:
+                says = f"{where}, {MANY} workers: all-reduce ends higher than {method}"
+                number = higher("all-reduce", method, f"{cluster}-{MANY}", step)
+                claims.append(Claim(says, "higher", number, low=0.2, unit=" points"))
     for method in ASYNCHRONOUS:
-        says = f"small step: {method}'s final accuracies at 4 to {MANY} workers are further apart than all-reduce's by"
+        says = (
+            f"small step: final accuracies at {WORKERS[0]} to {MANY} workers further apart than all-reduce's: {method}"
+        )
         claims.append(Claim(says, "all-reduce most consistent", less_even(method), low=0.0, unit=" points"))
     for workers in (FEW, LIMIT, MANY):
-        for method in GOSSIP:
-            says = f"{workers} workers, small step: {method} sooner than EASGD"
-            claims.append(Claim(says, "can be", sooner(method, "EASGD", f"even-{workers}", "small"), low=1.05))
+        number = sooner("gossip", "EASGD", f"even-{workers}", "small")
+        claims.append(Claim(f"small step, {workers} workers: gossip sooner than EASGD", "can be", number, low=1.05))
     growth = MANY / LIMIT
     for link in LINKS:
-        for method in ("all-reduce", *GOSSIP):
-            says = f"{link}: {MANY} workers train faster with {method} than {LIMIT}"
-            claims.append(Claim(says, "no server to share", scaling(method, link), low=0.9 * growth))
-        for method in ("EASGD", "server"):
-            says = f"{link}: {MANY} workers train faster with {named(method)} than {LIMIT}"
-            claims.append(Claim(says, "the server's link limits", scaling(method, link), high=0.5 * growth))
+        for method, name in NAMES.items():
+            says = f"{link}: {MANY} workers train faster than {LIMIT}: {name}"
+            if method in ("EASGD", "server"):
+                number = scaling(method, link)
+                claims.append(Claim(says, "the server's link limits", number, high=0.5 * growth))
+            else:
+                claims.append(Claim(says, "no server to share", scaling(method, link), low=0.9 * growth))
     for workers in (FEW, LIMIT, MANY):
-        slowed = slower("all-reduce", workers)
-        claims.append(Claim(f"{workers} workers: stragglers slow all-reduce", "slowed", slowed, low=1.5))
-        for method in ASYNCHRONOUS:
-            says = f"{workers} workers: stragglers slow {method}"
-            claims.append(Claim(says, "not slowed", slower(method, workers), high=1.25))
+        says = f"{workers} workers: slowed by stragglers"
+        claims.append(Claim(f"{says}: all-reduce", "yes", slower("all-reduce", workers), low=1.5))
+        claims += [Claim(f"{says}: {m}", "no", slower(m, workers), high=1.25) for m in ASYNCHRONOUS]
     return claims
 
 
 def sooner(a: str, b: str, setting: str, step: str) -> Of:
     """How many times as long b takes to the target as a, or has been given without reaching it."""
-    return ratio(of("at_least_s", setting, step, b), of("target_s", setting, step, a))
+    return ratio(of("at_least_s", setting, step, *PARTS[b]), of("target_s", setting, step, *PARTS[a]))
+
+
+def higher(a: str, b: str, setting: str, step: str) -> Of:
+    return points(*(of("accuracy", setting, step, *PARTS[method]) for method in (a, b)))
 
 
 def less_even(method: str) -> Of:
     """By how many points more than all-reduce's the method's final accuracies are apart at all numbers of workers."""
     of_method, of_all_reduce = (
-        apart(*(of("accuracy", f"even-{workers}", "small", name) for workers in WORKERS))
+        apart(*(of("accuracy", f"even-{workers}", "small", *PARTS[name]) for workers in WORKERS))
         for name in (method, "all-reduce")
     )
     return lambda results: of_method(results) - of_all_reduce(results)
@@ -216,13 +221,13 @@ def less_even(method: str) -> Of:
 
 def scaling(method: str, link: str) -> Of:
     """How many times as many samples a second the many workers train on as those at the limit."""
-    many, limit = (of("samples_per_s", f"{link}-{workers}", "timing", method) for workers in (MANY, LIMIT))
+    many, limit = (of("samples_per_s", f"{link}-{workers}", "timing", *PARTS[method]) for workers in (MANY, LIMIT))
     return ratio(many, limit)
 
 
 def slower(method: str, workers: int) -> Of:
     """How many times as many samples a second they train on without stragglers as with them."""
-    even, uneven = (of("samples_per_s", f"{cluster}-{workers}", "large", method) for cluster in CLUSTERS)
+    even, uneven = (of("samples_per_s", f"{cluster}-{workers}", "medium", *PARTS[method]) for cluster in CLUSTERS)
     return ratio(even, uneven)
 
 
@@ -230,80 +235,91 @@ def slower(method: str, workers: int) -> Of:
 
 ORANGE = plotting.PARADIGM_COLOURS["gossip"]
 LOOKS: dict[str, dict[str, Any]] = {
-    "all-reduce": {"color": plotting.PARADIGM_COLOURS["allreduce"], "marker": "o"},
-    "EASGD": {"color": plotting.PARADIGM_COLOURS["easgd"], "marker": "s"},
-    "pull": {"color": ORANGE, "marker": "^", "linestyle": plotting.DASHES[1], "markerfacecolor": "w"},
-    "push": {"color": ORANGE, "marker": "v"},
-    "server": {"color": plotting.PARADIGM_COLOURS["asp"], "marker": "D"},
+    "all-reduce": {"label": "all-reduce", "color": plotting.PARADIGM_COLOURS["allreduce"], "marker": "o"},
+    "EASGD": {"label": "EASGD", "color": plotting.PARADIGM_COLOURS["easgd"], "marker": "s"},
+    "pull": {"label": "gossip, pull", "color": ORANGE, "marker": "^", "ls": plotting.DASHES[1], "mfc": "w"},
+    "push": {"label": "gossip, push", "color": ORANGE, "marker": "v"},
+    "server": {"label": "ASP", "color": plotting.PARADIGM_COLOURS["asp"], "marker": "D"},
 }
 
 
-def named(method: str) -> str:
-    return {"pull": "gossip, pull", "push": "gossip, push", "server": "ASP"}.get(method, method)
-
-
-def draw_scaling(results: pd.DataFrame, folder: Path) -> None:
-    """Time to the target and final error against the number of workers: mean and range of the seeds."""
-    learned = results[results["arm"].isin(STEPS)]
-    where = [(step, cluster) for step in STEPS for cluster in CLUSTERS]
-    figure, axes = plotting.panels(2, len(where), height=4.6, sharex=True, sharey="row")
-    for (upper, lower), (step, cluster) in zip(axes.T, where, strict=True):
-        runs = learned[(learned["arm"] == step) & learned["setting"].str.startswith(f"{cluster}-")]
-        for n, method in enumerate(PARADIGMS):
-            of_method = runs[runs["paradigm"] == method]
-            draw_range(upper, of_method, "target_s", method)
-            missed = of_method["workers"][of_method["target_s"].isna()].unique()
-            never_s = 1.3 ** (n + 1) * max(SECONDS.values())
-            upper.plot(missed, [never_s] * len(missed), "x", ms=4, mew=1.2, color=LOOKS[method]["color"])
-            draw_range(lower, of_method.assign(error=1 - of_method["accuracy"]), "error", method)
-        upper.set(title=f"{step} step, {STEPS[step]:g},\n{CLUSTERS[cluster]}", yscale="log")
-        lower.set(yscale="log")
-        of_workers(lower)
-        lower.tick_params(axis="x", labelsize=7)
-    upper, lower = axes[:, 0]
-    upper.set(ylabel=f"virtual time to {plotting.percent(TARGET)} (s)", ylim=(2, 4 * max(SECONDS.values())))
-    upper.set_yticks([2, 5, 10, 20, 50], labels=["2", "5", "10", "20", "50"])
-    lower.set(ylabel="error at the end", ylim=(0.01, 1))
-    lower.set_yticks([0.01, 0.03, 0.1, 0.3, 1.0])
-    lower.yaxis.set_major_formatter(plotting.percent)
-    for axis in axes.ravel():
-        axis.minorticks_off()
-    figure.supxlabel("workers", fontsize=8)
-    handles, _ = upper.get_legend_handles_labels()
-    never = Line2D([], [], marker="x", color=plotting.GREY, ls="", ms=4, mew=1.2, label="some seed does not get there")
+def draw_times(results: pd.DataFrame, folder: Path) -> None:
+    """Time to the target against the number of workers; a cross for those of whom some seed does not get there."""
+    figure, axes = _by_step_and_cluster(results, "target_s")
+    for row, cluster in zip(axes, CLUSTERS, strict=True):
+        for axis, step in zip(row, STEPS, strict=True):
+            runs = select(results, step, cluster)
+            for n, method in enumerate(PARADIGMS):
+                missed = runs["workers"][(runs["paradigm"] == method) & runs["target_s"].isna()].unique()
+                height = [1.35 ** (n + 0.8) * max(SECONDS.values())] * len(missed)
+                axis.plot(missed, height, "x", ms=4, mew=1.2, color=LOOKS[method]["color"])
+        row[0].set(ylabel=f"{CLUSTERS[cluster]}\ntime to {plotting.percent(TARGET)} (virtual s)")
+        row[0].set(ylim=(2, 4.5 * max(SECONDS.values())))
+        row[0].set_yticks([2, 5, 10, 20, 50], labels=["2", "5", "10", "20", "50"])
+    handles, _ = axes[0, 0].get_legend_handles_labels()
+    never = Line2D([], [], marker="x", color=plotting.GREY, ls="", ms=4, mew=1.2, label="not with every seed")
     figure.legend(handles=[*handles, never], loc="outside upper center", ncols=len(handles) + 1)
-    columns = ["setting", "arm", "paradigm", "seed", "workers", "target_s", "accuracy"]
-    plotting.save(figure, learned[columns].round(4), folder, "gossip-scaling")
+    plotting.save(figure, learned(results)[[*RUN, "target_s"]].round(4), folder, "gossip-times")
+
+
+def draw_errors(results: pd.DataFrame, folder: Path) -> None:
+    """The error in the last tenth of each run against the number of workers."""
+    figure, axes = _by_step_and_cluster(results.assign(error=1 - results["accuracy"]), "error")
+    for row, cluster in zip(axes, CLUSTERS, strict=True):
+        row[0].set(ylabel=f"{CLUSTERS[cluster]}\nerror at the end", ylim=(0.008, 1))
+        row[0].set_yticks([0.01, 0.03, 0.1, 0.3, 1.0])
+        row[0].yaxis.set_major_formatter(plotting.percent)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(PARADIGMS))
+    plotting.save(figure, learned(results)[[*RUN, "accuracy"]].round(4), folder, "gossip-errors")
+
+
+RUN = ["setting", "arm", "paradigm", "seed", "workers"]
+
+
+def learned(results: pd.DataFrame) -> pd.DataFrame:
+    return results[results["arm"].isin(STEPS)]
+
+
+def select(results: pd.DataFrame, arm: str, where: str) -> pd.DataFrame:
+    return results[(results["arm"] == arm) & results["setting"].str.startswith(f"{where}-")]
+
+
+def _by_step_and_cluster(results: pd.DataFrame, column: str) -> Any:
+    figure, axes = plotting.panels(len(CLUSTERS), len(STEPS), height=4.6, sharex=True, sharey=True)
+    for row, cluster in zip(axes, CLUSTERS, strict=True):
+        for axis, step in zip(row, STEPS, strict=True):
+            axis.set_yscale("log")
+            draw_ranges(axis, select(results, step, cluster), column, PARADIGMS)
+    for axis, (step, lr) in zip(axes[0], STEPS.items(), strict=True):
+        axis.set_title(f"{step} step, {lr:g}")
+    figure.supxlabel("workers", fontsize=8)
+    return figure, axes
 
 
 def draw_throughput(results: pd.DataFrame, folder: Path) -> None:
-    timed = results[results["arm"] == "timing"]
     figure, axes = plotting.panels(1, len(LINKS), height=2.8, sharex=True, sharey=True)
     for axis, link in zip(axes[0], LINKS, strict=True):
-        axis.plot(WORKERS, np.multiply(WORKERS, BATCH / COMPUTE_S), color=plotting.GREY, lw=0.8, label="only computing")
-        for method in PARADIGMS | SERVER:
-            runs = timed[timed["setting"].str.startswith(f"{link}-") & (timed["paradigm"] == method)]
-            draw_range(axis, runs, "samples_per_s", method)
-        axis.set(title=link, yscale="log")
-        of_workers(axis)
+        axis.plot(
+            WORKERS, np.multiply(WORKERS, BATCH / COMPUTE_S), color=plotting.GREY, lw=0.8, label="computing alone"
+        )
+        axis.set(title=f"ResNet-18, {link}", yscale="log")
+        draw_ranges(axis, select(results, "timing", link), "samples_per_s", LOOKS)
         axis.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     axes[0, 0].set_ylabel("samples per virtual second")
     figure.supxlabel("workers", fontsize=8)
     figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(LOOKS) + 1)
-    columns = ["setting", "paradigm", "seed", "workers", "samples_per_s"]
-    plotting.save(figure, timed[columns].round(2), folder, "gossip-throughput")
+    timed = results[results["arm"] == "timing"]
+    plotting.save(figure, timed[[*RUN, "samples_per_s"]].round(2), folder, "gossip-throughput")
 
 
-def draw_range(axis: Axes, runs: pd.DataFrame, column: str, method: str) -> None:
-    """The mean over seeds, in their range; a gap where one of them has none."""
-    seeds = runs.pivot(index="workers", columns="seed", values=column)
-    mean, look = seeds.mean(axis=1, skipna=False), LOOKS[method]
-    least, largest = (ends.where(mean.notna()) for ends in (seeds.min(axis=1), seeds.max(axis=1)))
-    axis.fill_between(seeds.index, least, largest, color=look["color"], alpha=0.15, lw=0)
-    axis.plot(seeds.index, mean, ms=3.5, label=named(method), **look)
-
-
-def of_workers(axis: Axes) -> None:
+def draw_ranges(axis: Axes, runs: pd.DataFrame, column: str, methods: Iterable[str]) -> None:
+    """Against the number of workers the mean over seeds, in their range; a gap where one of them has none."""
+    for method in methods:
+        seeds = runs[runs["paradigm"] == method].pivot(index="workers", columns="seed", values=column)
+        mean = seeds.mean(axis=1, skipna=False)
+        least, largest = (ends.where(mean.notna()) for ends in (seeds.min(axis=1), seeds.max(axis=1)))
+        axis.fill_between(seeds.index, least, largest, color=LOOKS[method]["color"], alpha=0.15, lw=0)
+        axis.plot(seeds.index, mean, ms=3.5, **LOOKS[method])
     axis.set_xscale("log", base=2)
     axis.set_xticks(WORKERS, labels=[str(n) for n in WORKERS])
     axis.minorticks_off()
@@ -321,7 +337,8 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     todo = jobs(seeds, times, length)
     simulate_all(todo, out / "runs", processes, console)
     results = pd.DataFrame([measure(out / "runs" / name) for name in todo])
-    draw_scaling(results, out)
+    draw_times(results, out)
+    draw_errors(results, out)
     draw_throughput(results, out)
     title = f"Gossip, virtual time, {seeds} seeds: mean (least to largest)"
     return conclude(claims(), results, out, console, title)
