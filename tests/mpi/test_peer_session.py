@@ -130,7 +130,7 @@ def test_every_trace_shows_its_paradigm(comm, folder, paradigm):
 # ---- how they end ----
 
 
-@pytest.mark.parametrize("paradigm", PARADIGMS)
+@pytest.mark.parametrize("paradigm", ["allreduce", "local-sgd", "permutation", "pull", "push-sum"])
 def test_workers_may_finish_seconds_apart(comm, folder, paradigm):
     """Worker w makes 10 + 15 w iterations, and leaves w / 2 seconds later; all end with the same weights."""
     torch.manual_seed(comm.rank)

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
+from hpcsync import job as jobs
+from hpcsync.simulator.run import simulate
 from hpcsync.traces.audit import audit
 from hpcsync.traces.comparing import compare
 from hpcsync.traces.reading import load
@@ -16,6 +19,7 @@ from tests.runs.processes import ended, hpcsync, started
 
 JOB = """
 name = "both"
+seed = 1
 workload = {name = "linear", batch_size = 4, samples = 96, features = 7}
 optimizer = {name = "sgd", lr = 0.05, momentum = 0.9}
 evaluation.every_samples = 100
@@ -80,16 +84,16 @@ WITHOUT_SERVER = {
 def test_workers_in_step_compute_what_simulated_ones_do(tmp_path, path, paradigm):
     """Whoever comes first, each exchange is one of all workers: the same bits in both engines."""
     path.write_text(JOB.replace("servers = 2, ", ""))
-    folders = {engine: tmp_path / engine for engine in ("run", "simulate")}
-    for engine, folder in folders.items():
-        program = ended(hpcsync(engine, path, "--set", WITHOUT_SERVER[paradigm], "--out", folder), cwd=tmp_path)
-        assert program.status == 0, program.err
-        assert [check for check in audit(folder / "trace.h5") if not check.passed] == []
-    assert torch.equal(*(weights(folder) for folder in folders.values()))
-    other = tmp_path / "other"
-    arguments = ("--set", WITHOUT_SERVER[paradigm], "--set", "seed=2", "--out", other)
-    assert ended(hpcsync("simulate", path, *arguments), cwd=tmp_path).status == 0
-    assert not torch.equal(weights(folders["run"]), weights(other))
+    real = tmp_path / "real"
+    program = ended(hpcsync("run", path, "--set", WITHOUT_SERVER[paradigm], "--out", real), cwd=tmp_path)
+    assert program.status == 0, program.err
+    assert [check for check in audit(real / "trace.h5") if not check.passed] == []
+    for seed in (1, 2):
+        simulated = tmp_path / str(seed)
+        job = jobs.load(path, [WITHOUT_SERVER[paradigm], f"seed={seed}"])
+        assert simulate(job, simulated, Console(quiet=True)) == 0
+        assert [check for check in audit(simulated / "trace.h5") if not check.passed] == []
+        assert torch.equal(weights(real), weights(simulated)) == (seed == 1)
 
 
 def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, path):
