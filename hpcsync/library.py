@@ -296,13 +296,8 @@ class LocalSession(Session):
         return not self.stopped
 
     def _update(self) -> None:
-        group = self._optimizer.param_groups[0]
-        if group["lr"] != self._rate:
-            raise RuntimeError(
-                f"the script changed the optimizer's learning rate from {self._rate} to {group['lr']}: "
-                "give connect a schedule instead"
-            )
-        group["lr"] = self._rate = self._lr(self._samples, self._updates, 1)
+        self._refuse_other_rate(self._optimizer, self._rate)
+        self._optimizer.param_groups[0]["lr"] = self._rate = self._lr(self._samples, self._updates, 1)
         self._optimizer.step()
 
     def _judge(self, evaluate: Evaluate) -> tuple[float, float]:

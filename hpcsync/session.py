@@ -57,6 +57,18 @@ class Session(ABC):
         if self.stopped:
             raise RuntimeError("step after the run has ended: leave the loop when step returns False")
 
+    def _refuse_other_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
+        """The script's optimizer has the rate that it was given: where that would be changed nobody looks."""
+        if (given := optimizer.param_groups[0]["lr"]) != rate:
+            raise RuntimeError(
+                f"the script changed the optimizer's learning rate from {rate} to {given}: "
+                "give connect a schedule instead"
+            )
+
+    def _leave(self) -> None:
+        """The worker leaves before its next batch: for its script the run is over."""
+        self.stopped = True
+
     @abstractmethod
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

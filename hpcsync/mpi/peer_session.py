@@ -49,7 +49,7 @@ class PeerSession(RankSession):
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
         self._progression = None if self._exchange.in_step else choose(self._link.comm)
         self._hooks = self._hook(self._progression)
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._stop)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
         self._lr = learning_rate(job)
         self._iteration = 0
@@ -74,7 +74,8 @@ class PeerSession(RankSession):
 
     def step(self, loss: torch.Tensor | float) -> bool:
         self._refuse_step()
-        self._check_learning_rate()
+        if self._optimizer is not None:
+            self._refuse_other_rate(self._optimizer, self._job.optimizer.lr)
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         if self._times is None:
             self._end_computation()
@@ -157,17 +158,6 @@ class PeerSession(RankSession):
 
     def _shown(self) -> None:
         """All workers have published their weights of the same iteration."""
-
-    def _stop(self) -> None:
-        """The worker leaves before its next batch: for its script the run is over."""
-        self.stopped = True
-
-    def _check_learning_rate(self) -> None:
-        if self._optimizer is not None and self._optimizer.param_groups[0]["lr"] != self._job.optimizer.lr:
-            raise RuntimeError(
-                f"the script changed the optimizer's learning rate from {self._job.optimizer.lr} to "
-                f"{self._optimizer.param_groups[0]['lr']}: give connect a schedule instead"
-            )
 
     # ---- the end ----
 

@@ -56,7 +56,7 @@ class WorkerSession(LinkedSession):
         super().__init__(comm, job, model)
         self._engine = self._make_engine()
         self.worker = self._engine.index
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._stop)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
@@ -64,7 +64,8 @@ class WorkerSession(LinkedSession):
 
     def step(self, loss: torch.Tensor | float) -> bool:
         self._refuse_step()
-        self._check_learning_rate()
+        if self._optimizer is not None:
+            self._refuse_other_rate(self._optimizer, self._job.optimizer.lr)
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.flat.gather_gradient()
         self._end_iteration(*self._iterations.end(), loss)
@@ -77,17 +78,6 @@ class WorkerSession(LinkedSession):
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
         """The gradient of an iteration, computed between begin_s and end_s, is in the model."""
         self._engine.step(begin_s, end_s, self._iterations.batch_size, loss)
-
-    def _stop(self) -> None:
-        """The worker leaves before its next batch: for its script the run is over."""
-        self.stopped = True
-
-    def _check_learning_rate(self) -> None:
-        if self._optimizer is not None and self._optimizer.param_groups[0]["lr"] != self._job.optimizer.lr:
-            raise RuntimeError(
-                f"the script changed the optimizer's learning rate from {self._job.optimizer.lr} to "
-                f"{self._optimizer.param_groups[0]['lr']}: give connect a schedule instead"
-            )
 
     def _part(self) -> None:
         self._engine.leave()

@@ -27,6 +27,7 @@ from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
+from tests.mpi.training import leaving
 
 SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -83,14 +84,7 @@ def positions(comm: Any, this: Job, folder: Any, exchanges: int = 20) -> tuple[n
         if sync.worker is not None:
             sync.flat.weights.add_(sync.worker + 1.0)
             left = (exchanges + 3 * sync.worker) * period
-        for x, y in sync.shard(workload.train, batch_size=8, epochs=None):
-            sync.flat.zero_gradient()
-            loss = workload.loss(workload.model, x, y)
-            loss.backward()
-            sync.step(loss)
-            left -= 1
-            if left == 0:
-                break
+        leaving(sync, this, workload, left)
         mine = sync.flat.weights.numpy().copy()
     everybody = comm.allgather((sync.worker, mine))
     return np.array([x for worker, x in everybody if worker is not None]), sync.flat.weights.numpy().copy()

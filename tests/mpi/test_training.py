@@ -12,7 +12,7 @@ from hpcsync import library
 from hpcsync.job import Job
 from hpcsync.learning.validation import check, optimizer_spec
 from hpcsync.traces.reading import load
-from tests.mpi.training import failures, on_some, one_process
+from tests.mpi.training import failures, leaving, on_some, one_process
 
 PARADIGMS = {
     "bsp": {},
@@ -88,14 +88,7 @@ def test_workers_may_finish_early(comm, needs, folder, paradigm):
     workload = check(this)
     with library.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
         left = 0 if sync.worker is None else 10 + 15 * sync.worker
-        for x, y in sync.shard(workload.train, batch_size=8, epochs=None):
-            sync.flat.zero_gradient()
-            loss = workload.loss(workload.model, x, y)
-            loss.backward()
-            sync.step(loss)
-            left -= 1
-            if left == 0:
-                break
+        leaving(sync, this, workload, left)
     weights = comm.allgather(sync.flat.weights.numpy())
     assert all((other == weights[0]).all() for other in weights)
     if comm.rank == 0:

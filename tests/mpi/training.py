@@ -11,6 +11,8 @@ from mpi4py import MPI
 from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.validation import check
+from hpcsync.learning.workloads import Workload
+from hpcsync.mpi.rank_session import RankSession
 from hpcsync.rank import train
 from hpcsync.traces.audit import audit
 
@@ -44,3 +46,15 @@ def one_process(job: Job, batches_per_step: int) -> np.ndarray:
 
 def failures(path: Any) -> list[Any]:
     return [found for found in audit(path) if not found.passed]
+
+
+def leaving(session: RankSession, job: Job, workload: Workload, iterations: int) -> None:
+    """Train in a script's loop, and leave after so many iterations; 0 on a server."""
+    for x, y in session.shard(workload.train, job.workload.batch_size, epochs=None):
+        session.flat.zero_gradient()
+        loss = workload.loss(workload.model, x, y)
+        loss.backward()
+        session.step(loss)
+        iterations -= 1
+        if iterations == 0:
+            break
