@@ -76,6 +76,8 @@ def every_run(number):
         for link in gossip.LINKS:
             methods = [*gossip.PARADIGMS, *gossip.SERVER]
             rows += [(f"{link}-{workers}", "timing", m, *number("even", workers, "timing", m)) for m in methods]
+    for method in ("all-reduce", "EASGD", *gossip.FIXED):
+        rows.append((f"free-{gossip.LIMIT}", "medium", method, *number("even", gossip.LIMIT, "medium", method)))
     frame = pd.DataFrame(rows, columns=["setting", "arm", "paradigm", "target_s", "accuracy", "samples_per_s"])
     return frame.assign(seed=1, at_least_s=frame["target_s"].fillna(99.0))
 
@@ -92,7 +94,7 @@ def test_were_it_as_published_every_claim_would_hold():
             seconds = 20.0 if workers <= 32 else np.nan
         if arm == "small" and method in ("pull", "push"):
             seconds = 12.0
-        accuracy = 0.98 if waits else 0.98 - workers / 1e4
+        accuracy = 0.98 if waits or method in gossip.FIXED else 0.98 - workers / 1e4
         samples_per_s = min(workers, 32 if served else 128) * (0.5 if waits and cluster == "stragglers" else 1.0)
         return seconds, accuracy, samples_per_s
 
@@ -114,6 +116,7 @@ def test_who_never_gets_there_is_later_than_who_does_and_sooner_than_nobody():
 def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
     monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
     monkeypatch.setattr(gossip, "WORKERS", (2,))
+    monkeypatch.setattr(gossip, "LIMIT", 2)
     monkeypatch.setattr(gossip, "STEPS", {"large": 0.2, "medium": 0.05})
     console = Console(quiet=True)
     first = gossip.reproduce(tmp_path, 1, 1, console, length=1 / 10)
@@ -124,5 +127,5 @@ def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch
     names = {path.name for path in tmp_path.iterdir()}
     assert {"gossip-times.png", "gossip-errors.csv", "gossip-throughput.svg", "claims.csv", "results.csv"} <= names
     results = pd.read_csv(tmp_path / "results.csv")
-    assert set(results["paradigm"]) == {"all-reduce", "EASGD", "pull", "push", "server"}
+    assert set(results["paradigm"]) == {"all-reduce", "EASGD", "EASGD-fixed", "pull", "push", "server"}
     assert results["samples_per_s"].notna().all()
