@@ -1,0 +1,194 @@
+"""What an exchange does to the weights of all ranks, against NumPy: rounds in which all read, or send, before anybody
+looks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from hpcsync.job import Job
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.validation import optimizer_spec
+from hpcsync.mpi.peer_exchange import Exchange, Pushing, exchange
+from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.peers import drawing
+
+SIZE = 7
+SGD = {"name": "sgd", "lr": 0.1}
+NESTEROV = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}
+MODES = ("pull", "push", "push-sum", "permutation")
+
+
+def job(n_workers: int, mode: str, optimizer: Any = SGD, **paradigm: Any) -> Job:
+    return Job.from_table(
+        {
+            "name": "test",
+            "seed": 5,
+            "workload": {"name": "linear"},
+            "optimizer": optimizer,
+            "stop": {"updates": 1},
+            "paradigm": {"name": "gossip", "mode": mode, **paradigm},
+            "cluster": {"workers": n_workers},
+        }
+    )
+
+
+@contextmanager
+def worker(comm: MPI.Intracomm, job: Job) -> Iterator[tuple[Exchange, torch.Tensor]]:
+    """This rank's exchange, and its weights."""
+    flat = FlatModel(torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64))
+    link = PeerLink(comm, flat.weights.numpy())
+    made = exchange(job, link, flat, optimizer_spec(job), lambda: None)
+    yield made, flat.weights
+    comm.Barrier()
+    made.free()
+    link.free()
+
+
+def round_of_all(comm: MPI.Intracomm, this: Job, made: Exchange, round: int) -> None:
+    """Nobody is later than the others."""
+    comm.Barrier()
+    if isinstance(made, Pushing):
+        drawn = drawing(this).drawn(comm.rank, round, made.peer.weight)
+        if drawn != comm.rank:
+            made._send(drawn)
+        comm.Barrier()
+        made._take_in(drawn == comm.rank)
+    else:
+        made.show()
+        comm.Barrier()
+        made.step(0.1, n_samples=0, stop=False, exchanging=True)
+        if made.agreed is not None:
+            made.agreed = made.agreed._replace(n_steps=1)
+        made.exchange(round)
+    comm.Barrier()
+
+
+def models(comm: MPI.Intracomm, weights: torch.Tensor) -> np.ndarray:
+    return np.array(comm.allgather(weights.numpy().copy()))
+
+
+def still(made: Exchange) -> Exchange:
+    """One that exchanges and makes no steps."""
+    made._step = lambda lr: None  # type: ignore[method-assign]
+    return made
+
+
+def expected(this: Job, x: np.ndarray, round: int) -> np.ndarray:
+    peers, n = drawing(this), len(x)
+    mode = this.paradigm.mode
+    if mode == "permutation":
+        after = x.copy()
+        for source, target in enumerate(peers.permutation(round)):
+            after[target] = (x[target] + x[source]) / 2
+        return after
+    drawn = [peers.drawn(i, round) for i in range(n)]
+    if mode == "pull":
+        return np.array([(x[i] + x[drawn[i]]) / 2 for i in range(n)])
+    after = []
+    for i in range(n):
+        come = [x[j] for j in range(n) if drawn[j] == i and j != i]
+        own = 2 if drawn[i] == i else 1
+        after.append((own * x[i] + sum(come, np.zeros(SIZE))) / (own + len(come)))
+    return np.array(after)
+
+
+@pytest.mark.parametrize("topology", ["complete", "ring", "exponential"])
+@pytest.mark.parametrize("mode", ["pull", "push", "permutation"])
+def test_a_round_is_what_the_seed_says(comm, mode, topology):
+    this = job(comm.size, mode, topology=topology)
+    with worker(comm, this) as (made, weights):
+        still(made)
+        weights.copy_(torch.from_numpy(np.random.default_rng(comm.rank).normal(size=SIZE)))
+        differed = 0
+        for round in range(1, 9):
+            before = models(comm, weights)
+            round_of_all(comm, this, made, round)
+            after = models(comm, weights)
+            np.testing.assert_allclose(after, expected(this, before, round), rtol=1e-13, atol=1e-15)
+            differed += not np.allclose(after, expected(this, before, round + 1), rtol=1e-9)
+            assert (after >= before.min(0) - 1e-15).all() and (after <= before.max(0) + 1e-15).all(), "convex"
+            if mode == "permutation":
+                np.testing.assert_allclose(after.mean(0), before.mean(0), rtol=1e-12, atol=1e-15)
+        if comm.size > 2 and topology != "ring":
+            assert differed > 0, "the test can tell one round from another"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_all_equal_stay_as_they_are_bit_for_bit(comm, mode):
+    this = job(comm.size, mode)
+    with worker(comm, this) as (made, weights):
+        still(made)
+        start = torch.linspace(0.1, 0.7, SIZE, dtype=torch.float64)
+        weights.copy_(start)
+        for round in range(1, 9):
+            round_of_all(comm, this, made, round)
+            if mode in ("pull", "permutation"):
+                assert torch.equal(weights, start)
+            else:
+                torch.testing.assert_close(weights, start, rtol=1e-15, atol=0.0)
+
+
+def test_push_sum_keeps_both_sums(comm):
+    this = job(comm.size, "push-sum", include_self=False)
+    with worker(comm, this) as (made, weights):
+        still(made)
+        weights.copy_(torch.from_numpy(np.random.default_rng(comm.rank).normal(size=SIZE)))
+        mean, biased = models(comm, weights).mean(0), 0
+        for round in range(1, 40):
+            round_of_all(comm, this, made, round)
+            w = np.array(comm.allgather(made.peer.weight))
+            z = models(comm, weights)
+            assert w.sum() == comm.size
+            np.testing.assert_allclose((w[:, None] * z).sum(0) / comm.size, mean, rtol=1e-9, atol=1e-12)
+            biased += not np.allclose(z.mean(0), mean, rtol=1e-6)
+        np.testing.assert_allclose(z, np.tile(mean, (comm.size, 1)), rtol=1e-3, atol=1e-3)
+        assert comm.size < 3 or biased > 0, "the control: without w the mean is not kept"
+
+
+@pytest.mark.parametrize("mode", ["pull", "permutation"])
+def test_distances_shrink_as_the_formulas_say(comm, needs, mode):
+    """Mean squared distance from the mean before, after a round: half of it (drawing oneself included)."""
+    needs(3)
+    this = job(comm.size, mode)
+    rounds, factors = 150, []
+    with worker(comm, this) as (made, weights):
+        still(made)
+        for round in range(1, rounds + 1):
+            weights.copy_(torch.from_numpy(np.random.default_rng([comm.rank, round]).normal(size=SIZE)))
+            before = models(comm, weights)
+            round_of_all(comm, this, made, round)
+            after = models(comm, weights)
+            factors.append(((after - before.mean(0)) ** 2).sum() / ((before - before.mean(0)) ** 2).sum())
+    error = np.std(factors) / np.sqrt(rounds)
+    assert abs(np.mean(factors) - 0.5) < 4 * error < 0.25
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_momentum_and_its_look_ahead_stay_at_home(comm, mode):
+    """What is mixed is theta; the weights, where gradients are taken, are theta + mu v with the worker's own v."""
+    this = job(comm.size, mode, NESTEROV)
+    with worker(comm, this) as (made, weights):
+        weights.fill_(float(comm.rank))
+        gradient = torch.full((SIZE,), 1.0 + comm.rank, dtype=torch.float64)
+        made.peer.step(gradient, 0.1)
+        v = -0.1 * gradient
+        theta = models(comm, weights - 0.9 * v)
+        np.testing.assert_allclose(theta[comm.rank], comm.rank + v.numpy())
+        still(made)
+        round_of_all(comm, this, made, 1)
+        after = models(comm, weights - 0.9 * v)
+        if mode == "push-sum":
+            w = np.array(comm.allgather(made.peer.weight))[:, None]
+            np.testing.assert_allclose((w * after).sum(0), theta.sum(0), rtol=1e-12)
+        else:
+            np.testing.assert_allclose(after, expected(this, theta, 1), rtol=1e-12)
+            mixed_ahead = expected(this, theta + 0.9 * models(comm, v), 1) - 0.9 * models(comm, v)
+            if not np.allclose(after, theta):
+                assert not np.allclose(after, mixed_ahead), "the control: look-ahead that leaves home"
