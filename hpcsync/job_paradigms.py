@@ -119,7 +119,9 @@ class Gossip(Table):
     """
 
     name: Literal["gossip"]
-    mode: Literal["pull", "push", "push-sum", "permutation"]
+    mode: Literal["pull", "push", "push-sum", "permutation"] = Field(
+        description='one of "pull", "push", "push-sum", "permutation"'
+    )
     topology: Literal["complete", "ring", "exponential"] = "complete"
     include_self: bool = Field(default_factory=lambda data: data.get("topology") != "exponential")
     period: Count = 1

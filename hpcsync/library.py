@@ -143,6 +143,8 @@ def join(
         )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
     folder = agree(comm, lambda: _make_folder(job, out))
+    if job.steps_on_workers or comm.rank < job.cluster.servers:
+        _load(optimizer)
     try:
         if not job.has_servers:
             if comm.rank == 0:
@@ -219,6 +221,13 @@ def _share_cores(comm: MPI.Intracomm, *, is_server: bool) -> None:
         torch.set_num_threads(max(1, share))
 
 
+def _load(optimizer: OptimizerSpec) -> None:
+    """A process's first optimizer costs it seconds (torch loads its compiler), which are none of the run's."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    optimizer.build(parameter).step()
+
+
 def _abort(comm: MPI.Intracomm) -> None:
     """End the job for an exception of one rank alone: the others would wait for it for ever."""
     traceback.print_exc()
@@ -244,7 +253,7 @@ def _spec(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Optimizer
         raise JobError(str(error)) from None
     given = {id(p) for p in optimizer.param_groups[0]["params"] if p.requires_grad}
     if given != {id(p) for p in model.parameters() if p.requires_grad}:
-        raise JobError("optimizer: must be given exactly the model's trainable parameters: servers train all of them")
+        raise JobError("optimizer: must be given exactly the model's trainable parameters: all of them are trained")
     return spec
 
 

@@ -146,11 +146,11 @@ def in_words(job: Job) -> str:
             return f"all workers average their weights with another's at once, drawn by permutation ({topology})"
         case Gossip(mode=mode, topology=topology):
             does = {
-                "pull": "reads a peer's weights",
-                "push": "gives a peer its weights",
-                "push-sum": "gives a peer half",
+                "pull": "reads a peer's weights when it suits it, and averages",
+                "push": "gives a peer its weights when it suits it, and averages its own with those that have come",
+                "push-sum": "gives a peer half of its weights when it suits it, and adds what has come to its own",
             }
-            return f"each worker {does[mode]} when it suits it, and averages; peers are drawn ({topology})"
+            return f"each worker {does[mode]}; peers are drawn ({topology})"
 
 
 def _ranks(role: str, first: int, n: int) -> str:

@@ -128,25 +128,25 @@ def absorb(x: torch.Tensor, total: torch.Tensor, count: int, *, drew_itself: boo
 
 
 class Mean:
-    """The mean of replicas, one after the other, and how far they are from it.
+    """The mean of replicas, one after the other, and how far they are from it. Under push-sum they are weighted by w.
 
     Replicas that are equal have a mean that equals them, bit for bit (Welford's method).
     """
 
     def __init__(self, into: torch.Tensor) -> None:
         self.values = into.zero_()
-        self._count = 0
+        self._weight = 0.0  # of all so far
         self._squares = 0.0
 
-    def add(self, replica: torch.Tensor) -> None:
+    def add(self, replica: torch.Tensor, weight: float = 1.0) -> None:
         """replica: shape (size,)."""
-        self._count += 1
+        self._weight += weight
         before = replica - self.values
-        self.values.add_(before, alpha=1.0 / self._count)
-        self._squares += float(torch.dot(before.double(), (replica - self.values).double()))
+        self.values.add_(before, alpha=weight / self._weight)
+        self._squares += weight * float(torch.dot(before.double(), (replica - self.values).double()))
 
     @property
     def distance(self) -> float:
         """Root of the mean squared distance of the replicas from their mean, over the replicas: the consensus
         distance."""
-        return float(max(0.0, self._squares) / max(1, self._count)) ** 0.5
+        return float(max(0.0, self._squares) / (self._weight or 1.0)) ** 0.5

@@ -78,7 +78,7 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
     if evaluated and has_running_statistics(model):
         raise JobError(
             f"{name}: the model must have no running statistics to be evaluated during the run (GroupNorm instead of "
-            "BatchNorm): they live on the workers, evaluation is on the servers' weights"
+            "BatchNorm): they live on the workers, evaluation is on the servers' weights or the mean of the workers'"
         )
 
 

@@ -68,7 +68,7 @@ def mean_vector(comm: MPI.Intracomm, size: int, dtype: Any) -> MeanVector:
     patience = Patience(comm)
     if comm.size > 1 and patience.one_node and _has_room(comm, size * np.dtype(dtype).itemsize):
         return SharedMean(comm, size, dtype, patience)
-    return MpiMean(comm, size, dtype)
+    return MpiMean(comm, size, dtype, patience)
 
 
 def _has_room(comm: MPI.Intracomm, vector_bytes: int) -> bool:
@@ -78,9 +78,13 @@ def _has_room(comm: MPI.Intracomm, vector_bytes: int) -> bool:
 
 
 class MpiMean(MeanVector):
-    """By MPI's all-reduce, in private memory, on a communicator of its own."""
+    """By MPI's all-reduce, in private memory, on a communicator of its own.
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any) -> None:
+    Ranks wait for each other with what they say, patiently; when that is there all are, and nobody waits long.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any, patience: Patience) -> None:
+        self._patience = patience
         self.vector = np.zeros(size, dtype)
         self._comm = comm.Dup()
 
@@ -89,7 +93,8 @@ class MpiMean(MeanVector):
             return Agreed(int(said.n_steps > 0), *said)
         begin_s = time.perf_counter()
         words = np.array([said.n_steps > 0, *said], np.int64)
-        self._comm.Allreduce(MPI.IN_PLACE, words)
+        saying = self._comm.Iallreduce(MPI.IN_PLACE, words)
+        self._patience.until(lambda: saying.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
         n_contributing, n_steps, n_samples, stop = words.tolist()
         if end > begin:

@@ -47,7 +47,7 @@ class Exposure:
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any) -> None:
         self._rank, self._readers = comm.rank, comm.size + 1
         self._size, self._n_rows = size, min(comm.size + 2, ROWS)
-        self._rows = Window(comm, self._n_rows * size, dtype)
+        self._rows = Window(comm, self._n_rows * (size + 1), dtype)  # the weight comes last
         self._words = Window(comm, 1 + self._readers, np.int64)
         self._rows.local[:size] = 0  # only what is shown: rows that are never needed are never committed
         self._words.local[:] = 0
@@ -57,30 +57,37 @@ class Exposure:
 
     @property
     def serial(self) -> int:
-        """How many publications this rank has made."""
+        """Of this rank's last publication."""
         return self._unpack(self._words.local[CURRENT])[0]
 
-    def publish(self, vector: np.ndarray) -> bool:
+    def publish(self, vector: np.ndarray, serial: int | None = None, weight: float = 1.0) -> bool:
         """Show a copy of `vector`, shape (size,), from now on.
 
+        serial: greater than that of the last publication; by default the next number. weight: shown beside it.
+
         False where no row is free, because slow readers still hold all the others: the last publication stands. Raises
-        ValueError for another shape or dtype.
+        ValueError for another shape or dtype, or a serial number that is not greater.
         """
         self._check(vector)
         row = self._free_row()
+        serial = self.serial + 1 if serial is None else serial
+        if serial <= self.serial:
+            raise ValueError(f"serial number {serial} after {self.serial}")
         if row is None:
             return False
-        self._row(row)[:] = vector
+        self._row(row)[:-1] = vector
+        self._row(row)[-1] = weight
         self._rows.sync()
-        self._words.local[CURRENT] = (self.serial + 1) * self._n_rows + row
+        self._words.local[CURRENT] = serial * self._n_rows + row
         self._words.sync()
         return True
 
-    def read(self, peer: int, into: np.ndarray, reader: int | None = None) -> int:
+    def read(self, peer: int, into: np.ndarray, reader: int | None = None, weight: np.ndarray | None = None) -> int:
         """Copy the publication of `peer` into `into`, shape (size,); its serial number, which never goes back.
 
-        reader: who reads, this rank by default; one reader may not read the same peer in two threads at once. Raises
-        ValueError for another shape or dtype, or a reader that there is not.
+        weight: shape (1,), for what is shown beside it. reader: who reads, this rank by default; one reader may not
+        read the same peer in two threads at once. Raises ValueError for another shape or dtype, or a reader that there
+        is not.
         """
         self._check(into)
         reader = self._rank if reader is None else reader
@@ -88,10 +95,12 @@ class Exposure:
             raise ValueError(f"reader {reader} is none of 0 to {self._readers - 1}")
         if peer == self._rank == reader:  # by the one who publishes
             serial, row = self._unpack(self._words.local[CURRENT])
-            into[:] = self._row(row)
+            into[:] = self._row(row)[:-1]
+            if weight is not None:
+                weight[:] = self._row(row)[-1]
             return serial
         serial, row = self._pin(peer, reader)
-        self._copy(peer, row, into)
+        self._copy(peer, row, into, weight)
         self._set_pin(peer, reader, 0)
         return serial
 
@@ -108,7 +117,7 @@ class Exposure:
         return pins
 
     def _row(self, row: int) -> np.ndarray:
-        return self._rows.local[row * self._size : (row + 1) * self._size]
+        return self._rows.local[row * (self._size + 1) : (row + 1) * (self._size + 1)]
 
     # ---- the reader's side; scratch memory is made for each call, since readers may be threads ----
 
@@ -137,8 +146,10 @@ class Exposure:
         self._words.put(np.array([pin], np.int64), peer, 1 + reader)
         self._words.flush(peer)
 
-    def _copy(self, peer: int, row: int, into: np.ndarray) -> None:
-        self._rows.get(into, peer, row * self._size)
+    def _copy(self, peer: int, row: int, into: np.ndarray, weight: np.ndarray | None = None) -> None:
+        self._rows.get(into, peer, row * (self._size + 1))
+        if weight is not None:
+            self._rows.get(weight, peer, row * (self._size + 1) + self._size)
         self._rows.flush(peer)
 
     # ---- both ----

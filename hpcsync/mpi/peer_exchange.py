@@ -18,6 +18,7 @@ from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Outer, Peer, absorb, average
+from hpcsync.mpi import wire
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_link import PeerLink
@@ -72,9 +73,9 @@ class Exchange(ABC):
     def exchange(self, round: int) -> Outcome:
         """The exchange of a round; they count from 1."""
 
-    def show(self) -> bool:
+    def show(self, serial: int) -> bool:
         """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
-        return self._link.exposure.publish(self.peer.shown().numpy())
+        return self._link.exposure.publish(self.peer.shown().numpy(), serial, self.peer.weight)
 
     def settle(self) -> int:
         """When nobody sends any more: take in what has come. The number of models."""
@@ -134,9 +135,9 @@ class AllReducing(Exchange):
         assert outcome is not None
         return outcome
 
-    def show(self) -> bool:
+    def show(self, serial: int) -> bool:
         """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
-        return self._link.exposure.publish(self._flat.weights.numpy())
+        return self._link.exposure.publish(self._flat.weights.numpy(), serial)
 
     def free(self) -> None:
         self._reducer.close()
@@ -224,7 +225,8 @@ class Permuting(_Rounds):
         if to == comm.rank:
             return Outcome(to)
         with self.peer.exchanging() as x:
-            comm.Sendrecv(x.numpy(), to, recvbuf=self._other.numpy(), source=source)
+            # Its own tag: reports and orders are on the same communicator, and a short message is no error to MPI.
+            comm.Sendrecv(x.numpy(), to, wire.TAG_MODEL, self._other.numpy(), source, wire.TAG_MODEL)
             average(x, self._other)
         return Outcome(to, wire_bytes=self._n_bytes, n_received=1)
 
@@ -245,10 +247,8 @@ class _Gossiping(Exchange):
         self._step(lr)
 
     def exchange(self, round: int) -> Outcome:
-        """What others see has this worker's last step in it, and not yet what it is about to be given."""
         drawn = self._peers.drawn(self._link.comm.rank, round, self.peer.weight)
         begin_s = time.perf_counter()
-        self.show()
         outcome = self._exchange(drawn)
         return outcome._replace(comm_s=time.perf_counter() - begin_s)
 

@@ -26,15 +26,19 @@ class PeerLink:
         self.comm = comm.Dup()
         self.patience = Patience(self.comm)
         self.exposure = Exposure(self.comm, weights.size, weights.dtype)
-        self.clock = Clock(self.comm)
+        self.clock: Clock
         self.told_to_stop = False
         self.all_ended = False
         self._orders = Inbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER)
         self._reports = Outbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT)
         self._inbox: Inbox | None = None
 
-    def clocks(self) -> list[tuple[int, str, float, float]] | None:
-        """Rows of the trace's /clocks, on rank 0; collective."""
+    def start(self) -> list[tuple[int, str, float, float]] | None:
+        """Everything is made: the run begins, for all at once. On rank 0, rows of the trace's /clocks."""
+        self.clock = Clock(self.comm)
+        return self._clocks()
+
+    def _clocks(self) -> list[tuple[int, str, float, float]] | None:
         row = (self.comm.rank, socket.gethostname(), self.clock.offset_s, self.clock.uncertainty_s)
         return self.comm.gather(row)
 

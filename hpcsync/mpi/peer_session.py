@@ -18,7 +18,7 @@ from hpcsync.job import Job
 from hpcsync.job_paradigms import AllReduce
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean
-from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
+from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import wire
 from hpcsync.mpi.evaluator import Evaluator
@@ -42,16 +42,15 @@ class PeerSession(RankSession):
         super().__init__(comm, job, model)
         self.worker = comm.rank
         self._link = PeerLink(comm, self.flat.weights.numpy())
-        self._clocks = self._link.clocks()
         self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward)
-        self._exchange.show()
-        self._link.comm.Barrier()
+        self._exchange.show(1)
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
         self._progression = None if self._exchange.in_step else choose(self._link.comm)
         self._hooks = self._hook(self._progression)
+        self._clocks = self._link.start()
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
-        self._lr = learning_rate(job)
+        self._lr, self._own_lr = learning_rate(job), worker_rate(job)
         self._iteration = 0
         self._samples = 0
         self._lockstep = Lockstep(job)
@@ -79,6 +78,10 @@ class PeerSession(RankSession):
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         if self._times is None:
             self._end_computation()
+        self._end_iteration(loss)
+        return not self.stopped
+
+    def _end_iteration(self, loss: float) -> None:
         assert self._times is not None
         (begin_s, end_s), self._times = self._times, None
         outcome = self._advance(self._iterations.batch_size)
@@ -99,14 +102,16 @@ class PeerSession(RankSession):
                 weight=self._exchange.peer.weight,
             )
         )
-        return not self.stopped
 
     def _end_of_backward(self) -> None:
         """The gradient of this iteration is computed: from here on, after `backward`, it is the mean."""
         if self._iterations.under_way:
             self._end_computation()
         elif self._times is not None:
-            raise RuntimeError("several backward passes in one step: the first one's gradient is the mean already")
+            raise RuntimeError(
+                "several backward passes in one step: the first one's gradient is the mean of all workers' already; "
+                "add the losses up and call backward once"
+            )
 
     def _end_computation(self) -> None:
         self._times = self._iterations.end()
@@ -126,14 +131,14 @@ class PeerSession(RankSession):
             self.stopped = self._count(since)
         else:
             self.stopped = told or self._alone_and_done(n_samples)
+            exchange.show(self._serial())  # with this step in it, and not yet with what is about to come
         return exchange.exchange(rounds) if since == 0 else Outcome()
 
     def _next_rate(self) -> float:
         """Of one model's next step, or of this replica's, for which the others count as being as far as it is."""
-        lockstep, n_workers = self._lockstep, self.n_workers
         if isinstance(self._job.paradigm, AllReduce):
-            return self._lr(lockstep.samples, lockstep.updates, n_workers)
-        return self._lr(self._samples * n_workers, self._iteration, n_workers)
+            return self._lr(self._lockstep.samples, self._lockstep.updates, self.n_workers)
+        return self._own_lr(self._samples, self._iteration)
 
     def _count(self, since: int) -> bool:
         """In step, `since` iterations after an exchange: whether this iteration is the last one, for all."""
@@ -145,7 +150,7 @@ class PeerSession(RankSession):
         self._in_step = not (ended or lockstep.enough(since))
         if self._in_step and since == 0 and self._evaluations.due(lockstep.samples):
             self._evaluations.begun(lockstep.samples)
-            self._exchange.show()
+            self._exchange.show(self._serial())
             self._shown()
         return not self._in_step
 
@@ -156,19 +161,25 @@ class PeerSession(RankSession):
         self._lockstep.exchanged(1, 1, n_samples)
         return self._lockstep.enough()
 
+    def _serial(self) -> int:
+        """Of the weights that this worker publishes now: in step the same on all of them. The first ones have 1."""
+        return 2 + (self._lockstep.updates if self._exchange.in_step else self._iteration)
+
     def _shown(self) -> None:
         """All workers have published their weights of the same iteration."""
 
     # ---- the end ----
 
     def _part(self) -> None:
+        if self._times is not None:  # the script left between `backward` and `step`, and the others have this gradient
+            self._end_iteration(math.nan)
         while self._in_step:
             self._advance(0)
         self._link.say(wire.ENDED)
         self._link.wait_for_all()
         self._settle()
         self._link.say(wire.SETTLED)
-        while not self._exchange.show():
+        while not self._exchange.show(self._serial() + 1):
             time.sleep(1e-3)  # the evaluation still reads earlier ones
         self._link.barrier()
         self._finish_training()
@@ -226,7 +237,6 @@ class BookkeeperSession(PeerSession):
         self._console = console()
         self._progress = Progress(self._console)
         self._signals = SignalListener()
-        self._serials: dict[int, int] = {}  # in step: version -> serial number of all workers' publications of it
         evaluator = Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate else None
         self._monitor = Monitor(
             self._link, self._coordinator, evaluator, self._in_step, self._chores, self._signals.received, self._end_job
@@ -238,23 +248,21 @@ class BookkeeperSession(PeerSession):
         self._progress.show(now_s, self._coordinator)
 
     def _shown(self) -> None:
-        version = self._lockstep.updates
-        self._serials[version] = self._link.exposure.serial
-        self._monitor.evaluate(version, self._lockstep.samples)
+        self._monitor.evaluate(self._lockstep.updates, self._lockstep.samples)
 
     def _read(self, version: int, into: np.ndarray) -> float | None:
         """For the evaluator: the mean of what all workers show; in step, of this version."""
-        return self._mean(into, self._link.comm.size, self._serials.pop(version, None))
+        return self._mean(into, self._link.comm.size, 2 + version if self._exchange.in_step else None)
 
     def _mean(self, into: np.ndarray, reader: int, serial: int | None = None) -> float | None:
-        """The mean of all replicas; their consensus distance. None where one has gone beyond `serial`."""
-        mean, replica = Mean(torch.from_numpy(into)), np.empty_like(into)
+        """The mean of all replicas; their consensus distance. None where one shows a later one than `serial`."""
+        mean, replica, weight = Mean(torch.from_numpy(into)), np.empty_like(into), np.empty_like(into, shape=1)
         for worker in range(self._link.comm.size):
-            while (found := self._link.exposure.read(worker, replica, reader)) != (serial or found):
+            while (found := self._link.exposure.read(worker, replica, reader, weight)) != (serial or found):
                 if found > (serial or 0):
                     return None
-                time.sleep(1e-3)  # it is about to come there
-            mean.add(torch.from_numpy(replica))
+                time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
+            mean.add(torch.from_numpy(replica), float(weight[0]))
         return mean.distance
 
     def _finish_training(self) -> None:

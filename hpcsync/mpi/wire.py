@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
+TAG_MODEL = 6  # 5 is the clock's
 
 PUSHED, LEFT, FAILED = 0, 1, 2  # of FAILED, `worker` is the rank
 

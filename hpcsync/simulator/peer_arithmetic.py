@@ -281,7 +281,7 @@ class Replicas:
     def _mean(self) -> Mean:
         mean = Mean(torch.empty_like(self._weights[0]))
         for peer in self._peers:
-            mean.add(peer.shown())
+            mean.add(peer.shown(), peer.weight)
         return mean
 
 

@@ -384,15 +384,19 @@ class _Free(_WithReplicas):
 
 
 class PullSimulation(_Free):
-    """A worker shows its weights, and asks another for those that it showed last."""
+    """A worker shows its weights after every step, and asks another for those that it showed last."""
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
         start = self._replicas.shown(0)
         self._published = [start] * len(self._workers)  # replaced, never changed
 
-    def _exchange(self, worker: int) -> None:
+    def _learn(self, worker: int, lr: float) -> float:
+        loss = super()._learn(worker, lr)
         self._published[worker] = self._replicas.shown(worker)
+        return loss
+
+    def _exchange(self, worker: int) -> None:
         peer = self._drawn(worker)
         if peer == worker:
             self._ended(worker, peer=worker)

@@ -61,7 +61,7 @@ def round_of_all(comm: MPI.Intracomm, this: Job, made: Exchange, round: int) -> 
         comm.Barrier()
         made._take_in(drawn == comm.rank)
     else:
-        made.show()
+        made.show(round)
         comm.Barrier()
         made.step(0.1, n_samples=0, stop=False, exchanging=True)
         if made.agreed is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi import allreduce, reducer
 from hpcsync.mpi.allreduce import Agreed, MpiMean, Said, SharedMean
+from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.reducer import Reducer
 
 LAYERS = 4
@@ -25,7 +26,7 @@ TINY, MIDDLE, LARGE = 8, 8 * 17, 1 << 20
 def way(request, monkeypatch):
     """Every test, in shared memory where there is such, and by MPI's own all-reduce."""
     if request.param == "mpi":
-        monkeypatch.setattr(reducer, "mean_vector", MpiMean)
+        monkeypatch.setattr(reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Patience(comm)))
     return request.param
 
 

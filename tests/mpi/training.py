@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -31,11 +32,21 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
 
 def one_process(job: Job, batches_per_step: int) -> np.ndarray:
     """The same training by plain torch in one process, with batches so many times as large."""
+    steps = [range(step * batches_per_step, (step + 1) * batches_per_step) for step in range(job.stop.updates)]
+    return plain(job, steps)
+
+
+def alone(job: Job, worker: int, iterations: int) -> np.ndarray:
+    """What one of the job's workers would come to by itself."""
+    return plain(job, [[iteration * job.cluster.workers + worker] for iteration in range(iterations)])
+
+
+def plain(job: Job, steps: Iterable[Iterable[int]]) -> np.ndarray:
+    """Each step on these batches together."""
     workload = check(job)
     model, data = workload.model, workload.train
     optimizer = torch.optim.SGD(model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
-    for step in range(job.stop.updates):
-        numbers = range(step * batches_per_step, (step + 1) * batches_per_step)
+    for numbers in steps:
         shape = {"batch_size": job.workload.batch_size, "size": len(data)}
         indices = np.concatenate([batch_indices(job.seed, j, **shape) for j in numbers])
         optimizer.zero_grad()
