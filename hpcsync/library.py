@@ -53,20 +53,24 @@ def connect(
 ) -> Session:
     """Make this process a part of a training run; use the result in a `with` statement.
 
-    Started as N ranks by an MPI launcher, the first `servers` ranks become servers and the others workers. As a single
-    process it is the script's own training: `step` is `optimizer.step`, and nothing is recorded.
+    Started as N ranks by an MPI launcher, the first `servers` ranks (one, or none where the paradigm has none) become
+    servers and the others workers. As a single process it is the script's own training: `step` is `optimizer.step`, and
+    nothing is recorded.
 
     model:     the same on every rank; rank 0's initial weights become everybody's. Its trainable parameters must be all
                float32 or all float64.
     optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
-               servers, with "easgd" on every worker. Its learning rate is where `schedule` starts from; changing it in
-               the script is an error.
+               servers, with "easgd" or without servers on every worker. Its learning rate is where `schedule` starts
+               from; changing it in the script is an error.
     paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode), "easgd" (period,
-               alpha or beta, synchronous).
+               alpha or beta, synchronous), and without servers "allreduce" (bucket_mb), "local-sgd" (steps, outer_lr,
+               outer_momentum), "gossip" (mode, topology, include_self, period). With "allreduce" the gradient is the
+               mean of all workers' as soon as `backward` returns, which is to be called once for each step.
     stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss (the targets need
                `evaluate`). None: the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
-    evaluate:  `evaluate(model) -> (loss, accuracy)`, called beside the servers every `every_samples` samples.
+    evaluate:  `evaluate(model) -> (loss, accuracy)`, called every `every_samples` samples, beside the servers, or without
+               any beside worker 0's training.
     compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
     comm:      the ranks that take part; default: all.

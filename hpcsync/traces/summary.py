@@ -60,6 +60,7 @@ class Summary(BaseModel):
 
     name: str
     paradigm: str
+    mode: str | None
     engine: str | None
     status: str
     n_servers: int | None
@@ -108,6 +109,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     return Summary(
         name=trace.job.name,
         paradigm=trace.job.paradigm.name,
+        mode=None if trace.job.has_servers else getattr(trace.job.paradigm, "mode", None),
         engine=trace.attributes.get("engine"),
         status=trace.status,
         n_servers=trace.attributes.get("n_servers"),
@@ -300,7 +302,8 @@ def _head(summary: Summary) -> RenderableType:
     head.add_column(style="dim", no_wrap=True)
     head.add_column()
     head.add_row("run", Text.assemble((summary.name, "bold"), ", ", status))
-    head.add_row("paradigm", f"{summary.paradigm}, {servers}{summary.n_workers} workers")
+    mode = f" ({summary.mode})" if summary.mode else ""
+    head.add_row("paradigm", f"{summary.paradigm}{mode}, {servers}{summary.n_workers} workers")
     if summary.target:
         reached = "not reached" if summary.time_to_target_s is None else f"after {summary.time_to_target_s:.2f} s"
         head.add_row("target", f"{summary.target} {reached}")
@@ -371,7 +374,7 @@ _EXCHANGING: dict[str, Callable[[WorkerSummary], str]] = {
     "iterations": lambda row: f"{row.iterations:,}",
     "exchanges": lambda row: f"{row.exchanges:,}",
     **_SHARES,
-    "MB moved": lambda row: f"{1e-6 * row.wire_bytes:,.1f}",
+    "kB moved": lambda row: f"{1e-3 * row.wire_bytes:,.0f}",
 }
 _ABOUT_PUSHING = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
 _ABOUT_EXCHANGING = "exchanges: with another worker, or all of them"

@@ -88,6 +88,7 @@ def test_workers_in_step_compute_what_simulated_ones_do(tmp_path, path, paradigm
     program = ended(hpcsync("run", path, "--set", WITHOUT_SERVER[paradigm], "--out", real), cwd=tmp_path)
     assert program.status == 0, program.err
     assert [check for check in audit(real / "trace.h5") if not check.passed] == []
+    assert load(real / "trace.h5").tables["exchanges"]["begin_s"].min() < 0.5, "what has to be loaded is loaded before"
     for seed in (1, 2):
         simulated = tmp_path / str(seed)
         job = jobs.load(path, [WITHOUT_SERVER[paradigm], f"seed={seed}"])
