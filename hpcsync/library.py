@@ -69,8 +69,8 @@ def connect(
     stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss (the targets need
                `evaluate`). None: the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
-    evaluate:  `evaluate(model) -> (loss, accuracy)`, called every `every_samples` samples, beside the servers, or without
-               any beside worker 0's training.
+    evaluate:  `evaluate(model) -> (loss, accuracy)`, called every `every_samples` samples beside the servers, or
+               beside worker 0's training where there are none.
     compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
     comm:      the ranks that take part; default: all.
