@@ -41,7 +41,8 @@ check: .venv/ready
 unit: .venv/ready
 	.venv/bin/python -m pytest -q tests/unit
 
-# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts.
+# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts. Whole runs that do
+# not depend on the MPI are left to the first.
 ranks: ranks-.venv ranks-.venv-mpich
 
 ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
@@ -53,7 +54,7 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	fi; \
 	if ls tests/runs/test_*.py >/dev/null 2>&1; then \
 	    echo "$*/bin/python -m pytest -x -q tests/runs"; \
-	    $*/bin/python -m pytest -x -q tests/runs; \
+	    $*/bin/python -m pytest -x -q tests/runs $(if $(filter .venv-mpich,$*),-m "not once"); \
 	fi; \
 	if ls tests/hosts/test_*.py >/dev/null 2>&1; then \
 	    echo "$*/bin/python -m pytest -x -q -rs tests/hosts"; \

@@ -4,6 +4,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.once
+
 
 def test_a_measurement_on_ranks():
     argv = [sys.executable, "-m", "hpcsync", "bench", "transfers"]

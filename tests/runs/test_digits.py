@@ -17,6 +17,8 @@ from hpcsync.learning.workloads import build
 from hpcsync.traces.reading import load
 from tests.runs.processes import Program, ended, hpcsync, mpiexec
 
+pytestmark = pytest.mark.once
+
 JOBS = Path(__file__).parents[2] / "jobs"
 EQUAL = ("--set", "cluster.workers=2", "--set", "cluster.compute.seconds=0.002")
 UNEVEN = ("--set", "cluster.workers=2", "--set", "cluster.compute.seconds=[0.002, 0.004]")

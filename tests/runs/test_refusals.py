@@ -10,6 +10,8 @@ import pytest
 from hpcsync import launcher
 from tests.runs.processes import ended, hpcsync, mpiexec
 
+pytestmark = pytest.mark.once
+
 JOB = Path(__file__).parents[2] / "jobs" / "digits-dssp.toml"
 SMALL = ("--set", 'workload={name="linear"}', "--set", "stop={updates=5}")
 

@@ -17,6 +17,8 @@ from hpcsync.traces.comparing import compare
 from hpcsync.traces.reading import load
 from tests.runs.processes import ended, hpcsync, started
 
+pytestmark = pytest.mark.once
+
 JOB = """
 name = "both"
 seed = 1
