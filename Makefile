@@ -39,7 +39,7 @@ check: .venv/ready
 	.venv/bin/lint-imports
 
 unit: .venv/ready
-	.venv/bin/python -m pytest -q tests/unit
+	.venv/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
 
 # Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts. Whole runs that do
 # not depend on the MPI are left to the first.
