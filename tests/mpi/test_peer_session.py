@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
+from safetensors.torch import load_file
 
 import hpcsync
 from hpcsync.job import Job
 from hpcsync.mpi.peer_session import BookkeeperSession
+from hpcsync.simulator.run import simulate
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import EVERYBODY, NOBODY
 from tests.mpi.training import alone, failures, on_some, one_process
@@ -153,6 +156,21 @@ def test_reports_that_wait_are_not_taken_for_weights(comm, folder, monkeypatch):
     if comm.rank == 0:
         assert failures(folder / "trace.h5") == []
         assert np.isfinite(load(folder / "trace.h5").tables["exchanges"]["loss"]).all()
+
+
+@pytest.mark.parametrize("paradigm", IN_STEP)
+def test_in_step_ranks_compute_what_simulated_ones_do(comm, folder, paradigm):
+    """Whoever comes first, each exchange is one of all workers: the same bits in both engines."""
+    compute = {"model": "lognormal", "seconds": 0.001}
+    this = job(IN_STEP[paradigm], comm.size, cluster={"workers": comm.size, "compute": compute})
+    weights = on_some(comm, this, folder / "real")
+    if comm.rank == 0:
+        for seed in (3, 4):
+            assert simulate(this.model_copy(update={"seed": seed}), folder / str(seed), Console(quiet=True)) == 0
+            tensors = load_file(folder / str(seed) / "weights.safetensors")
+            simulated = np.concatenate([tensor.numpy().ravel() for _, tensor in sorted(tensors.items())])
+            assert (weights == simulated).all() == (seed == 3)
+            assert failures(folder / str(seed) / "trace.h5") == []
 
 
 # ---- what their traces say ----

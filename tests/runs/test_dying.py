@@ -172,7 +172,9 @@ def die(program: Program, folder: Path, death: Death) -> None:
         assert "rank 2 failed" in program.err
     trace = load(folder / "out" / "trace.h5")
     assert trace.status in death.statuses
-    assert len(trace.tables["exchanges" if death.paradigm in WITHOUT_SERVER else "pushes"]) > 10
+    rows = trace.tables["exchanges" if death.paradigm in WITHOUT_SERVER else "pushes"]
+    assert len(rows) > 10
+    assert rows["begin_s"].min() < 0.5, "what has to be loaded was loaded before the run"
     assert [found for found in audit(trace) if not found.passed] == []
     assert not (folder / "out" / "summary.json").exists()
     print(f"{death.by}, {death.paradigm}: gone after {took_s:.1f} s, status {program.status}, trace {trace.status}")

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
-from hpcsync import job as jobs
-from hpcsync.simulator.run import simulate
 from hpcsync.traces.audit import audit
 from hpcsync.traces.comparing import compare
 from hpcsync.traces.reading import load
@@ -32,9 +29,7 @@ cluster = {servers = 2, workers = 3, compute = {model = "lognormal", seconds = [
 PARADIGMS = {
     "bsp": 'paradigm={name="bsp"}',
     "dssp": 'paradigm={name="dssp", staleness_min=1, staleness_max=5}',
-    "easgd": 'paradigm={name="easgd", period=3, synchronous=true}',
 }
-IN_STEP = ("bsp", "easgd")
 
 
 @pytest.fixture
@@ -66,37 +61,13 @@ def test_a_run_and_its_simulation(tmp_path, path, paradigm):
     assert comparison.time_ratio == pytest.approx(1.0, abs=0.05)
     assert comparison.same_order > 0.9
     assert "ratio" in program.out and "in the same order" in program.out
-    if paradigm in IN_STEP:
+    if paradigm == "bsp":
         assert torch.equal(weights(real), weights(simulated))
         losses = [trace.tables["pushes"]["loss"][:360].tolist() for trace in traces]
         assert sorted(losses[0]) == sorted(losses[1])
         other = tmp_path / "other"
         assert ended(hpcsync("simulate", path, *setting, "--set", "seed=2", "--out", other), cwd=tmp_path).status == 0
         assert not torch.equal(weights(real), weights(other))
-
-
-WITHOUT_SERVER = {
-    "allreduce": 'paradigm={name="allreduce"}',
-    "diloco": 'paradigm={name="local-sgd", steps=4, outer_lr=0.7, outer_momentum=0.3}',
-    "permutation": 'paradigm={name="gossip", mode="permutation", topology="ring"}',
-}
-
-
-@pytest.mark.parametrize("paradigm", WITHOUT_SERVER)
-def test_workers_in_step_compute_what_simulated_ones_do(tmp_path, path, paradigm):
-    """Whoever comes first, each exchange is one of all workers: the same bits in both engines."""
-    path.write_text(JOB.replace("servers = 2, ", ""))
-    real = tmp_path / "real"
-    program = ended(hpcsync("run", path, "--set", WITHOUT_SERVER[paradigm], "--out", real), cwd=tmp_path)
-    assert program.status == 0, program.err
-    assert [check for check in audit(real / "trace.h5") if not check.passed] == []
-    assert load(real / "trace.h5").tables["exchanges"]["begin_s"].min() < 0.5, "what has to be loaded is loaded before"
-    for seed in (1, 2):
-        simulated = tmp_path / str(seed)
-        job = jobs.load(path, [WITHOUT_SERVER[paradigm], f"seed={seed}"])
-        assert simulate(job, simulated, Console(quiet=True)) == 0
-        assert [check for check in audit(simulated / "trace.h5") if not check.passed] == []
-        assert torch.equal(weights(real), weights(simulated)) == (seed == 1)
 
 
 def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, path):
