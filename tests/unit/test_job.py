@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.job import KINDS, Job, JobError, load, refuse_simulated
+from hpcsync.job_errors import shown
 from hpcsync.job_paradigms import Dssp
 
 TOML = """
@@ -369,7 +370,8 @@ def test_a_table_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
     assert job.cluster.compute.table == str(path.parent / "times.csv")
     assert error(path, override, "cluster.workers=5").endswith("worker 4 has none")
     (path.parent / "times.csv").unlink()
-    assert error(path, override) == f'cluster.compute.table = "{path.parent}/times.csv": No such file or directory'
+    table = shown(str(path.parent / "times.csv"))
+    assert error(path, override) == f"cluster.compute.table = {table}: No such file or directory"
     # The job in a trace can be read where the table is not.
     assert Job.from_toml(job.to_toml()) == job
 
@@ -385,7 +387,7 @@ def test_a_trace_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
     assert load(path, [f"cluster.times_from={trace}"]) == job
     assert load(path, ["cluster.times_from=run"]) == job
     trace.unlink()
-    message = f'cluster.times_from = "{trace}": must be a trace, or a run\'s folder; no such file'
+    message = f"cluster.times_from = {shown(str(trace))}: must be a trace, or a run's folder; no such file"
     for absent in (trace, trace.parent):
         assert error(path, f"cluster.times_from={absent}") == message
     assert Job.from_toml(job.to_toml()) == job
@@ -396,6 +398,6 @@ def test_what_only_a_simulation_can_do_is_refused_to_others(path: Path) -> None:
     with pytest.raises(JobError) as caught:
         refuse_simulated(load(path, [f"cluster.times_from={path}"]))
     assert str(caught.value) == (
-        f'cluster.times_from = "{path}": must not be given to run: real ranks take their own times; '
+        f"cluster.times_from = {shown(str(path))}: must not be given to run: real ranks take their own times; "
         "hpcsync simulate takes it"
     )
