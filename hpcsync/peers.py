@@ -20,7 +20,7 @@ from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import AllReduce, Gossip
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
-from hpcsync.traces.schema import LEFT
+from hpcsync.traces.schema import LEFT, NOBODY
 
 
 class Exchanged(NamedTuple):
@@ -48,6 +48,16 @@ class Exchanged(NamedTuple):
     wire_bytes: int
     n_received: int
     weight: float
+
+
+def taken_in(worker: int, iteration: int, now_s: float, n_received: int, weight: float) -> Exchanged:
+    """The report of a worker that has ended with this iteration, and takes in what had come since."""
+    return Exchanged(worker, iteration, NOBODY, now_s, now_s, 0.0, 0.0, 0.0, 0, math.nan, 0, n_received, weight)
+
+
+def sent_in_a_ring(n_bytes: int, n_workers: int) -> int:
+    """Bytes that each worker sends in a ring all-reduce of so many, on the average."""
+    return 2 * (n_workers - 1) * n_bytes // n_workers
 
 
 def drawing(job: Job) -> Peers:

@@ -23,7 +23,7 @@ from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.peers import drawing
+from hpcsync.peers import drawing, sent_in_a_ring
 from hpcsync.traces.schema import EVERYBODY, NOBODY
 
 
@@ -145,7 +145,7 @@ class AllReducing(Exchange):
     def _reduce(self, n_samples: int, stop: bool) -> None:
         self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples)
         cost = self._reducer.reduced
-        sent = _sent_in_a_ring(self._n_bytes, self._link.comm.size)
+        sent = sent_in_a_ring(self._n_bytes, self._link.comm.size)
         n_received = max(0, self.agreed.n_contributing - 1)
         self._outcome = Outcome(EVERYBODY, cost.absent_s, cost.waited_s - cost.absent_s, sent, n_received)
 
@@ -206,7 +206,7 @@ class Averaging(_Rounds):
             agreed = self._mean.mean(0, len(vector), Said(self._n_steps))
             x.copy_(vector)
             self._outer.step(x)
-        sent = _sent_in_a_ring(self._n_bytes, self._link.comm.size)
+        sent = sent_in_a_ring(self._n_bytes, self._link.comm.size)
         return Outcome(EVERYBODY, wire_bytes=sent, n_received=agreed.n_contributing - (self._n_steps > 0))
 
 
@@ -320,11 +320,6 @@ class PushSumming(Pushing):
             x.add_(torch.from_numpy(parcel.total))
             self.peer.weight += parcel.weight
         return parcel.count
-
-
-def _sent_in_a_ring(n_bytes: int, n_workers: int) -> int:
-    """By one worker in a ring all-reduce of so many bytes."""
-    return 2 * (n_workers - 1) * n_bytes // n_workers
 
 
 def exchange(

@@ -27,11 +27,10 @@ from hpcsync.mpi.peer_exchange import Outcome, exchange
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.progression import Progression, choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, close_failed
-from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator
+from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, taken_in
 from hpcsync.progress import Progress, console
 from hpcsync.signals import SignalListener, interrupt, on_signals
 from hpcsync.traces.provenance import provenance
-from hpcsync.traces.schema import NOBODY
 from hpcsync.traces.writer import TraceWriter
 
 
@@ -188,10 +187,8 @@ class PeerSession(RankSession):
     def _settle(self) -> None:
         """Nobody sends any more: what has come since the last iteration is taken in."""
         if n_received := self._exchange.settle():
-            now_s = self._link.clock.now()
-            weight = self._exchange.peer.weight
-            nothing = (now_s, now_s, 0.0, 0.0, 0.0, 0, math.nan, 0)
-            self._link.report(Exchanged(self.rank, self._iteration, NOBODY, *nothing, n_received, weight))
+            now_s, weight = self._link.clock.now(), self._exchange.peer.weight
+            self._link.report(taken_in(self.rank, self._iteration, now_s, n_received, weight))
 
     def _finish_training(self) -> None:
         """All have published their last weights."""

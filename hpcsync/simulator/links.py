@@ -12,6 +12,7 @@ from hpcsync.job_cluster import Network as NetworkTable
 from hpcsync.job_errors import JobError, shown
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
+from hpcsync.peers import sent_in_a_ring
 from hpcsync.simulator.cluster import refuse_standstill
 from hpcsync.simulator.collectives import ring_alone_s
 from hpcsync.simulator.loop import Loop
@@ -56,8 +57,8 @@ class Links:
 
     @property
     def all_reduce_bytes(self) -> int:
-        """That each worker sends, on the average."""
-        return 2 * (self._n_workers - 1) * self.size_bytes // self._n_workers
+        """That each worker sends."""
+        return sent_in_a_ring(self.size_bytes, self._n_workers)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.learning.workloads import Workload
-from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, drawing
+from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, drawing, taken_in
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, Parcel, apart, together
 from hpcsync.traces.schema import EVERYBODY, NOBODY
@@ -437,10 +437,7 @@ class PushSimulation(_Free):
         """What came for workers after their last round. Nobody leaves before what it gave away has arrived."""
         for worker, state in enumerate(self._workers):
             if n_received := self._replicas.absorb(worker, drew_itself=False):
-                weight = self._weight(worker)
-                rest = Exchanged(
-                    worker, state.iteration, NOBODY, now_s, now_s, 0.0, 0.0, 0.0, 0, math.nan, 0, n_received, weight
-                )
+                rest = taken_in(worker, state.iteration, now_s, n_received, self._weight(worker))
                 self.coordinator.exchanged(now_s, rest)
 
 
