@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 
 import numpy as np
@@ -23,6 +24,10 @@ class Clock:
         self.offset_s, self.uncertainty_s = _offset_to_rank_0(comm)
         comm.Barrier()
         self._start = comm.bcast(time.perf_counter()) - self.offset_s
+
+    def rows(self, comm: MPI.Intracomm) -> list[tuple[int, str, float, float]] | None:
+        """Of all ranks, for the trace's /clocks, on rank 0; collective."""
+        return comm.gather((comm.rank, socket.gethostname(), self.offset_s, self.uncertainty_s))
 
     def now(self) -> float:
         return time.perf_counter() - self._start

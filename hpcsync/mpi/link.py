@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 
 import numpy as np
 from mpi4py import MPI
@@ -60,8 +59,7 @@ class Link:
 
     def clocks(self) -> list[tuple[int, str, float, float]] | None:
         """Rows of the trace's /clocks, on rank 0; collective."""
-        row = (self.comm.rank, socket.gethostname(), self.clock.offset_s, self.clock.uncertainty_s)
-        return self.comm.gather(row)
+        return self.clock.rows(self.comm)
 
     def free(self) -> None:
         """Collective, and harmless when repeated: returns when every rank has come here."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import socket
 
 import numpy as np
 from mpi4py import MPI
@@ -36,11 +35,7 @@ class PeerLink:
     def start(self) -> list[tuple[int, str, float, float]] | None:
         """Everything is made: the run begins, for all at once. On rank 0, rows of the trace's /clocks."""
         self.clock = Clock(self.comm)
-        return self._clocks()
-
-    def _clocks(self) -> list[tuple[int, str, float, float]] | None:
-        row = (self.comm.rank, socket.gethostname(), self.clock.offset_s, self.clock.uncertainty_s)
-        return self.comm.gather(row)
+        return self.clock.rows(self.comm)
 
     # ---- every rank ----
 

@@ -26,12 +26,10 @@ from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_exchange import Outcome, exchange
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.progression import Progression, choose
-from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, close_failed
+from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, taken_in
 from hpcsync.progress import Progress, console
 from hpcsync.signals import SignalListener, interrupt, on_signals
-from hpcsync.traces.provenance import provenance
-from hpcsync.traces.writer import TraceWriter
 
 
 class PeerSession(RankSession):
@@ -219,17 +217,10 @@ class BookkeeperSession(PeerSession):
     ) -> None:
         super().__init__(comm, job, model, optimizer)
         assert self._clocks is not None
-        hosts = [host for _, host, _, _ in self._clocks]
-        library = MPI.Get_library_version().strip("\0 \n")
-        attributes = provenance(job, engine="mpi", mpi_library=library, hosts=hosts)
-        if self._progression is not None:
-            attributes |= self._progression.attributes()
         self.folder = folder
         self._evaluate = evaluate
-        self._trace = TraceWriter(folder / outputs.TRACE, attributes)
-        for row in self._clocks:
-            self._trace.append("clocks", row)
-        self._trace.flush()
+        measured = None if self._progression is None else self._progression.attributes()
+        self._trace = begin_trace(job, folder, self._clocks, measured=measured)
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
         self._progress = Progress(self._console)

@@ -7,17 +7,20 @@ import sys
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from hpcsync import outputs
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.session import Session
 from hpcsync.signals import Interrupted
+from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
@@ -25,6 +28,25 @@ FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace befo
 
 class RankFailed(Exception):
     """Another rank has said that it cannot go on."""
+
+
+def begin_trace(
+    job: Job,
+    folder: Path,
+    clocks: Iterable[tuple[int, str, float, float]],
+    *,
+    decision_fields: Sequence[str] = (),
+    measured: Mapping[str, Any] | None = None,
+) -> TraceWriter:
+    """The trace of a run that begins, in its folder. clocks: its rows; measured: root attributes of its own."""
+    rows = list(clocks)
+    library = MPI.Get_library_version().strip("\0 \n")
+    attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in rows])
+    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **(measured or {})}, decision_fields)
+    for row in rows:
+        trace.append("clocks", row)
+    trace.flush()
+    return trace
 
 
 def close_failed(trace: TraceWriter, error: BaseException) -> None:

@@ -24,14 +24,12 @@ from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.rank_session import RankSession, close_failed
+from hpcsync.mpi.rank_session import RankSession, begin_trace, close_failed
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.progress import Progress, console
 from hpcsync.roles import Roles
 from hpcsync.signals import interrupt, on_signals
-from hpcsync.traces.provenance import provenance
-from hpcsync.traces.writer import TraceWriter
 
 
 class LinkedSession(RankSession):
@@ -124,13 +122,8 @@ class LeaderSession(FollowerSession):
         paradigm = create_paradigm(job)
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
-        hosts = [host for _, host, _, _ in self._clocks]
-        attributes = provenance(job, engine="mpi", mpi_library=MPI.Get_library_version().strip("\0 \n"), hosts=hosts)
         self.folder = folder
-        self._trace = TraceWriter(folder / outputs.TRACE, attributes, paradigm.decision_fields)
-        for row in self._clocks:
-            self._trace.append("clocks", row)
-        self._trace.flush()
+        self._trace = begin_trace(job, folder, self._clocks, decision_fields=paradigm.decision_fields)
         self._coordinator = coordinate(job, paradigm, self._trace)
         self._evaluate = evaluate
         self._evaluator = (
