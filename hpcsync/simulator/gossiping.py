@@ -1,0 +1,86 @@
+"""Workers without servers that exchange with one other when it suits them, in virtual time: pulls and pushes."""
+
+from __future__ import annotations
+
+from hpcsync.coordinator import Recorder
+from hpcsync.job import Job
+from hpcsync.job_paradigms import Gossip
+from hpcsync.learning.workloads import Workload
+from hpcsync.peers import drawing, taken_in
+from hpcsync.simulator.links import Workers
+from hpcsync.simulator.peer_arithmetic import Model, Parcel
+from hpcsync.simulator.peer_simulation import Watch, WithReplicas
+
+
+class _Free(WithReplicas):
+    """Gossip without waiting. A worker ends with the iteration at whose end the coordinator wants it to."""
+
+    def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
+        super().__init__(job, workload, workers, trace, watch)
+        assert isinstance(job.paradigm, Gossip)
+        self._period = job.paradigm.period
+        self._peers = drawing(job)
+
+    def _drawn(self, worker: int) -> int:
+        return self._peers.drawn(worker, self._workers[worker].iteration // self._period, self._weight(worker))
+
+    def _enough(self, worker: int) -> bool:
+        return self.coordinator.stopping
+
+
+class PullSimulation(_Free):
+    """A worker shows its weights after every step, and asks another for those that it showed last."""
+
+    def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
+        super().__init__(job, workload, workers, trace, watch)
+        start = self._replicas.shown(0)
+        self._published = [start] * len(self._workers)  # replaced, never changed
+
+    def _learn(self, worker: int, lr: float) -> float:
+        loss = super()._learn(worker, lr)
+        self._published[worker] = self._replicas.shown(worker)
+        return loss
+
+    def _exchange(self, worker: int) -> None:
+        peer = self._drawn(worker)
+        if peer == worker:
+            self._ended(worker, peer=worker)
+        else:
+            self._links.message(self._asked, worker, peer)
+
+    def _asked(self, worker: int, peer: int) -> None:
+        self._links.send(peer, worker, self._answered, worker, peer, self._published[peer])
+
+    def _answered(self, worker: int, peer: int, model: Model) -> None:
+        self._replicas.mix(worker, model)
+        self._ended(worker, peer=peer, wire_bytes=self._links.size_bytes, n_received=1)
+
+
+class PushSimulation(_Free):
+    """A worker gives to another, and when that is acknowledged it takes in what has come for itself.
+
+    If it may not give it is as if it had drawn itself.
+    """
+
+    def _exchange(self, worker: int) -> None:
+        peer = self._drawn(worker)
+        if peer == worker:
+            self._take_in(worker, peer)
+        else:
+            self._links.send(worker, peer, self._arrived, worker, peer, self._replicas.push(worker))
+
+    def _arrived(self, worker: int, peer: int, parcel: Parcel) -> None:
+        self._replicas.arrive(peer, parcel)
+        self._links.message(self._take_in, worker, peer)
+
+    def _take_in(self, worker: int, peer: int) -> None:
+        n_received = self._replicas.absorb(worker, drew_itself=peer == worker)
+        moved = 0 if peer == worker else self._links.size_bytes
+        self._ended(worker, peer=peer, wire_bytes=moved, n_received=n_received)
+
+    def _take_in_the_rest(self, now_s: float) -> None:
+        """What came for workers after their last round. Nobody leaves before what it gave away has arrived."""
+        for worker, state in enumerate(self._workers):
+            if n_received := self._replicas.absorb(worker, drew_itself=False):
+                rest = taken_in(worker, state.iteration, now_s, n_received, self._weight(worker))
+                self.coordinator.exchanged(now_s, rest)

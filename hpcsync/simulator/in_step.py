@@ -1,0 +1,175 @@
+"""Workers without servers that exchange all at once, in virtual time: all-reduce, local SGD, permutations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from hpcsync.coordinator import Recorder
+from hpcsync.job import Job
+from hpcsync.job_paradigms import Gossip, LocalSgd
+from hpcsync.learning.schedule import learning_rate
+from hpcsync.learning.workloads import Workload
+from hpcsync.peers import Lockstep, drawing
+from hpcsync.simulator.links import Workers
+from hpcsync.simulator.peer_arithmetic import Judged, Model, together
+from hpcsync.simulator.peer_simulation import PeerSimulation, Watch, WithReplicas
+from hpcsync.traces.schema import EVERYBODY
+
+
+class _InStep(PeerSimulation):
+    """All exchange at once, when the last is ready to. Who has left takes part, and is always ready.
+
+    They end after the same iteration: when that is enough, as each of them counts it, or once they have agreed, as they
+    exchanged, that the coordinator wants them to. They are evaluated as they exchange.
+    """
+
+    def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
+        super().__init__(job, workload, workers, trace, watch)
+        self._n_absent = len(self._workers)  # not ready
+        self._ready: list[int] = []  # that have computed, and wait
+        self._learned: set[int] = set()  # that have computed since the last exchange
+        self._contributing: Sequence[int] = range(len(self._workers))  # to the last exchange
+        self._began_s = 0.0
+        self._stop_agreed = False
+        self._lockstep = Lockstep(job)
+        self._n_steps = 0  # of all workers since the last exchange
+
+    @abstractmethod
+    def _exchange_all(self) -> None:
+        """Everybody is ready. Everybody is to be said `_done` afterwards."""
+
+    def _computed(self, worker: int) -> None:
+        self._learned.add(worker)
+        self._n_steps += 1
+        super()._computed(worker)
+
+    def _exchange(self, worker: int) -> None:
+        self._ready.append(worker)
+        self._arrive()
+
+    def _gone(self, worker: int) -> None:
+        self._arrive()
+
+    def _arrive(self) -> None:
+        self._n_absent -= 1
+        if self._n_absent == 0 and self._ready:
+            self._n_absent = len(self._workers)
+            self._contributing, self._learned = sorted(self._learned), set()
+            self._lockstep.exchanged(len(self._contributing), self._n_steps, self._n_steps * self._batch_size)
+            self._n_steps = 0
+            self._ready = []
+            self._began_s = self._loop.now_s
+            self._stop_agreed = self.coordinator.stopping
+            self._exchange_all()
+
+    def _enough(self, worker: int) -> bool:
+        since = self._workers[worker].iteration % self._period
+        return self._lockstep.enough(since) or (since == 0 and self._stop_agreed)
+
+    def _evaluate_if_due(self) -> None:
+        """Not whenever somebody reports."""
+
+    def _look(self) -> None:
+        """At the weights that are being exchanged, if an evaluation is due and this is not the end."""
+        lockstep, due = self._lockstep, self._evaluations.due(self._lockstep.samples)
+        if due and not (lockstep.enough() or self._stop_agreed):
+            self._evaluations.begun(lockstep.samples)
+            judged = self._numbers.evaluate()
+            self.coordinator.evaluated(self._loop.now_s, lockstep.updates, lockstep.samples, *judged)
+
+    def _all_done(self) -> None:
+        """The exchange is over for everybody at the same time."""
+        staying = [worker for worker, state in enumerate(self._workers) if not state.has_left]
+        n_received = len(self._contributing) - 1
+        for worker in staying:
+            self._report(worker, EVERYBODY, self._links.all_reduce_bytes, n_received, self._began_s)
+        self._n_absent = len(staying)
+        for worker in staying:
+            self._go_on(worker)
+
+
+class AllReduceSimulation(_InStep):
+    """The all-reduce begins when the last gradient is ready: what of it real ranks hide behind their backward passes is
+    not modelled."""
+
+    def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
+        super().__init__(job, workload, workers, trace, watch)
+        self._together = together(job, workload)
+        self._lr = learning_rate(job)
+
+    @property
+    def _numbers(self) -> Judged:
+        return self._together
+
+    def _learn(self, worker: int, lr: float) -> float:
+        return self._together.contribute(worker)
+
+    def _exchange_all(self) -> None:
+        self._links.all_reduce(self._reduced)
+
+    def _reduced(self) -> None:
+        coordinator = self.coordinator  # that has not heard of this step
+        lr = self._lr(coordinator.samples, coordinator.version, len(self._workers))
+        self._together.step(self._contributing, lr)
+        self._look()
+        self._all_done()
+
+
+class AveragingSimulation(WithReplicas, _InStep):
+    """Local SGD: now and then everybody gets the mean, by the same all-reduce."""
+
+    def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
+        super().__init__(job, workload, workers, trace, watch)
+        assert isinstance(job.paradigm, LocalSgd)
+        self._period = job.paradigm.steps
+
+    def _exchange_all(self) -> None:
+        self._look()
+        self._links.all_reduce(self._reduced)
+
+    def _reduced(self) -> None:
+        self._replicas.average(self._contributing)
+        self._all_done()
+
+
+class PermutationSimulation(WithReplicas, _InStep):
+    """Gossip in step: everybody gives to one and is given by one, and goes on when both transfers are over."""
+
+    def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
+        super().__init__(job, workload, workers, trace, watch)
+        assert isinstance(job.paradigm, Gossip)
+        self._period = job.paradigm.period
+        self._peers = drawing(job)
+        self._round = 0
+        self._targets: Sequence[int] = ()  # worker -> whom it gives to in this round
+        self._given: list[Model] = [None] * len(self._workers)
+        self._under_way = [0] * len(self._workers)  # transfers of each worker
+
+    def _exchange_all(self) -> None:
+        self._look()
+        self._round += 1
+        self._targets = self._peers.permutation(self._round)
+        for worker, target in enumerate(self._targets):
+            if target == worker:
+                self._loop.after(0.0, self._over, worker)
+            else:
+                self._given[target] = self._replicas.shown(worker)
+                self._under_way[worker] = 2
+                self._links.send(worker, target, self._arrived, worker, target)
+
+    def _arrived(self, source: int, target: int) -> None:
+        for worker in (source, target):
+            self._under_way[worker] -= 1
+            if self._under_way[worker] == 0:
+                self._replicas.mix(worker, self._given[worker])
+                self._over(worker)
+
+    def _over(self, worker: int) -> None:
+        if self._workers[worker].has_left:
+            self._arrive()
+            return
+        peer, size_bytes = self._targets[worker], self._links.size_bytes
+        moved, n_received = (0, 0) if peer == worker else (size_bytes, 1)
+        self._report(worker, peer, moved, n_received, self._began_s)
+        self._go_on(worker)
