@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
@@ -51,6 +51,22 @@ MPI_SETTINGS = {
 SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
 ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes Open MPI knows the network better
 
+# What a launcher or a batch system puts into the environment of its ranks, by how the names begin. An mpiexec inside
+# would take itself for a part of that job, or look for hosts there.
+OF_RANKS = (
+    # Open MPI with PMIx and PRRTE; of its settings those that it makes itself, version 5, then 4.
+    *("OMPI_", "PMIX_", "PRTE_", "OPAL_USER_PARAMS_GIVEN"),
+    *("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"),
+    *("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_shmem_RUNTIME_QUERY_hint"),
+    # MPICH's hydra, and those that descend from it.
+    *("PMI_", "HYDI_", "MPI_LOCAL", "GFORTRAN_UNBUFFERED_PRECONNECTED", "MPISPAWN_", "MV2_COMM_WORLD_"),
+    # Batch systems.
+    *("SLURM", "SRUN_", "PBS_", "LSB_", "PE_HOSTFILE", "PALS_", "FLUX_"),
+    # Other hosts that the user named.
+    *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
+)
+OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer one above fits
+
 MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch, so that stragglers can be found
 TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
 
@@ -70,13 +86,14 @@ class Ended(NamedTuple):
 # ---- the command ----
 
 
-def mpiexec() -> list[str]:
+def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
     """The launcher that belongs to the MPI library of this Python, and what MPIEXEC adds to it."""
-    if os.environ.get("MPIEXEC"):
-        return shlex.split(os.environ["MPIEXEC"])
+    environ = os.environ if environ is None else environ
+    if environ.get("MPIEXEC"):
+        return shlex.split(environ["MPIEXEC"])
     folders = [Path(sys.executable).parent]
-    if "/" in os.environ.get("MPI4PY_LIBMPI", ""):
-        folders.insert(0, Path(os.environ["MPI4PY_LIBMPI"]).parent.parent / "bin")
+    if "/" in environ.get("MPI4PY_LIBMPI", ""):
+        folders.insert(0, Path(environ["MPI4PY_LIBMPI"]).parent.parent / "bin")
     for name in ("mpiexec", "mpirun"):
         found = shutil.which(name, path=os.pathsep.join(map(str, folders))) or shutil.which(name)
         if found:
@@ -84,21 +101,49 @@ def mpiexec() -> list[str]:
     raise LaunchError("mpiexec: not found beside this Python nor on the PATH; install an MPI, or let MPIEXEC name it")
 
 
-def command(n: int, argv: Sequence[str]) -> list[str]:
+def command(n: int, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
     """The command line of n ranks of this program. `python` is the Python that runs this."""
     argv = [sys.executable, *argv[1:]] if argv and argv[0] == "python" else list(argv)
-    return [*mpiexec(), "-n", str(n), *argv]
+    return [*mpiexec(environ), "-n", str(n), *argv]
 
 
 def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a launch: what is given (else this process's), and our settings where that is silent."""
-    given = os.environ if given is None else given
+    """The environment of a launch: what is given, and our settings where that is silent.
+
+    If nothing is given it is this process's, a rank's without what makes it one.
+    """
+    if given is None:
+        given = outside(os.environ) if under_launcher() else os.environ
     settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else {})}
     return {**settings, **given}
 
 
+def outside(environ: Mapping[str, str]) -> dict[str, str]:
+    """A rank's environment as it would be without the launcher and the batch system that started the rank.
+
+    What it starts then is no part of their job, and stays on this node. MPIEXEC is kept if it is one word.
+    """
+    left = {
+        name: value for name, value in environ.items() if len(_prefix(name, OF_RANKS)) <= len(_prefix(name, OF_USERS))
+    }
+    if len(shlex.split(left.get("MPIEXEC", ""))) > 1:
+        del left["MPIEXEC"]
+    return left
+
+
+def _prefix(name: str, prefixes: Sequence[str]) -> str:
+    return max((prefix for prefix in prefixes if name.startswith(prefix)), key=len, default="")
+
+
+def on_this_node(environ: Mapping[str, str]) -> bool:
+    """Whether all ranks of a launch will be on the node of this process, which may be outside its own allocation."""
+    if not on_one_node(environ):
+        return False
+    return "SLURMD_NODENAME" in environ or not {"SLURM_JOB_ID", "SLURM_JOBID"} & environ.keys()
+
+
 def on_one_node(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks of a launch will be on this node: no batch system and no option of MPIEXEC says otherwise."""
+    """Whether all ranks of a launch will be on one node: no batch system and no option of MPIEXEC says otherwise."""
     if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1:
         return False
     if any(name in environ for name in ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):
@@ -121,21 +166,24 @@ def launch(
 
     Interrupted (SIGINT, SIGTERM, SIGHUP) or out of time, it asks the launcher to end its ranks, and after `grace_s`
     kills whatever is left. Should this process itself be killed, the kernel tells the launcher.
+
+    A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
-    line = command(n, argv)
-    mark = uuid.uuid4().hex
+    environ = environment()
+    line = command(n, argv, environ)
+    mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with that of the launch around this one
     if output is None:
         print(shlex.join(line), flush=True)
     with _noted_signals() as signums:
         try:
             process = subprocess.Popen(
                 line,
-                env={**environment(), **_terminal(), MARK: mark},
+                env={**environ, **_terminal(), MARK: mark},
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal
                 process_group=0,  # Ctrl-C is for us alone: we pass it on once, in order
-                preexec_fn=_end_with_parent,
+                preexec_fn=_end_with_parent(),
             )
         except OSError as error:
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
@@ -189,20 +237,30 @@ def _kill_marked(mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    needle = f"{MARK}={mark}".encode()
+    """The processes of this launch and of launches within it."""
+    needle = f"\0{MARK}={mark}".encode()
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):  # there is no /proc outside Linux: then nothing is found
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
-            if needle in (folder / "environ").read_bytes().split(b"\0"):
+            if needle in b"\0" + (folder / "environ").read_bytes():
                 pids.append(int(folder.name))
     return pids
 
 
-def _end_with_parent() -> None:
-    """In the launcher, before it starts: let the kernel send it SIGTERM when this process is gone (Linux)."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def _end_with_parent() -> Callable[[], None] | None:
+    """For the launcher, before it starts: let the kernel send it SIGTERM when this thread is gone (Linux)."""
+    if sys.platform != "linux":
+        return None
+    PR_SET_PDEATHSIG = 1
+    prctl = ctypes.CDLL(None).prctl  # found here: the copy of a process with threads, as ranks are, must load nothing
+    parent = os.getpid()
+
+    def ask() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it was gone before
+            os._exit(1)
+
+    return ask
 
 
 @contextlib.contextmanager
@@ -240,6 +298,20 @@ def expected_rank(environ: Mapping[str, str] | None = None) -> int:
     """This process's number among those that the launcher started; 0 if none did."""
     environ = os.environ if environ is None else environ
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+    return next((int(environ[name]) for name in names if name in environ), 0)
+
+
+def local_rank(environ: Mapping[str, str] | None = None) -> int:
+    """This process's number among those of its node that the launcher started; 0 if none did."""
+    environ = os.environ if environ is None else environ
+    names = (
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "MPI_LOCALRANKID",  # MPICH's hydra and Intel's
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "PALS_LOCAL_RANKID",
+        "FLUX_TASK_LOCAL_ID",
+        "SLURM_LOCALID",  # last: a batch script has it too, and passes it on to the launchers that it starts
+    )
     return next((int(environ[name]) for name in names if name in environ), 0)
 
 

@@ -113,6 +113,16 @@ def test_shared_memory_only_where_all_ranks_are_on_one_node(given: dict[str, str
     assert launcher.environment(given).get("OMPI_MCA_pml") == ("ob1" if one_node else None)
 
 
+def test_one_node_s_ranks_need_not_be_here() -> None:
+    """A shell on a login node may hold an allocation of one other node."""
+    allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    assert launcher.on_this_node({})
+    assert launcher.on_one_node(allocation)
+    assert not launcher.on_this_node(allocation)
+    assert launcher.on_this_node({**allocation, "SLURMD_NODENAME": "n1"})
+    assert not launcher.on_this_node({**allocation, "SLURMD_NODENAME": "n1", "SLURM_JOB_NUM_NODES": "2"})
+
+
 # ---- ends ----
 
 
@@ -252,6 +262,94 @@ def test_ranks_know_what_started_them(environ: dict[str, str], size: int | None,
     assert launcher.under_launcher(environ) is under
     if under:
         assert launcher.expected_rank(environ) == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "rank"),
+    [
+        ({}, 0),
+        ({"OMPI_COMM_WORLD_RANK": "5", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+        ({"PMI_RANK": "5", "MPI_LOCALRANKID": "2"}, 2),
+        ({"MV2_COMM_WORLD_LOCAL_RANK": "3"}, 3),
+        ({"PALS_LOCAL_RANKID": "4"}, 4),
+        ({"FLUX_TASK_LOCAL_ID": "5"}, 5),
+        ({"SLURM_PROCID": "9", "SLURM_LOCALID": "6"}, 6),
+        ({"SLURM_LOCALID": "0", "MPI_LOCALRANKID": "2"}, 2),
+        ({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
+    ],
+)
+def test_ranks_of_a_node_are_numbered(environ: dict[str, str], rank: int) -> None:
+    assert launcher.local_rank(environ) == rank
+
+
+# ---- ranks that launch ranks ----
+
+OF_THE_USER = {
+    **launcher.SETTINGS,
+    **launcher.ONE_NODE,
+    "PATH": "/bin",
+    "LD_LIBRARY_PATH": "/l",
+    "OPAL_PREFIX": "/p",
+    "CUDA_VISIBLE_DEVICES": "1",
+    "MPI4PY_LIBMPI": "/l/libmpi.so",
+    "MPIEXEC": "/b/mpiexec",
+    "MPIR_CVAR_X": "1",
+    "PMIX_MCA_gds": "hash",
+    "HPCSYNC_LAUNCH": "/a",
+}
+OF_THE_LAUNCHER = {
+    **OPEN_MPI,
+    **MPICH,
+    **STEP,
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_MCA_num_procs": "3",
+    "OMPI_MCA_PREFIXES": "mca,ompi",
+    "OMPI_MCA_orte_hnp_uri": "1.0;tcp",
+    "OMPI_MCA_ess": "^singleton",
+    "OMPI_MCA_ess_base_vpid": "1",
+    "PMIX_SERVER_URI2": "x;tcp4://127.0.0.1:1",
+    "PMIX_NAMESPACE": "x@1",
+    "PRTE_LAUNCHED": "1",
+    "HYDI_CONTROL_FD": "7",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+    "PMI_FD": "9",
+    "SLURMD_NODENAME": "n1",
+    "PBS_NODEFILE": "/n",
+    "HYDRA_HOST_FILE": "/h",
+}
+
+
+def test_outside_there_is_no_launcher() -> None:
+    assert launcher.outside({**OF_THE_USER, **OF_THE_LAUNCHER}) == OF_THE_USER
+    assert "MPIEXEC" not in launcher.outside({"MPIEXEC": "mpiexec --hostfile h"})
+    assert launcher.on_this_node(launcher.outside(STEP))
+
+
+def test_a_rank_launches_from_outside(
+    mpiexec: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in {**OPEN_MPI, **STEP, "OMPI_MCA_pml": "x"}.items():
+        monkeypatch.setenv(name, value)
+    names = ["OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "SLURM_JOB_ID", "PMI_SIZE", "OMPI_MCA_pml"]
+    launcher.launch(1, ["python", "-c", f"import os; print(*map(os.environ.get, {names}))"])
+    assert capfd.readouterr().out.splitlines()[-1] == "None None None 1 x"
+    monkeypatch.setenv("MPIEXEC", f"{mpiexec} --hostfile h")
+    monkeypatch.setenv("PATH", str(mpiexec.parent))
+    monkeypatch.setattr(sys, "executable", str(mpiexec.with_name("python")))
+    assert launcher.command(1, ["true"], launcher.environment()) == [str(mpiexec), "-n", "1", "true"]
+
+
+def test_a_launch_finds_what_launches_within_it_left(mpiexec: Path) -> None:
+    """The inner launch's front and launcher are killed: nobody but the outer one is there to find its ranks."""
+    code = (
+        "import os, signal; from hpcsync import launcher; from pathlib import Path\n"
+        "path = Path(os.environ['MPIEXEC']).with_name('deserter')\n"
+        "path.write_text('#!/bin/sh\\nshift 2\\nsetsid \"$@\" &\\nkill -9 $PPID\\n'); path.chmod(0o755)\n"
+        "os.environ['MPIEXEC'] = str(path); launcher.launch(1, ['sleep', '4327'])"
+    )
+    assert launcher.launch(1, ["python", "-c", code]).status == 9
+    assert not sleepers("4327")
 
 
 @pytest.mark.parametrize(
