@@ -1,0 +1,14 @@
+"""What launchers really tell their ranks."""
+
+from mpi4py import MPI
+
+from hpcsync import launcher
+
+
+def test_ranks_of_a_node_are_numbered_as_mpi_numbers_them(comm: MPI.Intracomm) -> None:
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    try:
+        assert launcher.local_rank() == node.rank
+        assert (launcher.expected_rank(), launcher.expected_size()) == (comm.rank, comm.size)
+    finally:
+        node.Free()
