@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from hpcsync import gpus, launcher
 from hpcsync import job as jobs
-from hpcsync import launcher
 
 
 def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None) -> int:
@@ -24,6 +24,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
 
     import_beside(path)
     check(job)
+    _refuse_without_gpu(job.cluster.device, job.cluster.window)
     given = out is not None and os.path.exists(out)
     folder = outputs.choose(job, out)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
@@ -43,6 +44,12 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
         return 2 if ended.status == 2 else 1
     _settle(folder / outputs.TRACE, "failed" if ended.signum is None else "interrupted")
     return 1
+
+
+def _refuse_without_gpu(device: str, window: str) -> None:
+    """Where the ranks will be on this node. Elsewhere they have to find out for themselves."""
+    if gpus.needed(device, window) and launcher.on_this_node(os.environ):
+        gpus.choose(device, window, gpus.found())
 
 
 def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from: Path | None) -> int:

@@ -133,22 +133,32 @@ class Network(Table):
 
 
 class Cluster(Table):
-    """`times_from` is a trace whose times a simulation takes in place of `compute` and `network`."""
+    """`times_from` is a trace whose times a simulation takes in place of `compute` and `network`.
+
+    `device`: what ranks compute on; "auto" is a GPU where there is one. `window`: where tensors that ranks exchange
+    lie. "host" is an MPI window in host memory, "mpi" one in a GPU's, "ipc" a GPU's memory that the ranks of its node
+    map, "staged" page-locked host memory, into and out of which a GPU copies; "auto" is the best that works.
+    """
 
     servers: Annotated[int, Field(ge=0)] = 1  # unless the job's paradigm has none
     workers: Count = 3
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    window: Literal["auto", "host", "mpi", "ipc", "staged"] = "auto"
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None
     events: Annotated[tuple[Change, ...], BeforeValidator(_tables)] = ()
 
-    @field_validator("device", mode="before")
-    @classmethod
-    def _host_memory(cls, device: Any) -> Any:
-        if device == "cuda":
-            raise ValueError('must be "auto" or "cpu": this version keeps all its buffers in host memory')
-        return device
+    @model_validator(mode="after")
+    def _within_reach(self) -> Self:
+        allowed = {"cpu": ("auto", "host"), "cuda": ("auto", "mpi", "ipc", "staged")}.get(self.device, (self.window,))
+        if self.window not in allowed:
+            *others, last = map(shown, allowed)
+            raise JobError(
+                f"cluster.window = {shown(self.window)}: must be {', '.join(others)} or {last} "
+                f"with cluster.device = {shown(self.device)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_each(self) -> Self:

@@ -72,6 +72,7 @@ def test_defaults_are_filled_in(path: Path) -> None:
     }
     assert job.paradigm == Dssp(name="dssp", staleness_min=3, staleness_max=15, mode="bounded")
     assert (job.cluster.servers, job.cluster.workers, job.cluster.ranks, job.cluster.device) == (1, 4, 5, "auto")
+    assert job.cluster.window == "auto"
     assert job.cluster.compute.seconds == (0.02, 0.02, 0.02, 0.04)
     assert job.cluster.network is None
 
@@ -135,6 +136,25 @@ def test_numbers_come_back_exactly(seed: int, lr: float, low: int, more: int) ->
     job = Job.from_table(table)
     assert Job.from_toml(job.to_toml()) == job
     assert (job.seed, job.optimizer.lr) == (seed, lr)
+
+
+@pytest.mark.parametrize(
+    ("device", "windows"),
+    [
+        ("auto", ["auto", "host", "mpi", "ipc", "staged"]),
+        ("cpu", ["auto", "host"]),
+        ("cuda", ["auto", "mpi", "ipc", "staged"]),
+    ],
+)
+def test_every_device_has_its_windows(path: Path, device: str, windows: list[str]) -> None:
+    for window in ["auto", "host", "mpi", "ipc", "staged"]:
+        overrides = [f"cluster.device={device}", f"cluster.window={window}"]
+        if window in windows:
+            job = load(path, overrides)
+            assert (job.cluster.device, job.cluster.window) == (device, window)
+            assert Job.from_toml(job.to_toml()) == job
+        else:
+            assert error(path, *overrides).startswith(f'cluster.window = "{window}": must be ')
 
 
 def test_a_job_cannot_be_changed(path: Path) -> None:
@@ -282,9 +302,12 @@ MISTAKES = {
     "cluster.servers=-1": "cluster.servers = -1: must be at least 0",
     "cluster.servers=0": 'cluster.servers = 0: must be at least 1 with paradigm.name = "dssp"',
     "cluster.workers=0": "cluster.workers = 0: must be at least 1",
-    "cluster.device=tpu": "cluster.device = \"tpu\": must be 'auto' or 'cpu'",
-    "cluster.device=cuda": 'cluster.device = "cuda": must be "auto" or "cpu": this version keeps all its buffers in '
-    "host memory",
+    "cluster.device=tpu": "cluster.device = \"tpu\": must be 'auto', 'cpu' or 'cuda'",
+    "cluster.window=nccl": "cluster.window = \"nccl\": must be 'auto', 'host', 'mpi', 'ipc' or 'staged'",
+    'cluster={device="cpu",window="mpi"}': 'cluster.window = "mpi": must be "auto" or "host" with '
+    'cluster.device = "cpu"',
+    'cluster={device="cuda",window="host"}': 'cluster.window = "host": must be "auto", "mpi", "ipc" or "staged" with '
+    'cluster.device = "cuda"',
     "cluster.compute.seconds=-1": f"cluster.compute.seconds = -1: {SECONDS}",
     "cluster.compute.seconds=[]": f"cluster.compute.seconds = []: {SECONDS}",
     "cluster.compute.jitter=-1": "cluster.compute.jitter = -1: must be at least 0",
