@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hpcsync import launcher
+from hpcsync.probes import ProbeError, probe
 
-LIMIT_S = 60.0
 PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
 SHM = Path("/dev/shm")
 SHM_BYTES = 256 * 2**20
@@ -35,10 +32,6 @@ class Finding(NamedTuple):
     verdict: Verdict
     found: str
     to_do: str = ""
-
-
-class ProbeError(Exception):
-    """A probe crashed, hung or found nothing; with its last words."""
 
 
 def main() -> int:
@@ -139,12 +132,13 @@ def gpus() -> Finding:
         found = probe("gpu")
     except ProbeError as error:
         return Finding("GPU", "note", str(error), "runs use the CPU")
-    words = "CuPy " + (found["cupy"] or "is not installed")
-    words += f", {found['devices']} devices, MPI "
-    words += {True: "is CUDA-aware", False: "is not CUDA-aware", None: "does not tell whether it is CUDA-aware"}[
-        found["mpi"]
-    ]
-    return Finding("GPU", "ok", f"{words}; this version keeps its buffers in host memory")
+    if found["why"] and found["devices"]:
+        words = f"{found['devices']}, not to use: {found['why']}; runs use the CPU"
+        return Finding("GPU", "note", words, "pip install 'hpcsync[cuda]'")
+    if found["why"]:
+        return Finding("GPU", "ok", f"none to use: {found['why']}; runs use the CPU")
+    says = {True: "is CUDA-aware", False: "is not CUDA-aware", None: "does not tell whether it is CUDA-aware"}
+    return Finding("GPU", "ok", f"{found['devices']}, CuPy {found['cupy']}; MPI {says[found['mpi']]}")
 
 
 def cores(n: int) -> Finding:
@@ -163,36 +157,3 @@ def shared_memory(free: int) -> Finding:
         found,
         "enough for small models; in a container, give it more (docker run --shm-size)",
     )
-
-
-# ---- probing ----
-
-
-def probe(name: str, *, ranks: int = 0) -> dict[str, Any]:
-    """Run a probe in a process of its own, or on this many ranks; what it found. Raises ProbeError."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        argv = [sys.executable, "-m", "hpcsync.probes", name, str(result)]
-        with open(Path(folder) / "output", "w+b") as output:
-            if ranks:
-                ended = launcher.launch(ranks, argv, timeout_s=LIMIT_S, output=output)
-                code = ended.status
-            else:
-                code = _run(argv, output)
-            output.seek(0)
-            words = output.read().decode(errors="replace").strip().splitlines()
-        if code == launcher.TIMED_OUT:
-            raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s")
-        if code != 0 or not result.exists():
-            raise ProbeError(next((line for line in reversed(words) if "Error" in line), f"ended with status {code}"))
-        found: dict[str, Any] = json.loads(result.read_text())
-        return found
-
-
-def _run(argv: list[str], output: Any) -> int:
-    try:
-        return subprocess.run(
-            argv, env=launcher.environment(), stdout=output, stderr=output, timeout=LIMIT_S, check=False
-        ).returncode
-    except subprocess.TimeoutExpired:
-        return launcher.TIMED_OUT

@@ -1,6 +1,6 @@
-"""What `hpcsync doctor` runs in processes of their own, because each of these may crash or hang.
+"""What is tried in processes of their own, because each of these may crash or hang.
 
-python -m hpcsync.probes NAME RESULT.json       (`world` and `passive` on two ranks)
+python -m hpcsync.probes NAME RESULT.json ARGUMENT...       (`world` and `passive` on two ranks)
 """
 
 from __future__ import annotations
@@ -8,11 +8,64 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from hpcsync import gpus, launcher
+
+LIMIT_S = 60.0
 BUSY_S = 0.5
+
+
+class ProbeError(Exception):
+    """A probe crashed, hung or found nothing; with its last words."""
+
+
+# ---- the process that asks ----
+
+
+def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
+    """Run a probe with these arguments in a process of its own, or on this many ranks of this node; what it found.
+
+    A rank may probe too, in its main thread. A signal that would end this process ends the probe, and then does what it
+    would have done. Raises ProbeError, and LaunchError if there is no launcher.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        argv = [sys.executable, "-m", "hpcsync.probes", name, str(result), *arguments]
+        with open(Path(folder) / "output", "w+b") as output:
+            if ranks:
+                ended = launcher.launch(ranks, argv, timeout_s=LIMIT_S, output=output)
+            else:
+                ended = launcher.Ended(_run(argv, output))
+            output.seek(0)
+            words = output.read().decode(errors="replace").strip().splitlines()
+        if ended.signum is not None:
+            signal.raise_signal(ended.signum)
+        if ended.status == launcher.TIMED_OUT:
+            raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s")
+        if ended.status != 0 or not result.exists():
+            last = next((line for line in reversed(words) if "Error" in line), f"ended with status {ended.status}")
+            raise ProbeError(last)
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def _run(argv: list[str], output: IO[bytes]) -> int:
+    try:
+        return subprocess.run(
+            argv, env=launcher.environment(), stdout=output, stderr=output, timeout=LIMIT_S, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return launcher.TIMED_OUT
+
+
+# ---- the process that tries ----
 
 
 def packages() -> dict[str, Any]:
@@ -58,15 +111,13 @@ def passive() -> dict[str, Any]:
 
 
 def gpu() -> dict[str, Any]:
-    """What there is of CUDA: CuPy and devices, and whether the MPI library says it can send from their memory."""
-    try:
+    """What there is of CUDA: devices, why they cannot be used, the version of CuPy if they can, and whether the MPI
+    library says it can send from their memory."""
+    found: dict[str, Any] = {**gpus.found()._asdict(), "cupy": None}
+    if not found["why"]:
         import cupy
 
-        found = {"cupy": cupy.__version__, "devices": int(cupy.cuda.runtime.getDeviceCount())}
-    except ImportError:
-        found = {"cupy": None, "devices": 0}
-    except Exception:  # CuPy without a driver
-        found = {"cupy": cupy.__version__, "devices": 0}
+        found["cupy"] = cupy.__version__
     from mpi4py import MPI
 
     try:
@@ -76,8 +127,17 @@ def gpu() -> dict[str, Any]:
     return found
 
 
-def main(name: str, path: str) -> None:
-    result = {"packages": packages, "library": library, "world": world, "passive": passive, "gpu": gpu}[name]()
+PROBES: dict[str, Callable[..., dict[str, Any]]] = {
+    "packages": packages,
+    "library": library,
+    "world": world,
+    "passive": passive,
+    "gpu": gpu,
+}
+
+
+def main(name: str, path: str, *arguments: str) -> None:
+    result = PROBES[name](*arguments)
     if "mpi4py" not in sys.modules or sys.modules["mpi4py"].MPI.COMM_WORLD.rank == 0:
         Path(path).write_text(json.dumps(result))
 

@@ -1,5 +1,6 @@
 """Verdicts, and probes that crash or hang. Real probes are in tests/runs."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ GOOD = {
     "library": {"library": "Open MPI v5", "thread": "MPI_THREAD_MULTIPLE"},
     "world": {"size": 2},
     "passive": {"put_s": 0.001},
-    "gpu": {"cupy": None, "devices": 0, "mpi": False},
+    "gpu": {"devices": 0, "why": "torch sees no GPU", "cupy": None, "mpi": False},
 }
 
 
@@ -57,6 +58,7 @@ def test_all_is_well(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
         ("passive", ProbeError("hangs"), "one-sided transfers", "bad"),
         ("passive", {"put_s": 0.45}, "one-sided transfers", "note"),
         ("gpu", ProbeError("ended with status -11"), "GPU", "note"),
+        ("gpu", {"devices": 2, "why": "CuPy is not installed", "cupy": None, "mpi": False}, "GPU", "note"),
     ],
 )
 def test_each_verdict_has_its_remedy(
@@ -87,6 +89,23 @@ def test_a_launcher_that_is_missing(probes: dict, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(launcher, "mpiexec", missing)
     assert verdicts()["launcher"] == "bad"
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (GOOD["gpu"], "none to use: torch sees no GPU; runs use the CPU"),
+        ({"devices": 1, "why": "", "cupy": "14.2.0", "mpi": True}, "1, CuPy 14.2.0; MPI is CUDA-aware"),
+        ({"devices": 4, "why": "", "cupy": "14.2.0", "mpi": False}, "4, CuPy 14.2.0; MPI is not CUDA-aware"),
+        (
+            {"devices": 4, "why": "", "cupy": "14.2.0", "mpi": None},
+            "4, CuPy 14.2.0; MPI does not tell whether it is CUDA-aware",
+        ),
+    ],
+)
+def test_gpus(probes: dict, found: dict, words: str) -> None:
+    probes["gpu"] = found
+    assert doctor.gpus() == Finding("GPU", "ok", words)
 
 
 def test_small_machines_are_noted() -> None:
@@ -120,6 +139,25 @@ def test_what_a_probe_writes_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
+def test_a_probe_gets_its_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
+    pretend(monkeypatch, tmp_path, """printf '["%s", "%s", "%s"]' "$3" "$5" "$6" > "$4" """)
+    assert doctor.probe("world", "a b", "", ranks=ranks) == ["world", "a b", ""]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_during_a_probe_is_not_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signum: int) -> None:
+    pretend(monkeypatch, tmp_path, f"kill -{int(signum)} $PPID; exec sleep 60")
+    caught: list[int] = []
+    before = signal.signal(signum, lambda signum, frame: caught.append(signum))
+    try:
+        with pytest.raises(ProbeError):
+            doctor.probe("world", ranks=2)
+    finally:
+        signal.signal(signum, before)
+    assert caught == [signum]
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize(
     ("script", "words"),
     [
@@ -141,6 +179,6 @@ def test_a_probe_that_crashes(
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
     pretend(monkeypatch, tmp_path, "exec sleep 60")
-    monkeypatch.setattr(doctor, "LIMIT_S", 0.3)
+    monkeypatch.setattr("hpcsync.probes.LIMIT_S", 0.3)
     with pytest.raises(ProbeError, match="^hangs: no end after 0 s$"):
         doctor.probe("world", ranks=ranks)
