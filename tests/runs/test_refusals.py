@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from hpcsync import launcher
 from tests.runs.processes import ended, hpcsync, mpiexec
@@ -33,6 +34,20 @@ def test_a_bad_job_is_told_in_one_line_and_nothing_starts(tmp_path: Path, overri
     assert program.out == "", "not even the line that starts the ranks"
     assert len(program.err.splitlines()) == 1
     assert program.err.startswith(f"hpcsync: {line}")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("device=cuda", 'cluster.device = "cuda": must be "auto" or "cpu" here: torch sees no GPU'),
+        ("window=ipc", 'cluster.window = "ipc": must be "auto" or "host" here: torch sees no GPU'),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_told_in_one_line(tmp_path: Path, override: str, line: str) -> None:
+    program = ended(hpcsync("run", JOB, "--set", f"cluster.{override}", "--out", tmp_path / "out"))
+    assert (program.status, program.out, program.err) == (2, "", f"hpcsync: {line}\n")
     assert not (tmp_path / "out").exists()
 
 
