@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from hpcsync import launcher
+from tests.runs.processes import RANK_VARIABLES, ended, started
 
 # A rank that is up says so at once: MPICH mixes what comes in pieces.
 HANG = "import os, time; from mpi4py import MPI; os.write(1, b'ready\\n'); time.sleep({})"
@@ -93,6 +94,74 @@ def test_another_mpi_s_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capf
     message = "refused: 2 processes were started, but each is a world of its own: start them with "
     lines = [line for line in captured.out.splitlines() if line.startswith("refused")]
     assert f"{message}{mine}, which belongs to this Python's MPI library" in lines
+
+
+# ---- ranks that launch ranks ----
+
+PROBE = """
+import os
+from mpi4py import MPI
+from hpcsync.probes import probe
+world = MPI.COMM_WORLD
+found = (probe("world", ranks=2), probe("library")["thread"]) if world.rank == 0 else None
+os.write(1, f"rank {world.size} {world.bcast(found)}{chr(10)}".encode())
+"""
+CRASH = """
+import os, time
+from mpi4py import MPI
+MPI.COMM_WORLD.rank == 0 or os.kill(os.getpid(), 11)
+time.sleep(600)
+"""
+TRY = f"""
+import os
+from mpi4py import MPI
+from hpcsync import launcher
+world = MPI.COMM_WORLD
+ended = None
+if world.rank == 0:
+    with open(os.devnull, "wb") as output:
+        ended = launcher.launch(2, ["python", "-c", {CRASH!r}], timeout_s=30, output=output)
+ended = world.bcast(ended)
+os.write(1, f"rank {{ended.status not in (0, launcher.TIMED_OUT)}}{{chr(10)}}".encode())
+"""
+INNER = HANG.format(700)
+OUTER = f"""
+import sys
+from mpi4py import MPI
+from hpcsync import launcher
+if MPI.COMM_WORLD.rank == 0:
+    sys.exit(launcher.launch(2, ["python", "-c", {INNER!r}]).status)
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize(("code", "said"), [(PROBE, "2 ({'size': 2}, 'MPI_THREAD_MULTIPLE')"), (TRY, "True")])
+def test_a_rank_tries_what_may_crash_on_ranks_of_its_own(code: str, said: str) -> None:
+    """Rank 0 does, while the other waits for it in MPI; and outlives a crash."""
+    program = ended(launching(2, "-c", code))
+    assert program.status == 0, program.err
+    assert [line for line in program.out.splitlines() if line.startswith("rank ")] == [f"rank {said}"] * 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("victim", ["front", "rank"])
+def test_a_launch_within_a_launch_ends_with_it(victim: str, signum: int) -> None:
+    """Whether the outer launch is ended, or the rank that launches: no process is left of either."""
+    with started(launching(2, "-m", "mpi4py", "-c", OUTER)) as program:
+        program.wait_for(lambda program: program.out.splitlines().count("ready") == 2)
+        processes = {process: process.cmdline()[1:] for process in program.left()}
+        assert list(processes.values()).count(["-c", INNER]) == 2
+        rank_0 = next(p for p, line in processes.items() if line[-1:] == [OUTER] and line[0] == "-m" and is_rank_0(p))
+        (rank_0 if victim == "rank" else program.process).send_signal(signum)
+        assert program.status != 0
+
+
+def launching(n: int, *arguments: str) -> list[str]:
+    return [sys.executable, "-m", "hpcsync.launcher", "-n", str(n), "--timeout", "90", "--", "python", *arguments]
+
+
+def is_rank_0(process: psutil.Process) -> bool:
+    return "0" in [process.environ().get(name) for name in RANK_VARIABLES]
 
 
 def start(n: int, code: str) -> subprocess.Popen[str]:
