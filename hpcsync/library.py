@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hpcsync import launcher, outputs
+from hpcsync import gpus, launcher, outputs
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
+from hpcsync.learning.flat import device_of
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
 from hpcsync.learning.validation import check_model
@@ -30,6 +31,16 @@ if TYPE_CHECKING:
     from hpcsync.mpi.rank_session import RankSession
 
 T = TypeVar("T")
+
+
+def device() -> torch.device:
+    """This process's GPU, which becomes torch's and CuPy's current one: ranks of a node take its GPUs in turn. The CPU
+    where there is none that both can use.
+
+    Call it before anything else uses a GPU, and before mpi4py.MPI is imported: an MPI that knows GPUs looks at the
+    current one when it starts.
+    """
+    return gpus.claim(gpus.choose("auto", "auto", gpus.found()))
 
 
 def connect(
@@ -46,6 +57,7 @@ def connect(
     evaluate: Evaluate | None = None,
     every_samples: int = 5000,
     compute: Mapping[str, Any] | None = None,
+    window: str = "auto",
     name: str | None = None,
     out: str | Path | None = None,
     comm: MPI.Intracomm | None = None,
@@ -58,7 +70,7 @@ def connect(
     nothing is recorded.
 
     model:     the same on every rank; rank 0's initial weights become everybody's. Its trainable parameters must be all
-               float32 or all float64.
+               float32 or all float64, and all on the CPU or on this rank's GPU (`hpcsync.device()`).
     optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
                servers, with "easgd" or without servers on every worker. Its learning rate is where `schedule` starts
                from; changing it in the script is an error.
@@ -72,6 +84,7 @@ def connect(
     evaluate:  `evaluate(model) -> (loss, accuracy)`, called every `every_samples` samples beside the servers, or
                beside worker 0's training where there are none.
     compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
+    window:    as the job file's cluster.window: how GPU tensors move between ranks.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
     comm:      the ranks that take part; default: all.
 
@@ -102,6 +115,8 @@ def connect(
             "cluster": {
                 "servers": servers,
                 "workers": n_workers,
+                "device": device_of(model).type,
+                "window": window,
                 **({"compute": dict(compute)} if compute else {}),
             },
         }
@@ -129,6 +144,7 @@ def join(
 
     from hpcsync.mpi.elastic import ElasticSession
     from hpcsync.mpi.peer_session import BookkeeperSession, PeerSession
+    from hpcsync.mpi.placement import place
     from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
     if comm.size != job.cluster.ranks:
@@ -146,21 +162,24 @@ def join(
             "while it trains"
         )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
+    placement = place(comm, job, device_of(model))
     folder = agree(comm, lambda: _make_folder(job, out))
+    if comm.rank == 0:
+        print(*placement.lines(), sep="\n", end="\n" if placement.lines() else "", flush=True)
     if job.steps_on_workers or comm.rank < job.cluster.servers:
-        _load(optimizer)
+        _load(optimizer, device_of(model))
     try:
         if not job.has_servers:
             if comm.rank == 0:
-                return BookkeeperSession(comm, job, model, optimizer, evaluate, folder)
-            return PeerSession(comm, job, model, optimizer)
+                return BookkeeperSession(comm, job, model, placement, optimizer, evaluate, folder)
+            return PeerSession(comm, job, model, placement, optimizer)
         if comm.rank >= job.cluster.servers:
             if job.steps_on_workers:
-                return ElasticSession(comm, job, model, optimizer)
-            return WorkerSession(comm, job, model)
+                return ElasticSession(comm, job, model, placement, optimizer)
+            return WorkerSession(comm, job, model, placement)
         if comm.rank > 0:
-            return FollowerSession(comm, job, model, optimizer)
-        return LeaderSession(comm, job, model, optimizer, evaluate, folder)
+            return FollowerSession(comm, job, model, placement, optimizer)
+        return LeaderSession(comm, job, model, placement, optimizer, evaluate, folder)
     except BaseException:
         _abort(comm)
         raise
@@ -201,10 +220,14 @@ def _refuse_differences(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -
     """Every rank must train the same model in the same way: shards are cut from it, and decisions hold for all."""
     state = [(key, tuple(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
     trained = [p.requires_grad for p in model.parameters()]
-    everybody = comm.allgather((job.to_toml(), state, trained))
-    for rank, (job_toml, *its_model) in enumerate(everybody):
-        if its_model != [*everybody[0][1:]]:
+    everybody = comm.allgather((job.to_toml(), device_of(model).type, state, trained))
+    for rank, (job_toml, device, *its_model) in enumerate(everybody):
+        if its_model != [*everybody[0][2:]]:
             raise JobError(f"model: must have the same parameters on every rank; rank {rank}'s differ from rank 0's")
+        if device != everybody[0][1]:
+            raise JobError(
+                f"model: must be on {everybody[0][1]} on every rank, as on rank 0; rank {rank}'s is on {device}"
+            )
         if job_toml != everybody[0][0]:
             raise JobError(f"connect: must be given the same on every rank; rank {rank}'s settings are not rank 0's")
 
@@ -225,10 +248,10 @@ def _share_cores(comm: MPI.Intracomm, *, is_server: bool) -> None:
         torch.set_num_threads(max(1, share))
 
 
-def _load(optimizer: OptimizerSpec) -> None:
+def _load(optimizer: OptimizerSpec, device: torch.device) -> None:
     """A process's first optimizer costs it seconds (torch loads its compiler), which are none of the run's."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
+    parameter = torch.nn.Parameter(torch.zeros(1, device=device))
+    parameter.grad = torch.zeros(1, device=device)
     optimizer.build(parameter).step()
 
 

@@ -85,7 +85,7 @@ def save_weights(folder: Path, model: torch.nn.Module) -> None:
     """Write the model's state into the folder."""
     from safetensors.torch import save_file
 
-    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(state, folder / WEIGHTS)
 
 

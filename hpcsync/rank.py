@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from hpcsync import gpus
 from hpcsync import job as jobs
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError
@@ -28,6 +31,10 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
 
     Raises LaunchError for a launcher that started the ranks wrongly.
     """
+    with suppress(JobError):  # told below, once
+        cluster = jobs.load(path, overrides, ranks).cluster
+        if cluster.device != "cpu":  # an MPI that knows GPUs looks at the current one when it starts
+            gpus.claim(gpus.choose(cluster.device, cluster.window, gpus.found()))
     comm = world()
     assert comm is not None, "called on a rank"
     import_beside(path)
@@ -46,6 +53,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
     agree(comm, lambda: bool(check(job)))
     workload = build(job)
+    workload.model.to(_device(comm, job))
     assert not isinstance(job.workload, Script), "such a job has no workload"
     optimizer = OptimizerSpec.of_job(job)
     torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
@@ -54,3 +62,15 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
             sync.step(replica.compute(batch))
     return sync
+
+
+def _device(comm: MPI.Intracomm, job: Job) -> torch.device:
+    """What this rank computes on: of the same type on all ranks. Collective."""
+    asked, window = job.cluster.device, job.cluster.window
+    if asked == "cpu":
+        return torch.device("cpu")
+    found = gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found())))
+    chosen = gpus.choose(asked, window, found)
+    if chosen == "cpu" and found.devices and comm.rank == 0:
+        print(f"GPUs are not used: {found.why}", flush=True)
+    return gpus.claim(chosen)

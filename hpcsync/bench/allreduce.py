@@ -17,7 +17,6 @@ from mpi4py import MPI
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcsync.bench.engine import quiet_barrier
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -62,7 +61,7 @@ def measure(
                 for net in nets:
                     figures += _measure(part, group, net, repetitions)
                 part.Free()
-            quiet_barrier(comm, patience)
+            patience.barrier()
     return figures if comm.rank == 0 else []
 
 

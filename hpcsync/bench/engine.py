@@ -16,7 +16,6 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.rules import Descent
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
-from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
@@ -34,15 +33,15 @@ def with_engine(
     Collective; ranks leave it together and quietly.
     """
     weights, gradient = torch.zeros(size), torch.full((size,), 1e-3)
-    link = Link(comm, Roles(1, comm.size - 1), weights.numpy())
+    link = Link(comm, Roles(1, comm.size - 1), size, weights.dtype)
     result = None
     if comm.rank == 0:
         _serve(link, optimizer, weights)
     else:
-        worker = Worker(link, weights.numpy(), gradient.numpy())
+        worker = Worker(link, weights, gradient)
         result = work(worker, weights, gradient)
         worker.leave()
-    quiet_barrier(comm, link.patience)
+    link.patience.barrier()
     link.free()
     return result
 
@@ -58,9 +57,3 @@ def _serve(link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
         leader.serve()
         leader.finish()
     shard.free()
-
-
-def quiet_barrier(comm: MPI.Intracomm, patience: Patience) -> None:
-    """A barrier in which a waiting rank takes no core from those that measure. (MPI's own may spin.)"""
-    request = comm.Ibarrier()
-    patience.until(lambda: request.Test() or None)

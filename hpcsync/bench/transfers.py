@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from hpcsync.bench.engine import quiet_barrier
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.window import Window
@@ -30,7 +29,7 @@ def _measure_size(comm: MPI.Intracomm, patience: Patience, size_mb: float, repet
         window.local[:] = 1  # its owner touches a server's weights first, too
         comm.Barrier()
         figures = _transfer(window, size_bytes, size_mb, repetitions) if comm.rank == 1 else []
-        quiet_barrier(comm, patience)
+        patience.barrier()
     return figures
 
 

@@ -14,6 +14,11 @@ from torch import nn
 DTYPES = (torch.float32, torch.float64)
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model is: where its first parameter is."""
+    return next(model.parameters()).device
+
+
 def trainable(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that training changes, in the order of `model.parameters()`; a tied one counts once.
 
@@ -39,7 +44,7 @@ class FlatModel:
         self.model = model
         self._parameters = trainable(model)
         self.size = sum(p.numel() for p in self._parameters)
-        self.weights = torch.empty(self.size, dtype=self._parameters[0].dtype)
+        self.weights = torch.empty(self.size, dtype=self._parameters[0].dtype, device=self._parameters[0].device)
         self.gradient = torch.zeros_like(self.weights)
         self._weight_views = self._views(self.weights)
         self._gradient_views = self._views(self.gradient)

@@ -37,6 +37,8 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
 # Ways of computing the same numbers, not settings of the optimizer: servers choose their own.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
+FUSED_ON_GPU = ("adam", "adamw", "sgd")  # in every version of torch that offers fused forms
+
 
 @dataclass(frozen=True)
 class OptimizerSpec:
@@ -47,14 +49,15 @@ class OptimizerSpec:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        """Make the optimizer for one flat parameter, in the fused form where torch has one.
+        """Make the optimizer for one flat parameter, in the fused form where torch has one for its device.
 
         Raises ValueError for a name that is not in ELEMENTWISE, and whatever torch raises for bad options.
         """
         if self.name not in ELEMENTWISE:
             raise ValueError(f"{self.name!r}: must be one of {', '.join(ELEMENTWISE)}")
         cls = ELEMENTWISE[self.name]
-        form: dict[str, Any] = {"fused": True} if "fused" in inspect.signature(cls).parameters else {}
+        has_fused = self.name in FUSED_ON_GPU if parameter.is_cuda else "fused" in inspect.signature(cls).parameters
+        form: dict[str, Any] = {"fused": True} if has_fused else {}
         return cls([parameter], lr=self.lr, **self.options, **form)  # type: ignore[call-arg]
 
     @staticmethod

@@ -35,7 +35,8 @@ class Replica:
         if self._loss is None:
             return math.nan
         self._flat.zero_gradient()
-        loss = self._loss(self._flat.model, *batch)
+        device = self._flat.weights.device
+        loss = self._loss(self._flat.model, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
         loss.backward()
         self._flat.gather_gradient()
         return float(loss.detach())

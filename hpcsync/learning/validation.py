@@ -71,8 +71,9 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
         size = sum(parameter.numel() for parameter in trainable(model))
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
-        raise JobError(f"{name}: must be in host memory: this version keeps all its buffers there")
+    devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) > 1 or {device.partition(":")[0] for device in devices} - {"cpu", "cuda"}:
+        raise JobError(f"{name}: must be on the CPU or on one GPU as a whole, not on {', '.join(sorted(devices))}")
     if job.cluster.servers > size:
         raise JobError(f"cluster.servers = {job.cluster.servers}: must be at most the model's {size} parameters")
     if evaluated and has_running_statistics(model):

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset, TensorDataset
 from hpcsync.job import Digits, Function, Job, Linear, Script, Text, Timing
 from hpcsync.job_errors import JobError, shown
 from hpcsync.learning import text
+from hpcsync.learning.flat import device_of
 from hpcsync.learning.replica import Loss
 
 Evaluate = Callable[[nn.Module], tuple[float, float]]
@@ -33,7 +34,7 @@ class Workload:
     loss:     `loss(model, *batch)`, the mean loss of a batch; None for a workload without arithmetic.
     train:    map-style data set of tuples; None exactly when loss is None.
     evaluate: `evaluate(model) -> (loss, accuracy)` on held-out data, accuracy NaN where there is none; None for nothing
-              to evaluate.
+              to evaluate. It moves its data to where the model is (`device_of`); batches are moved for `loss`.
     """
 
     model: nn.Module
@@ -95,10 +96,11 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         model.eval()
+        there = device_of(model)
         with torch.no_grad():
-            logits = model(x)
-        loss = functional.cross_entropy(logits, y)
-        return float(loss), float((logits.argmax(1) == y).double().mean())
+            logits = model(x.to(there))
+        loss = functional.cross_entropy(logits, y.to(there))
+        return float(loss), float((logits.argmax(1) == y.to(there)).double().mean())
 
     return evaluate
 
@@ -144,7 +146,7 @@ def _linear(settings: Linear, seed: int) -> Workload:
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         with torch.no_grad():
-            return float(half_squared_error(model, x, y)), float("nan")
+            return float(half_squared_error(model, x.to(device_of(model)), y.to(device_of(model)))), float("nan")
 
     return Workload(model, half_squared_error, TensorDataset(x, y), evaluate)
 

@@ -1,8 +1,12 @@
 """The mean of one vector of every rank, slice by slice, in place.
 
-On one node the vectors lie in shared memory, and nothing is copied there and back: every rank adds up its part of all
-vectors and writes the mean into all of them. With 2 to 4 ranks that took about as long as a copy of the vector, and a
-sixth to two thirds of the time of MPI's own all-reduce, which is used elsewhere. All ranks get the same bits.
+On one node the vectors lie in memory that all ranks address, and nothing is copied there and back: every rank adds up
+its part of all vectors and writes the mean into all of them. With 2 to 4 ranks, in host memory, that took about as
+long as a copy of the vector, and a sixth to two thirds of the time of MPI's own all-reduce, which is used elsewhere.
+All ranks get the same bits.
+
+Vectors of a GPU are added up there where ranks open each other's memory by CUDA IPC. Elsewhere it is their images in
+host memory that are, and slices are copied there and back: MPI's collectives never see a device pointer.
 """
 
 from __future__ import annotations
@@ -11,18 +15,22 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
+from hpcsync.mpi import cuda
+from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory
 from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.tensor_window import HOST, NodeWindow, Transport
 
 SHM = Path("/dev/shm")  # where both MPIs keep shared windows on Linux
 SPARE_BYTES = 16 << 20  # of it, left to MPI's own needs
-PAGE_BYTES = 4096
-CHUNK_BYTES = 1 << 17  # a partial sum stays in the core's own cache
+CHUNK_BYTES = {"cpu": 1 << 17, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin with a cache line: no two ranks write to the same one
+WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: a line for each counter, and one for what it says
 
 
 class Said(NamedTuple):
@@ -43,19 +51,21 @@ class Agreed(NamedTuple):
 
 
 class MeanVector(ABC):
-    """vector: this rank's, shape (size,). `mean` and `free` are collective, and one thread at a time calls them.
+    """vector: this rank's, shape (size,), on the transport's device. `mean` and `free` are collective; one thread at a
+    time calls them.
 
     absent_s: seconds that this rank has waited so far for others to come to a mean.
     """
 
-    vector: np.ndarray
+    vector: torch.Tensor
     absent_s = 0.0
 
     @abstractmethod
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
         """Let elements begin to end of every rank's vector be their sum, divided by how many ranks contribute.
 
-        A rank that contributes no steps has zeros there. From an empty slice only what is said comes about.
+        A rank that contributes no steps has zeros there. From an empty slice only what is said comes about. What fills
+        the vector on a GPU must be on this thread's stream.
         """
 
     @abstractmethod
@@ -63,12 +73,12 @@ class MeanVector(ABC):
         """Give everything back; `vector` must not be used afterwards."""
 
 
-def mean_vector(comm: MPI.Intracomm, size: int, dtype: Any) -> MeanVector:
+def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> MeanVector:
     """Of `size` zeros on every rank, float32 or float64; collective. The fastest way that this communicator allows."""
     patience = Patience(comm)
-    if comm.size > 1 and patience.one_node and _has_room(comm, size * np.dtype(dtype).itemsize):
-        return SharedMean(comm, size, dtype, patience)
-    return MpiMean(comm, size, dtype, patience)
+    if comm.size > 1 and patience.one_node and _has_room(comm, size * dtype.itemsize):
+        return SharedMean(comm, size, dtype, transport, patience)
+    return MpiMean(comm, size, dtype, transport, patience)
 
 
 def _has_room(comm: MPI.Intracomm, vector_bytes: int) -> bool:
@@ -78,14 +88,18 @@ def _has_room(comm: MPI.Intracomm, vector_bytes: int) -> bool:
 
 
 class MpiMean(MeanVector):
-    """By MPI's all-reduce, in private memory, on a communicator of its own.
+    """By MPI's all-reduce, in private host memory, on a communicator of its own.
 
     Ranks wait for each other with what they say, patiently; when that is there all are, and nobody waits long.
     """
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any, patience: Patience) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Patience
+    ) -> None:
         self._patience = patience
-        self.vector = np.zeros(size, dtype)
+        self.vector = self._image = torch.zeros(size, dtype=dtype, device=transport.device)
+        if transport.kind != "host":
+            self._image = torch.zeros(size, dtype=dtype, pin_memory=self.vector.is_cuda)
         self._comm = comm.Dup()
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
@@ -98,46 +112,56 @@ class MpiMean(MeanVector):
         self.absent_s += time.perf_counter() - begin_s
         n_contributing, n_steps, n_samples, stop = words.tolist()
         if end > begin:
-            part = self.vector[begin:end]
-            self._comm.Allreduce(MPI.IN_PLACE, part)
-            if n_contributing > 1:
-                np.divide(part, part.dtype.type(n_contributing), out=part)
+            self._mean(self.vector[begin:end], self._image[begin:end], n_contributing)
         return Agreed(n_contributing, n_steps, n_samples, stop > 0)
+
+    def _mean(self, part: torch.Tensor, image: torch.Tensor, n_contributing: int) -> None:
+        if self._image is not self.vector:
+            image.copy_(part, non_blocking=True)
+            cuda.ready(part)
+        self._comm.Allreduce(MPI.IN_PLACE, image.numpy())
+        if n_contributing > 1:
+            image.div_(n_contributing)
+        if self._image is not self.vector:
+            part.copy_(image, non_blocking=True)
+            cuda.ready(part)
 
     def free(self) -> None:
         self._comm.Free()
 
 
 class SharedMean(MeanVector):
-    """By loads and stores in a window that all ranks of one node share.
+    """By loads and stores in memory that all ranks of one node address.
 
     Ranks meet twice for every mean, each by a counter that it alone writes: when all have arrived the slices may be
     read and written, when all have left they are whole. A rank that waits gives its core away.
     """
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any, patience: Patience) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Patience
+    ) -> None:
         self._rank, self._size = comm.rank, comm.size
         self._patience = patience
-        itemsize = np.dtype(dtype).itemsize
-        pages = -(-size * itemsize // PAGE_BYTES)
-        self._win = MPI.Win.Allocate_shared((1 + pages) * PAGE_BYTES, 1, comm=comm)
-        memories = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
-        words = [np.frombuffer(memory, np.int64, 3 * LINE_BYTES // 8) for memory in memories]  # type: ignore[call-overload]
+        self._memory, local = _memory(comm, size, dtype, transport)
+        self._window = NodeWindow(comm, self._memory, local)
+        self.vector = self._window.local.zero_()
+        device = self._memory.of[comm.rank].device
+        self._line = LINE_BYTES // dtype.itemsize
+        self._partial = torch.empty(CHUNK_BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
+        self._counters = HostMemory(comm, WORDS, torch.int64)
+        words = [tensor.numpy() for tensor in self._counters.of]
         self._arrived = [word[:1] for word in words]
-        self._left = [word[LINE_BYTES // 8 :][:1] for word in words]
-        self._said = [word[2 * LINE_BYTES // 8 :][: len(Said._fields)] for word in words]
-        self._vectors = [np.frombuffer(memory, dtype, size, PAGE_BYTES) for memory in memories]  # type: ignore[call-overload]
-        self.vector = self._vectors[comm.rank]
-        self._line = LINE_BYTES // itemsize
-        self._partial = np.empty(CHUNK_BYTES // itemsize, dtype)
+        self._left = [word[WORD:][:1] for word in words]
+        self._said = [word[2 * WORD :][: len(Said._fields)] for word in words]
         self._turn = 0
         words[comm.rank][:] = 0
-        self._win.Lock_all()
-        self._win.Sync()
+        self._window.release(0, size)
+        self._counters.sync()
         comm.Barrier()
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
         self._turn += 1
+        self._window.release(begin, end)
         begin_s = time.perf_counter()
         self._said[self._rank][:] = said
         self._meet(self._arrived)
@@ -148,6 +172,7 @@ class SharedMean(MeanVector):
         first, last = (self._bound(rank, begin, end) for rank in (self._rank, self._rank + 1))
         self._mean_part(first, last, agreed.n_contributing)
         self._meet(self._left)
+        self._window.acquire(begin, end)
         return agreed
 
     def _bound(self, rank: int, begin: int, end: int) -> int:
@@ -160,32 +185,43 @@ class SharedMean(MeanVector):
 
         Nobody can be a turn ahead: nobody arrives again before all have left, nor leaves before all have arrived.
         """
-        self._win.Sync()  # what I wrote before it is there before it
+        self._counters.sync()  # what I wrote before it is there before it
         counters[self._rank][0] = self._turn
 
         def poll() -> bool | None:
-            self._win.Sync()
+            self._counters.sync()
             return all(counter[0] >= self._turn for counter in counters) or None
 
         self._patience.until(poll)
-        self._win.Sync()
+        self._counters.sync()
 
     def _mean_part(self, begin: int, end: int, n_contributing: int) -> None:
         """In the order of ranks, whoever adds."""
         step = len(self._partial)
         for first in range(begin, end, step):
-            parts = [vector[first : min(first + step, end)] for vector in self._vectors]
+            parts = [vector[first : min(first + step, end)] for vector in self._memory.of]
             total = self._partial[: len(parts[0])]
-            np.add(parts[0], parts[1], out=total)
+            torch.add(parts[0], parts[1], out=total)
             for part in parts[2:]:
-                np.add(total, part, out=total)
+                total.add_(part)
             if n_contributing > 1:
-                np.divide(total, n_contributing, out=total)
+                total.div_(n_contributing)
             for part in parts:
-                part[:] = total
+                part.copy_(total)
+        cuda.ready(self._partial)
 
     def free(self) -> None:
-        self._win.Unlock_all()
-        self._arrived, self._left, self._said, self._vectors = [], [], [], []
-        self.vector = np.empty(0, self.vector.dtype)
-        self._win.Free()
+        self._arrived, self._left, self._said = [], [], []
+        self.vector = self.vector.new_empty(0)
+        self._counters.free()
+        self._window.free()
+
+
+def _memory(
+    comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport
+) -> tuple[NodeMemory, torch.Tensor | None]:
+    """The memory that all ranks address, and the vector itself where it lies elsewhere."""
+    if transport.kind in ("host", "ipc"):
+        return node_memory(comm, size, dtype, transport.device), None
+    vector = torch.zeros(size, dtype=dtype, device=transport.device)
+    return HostMemory(comm, size, dtype, page_lock=vector.is_cuda), vector

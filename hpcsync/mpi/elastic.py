@@ -11,6 +11,7 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate
+from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.session import WorkerSession
 from hpcsync.mpi.worker import Worker
 
@@ -22,8 +23,10 @@ class ElasticSession(WorkerSession):
     A worker that leaves between two pushes leaves what it did since the first of them behind.
     """
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, optimizer: OptimizerSpec) -> None:
-        super().__init__(comm, job, model)
+    def __init__(
+        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+    ) -> None:
+        super().__init__(comm, job, model, placement)
         assert isinstance(job.paradigm, Easgd)
         self._period = job.paradigm.period
         self._alpha = job.paradigm.moving_rate(job.cluster.workers)
@@ -35,7 +38,7 @@ class ElasticSession(WorkerSession):
 
     def _make_engine(self) -> Worker:
         self._centre = torch.empty_like(self.flat.weights)
-        return Worker(self._link, self._centre.numpy(), self.flat.weights.numpy())
+        return Worker(self._link, self._centre, self.flat.weights)
 
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
         lr = self._rate(self._samples, self._steps)

@@ -11,15 +11,15 @@ import queue
 import threading
 from collections.abc import Callable
 
-import numpy as np
 import torch
 
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Evaluate
+from hpcsync.mpi import cuda
 
 Judged = tuple[float, int, int, float, float, float]
-Read = Callable[[int, np.ndarray], float | None]
+Read = Callable[[int, torch.Tensor], float | None]
 
 
 class Evaluator:
@@ -31,6 +31,7 @@ class Evaluator:
 
     def __init__(self, read: Read, model: torch.nn.Module, evaluate: Evaluate, every_samples: int) -> None:
         self._flat = FlatModel(copy.deepcopy(model))
+        cuda.ready(self._flat.weights)
         self._evaluate = evaluate
         self._schedule = EvaluationSchedule(every_samples)
         self._read = read
@@ -64,9 +65,13 @@ class Evaluator:
         return judged
 
     def _work(self) -> None:
+        with cuda.own_stream(self._flat.weights.device):
+            self._judge_requests()
+
+    def _judge_requests(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                distance = self._read(request[1], self._flat.weights.numpy())
+                distance = self._read(request[1], self._flat.weights)
                 judged = None if distance is None else (*request, *self._evaluate(self._flat.model), distance)
                 self._results.put(judged)
             except BaseException as error:  # it belongs to the main thread

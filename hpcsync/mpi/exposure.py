@@ -20,11 +20,11 @@ copied at once, as the words of a store's `done` are.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
+import torch
 from mpi4py import MPI
 
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.window import Window
 
 ROWS = 4  # one current, one to fill, two for slow readers
@@ -44,14 +44,14 @@ class Exposure:
     Before the first publication there is one of zeros, with serial number 0.
     """
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
         self._rank, self._readers = comm.rank, comm.size + 1
         self._size, self._n_rows = size, min(comm.size + 2, ROWS)
-        self._rows = Window(comm, self._n_rows * (size + 1), dtype)  # the weight comes last
+        self._rows = transport.window(comm, self._n_rows * (size + 1), dtype)  # the weight comes last
         self._words = Window(comm, 1 + self._readers, np.int64)
         self._rows.local[:size] = 0  # only what is shown: rows that are never needed are never committed
+        self._rows.release(0, size + 1)
         self._words.local[:] = 0
-        self._rows.sync()
         self._words.sync()
         comm.Barrier()
 
@@ -60,7 +60,7 @@ class Exposure:
         """Of this rank's last publication."""
         return self._unpack(self._words.local[CURRENT])[0]
 
-    def publish(self, vector: np.ndarray, serial: int | None = None, weight: float = 1.0) -> bool:
+    def publish(self, vector: torch.Tensor, serial: int | None = None, weight: float = 1.0) -> bool:
         """Show a copy of `vector`, shape (size,), from now on.
 
         serial: greater than that of the last publication; by default the next number. weight: shown beside it.
@@ -77,12 +77,12 @@ class Exposure:
             return False
         self._row(row)[:-1] = vector
         self._row(row)[-1] = weight
-        self._rows.sync()
+        self._rows.release(row * (self._size + 1), (row + 1) * (self._size + 1))
         self._words.local[CURRENT] = serial * self._n_rows + row
         self._words.sync()
         return True
 
-    def read(self, peer: int, into: np.ndarray, reader: int | None = None, weight: np.ndarray | None = None) -> int:
+    def read(self, peer: int, into: torch.Tensor, reader: int | None = None, weight: torch.Tensor | None = None) -> int:
         """Copy the publication of `peer` into `into`, shape (size,); its serial number, which never goes back.
 
         weight: shape (1,), for what is shown beside it. reader: who reads, this rank by default; one reader may not
@@ -116,7 +116,7 @@ class Exposure:
         pins: list[int] = self._words.local[1:].tolist()
         return pins
 
-    def _row(self, row: int) -> np.ndarray:
+    def _row(self, row: int) -> torch.Tensor:
         return self._rows.local[row * (self._size + 1) : (row + 1) * (self._size + 1)]
 
     # ---- the reader's side; scratch memory is made for each call, since readers may be threads ----
@@ -143,10 +143,11 @@ class Exposure:
         return self._unpack(word[0])
 
     def _set_pin(self, peer: int, reader: int, pin: int) -> None:
-        self._words.put(np.array([pin], np.int64), peer, 1 + reader)
+        word = np.array([pin], np.int64)
+        self._words.put(word, peer, 1 + reader)
         self._words.flush(peer)
 
-    def _copy(self, peer: int, row: int, into: np.ndarray, weight: np.ndarray | None = None) -> None:
+    def _copy(self, peer: int, row: int, into: torch.Tensor, weight: torch.Tensor | None = None) -> None:
         self._rows.get(into, peer, row * (self._size + 1))
         if weight is not None:
             self._rows.get(weight, peer, row * (self._size + 1) + self._size)
@@ -158,7 +159,7 @@ class Exposure:
         """(serial, row)."""
         return divmod(int(word), self._n_rows)
 
-    def _check(self, vector: np.ndarray) -> None:
+    def _check(self, vector: torch.Tensor) -> None:
         dtype = self._rows.local.dtype
         if vector.shape != (self._size,) or vector.dtype != dtype:
             raise ValueError(f"{vector.dtype}{list(vector.shape)} is not {dtype}[{self._size}]")

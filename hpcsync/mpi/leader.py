@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
+import torch
 
 from hpcsync.coordinator import Coordinator, Order, Report
 from hpcsync.mpi import wire
@@ -60,7 +60,7 @@ class Leader:
                 if report is None:
                     patience.pause()
 
-    def read(self, reader: Reader, into: np.ndarray) -> None:
+    def read(self, reader: Reader, into: torch.Tensor) -> None:
         """Read the current version, shape (size,), on behalf of the evaluator, which must be idle."""
         self._promise_evaluator()
         reader.read(reader.wait(version=self._coordinator.version), into)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 from hpcsync.learning.store import n_buffers, row_size
@@ -12,6 +13,7 @@ from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.window import Window
 from hpcsync.roles import Roles
 
@@ -19,26 +21,32 @@ from hpcsync.roles import Roles
 class Link:
     """The windows of all shards, made collectively over a private duplicate of `comm`.
 
+    size, dtype: of the flat weights.
     tensors: on a server, its buffers of weights and then one slot per worker for its contributions, in rows.
     done:    on a server, one word per reader; see learning.store.
-    weights: the flat weights of every rank, shape (size,); rank 0's become everybody's.
     contributors_read: see `learning.store.n_buffers`.
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, roles: Roles, weights: np.ndarray, *, contributors_read: bool = False
+        self,
+        comm: MPI.Intracomm,
+        roles: Roles,
+        size: int,
+        dtype: torch.dtype,
+        transport: Transport = HOST,
+        *,
+        contributors_read: bool = False,
     ) -> None:
         self.comm = comm.Dup()
         self.roles = roles
-        self.size = weights.size
+        self.size = size
         self.shards = roles.shards(self.size)
         is_server = roles.is_server(comm.rank)
         self.n_buffers = n_buffers(roles.n_workers, contributors_read)
         rows = self.n_buffers + roles.n_workers
-        self.tensors = Window(self.comm, rows * self.row_size(comm.rank) if is_server else 0, weights.dtype)
+        self.tensors = transport.window(self.comm, rows * self.row_size(comm.rank) if is_server else 0, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
         self.patience = Patience(self.comm)
-        self.comm.Bcast(weights)
         self.clock = Clock(self.comm)
         self._inboxes: list[Inbox] = []
 
@@ -97,7 +105,7 @@ class Reader:
             raise RuntimeError(f"expected grants of iteration and version {due}, not {grants}")
         return grants
 
-    def read(self, grants: list[wire.GrantRecord], into: np.ndarray) -> None:
+    def read(self, grants: list[wire.GrantRecord], into: torch.Tensor) -> None:
         """Copy the promised version, shape (size,), and give the buffers back."""
         link = self._link
         for grant in grants:

@@ -1,8 +1,9 @@
 """Vectors pushed to a peer one-sided, which collects their sum whenever it likes.
 
 Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for those who are still at work in
-it. An inbox has a few slots, into which vectors are put, and one row more, to which all further ones are added: an
-atomic sum of a vector needs no slot, but between hosts it takes many times as long as a put. The words, all float64 and
+it. An inbox has a few slots, into which vectors are put, and a sum in host memory, to which all further ones are added:
+an atomic sum of a vector needs no slot, but between hosts it takes many times as long as a put, and MPI does not have
+it for GPU memory. The words, all float64 and
 all changed by atomic sums alone:
 
     flips                       how often the receiver has changed inboxes; the active one is flips % 2
@@ -24,11 +25,15 @@ only reads.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
+from hpcsync.mpi import cuda
+from hpcsync.mpi.tensor_window import HOST, Transport, numpy_dtype
 from hpcsync.mpi.window import Window
 
 SLOTS = 3  # of an inbox at most: rarely do more peers than that choose the same one between two of its collections
@@ -40,7 +45,7 @@ N_WORDS = 7
 class Parcel(NamedTuple):
     """What had arrived. total: the sum of `count` vectors, shape (size,), memory that the next `collect` overwrites."""
 
-    total: np.ndarray
+    total: torch.Tensor
     count: int  # type: ignore[assignment]  # as a field it hides a tuple's method, which nobody needs here
     weight: float
 
@@ -53,23 +58,23 @@ class Parcels:
     dtype: theirs.
     """
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
         self._rank, self._size = comm.rank, size
         self._slots = min(comm.size - 1, SLOTS)
-        self._rows = Window(comm, 2 * (self._slots + 1) * size, dtype)
+        self._rows = transport.window(comm, 2 * self._slots * size, dtype)
+        self._sums = Window(comm, 2 * size, numpy_dtype(dtype))
         self._words = Window(comm, N_WORDS, np.float64)
-        self._total = np.zeros(size, dtype)
+        self._total = torch.zeros(size, dtype=dtype, device=transport.device)
         self._left: int | None = None  # the inbox that senders have been sent away from, until it is empty
-        for inbox in (0, 1):
-            self._row(inbox, self._slots)[:] = 0
+        self._sums.local[:] = 0
         self._words.local[:] = 0
-        self._rows.sync()
+        self._sums.sync()
         self._words.sync()
         comm.Barrier()
 
     # ---- the sender's side ----
 
-    def send(self, peer: int, vector: np.ndarray, weight: float = 1.0) -> None:
+    def send(self, peer: int, vector: torch.Tensor, weight: float = 1.0) -> None:
         """Add `vector`, shape (size,), to what `peer` will collect; when this returns it is there, and may be reused.
 
         weight: added up beside the vectors, which it does not change: a weighted vector comes multiplied. Raises
@@ -98,12 +103,14 @@ class Parcels:
     def _ticket(self, peer: int, inbox: int) -> int:
         return int(self._words.fetch_add(1, peer, TICKETS + inbox))
 
-    def _fill(self, peer: int, inbox: int, ticket: int, vector: np.ndarray, weight: float) -> None:
+    def _fill(self, peer: int, inbox: int, ticket: int, vector: torch.Tensor, weight: float) -> None:
         if ticket < self._slots:
             self._rows.put(vector, peer, self._offset(inbox, ticket))
+            self._rows.flush(peer)
         else:
-            self._rows.accumulate(vector, peer, self._offset(inbox, self._slots))
-        self._rows.flush(peer)
+            here = vector.cpu()
+            self._sums.accumulate(here.numpy(), peer, inbox * self._size)
+            self._sums.flush(peer)
         self._words.fetch_add(weight, peer, WEIGHT + inbox)
 
     def _leave(self, peer: int, inbox: int) -> None:
@@ -135,22 +142,30 @@ class Parcels:
         if self._writers(inbox):
             return parcel
         tickets, weight = int(self._word(TICKETS + inbox)), self._word(WEIGHT + inbox)
-        self._rows.sync()
-        for slot in range(min(tickets, self._slots + 1)):
-            row = self._row(inbox, slot)
-            if slot == 0 and parcel is None:
-                self._total[:] = row
+        for i, vector in enumerate(self._vectors(inbox, tickets)):
+            if i == 0 and parcel is None:
+                self._total.copy_(vector)
             else:
-                self._total += row
-            if slot == self._slots:
-                row[:] = 0  # what is added to must be zero; what is put into need not
-        self._rows.sync()
+                self._total.add_(vector)
+        cuda.ready(self._total)  # nothing is read there any more when others may write again
         self._words.fetch_add(-tickets, self._rank, TICKETS + inbox)
         self._words.fetch_add(-weight, self._rank, WEIGHT + inbox)
         self._left = None
         if parcel is not None:
             tickets, weight = tickets + parcel.count, weight + parcel.weight
         return Parcel(self._total, tickets, weight)
+
+    def _vectors(self, inbox: int, tickets: int) -> Iterator[torch.Tensor]:
+        for slot in range(min(tickets, self._slots)):
+            begin = self._offset(inbox, slot)
+            self._rows.acquire(begin, begin + self._size)
+            yield self._rows.local[begin : begin + self._size]
+        if tickets > self._slots:
+            self._sums.sync()
+            further = self._sums.local[inbox * self._size :][: self._size]
+            yield torch.from_numpy(further).to(self._total.device)
+            further[:] = 0  # what is added to must be zero; what is put into need not
+            self._sums.sync()
 
     def _writers(self, inbox: int) -> float:
         return self._word(WRITERS + inbox)
@@ -161,14 +176,13 @@ class Parcels:
     # ---- both ----
 
     def _offset(self, inbox: int, slot: int) -> int:
-        return (inbox * (self._slots + 1) + slot) * self._size
-
-    def _row(self, inbox: int, slot: int) -> np.ndarray:
-        return self._rows.local[self._offset(inbox, slot) :][: self._size]
+        """Of a slot in the rows."""
+        return (inbox * self._slots + slot) * self._size
 
     def free(self) -> None:
         """Collective, and harmless when repeated; nobody may be sending any more."""
         self._rows.free()
+        self._sums.free()
         self._words.free()
 
     def __enter__(self) -> Parcels:

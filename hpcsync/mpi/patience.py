@@ -52,6 +52,11 @@ class Patience:
         else:
             time.sleep(min(self._ceiling_s, waited_s / 8))
 
+    def barrier(self) -> None:
+        """A barrier for ranks that may arrive seconds apart. (MPI's own may spin.)"""
+        together = self._comm.Ibarrier()
+        self.until(lambda: together.Test() or None)
+
     def until(self, poll: Callable[[], T | None]) -> T:
         """Wait until `poll` returns something other than None, and return that."""
         self.reset()

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hpcsync.job import Job
@@ -75,7 +76,7 @@ class Exchange(ABC):
 
     def show(self, serial: int) -> bool:
         """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
-        return self._link.exposure.publish(self.peer.shown().numpy(), serial, self.peer.weight)
+        return self._link.exposure.publish(self.peer.shown(), serial, self.peer.weight)
 
     def settle(self) -> int:
         """When nobody sends any more: take in what has come. The number of models."""
@@ -113,7 +114,9 @@ class AllReducing(Exchange):
         assert isinstance(job.paradigm, AllReduce)
         super().__init__(job, link, flat, optimizer)
         bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
-        self._reducer = Reducer(link.comm, flat, bucket_bytes, at_end_of_backward, overlap=False)
+        self._reducer = Reducer(
+            link.comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport
+        )
         self._may_overlap = job.cluster.compute is None
         self._outcome: Outcome | None = None
 
@@ -137,7 +140,7 @@ class AllReducing(Exchange):
 
     def show(self, serial: int) -> bool:
         """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
-        return self._link.exposure.publish(self._flat.weights.numpy(), serial)
+        return self._link.exposure.publish(self._flat.weights, serial)
 
     def free(self) -> None:
         self._reducer.close()
@@ -161,7 +164,7 @@ class _Rounds(Exchange):
     ) -> None:
         super().__init__(job, link, flat, optimizer)
         self.period = period
-        self._mean = mean_vector(link.comm, size, flat.weights.numpy().dtype)
+        self._mean = mean_vector(link.comm, size, flat.weights.dtype, link.transport)
         self._n_steps = self._n_samples = 0  # since the last exchange
         self._agreeing_s = 0.0
 
@@ -200,7 +203,7 @@ class Averaging(_Rounds):
         self._outer = Outer(flat.weights, paradigm.outer_lr, paradigm.outer_momentum)
 
     def _exchange(self, round: int) -> Outcome:
-        vector = torch.from_numpy(self._mean.vector)
+        vector = self._mean.vector
         with self.peer.exchanging() as x:
             vector.copy_(x) if self._n_steps else vector.zero_()
             agreed = self._mean.mean(0, len(vector), Said(self._n_steps))
@@ -217,7 +220,8 @@ class Permuting(_Rounds):
         assert isinstance(job.paradigm, Gossip)
         super().__init__(job, link, flat, optimizer, job.paradigm.period, 0)
         self._peers = drawing(job)
-        self._other = torch.empty_like(flat.weights)
+        self._given = link.transport.window(link.comm, flat.size, flat.weights.dtype)
+        self._token = np.zeros(1)
 
     def _exchange(self, round: int) -> Outcome:
         comm, permutation = self._link.comm, self._peers.permutation(round)
@@ -225,10 +229,18 @@ class Permuting(_Rounds):
         if to == comm.rank:
             return Outcome(to)
         with self.peer.exchanging() as x:
-            # Its own tag: reports and orders are on the same communicator, and a short message is no error to MPI.
-            comm.Sendrecv(x.numpy(), to, wire.TAG_MODEL, self._other.numpy(), source, wire.TAG_MODEL)
-            average(x, self._other)
+            # All have agreed to make this exchange, so nobody still reads what the last one has given it.
+            self._given.put(x, to, 0)
+            self._given.flush(to)
+            comm.Sendrecv(self._token, to, wire.TAG_MODEL, self._token.copy(), source, wire.TAG_MODEL)
+            self._given.acquire(0, self._flat.size)
+            average(x, self._given.local)
+            self._given.release(0, 0)
         return Outcome(to, wire_bytes=self._n_bytes, n_received=1)
+
+    def free(self) -> None:
+        super().free()
+        self._given.free()
 
 
 # ---- when it suits the worker ----
@@ -267,7 +279,7 @@ class Pulling(_Gossiping):
     def _exchange(self, drawn: int) -> Outcome:
         if drawn == self._link.comm.rank:
             return Outcome(drawn)
-        self._link.exposure.read(drawn, self._other.numpy())
+        self._link.exposure.read(drawn, self._other)
         with self.peer.exchanging() as x:
             average(x, self._other)
         return Outcome(drawn, wire_bytes=self._n_bytes, n_received=1)
@@ -278,7 +290,7 @@ class Pushing(_Gossiping):
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
-        self._parcels = Parcels(link.comm, flat.size, flat.weights.numpy().dtype)
+        self._parcels = Parcels(link.comm, flat.size, flat.weights.dtype, link.transport)
 
     def _exchange(self, drawn: int) -> Outcome:
         to_itself = drawn == self._link.comm.rank
@@ -288,13 +300,13 @@ class Pushing(_Gossiping):
         return Outcome(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
 
     def _send(self, drawn: int) -> None:
-        self._parcels.send(drawn, self.peer.shown().numpy())
+        self._parcels.send(drawn, self.peer.shown())
 
     def _take_in(self, to_itself: bool) -> int:
         if (parcel := self._parcels.collect()) is None:
             return 0
         with self.peer.exchanging() as x:
-            absorb(x, torch.from_numpy(parcel.total), parcel.count, drew_itself=to_itself)
+            absorb(x, parcel.total, parcel.count, drew_itself=to_itself)
         return parcel.count
 
     def settle(self) -> int:
@@ -311,13 +323,13 @@ class PushSumming(Pushing):
         with self.peer.exchanging() as x:
             x.mul_(0.5)
             self.peer.weight *= 0.5
-            self._parcels.send(drawn, x.numpy(), self.peer.weight)
+            self._parcels.send(drawn, x, self.peer.weight)
 
     def _take_in(self, to_itself: bool) -> int:
         if (parcel := self._parcels.collect()) is None:
             return 0
         with self.peer.exchanging() as x:
-            x.add_(torch.from_numpy(parcel.total))
+            x.add_(parcel.total)
             self.peer.weight += parcel.weight
         return parcel.count
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 
-import numpy as np
+import torch
 from mpi4py import MPI
 
 from hpcsync.mpi import wire
@@ -12,19 +12,21 @@ from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.exposure import Exposure
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.peers import Exchanged
 
 
 class PeerLink:
-    """Made collectively over a private duplicate of `comm`. weights: this rank's flat weights, shape (size,).
+    """Made collectively over a private duplicate of `comm`. size, dtype: of the flat weights.
 
     Ranks report to rank 0, and hear from it when to stop and that all have ended.
     """
 
-    def __init__(self, comm: MPI.Intracomm, weights: np.ndarray) -> None:
+    def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
         self.comm = comm.Dup()
+        self.transport = transport
         self.patience = Patience(self.comm)
-        self.exposure = Exposure(self.comm, weights.size, weights.dtype)
+        self.exposure = Exposure(self.comm, size, dtype, transport)
         self.clock: Clock
         self.told_to_stop = False
         self.all_ended = False
@@ -60,11 +62,6 @@ class PeerLink:
             return self.all_ended or None
 
         self.patience.until(ended)
-
-    def barrier(self) -> None:
-        """Patient, where ranks may arrive seconds apart."""
-        request = self.comm.Ibarrier()
-        self.patience.until(lambda: request.Test() or None)
 
     # ---- rank 0's monitor, in a thread of its own ----
 

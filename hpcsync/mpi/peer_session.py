@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -20,11 +19,12 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.learning.workloads import Evaluate
-from hpcsync.mpi import wire
+from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_exchange import Outcome, exchange
 from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import Progression, choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, taken_in
@@ -35,10 +35,12 @@ from hpcsync.signals import SignalListener, interrupt, on_signals
 class PeerSession(RankSession):
     """All ranks are workers, each with weights and an optimizer of its own."""
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, optimizer: OptimizerSpec) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+    ) -> None:
         super().__init__(comm, job, model)
         self.worker = comm.rank
-        self._link = PeerLink(comm, self.flat.weights.numpy())
+        self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
         self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward)
         self._exchange.show(1)
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
@@ -111,6 +113,7 @@ class PeerSession(RankSession):
             )
 
     def _end_computation(self) -> None:
+        cuda.ready(self.flat.gradient)  # only then it has been computed
         self._times = self._iterations.end()
         self._link.hear()
         self._exchange.end_computation(self._iterations.batch_size, self._link.told_to_stop)
@@ -178,9 +181,9 @@ class PeerSession(RankSession):
         self._link.say(wire.SETTLED)
         while not self._exchange.show(self._serial() + 1):
             time.sleep(1e-3)  # the evaluation still reads earlier ones
-        self._link.barrier()
+        self._link.patience.barrier()
         self._finish_training()
-        self._link.barrier()
+        self._link.patience.barrier()
 
     def _settle(self) -> None:
         """Nobody sends any more: what has come since the last iteration is taken in."""
@@ -211,16 +214,17 @@ class BookkeeperSession(PeerSession):
         comm: MPI.Intracomm,
         job: Job,
         model: torch.nn.Module,
+        placement: Placement,
         optimizer: OptimizerSpec,
         evaluate: Evaluate | None,
         folder: Path,
     ) -> None:
-        super().__init__(comm, job, model, optimizer)
+        super().__init__(comm, job, model, placement, optimizer)
         assert self._clocks is not None
         self.folder = folder
         self._evaluate = evaluate
-        measured = None if self._progression is None else self._progression.attributes()
-        self._trace = begin_trace(job, folder, self._clocks, measured=measured)
+        progressing = {} if self._progression is None else self._progression.attributes()
+        self._trace = begin_trace(job, folder, self._clocks, {**placement.attributes(), **progressing})
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
         self._progress = Progress(self._console)
@@ -238,19 +242,19 @@ class BookkeeperSession(PeerSession):
     def _shown(self) -> None:
         self._monitor.evaluate(self._lockstep.updates, self._lockstep.samples)
 
-    def _read(self, version: int, into: np.ndarray) -> float | None:
+    def _read(self, version: int, into: torch.Tensor) -> float | None:
         """For the evaluator: the mean of what all workers show; in step, of this version."""
         return self._mean(into, self._link.comm.size, 2 + version if self._exchange.in_step else None)
 
-    def _mean(self, into: np.ndarray, reader: int, serial: int | None = None) -> float | None:
+    def _mean(self, into: torch.Tensor, reader: int, serial: int | None = None) -> float | None:
         """The mean of all replicas; their consensus distance. None where one shows a later one than `serial`."""
-        mean, replica, weight = Mean(torch.from_numpy(into)), np.empty_like(into), np.empty_like(into, shape=1)
+        mean, replica, weight = Mean(into), torch.empty_like(into), into.new_empty(1)
         for worker in range(self._link.comm.size):
             while (found := self._link.exposure.read(worker, replica, reader, weight)) != (serial or found):
                 if found > (serial or 0):
                     return None
                 time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
-            mean.add(torch.from_numpy(replica), float(weight[0]))
+            mean.add(replica, float(weight[0]))
         return mean.distance
 
     def _finish_training(self) -> None:
@@ -260,7 +264,7 @@ class BookkeeperSession(PeerSession):
         self._progress.close()
         with on_signals(interrupt):
             self._trace.flush()
-            distance = self._mean(self.flat.weights.numpy(), self.rank)
+            distance = self._mean(self.flat.weights, self.rank)
             assert distance is not None
             if self._evaluate is not None:
                 outputs.save_weights(self.folder, self._model)

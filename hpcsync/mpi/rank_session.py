@@ -34,15 +34,15 @@ def begin_trace(
     job: Job,
     folder: Path,
     clocks: Iterable[tuple[int, str, float, float]],
+    measured: Mapping[str, Any],
     *,
     decision_fields: Sequence[str] = (),
-    measured: Mapping[str, Any] | None = None,
 ) -> TraceWriter:
     """The trace of a run that begins, in its folder. clocks: its rows; measured: root attributes of its own."""
     rows = list(clocks)
     library = MPI.Get_library_version().strip("\0 \n")
     attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in rows])
-    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **(measured or {})}, decision_fields)
+    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **measured}, decision_fields)
     for row in rows:
         trace.append("clocks", row)
     trace.flush()
@@ -146,13 +146,13 @@ class RankSession(Session):
 
     def _share_final_state(self) -> None:
         """Everybody ends with the weights that rank 0 has."""
-        self._comm.Bcast(self.flat.weights.numpy(), 0)
+        self._share([self.flat.weights], 0)
         self._share(self._model.buffers(), self._source_of_statistics)
 
     def _share(self, tensors: Iterable[torch.Tensor], root: int) -> None:
         """Give everybody the root's values, of any type."""
         for tensor in tensors:
-            values = tensor.reshape(-1).clone()
+            values = tensor.detach().cpu().reshape(-1).clone()  # MPI's collectives get host memory alone
             self._comm.Bcast(values.view(torch.uint8).numpy(), root)
             tensor.copy_(values.view(tensor.shape))
 

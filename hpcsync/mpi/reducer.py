@@ -11,8 +11,10 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.learning.flat import FlatModel
+from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.background import Background
+from hpcsync.mpi.tensor_window import HOST, Transport
 
 __all__ = ["BUCKET_BYTES", "Agreed", "Reduced", "Reducer"]
 
@@ -47,6 +49,7 @@ class Reducer:
     bucket_bytes:        the largest bucket; the last one is smaller.
     at_end_of_backward:  called at the end of every backward pass that computes gradients, within `backward()`, which
                          raises what it raises; it may call `finish`.
+    transport:           of the gradients' device.
     overlap:             whether buckets are launched during the backward pass. While it is off, gradients of several
                          backward passes add up and `finish` launches everything. It stays off where the MPI does not
                          allow calls from several threads, and with one rank.
@@ -59,6 +62,7 @@ class Reducer:
         bucket_bytes: int = BUCKET_BYTES,
         at_end_of_backward: Callable[[], None] | None = None,
         overlap: bool = True,
+        transport: Transport = HOST,
     ) -> None:
         self._flat = flat
         self._at_end = at_end_of_backward
@@ -74,8 +78,8 @@ class Reducer:
         self._begin_anew()
         self._pass = -1
         self._background = Background() if self._can_overlap else None
-        self._mean = mean_vector(comm, flat.size, flat.gradient.numpy().dtype)
-        flat.move_gradient(torch.from_numpy(self._mean.vector))
+        self._mean = mean_vector(comm, flat.size, flat.gradient.dtype, transport)
+        flat.move_gradient(self._mean.vector)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._computed(index))
             for index, parameter in enumerate(flat.parameters)
@@ -125,7 +129,8 @@ class Reducer:
         begin, end = self._buckets[self._launched]
         self._launched += 1
         assert self._background is not None
-        self._background.submit(lambda: self._reduce(begin, end, Said()) and None)
+        call = cuda.on_this_stream(lambda: self._reduce(begin, end, Said()), self._flat.gradient.device)
+        self._background.submit(call)
 
     def _reduce(self, begin: int, end: int, said: Said) -> Agreed:
         begin_s = time.perf_counter()

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -21,9 +20,11 @@ from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.workloads import Evaluate
+from hpcsync.mpi import cuda
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.rank_session import RankSession, begin_trace, close_failed
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
@@ -35,11 +36,14 @@ from hpcsync.signals import interrupt, on_signals
 class LinkedSession(RankSession):
     """What servers and workers have in common: a link."""
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
+    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
         roles = Roles(job.cluster.servers, job.cluster.workers)
         super().__init__(comm, job, model, source_of_statistics=roles.rank_of(0))
         contributors_read = isinstance(job.paradigm, Easgd)
-        self._link = Link(comm, roles, self.flat.weights.numpy(), contributors_read=contributors_read)
+        weights = self.flat.weights
+        self._link = Link(
+            comm, roles, len(weights), weights.dtype, placement.transport, contributors_read=contributors_read
+        )
         self._clocks = self._link.clocks()
 
     def _report_failure(self) -> None:
@@ -50,8 +54,8 @@ class LinkedSession(RankSession):
 
 
 class WorkerSession(LinkedSession):
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
-        super().__init__(comm, job, model)
+    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
+        super().__init__(comm, job, model, placement)
         self._engine = self._make_engine()
         self.worker = self._engine.index
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave)
@@ -66,12 +70,13 @@ class WorkerSession(LinkedSession):
             self._refuse_other_rate(self._optimizer, self._job.optimizer.lr)
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.flat.gather_gradient()
+        cuda.ready(self.flat.gradient)  # only then it has been computed
         self._end_iteration(*self._iterations.end(), loss)
         self.stopped = self._engine.stopped
         return not self.stopped
 
     def _make_engine(self) -> Worker:
-        return Worker(self._link, self.flat.weights.numpy(), self.flat.gradient.numpy())
+        return Worker(self._link, self.flat.weights, self.flat.gradient)
 
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
         """The gradient of an iteration, computed between begin_s and end_s, is in the model."""
@@ -84,8 +89,10 @@ class WorkerSession(LinkedSession):
 class FollowerSession(LinkedSession):
     """A server serves while its script would train: its loader is empty, and returns when the run is over."""
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, optimizer: OptimizerSpec) -> None:
-        super().__init__(comm, job, model)
+    def __init__(
+        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+    ) -> None:
+        super().__init__(comm, job, model, placement)
         self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
@@ -114,16 +121,19 @@ class LeaderSession(FollowerSession):
         comm: MPI.Intracomm,
         job: Job,
         model: torch.nn.Module,
+        placement: Placement,
         optimizer: OptimizerSpec,
         evaluate: Evaluate | None,
         folder: Path,
     ) -> None:
-        super().__init__(comm, job, model, optimizer)
+        super().__init__(comm, job, model, placement, optimizer)
         paradigm = create_paradigm(job)
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
         self.folder = folder
-        self._trace = begin_trace(job, folder, self._clocks, decision_fields=paradigm.decision_fields)
+        self._trace = begin_trace(
+            job, folder, self._clocks, placement.attributes(), decision_fields=paradigm.decision_fields
+        )
         self._coordinator = coordinate(job, paradigm, self._trace)
         self._evaluate = evaluate
         self._evaluator = (
@@ -145,7 +155,7 @@ class LeaderSession(FollowerSession):
             self._finish_training(leader)
         leader.finish()
 
-    def _read(self, version: int, into: np.ndarray) -> float:
+    def _read(self, version: int, into: torch.Tensor) -> float:
         """For the evaluator, whom all servers have promised this version, or are about to."""
         self._reader.read(self._reader.wait(version=version), into)
         return math.nan
@@ -163,7 +173,7 @@ class LeaderSession(FollowerSession):
             self._evaluator.close()
             if (judged := self._evaluator.result()) is not None:
                 coordinator.evaluated(*judged)
-        leader.read(self._reader, self.flat.weights.numpy())
+        leader.read(self._reader, self.flat.weights)
         if self._evaluate is not None:
             self._save()
             loss, accuracy = self._evaluate(self._model)

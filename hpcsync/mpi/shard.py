@@ -39,11 +39,12 @@ class Shard:
         self._link = link
         self._server = link.comm.rank
         mine = weights[link.shards[self._server]]
-        rows = torch.from_numpy(link.tensors.local).view(-1, link.row_size(self._server))
+        rows = link.tensors.local.view(-1, link.row_size(self._server))
         rows[:, len(mine) :] = 0
         rows[0, : len(mine)] = mine
         buffers, slots = rows[: link.n_buffers], rows[link.n_buffers :]
         self.store = Store(buffers, slots, link.done.local, rule, len(mine))
+        self._release()
         self._contributors: list[int] = []
         self._reserved: list[tuple[int, GrantRecord]] = []  # ranks, and grants that wait for an update
         self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
@@ -57,9 +58,12 @@ class Shard:
         if order.kind == wire.CONTRIBUTION:
             self._contributors.append(order.reader)
         elif order.kind == wire.UPDATE:
-            self._link.tensors.sync()
+            contributors = [*self._contributors, order.reader]
+            for worker in contributors:
+                self._link.tensors.acquire(*self._span(self._link.n_buffers + worker))
             self._link.done.sync()
-            self.store.apply([*self._contributors, order.reader], order.lr)
+            self.store.apply(contributors, order.lr)
+            self._release()  # before any reader hears that it may read
             self._contributors.clear()
             self._send_reserved()
         elif order.kind in (wire.PROMISE, wire.RESERVE):
@@ -81,17 +85,22 @@ class Shard:
         if reserved:
             self._reserved.append((rank, grant))
             return
-        # What the update wrote must be in the window before the reader hears that it may read.
-        self._link.tensors.sync()
         outbox = self._evaluation if reader == self._link.roles.evaluator else self._grants
         outbox.send(rank, grant)
 
     def _send_reserved(self) -> None:
-        if self._reserved:
-            self._link.tensors.sync()
-            for rank, grant in self._reserved:
-                self._grants.send(rank, grant)
-            self._reserved.clear()
+        for rank, grant in self._reserved:
+            self._grants.send(rank, grant)
+        self._reserved.clear()
+
+    def _release(self) -> None:
+        """Let readers see the current version."""
+        self._link.tensors.release(*self._span(self.store.current))
+
+    def _span(self, row: int) -> tuple[int, int]:
+        """(begin, end) in the window of what a row holds."""
+        begin = row * self._link.row_size(self._server)
+        return begin, begin + len(self.store.weights)
 
     def free(self) -> None:
         """Wait until every grant has left; give up the views of the window."""

@@ -39,8 +39,7 @@ def while_busy(
         transfer()
         ended_s = time.perf_counter() - begin_s
         took_s = ended_s - (before_s - begin_s)
-    together = comm.Ibarrier()
-    patience.until(lambda: together.Test() or None)  # without taking the core from the target
+    patience.barrier()  # without taking the core from the target
     took_s, ended_s = comm.bcast((took_s, ended_s))
     return Trial(took_s, ended_s, comm.bcast(rate, target))
 

@@ -1,4 +1,4 @@
-"""One-sided windows over memory that MPI allocates."""
+"""One-sided windows over memory that MPI allocates, or is given."""
 
 from __future__ import annotations
 
@@ -15,27 +15,33 @@ class Window:
     alike: the target's core is not needed. Memory that nobody touches is never committed, so a window may be sized for
     the worst case.
 
-    comm:  collective over it; freed with `free` by all of its ranks.
-    count: elements that this rank exposes, zero allowed.
+    comm:   collective over it; freed with `free` by all of its ranks.
+    count:  elements that this rank exposes, zero allowed.
+    memory: where these lie, a contiguous buffer of any kind that mpi4py takes, and `local` is empty. By default MPI
+            allocates it, and only then transfers are passive.
     """
 
-    def __init__(self, comm: MPI.Intracomm, count: int, dtype: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, count: int, dtype: Any, memory: Any = None) -> None:
         self._dtype = np.dtype(dtype)
         itemsize = self._dtype.itemsize
-        self._win: MPI.Win | None = MPI.Win.Allocate(count * itemsize, itemsize, comm=comm)
-        self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)  # type: ignore[call-overload]
-        """This rank's exposed memory, shape (count,)."""
-        self._rank = comm.rank
+        self._win: MPI.Win | None
+        if memory is None:
+            self._win = MPI.Win.Allocate(count * itemsize, itemsize, comm=comm)
+            self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)  # type: ignore[call-overload]
+            """This rank's exposed memory, shape (count,)."""
+        else:
+            self._win = MPI.Win.Create(memory if count else None, itemsize, comm=comm)
+            self.local = np.empty(0, self._dtype)
         self._win.Lock_all()
         comm.Barrier()
 
-    def put(self, source: np.ndarray, rank: int, offset: int) -> None:
-        """Begin to copy `source` to element `offset` of `rank`; it may be reused after `flush(rank)`."""
-        self._open.Put(source, rank, (offset, source.size))
+    def put(self, source: Any, rank: int, offset: int) -> None:
+        """Begin to copy `source`, 1-D, to element `offset` of `rank`; it may be reused after `flush(rank)`."""
+        self._open.Put(source, rank, (offset, len(source)))
 
-    def get(self, into: np.ndarray, rank: int, offset: int) -> None:
-        """Begin to copy from element `offset` of `rank` into `into`; it is there after `flush(rank)`."""
-        self._open.Get(into, rank, (offset, into.size))
+    def get(self, into: Any, rank: int, offset: int) -> None:
+        """Begin to copy from element `offset` of `rank` into `into`, 1-D; it is there after `flush(rank)`."""
+        self._open.Get(into, rank, (offset, len(into)))
 
     def accumulate(self, source: np.ndarray, rank: int, offset: int) -> None:
         """Begin to add `source` to what is at element `offset` of `rank`; atomic for each element, among sums."""
@@ -46,8 +52,8 @@ class Window:
 
         Adding 0 reads. The only atomic operations on a window are sums, because MPI promises nothing about a mixture.
         """
-        before = np.zeros(1, self._dtype)
-        self._open.Fetch_and_op(np.array([value], self._dtype), before, rank, offset, MPI.SUM)
+        operand, before = np.array([value], self._dtype), np.zeros(1, self._dtype)
+        self._open.Fetch_and_op(operand, before, rank, offset, MPI.SUM)
         self._open.Flush(rank)
         return before[0]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+import torch
 
 from hpcsync.coordinator import Report
 from hpcsync.mpi import wire
@@ -17,7 +17,7 @@ class Worker:
     reads the other.
     """
 
-    def __init__(self, link: Link, weights: np.ndarray, contribution: np.ndarray) -> None:
+    def __init__(self, link: Link, weights: torch.Tensor, contribution: torch.Tensor) -> None:
         self.index = link.roles.worker(link.comm.rank)
         self.iteration = 0
         self.version = 0

@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -44,15 +43,15 @@ def main(kind: str, out: str) -> None:
     progression = choose(comm, kind)
     seen = {"kind": progression.kind, "choosing_s": time.perf_counter() - begin_s, "cost": progression.cost}
     seen |= {"get_s_without": progression.get_s_without, "get_s_with": progression.get_s_with}
-    into = np.zeros(SIZE, np.float32)
-    with progression, Exposure(comm, SIZE, np.float32) as exposure, Parcels(comm, SIZE, np.float32) as parcels:
+    into = torch.zeros(SIZE)
+    with progression, Exposure(comm, SIZE, torch.float32) as exposure, Parcels(comm, SIZE, torch.float32) as parcels:
         if comm.rank == 0:
             exposure.read(1, into)  # the first transfer sets up what later ones use
             parcels.send(1, into)
         comm.Barrier()
         parcels.collect()
         if comm.rank == 1:
-            exposure.publish(np.full(SIZE, 7, np.float32))
+            exposure.publish(torch.full((SIZE,), 7.0))
         comm.Barrier()
         if comm.rank == 1:
             compute(progression)

@@ -14,6 +14,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpcsync.mpi.tensor_window import Transport
+
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,6 +44,12 @@ def needs(comm: MPI.Intracomm) -> Callable[[int], None]:
             pytest.skip(f"needs {ranks} ranks")
 
     return skip_below
+
+
+@pytest.fixture(params=["host", "mpi", "ipc", "staged"])
+def transport(request: pytest.FixtureRequest) -> Transport:
+    """Every kind, with host memory standing in for a GPU's."""
+    return Transport(request.param)
 
 
 @pytest.fixture

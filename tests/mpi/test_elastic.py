@@ -184,13 +184,14 @@ def test_a_promise_before_the_readers_own_update_is_told_apart():
 def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
     """Else the worker could put its next position over one that is not applied yet."""
     needs(2)
-    link = Link(comm, Roles(1, comm.size - 1), np.zeros(10), contributors_read=True)
+    link = Link(comm, Roles(1, comm.size - 1), 10, torch.float64, contributors_read=True)
     shard = Shard(link, Elastic(), torch.zeros(10, dtype=torch.float64)) if comm.rank == 0 else None
     reader = None if shard else Reader(link, link.roles.worker(comm.rank))
     if reader:
-        reader.read(reader.wait(iteration=1), np.empty(10))
+        reader.read(reader.wait(iteration=1), torch.empty(10, dtype=torch.float64))
     if comm.rank == 1:
-        link.tensors.put(np.full(10, 4.0), 0, link.n_buffers * link.row_size(0))
+        position = torch.full((10,), 4.0, dtype=torch.float64)
+        link.tensors.put(position, 0, link.n_buffers * link.row_size(0))
         link.tensors.flush(0)
     comm.Barrier()
     if shard:
@@ -205,7 +206,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
         shard.carry_out(OrderRecord(wire.UPDATE, 0, lr=0.25))
         assert shard.store.weights.tolist() == [1.0] * 10
     if comm.rank == 1:
-        read = np.empty(10)
+        read = torch.empty(10, dtype=torch.float64)
         grants = reader.wait(iteration=2)
         assert grants[0].version == 0
         reader.read(grants, read)

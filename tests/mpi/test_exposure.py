@@ -10,26 +10,28 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from hpcsync.mpi import exposure
 from hpcsync.mpi.exposure import Exposure
+from hpcsync.mpi.tensor_window import HOST
 
 SIZE = (1 << 19) + 3
 BUSY_S = 1.0
 LIMIT_S = 30.0
 
 
-def filled(value: float, size: int = 5, dtype=np.float64) -> np.ndarray:
-    return np.full(size, value, dtype)
+def filled(value: float, size: int = 5, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.full((size,), float(value), dtype=dtype)
 
 
 class Reading(threading.Thread):
     """Reads all ranks in turn as one reader; counts reads that were mixed or went back."""
 
-    def __init__(self, exposed: Exposure, peers: list[int], reader: int, dtype) -> None:
+    def __init__(self, exposed: Exposure, peers: list[int], reader: int, into: torch.Tensor) -> None:
         super().__init__()
         self.exposed, self.peers, self.reader = exposed, peers, reader
-        self.into = np.zeros(SIZE, dtype)
+        self.into = into
         self.reads = self.mixed = self.back = 0
         self.done = threading.Event()
         self.start()
@@ -45,16 +47,16 @@ class Reading(threading.Thread):
                 last[peer] = serial
 
 
-def hammer(comm, dtype, *, until_mixed: bool) -> tuple[int, int, int, int]:
+def hammer(comm, dtype, transport=HOST, *, until_mixed: bool) -> tuple[int, int, int, int]:
     """(publications refused, reads, mixed, back) of all ranks: each publishes without pause, and a thread reads."""
     refused, serial = 0, 0
     everybody = list(range(comm.size))
-    with Exposure(comm, SIZE, dtype) as exposed:
+    vector = torch.zeros(SIZE, dtype=dtype, device=transport.device)
+    with Exposure(comm, SIZE, dtype, transport) as exposed:
         peers = [peer for peer in everybody if peer != comm.rank]
-        readers = [Reading(exposed, peers, comm.rank, dtype)] if peers else []
+        readers = [Reading(exposed, peers, comm.rank, vector.clone())] if peers else []
         if comm.rank == 0:
-            readers.append(Reading(exposed, everybody, comm.size, dtype))
-        vector = np.zeros(SIZE, dtype)
+            readers.append(Reading(exposed, everybody, comm.size, vector.clone()))
         deadline_s = time.monotonic() + (LIMIT_S if until_mixed else BUSY_S)
         enough = None  # nobody stops publishing before all readers have had enough
         while enough is None or not enough.Test():
@@ -76,26 +78,25 @@ def hammer(comm, dtype, *, until_mixed: bool) -> tuple[int, int, int, int]:
     return tuple(np.sum(comm.allgather(counts), axis=0).tolist())
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_no_read_is_mixed_and_serial_numbers_never_go_back(comm, dtype):
-    refused, reads, mixed, back = hammer(comm, dtype, until_mixed=False)
+def test_no_read_is_mixed_and_serial_numbers_never_go_back(comm, transport):
+    refused, reads, mixed, back = hammer(comm, torch.float32, transport, until_mixed=False)
     if comm.rank == 0:
         print(f"{reads} reads, {refused} publications refused")
     assert (mixed, back) == (0, 0) and reads > 0
 
 
-def test_reads_are_mixed_when_the_current_row_is_filled(comm, monkeypatch):
+def test_reads_are_mixed_when_the_current_row_is_filled(comm, transport, monkeypatch):
     monkeypatch.setattr(Exposure, "_free_row", lambda self: 0)
-    assert hammer(comm, np.float64, until_mixed=True)[2] > 0
+    assert hammer(comm, torch.float32, transport, until_mixed=True)[2] > 0
 
 
 # ---- the protocol step by step ----
 
 
-def after_ten_publications(comm) -> tuple[np.ndarray, int]:
+def after_ten_publications(comm) -> tuple[torch.Tensor, int]:
     """What the last rank's evaluator copies of rank 0 that has published 1, was pinned, and published 2 to 11."""
     into, serial, reads = filled(-1), 1, comm.rank == comm.size - 1
-    with Exposure(comm, 5, np.float64) as exposed:
+    with Exposure(comm, 5, torch.float64) as exposed:
         if comm.rank == 0:
             assert exposed.publish(filled(1))
         comm.Barrier()
@@ -127,7 +128,7 @@ def test_what_is_pinned_does_not_stay_when_the_owner_ignores_pins(comm, monkeypa
 
 def copies_what_is_being_filled(comm) -> bool:
     """Whether a reader that pins between the owner's choice of a row and the filling of it goes on to copy that row."""
-    with Exposure(comm, 5, np.float64) as exposed:
+    with Exposure(comm, 5, torch.float64) as exposed:
         look, chosen = exposed._current, []
 
         def slow_look(peer: int) -> tuple[int, int]:
@@ -158,7 +159,7 @@ def test_without_the_second_look_it_would_be(comm, monkeypatch):
 
 
 def test_an_owner_that_keeps_ahead_is_held_for_one_look(comm):
-    with Exposure(comm, 5, np.float64) as exposed:
+    with Exposure(comm, 5, torch.float64) as exposed:
         look, published = exposed._current, []
 
         def slow_look(peer: int) -> tuple[int, int]:
@@ -175,7 +176,7 @@ def test_an_owner_that_keeps_ahead_is_held_for_one_look(comm):
 
 
 def test_without_a_free_row_the_last_publication_stands(comm):
-    with Exposure(comm, 5, np.float64) as exposed:
+    with Exposure(comm, 5, torch.float64) as exposed:
         slow = exposed._n_rows - 1  # readers, each of which holds another publication
         for reader in range(slow):
             assert exposed.publish(filled(reader + 1))
@@ -193,38 +194,39 @@ def test_without_a_free_row_the_last_publication_stands(comm):
 
 
 def test_before_the_first_publication_there_are_zeros(comm):
-    with Exposure(comm, 3, np.float32) as exposed:
+    with Exposure(comm, 3, torch.float32) as exposed:
         for peer in range(comm.size):
-            into = filled(-1, 3, np.float32)
+            into = filled(-1, 3, torch.float32)
             assert exposed.read(peer, into) == 0 and (into == 0).all()
         comm.Barrier()
 
 
 @pytest.mark.parametrize("size", [1, 7, 1001])
-def test_everybody_reads_everybody(comm, size):
-    with Exposure(comm, size, np.float32) as exposed:
+def test_everybody_reads_everybody(comm, size, transport):
+    counting = torch.arange(size, dtype=torch.float32, device=transport.device)
+    with Exposure(comm, size, torch.float32, transport) as exposed:
         for turn in range(1, 6):
-            assert exposed.publish(np.arange(size, dtype=np.float32) + 100 * comm.rank + turn)
+            assert exposed.publish(counting + 100 * comm.rank + turn, weight=turn / 2)
             comm.Barrier()
             for peer in range(comm.size):
-                into = filled(-1, size, np.float32)
-                assert exposed.read(peer, into) == turn
-                assert (into == np.arange(size) + 100 * peer + turn).all()
+                into, weight = torch.zeros_like(counting), torch.zeros_like(counting[:1])
+                assert exposed.read(peer, into, weight=weight) == turn
+                assert (into == counting + 100 * peer + turn).all() and weight == turn / 2
             comm.Barrier()
 
 
 def test_wrong_vectors_and_readers_are_refused(comm):
-    with Exposure(comm, 3, np.float32) as exposed:
-        with pytest.raises(ValueError, match=r"float64\[3\] is not float32\[3\]"):
+    with Exposure(comm, 3, torch.float32) as exposed:
+        with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
             exposed.publish(filled(1, 3))
         with pytest.raises(ValueError, match=r"float32\[2\] is not"):
-            exposed.read(0, filled(1, 2, np.float32))
+            exposed.read(0, filled(1, 2, torch.float32))
         with pytest.raises(ValueError, match="reader"):
-            exposed.read(0, filled(1, 3, np.float32), comm.size + 1)
+            exposed.read(0, filled(1, 3, torch.float32), comm.size + 1)
 
 
 def test_free_is_idempotent_and_a_freed_exposure_refuses(comm):
-    exposed = Exposure(comm, 3, np.float64)
+    exposed = Exposure(comm, 3, torch.float64)
     exposed.free()
     exposed.free()
     with pytest.raises(ValueError, match="freed"):

@@ -6,12 +6,18 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.parcels import SLOTS, WRITERS, Parcels
+from hpcsync.mpi.tensor_window import HOST
 
 SIZE = 30_001
-BUSY_S = 1.5
+BUSY_S = 1.0
+
+
+def filled(value: float) -> torch.Tensor:
+    return torch.full((5,), value, dtype=torch.float64)
 
 
 class Received:
@@ -25,7 +31,7 @@ class Received:
         if parcel is None:
             return False
         assert parcel.count > 0
-        self.total += parcel.total
+        self.total += parcel.total.cpu().numpy()
         self.count += parcel.count
         self.weight += parcel.weight
         return True
@@ -35,18 +41,18 @@ def other(comm, generator) -> int:
     return int((comm.rank + 1 + generator.integers(comm.size - 1)) % comm.size)
 
 
-def exchange(comm, size: int, *, compute) -> tuple[bool, int, int]:
+def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, int]:
     """(nothing lost or counted twice, vectors sent, parcels) of random pushes in all directions at once."""
     generator = np.random.default_rng(comm.rank)
     received, parcels_taken = Received(size), 0
     sent, counts, weights = np.zeros((comm.size, size)), np.zeros(comm.size), np.zeros(comm.size)
-    with Parcels(comm, size, np.float64) as parcels:
+    with Parcels(comm, size, torch.float64, transport) as parcels:
         end_s = time.monotonic() + BUSY_S
         while time.monotonic() < end_s:
             for _ in range(generator.integers(4)):
                 peer, weight = other(comm, generator), float(generator.integers(1, 9))
                 vector = generator.integers(-1000, 1000) + np.arange(float(size))
-                parcels.send(peer, vector, weight)
+                parcels.send(peer, torch.from_numpy(vector).to(transport.device), weight)
                 sent[peer] += vector
                 counts[peer] += 1
                 weights[peer] += weight
@@ -66,9 +72,9 @@ def exchange(comm, size: int, *, compute) -> tuple[bool, int, int]:
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
-def test_nothing_is_lost_and_nothing_is_counted_twice(comm, needs, size):
+def test_nothing_is_lost_and_nothing_is_counted_twice(comm, needs, size, transport):
     needs(2)
-    kept, sent, taken = exchange(comm, size, compute=lambda: None)
+    kept, sent, taken = exchange(comm, size, transport, compute=lambda: None)
     if comm.rank == 0:
         print(f"{sent} vectors of {size} in {taken} parcels")
     assert kept and sent > 0
@@ -87,7 +93,7 @@ def test_the_receiver_may_compute_meanwhile(comm, needs):
 def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tuple[float, int, float]]:
     """(what rank 0 collects while rank 1 is at work, one more while it is, and when it has left; their sum)."""
     taken, received = [], Received(5)
-    with Parcels(comm, 5, np.float64) as parcels:
+    with Parcels(comm, 5, torch.float64) as parcels:
 
         def collect() -> None:
             comm.Barrier()
@@ -98,15 +104,15 @@ def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tup
             comm.Barrier()
 
         if comm.rank == 1:
-            parcels.send(0, np.full(5, 1.0), 10.0)
+            parcels.send(0, filled(1.0), 10.0)
             inbox = parcels._enter(0)
             ticket = parcels._ticket(0, inbox)  # it has a place, but nothing is there yet
         collect()
         if comm.rank == 1:
-            parcels.send(0, np.full(5, 4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
+            parcels.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
         collect()
         if comm.rank == 1:
-            parcels._fill(0, inbox, ticket, np.full(5, 2.0), 20.0)
+            parcels._fill(0, inbox, ticket, filled(2.0), 20.0)
             parcels._leave(0, inbox)
         collect()
         collect()
@@ -131,9 +137,9 @@ def test_a_receiver_that_ignores_who_is_at_work_counts_a_vector_that_is_not_ther
 def sent_across_a_change(comm) -> tuple[float, int]:
     """What rank 0 collects in the end, of 1 and 2, when it changes inboxes between the looks of 2's sender."""
     received = Received(5)
-    with Parcels(comm, 5, np.float64) as parcels:
+    with Parcels(comm, 5, torch.float64) as parcels:
         if comm.rank == 1:
-            parcels.send(0, np.full(5, 1.0))
+            parcels.send(0, filled(1.0))
             look, looks = parcels._active, []
 
             def slow_look(rank: int) -> int:
@@ -145,7 +151,7 @@ def sent_across_a_change(comm) -> tuple[float, int]:
                 return active
 
             parcels._active = slow_look
-            parcels.send(0, np.full(5, 2.0))
+            parcels.send(0, filled(2.0))
         else:
             comm.Barrier()
             if comm.rank == 0:
@@ -178,18 +184,19 @@ def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeyp
 # ---- the interface ----
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_one_collection_has_all_that_arrived_before(comm, dtype):
-    with Parcels(comm, 7, dtype) as parcels:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_one_collection_has_all_that_arrived_before(comm, dtype, transport):
+    counting = torch.arange(7, dtype=dtype, device=transport.device)
+    with Parcels(comm, 7, dtype, transport) as parcels:
         for turn in range(1, 4):
             for peer in range(comm.size):
                 if peer != comm.rank:
-                    parcels.send(peer, np.arange(7, dtype=dtype) + turn, 0.5)
+                    parcels.send(peer, counting + turn, 0.5)
             comm.Barrier()
             parcel = parcels.collect()
             others = comm.size - 1
             if others:
-                assert parcel.total.dtype == dtype and (parcel.total == others * (np.arange(7) + turn)).all()
+                assert parcel.total.dtype == dtype and (parcel.total == others * (counting + turn)).all()
                 assert parcel.count == others and parcel.weight == 0.5 * others
             else:
                 assert parcel is None
@@ -197,12 +204,13 @@ def test_one_collection_has_all_that_arrived_before(comm, dtype):
             comm.Barrier()
 
 
-def test_more_vectors_than_slots_are_all_there(comm, needs):
+def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
     needs(2)
-    with Parcels(comm, 7, np.float32) as parcels:
+    with Parcels(comm, 7, torch.float32, transport) as parcels:
         for n in (SLOTS, SLOTS + 1, 1, 4 * SLOTS):
             for value in range(n):
-                parcels.send((comm.rank + 1) % comm.size, np.full(7, value, np.float32), value)
+                vector = torch.full((7,), float(value), device=transport.device)
+                parcels.send((comm.rank + 1) % comm.size, vector, value)
             comm.Barrier()
             parcel = parcels.collect()
             expected = n * (n - 1) / 2
@@ -211,16 +219,16 @@ def test_more_vectors_than_slots_are_all_there(comm, needs):
 
 
 def test_wrong_vectors_and_oneself_are_refused(comm):
-    with Parcels(comm, 3, np.float32) as parcels:
+    with Parcels(comm, 3, torch.float32) as parcels:
         with pytest.raises(ValueError, match="itself"):
-            parcels.send(comm.rank, np.zeros(3, np.float32))
-        with pytest.raises(ValueError, match=r"float64\[3\] is not float32\[3\]"):
-            parcels.send((comm.rank + 1) % (comm.size + 1), np.zeros(3))
+            parcels.send(comm.rank, torch.zeros(3))
+        with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
+            parcels.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3, dtype=torch.float64))
         assert parcels.collect() is None
 
 
 def test_free_is_idempotent_and_a_freed_one_refuses(comm):
-    parcels = Parcels(comm, 3, np.float64)
+    parcels = Parcels(comm, 3, torch.float64)
     parcels.free()
     parcels.free()
     with pytest.raises(ValueError, match="freed"):

@@ -43,7 +43,7 @@ def job(n_workers: int, mode: str, optimizer: Any = SGD, **paradigm: Any) -> Job
 def worker(comm: MPI.Intracomm, job: Job) -> Iterator[tuple[Exchange, torch.Tensor]]:
     """This rank's exchange, and its weights."""
     flat = FlatModel(torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64))
-    link = PeerLink(comm, flat.weights.numpy())
+    link = PeerLink(comm, flat.size, flat.weights.dtype)
     made = exchange(job, link, flat, optimizer_spec(job), lambda: None)
     yield made, flat.weights
     comm.Barrier()

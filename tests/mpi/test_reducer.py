@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -16,18 +15,24 @@ from hpcsync.mpi import allreduce, reducer
 from hpcsync.mpi.allreduce import Agreed, MpiMean, Said, SharedMean
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.reducer import Reducer
+from hpcsync.mpi.tensor_window import Transport
 
 LAYERS = 4
 SIZE = LAYERS * (5 * 5 + 5)
 TINY, MIDDLE, LARGE = 8, 8 * 17, 1 << 20
 
 
-@pytest.fixture(params=["fastest", "mpi"], autouse=True)
+@pytest.fixture(params=["fastest", "fastest, staged", "mpi", "mpi, staged"], autouse=True)
 def way(request, monkeypatch):
-    """Every test, in shared memory where there is such, and by MPI's own all-reduce."""
-    if request.param == "mpi":
-        monkeypatch.setattr(reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Patience(comm)))
-    return request.param
+    """Every test, in shared memory where there is such, and by MPI's own all-reduce; from images as well."""
+    way, _, kind = request.param.partition(", ")
+
+    def make(comm, size, dtype, _):
+        of = size, dtype, Transport(kind or "host")
+        return MpiMean(comm, *of, Patience(comm)) if way == "mpi" else allreduce.mean_vector(comm, *of)
+
+    monkeypatch.setattr(reducer, "mean_vector", make)
+    return way
 
 
 def make(dtype=torch.float64):
@@ -325,13 +330,13 @@ def test_a_failure_on_one_rank_comes_out_without_waiting_for_others(comm):
 
 
 def test_shared_memory_is_used_on_one_node_if_there_is_room(comm, monkeypatch):
-    mean = allreduce.mean_vector(comm, 10, np.float32)
+    mean = allreduce.mean_vector(comm, 10, torch.float32)
     assert type(mean) is (SharedMean if comm.size > 1 else MpiMean)
     mean.free()
-    mean = allreduce.mean_vector(comm, 10, np.float32)
+    mean = allreduce.mean_vector(comm, 10, torch.float32)
     mean.free()
     monkeypatch.setattr(allreduce, "SPARE_BYTES", 1 << 60)
-    mean = allreduce.mean_vector(comm, 10, np.float32)
+    mean = allreduce.mean_vector(comm, 10, torch.float32)
     assert type(mean) is MpiMean
     mean.free()
 
@@ -351,7 +356,7 @@ def test_both_meetings_are_needed(comm, needs, broken, way, monkeypatch):
             meet(self, counters)
 
     monkeypatch.setattr(SharedMean, "_meet", hurried)
-    mean = allreduce.mean_vector(comm, 1000, np.float64)
+    mean = allreduce.mean_vector(comm, 1000, torch.float64)
     wrong = 0
     for step in range(5):
         comm.Barrier()

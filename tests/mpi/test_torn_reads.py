@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import torch
 
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -46,7 +45,7 @@ def read(link: Link, *, until_torn: bool, reads: int = 100) -> int:
     worker = link.roles.worker(link.comm.rank)
     reader, reports = Reader(link, worker), Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
     nothing = (0,) * (len(wire.REPORT) - 2)
-    into = np.zeros(SIZE)
+    into = link.tensors.local.new_zeros(SIZE)
     torn, deadline_s = 0, time.monotonic() + LIMIT_S
     reader.read(reader.wait(), into)
     while reads > 0 or (until_torn and not torn and time.monotonic() < deadline_s):
@@ -60,15 +59,17 @@ def read(link: Link, *, until_torn: bool, reads: int = 100) -> int:
     return torn
 
 
-def torn_reads(comm, *, until_torn: bool) -> int:
-    link = Link(comm, Roles(1, comm.size - 1), np.zeros(SIZE))
+def torn_reads(comm, transport, *, until_torn: bool) -> int:
+    start = torch.zeros(SIZE, dtype=torch.float64, device=transport.device)
+    link = Link(comm, Roles(1, comm.size - 1), SIZE, torch.float64, transport)
     if comm.rank == 1:
-        link.tensors.put(np.full(SIZE, -1.0), 0, link.n_buffers * SIZE)
+        gradient = start - 1.0
+        link.tensors.put(gradient, 0, link.n_buffers * SIZE)
         link.tensors.flush(0)
     comm.Barrier()
     torn = 0
     if comm.rank == 0:
-        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), torch.zeros(SIZE, dtype=torch.float64)))
+        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), start))
     elif comm.rank == 1:
         Reader(link, 0).wait()  # what is sent must be received, or a later communicator may find it
     else:
@@ -77,12 +78,12 @@ def torn_reads(comm, *, until_torn: bool) -> int:
     return comm.allreduce(torn)
 
 
-def test_no_read_is_torn(comm, needs):
+def test_no_read_is_torn(comm, needs, transport):
     needs(3)
-    assert torn_reads(comm, until_torn=False) == 0
+    assert torn_reads(comm, transport, until_torn=False) == 0
 
 
-def test_without_the_protection_reads_are_torn(comm, needs, monkeypatch):
+def test_without_the_protection_reads_are_torn(comm, needs, transport, monkeypatch):
     needs(3)
     monkeypatch.setattr(Store, "_make_writable", lambda self: None)
-    assert torn_reads(comm, until_torn=True) > 0
+    assert torn_reads(comm, transport, until_torn=True) > 0

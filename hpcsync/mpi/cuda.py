@@ -1,0 +1,138 @@
+"""What hpcsync asks of CUDA itself: plain allocations, other processes' memory, page-locking, streams.
+
+torch computes, on memory that CuPy allocates for windows: DLPack lets it see that memory without a copy. Windows and
+CUDA IPC need plain allocations (cudaMalloc), not pieces of a pool. With tensors in host memory nothing here calls CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+GRANULE_BYTES = 2 << 20  # smaller allocations may share such a block, which IPC would open as a whole
+PAGE_BYTES = 4096
+
+
+def ready(tensor: torch.Tensor) -> None:
+    """Wait until all that this thread has begun on the tensor's GPU is complete.
+
+    MPI, other processes and NumPy know nothing of streams: whatever they are to see, or to hear about, has to be
+    waited for. Nothing else in the transport waits for a stream.
+    """
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[None]:
+    """What this thread begins here on the GPU neither waits for other threads' work there, nor do they for it."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+
+
+def on_this_stream(call: Callable[[], Any], device: torch.device) -> Callable[[], None]:
+    """`call`, for another thread to make: after what is on this thread's stream now, and in order with it."""
+    if device.type != "cuda":
+        return lambda: call() and None
+    stream = torch.cuda.current_stream(device)
+
+    def made() -> None:
+        with torch.cuda.stream(stream):
+            call()
+
+    return made
+
+
+# ---- memory ----
+
+
+def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, shape (count,), in an allocation of their own that an MPI window or another process may be shown."""
+    if device.type != "cuda" or count == 0:
+        return torch.zeros(count, dtype=dtype, device=device)
+    import cupy
+
+    n_bytes = -(-count * dtype.itemsize // GRANULE_BYTES) * GRANULE_BYTES
+    with cupy.cuda.Device(device.index):
+        return _tensor(cupy.cuda.Memory(n_bytes), count, dtype).zero_()
+
+
+def exported(tensor: torch.Tensor) -> bytes:
+    """A handle of an `allocate`d tensor, with which another process of this node may open it."""
+    import cupy
+
+    handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(tensor.data_ptr())
+    return handle
+
+
+def opened(handle: bytes, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Another process's tensor, shape (count,), to be `close`d before that process frees it.
+
+    device: of this process. Raises what CuPy raises where the two GPUs cannot reach each other.
+    """
+    import cupy
+
+    with cupy.cuda.Device(device.index):
+        pointer = cupy.cuda.runtime.ipcOpenMemHandle(handle)
+        memory = cupy.cuda.UnownedMemory(pointer, count * dtype.itemsize, None, device.index)
+        return _tensor(memory, count, dtype)
+
+
+def close(tensor: torch.Tensor) -> None:
+    """Give an opened tensor back; nobody may use it afterwards."""
+    import cupy
+
+    with cupy.cuda.Device(tensor.device.index):
+        cupy.cuda.runtime.ipcCloseMemHandle(tensor.data_ptr())
+
+
+def _tensor(memory: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
+    import cupy
+
+    name = str(dtype).removeprefix("torch.")
+    return torch.from_dlpack(cupy.ndarray((count,), name, cupy.cuda.MemoryPointer(memory, 0)))
+
+
+# ---- page-locked host memory, which the GPU copies to and from by itself ----
+
+
+def page_lock(arrays: Iterable[np.ndarray]) -> Callable[[], None]:
+    """Lock the pages that these arrays lie in; the call that unlocks them."""
+    import cupy
+
+    spans = pages((array.ctypes.data, array.nbytes) for array in arrays)
+    locked: list[int] = []
+
+    def unlock() -> None:
+        while locked:
+            cupy.cuda.runtime.hostUnregister(locked.pop())
+
+    try:
+        for begin, size in spans:
+            cupy.cuda.runtime.hostRegister(begin, size, 0)
+            locked.append(begin)
+    except BaseException:
+        unlock()
+        raise
+    return unlock
+
+
+def pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The whole pages that these (address, bytes) lie in, as few disjoint spans: no page may be locked twice."""
+    merged: list[list[int]] = []
+    for address, size in sorted(spans):
+        begin, end = address // PAGE_BYTES * PAGE_BYTES, -(-(address + size) // PAGE_BYTES) * PAGE_BYTES
+        if size == 0:
+            continue
+        if merged and begin <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([begin, end])
+    return [(begin, end - begin) for begin, end in merged]

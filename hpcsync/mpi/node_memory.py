@@ -1,0 +1,121 @@
+"""Memory of every rank of a node that all of them address: shared host memory, or GPU memory by CUDA IPC."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcsync.mpi import cuda
+
+
+class MemoryUnreachable(Exception):
+    """Ranks of this job cannot address each other's memory; raised by all of them alike."""
+
+
+class NodeMemory(ABC):
+    """of: every rank's memory as this rank sees it, a tensor of shape (its count,) for each rank."""
+
+    of: list[torch.Tensor]
+
+    @abstractmethod
+    def sync(self) -> None:
+        """Order this rank's loads and stores before this with those after it."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Collective, and harmless when repeated; nobody may use the tensors afterwards."""
+
+    def _agree(self, comm: MPI.Intracomm, failure: str) -> None:
+        """What one rank cannot do, none does."""
+        if failures := list(filter(None, comm.allgather(failure))):
+            self.free()
+            raise MemoryUnreachable(failures[0])
+
+
+def node_memory(comm: MPI.Intracomm, count: int, dtype: torch.dtype, device: torch.device) -> NodeMemory:
+    """Of `device`, the kind of memory that it is on every rank. Collective; all ranks are on one node.
+
+    count: elements of this rank's, which may differ. What they hold at first is undefined.
+    Raises MemoryUnreachable.
+    """
+    return HostMemory(comm, count, dtype) if device.type == "cpu" else DeviceMemory(comm, count, dtype, device)
+
+
+class HostMemory(NodeMemory):
+    """A window that MPI lets all ranks share. page_lock: for a GPU that is to copy there and from there by itself."""
+
+    def __init__(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype, *, page_lock: bool = False) -> None:
+        counts = comm.allgather(count)
+        n_bytes = -(-count * dtype.itemsize // cuda.PAGE_BYTES) * cuda.PAGE_BYTES
+        self._win: MPI.Win | None = MPI.Win.Allocate_shared(n_bytes, 1, comm=comm)
+        memories = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
+        arrays = [np.frombuffer(memory, np.uint8, len(memory)) for memory in memories]  # type: ignore[call-overload]
+        self.of = [
+            torch.from_numpy(array[: n * dtype.itemsize]).view(dtype) for array, n in zip(arrays, counts, strict=True)
+        ]
+        self._unlock: Callable[[], None] = lambda: None
+        self._win.Lock_all()
+        failure = ""
+        try:
+            if page_lock:
+                self._unlock = cuda.page_lock(arrays)
+        except Exception as error:
+            failure = f"rank {comm.rank} cannot lock pages of shared memory: {error}"
+        self._agree(comm, failure)
+
+    def sync(self) -> None:
+        if self._win is not None:
+            self._win.Sync()
+
+    def free(self) -> None:
+        if self._win is not None:
+            win, self._win = self._win, None
+            self.of = []
+            self._unlock()
+            win.Unlock_all()
+            win.Free()
+
+
+class DeviceMemory(NodeMemory):
+    """A plain allocation on every rank's GPU, opened by all others."""
+
+    def __init__(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._comm = comm
+        self._device = device
+        self._opened: list[torch.Tensor] = []
+        mine, failure = torch.empty(0, dtype=dtype, device=device), ""
+        handle = b""
+        try:
+            mine = cuda.allocate(count, dtype, device)
+            cuda.ready(mine)
+            handle = cuda.exported(mine) if count else b""
+        except Exception as error:
+            failure = f"rank {comm.rank}'s memory: {error}"
+        everybody = comm.allgather((handle, count))
+        self.of = [torch.empty(0, dtype=dtype, device=device) for _ in everybody]
+        self.of[comm.rank] = mine
+        try:
+            for rank, (its_handle, its_count) in enumerate(everybody):
+                if rank != comm.rank and its_handle and not failure:
+                    self.of[rank] = cuda.opened(its_handle, its_count, dtype, device)
+                    self._opened.append(self.of[rank])
+        except Exception as error:
+            failure = f"rank {comm.rank} cannot open rank {rank}'s memory: {error}"
+        self._agree(comm, failure)
+
+    def sync(self) -> None:
+        """What a stream has completed is there for all GPUs of the node."""
+
+    def free(self) -> None:
+        if not self.of:
+            return
+        mine, self.of = self.of[self._comm.rank], []
+        cuda.ready(mine)
+        for tensor in self._opened:
+            cuda.close(tensor)
+        self._opened = []
+        self._comm.Barrier()  # it may be freed only after all others have closed it

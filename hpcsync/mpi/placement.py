@@ -1,0 +1,170 @@
+"""Where a run's tensors lie and how they move between ranks: what was asked for, what serves here, and why.
+
+Which of the ways of moving a GPU's tensors serve depends on MPI library, driver, GPUs and containers, and none of these
+can be asked reliably. So they are tried: a transfer there and back whose every element is compared, in a child job of
+two ranks on rank 0's node, because it may crash or hang; and the one that was chosen again among all ranks of the run.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from hpcsync import gpus, launcher, probes
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError, shown
+from hpcsync.mpi.node_memory import MemoryUnreachable
+from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.tensor_window import HOST, Transport, on_one_node
+
+ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is likeliest to crash
+BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
+TRIAL_COUNT = 4_000_000  # float32, 16 MB
+TURNS = 3
+
+
+class Placement(NamedTuple):
+    """why: the reason for the transport's kind. used: which ranks compute on which GPU, a line for each GPU."""
+
+    transport: Transport = HOST
+    why: str = "tensors are in host memory"
+    used: tuple[str, ...] = ()
+
+    def attributes(self) -> dict[str, Any]:
+        """For the trace's root."""
+        return {
+            "device": self.transport.device.type,
+            "window": self.transport.kind,
+            "window_reason": self.why,
+            "gpus": "\n".join(self.used),
+        }
+
+    def lines(self) -> list[str]:
+        """What the user is told when the run starts: nothing where there was nothing to choose."""
+        return [*self.used, f"window: {self.transport.kind} ({self.why})"] if self.used else []
+
+
+def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
+    """How tensors of this device, of the same type on every rank, move in this run. Collective.
+
+    Raises JobError, on all ranks, where what the job asks for does not serve here.
+    """
+    if device.type == "cpu":
+        return Placement()
+    found = gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found())))
+    gpus.choose("cuda", job.cluster.window, found)
+    used = comm.allgather((comm.rank, socket.gethostname(), gpus.describe(device)))
+    kinds = _kinds(job.cluster.window, on_one_node(comm))
+    trials = rehearse(kinds) if comm.rank == 0 else []
+    Patience(comm).barrier()  # it takes seconds
+    trials = _confirmed(comm, device, comm.bcast(trials))
+    kind = fastest(trials)
+    if kind is None:
+        raise JobError(f"cluster.window = {shown(job.cluster.window)}: must be another here: {reason(trials)}")
+    return Placement(Transport(kind, device), reason(trials, kind), tuple(gpus.placement(used)))
+
+
+class Trial(NamedTuple):
+    """Of one kind of window: how long 16 MB took there and back, infinitely long if it was not tried; or what went
+    wrong."""
+
+    kind: str
+    took_s: float | None = None
+    failure: str = ""
+
+
+def rehearse(kinds: Sequence[str]) -> list[Trial]:
+    """Try these kinds of windows between two ranks of this node, in a child job; where that one fails, each in its
+    own."""
+    try:
+        return [Trial(**trial) for trial in probes.probe("windows", *kinds, ranks=2)["trials"]]
+    except launcher.LaunchError:
+        return [Trial(kinds[0], math.inf)]  # then it has to prove itself in this run: what was asked for, or the safest
+    except probes.ProbeError as error:
+        if len(kinds) == 1:
+            return [Trial(kinds[0], failure=str(error))]
+        return [trial for kind in kinds for trial in rehearse([kind])]
+
+
+def fastest(trials: Sequence[Trial]) -> str | None:
+    """The kind to use; None if all have failed."""
+    served = [(trial.took_s, trial.kind) for trial in trials if trial.took_s is not None]
+    return min(served)[1] if served else None
+
+
+def reason(trials: Sequence[Trial], kind: str | None = None) -> str:
+    """What was found out, in one line; first about the kind that was chosen."""
+    return "; ".join(map(_said, sorted(trials, key=lambda trial: trial.kind != kind)))
+
+
+def _said(trial: Trial) -> str:
+    if trial.took_s is None:
+        return f"{trial.kind}: {trial.failure}"
+    if trial.took_s == math.inf:
+        return f"{trial.kind}: not compared with others, there is no launcher for a child job"
+    return f"{trial.kind}: 16 MB there and back in {1e3 * trial.took_s:.2f} ms"
+
+
+def attempt(comm: MPI.Intracomm, transport: Transport, count: int = TRIAL_COUNT) -> Trial:
+    """Every rank puts a pattern into the next one's window, and gets what that one shows; all have the same result.
+
+    took_s: rank 0's fastest put and get of `count` elements. Collective.
+    """
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    kind, times, right = transport.kind, [], True
+    try:
+        window = transport.window(comm, 2 * count, torch.float32)
+    except MemoryUnreachable as error:
+        return Trial(kind, failure=str(error))
+    here = torch.zeros(count, device=transport.device)
+    for turn in range(TURNS):
+        here.copy_(_pattern(comm.rank, turn, count))
+        window.local[count:].copy_(_pattern(comm.rank, ~turn, count))
+        window.release(0, 2 * count)
+        comm.Barrier()
+        begin_s = time.perf_counter()
+        window.put(here, to, 0)
+        window.flush(to)
+        window.get(here, to, count)
+        window.flush(to)
+        times.append(time.perf_counter() - begin_s)
+        comm.Barrier()
+        window.acquire(0, count)
+        right &= torch.equal(window.local[:count].cpu(), _pattern(source, turn, count))
+        right &= torch.equal(here.cpu(), _pattern(to, ~turn, count))
+        window.release(0, count)
+        comm.Barrier()
+    window.free()
+    if not comm.allreduce(right, MPI.LAND):
+        return Trial(kind, failure="what arrives is not what was sent")
+    return Trial(kind, took_s=comm.bcast(min(times)))
+
+
+def _pattern(rank: int, turn: int, count: int) -> torch.Tensor:
+    """Whole numbers that float32 holds exactly, of which no two ranks and turns have the same."""
+    return (torch.arange(count) % 65521 + 7 * turn + 101 * rank).float()
+
+
+def _kinds(asked: str, one_node: bool) -> Sequence[str]:
+    """What to try. Raises JobError for CUDA IPC between nodes."""
+    if asked == "auto":
+        return ON_A_NODE if one_node else BETWEEN_NODES
+    if asked == "ipc" and not one_node:
+        raise JobError('cluster.window = "ipc": must be "auto", "mpi" or "staged" here: the ranks are on several nodes')
+    return [asked]
+
+
+def _confirmed(comm: MPI.Intracomm, device: torch.device, trials: list[Trial]) -> list[Trial]:
+    """The trials, after the best of them has succeeded among all ranks of the run too; the others as they were."""
+    while (kind := fastest(trials)) is not None:
+        again = attempt(comm, Transport(kind, device), count=TRIAL_COUNT // 16)
+        if again.took_s is not None:
+            break
+        trials = [again if trial.kind == kind else trial for trial in trials]
+    return trials
