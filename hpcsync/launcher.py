@@ -229,7 +229,10 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
 def _kill_marked(mark: str) -> None:
     """Kill what is left of this launch on this node: ranks whose launcher died are nobody's children any more."""
     deadline_s = time.monotonic() + 2.0  # the kernel takes its time to end a process that is busy in it
-    while (pids := _marked(mark)) and time.monotonic() < deadline_s:
+    in_vain = 0
+    while in_vain < 3 and time.monotonic() < deadline_s:  # one that is just being started shows no environment
+        pids = _marked(mark)
+        in_vain = 0 if pids else in_vain + 1
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
