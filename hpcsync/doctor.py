@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,7 @@ from rich.text import Text
 
 from hpcsync import launcher
 from hpcsync.probes import ProbeError, probe
+from hpcsync.rehearsal import Trial, fastest, reason, rehearse
 
 PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
 SHM = Path("/dev/shm")
@@ -63,7 +64,7 @@ def examine() -> Iterator[Finding]:
         yield Finding("MPI library", "ok", library["library"])
         yield threads(library["thread"])
         yield from launching(library["library"])
-        yield gpus()
+        yield from gpus()
     yield cores(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     if SHM.exists():
         yield shared_memory(shutil.disk_usage(SHM).free)
@@ -127,18 +128,30 @@ def passive_progress() -> Finding:
     )
 
 
-def gpus() -> Finding:
+def gpus() -> Iterator[Finding]:
+    """What there is of CUDA, and how tensors may move between ranks there."""
     try:
         found = probe("gpu")
     except ProbeError as error:
-        return Finding("GPU", "note", str(error), "runs use the CPU")
+        yield Finding("GPU", "note", str(error), "runs use the CPU")
+        return
     if found["why"] and found["devices"]:
         words = f"{found['devices']}, not to use: {found['why']}; runs use the CPU"
-        return Finding("GPU", "note", words, "pip install 'hpcsync[cuda]'")
+        yield Finding("GPU", "note", words, "pip install 'hpcsync[cuda]'")
+        return
     if found["why"]:
-        return Finding("GPU", "ok", f"none to use: {found['why']}; runs use the CPU")
-    says = {True: "is CUDA-aware", False: "is not CUDA-aware", None: "does not tell whether it is CUDA-aware"}
-    return Finding("GPU", "ok", f"{found['devices']}, CuPy {found['cupy']}; MPI {says[found['mpi']]}")
+        yield Finding("GPU", "ok", f"none to use: {found['why']}; runs use the CPU")
+        return
+    says = {True: "says it is CUDA-aware", False: "says it is not CUDA-aware", None: "does not say if it is CUDA-aware"}
+    yield Finding("GPU", "ok", f"{found['devices']}, CuPy {found['cupy']}; MPI {says[found['mpi']]}")
+    yield gpu_windows(rehearse())
+
+
+def gpu_windows(trials: Sequence[Trial]) -> Finding:
+    """What was tried, whatever the library says of itself."""
+    if (kind := fastest(trials)) is None:
+        return Finding("GPU windows", "bad", reason(trials), 'cluster.device = "cpu"')
+    return Finding("GPU windows", "ok", f"{kind} is what runs on this node use; {reason(trials, kind)}")
 
 
 def cores(n: int) -> Finding:

@@ -1,6 +1,6 @@
 """What is tried in processes of their own, because each of these may crash or hang.
 
-python -m hpcsync.probes NAME RESULT.json ARGUMENT...       (`world` and `passive` on two ranks)
+python -m hpcsync.probes NAME RESULT.json ARGUMENT...       (`world`, `passive` and `windows` on two ranks)
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        argv = [sys.executable, "-m", "hpcsync.probes", name, str(result), *arguments]
+        runner = ["-m", "mpi4py"] if ranks else []  # it ends all ranks when one fails
+        argv = [sys.executable, *runner, "-m", "hpcsync.probes", name, str(result), *arguments]
         with open(Path(folder) / "output", "w+b") as output:
             if ranks:
                 ended = launcher.launch(ranks, argv, timeout_s=LIMIT_S, output=output)
@@ -127,12 +128,32 @@ def gpu() -> dict[str, Any]:
     return found
 
 
+def windows(*kinds: str) -> dict[str, Any]:
+    """A transfer there and back through each of these kinds of windows, on GPUs if there are any to use."""
+    device = gpus.claim(gpus.choose("auto", "auto", gpus.found()))
+    from mpi4py import MPI
+
+    from hpcsync.mpi.placement import attempt
+    from hpcsync.mpi.tensor_window import Transport
+    from hpcsync.rehearsal import Trial
+
+    trials = []
+    for kind in kinds:
+        try:
+            trial = attempt(MPI.COMM_WORLD, Transport(kind, device))
+        except Exception as error:
+            trial = Trial(kind, failure=str(error).partition("\n")[0])
+        trials.append(trial._asdict())
+    return {"trials": trials}
+
+
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
     "packages": packages,
     "library": library,
     "world": world,
     "passive": passive,
     "gpu": gpu,
+    "windows": windows,
 }
 
 

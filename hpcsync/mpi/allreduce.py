@@ -201,8 +201,9 @@ class SharedMean(MeanVector):
         for first in range(begin, end, step):
             parts = [vector[first : min(first + step, end)] for vector in self._memory.of]
             total = self._partial[: len(parts[0])]
-            torch.add(parts[0], parts[1], out=total)
-            for part in parts[2:]:
+            here = [part.to(total.device) for part in parts]  # copied from other GPUs only
+            torch.add(here[0], here[1], out=total)
+            for part in here[2:]:
                 total.add_(part)
             if n_contributing > 1:
                 total.div_(n_contributing)

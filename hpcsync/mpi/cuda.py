@@ -75,7 +75,8 @@ def exported(tensor: torch.Tensor) -> bytes:
 def opened(handle: bytes, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Another process's tensor, shape (count,), to be `close`d before that process frees it.
 
-    device: of this process. Raises what CuPy raises where the two GPUs cannot reach each other.
+    device: of this process, another one than the tensor's if that lies on another GPU. Raises what CuPy raises where
+    the two GPUs cannot reach each other.
     """
     import cupy
 
@@ -85,18 +86,18 @@ def opened(handle: bytes, count: int, dtype: torch.dtype, device: torch.device) 
         return _tensor(memory, count, dtype)
 
 
-def close(tensor: torch.Tensor) -> None:
-    """Give an opened tensor back; nobody may use it afterwards."""
+def close(tensor: torch.Tensor, device: torch.device) -> None:
+    """Give a tensor back that this device's process has opened; nobody may use it afterwards."""
     import cupy
 
-    with cupy.cuda.Device(tensor.device.index):
+    with cupy.cuda.Device(device.index):
         cupy.cuda.runtime.ipcCloseMemHandle(tensor.data_ptr())
 
 
 def _tensor(memory: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
     import cupy
 
-    name = str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")  # both call it so
     return torch.from_dlpack(cupy.ndarray((count,), name, cupy.cuda.MemoryPointer(memory, 0)))
 
 

@@ -12,6 +12,10 @@ from mpi4py import MPI
 from hpcsync.mpi import cuda
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
 class MemoryUnreachable(Exception):
     """Ranks of this job cannot address each other's memory; raised by all of them alike."""
 
@@ -54,8 +58,10 @@ class HostMemory(NodeMemory):
         self._win: MPI.Win | None = MPI.Win.Allocate_shared(n_bytes, 1, comm=comm)
         memories = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
         arrays = [np.frombuffer(memory, np.uint8, len(memory)) for memory in memories]  # type: ignore[call-overload]
+        its_dtype = numpy_dtype(dtype)
         self.of = [
-            torch.from_numpy(array[: n * dtype.itemsize]).view(dtype) for array, n in zip(arrays, counts, strict=True)
+            torch.from_numpy(array[: n * dtype.itemsize].view(its_dtype))
+            for array, n in zip(arrays, counts, strict=True)
         ]
         self._unlock: Callable[[], None] = lambda: None
         self._win.Lock_all()
@@ -116,6 +122,6 @@ class DeviceMemory(NodeMemory):
         mine, self.of = self.of[self._comm.rank], []
         cuda.ready(mine)
         for tensor in self._opened:
-            cuda.close(tensor)
+            cuda.close(tensor, self._device)
         self._opened = []
         self._comm.Barrier()  # it may be freed only after all others have closed it

@@ -33,7 +33,8 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.mpi import cuda
-from hpcsync.mpi.tensor_window import HOST, Transport, numpy_dtype
+from hpcsync.mpi.node_memory import numpy_dtype
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.window import Window
 
 SLOTS = 3  # of an inbox at most: rarely do more peers than that choose the same one between two of its collections

@@ -1,13 +1,11 @@
 """Where a run's tensors lie and how they move between ranks: what was asked for, what serves here, and why.
 
-Which of the ways of moving a GPU's tensors serve depends on MPI library, driver, GPUs and containers, and none of these
-can be asked reliably. So they are tried: a transfer there and back whose every element is compared, in a child job of
-two ranks on rank 0's node, because it may crash or hang; and the one that was chosen again among all ranks of the run.
+Of the ways of moving a GPU's tensors that serve on rank 0's node (`rehearsal`) the fastest is chosen, and tried again
+among all ranks of the run.
 """
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Sequence
@@ -16,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync import gpus, launcher, probes
+from hpcsync import gpus
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
 from hpcsync.mpi.node_memory import MemoryUnreachable
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import HOST, Transport, on_one_node
+from hpcsync.rehearsal import ON_A_NODE, Trial, fastest, reason, rehearse
 
-ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is likeliest to crash
 BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
 TRIAL_COUNT = 4_000_000  # float32, 16 MB
 TURNS = 3
@@ -68,47 +66,6 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
     if kind is None:
         raise JobError(f"cluster.window = {shown(job.cluster.window)}: must be another here: {reason(trials)}")
     return Placement(Transport(kind, device), reason(trials, kind), tuple(gpus.placement(used)))
-
-
-class Trial(NamedTuple):
-    """Of one kind of window: how long 16 MB took there and back, infinitely long if it was not tried; or what went
-    wrong."""
-
-    kind: str
-    took_s: float | None = None
-    failure: str = ""
-
-
-def rehearse(kinds: Sequence[str]) -> list[Trial]:
-    """Try these kinds of windows between two ranks of this node, in a child job; where that one fails, each in its
-    own."""
-    try:
-        return [Trial(**trial) for trial in probes.probe("windows", *kinds, ranks=2)["trials"]]
-    except launcher.LaunchError:
-        return [Trial(kinds[0], math.inf)]  # then it has to prove itself in this run: what was asked for, or the safest
-    except probes.ProbeError as error:
-        if len(kinds) == 1:
-            return [Trial(kinds[0], failure=str(error))]
-        return [trial for kind in kinds for trial in rehearse([kind])]
-
-
-def fastest(trials: Sequence[Trial]) -> str | None:
-    """The kind to use; None if all have failed."""
-    served = [(trial.took_s, trial.kind) for trial in trials if trial.took_s is not None]
-    return min(served)[1] if served else None
-
-
-def reason(trials: Sequence[Trial], kind: str | None = None) -> str:
-    """What was found out, in one line; first about the kind that was chosen."""
-    return "; ".join(map(_said, sorted(trials, key=lambda trial: trial.kind != kind)))
-
-
-def _said(trial: Trial) -> str:
-    if trial.took_s is None:
-        return f"{trial.kind}: {trial.failure}"
-    if trial.took_s == math.inf:
-        return f"{trial.kind}: not compared with others, there is no launcher for a child job"
-    return f"{trial.kind}: 16 MB there and back in {1e3 * trial.took_s:.2f} ms"
 
 
 def attempt(comm: MPI.Intracomm, transport: Transport, count: int = TRIAL_COUNT) -> Trial:

@@ -19,12 +19,11 @@ import threading
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from mpi4py import MPI
 
 from hpcsync.mpi import cuda
-from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory
+from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory, numpy_dtype
 from hpcsync.mpi.window import Window
 
 CPU = torch.device("cpu")
@@ -220,7 +219,3 @@ class StagedMpiWindow(TensorWindow):
 def _buffer(tensor: torch.Tensor) -> Any:
     """As MPI takes it: mpi4py reads a device pointer from the tensor itself."""
     return tensor if tensor.is_cuda else tensor.numpy()
-
-
-def numpy_dtype(dtype: torch.dtype) -> np.dtype:
-    return np.dtype(str(dtype).removeprefix("torch."))

@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.tensor_window import Transport
+from tests.mpi.training import route
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,6 +51,13 @@ def needs(comm: MPI.Intracomm) -> Callable[[int], None]:
 def transport(request: pytest.FixtureRequest) -> Transport:
     """Every kind, with host memory standing in for a GPU's."""
     return Transport(request.param)
+
+
+@pytest.fixture
+def through(transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Transport:
+    """The tensors of every run move so, without a trial."""
+    route(monkeypatch, transport)
+    return transport
 
 
 @pytest.fixture

@@ -2,39 +2,63 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench import allreduce, latency, round_trip, transfers
 from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi.reducer import Reducer
+from hpcsync.mpi.tensor_window import HOST, Transport
 
 
 def positive(figures):
     return all(value > 0 for figure in figures for value in (*figure.values, *figure.limits))
 
 
-def test_transfers(comm, needs):
+def test_transfers(comm, needs, transport):
     needs(2)
-    figures = transfers.measure(comm, sizes_mb=(0.001, 0.01), repetitions=2)
+    figures = transfers.measure(comm, transport, sizes_mb=(0.001, 0.01), repetitions=2)
     assert len(figures) == (4 if comm.rank == 1 else 0)
     assert positive(figures)
 
 
-def test_round_trip(comm, needs):
+def test_transfers_of_a_gpu_stand_beside_both_ways_of_copying():
+    here = torch.full((3,), 7, dtype=torch.uint8)
+    copies = transfers.gpu_copies(here)
+    assert list(copies) == ["copy on the GPU", "copy to page-locked host memory and back"]
+    for copy in copies.values():
+        copy()
+    assert here.tolist() == [7, 7, 7]
+
+
+def test_round_trip(comm, needs, transport):
     needs(2)
-    figures = round_trip.measure(comm, size=100, repetitions=2)
-    assert len(figures) == (2 if comm.rank == 1 else 0)
+    figures = round_trip.measure(comm, transport, sizes=(100, 3), repetitions=2)
+    assert len(figures) == (4 if comm.rank == 1 else 0)
     assert positive(figures)
 
 
-def test_latency(comm, needs):
+def test_a_model_too_large_for_the_gpu_is_left_out_and_that_is_told(comm, needs, monkeypatch):
+    """Either rank may have too little room."""
+    needs(2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((1 + comm.rank) * 10**9, 80 * 10**9))
+    figures = round_trip.measure(comm, Transport("ipc", torch.device("cuda", 0)), sizes=(25_000_000,))
+    what = "25,000,000 float32: needs 1.2 GB on the GPU, 1.0 GB are free"
+    assert [(figure.what, figure.values) for figure in figures] == ([(what, [])] if comm.rank == 1 else [])
+
+
+@pytest.mark.parametrize("transport", [HOST, Transport("staged")])
+def test_latency(comm, needs, transport):
+    """On other windows than the host's, beside these."""
     needs(2)
     workers = (1, comm.size - 1)
-    figures = latency.measure(comm, workers, size=3, round_trips=5, repetitions=2)
-    assert [figure.what for figure in figures] == (
-        [f"3 float32, {n} worker{'s' if n > 1 else ''} together" for n in workers] if comm.rank == 0 else []
-    )
+    figures = latency.measure(comm, transport, workers, size=3, round_trips=5, repetitions=2)
+    together = [f"3 float32, {n} worker{'s' if n > 1 else ''} together" for n in workers]
+    measured = [
+        what for rate in together for what in ([rate] if transport == HOST else [rate, f"an iteration, {rate}"])
+    ]
+    assert [figure.what for figure in figures] == (measured if comm.rank == 0 else [])
     assert positive(figures)
 
 

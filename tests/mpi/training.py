@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from mpi4py import MPI
 
@@ -13,7 +14,9 @@ from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
+from hpcsync.mpi import placement
 from hpcsync.mpi.rank_session import RankSession
+from hpcsync.mpi.tensor_window import Transport
 from hpcsync.rank import train
 from hpcsync.traces.audit import audit
 
@@ -24,10 +27,15 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
     if some == MPI.COMM_NULL:
         return None
     session = train(some, job, folder)
-    weights = session.flat.weights.numpy().copy()
+    weights = session.flat.weights.cpu().numpy().copy()
     assert all((other == weights).all() for other in some.allgather(weights)), "all ranks end with the same weights"
     some.Free()
     return weights
+
+
+def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
+    """Let the tensors of runs move so, without a trial."""
+    monkeypatch.setattr(placement, "place", lambda *_: placement.Placement(transport, "the test wants it"))
 
 
 def one_process(job: Job, batches_per_step: int) -> np.ndarray:

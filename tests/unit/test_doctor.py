@@ -8,6 +8,7 @@ import pytest
 
 from hpcsync import doctor, launcher
 from hpcsync.doctor import Finding, ProbeError
+from hpcsync.rehearsal import Trial
 
 GOOD = {
     "packages": {"numpy": "2", "torch": "3"},
@@ -95,17 +96,26 @@ def test_a_launcher_that_is_missing(probes: dict, monkeypatch: pytest.MonkeyPatc
     ("found", "words"),
     [
         (GOOD["gpu"], "none to use: torch sees no GPU; runs use the CPU"),
-        ({"devices": 1, "why": "", "cupy": "14.2.0", "mpi": True}, "1, CuPy 14.2.0; MPI is CUDA-aware"),
-        ({"devices": 4, "why": "", "cupy": "14.2.0", "mpi": False}, "4, CuPy 14.2.0; MPI is not CUDA-aware"),
+        ({"devices": 1, "why": "", "cupy": "14.2.0", "mpi": True}, "1, CuPy 14.2.0; MPI says it is CUDA-aware"),
+        ({"devices": 4, "why": "", "cupy": "14.2.0", "mpi": False}, "4, CuPy 14.2.0; MPI says it is not CUDA-aware"),
         (
             {"devices": 4, "why": "", "cupy": "14.2.0", "mpi": None},
-            "4, CuPy 14.2.0; MPI does not tell whether it is CUDA-aware",
+            "4, CuPy 14.2.0; MPI does not say if it is CUDA-aware",
         ),
     ],
 )
-def test_gpus(probes: dict, found: dict, words: str) -> None:
+def test_gpus(probes: dict, found: dict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     probes["gpu"] = found
-    assert doctor.gpus() == Finding("GPU", "ok", words)
+    monkeypatch.setattr(doctor, "rehearse", lambda: [Trial("staged", 0.002), Trial("mpi", None, "status -11")])
+    first, *windows = doctor.gpus()
+    assert first == Finding("GPU", "ok", words)
+    assert [finding.verdict for finding in windows] == ["ok"] * (not found["why"])
+    assert all(finding.found.startswith("staged is what runs") for finding in windows)
+
+
+def test_gpus_that_no_window_serves_are_bad() -> None:
+    finding = doctor.gpu_windows([Trial("staged", None, "hangs"), Trial("ipc", None, "status -11")])
+    assert (finding.verdict, finding.found) == ("bad", "staged: hangs; ipc: status -11") and "cpu" in finding.to_do
 
 
 def test_small_machines_are_noted() -> None:
@@ -126,7 +136,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> Non
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
-    (tmp_path / "mpiexec").write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
+    (tmp_path / "mpiexec").write_text('#!/bin/sh\npython=$3; shift 5; exec "$python" "$@"\n')  # -n 2 PYTHON -m mpi4py
     (tmp_path / "mpiexec").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     monkeypatch.setenv("MPIEXEC", str(tmp_path / "mpiexec"))

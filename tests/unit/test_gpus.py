@@ -199,3 +199,20 @@ A, B = Gpu("NVIDIA H200", "0000:01:00.0"), Gpu("NVIDIA H200", "0000:02:00.0")
 )
 def test_one_line_for_each_gpu(rows: list[tuple[int, str, Gpu]], lines: list[str]) -> None:
     assert gpus.placement(rows) == lines
+
+
+NOTHING, HERE = Found(0, "torch sees no GPU"), Found(2, "")
+
+
+@pytest.mark.parametrize(
+    ("everybody", "common"),
+    [
+        ([HERE, HERE], HERE),
+        ([HERE, Found(4, "")], Found(4, "")),
+        ([NOTHING, NOTHING], NOTHING),
+        ([HERE, NOTHING], Found(2, "rank 1 on n1: torch sees no GPU")),
+        ([Found(2, "CuPy is not installed"), HERE], Found(2, "rank 0 on n0: CuPy is not installed")),
+    ],
+)
+def test_what_one_rank_lacks_none_uses(everybody: list[Found], common: Found) -> None:
+    assert gpus.common([(rank, f"n{rank}", found) for rank, found in enumerate(everybody)]) == common

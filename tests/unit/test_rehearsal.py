@@ -1,0 +1,70 @@
+"""Which window is chosen, and what is said of it. Real child jobs are in tests/runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from hpcsync import rehearsal
+from hpcsync.launcher import LaunchError
+from hpcsync.probes import ProbeError
+from hpcsync.rehearsal import ON_A_NODE, Trial, fastest, reason, rehearse
+
+STAGED, IPC, MPI = Trial("staged", 0.0021), Trial("ipc", 0.0001), Trial("mpi", None, "ended with status -11")
+
+
+@pytest.mark.parametrize(
+    ("trials", "kind"),
+    [
+        ([STAGED, IPC, MPI], "ipc"),
+        ([STAGED, MPI], "staged"),
+        ([MPI], None),
+        ([], None),
+        ([Trial("mpi", 0.0), STAGED], "mpi"),
+        ([Trial("staged", math.inf), Trial("mpi", 9.0)], "mpi"),
+    ],
+)
+def test_the_fastest_that_serves_is_chosen(trials: list[Trial], kind: str | None) -> None:
+    assert fastest(trials) == kind
+
+
+def test_the_reason_begins_with_what_was_chosen_and_leaves_nothing_out() -> None:
+    assert reason([STAGED, MPI, IPC], "ipc") == (
+        "ipc: 16 MB there and back in 0.10 ms; staged: 16 MB there and back in 2.10 ms; mpi: ended with status -11"
+    )
+    assert reason([MPI]) == "mpi: ended with status -11"
+    assert "no launcher" in reason([Trial("staged", math.inf)])
+
+
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+    """The child jobs; one in which `mpi` is tried crashes."""
+    jobs: list[tuple[str, ...]] = []
+
+    def probe(name: str, *kinds: str, ranks: int) -> dict:
+        assert (name, ranks) == ("windows", 2)
+        jobs.append(kinds)
+        if "mpi" in kinds:
+            raise ProbeError("ended with status -11")
+        return {"trials": [{STAGED.kind: STAGED, IPC.kind: IPC}[kind]._asdict() for kind in kinds]}
+
+    monkeypatch.setattr(rehearsal.probes, "probe", probe)
+    return jobs
+
+
+def test_one_job_tries_them_all_if_nothing_crashes(probed: list) -> None:
+    assert rehearse(("staged", "ipc")) == [STAGED, IPC] and probed == [("staged", "ipc")]
+
+
+def test_a_crash_costs_only_its_own_kind(probed: list) -> None:
+    assert rehearse() == [STAGED, IPC, MPI]
+    assert probed == [ON_A_NODE, ("staged",), ("ipc",), ("mpi",)]
+
+
+def test_without_a_launcher_the_safest_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(*_: str, ranks: int) -> dict:
+        raise LaunchError("mpiexec: not found")
+
+    monkeypatch.setattr(rehearsal.probes, "probe", probe)
+    assert fastest(rehearse()) == "staged" and fastest(rehearse(["ipc"])) == "ipc"
