@@ -1,0 +1,53 @@
+"""On any number of ranks, as tests/mpi, which share the GPUs there are. Without one everything is skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpcsync.rehearsal import ON_A_NODE, Trial, fastest, rehearse
+from tests.gpu.device import DEVICE, FOUND
+from tests.mpi.conftest import (  # noqa: F401
+    Transport,
+    comm,
+    folder,
+    needs,
+    pytest_configure,
+    pytest_runtest_logreport,
+    route,
+    through,
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("gpu")
+            if FOUND.why:
+                item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {FOUND.why}"))
+
+
+@pytest.fixture(scope="session")
+def trials() -> dict[str, Trial]:
+    """Of each kind of window, on this machine."""
+    from mpi4py import MPI
+
+    found = MPI.COMM_WORLD.bcast(rehearse() if MPI.COMM_WORLD.rank == 0 else None)
+    return {trial.kind: trial for trial in found}
+
+
+@pytest.fixture(params=ON_A_NODE)
+def transport(request: pytest.FixtureRequest, trials: dict[str, Trial]) -> Transport:
+    """Every kind that serves here."""
+    if (trial := trials[request.param]).took_s is None:
+        pytest.skip(f"{trial.kind}: {trial.failure}")
+    return Transport(request.param, DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def fastest_windows(trials: dict[str, Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all runs of tests that do not say otherwise: a trial for each of them would take seconds."""
+    kind = fastest(list(trials.values()))
+    assert kind is not None, trials
+    route(monkeypatch, Transport(kind, DEVICE))

@@ -1,0 +1,112 @@
+"""What only a GPU can show: whose memory it is, when a stream is waited for, which windows are chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError
+from hpcsync.mpi import cuda, placement
+from hpcsync.mpi.node_memory import HostMemory
+from hpcsync.mpi.tensor_window import NodeWindow
+from hpcsync.rehearsal import fastest
+from hpcsync.traces.reading import load
+from tests.gpu.device import DEVICE
+from tests.mpi.training import failures, on_some
+
+place = placement.place
+LONG = 200_000_000  # clock cycles that the GPU is kept busy for
+
+
+def test_torch_sees_the_memory_that_cupy_allocates(comm):
+    import cupy
+
+    before = torch.cuda.memory_allocated(DEVICE)
+    tensor = cuda.allocate(1000, torch.float32, DEVICE)
+    assert torch.cuda.memory_allocated(DEVICE) - before <= 1 << 20, "not from torch's pool"
+    array = cupy.from_dlpack(tensor)
+    assert array.data.ptr == tensor.data_ptr()
+    array += 3
+    cupy.cuda.get_current_stream().synchronize()
+    assert (tensor == 3).all()
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_what_is_released_is_complete(comm, waiting, monkeypatch):
+    """The control: without waiting for the stream, the image still has what it had."""
+    local = torch.zeros(1000, device=DEVICE)
+    window = NodeWindow(comm, HostMemory(comm, 1000, torch.float32, page_lock=True), local)
+    window.release(0, 1000)
+    if not waiting:
+        monkeypatch.setattr(cuda, "ready", lambda tensor: None)
+    torch.cuda._sleep(LONG)
+    window.local.fill_(7)
+    window.release(0, 1000)
+    seen = window._image.clone()
+    torch.cuda.synchronize()
+    assert (seen == (7 if waiting else 0)).all()
+    comm.Barrier()
+    window.free()
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        {"name": "dssp", "staleness_min": 1, "staleness_max": 4},
+        {"name": "gossip", "mode": "pull"},
+        {"name": "allreduce"},
+    ],
+    ids=lambda paradigm: paradigm["name"],
+)
+def test_digits_are_learned_by_ranks_that_share_a_gpu(comm, needs, folder, paradigm, device):
+    servers = int(paradigm["name"] == "dssp")
+    needs(servers + 1)
+    workers = comm.size - servers
+    table = {
+        "name": "gpu",
+        "seed": 1,
+        "workload": {"name": "digits", "batch_size": 32},
+        "optimizer": {"name": "sgd", "lr": 0.05, "momentum": 0.9},
+        "stop": {"samples": 40_000},
+        "evaluation": {"every_samples": 10_000},
+        "paradigm": paradigm,
+        "cluster": {"servers": servers, "workers": workers, "device": device},
+    }
+    on_some(comm, Job.from_table(table), folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert (trace.status, trace.attributes["device"]) == ("finished", "cuda")
+        assert trace.tables["evaluations"]["accuracy"][-1] > 0.9
+        assert failures(folder / "trace.h5") == []
+
+
+# ---- which windows ----
+
+
+def job(comm, window: str) -> Job:
+    cluster = {"workers": comm.size, "device": "cuda", "window": window}
+    paradigm = {"name": "allreduce"}
+    return Job.from_table({"name": "x", "workload": {"name": "linear"}, "paradigm": paradigm, "cluster": cluster})
+
+
+def test_the_fastest_window_that_serves_is_chosen_and_said(comm, trials):
+    found = place(comm, job(comm, "auto"), DEVICE)
+    assert trials[found.transport.kind].took_s is not None
+    assert sum("rank" in line for line in found.used) == len(found.used) > 0
+    assert found.why.startswith(found.transport.kind) and all(kind in found.why for kind in trials)
+    assert comm.allgather(found) == [found] * comm.size or comm.size > 1  # other ranks may have other GPUs
+
+
+def test_a_window_that_is_asked_for_is_used_or_refused(comm, trials):
+    for kind, trial in trials.items():
+        if trial.took_s is None:
+            with pytest.raises(JobError, match=f'cluster.window = "{kind}": must be another here: {kind}: '):
+                place(comm, job(comm, kind), DEVICE)
+        else:
+            assert place(comm, job(comm, kind), DEVICE).transport.kind == kind
+
+
+def test_there_is_a_window_for_this_machine(trials):
+    assert fastest(list(trials.values())) is not None, trials

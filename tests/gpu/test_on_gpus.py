@@ -1,0 +1,29 @@
+"""What tests/mpi shows of tensors in host memory, shown of tensors in a GPU's."""
+
+from tests.mpi.test_exposure import (  # noqa: F401
+    test_everybody_reads_everybody,
+    test_no_read_is_mixed_and_serial_numbers_never_go_back,
+    test_reads_are_mixed_when_the_current_row_is_filled,
+)
+from tests.mpi.test_parcels import (  # noqa: F401
+    test_more_vectors_than_slots_are_all_there,
+    test_nothing_is_lost_and_nothing_is_counted_twice,
+    test_one_collection_has_all_that_arrived_before,
+)
+from tests.mpi.test_peer_session import (  # noqa: F401
+    test_allreduce_equals_one_process_with_the_whole_batch,
+    test_averaging_after_every_step_is_synchronous_sgd,
+    test_push_sum_ends_with_the_mean_that_mixing_keeps,
+)
+from tests.mpi.test_tensor_window import (  # noqa: F401
+    test_ranks_may_expose_different_sizes_and_nothing,
+    test_runs_in_step_have_the_same_bits,
+    test_runs_that_are_free_keep_their_invariants,
+    test_what_is_put_and_got_is_what_was_sent,
+)
+from tests.mpi.test_torn_reads import test_no_read_is_torn, test_without_the_protection_reads_are_torn  # noqa: F401
+from tests.mpi.test_training import (  # noqa: F401
+    test_bsp_equals_one_process_with_the_whole_batch_whatever_the_number_of_servers,
+    test_every_paradigm_keeps_its_bounds_on_real_ranks,
+    test_one_worker_is_plain_sgd,
+)
