@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hpcsync.job_errors import JobError
+from hpcsync.learning.flat import device_of
 
 # What a character may be: these, and one symbol for all others.
 SYMBOLS = "\t\n" + "".join(map(chr, range(32, 127)))
@@ -140,8 +141,9 @@ def evaluation(text: torch.Tensor, context: int) -> Callable[[nn.Module], tuple[
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         model.eval()
+        targets = y.to(device_of(model))
         with torch.no_grad():
-            logits = model(x).flatten(0, 1)
-        return float(functional.cross_entropy(logits, y)), float((logits.argmax(1) == y).double().mean())
+            logits = model(x.to(targets.device)).flatten(0, 1)
+        return float(functional.cross_entropy(logits, targets)), float((logits.argmax(1) == targets).double().mean())
 
     return evaluate

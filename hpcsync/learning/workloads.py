@@ -96,11 +96,11 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         model.eval()
-        there = device_of(model)
+        targets = y.to(device_of(model))
         with torch.no_grad():
-            logits = model(x.to(there))
-        loss = functional.cross_entropy(logits, y.to(there))
-        return float(loss), float((logits.argmax(1) == y.to(there)).double().mean())
+            logits = model(x.to(targets.device))
+        loss = functional.cross_entropy(logits, targets)
+        return float(loss), float((logits.argmax(1) == targets).double().mean())
 
     return evaluate
 

@@ -46,7 +46,7 @@ class Link:
         rows = self.n_buffers + roles.n_workers
         self.tensors = transport.window(self.comm, rows * self.row_size(comm.rank) if is_server else 0, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
-        self.patience = Patience(self.comm)
+        self.patience = Patience(self.comm, passive=transport.passive)
         self.clock = Clock(self.comm)
         self._inboxes: list[Inbox] = []
 

@@ -17,21 +17,29 @@ NETWORK_CEILING_S = 2e-4
 NETWORK_PROBES = 16
 
 
+def on_one_node(comm: MPI.Comm) -> bool:
+    """Whether all ranks can share memory; collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    one_node: bool = comm.allreduce(node.size == comm.size, MPI.LAND)
+    node.Free()
+    return one_node
+
+
 class Patience:
     """Spin briefly, giving the core away each time; then sleep, an eighth of the time waited so far, up to a ceiling.
 
     So waiting costs little CPU however many ranks share a core, and adds at most an eighth to any wait.
 
     Between hosts one-sided transfers advance only while the target makes MPI calls, and one call moves little: a rank
-    with peers on other hosts therefore sleeps shorter and makes several calls each time it wakes.
+    with peers on other hosts therefore sleeps shorter and makes several calls each time it wakes. So does one whose
+    windows are not `passive` on its own node either.
     """
 
-    def __init__(self, comm: MPI.Comm) -> None:
-        node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-        self.one_node: bool = comm.allreduce(node.size == comm.size, MPI.LAND)
-        node.Free()
+    def __init__(self, comm: MPI.Comm, *, passive: bool = True) -> None:
+        self.one_node = on_one_node(comm)
         self._comm = comm
-        self._ceiling_s = NODE_CEILING_S if self.one_node else NETWORK_CEILING_S
+        self._helps = not (self.one_node and passive)
+        self._ceiling_s = NETWORK_CEILING_S if self._helps else NODE_CEILING_S
         self._since: float | None = None
 
     def reset(self) -> None:
@@ -43,7 +51,7 @@ class Patience:
         now = time.perf_counter()
         if self._since is None:
             self._since = now
-        if not self.one_node:
+        if self._helps:
             for _ in range(NETWORK_PROBES):
                 self._comm.Iprobe()
         waited_s = now - self._since

@@ -25,7 +25,7 @@ class PeerLink:
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
         self.comm = comm.Dup()
         self.transport = transport
-        self.patience = Patience(self.comm)
+        self.patience = Patience(self.comm, passive=transport.passive)
         self.exposure = Exposure(self.comm, size, dtype, transport)
         self.clock: Clock
         self.told_to_stop = False

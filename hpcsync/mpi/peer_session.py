@@ -44,7 +44,7 @@ class PeerSession(RankSession):
         self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward)
         self._exchange.show(1)
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
-        self._progression = None if self._exchange.in_step else choose(self._link.comm)
+        self._progression = None if self._exchange.in_step else choose(self._link.comm, transport=placement.transport)
         self._hooks = self._hook(self._progression)
         self._clocks = self._link.start()
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave)

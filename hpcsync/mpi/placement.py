@@ -19,7 +19,7 @@ from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
 from hpcsync.mpi.node_memory import MemoryUnreachable
 from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.tensor_window import HOST, Transport, on_one_node
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.rehearsal import ON_A_NODE, Trial, fastest, reason, rehearse
 
 BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
@@ -58,9 +58,10 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
     found = gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found())))
     gpus.choose("cuda", job.cluster.window, found)
     used = comm.allgather((comm.rank, socket.gethostname(), gpus.describe(device)))
-    kinds = _kinds(job.cluster.window, on_one_node(comm))
+    patience = Patience(comm)
+    kinds = _kinds(job.cluster.window, patience.one_node)
     trials = rehearse(kinds) if comm.rank == 0 else []
-    Patience(comm).barrier()  # it takes seconds
+    patience.barrier()  # it takes seconds
     trials = _confirmed(comm, device, comm.bcast(trials))
     kind = fastest(trials)
     if kind is None:

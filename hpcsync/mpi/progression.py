@@ -1,7 +1,7 @@
 """Who moves the one-sided transfers of others while this rank computes: measured when a run starts.
 
-On one node nobody has to. Between hosts, over TCP, a get waits until its target makes MPI calls, and a rank of a run
-without servers computes most of the time. Three kinds of help:
+On one node nobody has to, in windows that MPI allocates. In others, and between hosts over TCP, a get waits until its
+target makes MPI calls, and a rank of a run without servers computes most of the time. Three kinds of help:
 
     passive     none: a get from a rank that computes is complete at once
     thread      a thread beside the computation, which makes MPI calls
@@ -18,11 +18,12 @@ import time
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.patience import NETWORK_CEILING_S, NETWORK_PROBES
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.trial import Trial, farthest, while_busy
-from hpcsync.mpi.window import Window
 
 Kind = Literal["passive", "thread", "hooks"]
 
@@ -120,8 +121,8 @@ class Progression:
         self.close()
 
 
-def choose(comm: MPI.Intracomm, wanted: str = "auto") -> Progression:
-    """The help that one-sided transfers need here, at work; collective, and the same for all ranks.
+def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOST) -> Progression:
+    """The help that this transport's transfers need here, at work; collective, and the same for all ranks.
 
     wanted: one of the kinds, instead of the best. Raises ValueError for another word, or a thread where MPI supports
     none.
@@ -134,9 +135,9 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto") -> Progression:
         progression.begin("passive" if wanted == "auto" else wanted)  # type: ignore[arg-type]
         return progression
     target = farthest(comm)
-    into = np.zeros(GET_BYTES // 8)
+    into = torch.zeros(GET_BYTES // 4, device=transport.device)
     matrix = np.ones((EDGE, EDGE), np.float32)
-    with Window(comm, into.size if comm.rank == target else 0, into.dtype) as window:
+    with transport.window(comm, len(into) if comm.rank == target else 0, into.dtype) as window:
 
         def get() -> None:
             window.get(into, target, 0)

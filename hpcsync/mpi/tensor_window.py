@@ -24,6 +24,7 @@ from mpi4py import MPI
 
 from hpcsync.mpi import cuda
 from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory, numpy_dtype
+from hpcsync.mpi.patience import on_one_node
 from hpcsync.mpi.window import Window
 
 CPU = torch.device("cpu")
@@ -59,12 +60,23 @@ class TensorWindow(ABC):
     def free(self) -> None:
         """Collective, and harmless when repeated; `local` must not be used afterwards."""
 
+    def __enter__(self) -> TensorWindow:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.free()
+
 
 class Transport(NamedTuple):
     """How tensors move between ranks. kind: see above; device: where they lie, the same kind of device on all ranks."""
 
     kind: str = "host"
     device: torch.device = CPU
+
+    @property
+    def passive(self) -> bool:
+        """Whether transfers on one node are complete without a call of MPI by their target."""
+        return self.kind != "mpi"
 
     def window(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype) -> TensorWindow:
         """Collective. count: elements that this rank exposes, zero allowed; what they hold at first is undefined.
@@ -88,14 +100,6 @@ class Transport(NamedTuple):
 
 
 HOST = Transport()
-
-
-def on_one_node(comm: MPI.Intracomm) -> bool:
-    """Whether all ranks can share memory; collective."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    one_node: bool = comm.allreduce(node.size == comm.size, MPI.LAND)
-    node.Free()
-    return one_node
 
 
 class MpiWindow(TensorWindow):

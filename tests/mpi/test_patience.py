@@ -41,11 +41,15 @@ def test_every_wait_begins_with_spinning(comm, slept_s):
     assert slept_s == []
 
 
-def test_with_peers_elsewhere_it_makes_mpi_calls_whenever_it_pauses(comm, slept_s):
-    patience = Patience(comm)
-    assert patience.one_node
+@pytest.mark.parametrize(
+    ("one_node", "passive", "calls"), [(True, True, 0), (True, False, NETWORK_PROBES), (False, True, NETWORK_PROBES)]
+)
+def test_it_makes_mpi_calls_when_it_pauses_where_transfers_need_them(
+    comm, slept_s, monkeypatch, one_node, passive, calls
+):
+    monkeypatch.setattr("hpcsync.mpi.patience.on_one_node", lambda comm: one_node)
+    patience = Patience(comm, passive=passive)
     probes = []
-    patience.one_node = False
     patience._comm = type("Probed", (), {"Iprobe": lambda self: probes.append(1)})()
     patience.pause()
-    assert len(probes) == NETWORK_PROBES
+    assert len(probes) == calls
