@@ -17,7 +17,7 @@ from hpcsync.mpi.exposure import Exposure
 from hpcsync.mpi.tensor_window import HOST
 
 SIZE = (1 << 19) + 3
-BUSY_S = 1.0
+BUSY_S = 0.3
 LIMIT_S = 30.0
 
 

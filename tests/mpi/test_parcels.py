@@ -13,7 +13,7 @@ from hpcsync.mpi.parcels import SLOTS, WRITERS, Parcels
 from hpcsync.mpi.tensor_window import HOST
 
 SIZE = 30_001
-BUSY_S = 1.0
+BUSY_S = 0.3
 
 
 def filled(value: float) -> torch.Tensor:

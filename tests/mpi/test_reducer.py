@@ -22,7 +22,7 @@ SIZE = LAYERS * (5 * 5 + 5)
 TINY, MIDDLE, LARGE = 8, 8 * 17, 1 << 20
 
 
-@pytest.fixture(params=["fastest", "fastest, staged", "mpi", "mpi, staged"], autouse=True)
+@pytest.fixture(params=["fastest", "fastest, staged", "mpi"], autouse=True)
 def way(request, monkeypatch):
     """Every test, in shared memory where there is such, and by MPI's own all-reduce; from images as well."""
     way, _, kind = request.param.partition(", ")

@@ -20,7 +20,12 @@ IN_STEP = {
     "easgd": {"name": "easgd", "period": 2, "synchronous": True},
     **without_servers.IN_STEP,
 }
-FREE = {"dssp": {"name": "dssp", "staleness_min": 1, "staleness_max": 4}, **without_servers.FREE}
+FREE = {
+    "dssp": {"name": "dssp", "staleness_min": 1, "staleness_max": 4},
+    "pull": without_servers.FREE["pull"],
+    "push-sum": without_servers.FREE["push-sum"],
+}
+OTHERS = pytest.mark.parametrize("transport", ["mpi", "ipc", "staged"], indirect=True)  # than what all other tests use
 
 
 @pytest.fixture(params=["on a node", "between nodes"])
@@ -79,6 +84,7 @@ def test_ranks_may_expose_different_sizes_and_nothing(comm, transport):
 # ---- whole runs ----
 
 
+@OTHERS
 @pytest.mark.parametrize("paradigm", IN_STEP)
 def test_runs_in_step_have_the_same_bits(comm, needs, folder, paradigm, monkeypatch, through):
     needs(2)
@@ -102,6 +108,7 @@ def test_a_run_whose_images_are_not_brought_up_to_date_has_others(comm, needs, f
     assert comm.rank >= this.cluster.ranks or not np.allclose(weights, expected, rtol=1e-6)
 
 
+@OTHERS
 @pytest.mark.parametrize("paradigm", FREE)
 def test_runs_that_are_free_keep_their_invariants(comm, needs, folder, paradigm, through):
     needs(2)

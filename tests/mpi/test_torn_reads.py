@@ -40,7 +40,7 @@ def serve(link: Link, shard: Shard) -> None:
     shard.free()
 
 
-def read(link: Link, *, until_torn: bool, reads: int = 100) -> int:
+def read(link: Link, *, until_torn: bool, reads: int = 40) -> int:
     """How many of the reads were not uniformly the version promised; asked for at least so many reads."""
     worker = link.roles.worker(link.comm.rank)
     reader, reports = Reader(link, worker), Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)

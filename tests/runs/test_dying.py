@@ -125,6 +125,7 @@ DEATHS = {
         Death("gossip", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
     ),
 }
+ONCE = ("a worker raises", "a peer raises", "a signal to peers")  # what launchers have no part in
 
 
 def command(folder: Path, death: Death) -> list[str]:
@@ -144,7 +145,10 @@ def command(folder: Path, death: Death) -> list[str]:
     return hpcsync("run", job, "--out", "out")
 
 
-@pytest.mark.parametrize("deaths", DEATHS.values(), ids=DEATHS)
+@pytest.mark.parametrize(
+    "deaths",
+    [pytest.param(deaths, id=how, marks=[pytest.mark.once] * (how in ONCE)) for how, deaths in DEATHS.items()],
+)
 def test_the_run_ends_and_its_trace_can_be_read(deaths: tuple[Death, ...], tmp_path: Path) -> None:
     folders = [tmp_path / str(i) for i in range(len(deaths))]
     environ = launcher.environment()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hpcsync import launcher
 from hpcsync.traces.reading import load
 from tests.runs.processes import ended, hpcsync, mpiexec
@@ -41,6 +43,7 @@ def test_it_trains_on_four_ranks_and_leaves_a_trace(tmp_path: Path) -> None:
     assert audit.status == 0, audit.out
 
 
+@pytest.mark.once
 def test_it_trains_alone_and_leaves_nothing(tmp_path: Path) -> None:
     program = ended([sys.executable, str(SCRIPT)], cwd=tmp_path)
     assert program.status == 0, program.err
