@@ -106,6 +106,9 @@ def bench(
         list[str] | None,
         typer.Argument(metavar="[TARGET...]", help="What to measure; everything by default.", show_default=False),
     ] = None,
+    device: Annotated[
+        str, typer.Option(metavar="cpu|cuda", help="Where tensors lie; on a GPU there are fewer targets.")
+    ] = "cpu",
     json: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Also write every repetition into this file.", show_default=False),
@@ -115,7 +118,7 @@ def bench(
     from hpcsync import bench as benchmark
 
     with told_in_one_line():
-        sys.exit(benchmark.main(targets or [], json))
+        sys.exit(benchmark.main(targets or [], json, device))
 
 
 def _version(wanted: bool) -> None:

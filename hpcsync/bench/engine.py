@@ -17,6 +17,7 @@ from hpcsync.learning.rules import Descent
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.shard import Shard
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
 from hpcsync.roles import Roles
@@ -26,14 +27,20 @@ T = TypeVar("T")
 
 
 def with_engine(
-    comm: MPI.Intracomm, size: int, optimizer: OptimizerSpec, work: Callable[[Worker, torch.Tensor, torch.Tensor], T]
+    comm: MPI.Intracomm,
+    size: int,
+    optimizer: OptimizerSpec,
+    work: Callable[[Worker, torch.Tensor, torch.Tensor], T],
+    transport: Transport = HOST,
 ) -> T | None:
     """Rank 0 serves `size` float32 parameters; every other rank returns work(worker, its weights, its gradient).
 
+    All of them lie where the transport says.
+
     Collective; ranks leave it together and quietly.
     """
-    weights, gradient = torch.zeros(size), torch.full((size,), 1e-3)
-    link = Link(comm, Roles(1, comm.size - 1), size, weights.dtype)
+    weights, gradient = torch.zeros(size, device=transport.device), torch.full((size,), 1e-3, device=transport.device)
+    link = Link(comm, Roles(1, comm.size - 1), size, weights.dtype, transport)
     result = None
     if comm.rank == 0:
         _serve(link, optimizer, weights)

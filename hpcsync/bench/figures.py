@@ -15,6 +15,7 @@ from rich.text import Text
 class Figure:
     """One thing measured, one value per repetition, and what was measured in turn with it.
 
+    what:  with the reason if it could not be measured, and there are no values.
     unit:  of values and limits; one that ends in "/s" is a rate, of which more is better, otherwise less is.
     limit: what it is compared with, in words: mostly what the machine does without us. Its values are `limits`.
     aim:   what the ratio should be: at least so much for a rate, else at most.
@@ -81,6 +82,8 @@ def _row(figure: Figure) -> list[str | Text]:
 
 
 def _shown(figure: Figure, values: Sequence[float]) -> str:
+    if not values:
+        return ""
     return f"{_digits(statistics.median(values))} ({_digits(figure.best(values))}) {figure.unit}"
 
 

@@ -1,4 +1,7 @@
-"""Round trips a second for a model of a kilobyte, beside the same MPI's ping-pong of eight bytes."""
+"""Round trips a second for a model of a kilobyte, beside the same MPI's ping-pong of eight bytes.
+
+What such an iteration takes is the host's work. On a GPU it stands beside that of the same engine on host windows.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,9 @@ import numpy as np
 from mpi4py import MPI
 
 from hpcsync.bench.engine import with_engine
-from hpcsync.bench.figures import Figure
+from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 
 SIZE = 250
@@ -20,6 +24,7 @@ TAG = 9
 
 def measure(
     comm: MPI.Intracomm,
+    transport: Transport = HOST,
     workers: Sequence[int] = WORKERS,
     size: int = SIZE,
     round_trips: int = 2000,
@@ -32,36 +37,38 @@ def measure(
         if part == MPI.COMM_NULL:
             continue
         assert isinstance(part, MPI.Intracomm)
-        figures += _measure(part, size, round_trips, repetitions)
+        figures += _measure(part, transport, size, round_trips, repetitions)
         part.Free()
     return figures
 
 
-def _measure(comm: MPI.Intracomm, size: int, round_trips: int, repetitions: int) -> list[Figure]:
-    rates, limits = [], []
-    for _ in range(repetitions + 1):  # the first warms up
-        rates.append(_rate(comm, _engine_s(comm, size, round_trips), round_trips))
-        limits.append(_rate(comm, _ping_pong_s(comm, round_trips), round_trips))
+def _measure(comm: MPI.Intracomm, transport: Transport, size: int, round_trips: int, repetitions: int) -> list[Figure]:
+    n_workers = comm.size - 1
+    engines = [transport] if transport == HOST else [transport, HOST]
+    *engines_s, ping_pong_s = in_turn(
+        repetitions,
+        *(lambda t=t: comm.allreduce(_engine_s(comm, t, size, round_trips), MPI.MAX) for t in engines),
+        lambda: comm.allreduce(_ping_pong_s(comm, round_trips), MPI.MAX),
+    )
     if comm.rank > 0:
         return []
-    n_workers = comm.size - 1
+    rates, limits = ([n_workers * round_trips / s for s in values] for values in (engines_s[0], ping_pong_s))
     what = f"{size} float32, {n_workers} worker{'s' if n_workers > 1 else ''} together"
-    return [Figure(what, "/s", rates[1:], "Send and Recv of 8 bytes", limits[1:])]
+    figures = [Figure(what, "/s", rates, "Send and Recv of 8 bytes", limits)]
+    if len(engines) > 1:
+        each_us, host_us = ([1e6 * s / round_trips for s in values] for values in engines_s)
+        figures.append(Figure(f"an iteration, {what}", "us", each_us, "the same on host windows", host_us))
+    return figures
 
 
-def _rate(comm: MPI.Intracomm, took_s: float, round_trips: int) -> float:
-    """Round trips of all workers together in a second."""
-    return (comm.size - 1) * round_trips / comm.allreduce(took_s, MPI.MAX)
-
-
-def _engine_s(comm: MPI.Intracomm, size: int, round_trips: int) -> float:
+def _engine_s(comm: MPI.Intracomm, transport: Transport, size: int, round_trips: int) -> float:
     def work(worker: Worker, *_vectors: object) -> float:
         begin_s = time.perf_counter()
         for _ in range(round_trips):
             worker.step(0.0, 0.0, 1, 0.0)
         return time.perf_counter() - begin_s
 
-    return with_engine(comm, size, OptimizerSpec("sgd", 0.05), work) or 0.0
+    return with_engine(comm, size, OptimizerSpec("sgd", 0.05), work, transport) or 0.0
 
 
 def _ping_pong_s(comm: MPI.Intracomm, round_trips: int) -> float:

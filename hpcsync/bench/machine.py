@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
 
-def machine() -> str:
+def machine(device: str = "cpu") -> str:
+    """device: "cuda" for its GPUs too."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{_cpu()}, {_cores()} cores, {gib:.0f} GiB"
+    return f"{_cpu()}, {_cores()} cores, {gib:.0f} GiB" + (_gpus() if device == "cuda" else "")
 
 
-def versions() -> str:
+def versions(device: str = "cpu") -> str:
+    """device: "cuda" for all that has to do with it too."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("numpy", "torch", "mpi4py", "h5py"))
-    return f"Python {platform.python_version()}, {packages}"
+    return f"Python {platform.python_version()}, {packages}" + (_cuda() if device == "cuda" else "")
+
+
+def _gpus() -> str:
+    from cupy.cuda import runtime
+
+    names = Counter(runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount()))
+    return "".join(f", {n} x {name}" for name, n in names.items())
+
+
+def _cuda() -> str:
+    import cupy
+    import torch
+
+    runtime = cupy.cuda.runtime
+    driver, used = (f"{n // 1000}.{n % 1000 // 10}" for n in (runtime.driverGetVersion(), runtime.runtimeGetVersion()))
+    return f", CuPy {cupy.__version__}, CUDA {driver} (driver), {used} (CuPy), {torch.version.cuda} (torch)"
 
 
 def _cores() -> int:

@@ -1,4 +1,4 @@
-"""One rank of a measurement: python -m mpi4py -m hpcsync.bench.rank TARGET RESULT.json"""
+"""One rank of a measurement: python -m mpi4py -m hpcsync.bench.rank TARGET RESULT.json [DEVICE KIND]"""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from mpi4py import MPI
+from hpcsync import gpus
 
 
-def main(target: str, path: str) -> None:
-    """Measure with all ranks of the world; the rank that has the figures writes them down."""
-    module = importlib.import_module(f"hpcsync.bench.{target}")
-    gathered = MPI.COMM_WORLD.gather(module.measure(MPI.COMM_WORLD))
+def main(target: str, path: str, device: str = "cpu", kind: str = "") -> None:
+    """Measure with all ranks of the world; the rank that has the figures writes them down.
+
+    device, kind: where tensors lie and which windows they move in, for a target that moves some.
+    """
+    claimed = gpus.claim(device)  # before MPI begins, which then finds the GPU that is in use
+    from mpi4py import MPI
+
+    from hpcsync.mpi.tensor_window import Transport
+
+    comm = MPI.COMM_WORLD
+    arguments = (comm, Transport(kind, claimed)) if kind else (comm,)
+    gathered = comm.gather(importlib.import_module(f"hpcsync.bench.{target}").measure(*arguments))
     if gathered is not None:
         figures = [asdict(figure) for figures in gathered for figure in figures]
         library = " ".join(MPI.Get_library_version().strip("\0 \n").splitlines()[0].split(",")[0].split())

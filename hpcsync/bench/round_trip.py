@@ -11,27 +11,50 @@ from mpi4py import MPI
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.mpi import cuda
+from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 
-SIZE = 25_000_000
-AIM = 1.5
+SIZES = {"cpu": (25_000_000,), "cuda": (25_000_000, 100_000_000, 500_000_000)}
+VECTORS = 12  # of both ranks: two buffers, slot, gradient, weights, momentum; gradient, weights, and the passes' four
+AIM = 1.5  # in host memory
 OPTIMIZERS = {
     "sgd": OptimizerSpec("sgd", 0.05),
     "sgd, momentum 0.9": OptimizerSpec("sgd", 0.05, {"momentum": 0.9}),
 }
 
 
-def measure(comm: MPI.Intracomm, size: int = SIZE, repetitions: int = 15) -> list[Figure]:
-    """Rank 1 is the only worker; the passes are made there too, while the server has nothing to do."""
+def measure(
+    comm: MPI.Intracomm, transport: Transport = HOST, sizes: Sequence[int] = (), repetitions: int = 15
+) -> list[Figure]:
+    """Rank 1 is the only worker; the passes are made there too, while the server has nothing to do.
+
+    sizes: by default those for the device; what does not fit on it is left out, and that is told.
+    """
     part = comm.Split(comm.rank < 2)
     assert isinstance(part, MPI.Intracomm)
-    figures = _measure(part, size, repetitions) if comm.rank < 2 else []
+    figures = []
+    for size in sizes or SIZES[transport.device.type]:
+        figures += _measure(part, transport, size, repetitions) if comm.rank < 2 else []
     part.Free()
     return figures
 
 
-def _measure(comm: MPI.Intracomm, size: int, repetitions: int) -> list[Figure]:
+def _too_large(comm: MPI.Intracomm, device: torch.device, size: int) -> str:
+    """Why there is no room on the GPU, which may be one for both ranks; "" if there is."""
+    if device.type == "cpu":
+        return ""
+    torch.cuda.empty_cache()  # what this process keeps does not count as free
+    comm.Barrier()
+    free, needed = comm.allreduce(torch.cuda.mem_get_info(device)[0], MPI.MIN), 4 * VECTORS * size
+    return "" if needed <= free else f"needs {needed / 1e9:.1f} GB on the GPU, {free / 1e9:.1f} GB are free"
+
+
+def _measure(comm: MPI.Intracomm, transport: Transport, size: int, repetitions: int) -> list[Figure]:
+    if why := _too_large(comm, transport.device, size):
+        return [Figure(f"{size:,} float32: {why}", "ms", [])] if comm.rank == 1 else []
     figures = []
+    aim = AIM if transport.device.type == "cpu" else None
     for name, optimizer in OPTIMIZERS.items():
         values = with_engine(
             comm,
@@ -39,29 +62,26 @@ def _measure(comm: MPI.Intracomm, size: int, repetitions: int) -> list[Figure]:
             optimizer,
             lambda worker, weights, gradient, optimizer=optimizer: in_turn(  # type: ignore[misc]
                 repetitions,
-                lambda: _round_trip_ms(worker),
+                lambda: _round_trip_ms(worker, weights),
                 _Passes(optimizer, weights, gradient).took_ms,
             ),
+            transport,
         )
-        figures += _figures(f"{size:,} float32, {name}", values)
+        if values is not None:
+            limit = "copy the gradient, optimizer's step, copy the weights"
+            figures.append(Figure(f"{size:,} float32, {name}", "ms", values[0], limit, values[1], aim))
     return figures
 
 
-def _figures(what: str, values: Sequence[Sequence[float]] | None) -> list[Figure]:
-    if values is None:
-        return []
-    limit = "copy the gradient, optimizer's step, copy the weights"
-    return [Figure(what, "ms", values[0], limit, values[1], AIM)]
-
-
-def _round_trip_ms(worker: Worker) -> float:
+def _round_trip_ms(worker: Worker, weights: torch.Tensor) -> float:
     begin_s = time.perf_counter()
     worker.step(0.0, 0.0, 1, 0.0)
+    cuda.ready(weights)
     return 1e3 * (time.perf_counter() - begin_s)
 
 
 class _Passes:
-    """What no parameter server can do without, on this process's own memory."""
+    """What no parameter server can do without, on memory of this process's own, of the same kind."""
 
     def __init__(self, optimizer: OptimizerSpec, weights: torch.Tensor, gradient: torch.Tensor) -> None:
         self._weights, self._gradient = torch.zeros_like(weights), gradient
@@ -75,4 +95,5 @@ class _Passes:
         self._parameter.grad.copy_(self._gradient)
         self._optimizer.step()
         self._weights.copy_(self._parameter.data)
+        cuda.ready(self._weights)
         return 1e3 * (time.perf_counter() - begin_s)

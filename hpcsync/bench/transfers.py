@@ -1,41 +1,50 @@
-"""One-sided puts and gets between two ranks, beside a plain copy of as many bytes."""
+"""One-sided puts and gets between two ranks, beside plain copies of as many bytes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.mpi import cuda
 from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.window import Window
+from hpcsync.mpi.tensor_window import HOST, TensorWindow, Transport
 
 SIZES_MB = (1, 16, 100)
-AIM = 0.8
+AIM = 0.8  # in host memory
 AIM_FROM_MB = 16  # below that, what a call costs counts too
+LOOP_BYTES = 50e6  # transferred for one value, if less than that at a time
 
 
-def measure(comm: MPI.Intracomm, sizes_mb: Sequence[float] = SIZES_MB, repetitions: int = 11) -> list[Figure]:
+def measure(
+    comm: MPI.Intracomm, transport: Transport = HOST, sizes_mb: Sequence[float] = SIZES_MB, repetitions: int = 11
+) -> list[Figure]:
     """Rank 1 transfers to and from rank 0, which waits quietly."""
     patience = Patience(comm)
-    return [figure for size_mb in sizes_mb for figure in _measure_size(comm, patience, size_mb, repetitions)]
+    return [figure for size_mb in sizes_mb for figure in _measure_size(comm, transport, patience, size_mb, repetitions)]
 
 
-def _measure_size(comm: MPI.Intracomm, patience: Patience, size_mb: float, repetitions: int) -> list[Figure]:
+def _measure_size(
+    comm: MPI.Intracomm, transport: Transport, patience: Patience, size_mb: float, repetitions: int
+) -> list[Figure]:
     size_bytes = int(size_mb * 1e6)
-    with Window(comm, size_bytes if comm.rank == 0 else 0, np.uint8) as window:
-        window.local[:] = 1  # its owner touches a server's weights first, too
-        comm.Barrier()
-        figures = _transfer(window, size_bytes, size_mb, repetitions) if comm.rank == 1 else []
-        patience.barrier()
+    window = transport.window(comm, size_bytes if comm.rank == 0 else 0, torch.uint8)
+    window.local.fill_(1)  # its owner touches a server's weights first, too
+    window.release(0, len(window.local))
+    here = torch.ones(size_bytes if comm.rank == 1 else 0, dtype=torch.uint8, device=transport.device)
+    comm.Barrier()
+    figures = _transfer(window, here, size_mb, repetitions) if comm.rank == 1 else []
+    patience.barrier()
+    window.free()
     return figures
 
 
-def _transfer(window: Window, size_bytes: int, size_mb: float, repetitions: int) -> list[Figure]:
-    here, there = np.ones(size_bytes, np.uint8), np.ones(size_bytes, np.uint8)
-
+def _transfer(window: TensorWindow, here: torch.Tensor, size_mb: float, repetitions: int) -> list[Figure]:
     def put() -> None:
         window.put(here, 0, 0)
         window.flush(0)
@@ -44,16 +53,36 @@ def _transfer(window: Window, size_bytes: int, size_mb: float, repetitions: int)
         window.get(here, 0, 0)
         window.flush(0)
 
-    def copy() -> None:
-        np.copyto(there, here)
-
-    loops = max(1, int(50e6 / size_bytes))
-    rates = in_turn(repetitions, *(lambda f=f: size_bytes / 1e9 / _seconds(f, loops) for f in (put, get, copy)))
-    aim = AIM if size_mb >= AIM_FROM_MB else None
+    limits = gpu_copies(here) if here.is_cuda else host_copy(here)
+    loops = max(1, int(LOOP_BYTES / len(here)))
+    calls = (put, get, *limits.values())
+    rates = in_turn(repetitions, *(lambda f=f: len(here) / 1e9 / _seconds(f, loops) for f in calls))
+    aim = AIM if size_mb >= AIM_FROM_MB and not here.is_cuda else None
     return [
-        Figure(f"{name} of {size_mb:g} MB", "GB/s", values, "numpy.copyto", rates[2], aim)
+        Figure(f"{name} of {size_mb:g} MB", "GB/s", values, limit, limit_values, aim)
         for name, values in zip(("put", "get"), rates, strict=False)
+        for limit, limit_values in zip(limits, rates[2:], strict=True)
     ]
+
+
+def host_copy(here: torch.Tensor) -> dict[str, Callable[[], None]]:
+    return {"numpy.copyto": partial(np.copyto, np.ones(len(here), np.uint8), here.numpy())}
+
+
+def gpu_copies(here: torch.Tensor) -> dict[str, Callable[[], None]]:
+    """Within the GPU's memory, and the way that tensors take where ranks meet in host memory."""
+    there, locked = torch.ones_like(here), torch.ones(len(here), dtype=here.dtype, pin_memory=here.is_cuda)
+
+    def on_device() -> None:
+        there.copy_(here, non_blocking=True)
+        cuda.ready(here)
+
+    def through_host() -> None:
+        locked.copy_(here, non_blocking=True)
+        there.copy_(locked, non_blocking=True)
+        cuda.ready(here)
+
+    return {"copy on the GPU": on_device, "copy to page-locked host memory and back": through_host}
 
 
 def _seconds(call: Callable[[], None], loops: int) -> float:

@@ -23,3 +23,11 @@ def test_an_unknown_target_is_the_users_mistake():
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "did you mean transfers?" in result.stderr
+
+
+def test_without_a_gpu_there_is_nothing_to_measure_on_one():
+    argv = [sys.executable, "-m", "hpcsync", "bench", "--device", "cuda"]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == "hpcsync: --device cuda: torch sees no GPU\n"

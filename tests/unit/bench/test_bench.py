@@ -10,14 +10,31 @@ import pytest
 
 from hpcsync import bench
 from hpcsync.bench import BenchError, Target
+from hpcsync.gpus import Found
 from hpcsync.job_errors import JobError
 from hpcsync.launcher import Ended
+from hpcsync.rehearsal import Trial
 
 
 def test_nothing_asked_for_is_everything():
     assert bench.parse([]) == [
         "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "events", "simulation",
     ]  # fmt: skip
+
+
+def test_on_a_gpu_everything_is_what_moves_tensors():
+    assert bench.parse([], "cuda") == ["transfers", "round-trip", "latency"]
+
+
+def test_what_moves_no_tensors_is_refused_on_a_gpu():
+    allowed = 'bench "tracing": must be one of transfers, round-trip, latency with --device cuda$'
+    with pytest.raises(JobError, match=allowed):
+        bench.parse(["transfers", "tracing"], "cuda")
+
+
+def test_an_unknown_device_is_refused():
+    with pytest.raises(JobError, match='--device "gpu": must be cpu or cuda$'):
+        bench.parse([], "gpu")
 
 
 def test_what_is_asked_for_is_measured_once_and_in_order():
@@ -46,13 +63,103 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
 
 
 def test_a_failed_measurement_is_told_and_does_not_stop_the_others(capsys, monkeypatch):
-    def fail(target):
+    def fail(target, device, kind):
         raise BenchError("status 7")
 
     monkeypatch.setattr(bench, "measure", fail)
     assert bench.main(["transfers", "tracing"]) == 1
     told = capsys.readouterr().out
     assert "transfers: status 7" in told and "tracing: status 7" in told
+
+
+# ---- on a GPU, as far as that can be told without one ----
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """A GPU for which two kinds of windows serve, of which transfers crash one: what every job is told, in order."""
+    jobs = []
+
+    def launch(n, argv, *, timeout_s, output):
+        module, path, *where = argv[argv.index("hpcsync.bench.rank") + 1 :]
+        jobs.append((n, module, *where))
+        if (module, where) == ("transfers", ["cuda", "staged"]):
+            return Ended(139)
+        figures = [{"what": module, "unit": "us", "values": [1.0]}]
+        with open(path, "w") as file:
+            json.dump({"library": "Some MPI", "figures": figures}, file)
+        return Ended(0)
+
+    monkeypatch.setattr(bench.gpus, "found", lambda: Found(1, ""))
+    monkeypatch.setattr(bench, "machine", lambda device: f"a machine with {device}")
+    monkeypatch.setattr(bench, "versions", lambda device: f"versions of {device}")
+    monkeypatch.setattr(bench, "serving", lambda: (["staged", "ipc"], "staged: in 1 ms; ipc: in 2 ms; mpi: hangs"))
+    monkeypatch.setattr(bench.launcher, "launch", launch)
+    return jobs
+
+
+def test_each_kind_of_window_has_its_job_and_one_that_crashes_stops_no_other(launched, tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    assert bench.main([], path, "cuda") == 0
+    assert launched == [
+        (2, "transfers", "cuda", "staged"),
+        (2, "transfers", "cuda", "ipc"),
+        (2, "round_trip", "cuda", "staged"),
+        (4, "latency", "cuda", "staged"),
+    ]
+    told = capsys.readouterr().out
+    assert "a machine with cuda" in told and "mpi: hangs" in told and "transfers, staged: status 139" in told
+    measured = json.loads(path.read_text())
+    assert (measured["device"], measured["versions"]) == ("cuda", "versions of cuda")
+    assert "mpi: hangs" in measured["windows"]
+    assert measured["targets"]["transfers"]["failed"] == {"staged": "status 139\n"}
+    whats = [figure["what"] for target in measured["targets"].values() for figure in target["figures"]]
+    assert whats == ["ipc: transfers", "staged: round_trip", "staged: latency"]
+
+
+def test_on_the_cpu_tensors_move_in_host_windows_and_nothing_is_tried(launched, monkeypatch):
+    monkeypatch.setattr(bench, "serving", None)
+    assert bench.main(["transfers", "allreduce"]) == 0
+    assert launched == [(2, "transfers", "cpu", "host"), (4, "allreduce")]
+
+
+def test_without_a_gpu_nothing_is_measured(launched, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.gpus, "found", lambda: Found(0, "torch sees no GPU"))
+    with pytest.raises(JobError, match="^--device cuda: torch sees no GPU$"):
+        bench.main([], tmp_path / "figures.json", "cuda")
+    assert launched == [] and not list(tmp_path.iterdir())
+
+
+def test_the_fastest_windows_come_first_and_those_that_fail_not_at_all(monkeypatch):
+    trials = [Trial("staged", 0.003), Trial("ipc", 0.002), Trial("mpi", failure="crashes")]
+    monkeypatch.setattr(bench, "rehearse", lambda: trials)
+    kinds, why = bench.serving()
+    assert kinds == ["ipc", "staged"]
+    assert why.startswith("ipc: 16 MB") and "mpi: crashes" in why
+    monkeypatch.setattr(bench, "rehearse", lambda: trials[2:])
+    with pytest.raises(JobError, match="--device cuda: no kind of window serves: mpi: crashes"):
+        bench.serving()
+
+
+CLAIMED = """
+import sys
+from hpcsync import gpus
+from hpcsync.bench import rank
+
+def claim(device):
+    sys.exit(f"claimed {device}, MPI loaded: {'mpi4py.MPI' in sys.modules}")
+
+gpus.claim = claim
+rank.main("transfers", "nowhere", "cuda", "ipc")
+"""
+
+
+def test_a_rank_claims_its_gpu_before_mpi_is_loaded():
+    result = subprocess.run([sys.executable, "-c", CLAIMED], check=False, capture_output=True, text=True)
+    assert result.stderr.strip() == "claimed cuda, MPI loaded: False"
+
+
+# ---- what comes of a job ----
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -64,6 +171,12 @@ def test_a_job_without_figures_is_a_failure_whatever_its_status(status, monkeypa
     monkeypatch.setattr(bench.launcher, "launch", launch)
     with pytest.raises(BenchError, match="last words"):
         bench.measure(Target("transfers", "", ranks=2))
+
+
+def test_a_job_without_end_is_a_failure(monkeypatch):
+    monkeypatch.setattr(bench.launcher, "launch", lambda *a, **k: Ended(124, timed_out=True))
+    with pytest.raises(BenchError, match="no end after 7 s"):
+        bench.measure(Target("transfers", "", 2, 7.0))
 
 
 def test_an_interrupted_job_ends_everything(monkeypatch):

@@ -49,9 +49,11 @@ def test_the_table_shows_figure_limit_ratio_and_aim():
     figures = [
         Figure("put of 16 MB", "GB/s", [8.0, 10.0, 9.0], "numpy.copyto", [12.0, 10.0, 11.0], aim=0.8),
         Figure("alone", "us", [1234.0]),
+        Figure("too large: no room", "us", []),
     ]
     console.print(table("transfers", figures))
-    title, _, put, alone = (" ".join(line.split()) for line in console.file.getvalue().splitlines())
+    title, _, put, alone, too_large = (" ".join(line.split()) for line in console.file.getvalue().splitlines())
     assert title == "transfers"
     assert put == "put of 16 MB 9.00 (10.0) GB/s numpy.copyto 11.0 (12.0) GB/s 0.82 >= 0.8"
     assert alone == "alone 1,234 (1,234) us"
+    assert too_large == "too large: no room"
