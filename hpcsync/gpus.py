@@ -123,6 +123,14 @@ def describe(device: torch.device) -> Gpu:
     return Gpu(torch.cuda.get_device_name(device), cupy.cuda.runtime.deviceGetPCIBusId(device.index))
 
 
+def versions() -> dict[str, str]:
+    """Of what computes on GPUs here."""
+    import cupy
+    import torch
+
+    return {"cupy_version": cupy.__version__, "cuda_version": str(torch.version.cuda)}
+
+
 def placement(rows: Sequence[tuple[int, str, Gpu]]) -> list[str]:
     """One line for each GPU: which ranks use it. `rows`: rank, host and GPU, one row for each rank that has one."""
     users: dict[tuple[str, Gpu], list[int]] = {}

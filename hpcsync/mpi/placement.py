@@ -36,12 +36,13 @@ class Placement(NamedTuple):
 
     def attributes(self) -> dict[str, Any]:
         """For the trace's root."""
-        return {
+        found = {
             "device": self.transport.device.type,
             "window": self.transport.kind,
             "window_reason": self.why,
             "gpus": "\n".join(self.used),
         }
+        return {**found, **gpus.versions()} if self.used else found
 
     def lines(self) -> list[str]:
         """What the user is told when the run starts: nothing where there was nothing to choose."""
