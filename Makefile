@@ -61,6 +61,24 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	    $*/bin/python -m pytest -x -q -rs tests/hosts; \
 	fi
 
+# ---- on a machine with a GPU: its tests, what doctor finds, what bench measures ----
+
+# `make gpu GPU_PYTHON=python3` sets up nothing: that Python has everything.
+GPU_PYTHON ?= .venv/bin/python
+
+gpu: $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/gpu-ready)
+	@set -e; for n in 1 2 3; do \
+	    $(GPU_PYTHON) -m hpcsync.launcher -n $$n --timeout 300 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
+	done
+	$(GPU_PYTHON) -m hpcsync doctor
+	$(GPU_PYTHON) -m hpcsync bench --device cuda --json gpu.json
+
+# With CuPy for the CUDA of the torch that is there, and without where torch has none.
+.venv/gpu-ready: .venv/ready
+	.venv/bin/python $(PIP) --constraint constraints.txt --editable ".[mpi$$(.venv/bin/python -c \
+	    'from torch.version import cuda; print(",cuda" + cuda.split(".")[0] if cuda else "")')]"
+	touch $@
+
 format: .venv/ready
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
@@ -69,4 +87,4 @@ clean:
 	rm -rf .venv .venv-mpich build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich format clean
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu format clean
