@@ -13,14 +13,15 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 
+device = hpcsync.device()  # this rank's GPU, or the CPU
 images, labels = load_digits(return_X_y=True)
-x = torch.tensor(images / 16.0, dtype=torch.float32)
-y = torch.tensor(labels)
+x = torch.tensor(images / 16.0, dtype=torch.float32, device=device)
+y = torch.tensor(labels, device=device)
 order = torch.randperm(len(y), generator=torch.Generator().manual_seed(0))
 train, test = order[:1437], order[1437:]
 
 torch.manual_seed(1)
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)).to(device)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
 criterion = nn.CrossEntropyLoss()
 

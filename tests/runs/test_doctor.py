@@ -4,6 +4,9 @@ import os
 import subprocess
 import sys
 
+from hpcsync import gpus
+from hpcsync.rehearsal import ON_A_NODE, rehearse
+
 ENVIRON = {**os.environ, "COLUMNS": "200"}
 
 
@@ -30,3 +33,11 @@ def test_a_wrong_library_does_not() -> None:
     result = doctor(MPI4PY_LIBMPI="/no/lib/libmpi.so")
     assert result.returncode == 1
     assert "cannot load MPI library" in result.stdout
+
+
+def test_windows_are_tried_in_a_child_job():
+    """With host memory in a GPU's place, where there is none; what cannot serve spoils nothing for the others."""
+    *trials, nothing = rehearse((*ON_A_NODE, "nothing"))
+    assert [trial.kind for trial in trials] == list(ON_A_NODE)
+    assert all(trial.took_s is not None for trial in trials if trial.kind != "mpi" or gpus.found().why)
+    assert (nothing.took_s, nothing.failure) == (None, "transport of kind 'nothing'")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpcsync import connect
+from hpcsync import connect, device, gpus
 from hpcsync.job_errors import JobError
 from hpcsync.learning.data import batches
 from hpcsync.library import agree
@@ -183,6 +183,7 @@ def lbfgs(model):
         (sgd, {"schedule": {"name": "step"}}, 'optimizer.schedule.name = "step": must be one of multistep, cosine'),
         (sgd, {"servers": 0}, "cluster.servers = 0: "),
         (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
+        (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: must come with evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: must come with evaluate"),
     ],
@@ -191,6 +192,14 @@ def test_settings_that_are_refused(model, make, settings, message):
     with pytest.raises(JobError, match=message) as caught:
         connect(model, make(model), **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_a_script_gets_the_device_that_there_is(monkeypatch):
+    monkeypatch.setattr(gpus, "found", lambda: gpus.Found(0, "torch sees no GPU"))
+    assert device() == torch.device("cpu")
+    monkeypatch.setattr(gpus, "found", lambda: gpus.Found(2, ""))
+    monkeypatch.setattr(gpus, "claim", lambda kind: torch.device(kind, 1))
+    assert device() == torch.device("cuda", 1)
 
 
 def test_frozen_parameters_are_nobodys_business(model):

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from hpcsync.job_errors import JobError
 from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
-from hpcsync.learning.validation import check, has_running_statistics, optimizer_spec
+from hpcsync.learning.validation import check, check_model, has_running_statistics, optimizer_spec
 from hpcsync.learning.workloads import Workload
 from tests.unit.jobs import LINEAR, make_job
 
@@ -138,6 +138,18 @@ def test_values_that_torch_refuses(name, options):
 )
 def test_impossible_combinations(tables, message):
     assert refused(**tables) == message
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"),
+    [
+        ([torch.nn.Linear(2, 3, device="meta")], "meta"),
+        ([torch.nn.Linear(2, 3), torch.nn.Linear(3, 1, device="meta")], "cpu, meta"),
+    ],
+)
+def test_a_model_is_on_one_device_that_ranks_can_compute_on(layers, found):
+    with pytest.raises(JobError, match=f"mine: must be on the CPU or on one GPU as a whole, not on {found}$"):
+        check_model(make_job(), torch.nn.Sequential(*layers), "mine", evaluated=False)
 
 
 def test_running_statistics_cannot_be_evaluated():
