@@ -131,12 +131,12 @@ def versions() -> dict[str, str]:
     return {"cupy_version": cupy.__version__, "cuda_version": str(torch.version.cuda)}
 
 
-def placement(rows: Sequence[tuple[int, str, Gpu]]) -> list[str]:
+def users(rows: Sequence[tuple[int, str, Gpu]]) -> list[str]:
     """One line for each GPU: which ranks use it. `rows`: rank, host and GPU, one row for each rank that has one."""
-    users: dict[tuple[str, Gpu], list[int]] = {}
+    ranks: dict[tuple[str, Gpu], list[int]] = {}
     for rank, host, gpu in sorted(rows):
-        users.setdefault((host, gpu), []).append(rank)
-    return [f"GPU {gpu.bus_id} ({gpu.name}) of host {host}: {_ranks(ranks)}" for (host, gpu), ranks in users.items()]
+        ranks.setdefault((host, gpu), []).append(rank)
+    return [f"GPU {gpu.bus_id} ({gpu.name}) of host {host}: {_ranks(its)}" for (host, gpu), its in ranks.items()]
 
 
 def _ranks(ranks: list[int]) -> str:

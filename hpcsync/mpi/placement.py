@@ -67,7 +67,7 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
     kind = fastest(trials)
     if kind is None:
         raise JobError(f"cluster.window = {shown(job.cluster.window)}: must be another here: {reason(trials)}")
-    return Placement(Transport(kind, device), reason(trials, kind), tuple(gpus.placement(used)))
+    return Placement(Transport(kind, device), reason(trials, kind), tuple(gpus.users(used)))
 
 
 def attempt(comm: MPI.Intracomm, transport: Transport, count: int = TRIAL_COUNT) -> Trial:

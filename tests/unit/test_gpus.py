@@ -198,7 +198,7 @@ A, B = Gpu("NVIDIA H200", "0000:01:00.0"), Gpu("NVIDIA H200", "0000:02:00.0")
     ],
 )
 def test_one_line_for_each_gpu(rows: list[tuple[int, str, Gpu]], lines: list[str]) -> None:
-    assert gpus.placement(rows) == lines
+    assert gpus.users(rows) == lines
 
 
 NOTHING, HERE = Found(0, "torch sees no GPU"), Found(2, "")
