@@ -25,7 +25,7 @@ def measure(
     comm: MPI.Intracomm, transport: Transport = HOST, sizes_mb: Sequence[float] = SIZES_MB, repetitions: int = 11
 ) -> list[Figure]:
     """Rank 1 transfers to and from rank 0, which waits quietly."""
-    patience = Patience(comm)
+    patience = Patience(comm, passive=transport.passive)
     return [figure for size_mb in sizes_mb for figure in _measure_size(comm, transport, patience, size_mb, repetitions)]
 
 
@@ -33,14 +33,13 @@ def _measure_size(
     comm: MPI.Intracomm, transport: Transport, patience: Patience, size_mb: float, repetitions: int
 ) -> list[Figure]:
     size_bytes = int(size_mb * 1e6)
-    window = transport.window(comm, size_bytes if comm.rank == 0 else 0, torch.uint8)
-    window.local.fill_(1)  # its owner touches a server's weights first, too
-    window.release(0, len(window.local))
     here = torch.ones(size_bytes if comm.rank == 1 else 0, dtype=torch.uint8, device=transport.device)
-    comm.Barrier()
-    figures = _transfer(window, here, size_mb, repetitions) if comm.rank == 1 else []
-    patience.barrier()
-    window.free()
+    with transport.window(comm, size_bytes if comm.rank == 0 else 0, torch.uint8) as window:
+        window.local.fill_(1)  # its owner touches a server's weights first, too
+        window.release(0, len(window.local))
+        comm.Barrier()
+        figures = _transfer(window, here, size_mb, repetitions) if comm.rank == 1 else []
+        patience.barrier()
     return figures
 
 
