@@ -13,6 +13,7 @@ from hpcsync.mpi.tensor_window import NodeWindow
 from hpcsync.rehearsal import fastest
 from hpcsync.traces.reading import load
 from tests.gpu.device import DEVICE
+from tests.mpi.test_placement import job
 from tests.mpi.training import failures, on_some
 
 place = placement.place
@@ -85,14 +86,8 @@ def test_digits_are_learned_by_ranks_that_share_a_gpu(comm, needs, folder, parad
 # ---- which windows ----
 
 
-def job(comm, window: str) -> Job:
-    cluster = {"workers": comm.size, "device": "cuda", "window": window}
-    paradigm = {"name": "allreduce"}
-    return Job.from_table({"name": "x", "workload": {"name": "linear"}, "paradigm": paradigm, "cluster": cluster})
-
-
 def test_the_fastest_window_that_serves_is_chosen_and_said(comm, trials):
-    found = place(comm, job(comm, "auto"), DEVICE)
+    found = place(comm, job("auto"), DEVICE)
     assert trials[found.transport.kind].took_s is not None
     assert sum("rank" in line for line in found.used) == len(found.used) > 0
     assert found.why.startswith(found.transport.kind) and all(kind in found.why for kind in trials)
@@ -103,9 +98,9 @@ def test_a_window_that_is_asked_for_is_used_or_refused(comm, trials):
     for kind, trial in trials.items():
         if trial.took_s is None:
             with pytest.raises(JobError, match=f'cluster.window = "{kind}": must be another here: {kind}: '):
-                place(comm, job(comm, kind), DEVICE)
+                place(comm, job(kind), DEVICE)
         else:
-            assert place(comm, job(comm, kind), DEVICE).transport.kind == kind
+            assert place(comm, job(kind), DEVICE).transport.kind == kind
 
 
 def test_there_is_a_window_for_this_machine(trials):
