@@ -52,6 +52,9 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	        $*/bin/python -m hpcsync.launcher -n $$n --timeout 300 -- python -m mpi4py -m pytest -x -q --color=no tests/mpi; \
 	    done; \
 	fi; \
+	if ls tests/gpu/test_*.py >/dev/null 2>&1; then \
+	    $*/bin/python -m hpcsync.launcher -n 2 --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
+	fi; \
 	if ls tests/runs/test_*.py >/dev/null 2>&1; then \
 	    echo "$*/bin/python -m pytest -x -q tests/runs"; \
 	    $*/bin/python -m pytest -x -q tests/runs $(if $(filter .venv-mpich,$*),-m "not once"); \
@@ -68,7 +71,7 @@ GPU_PYTHON ?= .venv/bin/python
 
 gpu: $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/gpu-ready)
 	@set -e; for n in 1 2 3; do \
-	    $(GPU_PYTHON) -m hpcsync.launcher -n $$n --timeout 300 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
+	    $(GPU_PYTHON) -m hpcsync.launcher -n $$n --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
 	done
 	$(GPU_PYTHON) -m hpcsync doctor
 	$(GPU_PYTHON) -m hpcsync bench --device cuda --json gpu.json

@@ -137,7 +137,9 @@ def gpus() -> Iterator[Finding]:
         return
     if found["why"] and found["devices"]:
         words = f"{found['devices']}, not to use: {found['why']}; runs use the CPU"
-        yield Finding("GPU", "note", words, "pip install 'hpcsync[cuda]'")
+        yield Finding(
+            "GPU", "note", words, "pip install 'hpcsync[cuda12]' or 'hpcsync[cuda13]', as torch.version.cuda says"
+        )
         return
     if found["why"]:
         yield Finding("GPU", "ok", f"none to use: {found['why']}; runs use the CPU")

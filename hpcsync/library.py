@@ -28,6 +28,7 @@ from hpcsync.session import Session
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from hpcsync.mpi.placement import Placement
     from hpcsync.mpi.rank_session import RankSession
 
 T = TypeVar("T")
@@ -142,10 +143,7 @@ def join(
     """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
     from mpi4py import MPI
 
-    from hpcsync.mpi.elastic import ElasticSession
-    from hpcsync.mpi.peer_session import BookkeeperSession, PeerSession
     from hpcsync.mpi.placement import place
-    from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
     if comm.size != job.cluster.ranks:
         raise JobError(
@@ -162,27 +160,45 @@ def join(
             "while it trains"
         )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
-    placement = place(comm, job, device_of(model))
-    folder = agree(comm, lambda: _make_folder(job, out))
-    if comm.rank == 0:
-        print(*placement.lines(), sep="\n", end="\n" if placement.lines() else "", flush=True)
-    if job.steps_on_workers or comm.rank < job.cluster.servers:
-        _load(optimizer, device_of(model))
     try:
-        if not job.has_servers:
-            if comm.rank == 0:
-                return BookkeeperSession(comm, job, model, placement, optimizer, evaluate, folder)
-            return PeerSession(comm, job, model, placement, optimizer)
-        if comm.rank >= job.cluster.servers:
-            if job.steps_on_workers:
-                return ElasticSession(comm, job, model, placement, optimizer)
-            return WorkerSession(comm, job, model, placement)
-        if comm.rank > 0:
-            return FollowerSession(comm, job, model, placement, optimizer)
-        return LeaderSession(comm, job, model, placement, optimizer, evaluate, folder)
+        placement = place(comm, job, device_of(model))
+        folder = agree(comm, lambda: _make_folder(job, out))
+        if comm.rank == 0:
+            print(*(f"{line}\n" for line in placement.lines()), sep="", end="", flush=True)
+        if job.steps_on_workers or comm.rank < job.cluster.servers:
+            _load(optimizer, device_of(model))
+        return _session(comm, job, model, placement, optimizer, evaluate, folder)
+    except JobError:  # of all ranks alike
+        raise
     except BaseException:
         _abort(comm)
         raise
+
+
+def _session(
+    comm: MPI.Intracomm,
+    job: Job,
+    model: torch.nn.Module,
+    placement: Placement,
+    optimizer: OptimizerSpec,
+    evaluate: Evaluate | None,
+    folder: Path,
+) -> RankSession:
+    from hpcsync.mpi.elastic import ElasticSession
+    from hpcsync.mpi.peer_session import BookkeeperSession, PeerSession
+    from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
+
+    if not job.has_servers:
+        if comm.rank == 0:
+            return BookkeeperSession(comm, job, model, placement, optimizer, evaluate, folder)
+        return PeerSession(comm, job, model, placement, optimizer)
+    if comm.rank >= job.cluster.servers:
+        if job.steps_on_workers:
+            return ElasticSession(comm, job, model, placement, optimizer)
+        return WorkerSession(comm, job, model, placement)
+    if comm.rank > 0:
+        return FollowerSession(comm, job, model, placement, optimizer)
+    return LeaderSession(comm, job, model, placement, optimizer, evaluate, folder)
 
 
 def world() -> MPI.Intracomm | None:

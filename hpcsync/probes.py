@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import resource
 import signal
 import subprocess
 import sys
@@ -119,13 +120,17 @@ def gpu() -> dict[str, Any]:
         import cupy
 
         found["cupy"] = cupy.__version__
+    return {**found, "mpi": takes_device_pointers()}
+
+
+def takes_device_pointers() -> bool | None:
+    """What the MPI library says of itself; None if it has no way of telling."""
     from mpi4py import MPI
 
     try:
-        found["mpi"] = bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
+        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
     except (AttributeError, OSError):
-        found["mpi"] = None  # the library has no way of telling
-    return found
+        return None
 
 
 def windows(*kinds: str) -> dict[str, Any]:
@@ -137,14 +142,17 @@ def windows(*kinds: str) -> dict[str, Any]:
     from hpcsync.mpi.tensor_window import Transport
     from hpcsync.rehearsal import Trial
 
-    trials = []
-    for kind in kinds:
-        try:
-            trial = attempt(MPI.COMM_WORLD, Transport(kind, device))
-        except Exception as error:
-            trial = Trial(kind, failure=str(error).partition("\n")[0])
-        trials.append(trial._asdict())
-    return {"trials": trials}
+    refuses = device.type == "cuda" and takes_device_pointers() is False
+    return {
+        "trials": [
+            (
+                Trial(kind, failure="the MPI library says that it takes no device pointers")
+                if kind == "mpi" and refuses
+                else attempt(MPI.COMM_WORLD, Transport(kind, device))
+            )._asdict()
+            for kind in kinds
+        ]
+    }
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {
@@ -158,6 +166,7 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(name: str, path: str, *arguments: str) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what crashes as a trial is of no interest
     result = PROBES[name](*arguments)
     if "mpi4py" not in sys.modules or sys.modules["mpi4py"].MPI.COMM_WORLD.rank == 0:
         Path(path).write_text(json.dumps(result))

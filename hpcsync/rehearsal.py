@@ -16,12 +16,13 @@ ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is lik
 
 
 class Trial(NamedTuple):
-    """Of one kind of window: how long 16 MB took there and back, infinitely long if it was not tried; or what went
-    wrong."""
+    """Of one kind of window: how long 4 MB took there and back (infinitely long if it was not tried), and what else is
+    to be said; or what went wrong."""
 
     kind: str
     took_s: float | None = None
     failure: str = ""
+    note: str = ""
 
 
 def rehearse(kinds: Sequence[str] = ON_A_NODE) -> list[Trial]:
@@ -52,4 +53,4 @@ def _said(trial: Trial) -> str:
         return f"{trial.kind}: {trial.failure}"
     if trial.took_s == math.inf:
         return f"{trial.kind}: not compared with others, there is no launcher for a child job"
-    return f"{trial.kind}: 16 MB there and back in {1e3 * trial.took_s:.2f} ms"
+    return f"{trial.kind}: 4 MB there and back in {1e3 * trial.took_s:.2f} ms" + f" ({trial.note})" * bool(trial.note)

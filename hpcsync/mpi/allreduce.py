@@ -76,7 +76,8 @@ class MeanVector(ABC):
 def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> MeanVector:
     """Of `size` zeros on every rank, float32 or float64; collective. The fastest way that this communicator allows."""
     patience = Patience(comm)
-    if comm.size > 1 and patience.one_node and _has_room(comm, size * dtype.itemsize):
+    in_shm = 0 if transport.kind == "ipc" else size * dtype.itemsize
+    if comm.size > 1 and patience.one_node and _has_room(comm, in_shm):
         return SharedMean(comm, size, dtype, transport, patience)
     return MpiMean(comm, size, dtype, transport, patience)
 
@@ -147,7 +148,8 @@ class SharedMean(MeanVector):
         self.vector = self._window.local.zero_()
         device = self._memory.of[comm.rank].device
         self._line = LINE_BYTES // dtype.itemsize
-        self._partial = torch.empty(CHUNK_BYTES[device.type] // dtype.itemsize, dtype=dtype, device=device)
+        chunk = max(1, min(CHUNK_BYTES[device.type] // dtype.itemsize, size))
+        self._partial = torch.empty(chunk, dtype=dtype, device=device)
         self._counters = HostMemory(comm, WORDS, torch.int64)
         words = [tensor.numpy() for tensor in self._counters.of]
         self._arrived = [word[:1] for word in words]
@@ -201,7 +203,7 @@ class SharedMean(MeanVector):
         for first in range(begin, end, step):
             parts = [vector[first : min(first + step, end)] for vector in self._memory.of]
             total = self._partial[: len(parts[0])]
-            here = [part.to(total.device) for part in parts]  # copied from other GPUs only
+            here = [part.to(total.device) for part in parts]  # no copy, unless torch sees it on another GPU
             torch.add(here[0], here[1], out=total)
             for part in here[2:]:
                 total.add_(part)

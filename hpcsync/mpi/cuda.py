@@ -6,6 +6,8 @@ CUDA IPC need plain allocations (cudaMalloc), not pieces of a pool. With tensors
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+SPIN_S = 50e-6  # of waiting, before the core is given away for longer
 GRANULE_BYTES = 2 << 20  # smaller allocations may share such a block, which IPC would open as a whole
 PAGE_BYTES = 4096
 
@@ -23,31 +26,58 @@ def ready(tensor: torch.Tensor) -> None:
     MPI, other processes and NumPy know nothing of streams: whatever they are to see, or to hear about, has to be
     waited for. Nothing else in the transport waits for a stream.
     """
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
+    if not tensor.is_cuda:
+        return
+    stream = torch.cuda.current_stream(tensor.device)
+    spinning_until_s = time.perf_counter() + SPIN_S
+    while not stream.query():
+        if time.perf_counter() > spinning_until_s:
+            stream.record_event(torch.cuda.Event(blocking=True)).synchronize()  # others get this core meanwhile
+            return
+        os.sched_yield()
+
+
+def enter(device: torch.device) -> None:
+    """In a thread that is about to use a GPU, or an MPI that may: let this be its current one, not the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
     """What this thread begins here on the GPU neither waits for other threads' work there, nor do they for it."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with _on(new_stream(device)):
         yield
 
 
-def on_this_stream(call: Callable[[], Any], device: torch.device) -> Callable[[], None]:
-    """`call`, for another thread to make: after what is on this thread's stream now, and in order with it."""
-    if device.type != "cuda":
-        return lambda: call() and None
-    stream = torch.cuda.current_stream(device)
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """None on the CPU."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def after_this(
+    call: Callable[[], object], device: torch.device, stream: torch.cuda.Stream | None
+) -> Callable[[], None]:
+    """`call`, for another thread to make on `stream`: on the GPU, after what is on this thread's stream now."""
+    begun = torch.cuda.current_stream(device).record_event() if stream is not None else None
 
     def made() -> None:
-        with torch.cuda.stream(stream):
+        with _on(stream):
+            if stream is not None and begun is not None:
+                stream.wait_event(begun)
             call()
 
     return made
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    if stream is None:
+        yield
+        return
+    enter(stream.device)  # else this thread would be given back the first GPU afterwards
+    with torch.cuda.stream(stream):
+        yield
 
 
 # ---- memory ----
@@ -104,25 +134,30 @@ def _tensor(memory: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
 # ---- page-locked host memory, which the GPU copies to and from by itself ----
 
 
-def page_lock(arrays: Iterable[np.ndarray]) -> Callable[[], None]:
-    """Lock the pages that these arrays lie in; the call that unlocks them."""
-    import cupy
+class PageLock:
+    """Locks the pages that these arrays lie in, until `free`.
 
-    spans = pages((array.ctypes.data, array.nbytes) for array in arrays)
-    locked: list[int] = []
+    failure: why they are not locked, "" if they are. Then the driver copies through locked memory of its own: slower,
+             and no less correct.
+    """
 
-    def unlock() -> None:
-        while locked:
-            cupy.cuda.runtime.hostUnregister(locked.pop())
+    def __init__(self, arrays: Iterable[np.ndarray]) -> None:
+        import cupy
 
-    try:
-        for begin, size in spans:
-            cupy.cuda.runtime.hostRegister(begin, size, 0)
-            locked.append(begin)
-    except BaseException:
-        unlock()
-        raise
-    return unlock
+        self._runtime = cupy.cuda.runtime
+        self._locked: list[int] = []
+        self.failure = ""
+        try:
+            for begin, size in pages((array.ctypes.data, array.nbytes) for array in arrays):
+                self._runtime.hostRegister(begin, size, 0)
+                self._locked.append(begin)
+        except Exception as error:
+            self.free()
+            self.failure = f"its pages are not locked: {error}"
+
+    def free(self) -> None:
+        while self._locked:
+            self._runtime.hostUnregister(self._locked.pop())
 
 
 def pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -63,7 +63,7 @@ class Leader:
     def read(self, reader: Reader, into: torch.Tensor) -> None:
         """Read the current version, shape (size,), on behalf of the evaluator, which must be idle."""
         self._promise_evaluator()
-        reader.read(reader.wait(version=self._coordinator.version), into)
+        reader.read(reader.wait(version=self._coordinator.version), self._link.pieces(into))
 
     def finish(self) -> None:
         """Tell every rank that the run is over."""

@@ -55,6 +55,10 @@ class Link:
         shard = self.shards[server]
         return row_size(shard.stop - shard.start)
 
+    def pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Of a flat vector, shape (size,), every server's shard, as views."""
+        return [vector[shard] for shard in self.shards]
+
     def inbox(self, tag: int, dtype: np.dtype) -> Inbox:
         """An inbox that is withdrawn together with the link."""
         self._inboxes.append(Inbox(self.comm, tag, dtype))
@@ -105,12 +109,12 @@ class Reader:
             raise RuntimeError(f"expected grants of iteration and version {due}, not {grants}")
         return grants
 
-    def read(self, grants: list[wire.GrantRecord], into: torch.Tensor) -> None:
-        """Copy the promised version, shape (size,), and give the buffers back."""
+    def read(self, grants: list[wire.GrantRecord], into: list[torch.Tensor]) -> None:
+        """Copy the promised version into the `pieces` of a vector, and give the buffers back."""
         link = self._link
         for grant in grants:
             server = grant.server
-            link.tensors.get(into[link.shards[server]], server, grant.buffer * link.row_size(server))
+            link.tensors.get(into[server], server, grant.buffer * link.row_size(server))
         for grant in grants:
             link.tensors.flush(grant.server)
             self._word[0] = grant.serial

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hpcsync.mpi import wire
+from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import CHORES_S
 from hpcsync.mpi.peer_link import PeerLink
@@ -79,6 +79,7 @@ class Monitor:
         self._wishes.put(fail)
 
     def _run(self) -> None:
+        cuda.enter(self._link.transport.device)
         try:
             self._serve()
         except BaseException as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -21,9 +20,13 @@ class MemoryUnreachable(Exception):
 
 
 class NodeMemory(ABC):
-    """of: every rank's memory as this rank sees it, a tensor of shape (its count,) for each rank."""
+    """of: every rank's memory as this rank sees it, a tensor of shape (its count,) for each rank.
+
+    note: what its user may want to know, if anything.
+    """
 
     of: list[torch.Tensor]
+    note = ""
 
     @abstractmethod
     def sync(self) -> None:
@@ -32,12 +35,6 @@ class NodeMemory(ABC):
     @abstractmethod
     def free(self) -> None:
         """Collective, and harmless when repeated; nobody may use the tensors afterwards."""
-
-    def _agree(self, comm: MPI.Intracomm, failure: str) -> None:
-        """What one rank cannot do, none does."""
-        if failures := list(filter(None, comm.allgather(failure))):
-            self.free()
-            raise MemoryUnreachable(failures[0])
 
 
 def node_memory(comm: MPI.Intracomm, count: int, dtype: torch.dtype, device: torch.device) -> NodeMemory:
@@ -63,15 +60,10 @@ class HostMemory(NodeMemory):
             torch.from_numpy(array[: n * dtype.itemsize].view(its_dtype))
             for array, n in zip(arrays, counts, strict=True)
         ]
-        self._unlock: Callable[[], None] = lambda: None
+        self._page_lock = cuda.PageLock(arrays) if page_lock else None
+        self.note = self._page_lock.failure if self._page_lock else ""
         self._win.Lock_all()
-        failure = ""
-        try:
-            if page_lock:
-                self._unlock = cuda.page_lock(arrays)
-        except Exception as error:
-            failure = f"rank {comm.rank} cannot lock pages of shared memory: {error}"
-        self._agree(comm, failure)
+        comm.Barrier()
 
     def sync(self) -> None:
         if self._win is not None:
@@ -81,7 +73,8 @@ class HostMemory(NodeMemory):
         if self._win is not None:
             win, self._win = self._win, None
             self.of = []
-            self._unlock()
+            if self._page_lock is not None:
+                self._page_lock.free()
             win.Unlock_all()
             win.Free()
 
@@ -111,7 +104,9 @@ class DeviceMemory(NodeMemory):
                     self._opened.append(self.of[rank])
         except Exception as error:
             failure = f"rank {comm.rank} cannot open rank {rank}'s memory: {error}"
-        self._agree(comm, failure)
+        if failures := list(filter(None, comm.allgather(failure))):  # what one rank cannot do, none does
+            self.free()
+            raise MemoryUnreachable(failures[0])
 
     def sync(self) -> None:
         """What a stream has completed is there for all GPUs of the node."""

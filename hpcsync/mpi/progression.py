@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpcsync.mpi import cuda
 from hpcsync.mpi.patience import NETWORK_CEILING_S, NETWORK_PROBES
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.trial import Trial, farthest, while_busy
@@ -48,12 +49,13 @@ class Progression:
     cost:          the share of its speed that the computation lost by it; None likewise.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, device: torch.device) -> None:
         self.kind: Kind = "passive"
         self.get_s_without: float | None = None
         self.get_s_with: float | None = None
         self.cost: float | None = None
         self._comm = comm
+        self._device = device
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._interval_s = sys.getswitchinterval()
@@ -91,6 +93,7 @@ class Progression:
             atexit.register(self._stop)  # before MPI is finalised
 
     def _work(self) -> None:
+        cuda.enter(self._device)
         while not self._stopped.is_set():
             self._advance()
             time.sleep(NETWORK_CEILING_S)
@@ -130,7 +133,7 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
     multiple = comm.allreduce(MPI.Query_thread() >= MPI.THREAD_MULTIPLE, MPI.LAND)
     if wanted not in ("auto", *get_args(Kind)) or (wanted == "thread" and not multiple):
         raise ValueError(f"no progress by {wanted!r}: it is auto, passive, hooks, or with MPI_THREAD_MULTIPLE thread")
-    progression = Progression(comm.Dup())
+    progression = Progression(comm.Dup(), transport.device)
     if comm.size == 1:
         progression.begin("passive" if wanted == "auto" else wanted)  # type: ignore[arg-type]
         return progression
@@ -155,7 +158,7 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
         get() if comm.rank == 0 else None  # the first one sets up what later ones use
         without = trial("passive")
         progression.get_s_without = without.took_s
-        for kind in _candidates(wanted, without, multiple):
+        for kind in _candidates(wanted, without, multiple, transport.device):
             if kind == "passive":
                 progression.begin(kind)
                 break
@@ -167,12 +170,17 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
     return progression
 
 
-def _candidates(wanted: str, without: Trial, multiple: bool) -> list[Kind]:
-    """The kinds to try, the last of which is taken if none before is worthwhile."""
+def _candidates(wanted: str, without: Trial, multiple: bool, device: torch.device) -> list[Kind]:
+    """The kinds to try, the last of which is taken if none before is worthwhile.
+
+    On a GPU hooks are no help: they are called when its work is begun, and then the rank waits for it without MPI.
+    """
     if wanted != "auto":
         return [wanted]  # type: ignore[list-item]
     if without.ended_s < PASSIVE_SHARE * BUSY_S:
         return ["passive"]
+    if multiple and device.type == "cuda":
+        return ["thread"]
     return ["thread", "hooks"] if multiple else ["hooks"]
 
 

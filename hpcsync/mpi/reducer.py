@@ -78,6 +78,7 @@ class Reducer:
         self._begin_anew()
         self._pass = -1
         self._background = Background() if self._can_overlap else None
+        self._stream = cuda.new_stream(flat.gradient.device)  # the background's
         self._mean = mean_vector(comm, flat.size, flat.gradient.dtype, transport)
         flat.move_gradient(self._mean.vector)
         self._hooks = [
@@ -129,7 +130,7 @@ class Reducer:
         begin, end = self._buckets[self._launched]
         self._launched += 1
         assert self._background is not None
-        call = cuda.on_this_stream(lambda: self._reduce(begin, end, Said()), self._flat.gradient.device)
+        call = cuda.after_this(lambda: self._reduce(begin, end, Said()), self._flat.gradient.device, self._stream)
         self._background.submit(call)
 
     def _reduce(self, begin: int, end: int, said: Said) -> Agreed:

@@ -157,7 +157,7 @@ class LeaderSession(FollowerSession):
 
     def _read(self, version: int, into: torch.Tensor) -> float:
         """For the evaluator, whom all servers have promised this version, or are about to."""
-        self._reader.read(self._reader.wait(version=version), into)
+        self._reader.read(self._reader.wait(version=version), self._link.pieces(into))
         return math.nan
 
     def _chores(self, now_s: float) -> None:

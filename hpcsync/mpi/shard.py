@@ -39,7 +39,9 @@ class Shard:
         self._link = link
         self._server = link.comm.rank
         mine = weights[link.shards[self._server]]
-        rows = link.tensors.local.view(-1, link.row_size(self._server))
+        row_size = link.row_size(self._server)
+        rows = link.tensors.local.view(-1, row_size)
+        self._spans = [(begin, begin + len(mine)) for begin in range(0, rows.numel(), row_size)]  # of the rows
         rows[:, len(mine) :] = 0
         rows[0, : len(mine)] = mine
         buffers, slots = rows[: link.n_buffers], rows[link.n_buffers :]
@@ -60,7 +62,7 @@ class Shard:
         elif order.kind == wire.UPDATE:
             contributors = [*self._contributors, order.reader]
             for worker in contributors:
-                self._link.tensors.acquire(*self._span(self._link.n_buffers + worker))
+                self._link.tensors.acquire(*self._spans[self._link.n_buffers + worker])
             self._link.done.sync()
             self.store.apply(contributors, order.lr)
             self._release()  # before any reader hears that it may read
@@ -95,12 +97,7 @@ class Shard:
 
     def _release(self) -> None:
         """Let readers see the current version."""
-        self._link.tensors.release(*self._span(self.store.current))
-
-    def _span(self, row: int) -> tuple[int, int]:
-        """(begin, end) in the window of what a row holds."""
-        begin = row * self._link.row_size(self._server)
-        return begin, begin + len(self.store.weights)
+        self._link.tensors.release(*self._spans[self.store.current])
 
     def free(self) -> None:
         """Wait until every grant has left; give up the views of the window."""

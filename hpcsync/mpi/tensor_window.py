@@ -31,9 +31,13 @@ CPU = torch.device("cpu")
 
 
 class TensorWindow(ABC):
-    """local: this rank's exposed memory, shape (count,), on its device."""
+    """local: this rank's exposed memory, shape (count,), on its device.
+
+    note: what its user may want to know, if anything.
+    """
 
     local: torch.Tensor
+    note = ""
 
     @abstractmethod
     def put(self, source: torch.Tensor, rank: int, offset: int) -> None:
@@ -139,6 +143,7 @@ class NodeWindow(TensorWindow):
         self._memory = memory
         self._image = memory.of[comm.rank]
         self.local = self._image if local is None else local
+        self.note = memory.note
 
     def put(self, source: torch.Tensor, rank: int, offset: int) -> None:
         self._memory.of[rank][offset : offset + len(source)].copy_(source, non_blocking=True)
@@ -174,7 +179,8 @@ class StagedMpiWindow(TensorWindow):
         self.local = local
         self._window = Window(comm, len(local), numpy_dtype(local.dtype))
         self._image = torch.from_numpy(self._window.local)
-        self._unlock = cuda.page_lock([self._window.local]) if local.is_cuda else lambda: None
+        self._page_lock = cuda.PageLock([self._window.local]) if local.is_cuda else None
+        self.note = self._page_lock.failure if self._page_lock else ""
         self._begun: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
     def put(self, source: torch.Tensor, rank: int, offset: int) -> None:
@@ -215,8 +221,8 @@ class StagedMpiWindow(TensorWindow):
 
     def free(self) -> None:
         self.local = self._image = self.local.new_empty(0)
-        self._unlock()
-        self._unlock = lambda: None
+        if self._page_lock is not None:
+            self._page_lock.free()
         self._window.free()
 
 

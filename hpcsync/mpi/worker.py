@@ -23,8 +23,9 @@ class Worker:
         self.version = 0
         self.stopped = False
         self._link = link
-        self._weights = weights
-        self._contribution = contribution
+        self._weights = link.pieces(weights)  # once: slicing a tensor takes longer than beginning a transfer
+        self._contribution = link.pieces(contribution)
+        self._bytes = weights.nbytes
         self._reader = Reader(link, self.index)
         self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
         self._wait_s = 0.0
@@ -64,12 +65,12 @@ class Worker:
         link = self._link
         begin_s = link.clock.now()
         slot = link.n_buffers + self.index
-        for server, shard in enumerate(link.shards):
-            link.tensors.put(self._contribution[shard], server, slot * link.row_size(server))
+        for server, piece in enumerate(self._contribution):
+            link.tensors.put(piece, server, slot * link.row_size(server))
         for server in range(len(link.shards)):
             link.tensors.flush(server)
         self._comm_s += link.clock.now() - begin_s
-        self._wire_bytes += self._contribution.nbytes
+        self._wire_bytes += self._bytes
 
     def _await(self) -> None:
         now = self._link.clock.now
@@ -84,4 +85,4 @@ class Worker:
         self._reader.read(grants, self._weights)
         self.iteration, self.version = grants[0].iteration, grants[0].version
         self._comm_s = now() - granted_s
-        self._wire_bytes = self._weights.nbytes
+        self._wire_bytes = self._bytes

@@ -24,6 +24,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("gpu")
+            item.add_marker(
+                pytest.mark.timeout(600)
+            )  # the first one waits for child jobs, each of which may hang for a while
             if FOUND.why:
                 item.add_marker(pytest.mark.skip(reason=f"needs a GPU: {FOUND.why}"))
 
@@ -33,8 +36,11 @@ def trials() -> dict[str, Trial]:
     """Of each kind of window, on this machine."""
     from mpi4py import MPI
 
-    found = MPI.COMM_WORLD.bcast(rehearse() if MPI.COMM_WORLD.rank == 0 else None)
-    return {trial.kind: trial for trial in found}
+    from hpcsync.mpi.patience import Patience
+
+    found = rehearse() if MPI.COMM_WORLD.rank == 0 else []
+    Patience(MPI.COMM_WORLD).barrier()
+    return {trial.kind: trial for trial in MPI.COMM_WORLD.bcast(found)}
 
 
 @pytest.fixture(params=ON_A_NODE)

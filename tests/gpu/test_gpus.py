@@ -25,12 +25,13 @@ def test_torch_sees_the_memory_that_cupy_allocates(comm):
 
     before = torch.cuda.memory_allocated(DEVICE)
     tensor = cuda.allocate(1000, torch.float32, DEVICE)
-    assert torch.cuda.memory_allocated(DEVICE) - before <= 1 << 20, "not from torch's pool"
+    assert torch.cuda.memory_allocated(DEVICE) == before, "not from torch's pool"
     array = cupy.from_dlpack(tensor)
     assert array.data.ptr == tensor.data_ptr()
-    array += 3
-    cupy.cuda.get_current_stream().synchronize()
-    assert (tensor == 3).all()
+    assert (tensor == 0).all()
+    cupy.cuda.runtime.memset(array.data.ptr, 255, array.nbytes)
+    cupy.cuda.runtime.deviceSynchronize()
+    assert tensor.isnan().all()
 
 
 @pytest.mark.parametrize("waiting", [True, False])
@@ -83,6 +84,25 @@ def test_digits_are_learned_by_ranks_that_share_a_gpu(comm, needs, folder, parad
         assert failures(folder / "trace.h5") == []
 
 
+@pytest.mark.parametrize("optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam"}], ids=["sgd", "adam"])
+def test_shards_of_a_large_model_have_the_same_bits(comm, needs, folder, optimizer):
+    """Larger than what one block of torch's fused kernels takes, and cut where no block ends."""
+    needs(3)
+    table = {
+        "name": "shards",
+        "workload": {"name": "linear", "batch_size": 8, "features": 200_003, "samples": 64},
+        "optimizer": {"lr": 1e-4, **optimizer},
+        "stop": {"updates": 10},
+        "evaluation": {"every_samples": 0},
+        "paradigm": {"name": "bsp"},
+    }
+    weights = [
+        on_some(comm, Job.from_table({**table, "cluster": {"servers": servers, "workers": 1}}), folder / str(servers))
+        for servers in (1, 2)
+    ]
+    assert comm.rank or (weights[0] == weights[1]).all()
+
+
 # ---- which windows ----
 
 
@@ -91,7 +111,7 @@ def test_the_fastest_window_that_serves_is_chosen_and_said(comm, trials):
     assert trials[found.transport.kind].took_s is not None
     assert sum("rank" in line for line in found.used) == len(found.used) > 0
     assert found.why.startswith(found.transport.kind) and all(kind in found.why for kind in trials)
-    assert comm.allgather(found) == [found] * comm.size or comm.size > 1  # other ranks may have other GPUs
+    assert len(set(comm.allgather((found.transport.kind, found.why, found.used)))) == 1
 
 
 def test_a_window_that_is_asked_for_is_used_or_refused(comm, trials):

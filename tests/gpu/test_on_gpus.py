@@ -13,7 +13,6 @@ from tests.mpi.test_parcels import (  # noqa: F401
 from tests.mpi.test_peer_session import (  # noqa: F401
     test_allreduce_equals_one_process_with_the_whole_batch,
     test_averaging_after_every_step_is_synchronous_sgd,
-    test_push_sum_ends_with_the_mean_that_mixing_keeps,
 )
 from tests.mpi.test_tensor_window import (  # noqa: F401
     test_ranks_may_expose_different_sizes_and_nothing,

@@ -188,7 +188,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
     shard = Shard(link, Elastic(), torch.zeros(10, dtype=torch.float64)) if comm.rank == 0 else None
     reader = None if shard else Reader(link, link.roles.worker(comm.rank))
     if reader:
-        reader.read(reader.wait(iteration=1), torch.empty(10, dtype=torch.float64))
+        reader.read(reader.wait(iteration=1), [torch.empty(10, dtype=torch.float64)])
     if comm.rank == 1:
         position = torch.full((10,), 4.0, dtype=torch.float64)
         link.tensors.put(position, 0, link.n_buffers * link.row_size(0))
@@ -209,7 +209,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
         read = torch.empty(10, dtype=torch.float64)
         grants = reader.wait(iteration=2)
         assert grants[0].version == 0
-        reader.read(grants, read)
+        reader.read(grants, [read])
         assert read.tolist() == [0.0] * 10, "where the centre was"
     comm.Barrier()
     if shard:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.mpi import exposure
+from hpcsync.mpi import cuda, exposure
 from hpcsync.mpi.exposure import Exposure
 from hpcsync.mpi.tensor_window import HOST
 
@@ -37,6 +37,10 @@ class Reading(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        with cuda.own_stream(self.into.device):
+            self.read()
+
+    def read(self) -> None:
         last = dict.fromkeys(self.peers, 0)
         while not self.done.is_set():
             for peer in self.peers:

@@ -75,7 +75,7 @@ def refusal(comm, this: Job) -> str:
 def test_the_fastest_that_serves_is_taken_and_said(comm, machine):
     found = place(comm, job(), GPU)
     assert (found.transport.kind, found.transport.device) == ("ipc", GPU)
-    why = "ipc: 16 MB there and back in 1.00 ms; staged: 16 MB there and back in 4.00 ms; mpi: ended with status 139"
+    why = "ipc: 4 MB there and back in 1.00 ms; staged: 4 MB there and back in 4.00 ms; mpi: ended with status 139"
     assert found.why == why
     assert machine.tried == [*child(comm, "staged", "ipc", "mpi"), "ipc"]
     ranks = f"ranks 0 to {comm.size - 1}, which share it" if comm.size > 2 else ""

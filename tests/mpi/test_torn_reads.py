@@ -47,11 +47,11 @@ def read(link: Link, *, until_torn: bool, reads: int = 40) -> int:
     nothing = (0,) * (len(wire.REPORT) - 2)
     into = link.tensors.local.new_zeros(SIZE)
     torn, deadline_s = 0, time.monotonic() + LIMIT_S
-    reader.read(reader.wait(), into)
+    reader.read(reader.wait(), [into])
     while reads > 0 or (until_torn and not torn and time.monotonic() < deadline_s):
         reports.send(0, (wire.PUSHED, worker, *nothing))
         grants = reader.wait()
-        reader.read(grants, into)
+        reader.read(grants, [into])
         torn += not (into == grants[0].version).all()
         reads -= 1
     reports.send(0, (wire.LEFT, worker, *nothing))

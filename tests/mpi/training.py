@@ -34,8 +34,15 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
 
 
 def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
-    """Let the tensors of runs move so, without a trial."""
-    monkeypatch.setattr(placement, "place", lambda *_: placement.Placement(transport, "the test wants it"))
+    """Let the tensors of runs on this device move so, without a trial."""
+    place = placement.place
+
+    def placed(comm: MPI.Intracomm, job: Job, device: torch.device) -> placement.Placement:
+        if device.type != transport.device.type:
+            return place(comm, job, device)
+        return placement.Placement(transport, "the test wants it")
+
+    monkeypatch.setattr(placement, "place", placed)
 
 
 def one_process(job: Job, batches_per_step: int) -> np.ndarray:

@@ -31,7 +31,7 @@ def test_the_fastest_that_serves_is_chosen(trials: list[Trial], kind: str | None
 
 def test_the_reason_begins_with_what_was_chosen_and_leaves_nothing_out() -> None:
     assert reason([STAGED, MPI, IPC], "ipc") == (
-        "ipc: 16 MB there and back in 0.10 ms; staged: 16 MB there and back in 2.10 ms; mpi: ended with status -11"
+        "ipc: 4 MB there and back in 0.10 ms; staged: 4 MB there and back in 2.10 ms; mpi: ended with status -11"
     )
     assert reason([MPI]) == "mpi: ended with status -11"
     assert "no launcher" in reason([Trial("staged", math.inf)])

@@ -60,26 +60,29 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], Runtime]:
 
 def test_pages_are_locked_until_they_are_unlocked(runtime):
     found, arrays = runtime(Runtime()), [np.zeros(3 * PAGE, np.uint8), np.zeros(50 * PAGE, np.uint8)]
-    unlock = cuda.page_lock(arrays)
+    lock = cuda.PageLock(arrays)
+    assert lock.failure == ""
     for array in arrays:
         assert any(
             begin <= array.ctypes.data and array.ctypes.data + array.nbytes <= begin + n for begin, n in found.locked
         )
-    unlock()
-    unlock()
+    lock.free()
+    lock.free()
     assert found.locked == []
 
 
 def test_after_a_failure_nothing_stays_locked(runtime):
     found = runtime(Runtime(limit=2))
-    with pytest.raises(RuntimeError, match="MemoryAllocation"):
-        cuda.page_lock([np.zeros(PAGE, np.uint8), np.zeros(500 * PAGE, np.uint8), np.zeros(PAGE, np.uint8)])
-    assert found.locked == []
+    lock = cuda.PageLock([np.zeros(PAGE, np.uint8), np.zeros(500 * PAGE, np.uint8), np.zeros(PAGE, np.uint8)])
+    assert "MemoryAllocation" in lock.failure and found.locked == []
+    lock.free()
 
 
 def test_on_the_cpu_calls_are_made_as_they_are():
     made = []
-    call = cuda.on_this_stream(lambda: made.append(threading.get_ident()), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    assert cuda.new_stream(cpu) is None
+    call = cuda.after_this(lambda: made.append(threading.get_ident()), cpu, None)
     call()
     with cuda.own_stream(torch.device("cpu")):
         cuda.ready(torch.zeros(1))
