@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import re
 import resource
 import signal
 import subprocess
@@ -52,7 +53,9 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
         if ended.status == launcher.TIMED_OUT:
             raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s")
         if ended.status != 0 or not result.exists():
-            last = next((line for line in reversed(words) if "Error" in line), f"ended with status {ended.status}")
+            last = next(
+                (line for line in reversed(words) if re.search(r"Error\b", line)), f"ended with status {ended.status}"
+            )
             raise ProbeError(last)
         found: dict[str, Any] = json.loads(result.read_text())
         return found
