@@ -16,7 +16,7 @@ from rich.text import Text
 
 from hpcsync import launcher
 from hpcsync.probes import ProbeError, probe
-from hpcsync.rehearsal import Trial, fastest, reason, rehearse
+from hpcsync.rehearsal import Rehearsed, fastest, reason, rehearse
 
 PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
 SHM = Path("/dev/shm")
@@ -149,11 +149,11 @@ def gpus() -> Iterator[Finding]:
     yield gpu_windows(rehearse())
 
 
-def gpu_windows(trials: Sequence[Trial]) -> Finding:
+def gpu_windows(found: Sequence[Rehearsed]) -> Finding:
     """What was tried, whatever the library says of itself."""
-    if (kind := fastest(trials)) is None:
-        return Finding("GPU windows", "bad", reason(trials), 'cluster.device = "cpu"')
-    return Finding("GPU windows", "ok", f"{kind} is what runs on this node use; {reason(trials, kind)}")
+    if (kind := fastest(found)) is None:
+        return Finding("GPU windows", "bad", reason(found), 'cluster.device = "cpu"')
+    return Finding("GPU windows", "ok", f"{kind} is what runs on this node use; {reason(found, kind)}")
 
 
 def cores(n: int) -> Finding:

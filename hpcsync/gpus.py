@@ -34,9 +34,10 @@ def found() -> Found:
         import torch
 
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        none = "torch sees no GPU" if torch.version.cuda else "torch is built without CUDA"
     except Exception as error:
         return Found(0, f"torch does not work: {_line(error)}")
-    return Found(devices, _cupy_fails() if devices else "torch sees no GPU")
+    return Found(devices, _cupy_fails() if devices else none)
 
 
 def _cupy_fails() -> str:

@@ -135,9 +135,9 @@ class Network(Table):
 class Cluster(Table):
     """`times_from` is a trace whose times a simulation takes in place of `compute` and `network`.
 
-    `device`: what ranks compute on; "auto" is a GPU where there is one. `window`: where tensors that ranks exchange
-    lie. "host" is an MPI window in host memory, "mpi" one in a GPU's, "ipc" a GPU's memory that the ranks of its node
-    map, "staged" page-locked host memory, into and out of which a GPU copies; "auto" is the best that works.
+    `device`: what ranks compute on; "auto" is a GPU where there is one. `window`: how tensors move between
+    ranks. "host" is an MPI window in host memory, "mpi" one in a GPU's, "ipc" a GPU's memory that the ranks of its node
+    open, "staged" page-locked host memory, into and out of which a GPU copies; "auto" is the fastest that serves.
     """
 
     servers: Annotated[int, Field(ge=0)] = 1  # unless the job's paradigm has none

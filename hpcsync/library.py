@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,7 +42,10 @@ def device() -> torch.device:
     Call it before anything else uses a GPU, and before mpi4py.MPI is imported: an MPI that knows GPUs looks at the
     current one when it starts.
     """
-    return gpus.claim(gpus.choose("auto", "auto", gpus.found()))
+    found = gpus.found()
+    if found.devices and found.why and launcher.expected_rank() == 0:
+        print(f"GPUs are not used: {found.why}", flush=True)
+    return gpus.claim(gpus.choose("auto", "auto", found))
 
 
 def connect(
@@ -143,6 +147,7 @@ def join(
     """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
     from mpi4py import MPI
 
+    from hpcsync.mpi.node_memory import MemoryUnreachable
     from hpcsync.mpi.placement import place
 
     if comm.size != job.cluster.ranks:
@@ -160,19 +165,18 @@ def join(
             "while it trains"
         )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
-    try:
+    with _aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
         folder = agree(comm, lambda: _make_folder(job, out))
-        if comm.rank == 0:
-            print(*(f"{line}\n" for line in placement.lines()), sep="", end="", flush=True)
-        if job.steps_on_workers or comm.rank < job.cluster.servers:
-            _load(optimizer, device_of(model))
-        return _session(comm, job, model, placement, optimizer, evaluate, folder)
-    except JobError:  # of all ranks alike
-        raise
-    except BaseException:
-        _abort(comm)
-        raise
+    if comm.rank == 0:
+        print(*(f"{line}\n" for line in placement.lines()), sep="", end="", flush=True)
+    try:
+        with _aborting(comm, but=MemoryUnreachable):
+            if job.steps_on_workers or comm.rank < job.cluster.servers:
+                _load(optimizer, device_of(model))
+            return _session(comm, job, model, placement, optimizer, evaluate, folder)
+    except MemoryUnreachable as error:
+        raise JobError(f'cluster.window = "{placement.transport.kind}": must be another here: {error}') from None
 
 
 def _session(
@@ -269,6 +273,18 @@ def _load(optimizer: OptimizerSpec, device: torch.device) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros(1, device=device)
     optimizer.build(parameter).step()
+
+
+@contextmanager
+def _aborting(comm: MPI.Intracomm, *, but: type[BaseException]) -> Iterator[None]:
+    """What one rank raises ends the job: the others would wait for it for ever. `but`: what all ranks raise alike."""
+    try:
+        yield
+    except but:
+        raise
+    except BaseException:
+        _abort(comm)
+        raise
 
 
 def _abort(comm: MPI.Intracomm) -> None:

@@ -141,21 +141,17 @@ def windows(*kinds: str) -> dict[str, Any]:
     device = gpus.claim(gpus.choose("auto", "auto", gpus.found()))
     from mpi4py import MPI
 
-    from hpcsync.mpi.placement import attempt
+    from hpcsync.mpi.attempt import Attempt, attempt
     from hpcsync.mpi.tensor_window import Transport
-    from hpcsync.rehearsal import Trial
 
-    refuses = device.type == "cuda" and takes_device_pointers() is False
-    return {
-        "trials": [
-            (
-                Trial(kind, failure="the MPI library says that it takes no device pointers")
-                if kind == "mpi" and refuses
-                else attempt(MPI.COMM_WORLD, Transport(kind, device))
-            )._asdict()
-            for kind in kinds
-        ]
-    }
+    found = []
+    for kind in kinds:
+        if kind == "mpi" and device.type == "cuda" and takes_device_pointers() is False:
+            made = Attempt(failure="the MPI library says that it takes no device pointers")
+        else:
+            made = attempt(MPI.COMM_WORLD, Transport(kind, device))
+        found.append((kind, *made))
+    return {"windows": found}
 
 
 PROBES: dict[str, Callable[..., dict[str, Any]]] = {

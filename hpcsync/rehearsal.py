@@ -1,7 +1,7 @@
 """Which kinds of windows serve a GPU's tensors on this machine: tried in a child job, because trying may crash or hang.
 
 MPI library, driver, GPUs and containers all have a say in it, and none of them can be asked reliably. So two ranks of
-this node make a transfer there and back, and compare every element (`mpi.placement.attempt`).
+this node make a transfer there and back (`mpi.attempt`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpcsync import launcher, probes
 ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is likeliest to crash
 
 
-class Trial(NamedTuple):
+class Rehearsed(NamedTuple):
     """Of one kind of window: how long 4 MB took there and back (infinitely long if it was not tried), and what else is
     to be said; or what went wrong."""
 
@@ -25,32 +25,47 @@ class Trial(NamedTuple):
     note: str = ""
 
 
-def rehearse(kinds: Sequence[str] = ON_A_NODE) -> list[Trial]:
-    """Try these kinds together in one child job; where that fails, each in its own."""
-    try:
-        return [Trial(**trial) for trial in probes.probe("windows", *kinds, ranks=2)["trials"]]
-    except launcher.LaunchError:
-        return [Trial(kinds[0], math.inf)]  # then it has to prove itself in the run: what was asked for, or the safest
-    except probes.ProbeError as error:
-        if len(kinds) == 1:
-            return [Trial(kinds[0], failure=str(error))]
-        return [trial for kind in kinds for trial in rehearse([kind])]
+def rehearse(kinds: Sequence[str] = ON_A_NODE) -> list[Rehearsed]:
+    """Try these kinds together in one child job; where that fails, each in its own.
+
+    Where none can be started, the first kind is left to prove itself in the run.
+    """
+    found = _tried(kinds)
+    if fastest(found) is None and not _child_jobs_run():
+        return [Rehearsed(kinds[0], math.inf)]
+    return found
 
 
-def fastest(trials: Sequence[Trial]) -> str | None:
+def fastest(found: Sequence[Rehearsed]) -> str | None:
     """The kind to use; None if all have failed."""
-    served = [(trial.took_s, trial.kind) for trial in trials if trial.took_s is not None]
+    served = [(one.took_s, one.kind) for one in found if one.took_s is not None]
     return min(served)[1] if served else None
 
 
-def reason(trials: Sequence[Trial], kind: str | None = None) -> str:
+def reason(found: Sequence[Rehearsed], kind: str | None = None) -> str:
     """What was found out, in one line; first about the kind that was chosen."""
-    return "; ".join(map(_said, sorted(trials, key=lambda trial: trial.kind != kind)))
+    return "; ".join(map(_said, sorted(found, key=lambda one: one.kind != kind)))
 
 
-def _said(trial: Trial) -> str:
-    if trial.took_s is None:
-        return f"{trial.kind}: {trial.failure}"
-    if trial.took_s == math.inf:
-        return f"{trial.kind}: not compared with others, there is no launcher for a child job"
-    return f"{trial.kind}: 4 MB there and back in {1e3 * trial.took_s:.2f} ms" + f" ({trial.note})" * bool(trial.note)
+def _tried(kinds: Sequence[str]) -> list[Rehearsed]:
+    try:
+        return [Rehearsed(*one) for one in probes.probe("windows", *kinds, ranks=2)["windows"]]
+    except (probes.ProbeError, launcher.LaunchError) as error:
+        if len(kinds) == 1:
+            return [Rehearsed(kinds[0], failure=str(error))]
+        return [one for kind in kinds for one in _tried([kind])]
+
+
+def _child_jobs_run() -> bool:
+    try:
+        return bool(probes.probe("world", ranks=2)["size"] == 2)
+    except (probes.ProbeError, launcher.LaunchError):
+        return False
+
+
+def _said(one: Rehearsed) -> str:
+    if one.took_s is None:
+        return f"{one.kind}: {one.failure}"
+    if one.took_s == math.inf:
+        return f"{one.kind}: not compared with others, no child job could be started"
+    return f"{one.kind}: 4 MB there and back in {1e3 * one.took_s:.2f} ms" + f" ({one.note})" * bool(one.note)

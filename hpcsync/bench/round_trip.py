@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 
@@ -12,11 +13,13 @@ from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi import cuda
+from hpcsync.mpi.allreduce import SHM
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 
 SIZES = {"cpu": (25_000_000,), "cuda": (25_000_000, 100_000_000, 500_000_000)}
 VECTORS = 12  # of both ranks: two buffers, slot, gradient, weights, momentum; gradient, weights, and the passes' four
+IMAGES = 3  # of the server's rows, in host memory, if they are staged
 AIM = 1.5  # in host memory
 OPTIMIZERS = {
     "sgd": OptimizerSpec("sgd", 0.05),
@@ -40,10 +43,13 @@ def measure(
     return figures
 
 
-def _too_large(comm: MPI.Intracomm, device: torch.device, size: int) -> str:
-    """Why there is no room on the GPU, which may be one for both ranks; "" if there is."""
+def _too_large(comm: MPI.Intracomm, transport: Transport, size: int) -> str:
+    """Why there is no room on the GPU, which may be one for both ranks, or for images of it; "" if there is."""
+    device, images = transport.device, 4 * IMAGES * size
     if device.type == "cpu":
         return ""
+    if transport.kind == "staged" and SHM.exists() and (free := shutil.disk_usage(SHM).free) < images:
+        return f"needs {images / 1e9:.1f} GB in {SHM}, {free / 1e9:.1f} GB are free"
     torch.cuda.empty_cache()  # what this process keeps does not count as free
     comm.Barrier()
     free, needed = comm.allreduce(torch.cuda.mem_get_info(device)[0], MPI.MIN), 4 * VECTORS * size
@@ -51,7 +57,7 @@ def _too_large(comm: MPI.Intracomm, device: torch.device, size: int) -> str:
 
 
 def _measure(comm: MPI.Intracomm, transport: Transport, size: int, repetitions: int) -> list[Figure]:
-    if why := _too_large(comm, transport.device, size):
+    if why := _too_large(comm, transport, size):
         return [Figure(f"{size:,} float32: {why}", "ms", [])] if comm.rank == 1 else []
     figures = []
     aim = AIM if transport.device.type == "cpu" else None

@@ -15,8 +15,8 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model is: where its first parameter is."""
-    return next(model.parameters()).device
+    """Where the model is: where its first parameter is, and on the CPU without one."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -28,7 +28,7 @@ from hpcsync.mpi.tensor_window import HOST, NodeWindow, Transport
 
 SHM = Path("/dev/shm")  # where both MPIs keep shared windows on Linux
 SPARE_BYTES = 16 << 20  # of it, left to MPI's own needs
-CHUNK_BYTES = {"cpu": 1 << 17, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
+CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin with a cache line: no two ranks write to the same one
 WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: a line for each counter, and one for what it says
 
@@ -150,6 +150,8 @@ class SharedMean(MeanVector):
         self._line = LINE_BYTES // dtype.itemsize
         chunk = max(1, min(CHUNK_BYTES[device.type] // dtype.itemsize, size))
         self._partial = torch.empty(chunk, dtype=dtype, device=device)
+        self._divisor = torch.ones((), dtype=dtype, device=device)
+        self._views: dict[tuple[int, int], list[tuple[torch.Tensor, list[torch.Tensor]]]] = {}
         self._counters = HostMemory(comm, WORDS, torch.int64)
         words = [tensor.numpy() for tensor in self._counters.of]
         self._arrived = [word[:1] for word in words]
@@ -171,8 +173,9 @@ class SharedMean(MeanVector):
         words = np.array(self._said)
         n_steps, n_samples, stop = words.sum(0).tolist()
         agreed = Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0)
-        first, last = (self._bound(rank, begin, end) for rank in (self._rank, self._rank + 1))
-        self._mean_part(first, last, agreed.n_contributing)
+        self._memory.sync()
+        self._mean_part(begin, end, agreed.n_contributing)
+        self._memory.sync()
         self._meet(self._left)
         self._window.acquire(begin, end)
         return agreed
@@ -198,23 +201,38 @@ class SharedMean(MeanVector):
         self._counters.sync()
 
     def _mean_part(self, begin: int, end: int, n_contributing: int) -> None:
-        """In the order of ranks, whoever adds."""
-        step = len(self._partial)
-        for first in range(begin, end, step):
-            parts = [vector[first : min(first + step, end)] for vector in self._memory.of]
-            total = self._partial[: len(parts[0])]
-            here = [part.to(total.device) for part in parts]  # no copy, unless torch sees it on another GPU
+        """This rank's part of a slice, in the order of ranks, whoever adds."""
+        n = max(1, n_contributing)
+        exact = n & (n - 1) == 0  # multiplying by the reciprocal of a power of two is dividing, only faster
+        self._divisor.fill_(n)
+        for total, parts in self._chunks(begin, end):
+            # torch may see another GPU's memory as that GPU's: then it is copied here first.
+            here = [part if part.device == total.device else part.to(total.device) for part in parts]
             torch.add(here[0], here[1], out=total)
             for part in here[2:]:
                 total.add_(part)
-            if n_contributing > 1:
-                total.div_(n_contributing)
+            if exact:
+                total.mul_(1 / n)
+            else:
+                total.div_(self._divisor)  # by a number, a GPU would multiply by its reciprocal
             for part in parts:
                 part.copy_(total)
         cuda.ready(self._partial)
 
+    def _chunks(self, begin: int, end: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """(where to add up, every rank's), as views, of this rank's part of a slice; made once for each slice."""
+        if (found := self._views.get((begin, end))) is None:
+            first, last = (self._bound(rank, begin, end) for rank in (self._rank, self._rank + 1))
+            step, found = len(self._partial), []
+            for at in range(first, last, step):
+                parts = [vector[at : min(at + step, last)] for vector in self._memory.of]
+                found.append((self._partial[: len(parts[0])], parts))
+            self._views[begin, end] = found
+        return found
+
     def free(self) -> None:
         self._arrived, self._left, self._said = [], [], []
+        self._views.clear()
         self.vector = self.vector.new_empty(0)
         self._counters.free()
         self._window.free()

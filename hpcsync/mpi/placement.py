@@ -7,7 +7,6 @@ among all ranks of the run.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +16,12 @@ from mpi4py import MPI
 from hpcsync import gpus
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
-from hpcsync.mpi.node_memory import MemoryUnreachable
+from hpcsync.mpi.attempt import COUNT, attempt
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import HOST, Transport
-from hpcsync.rehearsal import ON_A_NODE, Trial, fastest, reason, rehearse
+from hpcsync.rehearsal import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 
 BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
-TRIAL_COUNT = 1_000_000  # float32, 4 MB
-TURNS = 3
 
 
 class Placement(NamedTuple):
@@ -56,61 +53,21 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
     """
     if device.type == "cpu":
         return Placement()
-    found = gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found())))
-    gpus.choose("cuda", job.cluster.window, found)
+    lacking = gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found()))).why
+    if lacking:
+        raise JobError(f"model: must be on the CPU: {lacking}")
     used = comm.allgather((comm.rank, socket.gethostname(), gpus.describe(device)))
-    patience = Patience(comm)
-    kinds = _kinds(job.cluster.window, patience.one_node)
-    trials = rehearse(kinds) if comm.rank == 0 else []
+    asked, patience = job.cluster.window, Patience(comm)
+    kinds = _kinds(asked, patience.one_node)
+    found = rehearse(kinds) if comm.rank == 0 else []
     patience.barrier()  # it takes seconds
-    trials = _confirmed(comm, device, comm.bcast(trials))
-    kind = fastest(trials)
+    found = _confirmed(comm, device, comm.bcast(found))
+    kind = fastest(found)
+    if kind is None and asked == "auto":
+        raise JobError(f'cluster.device = "cuda": must be "cpu" here, no kind of window serves: {reason(found)}')
     if kind is None:
-        raise JobError(f"cluster.window = {shown(job.cluster.window)}: must be another here: {reason(trials)}")
-    return Placement(Transport(kind, device), reason(trials, kind), tuple(gpus.users(used)))
-
-
-def attempt(comm: MPI.Intracomm, transport: Transport, count: int = TRIAL_COUNT) -> Trial:
-    """Every rank puts a pattern into the next one's window, and gets what that one shows; all have the same result.
-
-    took_s: rank 0's fastest put and get of `count` elements. Collective.
-    """
-    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    kind, times, right = transport.kind, [], True
-    try:
-        window = transport.window(comm, 2 * count, torch.float32)
-    except MemoryUnreachable as error:
-        return Trial(kind, failure=str(error))
-    patience = Patience(comm, passive=transport.passive)  # as the ranks of a run wait
-    here = torch.zeros(count, device=transport.device)
-    for turn in range(TURNS):
-        here.copy_(_pattern(comm.rank, turn, count))
-        window.local[count:].copy_(_pattern(comm.rank, ~turn, count))
-        window.release(0, 2 * count)
-        patience.barrier()
-        begin_s = time.perf_counter()
-        window.put(here, to, 0)
-        window.flush(to)
-        window.get(here, to, count)
-        window.flush(to)
-        times.append(time.perf_counter() - begin_s)
-        patience.barrier()
-        window.acquire(0, count)
-        right &= torch.equal(window.local[:count].cpu(), _pattern(source, turn, count))
-        right &= torch.equal(here.cpu(), _pattern(to, ~turn, count))
-        window.release(0, count)
-        patience.barrier()
-    note = window.note
-    window.free()
-    if not comm.allreduce(right, MPI.LAND):
-        return Trial(kind, failure="what arrives is not what was sent")
-    took_s, note = comm.bcast((min(times), note))
-    return Trial(kind, took_s, note=note)
-
-
-def _pattern(rank: int, turn: int, count: int) -> torch.Tensor:
-    """Whole numbers that float32 holds exactly, of which no two ranks and turns have the same."""
-    return (torch.arange(count) % 65521 + 7 * turn + 101 * rank).float()
+        raise JobError(f"cluster.window = {shown(asked)}: must be another here: {reason(found)}")
+    return Placement(Transport(kind, device), reason(found, kind), tuple(gpus.users(used)))
 
 
 def _kinds(asked: str, one_node: bool) -> Sequence[str]:
@@ -122,11 +79,13 @@ def _kinds(asked: str, one_node: bool) -> Sequence[str]:
     return [asked]
 
 
-def _confirmed(comm: MPI.Intracomm, device: torch.device, trials: list[Trial]) -> list[Trial]:
-    """The trials, after the best of them has succeeded among all ranks of the run too; the others as they were."""
-    while (kind := fastest(trials)) is not None:
-        again = attempt(comm, Transport(kind, device), count=TRIAL_COUNT // 4)
-        if again.took_s is not None:
+def _confirmed(comm: MPI.Intracomm, device: torch.device, found: list[Rehearsed]) -> list[Rehearsed]:
+    """What was found, after the best of it has succeeded among all ranks of the run too; the others as they were."""
+    while (kind := fastest(found)) is not None:
+        again = attempt(comm, Transport(kind, device), count=COUNT // 4)
+        served = again.took_s is not None
+        changed = {"note": again.note} if served else {"took_s": None, "failure": again.failure}
+        found = [one._replace(**changed) if one.kind == kind else one for one in found]
+        if served:
             break
-        trials = [again if trial.kind == kind else trial for trial in trials]
-    return trials
+    return found

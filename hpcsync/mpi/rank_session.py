@@ -23,6 +23,7 @@ from hpcsync.signals import Interrupted
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
+BCAST_BYTES = 1 << 30
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
 
 
@@ -150,11 +151,14 @@ class RankSession(Session):
         self._share(self._model.buffers(), self._source_of_statistics)
 
     def _share(self, tensors: Iterable[torch.Tensor], root: int) -> None:
-        """Give everybody the root's values, of any type."""
+        """Give everybody the root's values, of any type, through host memory: MPI's collectives get no other."""
         for tensor in tensors:
-            values = tensor.detach().cpu().reshape(-1).clone()  # MPI's collectives get host memory alone
-            self._comm.Bcast(values.view(torch.uint8).numpy(), root)
-            tensor.copy_(values.view(tensor.shape))
+            values = tensor.detach().cpu().contiguous()  # the tensor's own memory, if it can be
+            octets = values.reshape(-1).view(torch.uint8).numpy()
+            for begin in range(0, len(octets), BCAST_BYTES):  # Open MPI takes less than 2^31 of anything
+                self._comm.Bcast(octets[begin : begin + BCAST_BYTES], root)
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.copy_(values)
 
     def _conclude(self) -> None:
         """After the last rank has finished."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.rehearsal import ON_A_NODE, Trial, fastest, rehearse
+from hpcsync.rehearsal import ON_A_NODE, Rehearsed, fastest, rehearse
 from tests.gpu.device import DEVICE, FOUND
 from tests.mpi.conftest import (  # noqa: F401
     Transport,
@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def trials() -> dict[str, Trial]:
+def trials() -> dict[str, Rehearsed]:
     """Of each kind of window, on this machine."""
     from mpi4py import MPI
 
@@ -44,7 +44,7 @@ def trials() -> dict[str, Trial]:
 
 
 @pytest.fixture(params=ON_A_NODE)
-def transport(request: pytest.FixtureRequest, trials: dict[str, Trial]) -> Transport:
+def transport(request: pytest.FixtureRequest, trials: dict[str, Rehearsed]) -> Transport:
     """Every kind that serves here."""
     if (trial := trials[request.param]).took_s is None:
         pytest.skip(f"{trial.kind}: {trial.failure}")
@@ -52,7 +52,7 @@ def transport(request: pytest.FixtureRequest, trials: dict[str, Trial]) -> Trans
 
 
 @pytest.fixture(autouse=True)
-def fastest_windows(trials: dict[str, Trial], monkeypatch: pytest.MonkeyPatch) -> None:
+def fastest_windows(trials: dict[str, Rehearsed], monkeypatch: pytest.MonkeyPatch) -> None:
     """For all runs of tests that do not say otherwise: a trial for each of them would take seconds."""
     kind = fastest(list(trials.values()))
     assert kind is not None, trials

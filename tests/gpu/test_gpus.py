@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -50,6 +52,23 @@ def test_what_is_released_is_complete(comm, waiting, monkeypatch):
     assert (seen == (7 if waiting else 0)).all()
     comm.Barrier()
     window.free()
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_another_thread_goes_on_after_what_was_begun_here(waiting, monkeypatch):
+    """As buckets of a gradient do. The control: without the event they are seen before they are computed."""
+    if not waiting:
+        monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda self, event: None)
+    gradient, seen = torch.zeros(1000, device=DEVICE), torch.zeros(1000, device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    gradient.fill_(7)
+    call = cuda.after_this(lambda: seen.copy_(gradient), DEVICE, cuda.new_stream(DEVICE))
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    torch.cuda.synchronize()
+    assert (seen == (7 if waiting else 0)).all()
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])

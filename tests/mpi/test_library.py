@@ -12,6 +12,9 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync.job_errors import JobError
+from hpcsync.mpi import rank_session
+from hpcsync.mpi.node_memory import MemoryUnreachable
+from hpcsync.mpi.tensor_window import Transport
 from hpcsync.traces.audit import audit
 
 
@@ -98,8 +101,10 @@ def test_an_evaluation_that_falls_due_as_the_last_worker_leaves(comm, needs, fol
         assert all(found.passed for found in audit(folder / "run" / "trace.h5"))
 
 
-def test_all_of_rank_0s_model_becomes_everybodys(comm, folder):
-    """Frozen parameters and buffers too, of any type."""
+@pytest.mark.parametrize("piece", [1 << 30, 7])
+def test_all_of_rank_0s_model_becomes_everybodys(comm, folder, piece, monkeypatch):
+    """Frozen parameters and buffers too, of any type; in pieces, where they are larger than MPI takes."""
+    monkeypatch.setattr(rank_session, "BCAST_BYTES", piece)
     torch.manual_seed(comm.rank)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1))
     model[0].requires_grad_(False)
@@ -122,6 +127,20 @@ def test_differing_models_and_settings_are_refused_on_every_rank(comm, needs, fo
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + (comm.rank == 1))
     with pytest.raises(JobError, match="rank 1's settings are not rank 0's"):
         hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm)
+
+
+def test_a_window_that_fails_at_the_models_size_is_told_by_all_ranks_alike(comm, needs, folder, monkeypatch):
+    needs(2)
+
+    def fail(*_):
+        raise MemoryUnreachable("rank 0's memory: out of memory")
+
+    monkeypatch.setattr(Transport, "window", fail)
+    model = torch.nn.Linear(6, 1)
+    with pytest.raises(
+        JobError, match=r'cluster.window = "host": must be another here: rank 0.s memory: out of memory'
+    ):
+        hpcsync.connect(model, torch.optim.SGD(model.parameters(), lr=0.1), "allreduce", out=folder / "run", comm=comm)
 
 
 def test_a_session_is_refused_outside_of_its_block_and_a_step_without_a_batch(comm, folder):

@@ -41,20 +41,51 @@ def test_everybody_reads_what_everybody_has_written(comm):
     memory.free()
 
 
-def test_gpu_memory_that_one_rank_cannot_open_is_given_up_by_all(comm, needs, monkeypatch):
-    """With host memory in its place: what is asked of CUDA, in which order, and that all hear of a failure."""
-    needs(2)
-    said = []
+class Cuda:
+    """In the place of CUDA's: what is asked of it, in order; other ranks' memory is made up."""
 
-    def opened(handle, count, dtype, device):
-        if comm.rank == comm.size - 1 and handle == b"rank 0":
+    def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank, self.said = rank, []
+        self.refused: bytes | None = None
+        for name in ("exported", "opened", "close"):
+            monkeypatch.setattr(cuda, name, getattr(self, name))
+
+    def exported(self, tensor):
+        self.said.append("export")
+        return f"rank {self.rank}".encode()
+
+    def opened(self, handle, count, dtype, device):
+        if handle == self.refused:
             raise RuntimeError("cudaErrorPeerAccessUnsupported")
-        said.append(handle)
-        return torch.zeros(count, dtype=dtype)
+        self.said.append(f"open {handle.decode()}")
+        return torch.full((count,), 5.0, dtype=dtype)
 
-    monkeypatch.setattr(cuda, "exported", lambda tensor: f"rank {comm.rank}".encode())
-    monkeypatch.setattr(cuda, "opened", opened)
-    monkeypatch.setattr(cuda, "close", lambda tensor, device: said.remove(said[0]))
+    def close(self, tensor, device):
+        self.said.append("close")
+
+
+def test_everybody_opens_the_others_memory_and_closes_it_before_it_is_given_back(comm, monkeypatch):
+    made = Cuda(comm.rank, monkeypatch)
+    memory = DeviceMemory(comm, 3 + comm.rank, torch.float32, torch.device("cpu"))
+    assert [len(tensor) for tensor in memory.of] == [3 + rank for rank in range(comm.size)]
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    assert made.said == ["export", *(f"open rank {rank}" for rank in others)]
+    assert all((memory.of[rank] == 5).all() for rank in others) and (memory.of[comm.rank] == 0).all()
+    closed = len(made.said) + len(others)
+    barrier = comm.allreduce
+    monkeypatch.setattr(memory, "_comm", type("Comm", (), {
+        "rank": comm.rank, "Barrier": lambda self: made.said.append("all have closed") or barrier(0)
+    })())  # fmt: skip
+    memory.free()
+    memory.free()
+    assert made.said[closed:] == ["all have closed"] and set(made.said[closed - len(others) : closed]) <= {"close"}
+
+
+def test_gpu_memory_that_one_rank_cannot_open_is_given_up_by_all(comm, needs, monkeypatch):
+    needs(2)
+    made = Cuda(comm.rank, monkeypatch)
+    made.refused = b"rank 0" if comm.rank == comm.size - 1 else None
     with pytest.raises(MemoryUnreachable, match=f"rank {comm.size - 1} cannot open rank 0's memory: cudaErrorPeer"):
         DeviceMemory(comm, 5, torch.float32, torch.device("cpu"))
-    assert said == [], "what was opened is closed"
+    opened = sum(word.startswith("open") for word in made.said)
+    assert made.said.count("close") == opened, "what was opened is closed"

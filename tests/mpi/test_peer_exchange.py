@@ -3,6 +3,7 @@ looks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -97,6 +98,36 @@ def expected(this: Job, x: np.ndarray, round: int) -> np.ndarray:
         own = 2 if drawn[i] == i else 1
         after.append((own * x[i] + sum(come, np.zeros(SIZE))) / (own + len(come)))
     return np.array(after)
+
+
+class Deaf:
+    """A communicator on which nobody waits to hear from the one that gives to it."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def Sendrecv(self, *_: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_weights_that_are_given_are_waited_for(comm, needs, deaf):
+    needs(2)
+    with worker(comm, job(comm.size, "permutation", include_self=False)) as (made, weights):
+        weights.fill_(comm.rank + 1)
+        made.step(0.1, n_samples=0, stop=False, exchanging=True)
+        made.agreed = made.agreed._replace(n_steps=1)
+        hearing = made._link.comm
+        made._link.comm = Deaf(hearing) if deaf else hearing
+        if comm.rank == 0:
+            time.sleep(0.1)
+        made.exchange(1)
+        made._link.comm = hearing
+        comm.Barrier()
+        assert (models(comm, weights).sum() == SIZE * comm.size * (comm.size + 1) / 2) != deaf
 
 
 @pytest.mark.parametrize("topology", ["complete", "ring", "exponential"])

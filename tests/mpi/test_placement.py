@@ -10,8 +10,10 @@ from hpcsync.gpus import Found, Gpu
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.mpi import patience, placement
+from hpcsync.mpi.attempt import Attempt
 from hpcsync.mpi.placement import Placement, place
-from hpcsync.rehearsal import Trial
+from hpcsync.mpi.tensor_window import Transport
+from hpcsync.rehearsal import Rehearsed
 
 GPU = torch.device("cuda", 0)
 
@@ -36,17 +38,18 @@ class Machine:
         self.failures: dict[str, str] = {}
         self.tried: list[str] = []  # by this rank: in a child job, then here
         self.found = Found(2, "")
+        self.note = ""
 
     def rehearse(self, kinds):
         self.tried += [f"child {kind}" for kind in kinds]
-        return [Trial(kind, took_s, "" if took_s else "ended with status 139") for kind, took_s in self.took_s.items()
-                if kind in kinds]  # fmt: skip
+        times = {kind: took_s for kind, took_s in self.took_s.items() if kind in kinds}
+        return [Rehearsed(kind, took_s, "" if took_s else "ended with status 139") for kind, took_s in times.items()]
 
     def attempt(self, comm, transport, count):
         self.tried.append(transport.kind)
         if failure := self.failures.get(transport.kind):
-            return Trial(transport.kind, failure=failure)
-        return Trial(transport.kind, 0.1)
+            return Attempt(failure=failure)
+        return Attempt(0.1, note=self.note)
 
 
 @pytest.fixture
@@ -93,6 +96,18 @@ def test_what_fails_among_the_ranks_of_the_run_is_not_taken(comm, machine):
     assert machine.tried == [*child(comm, "staged", "ipc", "mpi"), "ipc", "staged"]
 
 
+def test_what_the_ranks_of_the_run_have_to_say_is_said(comm, machine):
+    machine.note = "its pages are not locked"
+    assert place(comm, job("staged"), GPU).why == "staged: 4 MB there and back in 4.00 ms (its pages are not locked)"
+
+
+def test_without_a_window_the_cpu_is_what_is_left(comm, machine):
+    machine.took_s = dict.fromkeys(machine.took_s)
+    assert refusal(comm, job()).startswith(
+        'cluster.device = "cuda": must be "cpu" here, no kind of window serves: staged: '
+    )
+
+
 @pytest.mark.parametrize("window", ["ipc", "staged"])
 def test_what_is_asked_for_is_taken_and_nothing_else_tried(comm, machine, window):
     assert place(comm, job(window), GPU).transport.kind == window
@@ -121,9 +136,20 @@ def test_a_rank_without_a_gpu_is_named(comm, machine, needs):
     needs(2)
     if comm.rank == comm.size - 1:
         machine.found = Found(0, "torch sees no GPU")
-    assert refusal(comm, job()).startswith(
-        f'cluster.device = "cuda": must be "auto" or "cpu" here: rank {comm.size - 1} on '
-    )
+    assert refusal(comm, job()).startswith(f"model: must be on the CPU: rank {comm.size - 1} on ")
+
+
+def test_trial_and_confirmation_with_host_memory_in_the_place_of_gpus(comm, needs, monkeypatch):
+    """The whole of it, child job and all; on two ranks, to save time."""
+    needs(2)
+    if comm.size > 2:
+        pytest.skip("on two ranks")
+    monkeypatch.setattr(gpus, "found", lambda: Found(1, ""))
+    monkeypatch.setattr(gpus, "describe", lambda device: Gpu("none", "0000:01"))
+    monkeypatch.setattr(placement, "Transport", lambda kind, device: Transport(kind))
+    found = place(comm, job(), GPU)
+    assert found.why.count("4 MB there and back in") == 3 and found.why.startswith(f"{found.transport.kind}: ")
+    assert place(comm, job("mpi"), GPU).transport.kind == "mpi"
 
 
 def test_on_the_cpu_there_is_nothing_to_choose_or_to_say(comm, machine):

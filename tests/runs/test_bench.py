@@ -30,4 +30,4 @@ def test_without_a_gpu_there_is_nothing_to_measure_on_one():
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(argv, env=environ, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == "hpcsync: --device cuda: torch sees no GPU\n"
+    assert result.stderr == "hpcsync: --device cuda: torch is built without CUDA\n"

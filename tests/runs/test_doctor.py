@@ -37,8 +37,8 @@ def test_a_wrong_library_does_not() -> None:
 
 def test_windows_are_tried_in_a_child_job() -> None:
     """With host memory in a GPU's place, where there is none."""
-    trials = rehearse()
-    assert [trial.kind for trial in trials] == list(ON_A_NODE)
-    assert all(trial.took_s is not None for trial in trials if trial.kind != "mpi" or gpus.found().why)
+    found = rehearse()
+    assert [one.kind for one in found] == list(ON_A_NODE)
+    assert all(one.took_s is not None for one in found if one.kind != "mpi" or gpus.found().why)
     (nothing,) = rehearse(["nothing"])
     assert nothing.took_s is None and "transport of kind 'nothing'" in nothing.failure

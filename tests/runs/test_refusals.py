@@ -41,8 +41,8 @@ def test_a_bad_job_is_told_in_one_line_and_nothing_starts(tmp_path: Path, overri
 @pytest.mark.parametrize(
     ("override", "line"),
     [
-        ("device=cuda", 'cluster.device = "cuda": must be "auto" or "cpu" here: torch sees no GPU'),
-        ("window=ipc", 'cluster.window = "ipc": must be "auto" or "host" here: torch sees no GPU'),
+        ("device=cuda", 'cluster.device = "cuda": must be "auto" or "cpu" here: torch is built without CUDA'),
+        ("window=ipc", 'cluster.window = "ipc": must be "auto" or "host" here: torch is built without CUDA'),
     ],
 )
 def test_a_gpu_that_is_not_there_is_told_in_one_line(tmp_path: Path, override: str, line: str) -> None:

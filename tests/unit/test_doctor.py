@@ -8,7 +8,7 @@ import pytest
 
 from hpcsync import doctor, launcher
 from hpcsync.doctor import Finding, ProbeError
-from hpcsync.rehearsal import Trial
+from hpcsync.rehearsal import Rehearsed
 
 GOOD = {
     "packages": {"numpy": "2", "torch": "3"},
@@ -106,7 +106,7 @@ def test_a_launcher_that_is_missing(probes: dict, monkeypatch: pytest.MonkeyPatc
 )
 def test_gpus(probes: dict, found: dict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     probes["gpu"] = found
-    monkeypatch.setattr(doctor, "rehearse", lambda: [Trial("staged", 0.002), Trial("mpi", None, "status -11")])
+    monkeypatch.setattr(doctor, "rehearse", lambda: [Rehearsed("staged", 0.002), Rehearsed("mpi", None, "status -11")])
     first, *windows = doctor.gpus()
     assert first == Finding("GPU", "ok", words)
     assert [finding.verdict for finding in windows] == ["ok"] * (not found["why"])
@@ -114,7 +114,7 @@ def test_gpus(probes: dict, found: dict, words: str, monkeypatch: pytest.MonkeyP
 
 
 def test_gpus_that_no_window_serves_are_bad() -> None:
-    finding = doctor.gpu_windows([Trial("staged", None, "hangs"), Trial("ipc", None, "status -11")])
+    finding = doctor.gpu_windows([Rehearsed("staged", None, "hangs"), Rehearsed("ipc", None, "status -11")])
     assert (finding.verdict, finding.found) == ("bad", "staged: hangs; ipc: status -11") and "cpu" in finding.to_do
 
 

@@ -52,9 +52,11 @@ def test_two_gpus_are_found(two: CuPy) -> None:
     assert gpus.found() == TWO
 
 
-def test_torch_sees_no_gpu(two: CuPy, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("built_for", "why"), [("13.0", NONE.why), (None, "torch is built without CUDA")])
+def test_torch_has_no_gpu(two: CuPy, monkeypatch: pytest.MonkeyPatch, built_for: str | None, why: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpus.found() == NONE
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    assert gpus.found() == Found(0, why)
 
 
 def test_torch_that_fails(two: CuPy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +92,7 @@ def test_cupy_that_does_not_serve(two: CuPy, monkeypatch: pytest.MonkeyPatch, cu
 def test_looking_needs_neither_gpu_nor_cupy() -> None:
     """On this machine, whatever it is."""
     found = gpus.found()
-    assert (found.devices > 0) or found == NONE
+    assert (found.devices > 0) or found.why.startswith("torch ")
 
 
 def test_importing_is_light() -> None:

@@ -9,9 +9,13 @@ import pytest
 from hpcsync import rehearsal
 from hpcsync.launcher import LaunchError
 from hpcsync.probes import ProbeError
-from hpcsync.rehearsal import ON_A_NODE, Trial, fastest, reason, rehearse
+from hpcsync.rehearsal import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 
-STAGED, IPC, MPI = Trial("staged", 0.0021), Trial("ipc", 0.0001), Trial("mpi", None, "ended with status -11")
+STAGED, IPC, MPI = (
+    Rehearsed("staged", 0.0021),
+    Rehearsed("ipc", 0.0001),
+    Rehearsed("mpi", None, "ended with status -11"),
+)
 
 
 @pytest.mark.parametrize(
@@ -21,11 +25,11 @@ STAGED, IPC, MPI = Trial("staged", 0.0021), Trial("ipc", 0.0001), Trial("mpi", N
         ([STAGED, MPI], "staged"),
         ([MPI], None),
         ([], None),
-        ([Trial("mpi", 0.0), STAGED], "mpi"),
-        ([Trial("staged", math.inf), Trial("mpi", 9.0)], "mpi"),
+        ([Rehearsed("mpi", 0.0), STAGED], "mpi"),
+        ([Rehearsed("staged", math.inf), Rehearsed("mpi", 9.0)], "mpi"),
     ],
 )
-def test_the_fastest_that_serves_is_chosen(trials: list[Trial], kind: str | None) -> None:
+def test_the_fastest_that_serves_is_chosen(trials: list[Rehearsed], kind: str | None) -> None:
     assert fastest(trials) == kind
 
 
@@ -34,7 +38,7 @@ def test_the_reason_begins_with_what_was_chosen_and_leaves_nothing_out() -> None
         "ipc: 4 MB there and back in 0.10 ms; staged: 4 MB there and back in 2.10 ms; mpi: ended with status -11"
     )
     assert reason([MPI]) == "mpi: ended with status -11"
-    assert "no launcher" in reason([Trial("staged", math.inf)])
+    assert "no child job" in reason([Rehearsed("staged", math.inf)])
 
 
 @pytest.fixture
@@ -43,11 +47,13 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     jobs: list[tuple[str, ...]] = []
 
     def probe(name: str, *kinds: str, ranks: int) -> dict:
+        if name == "world":
+            return {"size": 2}
         assert (name, ranks) == ("windows", 2)
         jobs.append(kinds)
         if "mpi" in kinds:
             raise ProbeError("ended with status -11")
-        return {"trials": [{STAGED.kind: STAGED, IPC.kind: IPC}[kind]._asdict() for kind in kinds]}
+        return {"windows": [{STAGED.kind: STAGED, IPC.kind: IPC}[kind] for kind in kinds]}
 
     monkeypatch.setattr(rehearsal.probes, "probe", probe)
     return jobs
@@ -62,9 +68,16 @@ def test_a_crash_costs_only_its_own_kind(probed: list) -> None:
     assert probed == [ON_A_NODE, ("staged",), ("ipc",), ("mpi",)]
 
 
-def test_without_a_launcher_the_safest_is_left_to_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kind_that_alone_is_asked_for_and_fails_has_failed(probed: list) -> None:
+    assert rehearse(["mpi"]) == [MPI]
+
+
+@pytest.mark.parametrize("error", [LaunchError("mpiexec: not found"), ProbeError("ended with status 1")])
+def test_where_no_child_job_runs_the_safest_is_left_to_the_run(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def probe(*_: str, ranks: int) -> dict:
-        raise LaunchError("mpiexec: not found")
+        raise error
 
     monkeypatch.setattr(rehearsal.probes, "probe", probe)
     assert fastest(rehearse()) == "staged" and fastest(rehearse(["ipc"])) == "ipc"

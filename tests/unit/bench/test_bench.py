@@ -13,7 +13,7 @@ from hpcsync.bench import BenchError, Target
 from hpcsync.gpus import Found
 from hpcsync.job_errors import JobError
 from hpcsync.launcher import Ended
-from hpcsync.rehearsal import Trial
+from hpcsync.rehearsal import Rehearsed
 
 
 def test_nothing_asked_for_is_everything():
@@ -131,11 +131,11 @@ def test_without_a_gpu_nothing_is_measured(launched, monkeypatch, tmp_path):
 
 
 def test_the_fastest_windows_come_first_and_those_that_fail_not_at_all(monkeypatch):
-    trials = [Trial("staged", 0.003), Trial("ipc", 0.002), Trial("mpi", failure="crashes")]
+    trials = [Rehearsed("staged", 0.003), Rehearsed("ipc", 0.002), Rehearsed("mpi", failure="crashes")]
     monkeypatch.setattr(bench, "rehearse", lambda: trials)
     kinds, why = bench.serving()
     assert kinds == ["ipc", "staged"]
-    assert why.startswith("ipc: 16 MB") and "mpi: crashes" in why
+    assert why.startswith("ipc: 4 MB") and "mpi: crashes" in why
     monkeypatch.setattr(bench, "rehearse", lambda: trials[2:])
     with pytest.raises(JobError, match="--device cuda: no kind of window serves: mpi: crashes"):
         bench.serving()
