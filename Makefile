@@ -41,8 +41,8 @@ check: .venv/ready
 unit: .venv/ready
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
 
-# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts. Whole runs that do
-# not depend on the MPI are left to the first.
+# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts. What is marked
+# `once`, because it hardly depends on the MPI, is left to the first.
 ranks: ranks-.venv ranks-.venv-mpich
 
 ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
@@ -61,7 +61,7 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	fi; \
 	if ls tests/hosts/test_*.py >/dev/null 2>&1; then \
 	    echo "$*/bin/python -m pytest -x -q -rs tests/hosts"; \
-	    $*/bin/python -m pytest -x -q -rs tests/hosts; \
+	    $*/bin/python -m pytest -x -q -rs tests/hosts $(if $(filter .venv-mpich,$*),-m "not once"); \
 	fi
 
 # ---- on a machine with a GPU: its tests, what doctor finds, what bench measures ----

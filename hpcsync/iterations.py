@@ -11,22 +11,31 @@ from hpcsync.devices import device
 from hpcsync.job import Job
 from hpcsync.learning.data import batches
 
+CALL_S = 5e-4  # from one call while padding to the next
+
 
 class Iterations:
     """The batches of one worker, in the job's data order, with each iteration padded to what its device takes.
 
     now: the clock, in seconds since the start of the run.
     leave: called when the worker leaves before its next batch, because the job says so.
+    while_padding: called now and then while an iteration is padded, as it would be from within a computation.
     """
 
     def __init__(
-        self, job: Job, worker: int, now: Callable[[], float], leave: Callable[[], None] = lambda: None
+        self,
+        job: Job,
+        worker: int,
+        now: Callable[[], float],
+        leave: Callable[[], None] = lambda: None,
+        while_padding: Callable[[], None] | None = None,
     ) -> None:
         self.batch_size = 0
         self._job = job
         self._worker = worker
         self._now = now
         self._leave = leave
+        self._while_padding = while_padding
         self._training_epochs = 0
         self._begin_s: float | None = None  # of the batch that has been handed out, until its step
         self._device = device(job, worker)
@@ -63,8 +72,16 @@ class Iterations:
             raise RuntimeError("step without a batch: call it once for each batch of the session's shard")
         begin_s, self._begin_s = self._begin_s, None
         if padded_s := self._device.seconds(begin_s):
-            time.sleep(max(0.0, begin_s + padded_s - self._now()))
+            self._pad(begin_s + padded_s)
         return begin_s, self._now()
+
+    def _pad(self, end_s: float) -> None:
+        while (left_s := end_s - self._now()) > 0:
+            if self._while_padding is None:
+                time.sleep(left_s)
+            else:
+                self._while_padding()
+                time.sleep(min(left_s, CALL_S))
 
     def _batches(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[Any]:
         if dataset is None:

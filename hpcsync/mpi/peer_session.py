@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_exchange import Outcome, exchange
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
-from hpcsync.mpi.progression import Progression, choose
+from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, taken_in
 from hpcsync.progress import Progress, console
@@ -45,9 +45,10 @@ class PeerSession(RankSession):
         self._exchange.show(1)
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
         self._progression = None if self._exchange.in_step else choose(self._link.comm, transport=placement.transport)
-        self._hooks = self._hook(self._progression)
+        poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
+        self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start()
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, while_padding=poll)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
         self._lr, self._own_lr = learning_rate(job), worker_rate(job)
         self._iteration = 0
@@ -56,11 +57,9 @@ class PeerSession(RankSession):
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._exchange.in_step else 0)
         self._in_step = self._exchange.in_step  # until all of those in step end
 
-    def _hook(self, progression: Progression | None) -> list[torch.utils.hooks.RemovableHandle]:
-        """Let every gradient that is computed help the others' transfers along, if that is the help they get."""
-        if progression is None or progression.kind != "hooks":
-            return []
-        return [p.register_post_accumulate_grad_hook(lambda _: progression.poll()) for p in self.flat.parameters]
+    def _hook(self, poll: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
+        """Let every gradient that is computed help the others' transfers along."""
+        return [p.register_post_accumulate_grad_hook(lambda _: poll()) for p in self.flat.parameters]
 
     # ---- training ----
 

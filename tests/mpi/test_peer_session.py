@@ -203,8 +203,8 @@ def test_every_trace_shows_its_paradigm(comm, folder, paradigm):
 
 
 @pytest.mark.parametrize("paradigm", ["allreduce", "local-sgd", "permutation", "pull", "push-sum"])
-def test_workers_may_finish_seconds_apart(comm, folder, paradigm):
-    """Worker w makes 10 + 15 w iterations, and leaves w / 4 seconds later; all end with the same weights."""
+def test_workers_may_finish_at_different_times(comm, folder, paradigm):
+    """Worker w makes 10 + 15 w iterations, and leaves w / 8 seconds later; all end with the same weights."""
     torch.manual_seed(comm.rank)
     model = torch.nn.Linear(11, 1, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -219,7 +219,7 @@ def test_workers_may_finish_seconds_apart(comm, folder, paradigm):
             sync.step(loss)
             if number + 1 == 10 + 15 * comm.rank:
                 break
-        time.sleep(0.25 * comm.rank)
+        time.sleep(0.125 * comm.rank)
     weights = comm.allgather([p.detach().numpy() for p in model.parameters()])
     assert all((a == b).all() for other in weights for a, b in zip(other, weights[0], strict=True))
     if comm.size > 1 and comm.rank == 0:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpcsync.iterations import Iterations
+from hpcsync.iterations import CALL_S, Iterations
 from hpcsync.learning.data import batches
 from tests.unit.jobs import make_job
 
@@ -96,6 +96,17 @@ def test_an_iteration_is_padded_up_to_its_time(clock, computed_s, slept_s):
     next(iterations.shard(DATA, 4, 1, never))
     clock[0] += computed_s
     assert iterations.end() == (10.0, pytest.approx(10.0 + computed_s + slept_s))
+
+
+def test_padding_leaves_time_for_calls(clock):
+    """As a computation would; without a call it is slept through at once."""
+    calls = []
+    compute = {"model": "constant", "seconds": 0.5}
+    iterations = make_iterations(compute=compute, now=lambda: clock[0], while_padding=lambda: calls.append(clock[0]))
+    next(iterations.shard(DATA, 4, 1, never))
+    begin_s, end_s = iterations.end()
+    assert end_s - begin_s == pytest.approx(0.5)
+    assert len(calls) == pytest.approx(0.5 / CALL_S, abs=2)
 
 
 # ---- a device that changes ----
