@@ -1,7 +1,8 @@
 # make run: train, here and now.  make test: everything that must hold.  Both set up all they need below this folder.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-PIP = -m pip --disable-pip-version-check install --quiet $(PIP_ARGS)
+# What is never imported need not be compiled.
+PIP = -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 JOB ?= jobs/digits-dssp.toml
 SIZES ?= 1 2 3 5
 

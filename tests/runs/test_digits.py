@@ -24,7 +24,7 @@ EQUAL = ("--set", "cluster.workers=2", "--set", "cluster.compute.seconds=0.002")
 UNEVEN = ("--set", "cluster.workers=2", "--set", "cluster.compute.seconds=[0.002, 0.004]")
 
 
-RUNS = {"dssp": UNEVEN, "asp": UNEVEN, "ssp": UNEVEN, "bsp": EQUAL}
+RUNS = {"dssp": UNEVEN, "asp": UNEVEN, "bsp": EQUAL}
 BY_HPCSYNC = ("dssp", "asp")
 
 
