@@ -118,14 +118,12 @@ class MpiMean(MeanVector):
 
     def _mean(self, part: torch.Tensor, image: torch.Tensor, n_contributing: int) -> None:
         if self._image is not self.vector:
-            image.copy_(part, non_blocking=True)
-            cuda.ready(part)
+            cuda.copy(image, part)
         self._comm.Allreduce(MPI.IN_PLACE, image.numpy())
         if n_contributing > 1:
             image.div_(n_contributing)
         if self._image is not self.vector:
-            part.copy_(image, non_blocking=True)
-            cuda.ready(part)
+            cuda.copy(part, image)
 
     def free(self) -> None:
         self._comm.Free()

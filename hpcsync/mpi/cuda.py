@@ -37,6 +37,13 @@ def ready(tensor: torch.Tensor) -> None:
         os.sched_yield()
 
 
+def copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    """Between a GPU and host memory, or as if; complete when this returns."""
+    into.copy_(source, non_blocking=True)
+    ready(into)
+    ready(source)
+
+
 def enter(device: torch.device) -> None:
     """In a thread that is about to use a GPU, or an MPI that may: let this be its current one, not the first."""
     if device.type == "cuda":

@@ -158,12 +158,11 @@ class NodeWindow(TensorWindow):
     def acquire(self, begin: int, end: int) -> None:
         self._memory.sync()
         if self.local is not self._image:
-            self.local[begin:end].copy_(self._image[begin:end], non_blocking=True)
-            cuda.ready(self.local)
+            cuda.copy(self.local[begin:end], self._image[begin:end])
 
     def release(self, begin: int, end: int) -> None:
         if self.local is not self._image:
-            self._image[begin:end].copy_(self.local[begin:end], non_blocking=True)
+            cuda.copy(self._image[begin:end], self.local[begin:end])
         cuda.ready(self.local)
         self._memory.sync()
 
@@ -185,8 +184,7 @@ class StagedMpiWindow(TensorWindow):
 
     def put(self, source: torch.Tensor, rank: int, offset: int) -> None:
         buffer = self._passing(source)
-        buffer.copy_(source, non_blocking=True)
-        cuda.ready(source)
+        cuda.copy(buffer, source)
         self._window.put(buffer.numpy(), rank, offset)
         self._mine(rank).append((buffer, None))
 
@@ -204,12 +202,10 @@ class StagedMpiWindow(TensorWindow):
 
     def acquire(self, begin: int, end: int) -> None:
         self._window.sync()
-        self.local[begin:end].copy_(self._image[begin:end], non_blocking=True)
-        cuda.ready(self.local)
+        cuda.copy(self.local[begin:end], self._image[begin:end])
 
     def release(self, begin: int, end: int) -> None:
-        self._image[begin:end].copy_(self.local[begin:end], non_blocking=True)
-        cuda.ready(self.local)
+        cuda.copy(self._image[begin:end], self.local[begin:end])
         self._window.sync()
 
     def _passing(self, tensor: torch.Tensor) -> torch.Tensor:
