@@ -60,6 +60,12 @@ class EvaluationSchedule:
     def due(self, samples: int) -> bool:
         return 0 < self._every_samples and self._next_samples <= samples
 
+    def begin_if_due(self, samples: int) -> bool:
+        """Whether it is due; then it has begun."""
+        if due := self.due(samples):
+            self.begun(samples)
+        return due
+
     def begun(self, samples: int) -> None:
         """An evaluation after so many samples has begun: the next is due at the next multiple."""
         self._next_samples = samples - samples % self._every_samples + self._every_samples

@@ -147,8 +147,7 @@ class PeerSession(RankSession):
             lockstep.exchanged(agreed.n_contributing, agreed.n_steps, agreed.n_samples)
             ended = agreed.stop or agreed.n_steps == 0
         self._in_step = not (ended or lockstep.enough(since))
-        if self._in_step and since == 0 and self._evaluations.due(lockstep.samples):
-            self._evaluations.begun(lockstep.samples)
+        if self._in_step and since == 0 and self._evaluations.begin_if_due(lockstep.samples):
             self._exchange.show(self._serial())
             self._shown()
         return not self._in_step

@@ -72,9 +72,9 @@ class _InStep(PeerSimulation):
 
     def _look(self) -> None:
         """At the weights that are being exchanged, if an evaluation is due and this is not the end."""
-        lockstep, due = self._lockstep, self._evaluations.due(self._lockstep.samples)
-        if due and not (lockstep.enough() or self._stop_agreed):
-            self._evaluations.begun(lockstep.samples)
+        lockstep = self._lockstep
+        ended = lockstep.enough() or self._stop_agreed
+        if not ended and self._evaluations.begin_if_due(lockstep.samples):
             judged = self._numbers.evaluate()
             self.coordinator.evaluated(self._loop.now_s, lockstep.updates, lockstep.samples, *judged)
 

@@ -157,8 +157,7 @@ class Simulation:
 
     def _evaluate_if_due(self) -> None:
         coordinator = self.coordinator
-        if not coordinator.stopping and self._evaluations.due(coordinator.samples):
-            self._evaluations.begun(coordinator.samples)
+        if not coordinator.stopping and self._evaluations.begin_if_due(coordinator.samples):
             self._evaluate(self._loop.now_s)
 
     def _evaluate(self, now_s: float) -> None:

@@ -73,5 +73,10 @@ def test_one_long_batch_is_one_evaluation():
     assert (schedule.due(59), schedule.due(60)) == (False, True)
 
 
+def test_what_is_due_begins_once():
+    schedule = EvaluationSchedule(10)
+    assert [samples for samples in range(0, 60, 4) if schedule.begin_if_due(samples)] == [12, 20, 32, 40, 52]
+
+
 def test_never_is_never_due():
     assert not EvaluationSchedule(0).due(10**9)
