@@ -20,6 +20,11 @@ class Found(NamedTuple):
     devices: int
     why: str
 
+    @property
+    def unused(self) -> str:
+        """What to tell where there are GPUs and a run takes the CPU all the same; "" where there is nothing to tell."""
+        return f"GPUs are not used: {self.why}\n" if self.devices and self.why else ""
+
 
 class Gpu(NamedTuple):
     """`bus_id`: its place on the PCI bus of its host, such as 0000:01:00.0."""

@@ -43,8 +43,8 @@ def device() -> torch.device:
     current one when it starts.
     """
     found = gpus.found()
-    if found.devices and found.why and launcher.expected_rank() == 0:
-        print(f"GPUs are not used: {found.why}", flush=True)
+    if launcher.expected_rank() == 0:
+        print(found.unused, end="", flush=True)
     return gpus.claim(gpus.choose("auto", "auto", found))
 
 
@@ -358,8 +358,7 @@ class LocalSession(Session):
         self._updates += 1
         trained_s = self._now() - self._evaluating_s
         self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=trained_s)
-        if self._evaluate is not None and self._schedule.due(self._samples):
-            self._schedule.begun(self._samples)
+        if self._evaluate is not None and self._schedule.begin_if_due(self._samples):
             self.stopped |= self._stop.satisfied(*self._judge(self._evaluate))
         return not self.stopped
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,10 +30,10 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
 
     Raises LaunchError for a launcher that started the ranks wrongly.
     """
-    with suppress(JobError):  # told below, once
-        cluster = jobs.load(path, overrides, ranks).cluster
-        if cluster.device != "cpu":  # an MPI that knows GPUs looks at the current one when it starts
-            gpus.claim(gpus.choose(cluster.device, cluster.window, gpus.found()))
+    if not (found := gpus.found()).why:  # an MPI that knows GPUs looks at the current one when it starts
+        with suppress(JobError):  # told below, once
+            cluster = jobs.load(path, overrides, ranks).cluster
+            gpus.claim(gpus.choose(cluster.device, cluster.window, found))
     comm = world()
     assert comm is not None, "called on a rank"
     import_beside(path)
@@ -69,8 +68,10 @@ def _device(comm: MPI.Intracomm, job: Job) -> torch.device:
     asked, window = job.cluster.device, job.cluster.window
     if asked == "cpu":
         return torch.device("cpu")
-    found = gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found())))
+    from hpcsync.mpi.placement import gpus_of_all
+
+    found = gpus_of_all(comm)
     chosen = gpus.choose(asked, window, found)
-    if chosen == "cpu" and found.devices and comm.rank == 0:
-        print(f"GPUs are not used: {found.why}", flush=True)
+    if comm.rank == 0:
+        print(found.unused, end="", flush=True)
     return gpus.claim(chosen)

@@ -22,7 +22,7 @@ from hpcsync import __version__, gpus, launcher
 from hpcsync.bench.figures import Figure, table
 from hpcsync.bench.machine import machine, versions
 from hpcsync.job_errors import JobError, did_you_mean, shown
-from hpcsync.rehearsal import reason, rehearse
+from hpcsync.rehearsal import reason, rehearse, serving
 
 
 class Target(NamedTuple):
@@ -74,7 +74,7 @@ def main(targets: Sequence[str], path: str | Path | None = None, device: str = "
     console.print(f"hpcsync {__version__} on {about['machine']}\n{about['versions']}")
     kinds = ["host"]
     if device == "cuda":
-        kinds, about["windows"] = serving()
+        kinds, about["windows"] = windows()
         console.print(f"windows: {about['windows']}", markup=False)
     measured: dict[str, Any] = {**about, "hpcsync": __version__, "targets": {}}
     for name in chosen:
@@ -119,17 +119,15 @@ def parse(targets: Sequence[str], device: str = "cpu") -> list[str]:
     return list(dict.fromkeys(targets)) or allowed
 
 
-def serving() -> tuple[list[str], str]:
+def windows() -> tuple[list[str], str]:
     """The kinds of windows that serve for this node's GPUs, the fastest first, and what was found out about every kind.
 
     Raises JobError if none does.
     """
-    trials = rehearse()
-    served = sorted((trial.took_s, trial.kind) for trial in trials if trial.took_s is not None)
-    if not served:
-        raise JobError(f"--device cuda: no kind of window serves: {reason(trials)}")
-    kinds = [kind for _, kind in served]
-    return kinds, reason(trials, kinds[0])
+    found = rehearse()
+    if not (kinds := serving(found)):
+        raise JobError(f"--device cuda: no kind of window serves: {reason(found)}")
+    return kinds, reason(found, kinds[0])
 
 
 def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[str, list[Figure]]:

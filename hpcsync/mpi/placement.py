@@ -46,6 +46,11 @@ class Placement(NamedTuple):
         return [*self.used, f"window: {self.transport.kind} ({self.why})"] if self.used else []
 
 
+def gpus_of_all(comm: MPI.Intracomm) -> gpus.Found:
+    """What every rank can use. Collective."""
+    return gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found())))
+
+
 def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
     """How tensors of this device, of the same type on every rank, move in this run. Collective.
 
@@ -53,8 +58,7 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
     """
     if device.type == "cpu":
         return Placement()
-    lacking = gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found()))).why
-    if lacking:
+    if lacking := gpus_of_all(comm).why:
         raise JobError(f"model: must be on the CPU: {lacking}")
     used = comm.allgather((comm.rank, socket.gethostname(), gpus.describe(device)))
     asked, patience = job.cluster.window, Patience(comm)

@@ -59,6 +59,11 @@ def test_torch_has_no_gpu(two: CuPy, monkeypatch: pytest.MonkeyPatch, built_for:
     assert gpus.found() == Found(0, why)
 
 
+@pytest.mark.parametrize(("found", "told"), [(NONE, ""), (TWO, ""), (UNUSABLE, f"GPUs are not used: {UNUSABLE.why}\n")])
+def test_gpus_that_stay_unused_are_told_of(found: Found, told: str) -> None:
+    assert found.unused == told
+
+
 def test_torch_that_fails(two: CuPy, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> bool:
         raise RuntimeError("no driver\nat all")

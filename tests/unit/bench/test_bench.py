@@ -93,7 +93,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(bench.gpus, "found", lambda: Found(1, ""))
     monkeypatch.setattr(bench, "machine", lambda device: f"a machine with {device}")
     monkeypatch.setattr(bench, "versions", lambda device: f"versions of {device}")
-    monkeypatch.setattr(bench, "serving", lambda: (["staged", "ipc"], "staged: in 1 ms; ipc: in 2 ms; mpi: hangs"))
+    monkeypatch.setattr(bench, "windows", lambda: (["staged", "ipc"], "staged: in 1 ms; ipc: in 2 ms; mpi: hangs"))
     monkeypatch.setattr(bench.launcher, "launch", launch)
     return jobs
 
@@ -118,7 +118,7 @@ def test_each_kind_of_window_has_its_job_and_one_that_crashes_stops_no_other(lau
 
 
 def test_on_the_cpu_tensors_move_in_host_windows_and_nothing_is_tried(launched, monkeypatch):
-    monkeypatch.setattr(bench, "serving", None)
+    monkeypatch.setattr(bench, "windows", None)
     assert bench.main(["transfers", "allreduce"]) == 0
     assert launched == [(2, "transfers", "cpu", "host"), (4, "allreduce")]
 
@@ -133,12 +133,12 @@ def test_without_a_gpu_nothing_is_measured(launched, monkeypatch, tmp_path):
 def test_the_fastest_windows_come_first_and_those_that_fail_not_at_all(monkeypatch):
     trials = [Rehearsed("staged", 0.003), Rehearsed("ipc", 0.002), Rehearsed("mpi", failure="crashes")]
     monkeypatch.setattr(bench, "rehearse", lambda: trials)
-    kinds, why = bench.serving()
+    kinds, why = bench.windows()
     assert kinds == ["ipc", "staged"]
     assert why.startswith("ipc: 4 MB") and "mpi: crashes" in why
     monkeypatch.setattr(bench, "rehearse", lambda: trials[2:])
     with pytest.raises(JobError, match="--device cuda: no kind of window serves: mpi: crashes"):
-        bench.serving()
+        bench.windows()
 
 
 CLAIMED = """
