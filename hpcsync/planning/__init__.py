@@ -1,0 +1,6 @@
+"""What workers are told to do next, worked out from what was measured: how many contributions, how many samples each.
+
+Pure like the paradigms, which may use it: the standard library and NumPy, no clocks, no files, no communication.
+`speed` predicts how fast a worker will be, `batches` divides a step's samples by it, `adaptive_k` chooses how many
+contributions an update waits for.
+"""
