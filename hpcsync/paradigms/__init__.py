@@ -13,13 +13,15 @@ from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.dssp import DSSP
 from hpcsync.paradigms.easgd import elastic
 from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Decision, Drop, Event, Grant, Left, Pushed
+from hpcsync.paradigms.protocol import Action, Apply, Cancel, Collect, Decision, Drop, Event, Grant, Left, Pushed
 from hpcsync.paradigms.ssp import SSP
 
 __all__ = [
     "PARADIGMS",
     "Action",
     "Apply",
+    "Cancel",
+    "Collect",
     "Decision",
     "Drop",
     "Event",

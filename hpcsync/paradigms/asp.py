@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply
+from hpcsync.paradigms.protocol import Action, Apply, Pushed
 
 
 class ASP(Paradigm):
@@ -16,8 +16,8 @@ class ASP(Paradigm):
         super().check()
         assert not self._held_since_s, f"workers {sorted(self._held_since_s)} are held"
 
-    def _pushed(self, worker: int) -> list[Action]:
-        return [Apply((worker,)), self._grant(worker)]
+    def _pushed(self, event: Pushed) -> list[Action]:
+        return [Apply((event.worker,)), self._grant(event.worker)]
 
     def _left(self, worker: int) -> list[Action]:
         return []

@@ -7,7 +7,7 @@ whatever the order of arrival, so that a run is bitwise reproducible.
 from __future__ import annotations
 
 from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply
+from hpcsync.paradigms.protocol import Action, Apply, Pushed
 
 
 class BSP(Paradigm):
@@ -18,6 +18,7 @@ class BSP(Paradigm):
     """
 
     name = "bsp"
+    synchronous = True
 
     def __init__(self, n_workers: int) -> None:
         super().__init__(n_workers)
@@ -35,9 +36,9 @@ class BSP(Paradigm):
         for worker in self._held_since_s:
             assert {pushes[worker] - 1} == runnable, f"worker {worker} is held, but not one push past the others"
 
-    def _pushed(self, worker: int) -> list[Action]:
-        self._hold(worker)
-        self._contributed.append(worker)
+    def _pushed(self, event: Pushed) -> list[Action]:
+        self._hold(event.worker)
+        self._contributed.append(event.worker)
         return self._end_round_if_complete()
 
     def _left(self, worker: int) -> list[Action]:

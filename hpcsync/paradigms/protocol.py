@@ -7,19 +7,22 @@ is what lets a simulation run the same code as real ranks, and an audit replay a
     engine observes                      paradigm answers
     ---------------                      ----------------
     Pushed(worker)  a contribution       Apply(workers)      make one update of these contributions
-                    is in its slot       Drop(worker)        throw this contribution away
-    Left(worker)    no more will come    Grant(worker, ...)  the worker may read the weights and go on
+                    is in its slot       Collect(worker)     add this contribution to the next update
+    Left(worker)    no more will come    Drop(worker)        throw this contribution away
+                                         Cancel(worker)      what this worker computes now will be dropped
+                                         Grant(worker, ...)  the worker may read the weights and go on
                                          Decision(...)       an adaptive controller chose; for the trace only
 
 Actions are carried out in the order of the list, which matters: a Grant after an Apply lets the worker read
 what that update made, a Grant before it what was there before, even where the update takes the worker's own
-contribution. A worker that is answered with neither Grant nor Drop is *held*: it waits for a Grant in the answer
-to a later event. Every Pushed is answered by exactly one Grant, at once or later, unless the worker leaves or
+contribution. A worker whose push is not answered by a Grant at once is *held*: it waits for one in the answer to a
+later event. Every Pushed is answered by exactly one Grant, at once or later, unless the worker leaves or
 the run ends first. Iteration 1 needs no Grant: every worker begins with it.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -27,11 +30,17 @@ from dataclasses import dataclass
 class Pushed:
     """Worker `worker` has put the contribution of its next iteration into its slot.
 
-    now_s: seconds since the start of the run, never decreasing from event to event.
+    now_s:       seconds since the start of the run, never decreasing from event to event.
+    iteration_s: seconds that the whole iteration took, or would have taken had it not been cancelled.
+    loss:        its mean loss.
+
+    The last two are NaN where nobody knows them.
     """
 
     now_s: float
     worker: int
+    iteration_s: float = math.nan
+    loss: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +53,41 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Make one update of the model from these workers' contributions, summed in this order."""
+    """Make one update of the model from these workers' contributions, summed in this order.
+
+    weights: what each is multiplied by, in the same order; empty: 1 each.
+
+    The update also takes what was collected since the last one.
+    """
 
     workers: tuple[int, ...]
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """Take the contribution out of this worker's slot, times `weight`, into the sum of the next update.
+
+    The slot is free then: the worker may be granted, and push again into the same update.
+    """
+
+    worker: int
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Throw away the contribution in this worker's slot."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The version that this worker computes from is over: what it computes will be dropped, so it may stop early.
+
+    It then pushes as usual, and is answered by Drop and Grant.
+    """
 
     worker: int
 
@@ -87,4 +123,4 @@ class Decision:
 
 
 Event = Pushed | Left
-Action = Apply | Drop | Grant | Decision
+Action = Apply | Collect | Drop | Cancel | Grant | Decision

@@ -17,7 +17,7 @@ import heapq
 import math
 
 from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Grant
+from hpcsync.paradigms.protocol import Action, Apply, Grant, Pushed
 
 
 class SSP(Paradigm):
@@ -64,10 +64,10 @@ class SSP(Paradigm):
     def _start_gap_max_iters(self) -> float:
         return self.staleness
 
-    def _pushed(self, worker: int) -> list[Action]:
+    def _pushed(self, event: Pushed) -> list[Action]:
         # DSSP's ambiguity m, the same here: the papers leave open whether pushes that meet are merged. They
         # are not: each is applied when it arrives and counts as one update.
-        return [Apply((worker,)), *self._answer(worker), *self._release()]
+        return [Apply((event.worker,)), *self._answer(event.worker), *self._release()]
 
     def _left(self, worker: int) -> list[Action]:
         # DSSP's ambiguity n, the same here: a departure can raise the minimum as a push does.

@@ -56,11 +56,11 @@ def test_staleness_is_one_less_than_the_workers_on_average_when_they_are_equal()
 
 
 class Holds(ASP):
-    def _pushed(self, worker):
-        if self._progress.gap(worker) > 2:
-            self._hold(worker)
-            return [Apply((worker,))]
-        return super()._pushed(worker)
+    def _pushed(self, event):
+        if self._progress.gap(event.worker) > 2:
+            self._hold(event.worker)
+            return [Apply((event.worker,))]
+        return super()._pushed(event)
 
 
 def test_check_sees_that_somebody_is_held():

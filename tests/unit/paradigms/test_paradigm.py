@@ -127,13 +127,13 @@ def test_a_copy_goes_on_as_the_original(which):
 
 
 class GrantsTwice(ASP):
-    def _pushed(self, worker):
-        return [*super()._pushed(worker), self._grant(worker)]
+    def _pushed(self, event):
+        return [*super()._pushed(event), self._grant(event.worker)]
 
 
 class GrantsBeforeApplying(ASP):
-    def _pushed(self, worker):
-        return super()._pushed(worker)[::-1]
+    def _pushed(self, event):
+        return super()._pushed(event)[::-1]
 
 
 class ForgetsDepartures(SSP):
@@ -200,7 +200,7 @@ def the_minimum_is_wrong(paradigm):
     ("tamper", "message"),
     [
         (a_held_worker_has_left, "have left"),
-        (the_slowest_is_held, "the slowest worker is held"),
+        (the_slowest_is_held, "worker 1 is held at gap 0"),
         (a_worker_is_held_from_the_future_on, "from the future on"),
         (the_minimum_is_wrong, "min_iters is 7"),
     ],
