@@ -25,12 +25,15 @@ BLOCK = 64
 class Device:
     """One worker's device: how long its iterations take, one after the other, and when it leaves.
 
-    times:  seconds of iterations 1, 2, ... were it never slow, without end; None: nobody knows, they take no time here.
+    times:  seconds of iterations 1, 2, ... at the job's batch size were it never slow, without end; None: nobody knows,
+            they take no time here.
     events: its own, in any order. Of those for the same moment the last holds, those for an iteration after all others.
+    fixed_share: of these seconds, what does not depend on how many samples an iteration is of.
     """
 
-    def __init__(self, times: Iterator[float] | None, events: Sequence[Change]) -> None:
+    def __init__(self, times: Iterator[float] | None, events: Sequence[Change], fixed_share: float = 0.0) -> None:
         self._times = times
+        self._fixed_share = fixed_share
         self._iteration = 1  # that begins next
         self._factor = 1.0
         changes = [event for event in events if event.change != "leave"]
@@ -46,13 +49,15 @@ class Device:
         """Whether the worker leaves instead of beginning its next iteration at this time."""
         return begin_s >= self._leave_s or self._iteration >= self._leave_iteration
 
-    def seconds(self, begin_s: float) -> float:
+    def seconds(self, begin_s: float, load: float = 1.0) -> float:
         """How long the next iteration takes if it begins at this time, not before the one before has ended.
 
+        load: its samples / the job's batch size.
         A change while it lasts holds for the rest of it: what is left to do then takes `factor` times as long.
         """
         self._begin(begin_s)
         left_s = 0.0 if self._times is None else next(self._times)  # to do, in seconds of a device that is not slow
+        left_s *= self._fixed_share + (1.0 - self._fixed_share) * load  # in floats too, this is 1 with a load of 1
         since_s = begin_s
         while self._by_time and self._by_time[0][0] < since_s + left_s * self._factor:
             change_s, _, factor = self._by_time.popleft()
@@ -75,11 +80,12 @@ def _factor(event: Change) -> float:
 
 def device(job: Job, worker: int) -> Device:
     """The device of this worker."""
-    cluster = job.cluster
-    times = None
-    if cluster.compute is not None:
-        times = iteration_seconds(cluster.compute, job.seed, worker, cluster.workers)
-    return Device(times, [change for change in cluster.events if change.worker == worker])
+    cluster, compute = job.cluster, job.cluster.compute
+    changes = [change for change in cluster.events if change.worker == worker]
+    if compute is None:
+        return Device(None, changes)
+    times = iteration_seconds(compute, job.seed, worker, cluster.workers)
+    return Device(times, changes, compute.fixed_share)
 
 
 def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:

@@ -28,9 +28,10 @@ from pydantic import (
     model_validator,
 )
 
+from hpcsync.job_batches import Batches
 from hpcsync.job_cluster import Cluster, Compute
 from hpcsync.job_errors import JobError, in_one_line, shown
-from hpcsync.job_paradigms import WITHOUT_SERVER, Easgd, Paradigm
+from hpcsync.job_paradigms import WITHOUT_SERVER, Easgd, FirstK, Gossip, LocalSgd, Paradigm
 from hpcsync.job_table import Count, NotNegative, Positive, Table
 
 
@@ -231,6 +232,7 @@ class Job(Table):
     stop: Stop = Field(description="a table")
     evaluation: Evaluation = Evaluation()
     paradigm: Paradigm = Field(description="a table")
+    batches: Batches = Batches()
     cluster: Cluster = Cluster()
 
     @model_validator(mode="before")
@@ -274,6 +276,58 @@ class Job(Table):
                     f"cluster.workers = {workers}: beyond it workers and centre move away from each other"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _no_more_than_there_are(self) -> Self:
+        if isinstance(self.paradigm, FirstK):
+            for key in ("k", "k_min", "k_start"):
+                value = getattr(self.paradigm, key)
+                if isinstance(value, int) and value > self.cluster.workers:
+                    raise JobError(
+                        f"paradigm.{key} = {value}: must be at most cluster.workers = {self.cluster.workers}"
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _batches_can_be_given_out(self) -> Self:
+        batches, workers = self.batches, self.cluster.workers
+        policy = f"batches.policy = {shown(batches.policy)}"
+        if isinstance(batches.maximum, tuple) and len(batches.maximum) != workers:
+            raise JobError(
+                f"batches.maximum = {shown(batches.maximum)}: must be one whole number, "
+                f"or a list of cluster.workers = {workers} of them"
+            )
+        if batches.policy == "equal":
+            return self
+        if isinstance(self.paradigm, LocalSgd | Gossip):
+            raise JobError(
+                f'{policy}: must be "equal" with paradigm.name = "{self.paradigm.name}": servers give batches out, or '
+                "all workers together under allreduce"
+            )
+        if (total := self.batch_total) is None:
+            raise JobError(
+                f"batches.total: missing; must be a whole number of at least 1 with {policy}, because a script does "
+                "not say its batch size"
+            )
+        given = "" if batches.total is not None else " (workload.batch_size times cluster.workers)"
+        if total < workers * batches.minimum:
+            raise JobError(
+                f"batches.total = {total}{given}: must be at least {workers * batches.minimum}, batches.minimum = "
+                f"{batches.minimum} for each of cluster.workers = {workers}"
+            )
+        if (maxima := batches.maxima(workers)) is not None and total > sum(maxima):
+            raise JobError(
+                f"batches.total = {total}{given}: must be at most {sum(maxima)}, batches.maximum = "
+                f"{shown(batches.maximum)} for each of cluster.workers = {workers}"
+            )
+        return self
+
+    @property
+    def batch_total(self) -> int | None:
+        """Samples of all workers' iterations together; None: a script that does not say it."""
+        if self.batches.total is not None or isinstance(self.workload, Script):
+            return self.batches.total
+        return self.workload.batch_size * self.cluster.workers
 
     @property
     def has_servers(self) -> bool:

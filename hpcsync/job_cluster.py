@@ -29,10 +29,14 @@ def _one_or_each(allowed: Callable[[float], bool], what: str) -> BeforeValidator
 SECONDS = "a number of at least 0, or a list of them, one per worker"
 Seconds = Annotated[float | tuple[float, ...], _one_or_each(lambda x: x >= 0, SECONDS)]
 
+# Of an iteration's time at the job's batch size, what does not depend on how many samples the iteration is of.
+Share = Annotated[float, Field(ge=0, le=1)]
+
 
 class Constant(Table):
     model: Literal["constant"]
     seconds: Seconds = Field(description=SECONDS)
+    fixed_share: Share = 0.0
 
 
 class LogNormal(Table):
@@ -41,6 +45,7 @@ class LogNormal(Table):
     model: Literal["lognormal"]
     seconds: Seconds = Field(description=SECONDS)
     jitter: NotNegative = 0.2
+    fixed_share: Share = 0.0
 
 
 class Exponential(Table):
@@ -48,6 +53,7 @@ class Exponential(Table):
 
     model: Literal["exponential"]
     seconds: Seconds = Field(description=SECONDS)
+    fixed_share: Share = 0.0
 
 
 class Recorded(Table):
@@ -55,6 +61,7 @@ class Recorded(Table):
 
     model: Literal["table"]
     table: str = Field(description="a CSV file with the columns worker,iteration,seconds")
+    fixed_share: Share = 0.0
 
 
 Compute = Annotated[Constant | LogNormal | Exponential | Recorded, Discriminator("model")]

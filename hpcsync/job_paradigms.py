@@ -53,6 +53,103 @@ class Dssp(Served):
         return staleness_max
 
 
+K = 'a whole number of at least 1, or one of "state", "loss", "min"'
+
+
+class FirstK(Served):
+    """Every update is made of k contributions.
+
+    k: how many, or what chooses it during the run: the workers' "state", the "loss", or the "min" of both.
+    k_min, k_start: the least that is chosen, and what the run begins with; a k that does not change has neither.
+    """
+
+    name: str
+    k: int | Literal["state", "loss", "min"] = Field(description=K)
+    k_min: Count | None = Field(default_factory=lambda data: 1 if isinstance(data.get("k"), str) else None)
+    k_start: Count | None = None
+
+    @field_validator("k", mode="before")
+    @classmethod
+    def _whole_or_chosen(cls, k: Any) -> Any:
+        if k not in ("state", "loss", "min") and (type(k) is not int or k < 1):
+            raise ValueError(f"must be {K}")
+        return k
+
+    @field_validator("k_min", "k_start")
+    @classmethod
+    def _of_a_k_that_changes(cls, chosen: int | None, info: ValidationInfo) -> int | None:
+        if chosen is not None and isinstance(k := info.data.get("k"), int):
+            raise ValueError(f"must be left out beside paradigm.k = {k}, which stays what it is")
+        return chosen
+
+    @field_validator("k_start")
+    @classmethod
+    def _not_below(cls, k_start: int | None, info: ValidationInfo) -> int | None:
+        if k_start is not None and (k_min := info.data.get("k_min")) is not None and k_start < k_min:
+            raise ValueError(f"must be at least paradigm.k_min = {k_min}")
+        return k_start
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How a worker cuts its batch is not about who waits."""
+        return self.model_dump(exclude={"name", "micro_batches"} | ({"k_min"} if self.k_min is None else set()))
+
+    @property
+    def smallest_k(self) -> int:
+        return self.k if isinstance(self.k, int) else self.k_min or 1
+
+
+class FirstKOfAVersion(FirstK):
+    """All contributions to an update were computed from the version before it; late ones are dropped.
+
+    cancel: whether a worker whose version is over goes on to the end of its iteration ("drop") or stops at its next
+    micro-batch ("abort"). micro_batches: how many pieces it computes its batch in, where it may stop.
+    """
+
+    cancel: Literal["drop", "abort"] = "drop"
+    micro_batches: Count = 4
+
+
+class KSync(FirstKOfAVersion):
+    """Of k workers, the first to contribute."""
+
+    name: Literal["k-sync"]
+
+
+class KBatchSync(FirstKOfAVersion):
+    """The first k contributions, of which a fast worker may give several."""
+
+    name: Literal["k-batch-sync"]
+
+
+class FirstKOfAny(FirstK):
+    """Nothing is cancelled: a contribution counts whatever version it was computed from.
+
+    staleness_max: a contribution older than so many updates is dropped; inf: none is. Unless it is said, no bound with
+    a k that stays, and with one that changes ceil(2 workers / k) of the k that holds (None here).
+    staleness_weight: "inverse" is 1 / staleness, from 1 on; so it is, unless it is said, with a k that changes.
+    """
+
+    staleness_max: Annotated[float, Field(ge=0)] | None = Field(
+        default_factory=lambda data: None if isinstance(data.get("k"), str) else math.inf
+    )
+    staleness_weight: Literal["none", "inverse"] = Field(
+        default_factory=lambda data: "inverse" if isinstance(data.get("k"), str) else "none"
+    )
+
+
+class KAsync(FirstKOfAny):
+    """Of k workers, which wait for the update; the others go on."""
+
+    name: Literal["k-async"]
+
+
+class KBatchAsync(FirstKOfAny):
+    """Any k contributions; nobody waits."""
+
+    name: Literal["k-batch-async"]
+
+
 class Easgd(Served):
     """Every `period` iterations a worker and the centre on the server move towards each other.
 
@@ -134,6 +231,9 @@ class Gossip(Table):
         return include_self
 
 
-Paradigm = Annotated[Bsp | Asp | Ssp | Dssp | Easgd | AllReduce | LocalSgd | Gossip, Discriminator("name")]
+Paradigm = Annotated[
+    Bsp | Asp | Ssp | Dssp | KSync | KBatchSync | KAsync | KBatchAsync | Easgd | AllReduce | LocalSgd | Gossip,
+    Discriminator("name"),
+]
 
 WITHOUT_SERVER = (AllReduce, LocalSgd, Gossip)

@@ -10,7 +10,7 @@ from hpcsync.devices import Device, device, takes_no_time
 from hpcsync.job import Job
 from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError
-from hpcsync.job_paradigms import AllReduce, Bsp, Dssp, Easgd, Gossip, LocalSgd, Ssp
+from hpcsync.job_paradigms import AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
@@ -76,7 +76,10 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
     bounded = bounded or (isinstance(paradigm, Dssp) and paradigm.mode == "bounded")
     bounded = bounded or (isinstance(paradigm, Easgd) and paradigm.synchronous)
     bounded = bounded or (isinstance(paradigm, Gossip) and paradigm.mode == "permutation")
-    if stop.samples is None and stop.updates is None and (all(idle) if bounded else any(idle)):
+    enough = len(idle) if bounded else 1  # idle workers, to go on for ever without the others
+    if isinstance(paradigm, KSync | KAsync):
+        enough = paradigm.smallest_k
+    if stop.samples is None and stop.updates is None and sum(idle) >= enough:
         raise JobError(
             f"{key}: worker {list(idle).index(True)}'s iterations take 0 seconds: to be simulated such a job must have "
             "[cluster.network], stop.samples or stop.updates"

@@ -5,6 +5,9 @@ iteration has three durations that do not depend on who waited for whom: grant t
 begin to end, and end to the server's hearing of it (putting, and the report's way). Where a push was of several local
 steps, these are taken to have been equal. `comm_s` says how much of the first and the last duration, together, was
 transfer. It is taken to be half each, as far as there is room for it; that only tells waiting from transfer.
+
+An iteration that was cancelled early is taken to have gone on as it began. One of another batch size than the job's is
+taken to have needed its time in proportion: what share of it did not depend on the batch, nobody knows.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from hpcsync.job import Job, Script
 from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError, shown
 from hpcsync.simulator.transfers import Steps
-from hpcsync.traces.reading import TraceError, load
+from hpcsync.traces.reading import Trace, TraceError, load
 
 
 class RecordedTimes:
@@ -89,22 +92,33 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
     for name, needed, found in (
         ("cluster.workers", job.cluster.workers, {trace.n_workers}),
         ("cluster.servers", job.cluster.servers, {trace.job.cluster.servers}),
-        ("workload.batch_size", job.workload.batch_size, set((pushes["batch_size"] // pushes["local_steps"]).tolist())),
+        ("workload.batch_size", job.workload.batch_size, _batch_sizes(trace)),
         ("bytes moved an iteration", wire_bytes, set(pushes["wire_bytes"].tolist())),
     ):
         if others := sorted(found - {needed}):
             raise JobError(f"{key}: must be of a run with {name} = {needed}, it has {', '.join(map(str, others))}")
     workers = []
     for worker in range(trace.n_workers):
-        columns = _joined(pushes[pushes["worker"] == worker], grants[grants["worker"] == worker])
+        rows = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
+        columns = _joined(*rows, job.workload.batch_size)
         if not len(columns[0]):
             raise JobError(f"{key}: must have a push of every worker; worker {worker} has none")
         workers.append(RecordedTimes(*columns))
     return RecordedRun(workers, changes)
 
 
-def _joined(pushes: np.ndarray, grants: np.ndarray) -> Sequence[np.ndarray]:
+def _batch_sizes(trace: Trace) -> set[int]:
+    """What an iteration was of, or would have been with equal batches; a script without these does not say it."""
+    if trace.job.batches.policy == "equal":
+        pushes = trace.tables["pushes"]
+        return set((pushes["batch_size"] // pushes["local_steps"]).tolist())
+    return set() if isinstance(trace.job.workload, Script) else {trace.job.workload.batch_size}
+
+
+def _joined(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequence[np.ndarray]:
     """The columns of RecordedTimes, of one worker's pushes and grants: iterations 1, 2, ... as far as both are there.
+
+    Computations are those of whole iterations of batch_size samples.
 
     The first iteration needs no grant: it counts from the start of the run. (A killed run lacks rows at its end.)
     """
@@ -116,8 +130,9 @@ def _joined(pushes: np.ndarray, grants: np.ndarray) -> Sequence[np.ndarray]:
         n += 1
     pushes = pushes[:n]
     grant_s = np.array([granted_s[iteration] for iteration in range(1, n + 1)])
+    load = pushes["batch_size"] / (batch_size * pushes["local_steps"])
     return (
-        pushes["compute_s"],
+        pushes["compute_s"] / (pushes["share"] * load),
         pushes["begin_s"] - grant_s,
         pushes["now_s"] - pushes["end_s"],
         pushes["comm_s"],

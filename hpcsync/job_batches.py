@@ -1,0 +1,58 @@
+"""The `[batches]` of the job file: how many samples each worker's iterations are of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+
+from hpcsync.job_errors import shown
+from hpcsync.job_table import Count, Table
+
+SIZES = "a whole number of at least 1, or a list of them, one per worker"
+
+
+def _one_or_each(sizes: Any) -> Any:
+    each = sizes if isinstance(sizes, list | tuple) else [sizes]
+    if not each or not all(type(size) is int and size >= 1 for size in each):
+        raise ValueError(f"must be {SIZES}")
+    return tuple(sizes) if isinstance(sizes, list | tuple) else sizes
+
+
+class Batches(Table):
+    """Under any other policy than "equal", `total` samples are given out anew as the workers' speeds change.
+
+    policy: "proportional" to their predicted speeds, or so that all are expected to take the same time, what does not
+    depend on the batch counted in ("equal-finish"). predictor: what foretells the speeds.
+    total: of all workers' next iterations; absent, as many as with equal batches. minimum, maximum: of one worker.
+    interval: iterations of all workers between two looks. gain: no change for a smaller share of the time than this.
+    """
+
+    policy: Literal["equal", "proportional", "equal-finish"] = "equal"
+    predictor: Literal["last", "smoothing", "gru", "blend"] = "blend"
+    total: Count | None = None
+    minimum: Count = 1
+    maximum: Annotated[int | tuple[int, ...], BeforeValidator(_one_or_each)] | None = None
+    interval: Count = 10
+    gain: Annotated[float, Field(ge=0, lt=1)] = 0.05
+
+    @field_validator("total")
+    @classmethod
+    def _unless_equal(cls, total: int | None, info: ValidationInfo) -> int | None:
+        if total is not None and info.data.get("policy") == "equal":
+            raise ValueError('must be left out with batches.policy = "equal", where every worker has its batch size')
+        return total
+
+    @field_validator("maximum")
+    @classmethod
+    def _not_below(cls, maximum: int | tuple[int, ...] | None, info: ValidationInfo) -> int | tuple[int, ...] | None:
+        smallest = min(maximum) if isinstance(maximum, tuple) else maximum
+        if smallest is not None and "minimum" in info.data and smallest < info.data["minimum"]:
+            raise ValueError(f"must be at least batches.minimum = {shown(info.data['minimum'])}")
+        return maximum
+
+    def maxima(self, n_workers: int) -> list[int] | None:
+        """Of each worker; None: there are none."""
+        if self.maximum is None:
+            return None
+        return list(self.maximum) if isinstance(self.maximum, tuple) else [self.maximum] * n_workers
