@@ -290,36 +290,12 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _batches_can_be_given_out(self) -> Self:
-        batches, workers = self.batches, self.cluster.workers
-        policy = f"batches.policy = {shown(batches.policy)}"
-        if isinstance(batches.maximum, tuple) and len(batches.maximum) != workers:
+        if self.batches.policy != "equal" and isinstance(self.paradigm, LocalSgd | Gossip):
             raise JobError(
-                f"batches.maximum = {shown(batches.maximum)}: must be one whole number, "
-                f"or a list of cluster.workers = {workers} of them"
+                f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
+                f'"{self.paradigm.name}": servers give batches out, or all workers together under allreduce'
             )
-        if batches.policy == "equal":
-            return self
-        if isinstance(self.paradigm, LocalSgd | Gossip):
-            raise JobError(
-                f'{policy}: must be "equal" with paradigm.name = "{self.paradigm.name}": servers give batches out, or '
-                "all workers together under allreduce"
-            )
-        if (total := self.batch_total) is None:
-            raise JobError(
-                f"batches.total: missing; must be a whole number of at least 1 with {policy}, because a script does "
-                "not say its batch size"
-            )
-        given = "" if batches.total is not None else " (workload.batch_size times cluster.workers)"
-        if total < workers * batches.minimum:
-            raise JobError(
-                f"batches.total = {total}{given}: must be at least {workers * batches.minimum}, batches.minimum = "
-                f"{batches.minimum} for each of cluster.workers = {workers}"
-            )
-        if (maxima := batches.maxima(workers)) is not None and total > sum(maxima):
-            raise JobError(
-                f"batches.total = {total}{given}: must be at most {sum(maxima)}, batches.maximum = "
-                f"{shown(batches.maximum)} for each of cluster.workers = {workers}"
-            )
+        self.batches.check(self.batch_total, self.cluster.workers)
         return self
 
     @property

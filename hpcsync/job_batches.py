@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_errors import shown
+from hpcsync.job_errors import JobError, shown
 from hpcsync.job_table import Count, Table
 
 SIZES = "a whole number of at least 1, or a list of them, one per worker"
@@ -50,6 +50,28 @@ class Batches(Table):
         if smallest is not None and "minimum" in info.data and smallest < info.data["minimum"]:
             raise ValueError(f"must be at least batches.minimum = {shown(info.data['minimum'])}")
         return maximum
+
+    def check(self, total: int | None, n_workers: int) -> None:
+        """Raises JobError where so many workers cannot have so many samples; None: nobody knows how many."""
+        workers = f"cluster.workers = {n_workers}"
+        if isinstance(self.maximum, tuple) and len(self.maximum) != n_workers:
+            raise JobError(
+                f"batches.maximum = {shown(self.maximum)}: must be one whole number, or a list of {workers} of them"
+            )
+        if self.policy == "equal":
+            return
+        if total is None:
+            raise JobError(
+                f"batches.total: missing; must be a whole number of at least 1 with batches.policy = "
+                f"{shown(self.policy)}: a script does not say its batch size"
+            )
+        key = f"batches.total = {total}" + ("" if self.total else " (workload.batch_size times cluster.workers)")
+        if total < (least := n_workers * self.minimum):
+            raise JobError(f"{key}: must be at least {least}: {workers} have batches.minimum = {self.minimum} or more")
+        if (maxima := self.maxima(n_workers)) is not None and total > sum(maxima):
+            raise JobError(
+                f"{key}: must be at most {sum(maxima)}: {workers} have batches.maximum = {shown(self.maximum)} or less"
+            )
 
     def maxima(self, n_workers: int) -> list[int] | None:
         """Of each worker; None: there are none."""

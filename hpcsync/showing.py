@@ -10,7 +10,24 @@ from rich.table import Table
 
 from hpcsync.job import Job, Script
 from hpcsync.job_cluster import Change, Cluster, Network
-from hpcsync.job_paradigms import AllReduce, Asp, Bsp, Dssp, Easgd, Gossip, LocalSgd, Ssp
+from hpcsync.job_paradigms import (
+    AllReduce,
+    Asp,
+    Bsp,
+    Dssp,
+    Easgd,
+    FirstK,
+    FirstKOfAny,
+    FirstKOfAVersion,
+    Gossip,
+    KAsync,
+    KBatchAsync,
+    KBatchSync,
+    KSync,
+    LocalSgd,
+    Paradigm,
+    Ssp,
+)
 from hpcsync.learning.validation import check
 from hpcsync.roles import Roles
 
@@ -31,14 +48,14 @@ def rows(job: Job) -> list[tuple[str, str]]:
     assert not isinstance(job.workload, Script), "jobs come from files here"
     parameters = [p for p in check(job).model.parameters() if p.requires_grad]
     size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
-    workers = job.cluster.workers
     return [
         ("paradigm", f"{job.paradigm.name}: {in_words(job)}"),
         ("ranks", f"{job.cluster.ranks}: {_who_is_who(job.cluster)}"),
         ("parameters", f"{size:,} of {itemsize} bytes ({str(parameters[0].dtype).removeprefix('torch.')})"),
         *_shard_rows(job.cluster, size),
         _moves(job, size * itemsize),
-        ("samples an iteration", f"{job.workload.batch_size} a worker, {job.workload.batch_size * workers} together"),
+        *_k_rows(job.paradigm, job.cluster.workers),
+        ("samples an iteration", _samples(job, job.workload.batch_size)),
         *_cluster_rows(job.cluster),
         ("ends at", " or ".join(f"{key} = {value:,}" for key, value in job.stop if value is not None)),
     ]
@@ -77,12 +94,42 @@ def _every(n: int) -> str:
     return "an iteration moves" if n == 1 else f"every {n} iterations move"
 
 
+def _k_rows(paradigm: Paradigm, n_workers: int) -> list[tuple[str, str]]:
+    if not isinstance(paradigm, FirstK) or isinstance(paradigm.k, int):
+        return []
+    follows = {
+        "state": "the workers' speeds",
+        "loss": "the loss",
+        "min": "the workers' speeds and the loss, the smaller of what they choose",
+    }
+    start = "" if paradigm.k_start is None else f", at first {paradigm.k_start}"
+    return [("k", f"{paradigm.k_min} to {n_workers}{start}: follows {follows[paradigm.k]}")]
+
+
+def _samples(job: Job, batch_size: int) -> str:
+    batches, workers = job.batches, job.cluster.workers
+    if batches.policy == "equal":
+        return f"{batch_size} a worker, {batch_size * workers} together"
+    limits = f"at least {batches.minimum} a worker"
+    if (maxima := batches.maxima(workers)) is not None:
+        most = sorted(set(maxima))
+        limits += f", at most {most[0]}" if len(most) == 1 else f", at most {', '.join(map(str, maxima))}"
+    given_out = {
+        "proportional": "given out in proportion to the workers' predicted speeds",
+        "equal-finish": "given out so that all workers are predicted to take the same time",
+    }
+    again = f"every {batches.interval} iterations, if it gains {100 * batches.gain:g} %"
+    return f"{job.batch_total} together, {given_out[batches.policy]} ({batches.predictor})\n{limits}; anew {again}"
+
+
 def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:
     times = "as long as they take"
     if (compute := cluster.compute) is not None:
         seconds = getattr(compute, "seconds", None)
         given = seconds if seconds is not None else getattr(compute, "table", None)
         times = f"so many seconds (real ones at least): {compute.model}, {given}"
+        if compute.fixed_share:
+            times += f", {100 * compute.fixed_share:g} % of it whatever the batch size"
     found = [("iterations take", times)]
     if cluster.times_from is not None:
         found.append(("when simulated", f"iterations and transfers take as long as in {cluster.times_from}"))
@@ -131,6 +178,16 @@ def in_words(job: Job) -> str:
                 if mode == "bounded"
                 else f"aiming at {high} (as printed in the paper: no bound)"
             )
+        case KSync() as first:
+            return f"every update is the mean of the first {_k(first)} workers' gradients; {_late(first)}"
+        case KBatchSync() as first:
+            of = f"the first {_k(first)} gradients of its version, of which a worker may give several"
+            return f"every update is the mean of {of}; {_late(first)}"
+        case KAsync() as first:
+            of = f"the next {_k(first)} workers' gradients, which wait for it while the others go on"
+            return f"every update is the mean of {of}{_stale(first)}"
+        case KBatchAsync() as first:
+            return f"every update is the mean of the next {_k(first)} gradients, and nobody waits{_stale(first)}"
         case Easgd(synchronous=synchronous) as easgd:
             rate = easgd.moving_rate(job.cluster.workers)
             together = "all workers at once" if synchronous else "each worker when it suits it"
@@ -151,6 +208,25 @@ def in_words(job: Job) -> str:
                 "push-sum": "gives a peer half of its weights when it suits it, and adds what has come to its own",
             }
             return f"each worker {does[mode]}; peers are drawn ({topology})"
+
+
+def _k(paradigm: FirstK) -> str:
+    return str(paradigm.k) if isinstance(paradigm.k, int) else "k"
+
+
+def _late(paradigm: FirstKOfAVersion) -> str:
+    if paradigm.cancel == "drop":
+        return "late ones are dropped"
+    return f"late ones are dropped, and not computed to their end ({paradigm.micro_batches} micro-batches)"
+
+
+def _stale(paradigm: FirstKOfAny) -> str:
+    bound = ""
+    if paradigm.staleness_max is None:
+        bound = f"; what is older than 2 workers / {_k(paradigm)} updates is dropped"
+    elif paradigm.staleness_max < math.inf:
+        bound = f"; what is older than {paradigm.staleness_max:g} updates is dropped"
+    return bound + ("; its weight is 1 / age" if paradigm.staleness_weight == "inverse" else "")
 
 
 def _ranks(role: str, first: int, n: int) -> str:
