@@ -12,6 +12,7 @@ from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.dssp import DSSP
 from hpcsync.paradigms.easgd import elastic
+from hpcsync.paradigms.k import KAsync, KBatchAsync, KBatchSync, KSync
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.protocol import Action, Apply, Cancel, Collect, Decision, Drop, Event, Grant, Left, Pushed
 from hpcsync.paradigms.ssp import SSP
@@ -32,13 +33,25 @@ __all__ = [
     "create",
 ]
 
-PARADIGMS: dict[str, Callable[..., Paradigm]] = {"bsp": BSP, "asp": ASP, "ssp": SSP, "dssp": DSSP, "easgd": elastic}
+PARADIGMS: dict[str, Callable[..., Paradigm]] = {
+    "bsp": BSP,
+    "asp": ASP,
+    "ssp": SSP,
+    "dssp": DSSP,
+    "easgd": elastic,
+    "k-sync": KSync,
+    "k-batch-sync": KBatchSync,
+    "k-async": KAsync,
+    "k-batch-async": KBatchAsync,
+}
 
 
 def create(name: str, n_workers: int, **options: Any) -> Paradigm:
     """Make the paradigm of this name for so many workers.
 
-    options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; easgd `synchronous`; bsp and asp have none.
+    options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; easgd `synchronous`; the k family `k`,
+    `k_min`, `k_start`, and k-sync and k-batch-sync `cancel`, k-async and k-batch-async `staleness_max` and
+    `staleness_weight`; bsp and asp have none.
 
     Raises ValueError for an unknown name or a value that is not allowed, TypeError for an option that the
     paradigm does not have or that is missing.

@@ -22,7 +22,7 @@ class Paradigm(ABC):
 
     name: ClassVar[str]
     synchronous: bool = False  # whether every contribution of an update is computed from the version just before it
-    decision_fields: ClassVar[tuple[str, ...]] = ()  # what the inputs of this paradigm's Decisions are, in order
+    decision_fields: tuple[str, ...] = ()  # what the inputs of this paradigm's Decisions are, in order
 
     def __init__(self, n_workers: int) -> None:
         if n_workers < 1:

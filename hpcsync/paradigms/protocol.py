@@ -57,7 +57,7 @@ class Apply:
 
     weights: what each is multiplied by, in the same order; empty: 1 each.
 
-    The update also takes what was collected since the last one.
+    The update also takes what was collected since the last one, which may be all that there is.
     """
 
     workers: tuple[int, ...]

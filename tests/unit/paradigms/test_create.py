@@ -13,6 +13,10 @@ OPTIONS = {
     "ssp": {"staleness": 3},
     "dssp": {"staleness_min": 3, "staleness_max": 15},
     "easgd": {"synchronous": True},
+    "k-sync": {"k": 1, "cancel": "abort"},
+    "k-batch-sync": {"k": "min"},
+    "k-async": {"k": "state", "staleness_max": None},
+    "k-batch-async": {"k": 1, "staleness_weight": "inverse"},
 }
 
 
@@ -24,17 +28,37 @@ def test_every_paradigm_is_made_by_its_name():
 
 
 def test_only_adaptive_paradigms_have_decision_fields():
-    assert {name for name, options in OPTIONS.items() if create(name, 1, **options).decision_fields} == {"dssp"}
+    assert {name for name, options in OPTIONS.items() if create(name, 1, **options).decision_fields} == {
+        "dssp",
+        "k-batch-sync",
+        "k-async",
+    }
+
+
+def test_updates_of_synchronous_paradigms_are_made_of_what_was_computed_from_the_version_before():
+    synchronous = {name for name, options in OPTIONS.items() if create(name, 1, **options).synchronous}
+    assert synchronous == {"bsp", "easgd", "k-sync", "k-batch-sync"}
+    assert not create("easgd", 1).synchronous
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'bps', only bsp, asp, ssp, dssp, easgd"):
+    with pytest.raises(
+        ValueError, match="'bps', only bsp, asp, ssp, dssp, easgd, k-sync, k-batch-sync, k-async"
+    ):
         create("bps", 4)
 
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("bsp", {"staleness": 3}), ("ssp", {}), ("dssp", {"staleness_min": 3}), ("easgd", {"alpha": 0.5})],
+    [
+        ("bsp", {"staleness": 3}),
+        ("ssp", {}),
+        ("dssp", {"staleness_min": 3}),
+        ("easgd", {"alpha": 0.5}),
+        ("k-sync", {}),
+        ("k-sync", {"k": 2, "staleness_max": 3}),
+        ("k-batch-async", {"k": 2, "cancel": "drop"}),
+    ],
 )
 def test_options_that_do_not_fit_are_refused(name, options):
     with pytest.raises(TypeError):

@@ -6,7 +6,7 @@ import math
 import pytest
 from hypothesis import given
 
-from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms import Grant, Left, Pushed, create
 from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.ssp import SSP
@@ -22,6 +22,12 @@ ALL = {
     "dssp-paper": ("dssp", {"staleness_min": 1, "staleness_max": 4, "mode": "paper"}),
     "easgd": ("easgd", {}),
     "easgd-synchronous": ("easgd", {"synchronous": True}),
+    # For one worker and more.
+    "k-sync": ("k-sync", {"k": "state"}),
+    "k-sync-abort": ("k-sync", {"k": "loss", "cancel": "abort"}),
+    "k-batch-sync": ("k-batch-sync", {"k": "loss"}),
+    "k-async": ("k-async", {"k": "min", "staleness_max": None}),
+    "k-batch-async": ("k-batch-async", {"k": "state", "staleness_max": 2, "staleness_weight": "inverse"}),
 }
 every_paradigm = pytest.mark.parametrize("which", ALL)
 
@@ -45,7 +51,7 @@ def test_one_grant_per_push_and_everybody_finishes(which, schedule):
     pushes = sum(isinstance(event, Pushed) for event, _ in referee.trace)
     assert not referee.active
     assert 0 <= pushes - len(referee.actions(Grant)) <= len(schedule.deaths_s)  # who dies may have been held
-    assert sum(len(update.workers) for update in referee.actions(Apply)) == pushes
+    assert referee.settled == referee.pushes
 
 
 @every_paradigm
@@ -103,7 +109,7 @@ def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
     assert state(paradigm) != before
 
 
-@pytest.mark.parametrize("which", ["bsp", "ssp-0", "dssp-bounded", "dssp-paper", "easgd-synchronous"])
+@pytest.mark.parametrize("which", ["bsp", "ssp-0", "dssp-bounded", "dssp-paper", "easgd-synchronous", "k-sync"])
 def test_a_push_of_a_held_worker_is_refused_and_leaves_the_state_untouched(which):
     paradigm = make(which, 2)
     now_s = 0.0
