@@ -172,6 +172,47 @@ def test_a_device_to_which_nothing_happens_takes_its_times_bit_for_bit(compute):
     assert quiet.leaves(9.0) and not other.leaves(9.0)
 
 
+# ---- iterations of more or fewer samples ----
+
+
+def of_loads(fixed_share, *loads, events=()):
+    """Durations of iterations of one undisturbed second at a load of 1, one after the other."""
+    its, now_s, found = Device(itertools.repeat(1.0), events, fixed_share), 0.0, []
+    for load in loads:
+        found.append(its.seconds(now_s, load))
+        now_s += found[-1]
+    return found
+
+
+def test_an_iteration_takes_as_long_as_its_samples_but_for_what_is_fixed():
+    assert of_loads(0.0, 1.0, 2.0, 0.5, 1.0) == [1.0, 2.0, 0.5, 1.0]
+    assert of_loads(0.25, 1.0, 2.0, 0.0) == [1.0, 0.25 + 0.75 * 2, 0.25]
+    assert of_loads(1.0, 1.0, 2.0, 0.5) == [1.0] * 3
+
+
+def test_a_change_stretches_what_is_left_of_a_loaded_iteration():
+    events = [slow(4.0, at_s=1.5), recover(at_s=6.0)]
+    assert of_loads(0.0, 1.0, 2.0, 1.0, events=events) == [1.0, 0.5 + 4.5 + 0.375, 1.0]
+    assert of_loads(0.5, 3.0, 1.0, events=[slow(4.0, at_s=1.5)]) == [1.5 + 0.5 * 4, 4.0]
+
+
+@given(st.floats(0.0, 1.0), st.floats(1e-9, 1e9))
+def test_at_the_jobs_batch_size_not_a_bit_changes(fixed_share, time_s):
+    assert Device(iter([time_s]), [], fixed_share).seconds(0.0, 1.0) == time_s
+
+
+@pytest.mark.parametrize("compute", [*RANDOM, {"model": "constant", "seconds": 0.3}], ids=lambda c: c["model"])
+def test_the_job_says_what_is_fixed(compute):
+    plain, half, all_of_it = (
+        device(make_job(cluster={"workers": 2, "compute": {**compute, "fixed_share": share}}), 1)
+        for share in (0.0, 0.5, 1.0)
+    )
+    for load in (1.0, 3.0, 0.25):
+        twice_s, mean_s, fixed_s = (each.seconds(0.0, load) for each in (plain, half, all_of_it))
+        assert twice_s == pytest.approx(load * fixed_s)
+        assert mean_s == pytest.approx((twice_s + fixed_s) / 2)
+
+
 # The stretching against its definition, in exact arithmetic: an iteration ends when what it has done since its
 # beginning, the integral of 1/factor, is its undisturbed time. Factors are powers of two, so that floats are exact too.
 

@@ -101,6 +101,9 @@ KIND_OVERRIDES = [
     'paradigm={name="ssp",staleness=inf}',
     'paradigm={name="ssp",staleness=0}',
     "paradigm.mode=paper",
+    'paradigm={name="k-sync",k=4}',
+    'paradigm={name="k-batch-async",k="min"}',
+    'batches.policy="proportional"',
     'workload={name="linear",features=3,noise=0}',
     'workload={name="text",context=32,width=10,heads=5}',
     'workload={name="my.package:function",options={depth=3,sizes=[1,2]}}',
@@ -109,6 +112,7 @@ KIND_OVERRIDES = [
     'optimizer.schedule={name="cosine",total=100,warmup=10}',
     "stop={target_accuracy=0.95,seconds=1.5,target_loss=-1}",
     "cluster.compute.seconds=0",
+    "cluster.compute.fixed_share=1",
     'cluster.compute={model="exponential",seconds=1}',
     "cluster.network={}",
     "name=a.b_c+d-e",
@@ -228,18 +232,19 @@ def test_ranks_are_servers_and_workers(path: Path) -> None:
 
 SECONDS = "must be a number of at least 0, or a list of them, one per worker"
 MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
+PARADIGMS = "bsp, asp, ssp, dssp, k-sync, k-batch-sync, k-async, k-batch-async, easgd, allreduce, local-sgd, gossip"
 A_NAME = "must be letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
 
 MISTAKES = {
     # unknown and missing keys
-    "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, paradigm, cluster"
-    "; did you mean seed?",
+    "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, paradigm, "
+    "batches, cluster; did you mean seed?",
     "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
     "staleness_max, mode; did you mean staleness_max?",
     "paradigm.name=bsp": "paradigm.staleness_min = 3: unknown key; must be one of name",
     "cluster.network.latency=3": "cluster.network.latency = 3: unknown key; must be one of bandwidth_gbit, "
     "server_bandwidth_gbit, latency_us; did you mean latency_us?",
-    "cluster.compute.xyz=3": "cluster.compute.xyz = 3: unknown key; must be one of model, seconds, jitter",
+    "cluster.compute.xyz=3": "cluster.compute.xyz = 3: unknown key; must be one of model, seconds, jitter, fixed_share",
     'paradigm={name="ssp"}': "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
     "optimizer={}": 'optimizer.name: missing; must be the lower-case name of a torch.optim class, such as "sgd"',
     'optimizer={name="sgd"}': "optimizer.lr: missing; must be a number greater than 0",
@@ -249,10 +254,9 @@ MISTAKES = {
     "must be a CSV file with the columns worker,iteration,seconds",
     "stop={}": "stop: empty; must have at least one of samples, updates, seconds, target_accuracy, target_loss",
     # which kind of table
-    "paradigm.name=dsp": 'paradigm.name = "dsp": must be one of bsp, asp, ssp, dssp, easgd, allreduce, '
-    "local-sgd, gossip; did you mean dssp?",
-    "paradigm.name=3": "paradigm.name = 3: must be one of bsp, asp, ssp, dssp, easgd, allreduce, local-sgd, gossip",
-    "paradigm={}": "paradigm.name: missing; must be one of bsp, asp, ssp, dssp, easgd, allreduce, local-sgd, gossip",
+    "paradigm.name=dsp": f'paradigm.name = "dsp": must be one of {PARADIGMS}; did you mean dssp?',
+    "paradigm.name=3": f"paradigm.name = 3: must be one of {PARADIGMS}",
+    "paradigm={}": f"paradigm.name: missing; must be one of {PARADIGMS}",
     "workload.name=digit": 'workload.name = "digit": must be one of digits, linear, text, timing, '
     '"package.module:function"; did you mean digits?',
     "workload.name=script": 'workload.name = "script": must be one of digits, linear, text, timing, '
@@ -311,6 +315,8 @@ MISTAKES = {
     "cluster.compute.seconds=-1": f"cluster.compute.seconds = -1: {SECONDS}",
     "cluster.compute.seconds=[]": f"cluster.compute.seconds = []: {SECONDS}",
     "cluster.compute.jitter=-1": "cluster.compute.jitter = -1: must be at least 0",
+    "cluster.compute.fixed_share=-0.1": "cluster.compute.fixed_share = -0.1: must be at least 0",
+    "cluster.compute.fixed_share=30": "cluster.compute.fixed_share = 30: must be at most 1",
     # combinations
     "paradigm.staleness_max=2": "paradigm.staleness_max = 2: must be at least paradigm.staleness_min = 3",
     'optimizer.schedule={name="cosine",total=5,warmup=5}': "optimizer.schedule.warmup = 5: must be less than "
@@ -376,7 +382,7 @@ def test_a_script_s_job_is_for_traces_only(path: Path) -> None:
 
 
 def test_every_kind_is_named_where_one_is_missing() -> None:
-    assert KINDS["paradigm"] == ["bsp", "asp", "ssp", "dssp", "easgd", "allreduce", "local-sgd", "gossip"]
+    assert KINDS["paradigm"] == PARADIGMS.split(", ")
     assert KINDS["compute"] == ["constant", "lognormal", "exponential", "table"]
     assert KINDS["schedule"] == ["multistep", "cosine"]
     assert KINDS["workload"] == ["digits", "linear", "text", "timing", '"package.module:function"']

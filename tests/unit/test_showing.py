@@ -82,6 +82,90 @@ def test_few_events_are_told_and_many_are_counted() -> None:
     assert many == "6, of 2 of 3 workers"
 
 
+SPEED = {"policy": "proportional"}
+
+
+@pytest.mark.parametrize(
+    ("batches", "lines"),
+    [
+        (
+            SPEED,
+            [
+                "12 together, given out in proportion to the workers' predicted speeds (blend)",
+                "at least 1 a worker; anew every 10 iterations, if it gains 5 %",
+            ],
+        ),
+        (
+            {"policy": "equal-finish", "predictor": "last", "total": 40, "minimum": 2, "maximum": 20, "interval": 7},
+            [
+                "40 together, given out so that all workers are predicted to take the same time (last)",
+                "at least 2 a worker, at most 20; anew every 7 iterations, if it gains 5 %",
+            ],
+        ),
+        (
+            {**SPEED, "maximum": [4, 8, 8], "gain": 0.125},
+            [
+                "12 together, given out in proportion to the workers' predicted speeds (blend)",
+                "at least 1 a worker, at most 4, 8, 8; anew every 10 iterations, if it gains 12.5 %",
+            ],
+        ),
+    ],
+    ids=str,
+)
+def test_how_batches_are_given_out(batches: dict, lines: list[str]) -> None:
+    assert dict(rows(job({"name": "asp"}, batches=batches)))["samples an iteration"].split("\n") == lines
+
+
+def test_a_share_that_is_fixed_is_told() -> None:
+    shown = rows(job({"name": "asp"}, cluster={"compute": {**CONSTANT, "fixed_share": 0.3}}))
+    assert dict(shown)["iterations take"] == (
+        "so many seconds (real ones at least): constant, 0.5, 30 % of it whatever the batch size"
+    )
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"k": 2}, None),
+        ({"k": "state"}, "1 to 3: follows the workers' speeds"),
+        ({"k": "loss", "k_min": 2, "k_start": 3}, "2 to 3, at first 3: follows the loss"),
+        ({"k": "min"}, "1 to 3: follows the workers' speeds and the loss, the smaller of what they choose"),
+    ],
+)
+@pytest.mark.parametrize("name", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])
+def test_what_k_follows(name: str, keys: dict, words: str | None) -> None:
+    assert dict(rows(job({"name": name, **keys}))).get("k") == words
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "words"),
+    [
+        ({"name": "k-sync", "k": 2}, "the first 2 workers' gradients; late ones are dropped"),
+        (
+            {"name": "k-batch-sync", "k": "min", "cancel": "abort"},
+            "the first k gradients of its version, of which a worker may give several; late ones are dropped, and not "
+            "computed to their end (4 micro-batches)",
+        ),
+        (
+            {"name": "k-async", "k": 2},
+            "the next 2 workers' gradients, which wait for it while the others go on",
+        ),
+        (
+            {"name": "k-async", "k": "state"},
+            "go on; what is older than 2 workers / k updates is dropped; its weight is 1 / age",
+        ),
+        (
+            {"name": "k-batch-async", "k": 3, "staleness_max": 4},
+            "the next 3 gradients, and nobody waits; what is older than 4 updates is dropped",
+        ),
+    ],
+    ids=str,
+)
+def test_every_k_has_words(paradigm: dict, words: str) -> None:
+    assert in_words(job(paradigm)).startswith("every update is the mean of ")
+    assert in_words(job(paradigm)).endswith(words)
+
+
 @pytest.mark.parametrize(
     ("paradigm", "words"),
     [

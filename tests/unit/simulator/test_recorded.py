@@ -8,7 +8,7 @@ from hpcsync.job_errors import JobError
 from hpcsync.simulator.recorded import RecordedTimes, _joined, read
 from hpcsync.traces.comparing import compare
 from hpcsync.traces.reading import load
-from tests.unit.simulator.running import PARADIGMS, simulate, timing_job
+from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 
 NETWORK = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}
 
@@ -161,9 +161,41 @@ def test_a_killed_run_serves_as_far_as_it_goes(tmp_path):
     simulate(timing_job(workers=3, paradigm={"name": "asp"}, stop={"updates": 60}), path)
     trace = load(path)
     pushes, grants = (rows[rows["worker"] == 1] for rows in (trace.tables["pushes"], trace.tables["grants"]))
-    assert [len(column) for column in _joined(pushes, grants[:5])] == [6] * 5  # the first needs no grant
-    assert [len(column) for column in _joined(pushes[:4], grants)] == [4] * 5
-    assert [len(column) for column in _joined(pushes[1:], grants)] == [0] * 5
+    assert [len(column) for column in _joined(pushes, grants[:5], 4)] == [6] * 5  # the first needs no grant
+    assert [len(column) for column in _joined(pushes[:4], grants, 4)] == [4] * 5
+    assert [len(column) for column in _joined(pushes[1:], grants, 4)] == [0] * 5
+
+
+def test_computations_are_of_whole_iterations_of_the_jobs_batch_size(tmp_path):
+    first = simulate(timing_job(model="lognormal", paradigm={"name": "easgd", "period": 3}), tmp_path / "trace.h5")
+    pushes, grants = (rows[rows["worker"] == 1] for rows in (first.tables["pushes"], first.tables["grants"]))
+    compute_s = _joined(pushes, grants, 4)[0]
+    assert compute_s.tolist() == pushes["compute_s"][: len(compute_s)].tolist(), "not a bit differs"
+    pushes["batch_size"][0] *= 2  # 3 local steps of 8
+    pushes["share"][1] = 0.25
+    pushes["batch_size"][2], pushes["share"][2] = 3, 0.5
+    factors = _joined(pushes, grants, 4)[0] / compute_s
+    assert factors.tolist() == pytest.approx([0.5, 4.0, 8.0] + [1.0] * (len(factors) - 3))
+
+
+def test_batches_given_out_by_speed_do_not_make_another_batch_size(tmp_path):
+    path = tmp_path / "trace.h5"
+    simulate(timing_job(workers=3), path)
+    with h5py.File(path, "r+") as file:
+        sizes = file["pushes"]["batch_size"]
+        file["pushes"]["batch_size"] = np.where(file["pushes"]["worker"] == 0, 2, sizes)
+    with pytest.raises(JobError, match="workload.batch_size = 4, it has 2"):
+        read(job_from(path), 8000)
+    for said, is_refused in (("batch_size = 4", False), ("batch_size = 8", True)):
+        with h5py.File(path, "r+") as file:
+            job = job_from(path, workload={**TIMING, "batch_size": 4}, batches={"policy": "proportional"})
+            file.attrs["job"] = job.to_toml().replace("batch_size = 4", said)
+        if is_refused:
+            with pytest.raises(JobError, match="workload.batch_size = 4, it has 8"):
+                read(job_from(path), 8000)
+        else:
+            seconds = [next(times.seconds()) for times in read(job_from(path), 8000).workers]
+            assert seconds == [2.0, 1.0, 1.0], "in proportion"
 
 
 def test_a_trace_without_a_push_of_every_worker_is_refused(tmp_path):
