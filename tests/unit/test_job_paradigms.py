@@ -9,6 +9,7 @@ import pytest
 
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
+from hpcsync.paradigms import create
 from tests.unit.jobs import make_job
 
 
@@ -68,6 +69,14 @@ def test_what_asynchronous_machines_are_given(name: str) -> None:
     assert job(name, **CHANGES).paradigm.options == changes
     asked: dict[str, Any] = {"staleness_max": 5, "staleness_weight": "none"}
     assert job(name, **CHANGES, **asked).paradigm.options == {**changes, **asked}
+
+
+@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize(
+    ("keys", "k"), [(STAYS, 3), ({**CHANGES, "k_start": 2}, 2), ({"k": "state", "k_min": 2, "k_start": 4}, 4)], ids=str
+)
+def test_their_machines_take_what_they_are_given(name: str, keys: dict[str, Any], k: int) -> None:
+    assert create(name, 4, **job(name, **keys).paradigm.options).k == k
 
 
 def test_the_smallest_k() -> None:
