@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.planning.speed import LastValue, Predictor, Smoothing
+from hpcsync.job import Job
+from hpcsync.planning.speed import Estimator, LastValue, Predictor, Smoothing
 
 HIDDEN = 16
 WINDOW = 10  # speeds that the network sees
@@ -28,6 +29,17 @@ ERROR_BETA = 0.1  # weight of the newest error
 
 PREDICTORS = ("last", "smoothing", "gru", "blend")
 STREAM = 6  # random stream of a job's seed
+
+
+def estimator(job: Job, worker: int, clock: Callable[[], float] = time.perf_counter) -> Estimator | None:
+    """What a worker of this job says how long its next iterations take; None where batches are equal: nobody asks.
+
+    clock: see `predictor`.
+    """
+    batches = job.batches
+    if batches.policy == "equal":
+        return None
+    return Estimator(predictor(batches.predictor, job.seed, worker, clock), batches.policy == "equal-finish")
 
 
 def predictor(name: str, seed: int, worker: int, clock: Callable[[], float] = time.perf_counter) -> Predictor:
