@@ -2,7 +2,8 @@
 
 An engine reports what it observes (a contribution is in its slot, a worker has left, an evaluation is done) and carries
 out the orders that come back, in their order, on every server. In between lie the paradigm's decision, the numbering of
-versions, the learning rate, the stopping rule, and a row in the trace for each of them.
+versions, the weight of each contribution, the learning rate, who computes how many samples next and which, the
+stopping rule, and a row in the trace for each of them.
 
 The stopping rule, once true, stays true. From then on every answer to a worker is a stop: a reply of zero local steps.
 Held workers get theirs at once, computing ones when their next contribution arrives, which is dropped.
@@ -19,7 +20,9 @@ from hpcsync import paradigms
 from hpcsync.job import Job, Stop
 from hpcsync.job_paradigms import Easgd, Served
 from hpcsync.learning.schedule import LearningRate, learning_rate
-from hpcsync.paradigms import Apply, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
+from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
+from hpcsync.planning.batches import Allocated, Batches, Estimate
+from hpcsync.planning.speed import Estimator
 from hpcsync.traces.schema import APPLIED, DROPPED, LEFT
 
 
@@ -30,6 +33,9 @@ class Report(NamedTuple):
     (Where a push is of several local steps, from the first one's begin to the last one's end.)
     wait_s: for the grant before it; comm_s: reading the weights before it and putting the contribution after it;
     wire_bytes: bytes of both transfers; batch_size: samples, and loss: their mean loss, of all local steps.
+    share: 1, or of an iteration that was cancelled the share of its samples that was computed.
+    predicted_fixed_s, predicted_sample_s: seconds of each of the worker's next iterations, and of every sample in them;
+    NaN where nobody asks.
     """
 
     worker: int
@@ -44,28 +50,78 @@ class Report(NamedTuple):
     local_steps: int
     loss: float
     wire_bytes: int
+    share: float = 1.0
+    predicted_fixed_s: float = math.nan
+    predicted_sample_s: float = math.nan
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds that the whole of it took, or would have taken."""
+        return self.compute_s / self.share
+
+
+def estimated(report: Report, estimator: Estimator) -> Report:
+    """The report with what its worker expects of its next iterations, having learned from this one, if it took time."""
+    n = report.local_steps
+    if report.iteration_s == 0.0:
+        return report
+    fixed_s, sample_s = estimator.observe(report.batch_size // n, report.iteration_s / n, report.comm_s / n)
+    return report._replace(predicted_fixed_s=fixed_s, predicted_sample_s=sample_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Order: one update from these workers' slots, in this order. lr: its rate, see `Coordinator`."""
+    """Order: one update from what has been collected and these workers' slots, in this order.
+
+    Its gradient is the sum, each contribution times its weight, over the divisor. lr: its rate, see `Coordinator`.
+    """
 
     workers: tuple[int, ...]
+    weights: tuple[float, ...]
+    divisor: float
     lr: float
 
 
 @dataclass(frozen=True, slots=True)
+class Collection:
+    """Order: take this worker's contribution, times its weight, out of its slot and into the next update's sum."""
+
+    worker: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancellation:
+    """Order: tell this worker that what it computes in this iteration will be dropped."""
+
+    worker: int
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
-    """Order: let this worker read the current version and start `iteration`; with zero local steps its part is over."""
+    """Order: let this worker read the current version and start `iteration`; with zero local steps its part is over.
+
+    first_sample: see `traces.schema.GRANTS`.
+    """
 
     worker: int
     iteration: int
     version: int
     batch_size: int
     local_steps: int
+    first_sample: int = -1
 
 
-Order = Update | Reply
+Order = Update | Collection | Cancellation | Reply
+
+
+class _Contribution(NamedTuple):
+    """One whose fate is open: the push's `seq` and time, and what was said with it."""
+
+    seq: int
+    now_s: float
+    report: Report
 
 
 class Recorder(Protocol):
@@ -80,14 +136,58 @@ def create_paradigm(job: Job) -> Paradigm:
     return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.options)
 
 
+def create_batches(job: Job) -> Batches | None:
+    """Who computes how many samples, as this job wants it; None where everybody always computes the same."""
+    if job.batches.policy == "equal":
+        return None
+    assert job.batch_total is not None
+    n_workers, settings = job.cluster.workers, job.batches
+    return Batches(
+        n_workers,
+        job.batch_total,
+        minimum=settings.minimum,
+        maxima=settings.maxima(n_workers) or [math.inf] * n_workers,
+        interval=settings.interval,
+        gain_min=settings.gain,
+    )
+
+
+def first_work(job: Job) -> list[tuple[int, int]] | None:
+    """(first_sample, n_samples) of each worker's first push, as a grant would say; None where batches are alike."""
+    batches = create_batches(job)
+    return None if batches is None else [batches.first(worker) for worker in range(job.cluster.workers)]
+
+
+def decision_fields(paradigm: Paradigm, batches: Batches | None) -> tuple[str, ...]:
+    """The columns of the trace's /decisions beside those that all have."""
+    return paradigm.decision_fields + (() if batches is None else batches.decision_fields)
+
+
 class Coordinator:
     """One run's decisions.
 
     lr: rate of the next update, from samples, updates and contributions: the learning rate (`learning.schedule`), or
         where the workers have optimizers and the servers a centre, the share of the distance that it moves.
+    batch_total: samples that all workers together compute in an iteration each; None where nobody knows it beforehand.
+    batches: who computes how many of them; None where everybody goes on with what it has.
+
+    A contribution is the mean gradient of a worker's batch. Where an update is of one version of the weights, it is the
+    mean over all its samples, whoever computed them. Where it is not, each contribution counts as many times as its
+    batch is larger than the mean batch, and once more times what the paradigm says; with batches alike both are the
+    mean over contributions.
     """
 
-    def __init__(self, paradigm: Paradigm, trace: Recorder, *, n_workers: int, lr: LearningRate, stop: Stop) -> None:
+    def __init__(
+        self,
+        paradigm: Paradigm,
+        trace: Recorder,
+        *,
+        n_workers: int,
+        lr: LearningRate,
+        stop: Stop,
+        batch_total: int | None = None,
+        batches: Batches | None = None,
+    ) -> None:
         self.version = 0
         self.samples = 0
         self.updated_s = 0.0  # time of the latest update
@@ -101,21 +201,27 @@ class Coordinator:
         self._stop = stop
         self._seq = 0
         self._now_s = 0.0
-        self._pending: dict[int, tuple[int, float, Report]] = {}  # contributions whose fate is open
+        self._batches = batches
+        # A batch's size times this is its size in mean batches: a fraction, so that it is 1 where all are alike.
+        self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
+        self._pending: dict[int, _Contribution] = {}  # in their slots
+        self._collected: list[tuple[_Contribution, float]] = []  # out of them, with their weights
         self._held: dict[int, tuple[float, Report]] = {}  # workers that wait for an answer
         self._pushes = [0] * n_workers
 
     def pushed(self, now_s: float, report: Report) -> list[Order]:
         """Worker `report.worker`'s contribution is in its slot."""
         self._now_s = now_s
-        seq = self._next_seq()
-        self._pending[report.worker] = (seq, now_s, report)
+        self._pending[report.worker] = _Contribution(self._next_seq(), now_s, report)
         self._held[report.worker] = (now_s, report)
         self._pushes[report.worker] += 1
         self.last_loss = report.loss
         if not self.stopping:
-            return self._decide(Pushed(now_s, report.worker))
-        self._settle([report.worker], DROPPED)
+            if self._batches is not None:
+                estimate = Estimate(report.predicted_fixed_s, report.predicted_sample_s)
+                self._record_sizes(now_s, self._batches.pushed(report.worker, estimate))
+            return self._decide(Pushed(now_s, report.worker, report.iteration_s, report.loss))
+        self._drop(report.worker)
         return [self._reply(now_s, self._stop_grant(now_s, report.worker))]
 
     def left(self, now_s: float, worker: int) -> list[Order]:
@@ -124,7 +230,11 @@ class Coordinator:
         self._held.pop(worker, None)
         self._trace.append("membership", (self._next_seq(), now_s, worker, LEFT))
         self.active.remove(worker)
-        return [] if self.stopping else self._decide(Left(now_s, worker))
+        if self.stopping:
+            return []
+        if self._batches is not None:
+            self._record_sizes(now_s, self._batches.left(worker))
+        return self._decide(Left(now_s, worker))
 
     def evaluated(
         self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float = math.nan
@@ -148,54 +258,97 @@ class Coordinator:
 
     def close(self) -> None:
         """Contributions that no update will take any more are dropped, and the trace says so."""
-        self._settle(list(self._pending), DROPPED)
+        collected, self._collected = self._collected, []
+        pending, self._pending = self._pending, {}
+        for contribution in sorted([*pending.values(), *(contribution for contribution, _ in collected)]):
+            self._record_push(contribution, 0.0, DROPPED)
 
     def _decide(self, event: Event) -> list[Order]:
         orders: list[Order] = []
         for action in self._paradigm.handle(event):
             match action:
-                case Apply(workers):
-                    orders.append(self._update(event.now_s, workers))
+                case Apply(workers, weights):
+                    orders.append(self._update(event.now_s, workers, weights or (1.0,) * len(workers)))
+                case Collect(worker, weight):
+                    weighted = self._weigh(worker, weight)
+                    self._collected.append((self._pending.pop(worker), weighted))
+                    orders.append(Collection(worker, weighted))
+                case Cancel(worker):
+                    orders.append(Cancellation(worker, self._pushes[worker] + 1))
                 case Grant() as grant:
                     if self.stopping:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
                     orders.append(self._reply(event.now_s, grant))
                 case Decision(controller, worker, chosen, inputs):
-                    row = (self._next_seq(), event.now_s, controller, worker, chosen, *inputs)
+                    n_others = 0 if self._batches is None else len(self._batches.decision_fields)
+                    row = (self._next_seq(), event.now_s, controller, worker, chosen, *inputs, *(math.nan,) * n_others)
                     self._trace.append("decisions", row)
                 case Drop(worker):
-                    self._settle([worker], DROPPED)
+                    self._drop(worker)
         if self.stopping:
             orders += self._release_held(event.now_s)
         return orders
 
-    def _update(self, now_s: float, workers: tuple[int, ...]) -> Update:
-        lr = self._lr(self.samples, self.version, len(workers))
+    def _update(self, now_s: float, workers: tuple[int, ...], weights: tuple[float, ...]) -> Update:
+        weighted = tuple(self._weigh(worker, weight) for worker, weight in zip(workers, weights, strict=True))
+        taken = [*self._collected, *((self._pending.pop(w), x) for w, x in zip(workers, weighted, strict=True))]
+        self._collected = []
+        reports = [contribution.report for contribution, _ in taken]
+        divisor = float(len(taken))
+        if self._paradigm.synchronous and self._per_sample is not None:
+            per, samples = self._per_sample
+            divisor = sum(_batch_size(report) for report in reports) * per / samples
+        lr = self._lr(self.samples, self.version, len(taken))
         self.version += 1
         self.updated_s = now_s
-        self.samples += sum(self._pending[worker][2].batch_size for worker in workers)
-        self._trace.append("updates", (self.version, now_s, len(workers), lr, self.samples))
-        self._settle(workers, APPLIED)
+        self.samples += sum(report.batch_size for report in reports)
+        self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples))
+        for contribution, weight in sorted(taken):
+            self._record_push(contribution, weight / divisor, APPLIED)
         enough = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
         self.stopping = self.stopping or enough
-        return Update(workers, lr)
+        return Update(workers, weighted, divisor, lr)
 
-    def _settle(self, workers: Sequence[int], outcome: int) -> None:
-        """The fate of these contributions is known: write their rows, in the order in which they arrived."""
+    def _weigh(self, worker: int, weight: float) -> float:
+        """How often this worker's contribution counts, whose weight in the paradigm is this."""
+        batch_size = _batch_size(self._pending[worker].report)
+        if self._per_sample is None:
+            if not self._paradigm.synchronous:
+                return weight
+            self._per_sample = (1.0, batch_size)  # any measure will do
+        per, samples = self._per_sample
+        return weight * (batch_size * per / samples)
+
+    def _drop(self, worker: int) -> None:
+        self._record_push(self._pending.pop(worker), 0.0, DROPPED)
+
+    def _record_push(self, contribution: _Contribution, weight: float, outcome: int) -> None:
+        """Its fate is known."""
+        seq, now_s, r = contribution
         version = self.version - 1 if outcome == APPLIED else self.version
-        for seq, now_s, r in sorted(self._pending.pop(worker) for worker in workers):
-            head = (seq, now_s, r.worker, r.iteration, r.version_read, version - r.version_read)
-            self._trace.append("pushes", head + r[3:] + (outcome,))
+        head = (seq, now_s, r.worker, r.iteration, r.version_read, version - r.version_read)
+        self._trace.append("pushes", head + r[3:] + (weight, outcome))
+
+    def _record_sizes(self, now_s: float, allocated: Sequence[Allocated]) -> None:
+        """Batch sizes have changed."""
+        for worker, size, inputs in allocated:
+            others = (math.nan,) * len(self._paradigm.decision_fields)
+            row = (self._next_seq(), now_s, "batches", worker, float(size), *others, *inputs)
+            self._trace.append("decisions", row)
 
     def _reply(self, now_s: float, grant: Grant) -> Reply:
         _, report = self._held.pop(grant.worker)
-        batch_size, local_steps = (0, 0) if self.stopping else (report.batch_size, report.local_steps)
+        first_sample, batch_size, local_steps = -1, report.batch_size, report.local_steps
+        if self.stopping:
+            batch_size, local_steps = 0, 0
+        elif self._batches is not None:
+            first_sample, batch_size = self._batches.hand_out(grant.worker, local_steps)
         row = (
             self._next_seq(), now_s, grant.worker, grant.iteration, self.version, grant.gap_iters, grant.credits,
-            grant.held_s, batch_size, local_steps,
+            grant.held_s, batch_size, local_steps, first_sample,
         )  # fmt: skip
         self._trace.append("grants", row)
-        return Reply(grant.worker, grant.iteration, self.version, batch_size, local_steps)
+        return Reply(grant.worker, grant.iteration, self.version, batch_size, local_steps, first_sample)
 
     def _stop_grant(self, now_s: float, worker: int) -> Grant:
         pushes = self._pushes[worker]
@@ -210,9 +363,22 @@ class Coordinator:
         return self._seq
 
 
+def _batch_size(report: Report) -> float:
+    """Samples of each of its local steps."""
+    return report.batch_size / report.local_steps
+
+
 def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
     """The coordinator of a run of this job; the paradigm is a new one of it."""
-    return Coordinator(paradigm, trace, n_workers=job.cluster.workers, lr=_rate(job), stop=job.stop)
+    return Coordinator(
+        paradigm,
+        trace,
+        n_workers=job.cluster.workers,
+        lr=_rate(job),
+        stop=job.stop,
+        batch_total=None if job.steps_on_workers else job.batch_total,
+        batches=create_batches(job),
+    )
 
 
 def _rate(job: Job) -> LearningRate:

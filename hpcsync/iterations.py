@@ -9,7 +9,7 @@ from typing import Any
 
 from hpcsync.devices import device
 from hpcsync.job import Job
-from hpcsync.learning.data import batches
+from hpcsync.learning.data import batches, fetch, sequence_indices
 
 CALL_S = 5e-4  # from one call while padding to the next
 
@@ -18,6 +18,8 @@ class Iterations:
     """The batches of one worker, in the job's data order, with each iteration padded to what its device takes.
 
     now: the clock, in seconds since the start of the run.
+    handed_out: (first, n_samples) of the run's sequence of samples for the worker's next iteration, where batch sizes
+    are given out; None where all batches are alike.
     leave: called when the worker leaves before its next batch, because the job says so.
     while_padding: called now and then while an iteration is padded, as it would be from within a computation.
     """
@@ -29,6 +31,7 @@ class Iterations:
         now: Callable[[], float],
         leave: Callable[[], None] = lambda: None,
         while_padding: Callable[[], None] | None = None,
+        handed_out: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.batch_size = 0
         self._job = job
@@ -36,29 +39,33 @@ class Iterations:
         self._now = now
         self._leave = leave
         self._while_padding = while_padding
+        self._handed_out = handed_out
         self._training_epochs = 0
         self._begin_s: float | None = None  # of the batch that has been handed out, until its step
+        self._device_s = 0.0  # what the device takes for it
         self._device = device(job, worker)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]) -> Iterator[Any]:
         """The batches of the next `epochs` training epochs (None: no end), until `stopped` or the worker leaves.
 
-        Without a data set, ().
+        batch_size: of all workers, or where they differ the one for which the device's times are meant. Without a data
+        set, ().
         """
         first = self._training_epochs
         self._training_epochs += epochs or 0
-        mine = self._batches(dataset, batch_size, range(first, sys.maxsize if epochs is None else first + epochs))
+        those = range(first, sys.maxsize if epochs is None else first + epochs)
+        mine = self._alike(dataset, batch_size, those) if self._handed_out is None else self._next_ones(dataset, those)
         while not stopped():
             begin_s = self._now()
             if self._device.leaves(begin_s):
                 self._leave()
                 return
-            self.batch_size = batch_size
-            self._begin_s = begin_s
             try:
-                batch = next(mine)
+                self.batch_size, batch = next(mine)
             except StopIteration:
                 return
+            self._begin_s = begin_s
+            self._device_s = self._device.seconds(begin_s, self.batch_size / batch_size)
             yield batch
 
     @property
@@ -66,13 +73,19 @@ class Iterations:
         """Whether a batch has been handed out whose computation has not ended."""
         return self._begin_s is not None
 
-    def end(self) -> tuple[float, float]:
-        """Pad the iteration; return when it began and ended. Raises RuntimeError where no iteration has begun."""
+    def pad(self, share: float) -> None:
+        """This share of the batch is computed: let that have taken what it takes the device."""
         if self._begin_s is None:
             raise RuntimeError("step without a batch: call it once for each batch of the session's shard")
+        if self._device_s:
+            self._pad(self._begin_s + share * self._device_s)
+
+    def end(self, share: float = 1.0) -> tuple[float, float]:
+        """The iteration ends with this share of its batch; when it began and ended, padded. Raises RuntimeError where
+        none has begun."""
+        self.pad(share)
+        assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
-        if padded_s := self._device.seconds(begin_s):
-            self._pad(begin_s + padded_s)
         return begin_s, self._now()
 
     def _pad(self, end_s: float) -> None:
@@ -83,8 +96,22 @@ class Iterations:
                 self._while_padding()
                 time.sleep(min(left_s, CALL_S))
 
-    def _batches(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[Any]:
+    def _alike(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
         if dataset is None:
-            return iter(tuple, None)  # () without end
-        n_workers = self._job.cluster.workers
-        return batches(dataset, self._job.seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs)
+            return iter(lambda: (batch_size, ()), None)  # without end
+        n_workers, seed = self._job.cluster.workers, self._job.seed
+        mine = batches(dataset, seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs)
+        return ((batch_size, batch) for batch in mine)
+
+    def _next_ones(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:
+        """A batch that reaches over the end of a training epoch belongs to the one in which it begins."""
+        assert self._handed_out is not None
+        while True:
+            first, n_samples = self._handed_out()
+            if dataset is None:
+                yield n_samples, ()
+                continue
+            size = len(dataset)
+            if first >= epochs.stop * size:
+                return
+            yield n_samples, fetch(dataset, sequence_indices(self._job.seed, first, n_samples, size=size))

@@ -35,6 +35,14 @@ class Session(ABC):
         order that follows from the seed alone. Empty on servers, which serve here until the run is over.
         """
 
+    def cancelled(self, share: float) -> bool:
+        """Between two pieces of a batch, `share` of whose samples are done: whether the gradient will not be used any
+        more. Then call `step` at once, with the loss so far: it gives nothing away.
+
+        Only "k-sync" and "k-batch-sync" with cancel = "abort" ever say so.
+        """
+        return False
+
     @abstractmethod
     def step(self, loss: torch.Tensor | float) -> bool:
         """Give away the gradient that `backward` has left, and go on with new weights in the model.

@@ -1,9 +1,14 @@
-"""Which samples a worker uses in which iteration: a pure function of seed, worker and iteration.
+"""Which samples a worker uses in which iteration.
 
-Batches are numbered through: batch j of the run is batch j mod B of training epoch j div B, where B is the number of
-whole batches in the data set, and every training epoch is its own random permutation. Iteration i (the first is 1) of
-worker w of P takes batch (i - 1) P + w. So the workers' i-th iterations together are the next P batches of one
-sequence, whichever paradigm runs, and in BSP they are what one process would use with a batch P times as large.
+Where all batches are alike that is a pure function of seed, worker and iteration. Batches are numbered through: batch j
+of the run is batch j mod B of training epoch j div B, where B is the number of whole batches in the data set, and every
+training epoch is its own random permutation. Iteration i (the first is 1) of worker w of P takes batch (i - 1) P + w.
+So the workers' i-th iterations together are the next P batches of one sequence, whichever paradigm runs, and in BSP
+they are what one process would use with a batch P times as large.
+
+Where batch sizes change, the samples are one endless sequence, training epoch after training epoch, each a permutation
+as above and without a remainder. Whoever is to compute next is handed the next ones, as many as its batch has: every
+sample of a training epoch is used once, whoever takes it.
 """
 
 from __future__ import annotations
@@ -38,6 +43,16 @@ def batch_indices(seed: int, batch: int, *, batch_size: int, size: int) -> np.nd
     """
     training_epoch, k = divmod(batch, whole_batches(batch_size, size))
     return _permutation(seed, training_epoch, size)[k * batch_size : (k + 1) * batch_size]
+
+
+def sequence_indices(seed: int, first: int, n_samples: int, *, size: int) -> np.ndarray:
+    """Indices, shape (n_samples,), of the run's samples from number `first` (from 0) on, of a data set of `size`."""
+    found, end = [], first + n_samples
+    while first < end:
+        training_epoch, at = divmod(first, size)
+        found.append(_permutation(seed, training_epoch, size)[at : at + end - first])
+        first += len(found[-1])
+    return np.concatenate(found)
 
 
 def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:

@@ -19,6 +19,14 @@ def worker_seed(seed: int, worker: int) -> int:
     return int(np.random.SeedSequence([seed, 3, worker]).generate_state(1)[0])
 
 
+def piece_shares(n_samples: int, n_pieces: int) -> list[float]:
+    """Of a batch that is computed in so many pieces, as equal as can be and none of them empty: the share of its
+    samples that is done after each of them."""
+    n_pieces = min(n_pieces, n_samples)
+    size, n_larger = divmod(n_samples, n_pieces)
+    return [(piece * size + min(piece, n_larger)) / n_samples for piece in range(1, n_pieces + 1)]
+
+
 class Replica:
     """A model that computes gradients into one contiguous buffer, and does not know who communicates them.
 
@@ -32,11 +40,36 @@ class Replica:
 
     def compute(self, batch: Sequence[torch.Tensor]) -> float:
         """Leave the batch's mean gradient in the flat gradient; return its mean loss (NaN without arithmetic)."""
+        return self.compute_in_pieces(batch, 1, lambda share: False)
+
+    def compute_in_pieces(
+        self, batch: Sequence[torch.Tensor], n_pieces: int, cancelled: Callable[[float], bool]
+    ) -> float:
+        """The same from so many micro-batches, one after the other; their tensors are split along the first dimension.
+
+        cancelled: asked after each of them but the last, with the share of the samples that is done, whether to stop
+        there. The loss is then the mean of what is done.
+        """
         if self._loss is None:
+            any(cancelled(piece / n_pieces) for piece in range(1, n_pieces))
             return math.nan
         self._flat.zero_gradient()
+        if n_pieces == 1:
+            return self._add_gradient(batch, 1.0)
+        n_samples, total = len(batch[0]), 0.0
+        shares = piece_shares(n_samples, n_pieces)
+        for piece, done in zip(zip(*(x.tensor_split(len(shares)) for x in batch), strict=True), shares, strict=True):
+            share = len(piece[0]) / n_samples
+            total += self._add_gradient(piece, share) * share
+            if done < 1.0 and cancelled(done):
+                break
+        return total / done
+
+    def _add_gradient(self, batch: Sequence[torch.Tensor], share: float) -> float:
+        """That share of the batch's mean gradient, added to the flat gradient; the mean loss."""
+        assert self._loss is not None
         device = self._flat.weights.device
         loss = self._loss(self._flat.model, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
-        loss.backward()
+        (loss if share == 1.0 else loss * share).backward()
         self._flat.gather_gradient()
         return float(loss.detach())

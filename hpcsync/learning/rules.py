@@ -20,12 +20,17 @@ class Rule(ABC):
         """These weights it shall change. They may move, as the parameter's `data`, between updates."""
 
     @abstractmethod
-    def update(self, contributions: Sequence[torch.Tensor], rate: float) -> None:
-        """Change the weights in place. Contributions, of the weights' shape, are used in this order, and spent."""
+    def update(
+        self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
+    ) -> None:
+        """Change the weights in place. Contributions, of the weights' shape, are used in this order, and spent.
+
+        weights: what each of them is multiplied by; divisor: what their sum is divided by.
+        """
 
 
 class Descent(Rule):
-    """A torch optimizer's step along the mean of gradients; the rate is its learning rate."""
+    """A torch optimizer's step along a weighted mean of gradients; the rate is its learning rate."""
 
     def __init__(self, optimizer: OptimizerSpec) -> None:
         self._spec = optimizer
@@ -34,10 +39,12 @@ class Descent(Rule):
         self._weights = weights
         self._optimizer = self._spec.build(weights)
 
-    def update(self, contributions: Sequence[torch.Tensor], rate: float) -> None:
-        gradient = _sum(contributions)
-        if len(contributions) > 1:
-            gradient.div_(len(contributions))
+    def update(
+        self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
+    ) -> None:
+        gradient = weighted_sum(contributions, weights)
+        if divisor != 1.0:
+            gradient.div_(divisor)
         self._weights.grad = gradient
         self._optimizer.param_groups[0]["lr"] = rate
         self._optimizer.step()
@@ -45,14 +52,17 @@ class Descent(Rule):
 
 class Elastic(Rule):
     """The weights are a centre, and contributions are where workers are: it moves by the sum of its moves towards each
-    of them, all measured from where it was."""
+    of them, all measured from where it was. Every worker's position counts once, whatever its batches."""
 
     def bind(self, weights: torch.nn.Parameter) -> None:
         self._weights = weights
 
-    def update(self, contributions: Sequence[torch.Tensor], rate: float) -> None:
+    def update(
+        self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
+    ) -> None:
         centre = self._weights.data
-        centre.add_(_sum([towards(centre, position, rate) for position in contributions]))
+        moves = [towards(centre, position, rate) for position in contributions]
+        centre.add_(weighted_sum(moves, [1.0] * len(moves)))
 
 
 def of_job(job: Job, optimizer: OptimizerSpec) -> Rule:
@@ -69,8 +79,11 @@ def towards(place: torch.Tensor, target: torch.Tensor, rate: float) -> torch.Ten
     return target.sub_(place).mul_(rate)
 
 
-def _sum(contributions: Sequence[torch.Tensor]) -> torch.Tensor:
+def weighted_sum(contributions: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """The sum of each times its weight, in this order, in the memory of the first."""
     total = contributions[0]
-    for contribution in contributions[1:]:
-        total.add_(contribution)
+    if weights[0] != 1.0:
+        total.mul_(weights[0])
+    for contribution, weight in zip(contributions[1:], weights[1:], strict=True):
+        total.add_(contribution, alpha=weight)
     return total

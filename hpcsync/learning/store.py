@@ -14,6 +14,9 @@ does not read, and one more where it may.
 Rows are padded to whole vector registers. torch's fused optimizers, which need the fewest passes over memory, round the
 scalar tail of a tensor differently from its vectorised body; without a tail the result of an element does not depend on
 where its shard ends, and so the number of shards does not change a bit.
+
+A worker that goes on before the update that takes its contribution would overwrite it: it is collected, which adds it
+to a sum that the update begins with.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ class Store:
         self._rule = rule
         rule.bind(self._parameter)
         self._contributing: set[int] = set()  # whose contributions came before their promises
+        self._collected: torch.Tensor | None = None  # the sum for the next update
+        self._has_collected = False
 
     @property
     def weights(self) -> torch.Tensor:
@@ -82,15 +87,40 @@ class Store:
         self._serial[reader] += 1
         return self.current, self._serial[reader]
 
-    def apply(self, workers: Sequence[int], lr: float) -> None:
-        """One update from these workers' contributions, in this order, at this rate; spends their slots."""
+    def collect(self, worker: int, weight: float) -> None:
+        """Add this worker's contribution, times its weight, to what the next update takes; spends its slot."""
+        self._has_read(worker)
+        if self._collected is None:
+            self._collected = torch.zeros_like(self._slots[worker])
+        if self._has_collected:
+            self._collected.add_(self._slots[worker], alpha=weight)
+        else:
+            torch.mul(self._slots[worker], weight, out=self._collected)
+        self._has_collected = True
+
+    def apply(
+        self, workers: Sequence[int], lr: float, weights: Sequence[float] = (), divisor: float | None = None
+    ) -> None:
+        """One update at this rate: what was collected and these workers' contributions, each times its weight, in this
+        order, over the divisor; by default the mean of the workers'. Spends their slots."""
+        weights = weights or (1.0,) * len(workers)
+        divisor = float(len(workers)) if divisor is None else divisor
         for worker in workers:
             if worker not in self._contributing:
-                self._done[worker] = self._serial[worker]
+                self._has_read(worker)
         self._contributing.difference_update(workers)
         self._make_writable()
-        self._rule.update([self._slots[worker] for worker in workers], lr)
+        contributions = [self._slots[worker] for worker in workers]
+        if self._has_collected:
+            assert self._collected is not None
+            contributions, weights = [self._collected, *contributions], (1.0, *weights)
+            self._has_collected = False
+        self._rule.update(contributions, lr, weights, divisor)
         self.version += 1
+
+    def _has_read(self, worker: int) -> None:
+        """What it computed from its last promise is here."""
+        self._done[worker] = self._serial[worker]
 
     def _make_writable(self) -> None:
         """Move on to a free buffer if anybody still reads the current one."""

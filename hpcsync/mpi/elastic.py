@@ -38,7 +38,11 @@ class ElasticSession(WorkerSession):
 
     def _make_engine(self) -> Worker:
         self._centre = torch.empty_like(self.flat.weights)
-        return Worker(self._link, self._centre, self.flat.weights)
+        return Worker(self._link, self._centre, self.flat.weights, self._estimator)
+
+    def _handed_out(self) -> tuple[int, int]:
+        n_samples = self._engine.n_samples // self._period
+        return self._engine.first_sample + self._stretch.steps * n_samples, n_samples
 
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
         lr = self._rate(self._samples, self._steps)

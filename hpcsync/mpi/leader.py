@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.coordinator import Coordinator, Order, Report
+from hpcsync.coordinator import Cancellation, Coordinator, Order, Report
 from hpcsync.mpi import wire
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
@@ -38,6 +38,7 @@ class Leader:
         self._chores = chores
         self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
         self._orders = Outbox(link.comm, wire.TAG_ORDER, wire.ORDER)
+        self._cancellations = Outbox(link.comm, wire.TAG_CANCELLATION, wire.CANCELLATION)
 
     def serve(self) -> None:
         """Until every worker has left. Raises Interrupted or RankFailed when the run cannot be finished."""
@@ -69,6 +70,7 @@ class Leader:
         """Tell every rank that the run is over."""
         self._command([OrderRecord(wire.FINISH)])
         self._orders.free()
+        self._cancellations.free()
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, report = record[0], Report._make(record[1:])
@@ -97,6 +99,9 @@ class Leader:
         self._command([OrderRecord(wire.PROMISE, reader, version=self._coordinator.version, local_steps=1)])
 
     def _carry_out(self, orders: list[Order]) -> None:
+        for order in orders:
+            if isinstance(order, Cancellation):
+                self._cancellations.send(self._link.roles.rank_of(order.worker), (order.iteration,))
         if orders:
             self._command(encode(orders))
 

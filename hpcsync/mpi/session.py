@@ -13,12 +13,13 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
-from hpcsync.coordinator import coordinate, create_paradigm
+from hpcsync.coordinator import coordinate, create_batches, create_paradigm, decision_fields, first_work
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.job_paradigms import Easgd
+from hpcsync.job_paradigms import Easgd, KBatchSync, KSync
 from hpcsync.learning import rules
 from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.prediction import estimator
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda
 from hpcsync.mpi.evaluator import Evaluator
@@ -56,13 +57,29 @@ class LinkedSession(RankSession):
 class WorkerSession(LinkedSession):
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
         super().__init__(comm, job, model, placement)
+        self._estimator = estimator(job, self._link.roles.worker(comm.rank))
         self._engine = self._make_engine()
         self.worker = self._engine.index
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave)
+        handed_out = self._handed_out if self._estimator is not None else None
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, handed_out=handed_out)
+        self._may_be_cancelled = isinstance(job.paradigm, KSync | KBatchSync) and job.paradigm.cancel == "abort"
+        self._computed = 1.0  # the share of the batch that is, when it is pushed
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
+
+    def cancelled(self, share: float) -> bool:
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"share = {share}: must be between 0 and 1")
+        if not self._may_be_cancelled:
+            return False
+        if self._computed == 1.0:
+            cuda.ready(self.flat.gradient)
+            self._iterations.pad(share)
+            if self._engine.cancelled():
+                self._computed = share
+        return self._computed < 1.0
 
     def step(self, loss: torch.Tensor | float) -> bool:
         self._refuse_step()
@@ -71,16 +88,21 @@ class WorkerSession(LinkedSession):
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.flat.gather_gradient()
         cuda.ready(self.flat.gradient)  # only then it has been computed
-        self._end_iteration(*self._iterations.end(), loss)
+        self._end_iteration(*self._iterations.end(self._computed), loss)
+        self._computed = 1.0
         self.stopped = self._engine.stopped
         return not self.stopped
 
     def _make_engine(self) -> Worker:
-        return Worker(self._link, self.flat.weights, self.flat.gradient)
+        return Worker(self._link, self.flat.weights, self.flat.gradient, self._estimator)
+
+    def _handed_out(self) -> tuple[int, int]:
+        """Samples of the next iteration: first and number, in the run's sequence."""
+        return self._engine.first_sample, self._engine.n_samples
 
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
         """The gradient of an iteration, computed between begin_s and end_s, is in the model."""
-        self._engine.step(begin_s, end_s, self._iterations.batch_size, loss)
+        self._engine.step(begin_s, end_s, self._iterations.batch_size, loss, share=self._computed)
 
     def _part(self) -> None:
         self._engine.leave()
@@ -93,7 +115,7 @@ class FollowerSession(LinkedSession):
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
     ) -> None:
         super().__init__(comm, job, model, placement)
-        self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights)
+        self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights, first_work(job))
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
@@ -131,9 +153,8 @@ class LeaderSession(FollowerSession):
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
         self.folder = folder
-        self._trace = begin_trace(
-            job, folder, self._clocks, placement.attributes(), decision_fields=paradigm.decision_fields
-        )
+        fields = decision_fields(paradigm, create_batches(job))
+        self._trace = begin_trace(job, folder, self._clocks, placement.attributes(), decision_fields=fields)
         self._coordinator = coordinate(job, paradigm, self._trace)
         self._evaluate = evaluate
         self._evaluator = (

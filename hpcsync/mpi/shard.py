@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hpcsync.coordinator import Order, Update
+from hpcsync.coordinator import Collection, Order, Reply, Update
 from hpcsync.learning.rules import Rule
 from hpcsync.learning.store import Store
 from hpcsync.mpi import wire
@@ -16,26 +16,33 @@ from hpcsync.mpi.wire import GrantRecord, OrderRecord
 
 
 def encode(orders: Sequence[Order]) -> list[OrderRecord]:
-    """The coordinator's orders as the records that every server carries out."""
+    """The coordinator's orders as the records that every server carries out; others are none."""
     records: list[OrderRecord] = []
     contributing: set[int] = set()  # to an update that comes later
     for order in reversed(orders):
         if isinstance(order, Update):
-            *others, last = order.workers
-            records.append(OrderRecord(wire.UPDATE, last, lr=order.lr))
-            records += [OrderRecord(wire.CONTRIBUTION, worker) for worker in reversed(others)]
+            *others, (last, weight) = zip(order.workers, order.weights, strict=True)
+            records.append(OrderRecord(wire.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor))
+            records += [OrderRecord(wire.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)]
             contributing.update(order.workers)
-        else:
+        elif isinstance(order, Collection):
+            records.append(OrderRecord(wire.COLLECT, order.worker, weight=order.weight))
+        elif isinstance(order, Reply):
             kind = wire.RESERVE if order.worker in contributing else wire.PROMISE
             fields = (order.worker, order.iteration, order.version, order.batch_size, order.local_steps)
-            records.append(OrderRecord(kind, *fields))
+            records.append(OrderRecord(kind, *fields, order.first_sample))
     return records[::-1]
 
 
 class Shard:
-    """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0."""
+    """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0.
 
-    def __init__(self, link: Link, rule: Rule, weights: torch.Tensor) -> None:
+    first_work: of every worker's first push, see `coordinator.first_work`; None where it follows from the worker.
+    """
+
+    def __init__(
+        self, link: Link, rule: Rule, weights: torch.Tensor, first_work: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         self._link = link
         self._server = link.comm.rank
         mine = weights[link.shards[self._server]]
@@ -48,26 +55,26 @@ class Shard:
         self.store = Store(buffers, slots, link.done.local, rule, len(mine))
         self._release()
         self._contributors: list[int] = []
+        self._weights: list[float] = []  # theirs
         self._reserved: list[tuple[int, GrantRecord]] = []  # ranks, and grants that wait for an update
         self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
         self._evaluation = Outbox(link.comm, wire.TAG_EVALUATION, wire.GRANT)
         self.finished = False
         for worker in range(link.roles.n_workers):
-            self.carry_out(OrderRecord(wire.PROMISE, worker, iteration=1, local_steps=1))
+            first_sample, batch_size = (-1, 0) if first_work is None else first_work[worker]
+            work = {"iteration": 1, "batch_size": batch_size, "local_steps": 1, "first_sample": first_sample}
+            self.carry_out(OrderRecord(wire.PROMISE, worker, **work))
 
     def carry_out(self, order: OrderRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
-        if order.kind == wire.CONTRIBUTION:
+        if order.kind in (wire.CONTRIBUTION, wire.UPDATE):
             self._contributors.append(order.reader)
-        elif order.kind == wire.UPDATE:
-            contributors = [*self._contributors, order.reader]
-            for worker in contributors:
-                self._link.tensors.acquire(*self._spans[self._link.n_buffers + worker])
-            self._link.done.sync()
-            self.store.apply(contributors, order.lr)
-            self._release()  # before any reader hears that it may read
-            self._contributors.clear()
-            self._send_reserved()
+            self._weights.append(order.weight)
+            if order.kind == wire.UPDATE:
+                self._update(order)
+        elif order.kind == wire.COLLECT:
+            self._acquire(order.reader)
+            self.store.collect(order.reader, order.weight)
         elif order.kind in (wire.PROMISE, wire.RESERVE):
             if order.version != self.store.version:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
@@ -77,13 +84,26 @@ class Shard:
                 self._promise(worker, order)
             self.finished = True
 
+    def _update(self, order: OrderRecord) -> None:
+        for worker in self._contributors:
+            self._acquire(worker)
+        self._link.done.sync()
+        self.store.apply(self._contributors, order.lr, self._weights, order.divisor)
+        self._release()  # before any reader hears that it may read
+        self._contributors.clear()
+        self._weights.clear()
+        self._send_reserved()
+
+    def _acquire(self, worker: int) -> None:
+        """Let this server see the worker's contribution."""
+        self._link.tensors.acquire(*self._spans[self._link.n_buffers + worker])
+
     def _promise(self, reader: int, order: OrderRecord) -> None:
         reserved = order.kind == wire.RESERVE
         buffer, serial = self.store.pin(reader, contributing=reserved)
         rank = self._link.roles.rank_of(reader)
-        grant = GrantRecord(
-            self._server, order.iteration, self.store.version, order.batch_size, order.local_steps, buffer, serial
-        )
+        work = (order.iteration, self.store.version, order.batch_size, order.local_steps, order.first_sample)
+        grant = GrantRecord(self._server, *work, buffer, serial)
         if reserved:
             self._reserved.append((rank, grant))
             return

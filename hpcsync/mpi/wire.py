@@ -2,6 +2,7 @@
 
 worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed
 server 0 -> other servers    ORDER    what to carry out, in order
+server 0 -> worker           CANCELLATION  an iteration of its, which need not be ended
 every server -> a reader     GRANT    read this buffer of mine
 
 Where there are no servers, rank 0's monitor has the part of server 0:
@@ -18,6 +19,7 @@ import numpy as np
 
 TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
 TAG_MODEL = 6  # 5 is the clock's
+TAG_CANCELLATION = 7
 
 PUSHED, LEFT, FAILED = 0, 1, 2  # of FAILED, `worker` is the rank
 
@@ -37,14 +39,17 @@ REPORT = np.dtype(
         ("local_steps", "i4"),
         ("loss", "f8"),
         ("wire_bytes", "i8"),
+        ("share", "f8"),
+        ("predicted_fixed_s", "f8"),
+        ("predicted_sample_s", "f8"),
     ]
 )
 
-# An update of n workers travels as n - 1 CONTRIBUTIONs and an UPDATE, which names the last. PROMISE lets a reader
-# read the current version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that
-# update, for the worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the
-# run is over.
-CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH = 0, 1, 2, 3, 4
+# An update from n slots travels as n - 1 CONTRIBUTIONs and an UPDATE, which names the last; each has its worker's
+# weight. COLLECT empties a slot into the sum that the next update begins with. PROMISE lets a reader read the current
+# version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that update, for the
+# worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the run is over.
+CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT = 0, 1, 2, 3, 4, 5
 ORDER = np.dtype(
     [
         ("kind", "i1"),
@@ -53,9 +58,14 @@ ORDER = np.dtype(
         ("version", "i8"),
         ("batch_size", "i4"),
         ("local_steps", "i4"),
+        ("first_sample", "i8"),
         ("lr", "f8"),
+        ("weight", "f8"),
+        ("divisor", "f8"),
     ]
 )
+
+CANCELLATION = np.dtype([("iteration", "i8")])
 
 # `buffer` and `serial` are the promise of learning.store.Store.pin.
 GRANT = np.dtype(
@@ -65,6 +75,7 @@ GRANT = np.dtype(
         ("version", "i8"),
         ("batch_size", "i4"),
         ("local_steps", "i4"),
+        ("first_sample", "i8"),
         ("buffer", "i4"),
         ("serial", "i8"),
     ]
@@ -103,7 +114,10 @@ class OrderRecord(NamedTuple):
     version: int = 0
     batch_size: int = 0
     local_steps: int = 0
+    first_sample: int = -1
     lr: float = 0.0
+    weight: float = 1.0
+    divisor: float = 1.0
 
 
 class GrantRecord(NamedTuple):
@@ -112,5 +126,6 @@ class GrantRecord(NamedTuple):
     version: int
     batch_size: int
     local_steps: int
+    first_sample: int
     buffer: int
     serial: int

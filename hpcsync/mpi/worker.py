@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from hpcsync.coordinator import Report
+from hpcsync.coordinator import Report, estimated
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
+from hpcsync.planning.speed import Estimator
 
 
 class Worker:
     """One worker's side of a link.
 
+    estimator: of what the next iterations will take, to say it with every push; None where nobody asks.
+    first_sample, n_samples: the work that the last grant gives; see `traces.schema.GRANTS`.
     weights, contribution: flat vectors, shape (size,): an answered wait fills the one with the servers' weights, a push
     reads the other.
     """
 
-    def __init__(self, link: Link, weights: torch.Tensor, contribution: torch.Tensor) -> None:
+    def __init__(
+        self, link: Link, weights: torch.Tensor, contribution: torch.Tensor, estimator: Estimator | None = None
+    ) -> None:
         self.index = link.roles.worker(link.comm.rank)
         self.iteration = 0
         self.version = 0
+        self.first_sample = -1
+        self.n_samples = 0
         self.stopped = False
         self._link = link
         self._weights = link.pieces(weights)  # once: slicing a tensor takes longer than beginning a transfer
@@ -28,17 +35,30 @@ class Worker:
         self._bytes = weights.nbytes
         self._reader = Reader(link, self.index)
         self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
+        self._cancellations = link.inbox(wire.TAG_CANCELLATION, wire.CANCELLATION)
+        self._estimator = estimator
         self._wait_s = 0.0
         self._comm_s = 0.0
         self._wire_bytes = 0
         self._await()
 
-    def step(self, begin_s: float, end_s: float, batch_size: int, loss: float, local_steps: int = 1) -> None:
+    def cancelled(self) -> bool:
+        """Whether this iteration's contribution is known to be of no use any more."""
+        while (record := self._cancellations.poll()) is not None:
+            if record[0] == self.iteration:
+                return True
+        return False
+
+    def step(
+        self, begin_s: float, end_s: float, batch_size: int, loss: float, local_steps: int = 1, share: float = 1.0
+    ) -> None:
         """Push what was computed between begin_s and end_s; return with the next weights read.
 
-        batch_size: samples of all its `local_steps` iterations. Sets `stopped` instead when the run is over.
+        batch_size: samples of all its `local_steps` iterations. share: of them that was computed, if less than 1 of a
+        cancelled iteration, whose contribution stays here. Sets `stopped` instead when the run is over.
         """
-        self._put()
+        if share == 1.0:
+            self._put()
         report = Report(
             worker=self.index,
             iteration=self.iteration,
@@ -52,7 +72,10 @@ class Worker:
             local_steps=local_steps,
             loss=loss,
             wire_bytes=self._wire_bytes,
+            share=share,
         )
+        if self._estimator is not None:
+            report = estimated(report, self._estimator)
         self._reports.send(0, (wire.PUSHED, *report))
         self._await()
 
@@ -84,5 +107,6 @@ class Worker:
             return
         self._reader.read(grants, self._weights)
         self.iteration, self.version = grants[0].iteration, grants[0].version
+        self.first_sample, self.n_samples = grants[0].first_sample, grants[0].batch_size
         self._comm_s = now() - granted_s
         self._wire_bytes = self._bytes

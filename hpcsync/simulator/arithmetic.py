@@ -14,8 +14,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from hpcsync.coordinator import Update
-from hpcsync.job import Job, Script
+from hpcsync.coordinator import Collection, Update
+from hpcsync.job import Job
 from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import rules
 from hpcsync.learning.flat import FlatModel
@@ -25,7 +25,7 @@ from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload
-from hpcsync.simulator.gradients import Gradients
+from hpcsync.simulator.gradients import Batch, Gradients
 
 
 class Arithmetic(Protocol):
@@ -34,8 +34,11 @@ class Arithmetic(Protocol):
     def promise(self, worker: int) -> None:
         """The version that is current now is the one that the worker reads before its next contribution."""
 
-    def contribute(self, worker: int) -> float:
-        """Compute the worker's next contribution into its slot; its mean loss."""
+    def contribute(self, worker: int, batch: Batch) -> float:
+        """Compute the worker's next contribution, of all its local steps, into its slot; its mean loss."""
+
+    def collect(self, collection: Collection) -> None:
+        """Carry out a collection."""
 
     def apply(self, update: Update) -> None:
         """Carry out an update."""
@@ -52,8 +55,10 @@ class NoArithmetic:
 
     def promise(self, worker: int) -> None: ...
 
-    def contribute(self, worker: int) -> float:
+    def contribute(self, worker: int, batch: Batch) -> float:
         return math.nan
+
+    def collect(self, collection: Collection) -> None: ...
 
     def apply(self, update: Update) -> None: ...
 
@@ -84,13 +89,16 @@ class RealArithmetic:
         buffer, _ = self._store.pin(worker)
         self._promised[worker] = self._versions[buffer]
 
-    def contribute(self, worker: int) -> float:
-        loss = self._gradients.compute(worker, self._promised[worker])
+    def contribute(self, worker: int, batch: Batch) -> float:
+        loss = self._gradients.compute(worker, self._promised[worker], batch)
         self._slots[worker].copy_(self._flat.gradient)
         return loss
 
+    def collect(self, collection: Collection) -> None:
+        self._store.collect(collection.worker, collection.weight)
+
     def apply(self, update: Update) -> None:
-        self._store.apply(update.workers, update.lr)
+        self._store.apply(update.workers, update.lr, update.weights, update.divisor)
 
     def evaluate(self) -> tuple[float, float]:
         assert self._evaluate is not None
@@ -110,9 +118,9 @@ class ElasticArithmetic(RealArithmetic):
 
     def __init__(self, job: Job, workload: Workload) -> None:
         super().__init__(job, workload)
-        assert isinstance(job.paradigm, Easgd) and not isinstance(job.workload, Script)
+        assert isinstance(job.paradigm, Easgd)
         self._period, self._alpha = job.paradigm.period, job.paradigm.moving_rate(job.cluster.workers)
-        self._batch_size, self._rate = job.workload.batch_size, worker_rate(job)
+        self._rate = worker_rate(job)
         self._centre = torch.empty_like(self._flat.weights)
         spec = OptimizerSpec.of_job(job)
         self._trainees = [_Trainee(self._flat.weights, spec) for _ in range(job.cluster.workers)]
@@ -126,31 +134,34 @@ class ElasticArithmetic(RealArithmetic):
         trainee.optimizer.look_ahead()
         self._step(trainee, trainee.gradient)
 
-    def contribute(self, worker: int) -> float:
+    def contribute(self, worker: int, batch: Batch) -> float:
         trainee, total = self._trainees[worker], 0.0
-        for _ in range(self._period - 1):
-            total += self._gradients.compute(worker, trainee.weights)
+        n_samples = batch.n_samples // self._period
+        for step in range(self._period):
+            if step > 0:
+                self._step(trainee, self._flat.gradient)
+            first_sample = batch.first_sample + step * n_samples if batch.first_sample >= 0 else -1
+            total += self._gradients.compute(worker, trainee.weights, Batch(first_sample, n_samples))
+            trainee.rate = self._rate(trainee.samples, trainee.steps)
             trainee.steps += 1
-            self._step(trainee, self._flat.gradient)
-        total += self._gradients.compute(worker, trainee.weights)
-        trainee.steps += 1
+            trainee.samples += n_samples
         trainee.gradient.copy_(self._flat.gradient)
         trainee.optimizer.drop_look_ahead()
         self._slots[worker].copy_(trainee.weights)
         return total / self._period
 
     def _step(self, trainee: _Trainee, gradient: torch.Tensor) -> None:
-        before = trainee.steps - 1
-        trainee.optimizer.step(gradient, self._rate(before * self._batch_size, before))
+        trainee.optimizer.step(gradient, trainee.rate)
 
 
 class _Trainee:
-    """A worker's own weights. steps: gradients computed."""
+    """A worker's own weights. steps, samples: of gradients computed; rate: of the step along the last of them."""
 
     def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
         self.weights, self.gradient = weights.clone(), torch.empty_like(weights)
         self.optimizer = LocalOptimizer(self.weights, spec)
-        self.steps = 0
+        self.steps = self.samples = 0
+        self.rate = 0.0
 
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:

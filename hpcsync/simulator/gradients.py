@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hpcsync.job import Job, Script
-from hpcsync.learning.data import batches
+from hpcsync.learning.data import batches, fetch, sequence_indices
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.workloads import Workload
+
+
+class Batch(NamedTuple):
+    """What to compute a gradient from.
+
+    first_sample, n_samples: of the run's sequence of samples; -1 for the next batch in the order of batches that are
+    alike. share: of its samples, which is done in `n_pieces` pieces.
+    """
+
+    first_sample: int = -1
+    n_samples: int = 0
+    n_pieces: int = 1
+    share: float = 1.0
+
+
+NEXT = Batch()
 
 
 class Gradients:
@@ -23,14 +39,15 @@ class Gradients:
         self._replica = Replica(self.flat, workload.loss)
         self._own = [_Own(workload, job, worker) for worker in range(job.cluster.workers)]
 
-    def compute(self, worker: int, weights: torch.Tensor) -> float:
+    def compute(self, worker: int, weights: torch.Tensor, batch: Batch = NEXT) -> float:
         """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
         own = self._own[worker]
         self.flat.weights.copy_(weights)
         torch.set_rng_state(own.generator)
         if own.statistics:
             _copy(own.statistics, self.flat.model.buffers())
-        loss = self._replica.compute(next(own.batches))
+        share = batch.share
+        loss = self._replica.compute_in_pieces(own.take(batch), batch.n_pieces, lambda done: done >= share)
         if own.statistics:
             _copy(self.flat.model.buffers(), own.statistics)
         own.generator = torch.get_rng_state()
@@ -47,7 +64,8 @@ class _Own:
 
     def __init__(self, workload: Workload, job: Job, worker: int) -> None:
         assert not isinstance(job.workload, Script) and workload.train is not None
-        self.batches: Iterator[Any] = batches(
+        self._dataset, self._seed = workload.train, job.seed
+        self._batches: Iterator[Any] = batches(
             workload.train,
             job.seed,
             worker,
@@ -57,6 +75,12 @@ class _Own:
         )
         self.generator = torch.Generator().manual_seed(worker_seed(job.seed, worker)).get_state()
         self.statistics = [buffer.clone() for buffer in workload.model.buffers()]
+
+    def take(self, batch: Batch) -> Any:
+        if batch.first_sample < 0:
+            return next(self._batches)
+        size = len(self._dataset)  # type: ignore[arg-type]
+        return fetch(self._dataset, sequence_indices(self._seed, batch.first_sample, batch.n_samples, size=size))
 
 
 def _copy(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:

@@ -189,7 +189,7 @@ class OneReplica:
         return loss
 
     def step(self, workers: Sequence[int], lr: float) -> None:
-        self._rule.update([self._slots[worker] for worker in workers], lr)
+        self._rule.update([self._slots[worker] for worker in workers], lr, [1.0] * len(workers), float(len(workers)))
 
     def evaluate(self) -> tuple[float, float, float]:
         return (*self._evaluation(self._weights.data), 0.0)

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.coordinator import Coordinator, Recorder, create_paradigm
+from hpcsync.coordinator import Coordinator, Recorder, create_batches, create_paradigm, decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
@@ -61,7 +61,8 @@ def prepare(job: Job, workload: Workload) -> Prepared:
     """Raises JobError for a job that cannot be simulated."""
     if job.has_servers:
         virtual, paradigm = cluster.build(job, workload), create_paradigm(job)
-        return Prepared(paradigm.decision_fields, partial(Simulation, job, workload, virtual, paradigm))
+        fields = decision_fields(paradigm, create_batches(job))
+        return Prepared(fields, partial(Simulation, job, workload, virtual, paradigm))
     workers = links.build(job, workload)
     return Prepared((), partial(peers.simulation, job, workload, workers))
 

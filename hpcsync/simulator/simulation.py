@@ -7,27 +7,55 @@ answers. The server takes no time. What it decides is the same `Coordinator` tha
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from hpcsync.coordinator import Coordinator, Order, Recorder, Report, Update, coordinate
+from hpcsync.coordinator import (
+    Cancellation,
+    Collection,
+    Coordinator,
+    Order,
+    Recorder,
+    Report,
+    Update,
+    coordinate,
+    estimated,
+    first_work,
+)
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import Easgd
+from hpcsync.job_paradigms import Easgd, KBatchSync, KSync
+from hpcsync.learning.prediction import estimator
+from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Workload
 from hpcsync.paradigms import Paradigm
+from hpcsync.planning.speed import Estimator
 from hpcsync.simulator.arithmetic import arithmetic
 from hpcsync.simulator.cluster import Cluster
+from hpcsync.simulator.gradients import Batch
 
 
 class _Worker:
     """Where a worker is in its chain."""
 
-    __slots__ = ("begin_s", "comm_s", "computed", "device", "end_s", "iteration", "put_s", "version", "wait_s")
+    __slots__ = (
+        "begin_s", "cancelled", "comm_s", "computed", "device", "device_s", "end_s", "estimator", "first_sample",
+        "iteration", "n_samples", "put_s", "share", "step", "step_s", "under_way", "version", "wait_s",
+    )  # fmt: skip
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, estimator: Estimator | None, first_sample: int, n_samples: int) -> None:
         self.device = device
+        self.estimator = estimator
+        self.first_sample = first_sample  # of the push that is computed
+        self.n_samples = n_samples
         self.iteration = 1  # that it computes, or may compute next; of several local steps, if the job says so
         self.computed = 0  # of these steps
+        self.step = 0  # number of the local step that began last, of all
+        self.under_way = False  # whether it is being computed
+        self.step_s = 0.0  # when it began
+        self.device_s = 0.0  # what it takes
+        self.cancelled = False  # whether the worker knows that this iteration is
+        self.share = 1.0  # of it that is computed
         self.version = 0  # that it reads
         self.begin_s = 0.0
         self.end_s = 0.0
@@ -57,10 +85,16 @@ class Simulation:
         self._paradigm = paradigm
         self._watch = watch
         self._local_steps = job.paradigm.period if isinstance(job.paradigm, Easgd) else 1  # for a push
-        self._batch_size = job.workload.batch_size * self._local_steps
+        self._batch_size = job.workload.batch_size  # for which devices' times are meant
+        may_cancel = isinstance(job.paradigm, KSync | KBatchSync) and job.paradigm.cancel == "abort"
+        self._n_pieces = job.paradigm.micro_batches if may_cancel else 1  # type: ignore[union-attr]
         self._loop, self._transfers = cluster.loop, cluster.transfers
-        self._wire_bytes = 2 * sum(cluster.shard_bytes)
-        self._workers = [_Worker(device) for device in cluster.devices]
+        self._shard_bytes = sum(cluster.shard_bytes)
+        work = first_work(job) or [(-1, self._batch_size * self._local_steps)] * job.cluster.workers
+        self._workers = [
+            _Worker(device, estimator(job, worker, clock=lambda: 0.0), *work[worker])
+            for worker, device in enumerate(cluster.devices)
+        ]
         self._arithmetic = arithmetic(job, workload)
         self._evaluated = workload.evaluate is not None
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
@@ -92,19 +126,50 @@ class Simulation:
         state.wait_s = granted_s - state.put_s
         state.comm_s = now_s - granted_s
         state.begin_s = now_s
-        state.computed = 0
+        state.computed, state.share = 0, 1.0
         self._compute(worker)
 
     def _compute(self, worker: int) -> None:
         """One local step."""
         now_s, state = self._loop.now_s, self._workers[worker]
         if state.device.leaves(now_s):
-            self._transfers.leave(worker, state.iteration, self._left)
-        else:
-            self._loop.after(state.device.seconds(now_s), self._computed, worker)
+            self._transfers.report(worker, state.iteration, self._left)
+            return
+        state.step += 1
+        state.under_way, state.step_s = True, now_s
+        state.device_s = state.device.seconds(now_s, state.n_samples / (self._batch_size * self._local_steps))
+        self._loop.after(state.device_s, self._computed, worker, state.step)
+        if state.cancelled:
+            self._stop_at_next_piece(worker)
 
-    def _computed(self, worker: int) -> None:
+    def _cancelled(self, iteration: int, worker: int, sent_s: float) -> None:
+        """The worker hears that what it computes in this iteration will be dropped."""
         state = self._workers[worker]
+        if state.iteration == iteration:
+            state.cancelled = True
+            if state.under_way:
+                self._stop_at_next_piece(worker)
+
+    def _stop_at_next_piece(self, worker: int) -> None:
+        state = self._workers[worker]
+        for share in piece_shares(state.n_samples, self._n_pieces)[:-1]:
+            end_s = state.step_s + share * state.device_s
+            if end_s >= self._loop.now_s:
+                state.under_way = False
+                self._loop.at(end_s, self._stopped_early, worker, share)
+                return
+
+    def _stopped_early(self, worker: int, share: float) -> None:
+        state = self._workers[worker]
+        state.share = share
+        state.end_s = self._loop.now_s
+        self._transfers.report(worker, state.iteration, self._heard)
+
+    def _computed(self, worker: int, step: int) -> None:
+        state = self._workers[worker]
+        if not state.under_way or state.step != step:
+            return  # it was cancelled
+        state.under_way = False
         state.computed += 1
         if state.computed < self._local_steps:
             self._compute(worker)
@@ -115,7 +180,9 @@ class Simulation:
     def _heard(self, worker: int, put_s: float) -> None:
         """The server hears of the worker's contribution."""
         now_s, state = self._loop.now_s, self._workers[worker]
-        loss = self._arithmetic.contribute(worker)
+        loss = self._arithmetic.contribute(
+            worker, Batch(state.first_sample, state.n_samples, self._n_pieces, state.share)
+        )
         state.put_s = put_s
         report = Report(
             worker=worker,
@@ -126,11 +193,14 @@ class Simulation:
             compute_s=state.end_s - state.begin_s,
             wait_s=state.wait_s,
             comm_s=state.comm_s + (put_s - state.end_s),
-            batch_size=self._batch_size,
+            batch_size=state.n_samples,
             local_steps=self._local_steps,
             loss=loss,
-            wire_bytes=self._wire_bytes,
+            wire_bytes=self._shard_bytes * (2 if state.share == 1.0 else 1),
+            share=state.share,
         )
+        if state.estimator is not None:
+            report = estimated(report, state.estimator)
         self._carry_out(self.coordinator.pushed(now_s, report))
         self._check_now_and_then()
         self._evaluate_if_due()
@@ -140,16 +210,22 @@ class Simulation:
         for order in orders:
             if isinstance(order, Update):
                 self._arithmetic.apply(order)
+            elif isinstance(order, Collection):
+                self._arithmetic.collect(order)
+            elif isinstance(order, Cancellation):
+                self._transfers.cancel(order.worker, order.iteration, partial(self._cancelled, order.iteration))
             elif order.local_steps == 0:
                 self._transfers.stop(order.worker, order.iteration, self._stopped)
             else:
                 state = self._workers[order.worker]
                 state.iteration, state.version = order.iteration, order.version
+                state.first_sample, state.n_samples = order.first_sample, order.batch_size
+                state.cancelled = False
                 self._arithmetic.promise(order.worker)
                 self._transfers.pull(order.worker, order.iteration, self._begin)
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
-        self._transfers.leave(worker, self._workers[worker].iteration, self._left)
+        self._transfers.report(worker, self._workers[worker].iteration, self._left)
 
     def _left(self, worker: int, left_s: float) -> None:
         self._carry_out(self.coordinator.left(self._loop.now_s, worker))

@@ -35,8 +35,11 @@ class Transfers(Protocol):
     def stop(self, worker: int, iteration: int, then: Then) -> None:
         """A grant that lets nothing be read."""
 
-    def leave(self, worker: int, iteration: int, then: Then) -> None:
+    def report(self, worker: int, iteration: int, then: Then) -> None:
         """A report without a contribution."""
+
+    def cancel(self, worker: int, iteration: int, then: Then) -> None:
+        """A message from server 0; the time that `then` is given is that of its sending."""
 
 
 class Steps(NamedTuple):
@@ -71,8 +74,11 @@ class Timed:
     def stop(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._steps(worker, iteration).grant_s, then, worker, self._loop.now_s)
 
-    def leave(self, worker: int, iteration: int, then: Then) -> None:
+    def report(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
+
+    def cancel(self, worker: int, iteration: int, then: Then) -> None:
+        self._loop.after(self._steps(worker, iteration).grant_s, then, worker, self._loop.now_s)
 
 
 class Networked:
@@ -109,7 +115,10 @@ class Networked:
     def stop(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._grant_s, then, worker, self._loop.now_s)
 
-    def leave(self, worker: int, iteration: int, then: Then) -> None:
+    def report(self, worker: int, iteration: int, then: Then) -> None:
+        self._loop.after(self._latency_s, then, worker, self._loop.now_s)
+
+    def cancel(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._latency_s, then, worker, self._loop.now_s)
 
     def _put(self, worker: int, then: Then) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 APPLIED, DROPPED = 0, 1
 OUTCOMES = {"applied": APPLIED, "dropped": DROPPED}
@@ -31,6 +31,11 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 # With elastic averaging a push is of several iterations on the worker, its `local_steps`, and `iteration` counts pushes
 # all the same: `batch_size` is the samples of all of them and `loss` their mean. `version_read` is the centre that the
 # worker moved towards before them. Iterations after a worker's last push are in no row.
+#
+# `share` is 1, or of an iteration that was cancelled the share of its samples that was computed: `compute_s` and `loss`
+# are of these. `predicted_fixed_s` and `predicted_sample_s` are what the worker predicts for its next iterations: so
+# many seconds, and so many for each sample; NaN where nobody asks. `weight` is what the gradient was multiplied by in
+# its update, 0 for a dropped one.
 PUSHES = np.dtype(
     [
         ("seq", "<i8"),
@@ -48,12 +53,18 @@ PUSHES = np.dtype(
         ("local_steps", "<i4"),
         ("loss", "<f8"),
         ("wire_bytes", "<i8"),
+        ("share", "<f8"),
+        ("predicted_fixed_s", "<f8"),
+        ("predicted_sample_s", "<f8"),
+        ("weight", "<f8"),
         ("outcome", "<i1"),
     ]
 )
 
 # One row per grant. `iteration` is the one that the worker may now start, `version` the one that it will read. A grant
-# of zero local steps (and batch size zero) ends the worker's part in the run.
+# of zero local steps (and batch size zero) ends the worker's part in the run. `first_sample` is where in the run's
+# endless sequence of samples those of the iteration begin, -1 where that follows from worker and iteration
+# (`learning.data`).
 GRANTS = np.dtype(
     [
         ("seq", "<i8"),
@@ -66,6 +77,7 @@ GRANTS = np.dtype(
         ("held_s", "<f8"),
         ("batch_size", "<i4"),
         ("local_steps", "<i4"),
+        ("first_sample", "<i8"),
     ]
 )
 
@@ -76,7 +88,8 @@ UPDATES = np.dtype(
     [("version", "<i8"), ("now_s", "<f8"), ("n_contributions", "<i4"), ("lr", "<f8"), ("samples", "<i8")]
 )
 
-# One row per choice of an adaptive controller; a paradigm's own `decision_fields` follow as float64 columns.
+# One row per choice of an adaptive controller. What it chose from follows as float64 columns: the paradigm's
+# `decision_fields`, and those of the allocation of batch sizes, if there is one; NaN in the columns of the other.
 DECISIONS = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), ("worker", "<i4"), ("chosen", "<f8")])
 
 # One row per iteration of a worker that has weights of its own and no server, and the exchange with others that ended

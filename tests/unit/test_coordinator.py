@@ -37,9 +37,10 @@ class Run:
         self.granted = dict.fromkeys(range(n_workers), (1, 0))  # who computes: iteration, version read
         self.stopped = set()
 
-    def push(self, now_s, worker, batch_size=8, loss=1.0):
+    def push(self, now_s, worker, batch_size=8, loss=1.0, **said):
         iteration, version = self.granted.pop(worker)
-        report = Report(worker, iteration, version, now_s - 0.5, now_s, 0.5, 0.25, 0.125, batch_size, 1, loss, 800)
+        times = (now_s - 0.5, now_s, 0.5, 0.25, 0.125)
+        report = Report(worker, iteration, version, *times, batch_size, 1, loss, 800, **said)
         return self.take(self.coordinator.pushed(now_s, report))
 
     def leave(self, now_s, worker):
@@ -61,6 +62,11 @@ class Run:
         return orders
 
 
+def mean(workers, lr):
+    """An update in which all count alike."""
+    return Update(workers, (1.0,) * len(workers), float(len(workers)), lr)
+
+
 def reply(worker, iteration, version, batch_size=8):
     return Reply(worker, iteration, version, batch_size, 1)
 
@@ -79,9 +85,9 @@ def column(rows, *names):
 
 def test_asp_updates_and_answers_at_once():
     run = Run("asp", 2)
-    assert run.push(1.0, 1) == [Update((1,), 0.1), reply(1, 2, 1)]
-    assert run.push(2.0, 1) == [Update((1,), 0.1), reply(1, 3, 2)]
-    assert run.push(3.0, 0) == [Update((0,), 0.1), reply(0, 2, 3)]
+    assert run.push(1.0, 1) == [mean((1,), 0.1), reply(1, 2, 1)]
+    assert run.push(2.0, 1) == [mean((1,), 0.1), reply(1, 3, 2)]
+    assert run.push(3.0, 0) == [mean((0,), 0.1), reply(0, 2, 3)]
     assert column(run.trace["pushes"], "worker", "iteration", "version_read", "staleness", "outcome") == [
         (1, 1, 0, 0, APPLIED),
         (1, 2, 1, 0, APPLIED),
@@ -92,7 +98,7 @@ def test_asp_updates_and_answers_at_once():
 def test_bsp_makes_one_update_of_all_in_worker_order():
     run = Run("bsp", 3)
     assert run.push(1.0, 2) == run.push(2.0, 0) == []
-    assert run.push(4.0, 1) == [Update((0, 1, 2), 0.1), reply(0, 2, 1), reply(1, 2, 1), reply(2, 2, 1)]
+    assert run.push(4.0, 1) == [mean((0, 1, 2), 0.1), reply(0, 2, 1), reply(1, 2, 1), reply(2, 2, 1)]
     assert column(run.trace["pushes"], "seq", "worker", "staleness", "now_s") == [
         (1, 2, 0, 1.0),
         (2, 0, 0, 2.0),
@@ -108,9 +114,10 @@ def test_bsp_makes_one_update_of_all_in_worker_order():
 
 def test_a_report_is_recorded_as_it_came():
     run = Run("asp", 1)
-    run.push(2.0, 0, batch_size=5, loss=0.75)
+    run.push(2.0, 0, batch_size=5, loss=0.75, share=0.5, predicted_fixed_s=3.0, predicted_sample_s=0.25)
     (row,) = run.trace["pushes"]
-    assert list(row.values()) == [1, 2.0, 0, 1, 0, 0, 1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, APPLIED]
+    said = [1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, 0.5, 3.0, 0.25]
+    assert list(row.values()) == [1, 2.0, 0, 1, 0, 0, *said, 1.0, APPLIED]
     assert run.coordinator.last_loss == 0.75
     assert run.coordinator.updated_s == 2.0
 
@@ -163,9 +170,9 @@ def test_decisions_are_recorded_before_the_grant_they_lead_to():
 
 def test_the_update_that_reaches_the_rule_ends_the_run():
     run = Run("ssp", 3, {"updates": 3}, staleness=0)
-    assert run.push(1.0, 0) == [Update((0,), 0.1)]  # held
-    assert run.push(2.0, 1) == [Update((1,), 0.1)]  # held
-    assert run.push(4.0, 2) == [Update((2,), 0.1), *(stop_reply(worker, 2, 3) for worker in (2, 0, 1))]
+    assert run.push(1.0, 0) == [mean((0,), 0.1)]  # held
+    assert run.push(2.0, 1) == [mean((1,), 0.1)]  # held
+    assert run.push(4.0, 2) == [mean((2,), 0.1), *(stop_reply(worker, 2, 3) for worker in (2, 0, 1))]
     assert run.coordinator.stopping
     assert column(run.trace["grants"], "held_s", "credits", "local_steps") == [(0.0, 0, 0), (3.0, 0, 0), (2.0, 0, 0)]
 
@@ -260,7 +267,7 @@ def test_an_incomplete_round_is_dropped_when_the_run_closes():
 def test_a_departure_completes_a_round_and_is_recorded():
     run = Run("bsp", 2)
     run.push(1.0, 1)
-    assert run.leave(2.0, 0) == [Update((1,), 0.1), reply(1, 2, 1)]
+    assert run.leave(2.0, 0) == [mean((1,), 0.1), reply(1, 2, 1)]
     assert run.trace["membership"] == [{"seq": 2, "now_s": 2.0, "worker": 0, "change": 0}]
     assert run.coordinator.active == {1}
 
@@ -278,9 +285,9 @@ def test_a_worker_that_leaves_while_it_is_held_is_not_answered():
 
 def test_where_grants_come_first_they_name_the_version_before():
     run = Run("easgd", 2, lr=lambda samples, updates, n: 0.45)
-    assert run.push(1.0, 1) == [reply(1, 2, 0), Update((1,), 0.45)]
-    assert run.push(2.0, 0) == [reply(0, 2, 1), Update((0,), 0.45)]
-    assert run.push(3.0, 1) == [reply(1, 3, 2), Update((1,), 0.45)]
+    assert run.push(1.0, 1) == [reply(1, 2, 0), mean((1,), 0.45)]
+    assert run.push(2.0, 0) == [reply(0, 2, 1), mean((0,), 0.45)]
+    assert run.push(3.0, 1) == [reply(1, 3, 2), mean((1,), 0.45)]
     assert column(run.trace["pushes"], "worker", "version_read", "staleness") == [(1, 0, 0), (0, 0, 1), (1, 0, 2)]
     assert column(run.trace["grants"], "seq", "version") == [(2, 0), (4, 1), (6, 2)]
 
@@ -397,9 +404,9 @@ class Forgetful(Coordinator):
 class CountsPushes(Coordinator):
     """Takes the staleness of a push for the updates at its arrival plus one."""
 
-    def _settle(self, workers, outcome):
+    def _record_push(self, contribution, weight, outcome):
         self.version += 1
-        super()._settle(workers, outcome)
+        super()._record_push(contribution, weight, outcome)
         self.version -= 1
 
 

@@ -48,7 +48,7 @@ class Server:
 
     def apply(self, update: Update) -> None:
         for store in self.stores:
-            store.apply(update.workers, update.lr)
+            store.apply(update.workers, update.lr, update.weights, update.divisor)
 
     @property
     def weights(self) -> torch.Tensor:

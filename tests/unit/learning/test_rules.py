@@ -19,7 +19,7 @@ def updated(centre: torch.Tensor, positions: torch.Tensor, alpha: float) -> torc
     """The centre after an update from these positions."""
     parameter, rule = torch.nn.Parameter(centre.clone()), Elastic()
     rule.bind(parameter)
-    rule.update(list(positions.clone()), alpha)
+    rule.update(list(positions.clone()), alpha, [1.0] * len(positions), float(len(positions)))
     return parameter.data
 
 
