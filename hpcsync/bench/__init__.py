@@ -46,6 +46,7 @@ TARGETS = {
     "allreduce": Target("allreduce", "Training on the mean gradient of all ranks", 4, 600.0),
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
+    "prediction": Target("prediction", "Predicted speeds of a worker, and what the predictor takes"),
     "events": Target("events", "Events of the simulator's loop"),
     "simulation": Target("simulation", "Whole simulations"),
 }

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcsync.job import Job
-from hpcsync.planning.speed import Estimator, LastValue, Predictor, Smoothing
+from hpcsync.planning.speed import Estimator, LastValue, Predictor, Smoothing, must_be_speed
 
 HIDDEN = 16
 WINDOW = 10  # speeds that the network sees
@@ -61,16 +61,16 @@ def predictor(name: str, seed: int, worker: int, clock: Callable[[], float] = ti
 class GRU:
     """The smoothed speed times what a network makes of the last `WINDOW` speeds, each divided by the smoothed one.
 
-    generator:      of the network's first weights.
-    clock:          see `predictor`.
-    smooth_first:   the network sees the smoothed speeds instead of those observed, and predicts the same.
+    generator:    of the network's first weights.
+    clock:        see `predictor`.
+    smooth_first: the network sees the smoothed speeds instead of those observed, and predicts the same.
 
     After every observation the network is trained by one step on what it should have predicted, unless that, as it last
     took, would bring `spent_s` above `SHARE` of the time of all iterations: then this observation is left out, and the
     prediction after it is the smoothed speed.
 
     smoothed: the smoothed speed. ratio: what the network has made of the latest speeds, NaN where it was not asked.
-    spent_s:  seconds of all training and predicting. n_trained: steps of training.
+    spent_s:  seconds of all observations, with training and predicting. n_trained: steps of training.
     """
 
     def __init__(
@@ -98,29 +98,26 @@ class GRU:
         return self._smoothing.predict()
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
+        begin_s = self._clock()
         before = self.smoothed
         self._smoothing.observe(speed)
         self._iterations_s += iteration_s
-        if self.spent_s + self._step_s > SHARE * self._iterations_s:
-            self._see(speed)
-            self._tape, self.ratio = [], math.nan
-            return
-        begin_s = self._clock()
-        if len(self._series) == WINDOW:
+        affordable = self.spent_s + self._step_s <= SHARE * self._iterations_s
+        if affordable and len(self._series) == WINDOW:
             self._train(self.smoothed if self._smooth_first else speed, before)
-        self._see(speed)
-        if len(self._series) == WINDOW:
+        self._series.append(self.smoothed if self._smooth_first else speed)
+        self.ratio, self._tape = math.nan, []
+        if affordable and len(self._series) == WINDOW:
             self.ratio, self._tape = self._network.forward(np.array(self._series) / self.smoothed)
-        self._step_s = self._clock() - begin_s
-        self.spent_s += self._step_s
+        took_s = self._clock() - begin_s
+        self.spent_s += took_s
+        if affordable:
+            self._step_s = took_s
 
     def predict(self) -> float:
         if math.isnan(self.ratio):
             return self.smoothed
         return self.smoothed * min(max(self.ratio, RATIO_MIN), RATIO_MAX)
-
-    def _see(self, speed: float) -> None:
-        self._series.append(self.smoothed if self._smooth_first else speed)
 
     def _train(self, speed: float, smoothed: float) -> None:
         """One step on the squared error of the prediction of this speed, made when the smoothed one was `smoothed`."""
@@ -155,6 +152,7 @@ class Blend:
         return self._smoothed_error / errors
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
+        must_be_speed(speed)
         if not math.isnan(self.gru.ratio):
             gru_error, smoothed_error = abs(self.gru.predict() - speed), abs(self.gru.smoothed - speed)
             self._gru_error += ERROR_BETA * (gru_error - self._gru_error)

@@ -18,7 +18,7 @@ from hpcsync.rehearsal import Rehearsed
 
 def test_nothing_asked_for_is_everything():
     assert bench.parse([]) == [
-        "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "events", "simulation",
+        "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "prediction", "events", "simulation",
     ]  # fmt: skip
 
 

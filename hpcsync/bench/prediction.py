@@ -1,0 +1,118 @@
+"""How well each predictor foretells made-up series of speeds, beside the last value, and what the network costs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.learning.prediction import PREDICTORS, SHARE, WINDOW, predictor
+
+SPEED = 1000.0  # samples/s
+NOISE = 0.05  # of every series, but for the first
+SCORED_FROM = 50  # observations: before, the network is not believed
+ITERATION_S = 0.02
+SEEDS = (1, 2, 3)
+
+
+def constant(n: int, generator: np.random.Generator) -> np.ndarray:
+    return np.ones(n)
+
+
+def stepping(n: int, generator: np.random.Generator) -> np.ndarray:
+    """Half as fast for 100 observations, then as before, and so on."""
+    return np.where(np.arange(n) // 100 % 2, 0.5, 1.0)
+
+
+def drifting(n: int, generator: np.random.Generator) -> np.ndarray:
+    """A random walk, by 2 % an observation, that is drawn back to 1."""
+    logs, log = np.empty(n), 0.0
+    for i, step in enumerate(generator.normal(0.0, 0.02, n)):
+        log = logs[i] = 0.99 * log + step
+    return np.exp(logs)
+
+
+def periodic(n: int, generator: np.random.Generator) -> np.ndarray:
+    """Up and down by 30 % every 12 observations."""
+    return 1.0 + 0.3 * np.sin(2.0 * math.pi * np.arange(n) / 12.0)
+
+
+def bursty(n: int, generator: np.random.Generator) -> np.ndarray:
+    """A third as fast in bursts, of 8 observations on the average and as rare as one in 40 that begins one."""
+    busy, speeds = False, np.ones(n)
+    for i, draw in enumerate(generator.random(n)):
+        busy = draw >= 1 / 8 if busy else draw < 1 / 40
+        speeds[i] = 1 / 3 if busy else 1.0
+    return speeds
+
+
+Series = Callable[[int, np.random.Generator], np.ndarray]
+SERIES: dict[str, Series] = {one.__name__: one for one in (constant, stepping, drifting, periodic, bursty)}
+
+
+def speeds(series: str, n: int, seed: int, noise: float = NOISE) -> list[float]:
+    """So many speeds of this series, each with independent noise."""
+    generator = np.random.default_rng([seed, list(SERIES).index(series)])
+    return [float(v) for v in SPEED * SERIES[series](n, generator) * generator.lognormal(0.0, noise, n)]
+
+
+def error(name: str, observed: Sequence[float], seed: int) -> float:
+    """Mean absolute relative error of this predictor's predictions."""
+    one = predictor(name, seed, 0, clock=lambda: 0.0)
+    errors = []
+    for speed in observed:
+        errors.append(abs(one.predict() - speed) / speed)
+        one.observe(speed)
+    return statistics.fmean(errors[SCORED_FROM:])
+
+
+def errors(n: int, seeds: Sequence[int] = SEEDS) -> dict[str, dict[str, list[float]]]:
+    """By series and predictor, one for each seed."""
+    return {
+        series: {name: [error(name, speeds(series, n, seed), seed) for seed in seeds] for name in PREDICTORS}
+        for series in SERIES
+    }
+
+
+def measure(n: int = 2000, repetitions: int = 5) -> list[Figure]:
+    figures = []
+    for series, by_name in errors(n).items():
+        last = [100.0 * value for value in by_name["last"]]
+        for name in PREDICTORS[1:]:
+            values = [100.0 * value for value in by_name[name]]
+            spread = f"mean {statistics.fmean(values):.2f}, {min(values):.2f} to {max(values):.2f}"
+            figures.append(Figure(f"error, {series}: {name} ({spread})", "%", values, "the last value", last))
+    return [*figures, *costs(n // 10, repetitions)]
+
+
+def costs(n: int, repetitions: int) -> list[Figure]:
+    """What an observation and the prediction after it take, and what the bound leaves of that."""
+    observed = speeds("bursty", n + WINDOW, 1)
+    limit, limits = f"an iteration of {1e3 * ITERATION_S:.0f} ms", [1e6 * ITERATION_S] * repetitions
+    smoothing, unbounded, bounded = in_turn(
+        repetitions,
+        lambda: each_us("smoothing", observed),
+        lambda: each_us("gru", observed),
+        lambda: each_us("gru", observed, ITERATION_S),
+    )
+    return [
+        Figure("one observation, smoothing", "us", smoothing, limit, limits),
+        Figure("one observation, GRU, with its step of training", "us", unbounded, limit, limits),
+        Figure("one observation, GRU, as often as it may train", "us", bounded, limit, limits, SHARE),
+    ]
+
+
+def each_us(name: str, observed: Sequence[float], iteration_s: float = math.inf) -> float:
+    """Microseconds to observe and predict one speed, once the network's window is full."""
+    one = predictor(name, 1, 0)
+    for speed in observed[:WINDOW]:
+        one.observe(speed, iteration_s)
+    begin_s = time.perf_counter()
+    for speed in observed[WINDOW:]:
+        one.observe(speed, iteration_s)
+        one.predict()
+    return 1e6 * (time.perf_counter() - begin_s) / (len(observed) - WINDOW)
