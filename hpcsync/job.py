@@ -31,7 +31,7 @@ from pydantic import (
 from hpcsync.job_batches import Batches
 from hpcsync.job_cluster import Cluster, Compute
 from hpcsync.job_errors import JobError, in_one_line, shown
-from hpcsync.job_paradigms import WITHOUT_SERVER, Easgd, FirstK, Gossip, LocalSgd, Paradigm
+from hpcsync.job_paradigms import WITHOUT_SERVER, Easgd, FirstK, FirstKOfAVersion, Gossip, LocalSgd, Paradigm
 from hpcsync.job_table import Count, NotNegative, Positive, Table
 
 
@@ -314,6 +314,12 @@ class Job(Table):
     def steps_on_workers(self) -> bool:
         """Whether every worker has weights of its own, and an optimizer that makes steps of them."""
         return not self.has_servers or isinstance(self.paradigm, Easgd)
+
+    @property
+    def n_pieces(self) -> int:
+        """In how many pieces a batch is computed; between them a worker looks whether it has been cancelled."""
+        paradigm = self.paradigm
+        return paradigm.micro_batches if isinstance(paradigm, FirstKOfAVersion) and paradigm.cancel == "abort" else 1
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

@@ -59,7 +59,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
         replica = Replica(sync.flat, workload.loss)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
-            sync.step(replica.compute(batch))
+            sync.step(replica.compute_in_pieces(batch, job.n_pieces, sync.cancelled))
     return sync
 
 

@@ -16,7 +16,7 @@ from hpcsync import outputs
 from hpcsync.coordinator import coordinate, create_batches, create_paradigm, decision_fields, first_work
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.job_paradigms import Easgd, KBatchSync, KSync
+from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
@@ -62,7 +62,6 @@ class WorkerSession(LinkedSession):
         self.worker = self._engine.index
         handed_out = self._handed_out if self._estimator is not None else None
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, handed_out=handed_out)
-        self._may_be_cancelled = isinstance(job.paradigm, KSync | KBatchSync) and job.paradigm.cancel == "abort"
         self._computed = 1.0  # the share of the batch that is, when it is pushed
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
@@ -72,7 +71,7 @@ class WorkerSession(LinkedSession):
     def cancelled(self, share: float) -> bool:
         if not 0.0 < share < 1.0:
             raise ValueError(f"share = {share}: must be between 0 and 1")
-        if not self._may_be_cancelled:
+        if self._job.n_pieces == 1:
             return False
         if self._computed == 1.0:
             cuda.ready(self.flat.gradient)

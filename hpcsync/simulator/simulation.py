@@ -23,7 +23,7 @@ from hpcsync.coordinator import (
 )
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import Easgd, KBatchSync, KSync
+from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.prediction import estimator
 from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
@@ -86,8 +86,7 @@ class Simulation:
         self._watch = watch
         self._local_steps = job.paradigm.period if isinstance(job.paradigm, Easgd) else 1  # for a push
         self._batch_size = job.workload.batch_size  # for which devices' times are meant
-        may_cancel = isinstance(job.paradigm, KSync | KBatchSync) and job.paradigm.cancel == "abort"
-        self._n_pieces = job.paradigm.micro_batches if may_cancel else 1  # type: ignore[union-attr]
+        self._n_pieces = job.n_pieces
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
         work = first_work(job) or [(-1, self._batch_size * self._local_steps)] * job.cluster.workers
