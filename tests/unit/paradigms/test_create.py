@@ -42,9 +42,7 @@ def test_updates_of_synchronous_paradigms_are_made_of_what_was_computed_from_the
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ValueError, match="'bps', only bsp, asp, ssp, dssp, easgd, k-sync, k-batch-sync, k-async"
-    ):
+    with pytest.raises(ValueError, match="'bps', only bsp, asp, ssp, dssp, easgd, k-sync, k-batch-sync, k-async"):
         create("bps", 4)
 
 
