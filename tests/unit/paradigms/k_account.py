@@ -1,0 +1,72 @@
+"""The k family's books, kept from events and actions alone: who is in which update, how stale, and who was told."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import chain
+from statistics import fmean
+
+from hpcsync.paradigms import Apply, Cancel, Collect, Drop, Grant, Pushed
+
+
+@dataclass
+class Account:
+    """What became of every push, recounted.
+
+    updates: of each, its contributions as (worker, staleness, weight), in the order in which they were taken.
+    left:    how many workers had left when it was made.
+    """
+
+    n_workers: int
+    updates: list[list[tuple[int, int, float]]] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    dropped: list[tuple[int, int]] = field(default_factory=list)  # (worker, staleness)
+    told: Counter = field(default_factory=Counter)  # (worker, version): how often it was told that it is over
+
+    def __post_init__(self):
+        self.read = [0] * self.n_workers
+        self.staleness = [0] * self.n_workers  # of the contribution in the slot
+        self.round = []
+        self.departures = 0
+
+    def see(self, event, actions):
+        version = len(self.updates)
+        if isinstance(event, Pushed):
+            self.staleness[event.worker] = version - self.read[event.worker]
+        else:
+            self.departures += 1
+        for action in actions:
+            match action:
+                case Collect(worker, weight):
+                    self.round.append((worker, self.staleness[worker], weight))
+                case Apply(workers, weights):
+                    weights = weights or (1.0,) * len(workers)
+                    for worker, weight in zip(workers, weights, strict=True):
+                        self.round.append((worker, self.staleness[worker], weight))
+                    self.updates.append(self.round)
+                    self.left.append(self.departures)
+                    self.round = []
+                case Drop(worker):
+                    self.dropped.append((worker, self.staleness[worker]))
+                case Cancel(worker):
+                    self.told[worker, self.read[worker]] += 1
+                case Grant(worker):
+                    self.read[worker] = len(self.updates)
+
+
+def recount(referee):
+    """The account of a whole run."""
+    account = Account(referee.n_workers)
+    for event, actions in referee.trace:
+        account.see(event, actions)
+    return account
+
+
+def mean_staleness(account):
+    """Of each update."""
+    return [fmean(staleness for _, staleness, _ in update) for update in account.updates]
+
+
+def largest_staleness(account):
+    """Of what was pushed, applied or dropped."""
+    applied = (staleness for update in account.updates for _, staleness, _ in update)
+    return max(chain(applied, (staleness for _, staleness in account.dropped)))
