@@ -65,9 +65,9 @@ class GRU:
     clock:        see `predictor`.
     smooth_first: the network sees the smoothed speeds instead of those observed, and predicts the same.
 
-    After every observation the network is trained by one step on what it should have predicted, unless that, as it last
-    took, would bring `spent_s` above `SHARE` of the time of all iterations: then this observation is left out, and the
-    prediction after it is the smoothed speed.
+    After every observation the network is trained by one step on what it should have predicted, unless a step as long
+    as the longest would bring `spent_s` above `SHARE` of the time of all iterations: then this observation is left out,
+    and the prediction after it is the smoothed speed.
 
     smoothed: the smoothed speed. ratio: what the network has made of the latest speeds, NaN where it was not asked.
     spent_s:  seconds of all observations, with training and predicting. n_trained: steps of training.
@@ -87,7 +87,7 @@ class GRU:
         self._smoothing = Smoothing()
         self._series: deque[float] = deque(maxlen=WINDOW)
         self._iterations_s = 0.0
-        self._step_s = 0.0  # what the last step took
+        self._step_s = 0.0  # what the longest step took
         self._tape: list[Step] = []  # of the prediction for the next observation, if one was made
         self.ratio = math.nan
         self.spent_s = 0.0
@@ -112,7 +112,7 @@ class GRU:
         took_s = self._clock() - begin_s
         self.spent_s += took_s
         if affordable:
-            self._step_s = took_s
+            self._step_s = max(self._step_s, took_s)
 
     def predict(self) -> float:
         if math.isnan(self.ratio):

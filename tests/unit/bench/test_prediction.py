@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from hpcsync.bench import prediction
+from hpcsync.learning.prediction import PREDICTORS
+
+
+def test_every_predictor_but_the_last_value_stands_beside_it_on_every_series():
+    figures = prediction.measure(n=120, repetitions=2)
+    errors = [figure for figure in figures if figure.what.startswith("error")]
+    assert len(errors) == len(prediction.SERIES) * (len(PREDICTORS) - 1)
+    for figure in errors:
+        assert figure.limit == "the last value" and len(figure.values) == len(figure.limits) == len(prediction.SEEDS)
+        assert all(0 < value < 100 for value in (*figure.values, *figure.limits))
+    assert "constant: smoothing (mean" in errors[0].what
+
+
+def test_the_cost_is_that_of_an_observation_beside_an_iteration():
+    smoothing, unbounded, bounded = prediction.costs(n=20, repetitions=2)
+    assert smoothing.ratio < unbounded.ratio
+    assert smoothing.limits == unbounded.limits == bounded.limits == [20_000.0] * 2
+    assert bounded.aim == 0.01
+
+
+def test_an_error_is_relative_to_what_came():
+    speeds = [100.0] * prediction.SCORED_FROM + [200.0]
+    assert prediction.error("last", speeds, seed=1) == 0.5
+    assert prediction.error("last", [*speeds, 100.0], seed=1) == 0.75

@@ -1,0 +1,47 @@
+"""What every predictor of speeds must do, as assertions over a way to make one."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+IMPOSSIBLE = (0.0, -1.0, math.nan, math.inf, -math.inf)
+
+
+def assert_constant_speed_has_no_error(make):
+    one = make()
+    for _ in range(200):
+        one.observe(1234.5)
+    assert one.predict() == 1234.5
+
+
+def assert_step_is_followed(make, factor):
+    """Within 10 observations to less than 10 %."""
+    one = make()
+    for _ in range(100):
+        one.observe(1000.0)
+    for _ in range(10):
+        one.observe(1000.0 * factor)
+    assert one.predict() == pytest.approx(1000.0 * factor, rel=0.1)
+
+
+def assert_predictions_are_speeds(make):
+    """Of speeds over ten orders of magnitude, in any order."""
+    generator = np.random.default_rng(1)
+    for spread in (0.1, 1.0, 5.0):
+        one = make()
+        assert math.isnan(one.predict())
+        for speed in generator.lognormal(0.0, spread, 300):
+            one.observe(float(speed))
+            assert 0 < one.predict() < math.inf
+
+
+def assert_impossible_speeds_are_refused(make):
+    one = make()
+    one.observe(3.0)
+    for speed in IMPOSSIBLE:
+        with pytest.raises(ValueError, match="finite one greater than 0"):
+            one.observe(speed)
+    assert one.predict() == 3.0

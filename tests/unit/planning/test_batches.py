@@ -1,0 +1,343 @@
+"""Batch sizes by which all finish together: closed forms, limits, rounding, and what a run is told."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcsync.planning.batches import Allocated, Batches, Estimate, equal_finish, whole
+
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
+NO_LIMIT = math.inf
+
+speeds = st.lists(st.floats(1e-3, 1e6), min_size=1, max_size=12)
+estimates = st.lists(st.builds(Estimate, st.floats(0.0, 10.0), st.floats(1e-5, 10.0)), min_size=1, max_size=10)
+
+
+def by_speed(speeds, total, divide=equal_finish, round_off=whole):
+    minima, maxima = [1] * len(speeds), [NO_LIMIT] * len(speeds)
+    ideal = divide([Estimate(0.0, 1.0 / v) for v in speeds], total, minima, maxima)
+    return round_off(ideal, total, minima, maxima)
+
+
+# Ideal sizes
+
+
+def test_the_closed_form_with_fixed_costs():
+    of = [Estimate(2.0, c) for c in (0.1, 0.1, 0.2, 0.4)]
+    sizes = equal_finish(of, 128, [1] * 4, [NO_LIMIT] * 4)
+    assert sizes == pytest.approx((46.55, 46.55, 23.27, 11.64), abs=0.005)
+    assert [one.seconds(size) for one, size in zip(of, sizes, strict=True)] == pytest.approx([6.6545] * 4, abs=5e-5)
+
+
+def test_whoever_is_at_a_limit_stays_there_and_the_others_share_the_rest():
+    of = [Estimate(0.0, 1.0)] * 3
+    assert equal_finish(of, 30, [1, 1, 1], [4, NO_LIMIT, NO_LIMIT]) == [4, 13, 13]
+    assert equal_finish(of, 30, [16, 1, 1], [NO_LIMIT] * 3) == [16, 7, 7]
+    # A fixed cost that exceeds what the others take: the least that is allowed, not less than nothing.
+    assert equal_finish([Estimate(9.0, 1.0), *of[1:]], 6, [1] * 3, [NO_LIMIT] * 3) == [1, 2.5, 2.5]
+
+
+def test_where_the_maxima_cannot_hold_the_total_they_are_the_sizes():
+    assert equal_finish([Estimate(0.0, 1.0)] * 2, 30, [1, 1], [4, 5]) == [4, 5]
+
+
+def test_minima_beyond_the_total_are_refused():
+    with pytest.raises(ValueError, match="exceed a total of 3"):
+        equal_finish([Estimate(0.0, 1.0)] * 2, 3, [2, 2], [NO_LIMIT] * 2)
+
+
+def clamped_once(of, total, minima, maxima):
+    """For negative controls: the closed form, then the limits, and nothing solved again."""
+    at_s = (total + sum(a / c for a, c in of)) / sum(1 / c for _, c in of)
+    return [min(max((at_s - a) / c, low), high) for (a, c), low, high in zip(of, minima, maxima, strict=True)]
+
+
+def assert_finish_is_equal(of, total, minima, maxima, divide=equal_finish):
+    """The total; within the limits at one time; at the minimum later, at the maximum earlier."""
+    sizes = divide(of, total, minima, maxima)
+    assert sum(sizes) == pytest.approx(total)
+    seconds = [one.seconds(size) for one, size in zip(of, sizes, strict=True)]
+    every = list(zip(seconds, sizes, minima, maxima, strict=True))
+    assert all(low <= size <= high for _, size, low, high in every)
+    may_shrink = max((s for s, size, low, _ in every if size > low), default=0.0)
+    may_grow = min((s for s, size, _, high in every if size < high), default=math.inf)
+    assert may_shrink <= may_grow * (1 + 1e-9)
+
+
+@PROPERTY
+@given(of=estimates, data=st.data())
+def test_nobody_could_finish_earlier_by_giving_samples_to_another(of, data):
+    limits = [sorted(data.draw(st.tuples(st.integers(1, 50), st.integers(1, 50)))) for _ in of]
+    minima, maxima = [low for low, _ in limits], [high for _, high in limits]
+    assert_finish_is_equal(of, data.draw(st.integers(sum(minima), sum(maxima))), minima, maxima)
+
+
+def test_a_total_that_is_missed_is_found():
+    limits = [Estimate(0.0, 1.0)] * 3, 30, [1, 1, 1], [4, NO_LIMIT, NO_LIMIT]
+    assert_finish_is_equal(*limits)
+    with pytest.raises(AssertionError):
+        assert_finish_is_equal(*limits, divide=clamped_once)
+
+
+# Whole sizes
+
+
+def test_the_golden_rounding_of_dbs():
+    """Ye et al., appendix A."""
+    assert whole([13.7, 16.5, 19.6, 14.2], 64, [1] * 4, [NO_LIMIT] * 4) == [14, 16, 20, 14]
+    assert by_speed([1, 2, 4], 14) == [2, 4, 8]
+
+
+def test_limits_hold_and_ties_go_to_the_lower_worker():
+    assert whole([2.5, 2.5, 2.5, 2.5], 10, [1] * 4, [NO_LIMIT] * 4) == [3, 3, 2, 2]
+    assert whole([2.5, 2.5, 2.5, 2.5], 10, [1] * 4, [2, 3, 3, 9]) == [2, 3, 3, 2]
+    assert whole([0.1, 0.1, 9.8], 10, [1] * 3, [NO_LIMIT] * 3) == [1, 1, 8]
+    assert whole([5.0, 5.0], 10, [1, 1], [3, 4]) == [3, 4]
+
+
+def one_by_one(ideal, total, minima, maxima):
+    """As DBS has it: each unit, from the minima on, to whom it costs least."""
+    sizes = list(minima)
+    for _ in range(total - sum(sizes)):
+        able = [i for i in range(len(sizes)) if sizes[i] < maxima[i]]
+        sizes[min(able, key=lambda i: (sizes[i] - ideal[i], i))] += 1
+    return sizes
+
+
+@PROPERTY
+@given(data=st.data(), n=st.integers(1, 8))
+def test_the_rounding_is_that_of_one_unit_after_the_other(data, n):
+    quarters = [data.draw(st.integers(0, 80)) for _ in range(n)]  # in which floats are exact
+    limits = [sorted(data.draw(st.tuples(st.integers(1, 25), st.integers(1, 25)))) for _ in range(n)]
+    minima, maxima = [low for low, _ in limits], [high for _, high in limits]
+    total = data.draw(st.integers(sum(minima), sum(maxima)))
+    assert whole([q / 4 for q in quarters], total, minima, maxima) == one_by_one(
+        [q / 4 for q in quarters], total, minima, maxima
+    )
+
+
+# What sizes by speed must be
+
+
+def assert_sizes_are_by_speed(speeds, total, scale=1.0, round_off=whole):
+    """The total, at least 1, monotone in speed, equal to one for equal speeds, the same in other units of speed."""
+    sizes = by_speed(speeds, total, round_off=round_off)
+    assert sum(sizes) == total and min(sizes) >= 1
+    for size, v in zip(sizes, speeds, strict=True):
+        for other, other_v in zip(sizes, speeds, strict=True):
+            assert not (v > other_v * (1 + 1e-9) and size < other), "the faster has less"
+            assert v != other_v or abs(size - other) <= 1, "equally fast, but not equally many"
+    assert by_speed([scale * v for v in speeds], total, round_off=round_off) == sizes
+
+
+@PROPERTY
+@given(speeds=speeds, data=st.data(), scale=st.sampled_from([1e-3, 0.1, 1 / 3, 3.0, 7.7, 1e6]))
+def test_sizes_are_by_speed(speeds, data, scale):
+    repeated = [*speeds, *data.draw(st.lists(st.sampled_from(speeds), max_size=4))]
+    assert_sizes_are_by_speed(repeated, data.draw(st.integers(len(repeated), 600)), scale)
+
+
+def test_sizes_that_are_not_by_speed_are_found():
+    def nearest(ideal, total, minima, maxima):
+        return [round(size) for size in ideal]
+
+    def last_takes_the_rest(ideal, total, minima, maxima):
+        sizes = [math.floor(size) for size in ideal]
+        return [*sizes[:-1], total - sum(sizes[:-1])]
+
+    for wrong in (nearest, last_takes_the_rest):
+        with pytest.raises(AssertionError):
+            assert_sizes_are_by_speed([1.0, 1.0, 1.0, 1.0, 1.0], 13, round_off=wrong)
+    # Equal remainders differ by errors of rounding, and by others in other units of speed.
+    with pytest.raises(AssertionError):
+        for total in range(10, 30):
+            assert_sizes_are_by_speed([1.0, 2.0, 4.0, 6.0, 3.0], total, 0.1, round_off=one_by_one)
+    for total in range(10, 30):
+        assert_sizes_are_by_speed([1.0, 2.0, 4.0, 6.0, 3.0], total, 0.1)
+
+
+# What a run is told
+
+
+def batches(n_workers=4, total=128, **options):
+    return Batches(n_workers, total, **{"maxima": [NO_LIMIT] * n_workers, **options})
+
+
+def push_all(allocation, estimates, rounds):
+    """Everyone pushes so often, in turn. Returns what was allocated after the last push, and checks all."""
+    for _ in range(rounds):
+        for worker, estimate in estimates.items():
+            told = allocation.pushed(worker, estimate)
+            allocation.check()
+    return told
+
+
+half_as_fast = {0: Estimate(0.0, 1.0), 1: Estimate(0.0, 1.0), 2: Estimate(0.0, 1.0), 3: Estimate(0.0, 2.0)}
+
+
+def test_at_first_as_equal_as_can_be():
+    assert batches(total=130).sizes == [33, 33, 32, 32]
+    assert batches(total=130, maxima=[10, NO_LIMIT, NO_LIMIT, NO_LIMIT]).sizes == [10, 40, 40, 40]
+
+
+def test_after_the_interval_all_are_told_what_it_was_chosen_from():
+    allocation = batches(total=14 * 4, interval=3)
+    assert push_all(allocation, half_as_fast, rounds=2) == []
+    gain = (2 * 14 - 16) / (2 * 14)
+    assert push_all(allocation, half_as_fast, rounds=1) == [
+        Allocated(0, 16, (14.0, 0.0, 1.0, gain)),
+        Allocated(1, 16, (14.0, 0.0, 1.0, gain)),
+        Allocated(2, 16, (14.0, 0.0, 1.0, gain)),
+        Allocated(3, 8, (14.0, 0.0, 2.0, gain)),
+    ]
+    assert allocation.sizes == [16, 16, 16, 8]
+    assert len(Batches.decision_fields) == 4
+
+
+@pytest.mark.parametrize(("gain_min", "changes"), [(0.0, True), (0.1, True), (0.14, False)])
+def test_a_small_gain_changes_nothing(gain_min, changes):
+    """Estimates of 8 to 6 make sizes of 3 and 4 out of 4 and 3 (rounded from 3.5): (32 - 28) / 32."""
+    allocation = batches(2, 7, interval=1, gain_min=gain_min)
+    assert allocation.sizes == [4, 3]
+    told = push_all(allocation, {0: Estimate(0.0, 8.0), 1: Estimate(0.0, 6.9)}, rounds=1)
+    assert bool(told) == changes and allocation.sizes == ([3, 4] if changes else [4, 3])
+
+
+def test_noise_moves_no_samples_that_gain_little():
+    def changes(gain_min):
+        allocation, told = batches(2, 640, interval=1, gain_min=gain_min), 0
+        for i in range(100):
+            told += bool(push_all(allocation, {0: Estimate(0.0, 1 + 0.03 * (i % 2)), 1: Estimate(0.0, 1.0)}, 1))
+        return told
+
+    assert changes(0.05) == 0
+    assert changes(0.0) > 20
+
+
+def test_nothing_is_allocated_before_everyone_is_known():
+    allocation = batches(2, 12, interval=2)
+    for _ in range(20):
+        assert allocation.pushed(0, Estimate(0.0, 1.0)) == []
+        assert allocation.pushed(1, Estimate(math.nan, math.nan)) == []
+    told = allocation.pushed(1, Estimate(0.0, 2.0))
+    assert [(one.worker, one.size) for one in told] == [(0, 8), (1, 4)]
+
+
+def test_those_who_gather_estimates_are_answered_at_once():
+    allocation = batches(2, 12)
+    assert allocation.allocate({0: Estimate(0.0, 1.0)}) == []
+    assert [one.size for one in allocation.allocate({0: Estimate(0.0, 1.0), 1: Estimate(0.0, 2.0)})] == [8, 4]
+    assert allocation.allocate({0: Estimate(0.0, 1.0), 1: Estimate(0.0, 2.0)}) == []
+
+
+def test_those_who_stay_get_what_a_leaver_had():
+    allocation = batches(total=14 * 4, interval=100)
+    unknown = allocation.left(2)
+    assert [(one.worker, one.size) for one in unknown] == [(0, 19), (1, 19), (3, 18)]
+    assert all(math.isnan(value) for value in unknown[0].inputs[1:]) and unknown[0].inputs[0] == 14.0
+    push_all(allocation, {worker: half_as_fast[worker] for worker in (0, 1, 3)}, rounds=1)
+    known = allocation.left(0)
+    assert [(one.worker, one.size) for one in known] == [(1, 37), (3, 19)]
+    assert known[1].inputs[:3] == (18.0, 0.0, 2.0) and math.isnan(known[1].inputs[3])
+    allocation.check()
+    assert [one.size for one in allocation.left(1)] == [56]
+    assert allocation.left(3) == [] and allocation.sizes == [0, 0, 0, 0]
+
+
+def test_where_those_who_stay_cannot_hold_the_total_they_have_their_maxima():
+    allocation = batches(3, 30, maxima=[12, 11.5, 10])
+    assert [one.size for one in allocation.left(0)] == [11, 10]
+    allocation.check()
+
+
+def test_whoever_has_left_is_refused():
+    allocation = batches()
+    allocation.left(1)
+    for call in (allocation.left, allocation.hand_out, lambda worker: allocation.pushed(worker, half_as_fast[0])):
+        for worker in (1, -1, 4):
+            with pytest.raises(ValueError, match=f"worker {worker} is not one of the active"):
+                call(worker)
+
+
+@pytest.mark.parametrize("estimate", [Estimate(0.0, 0.0), Estimate(-1.0, 1.0), Estimate(0.0, math.inf)])
+def test_an_impossible_estimate_is_refused(estimate):
+    with pytest.raises(ValueError, match="sample_s > 0"):
+        batches().pushed(0, estimate)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"total": 3}, "a total of 3 samples"),
+        ({"maxima": [8] * 4}, "a total of 128 samples is not within 4 to 32"),
+        ({"maxima": [64] * 3}, "3 maxima for 4 workers"),
+        ({"minimum": 0}, "batches from 0"),
+        ({"minimum": 9, "maxima": [8, 99, 99, 99]}, "batches from 9 to 8"),
+        ({"interval": 0}, "interval is 0"),
+        ({"gain_min": 1.0}, "gain_min 1.0"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        batches(**wrong)
+
+
+def test_a_check_finds_what_is_missing():
+    allocation = batches()
+    allocation.sizes[0] -= 1
+    with pytest.raises(AssertionError, match="not 128 in all"):
+        allocation.check()
+
+
+# Which samples
+
+
+def by_number(allocation, counts, worker):
+    """For negative controls: the range of samples as with equal batches, from the number of the worker's iteration."""
+    counts[worker] += 1
+    return counts[worker] * allocation.total + sum(allocation.sizes[:worker]), allocation.sizes[worker]
+
+
+def assert_pieces_fit(events, by_number=None):
+    """Whatever happens, the pieces handed out are disjoint and leave no hole."""
+    allocation, counts = batches(3, 10, interval=1, gain_min=0.0), [0, 0, 0]
+    pieces, active = [allocation.first(worker) for worker in range(3)], {0, 1, 2}
+    for worker, sample_s, leaves in events:
+        if worker not in active:
+            continue
+        if leaves and len(active) > 1:
+            active.remove(worker)
+            allocation.left(worker)
+            continue
+        allocation.pushed(worker, Estimate(0.5, sample_s))
+        allocation.check()
+        piece = by_number(allocation, counts, worker) if by_number else allocation.hand_out(worker)
+        assert piece[1] == allocation.sizes[worker]
+        pieces.append(piece)
+    end = 0
+    for first_sample, n_samples in sorted(pieces):
+        assert first_sample == end, f"{'twice' if first_sample < end else 'left out'}: samples from {first_sample}"
+        end = first_sample + n_samples
+
+
+@PROPERTY
+@given(
+    st.lists(st.tuples(st.integers(0, 2), st.floats(0.01, 10.0), st.sampled_from([False] * 9 + [True])), max_size=40)
+)
+def test_no_sample_is_handed_out_twice_or_left_out(events):
+    assert_pieces_fit(events)
+
+
+def test_samples_by_number_of_the_iteration_would_not_fit():
+    equally = [(worker, 1.0, False) for _ in range(5) for worker in range(3)]
+    assert_pieces_fit(equally, by_number)
+    with pytest.raises(AssertionError, match="samples from"):
+        assert_pieces_fit([(worker, 1.0 + worker, False) for worker, _, _ in equally], by_number)
+
+
+def test_several_local_steps_are_handed_out_at_once():
+    allocation = batches(2, 10)
+    assert [allocation.first(0), allocation.first(1)] == [(0, 5), (5, 5)]
+    assert [allocation.hand_out(1, 3), allocation.hand_out(0)] == [(10, 15), (25, 5)]
