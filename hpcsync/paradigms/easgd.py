@@ -28,6 +28,8 @@ class AsynchronousEASGD(_GrantsFirst, ASP):
 class SynchronousEASGD(_GrantsFirst, BSP):
     """All workers move at once, and the centre with the sum of their moves."""
 
+    synchronous = False  # its contributions are positions, computed from the workers' own weights
+
 
 def elastic(n_workers: int, *, synchronous: bool = False) -> Paradigm:
     """The paradigm of this name, in either of its forms."""

@@ -17,8 +17,7 @@ Where the papers leave it open, a letter in this file marks the branch that sett
     b  an update takes waiting contributions in worker order, whatever the order of arrival, and releases them in it
     c  computing cannot be stopped from outside: what is late is dropped when it comes, or the worker is told to stop
     d  what a worker pushed before it left stays in its round, as in BSP
-    e  fewer than k workers left: a round of workers ends with all of them; of mini-batches it still takes k. What
-       was collected when the last worker leaves becomes an update
+    e  fewer than k workers left: a round of workers ends with all of them; of mini-batches it still takes k
     f  k changes between rounds, right after an update
 """
 
@@ -121,7 +120,7 @@ class FirstK(Paradigm):
     def _end_round_if_complete(self, worker: int) -> list[Action]:
         in_round = self._collected + len(self._waiting)  # (d)
         outstanding = len(self._progress.active) - len(self._held_since_s)
-        if not in_round or (in_round < self.k and outstanding):  # (e)
+        if not self._waiting or (in_round < self.k and outstanding):  # (e)
             return []
         workers = tuple(sorted(self._waiting))  # (b)
         weights = tuple(self._waiting[worker] for worker in workers)

@@ -37,8 +37,7 @@ def test_only_adaptive_paradigms_have_decision_fields():
 
 def test_updates_of_synchronous_paradigms_are_made_of_what_was_computed_from_the_version_before():
     synchronous = {name for name, options in OPTIONS.items() if create(name, 1, **options).synchronous}
-    assert synchronous == {"bsp", "easgd", "k-sync", "k-batch-sync"}
-    assert not create("easgd", 1).synchronous
+    assert synchronous == {"bsp", "k-sync", "k-batch-sync"}
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones():
