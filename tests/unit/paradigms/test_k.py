@@ -192,12 +192,6 @@ class LosesCollected(KBatchAsync):
         return [action for action in super()._pushed(event) if not isinstance(action, Collect)]
 
 
-class LosesTheLast(KBatchAsync):
-    def _left(self, worker):
-        self._up_to_date.discard(worker)
-        return []
-
-
 class TakesMore(KAsync):
     """A round goes on until one more is there."""
 
@@ -229,7 +223,6 @@ MIXED = Schedule([[1.0] * 12, [1.3] * 12, [3.1] * 12, [1.1] * 13])
         (TakesWorkersTwice(4, k=3), {"synchronous": False, "distinct": True}, "contributors are"),
         (DropsTheStale(4, k=1), {"synchronous": False, "distinct": False}, "dropped without reason"),
         (LosesCollected(4, k=2), {"synchronous": False, "distinct": False}, "not one contribution|before its own"),
-        (LosesTheLast(4, k=4), {"synchronous": False, "distinct": False}, "one is lost"),
         (TakesMore(4, k=2), {"synchronous": False, "distinct": True}, "3 contributions, and k is 2"),
         (TakesFewer(4, k=3), {"synchronous": False, "distinct": True}, "2 contributions, and k is 3"),
     ],
