@@ -33,6 +33,11 @@ class Session(ABC):
         dataset: a map-style PyTorch data set; batches of a TensorDataset are tuples of tensors, of others what
         PyTorch's default collation makes. All workers together use every whole batch of a training epoch once, in an
         order that follows from the seed alone. Empty on servers, which serve here until the run is over.
+
+        Where batches are given out (`connect`'s `batches`), a batch has as many samples as its worker was given;
+        batch_size only says for which size the times of `compute` are meant. Each worker takes the next samples, so
+        that all together use every sample of a training epoch once, its last ones too: a batch that reaches over the
+        end belongs to the training epoch in which it begins.
         """
 
     def cancelled(self, share: float) -> bool:
@@ -40,7 +45,19 @@ class Session(ABC):
         more. Then call `step` at once, with the loss so far: it gives nothing away.
 
         Only "k-sync" and "k-batch-sync" with cancel = "abort" ever say so.
+
+            for x, y in sync.shard(data, batch_size=64, epochs=None):
+                optimizer.zero_grad()
+                for piece in range(4):
+                    rows = slice(16 * piece, 16 * (piece + 1))
+                    loss = criterion(model(x[rows]), y[rows])
+                    (loss / 4).backward()
+                    if piece < 3 and sync.cancelled((piece + 1) / 4):
+                        break
+                sync.step(loss)
         """
+        if not 0.0 < share < 1.0:
+            raise ValueError(f"share = {share}: must be greater than 0 and less than 1: all of it is for step")
         return False
 
     @abstractmethod

@@ -16,7 +16,7 @@ from hpcsync import outputs
 from hpcsync.coordinator import coordinate, create_batches, create_paradigm, decision_fields, first_work
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.job_paradigms import Easgd
+from hpcsync.job_paradigms import Easgd, FirstKOfAVersion
 from hpcsync.learning import rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
@@ -58,6 +58,7 @@ class WorkerSession(LinkedSession):
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
         super().__init__(comm, job, model, placement)
         self._estimator = estimator(job, self._link.roles.worker(comm.rank))
+        self._cancellable = False
         self._engine = self._make_engine()
         self.worker = self._engine.index
         handed_out = self._handed_out if self._estimator is not None else None
@@ -69,11 +70,8 @@ class WorkerSession(LinkedSession):
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def cancelled(self, share: float) -> bool:
-        if not 0.0 < share < 1.0:
-            raise ValueError(f"share = {share}: must be between 0 and 1")
-        if self._job.n_pieces == 1:
-            return False
-        if self._computed == 1.0:
+        super().cancelled(share)
+        if self._cancellable and self._computed == 1.0:
             cuda.ready(self.flat.gradient)
             self._iterations.pad(share)
             if self._engine.cancelled():
@@ -93,7 +91,10 @@ class WorkerSession(LinkedSession):
         return not self.stopped
 
     def _make_engine(self) -> Worker:
-        return Worker(self._link, self.flat.weights, self.flat.gradient, self._estimator)
+        paradigm = self._job.paradigm
+        self._cancellable = isinstance(paradigm, FirstKOfAVersion) and paradigm.cancel == "abort"
+        vectors = self.flat.weights, self.flat.gradient
+        return Worker(self._link, *vectors, self._estimator, cancellable=self._cancellable)
 
     def _handed_out(self) -> tuple[int, int]:
         """Samples of the next iteration: first and number, in the run's sequence."""

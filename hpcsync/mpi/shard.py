@@ -9,7 +9,7 @@ import torch
 from hpcsync.coordinator import Collection, Order, Reply, Update
 from hpcsync.learning.rules import Rule
 from hpcsync.learning.store import Store
-from hpcsync.mpi import wire
+from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.wire import GrantRecord, OrderRecord
@@ -21,9 +21,10 @@ def encode(orders: Sequence[Order]) -> list[OrderRecord]:
     contributing: set[int] = set()  # to an update that comes later
     for order in reversed(orders):
         if isinstance(order, Update):
-            *others, (last, weight) = zip(order.workers, order.weights, strict=True)
+            taken = zip(reversed(order.workers), reversed(order.weights), strict=True)
+            last, weight = next(taken, (wire.NOBODY, 0.0))
             records.append(OrderRecord(wire.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor))
-            records += [OrderRecord(wire.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)]
+            records += [OrderRecord(wire.CONTRIBUTION, worker, weight=w) for worker, w in taken]
             contributing.update(order.workers)
         elif isinstance(order, Collection):
             records.append(OrderRecord(wire.COLLECT, order.worker, weight=order.weight))
@@ -68,13 +69,15 @@ class Shard:
     def carry_out(self, order: OrderRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
         if order.kind in (wire.CONTRIBUTION, wire.UPDATE):
-            self._contributors.append(order.reader)
-            self._weights.append(order.weight)
+            if order.reader != wire.NOBODY:
+                self._contributors.append(order.reader)
+                self._weights.append(order.weight)
             if order.kind == wire.UPDATE:
                 self._update(order)
         elif order.kind == wire.COLLECT:
             self._acquire(order.reader)
             self.store.collect(order.reader, order.weight)
+            cuda.ready(self._link.tensors.local)  # the next that its worker hears is that its slot is free
         elif order.kind in (wire.PROMISE, wire.RESERVE):
             if order.version != self.store.version:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")

@@ -15,13 +15,20 @@ class Worker:
     """One worker's side of a link.
 
     estimator: of what the next iterations will take, to say it with every push; None where nobody asks.
+    cancellable: whether server 0 may tell it that an iteration is in vain.
     first_sample, n_samples: the work that the last grant gives; see `traces.schema.GRANTS`.
     weights, contribution: flat vectors, shape (size,): an answered wait fills the one with the servers' weights, a push
     reads the other.
     """
 
     def __init__(
-        self, link: Link, weights: torch.Tensor, contribution: torch.Tensor, estimator: Estimator | None = None
+        self,
+        link: Link,
+        weights: torch.Tensor,
+        contribution: torch.Tensor,
+        estimator: Estimator | None = None,
+        *,
+        cancellable: bool = False,
     ) -> None:
         self.index = link.roles.worker(link.comm.rank)
         self.iteration = 0
@@ -35,7 +42,9 @@ class Worker:
         self._bytes = weights.nbytes
         self._reader = Reader(link, self.index)
         self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
-        self._cancellations = link.inbox(wire.TAG_CANCELLATION, wire.CANCELLATION)
+        # Where none can come there is no inbox: MPI would look through its receives for every grant.
+        self._cancellations = link.inbox(wire.TAG_CANCELLATION, wire.CANCELLATION) if cancellable else None
+        self._cancelled = 0  # the last iteration that was
         self._estimator = estimator
         self._wait_s = 0.0
         self._comm_s = 0.0
@@ -44,10 +53,9 @@ class Worker:
 
     def cancelled(self) -> bool:
         """Whether this iteration's contribution is known to be of no use any more."""
-        while (record := self._cancellations.poll()) is not None:
-            if record[0] == self.iteration:
-                return True
-        return False
+        while self._cancellations is not None and (record := self._cancellations.poll()) is not None:
+            (self._cancelled,) = record
+        return self._cancelled == self.iteration
 
     def step(
         self, begin_s: float, end_s: float, batch_size: int, loss: float, local_steps: int = 1, share: float = 1.0
@@ -57,6 +65,7 @@ class Worker:
         batch_size: samples of all its `local_steps` iterations. share: of them that was computed, if less than 1 of a
         cancelled iteration, whose contribution stays here. Sets `stopped` instead when the run is over.
         """
+        self.cancelled()  # also where nobody asks: what is sent must be received
         if share == 1.0:
             self._put()
         report = Report(
