@@ -149,6 +149,7 @@ def create_batches(job: Job) -> Batches | None:
         maxima=settings.maxima(n_workers) or [math.inf] * n_workers,
         interval=settings.interval,
         gain_min=settings.gain,
+        local_steps=job.paradigm.period if isinstance(job.paradigm, Easgd) else 1,
     )
 
 
@@ -342,7 +343,7 @@ class Coordinator:
         if self.stopping:
             batch_size, local_steps = 0, 0
         elif self._batches is not None:
-            first_sample, batch_size = self._batches.hand_out(grant.worker, local_steps)
+            first_sample, batch_size = self._batches.hand_out(grant.worker)
         row = (
             self._next_seq(), now_s, grant.worker, grant.iteration, self.version, grant.gap_iters, grant.credits,
             grant.held_s, batch_size, local_steps, first_sample,

@@ -101,12 +101,13 @@ class Batches:
     maxima:    largest batch size of each worker, math.inf for none: what its memory holds.
     interval:  pushes per active worker from one allocation to the next.
     gain_min:  an allocation is dropped unless it shortens the iteration of the slowest by more than this share.
+    local_steps: iterations of a push, each of its worker's batch size.
 
     sizes: current batch size of each worker, 0 of one that has left. They add up to the total wherever the maxima of
     those who stay can hold it, and are the maxima otherwise.
 
-    The samples are numbered in one endless stream, of which everyone takes the next piece when it starts an
-    iteration. So no sample is taken twice and none left out, whatever the sizes.
+    The samples are numbered in one endless stream, of which everyone takes the next piece when it starts on a
+    push. So no sample is taken twice and none left out, whatever the sizes.
     """
 
     # fixed_s, sample_s: the estimate of this worker; NaN where the total was divided equally, for want of estimates.
@@ -122,6 +123,7 @@ class Batches:
         maxima: Sequence[float],
         interval: int = 10,
         gain_min: float = 0.05,
+        local_steps: int = 1,
     ) -> None:
         if n_workers < 1 or len(maxima) != n_workers:
             raise ValueError(f"{len(maxima)} maxima for {n_workers} workers; one for each of at least one is needed")
@@ -135,6 +137,7 @@ class Batches:
         self.minimum = minimum
         self.interval = interval
         self.gain_min = gain_min
+        self.local_steps = local_steps
         self._maxima = [math.inf if largest == math.inf else math.floor(largest) for largest in maxima]
         self._active = list(range(n_workers))
         self._estimates: dict[int, Estimate] = {}
@@ -153,13 +156,13 @@ class Batches:
         assert sum(active) == sum(self.sizes), f"{self.sizes}: of {self._active} only"
 
     def first(self, worker: int) -> tuple[int, int]:
-        """(first_sample, n_samples) of the worker's first iteration."""
+        """(first_sample, n_samples) of the worker's first push."""
         return self._first[worker]
 
-    def hand_out(self, worker: int, local_steps: int = 1) -> tuple[int, int]:
-        """(first_sample, n_samples) of the worker's next push, which is of so many steps of its batch size."""
+    def hand_out(self, worker: int) -> tuple[int, int]:
+        """(first_sample, n_samples) of the worker's next push."""
         self._must_be_active(worker)
-        first_sample, n_samples = self._cursor, self.sizes[worker] * local_steps
+        first_sample, n_samples = self._cursor, self.sizes[worker] * self.local_steps
         self._cursor += n_samples
         return first_sample, n_samples
 

@@ -338,6 +338,7 @@ def test_samples_by_number_of_the_iteration_would_not_fit():
 
 
 def test_several_local_steps_are_handed_out_at_once():
-    allocation = batches(2, 10)
-    assert [allocation.first(0), allocation.first(1)] == [(0, 5), (5, 5)]
-    assert [allocation.hand_out(1, 3), allocation.hand_out(0)] == [(10, 15), (25, 5)]
+    allocation = batches(2, 10, local_steps=3)
+    assert [allocation.first(0), allocation.first(1)] == [(0, 15), (15, 15)]
+    assert [allocation.hand_out(1), allocation.hand_out(0)] == [(30, 15), (45, 15)]
+    assert [allocation.sizes, allocation.total] == [[5, 5], 10]
