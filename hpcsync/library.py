@@ -62,6 +62,7 @@ def connect(
     evaluate: Evaluate | None = None,
     every_samples: int = 5000,
     compute: Mapping[str, Any] | None = None,
+    batches: Mapping[str, Any] | None = None,
     window: str = "auto",
     name: str | None = None,
     out: str | Path | None = None,
@@ -79,16 +80,21 @@ def connect(
     optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
                servers, with "easgd" or without servers on every worker. Its learning rate is where `schedule` starts
                from; changing it in the script is an error.
-    paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode), "easgd" (period,
-               alpha or beta, synchronous), and without servers "allreduce" (bucket_mb), "local-sgd" (steps, outer_lr,
+    paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode), "k-sync" and
+               "k-batch-sync" (k, cancel), "k-async" and "k-batch-async" (k, staleness_max, staleness_weight), these
+               four with k_min and k_start if k is "state", "loss" or "min", "easgd" (period, alpha or beta,
+               synchronous), and without servers "allreduce" (bucket_mb), "local-sgd" (steps, outer_lr,
                outer_momentum), "gossip" (mode, topology, include_self, period). With "allreduce" the gradient is the
-               mean of all workers' as soon as `backward` returns, which is to be called once for each step.
+               mean of all workers' as soon as `backward` returns, which is to be called once for each step. With
+               cancel = "abort" a loop may ask `cancelled` between the pieces of a batch.
     stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss (the targets need
                `evaluate`). None: the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
     evaluate:  `evaluate(model) -> (loss, accuracy)`, called every `every_samples` samples beside the servers, or
                beside worker 0's training where there are none.
     compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
+    batches:   as the job file's [batches]: gives each worker as many samples as suit its speed, of a total that must be
+               said. Gradients are means over a worker's batch; they are weighted with its size.
     window:    as the job file's cluster.window: how GPU tensors move between ranks.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
     comm:      the ranks that take part; default: all.
@@ -117,6 +123,7 @@ def connect(
             "stop": dict(stop or {}),
             "evaluation": {"every_samples": every_samples},
             "paradigm": options,
+            "batches": dict(batches or {}),
             "cluster": {
                 "servers": servers,
                 "workers": n_workers,
@@ -325,7 +332,8 @@ def _refuse_targets(job: Job) -> None:
 class LocalSession(Session):
     """One process without MPI: the script's own training, in the data order that one worker would have.
 
-    It keeps to the job's stopping rule, learning-rate schedule and padding, and records nothing.
+    It keeps to the job's stopping rule, learning-rate schedule and padding, and records nothing. Where batches are
+    given out all of the total is its own.
     """
 
     def __init__(
@@ -336,15 +344,17 @@ class LocalSession(Session):
         self._now = lambda: time.perf_counter() - started_s
         self._stop = job.stop
         self._schedule = EvaluationSchedule(job.evaluation.every_samples)
-        self._iterations = Iterations(job, 0, self._now)
+        self._samples = 0
+        self._updates = 0
+        total = None if job.batches.policy == "equal" else job.batch_total
+        handed_out = None if total is None else lambda: (self._samples, total)
+        self._iterations = Iterations(job, 0, self._now, handed_out=handed_out)
         self._lr = learning_rate(job)
         self._model = model
         self._optimizer = optimizer
         self._evaluate = evaluate
         self._evaluating_s = 0.0  # does not count as training time
         self._rate = job.optimizer.lr
-        self._samples = 0
-        self._updates = 0
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()

@@ -53,23 +53,25 @@ class Replica:
         if self._loss is None:
             any(cancelled(piece / n_pieces) for piece in range(1, n_pieces))
             return math.nan
-        self._flat.zero_gradient()
         if n_pieces == 1:
-            return self._add_gradient(batch, 1.0)
-        n_samples, total = len(batch[0]), 0.0
+            return self._compute(batch)
+        n_samples, loss = len(batch[0]), 0.0
         shares = piece_shares(n_samples, n_pieces)
+        gradient = torch.zeros_like(self._flat.gradient)  # a sum of its own: a loss may clear the model's
         for piece, done in zip(zip(*(x.tensor_split(len(shares)) for x in batch), strict=True), shares, strict=True):
             share = len(piece[0]) / n_samples
-            total += self._add_gradient(piece, share) * share
+            loss += share * self._compute(piece)
+            gradient.add_(self._flat.gradient, alpha=share)
             if done < 1.0 and cancelled(done):
                 break
-        return total / done
+        self._flat.gradient.copy_(gradient)
+        return loss / done
 
-    def _add_gradient(self, batch: Sequence[torch.Tensor], share: float) -> float:
-        """That share of the batch's mean gradient, added to the flat gradient; the mean loss."""
+    def _compute(self, batch: Sequence[torch.Tensor]) -> float:
         assert self._loss is not None
         device = self._flat.weights.device
+        self._flat.zero_gradient()
         loss = self._loss(self._flat.model, *(x.to(device) if isinstance(x, torch.Tensor) else x for x in batch))
-        (loss if share == 1.0 else loss * share).backward()
+        loss.backward()
         self._flat.gather_gradient()
         return float(loss.detach())
