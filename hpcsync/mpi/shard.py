@@ -21,10 +21,9 @@ def encode(orders: Sequence[Order]) -> list[OrderRecord]:
     contributing: set[int] = set()  # to an update that comes later
     for order in reversed(orders):
         if isinstance(order, Update):
-            taken = zip(reversed(order.workers), reversed(order.weights), strict=True)
-            last, weight = next(taken, (wire.NOBODY, 0.0))
+            *others, (last, weight) = zip(order.workers, order.weights, strict=True)
             records.append(OrderRecord(wire.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor))
-            records += [OrderRecord(wire.CONTRIBUTION, worker, weight=w) for worker, w in taken]
+            records += [OrderRecord(wire.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)]
             contributing.update(order.workers)
         elif isinstance(order, Collection):
             records.append(OrderRecord(wire.COLLECT, order.worker, weight=order.weight))
@@ -69,9 +68,8 @@ class Shard:
     def carry_out(self, order: OrderRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
         if order.kind in (wire.CONTRIBUTION, wire.UPDATE):
-            if order.reader != wire.NOBODY:
-                self._contributors.append(order.reader)
-                self._weights.append(order.weight)
+            self._contributors.append(order.reader)
+            self._weights.append(order.weight)
             if order.kind == wire.UPDATE:
                 self._update(order)
         elif order.kind == wire.COLLECT:
