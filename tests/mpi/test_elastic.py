@@ -172,12 +172,12 @@ def test_a_push_is_of_a_whole_period_and_what_comes_after_the_last_is_left_behin
 
 
 def test_a_promise_before_the_readers_own_update_is_told_apart():
-    update, first, second = Update((0, 1), 0.5), Reply(0, 2, 7, 8, 1), Reply(1, 2, 7, 8, 1)
+    update, first, second = Update((0, 1), (1.0, 1.0), 2.0, 0.5), Reply(0, 2, 7, 8, 1), Reply(1, 2, 7, 8, 1)
     kinds = [(record.kind, record.reader) for record in encode([first, second, update])]
     assert kinds == [(wire.RESERVE, 0), (wire.RESERVE, 1), (wire.CONTRIBUTION, 0), (wire.UPDATE, 1)]
     kinds = [(record.kind, record.reader) for record in encode([update, first, second])]
     assert kinds == [(wire.CONTRIBUTION, 0), (wire.UPDATE, 1), (wire.PROMISE, 0), (wire.PROMISE, 1)]
-    kinds = [(record.kind, record.reader) for record in encode([first, Update((1,), 0.5), second])]
+    kinds = [(record.kind, record.reader) for record in encode([first, Update((1,), (1.0,), 1.0, 0.5), second])]
     assert kinds == [(wire.PROMISE, 0), (wire.UPDATE, 1), (wire.PROMISE, 1)]
 
 
