@@ -13,13 +13,16 @@ reports will say (`Lockstep`), so that all of them end with the same iteration.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hpcsync.coordinator import Recorder
+from hpcsync.coordinator import Recorder, create_batches
 from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import AllReduce, Gossip
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
+from hpcsync.planning.batches import Allocated, Batches, Estimate
+from hpcsync.planning.speed import Estimator
 from hpcsync.traces.schema import LEFT, NOBODY
 
 
@@ -95,6 +98,82 @@ class Lockstep:
         return self._stop.reached(samples=self.samples + steps * (self._batch_size or 0), updates=self.updates + steps)
 
 
+class Shares:
+    """Who computes which samples, where batches are given out to workers in step: each of them works it out for itself.
+
+    An iteration of all takes the next samples of the run's sequence, worker after worker. Every `interval` iterations,
+    and when somebody is found to have left, all tell each other what they expect of their next iterations, and come to
+    the same new sizes. Of the iteration in which a worker is first missing its samples are left out.
+
+    A gradient is the mean of its worker's batch. So that the mean of all is that over all samples, each counts as many
+    times as its batch is larger than the mean batch, `weight`; if some are missing, what the others then have together
+    is too small or too large by a factor, `correction`.
+    """
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._active = [worker for worker, size in enumerate(batches.sizes) if size]
+        self._total = sum(batches.sizes)
+        self._work = {worker: batches.first(worker) for worker in self._active}
+        self._iterations = 0
+
+    def work(self, worker: int) -> tuple[int, int]:
+        """(first_sample, n_samples) of the worker's iteration, which lasts until `exchanged`."""
+        return self._work[worker]
+
+    def weight(self, worker: int) -> float:
+        """How often its gradient counts; exactly 1 where its batch is the mean batch."""
+        return self._work[worker][1] * len(self._active) / self._total
+
+    def correction(self, n_contributing: int, n_samples: int) -> float:
+        """What the sum of the weighted gradients, divided by the number that contributed, is to be multiplied by."""
+        return n_contributing * self._total / (len(self._active) * n_samples) if n_samples else 1.0
+
+    def exchanged(self, n_contributing: int, gather: Callable[[], Sequence[Estimate | None]]) -> list[Allocated]:
+        """An iteration to which so many contributed is over, and another follows.
+
+        gather: what each worker expects; NaN where it does not know, None from one that did not contribute. If it is
+        called, then it is by all workers.
+        Returns rows of new sizes, if there are any, those of the active workers one or more times.
+        """
+        self._iterations += 1
+        allocated: list[Allocated] = []
+        if self._iterations % self._batches.interval == 0 or n_contributing < len(self._active):
+            expected = gather()
+            for worker in [worker for worker in self._active if expected[worker] is None]:
+                allocated += self._batches.left(worker)
+            known = {worker: estimate for worker, estimate in enumerate(expected) if estimate is not None}
+            allocated += self._batches.allocate(known)
+            self._active = sorted(known)
+            self._total = sum(self._batches.sizes)
+        self._work = {worker: self._batches.hand_out(worker) for worker in self._active}
+        return allocated
+
+
+class Outlook:
+    """What a worker expects of its next iterations. estimate: NaN until one has taken time."""
+
+    def __init__(self, estimator: Estimator) -> None:
+        self.estimate = Estimate(math.nan, math.nan)
+        self._estimator = estimator
+
+    def learn(self, report: Exchanged) -> None:
+        """From an iteration of this worker."""
+        if report.compute_s > 0.0:
+            self.estimate = self._estimator.observe(report.batch_size, report.compute_s, report.comm_s)
+
+
+def create_shares(job: Job) -> Shares | None:
+    """Of this job; None where all batches are alike."""
+    batches = create_batches(job)
+    return None if batches is None else Shares(batches)
+
+
+def allocation_fields(job: Job) -> tuple[str, ...]:
+    """The columns of the trace's /decisions beside those that all have. iteration: the one after which it was made."""
+    return () if create_batches(job) is None else ("iteration", *Batches.decision_fields)
+
+
 class PeerCoordinator:
     """One run's bookkeeping.
 
@@ -141,6 +220,13 @@ class PeerCoordinator:
                 self._end_rounds(now_s)
         else:
             self._update(now_s, [r])
+
+    def allocated(self, now_s: float, iteration: int, allocated: Sequence[Allocated]) -> None:
+        """After this iteration the workers have agreed on new batch sizes."""
+        for worker, size, inputs in allocated:
+            self._seq += 1
+            row = (self._seq, now_s, "batches", worker, float(size), float(iteration), *inputs)
+            self._trace.append("decisions", row)
 
     def left(self, now_s: float, worker: int) -> None:
         """A worker makes no further iteration."""

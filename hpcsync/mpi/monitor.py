@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hpcsync.mpi import cuda, wire
@@ -17,6 +17,7 @@ from hpcsync.mpi.leader import CHORES_S
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.rank_session import RankFailed
 from hpcsync.peers import Exchanged, PeerCoordinator
+from hpcsync.planning.batches import Allocated
 from hpcsync.signals import interrupt
 
 
@@ -62,6 +63,10 @@ class Monitor:
         now_s = self._link.clock.now()
         self._wishes.put(lambda: self._begin(now_s, version, samples))
 
+    def allocated(self, iteration: int, allocated: Sequence[Allocated]) -> None:
+        """From rank 0's own worker: what all workers have agreed on after this iteration."""
+        self._wishes.put(lambda: self._coordinator.allocated(self._link.clock.now(), iteration, allocated))
+
     def join(self) -> None:
         """Until every rank is settled; the trace is then the caller's."""
         self._thread.join()
@@ -90,6 +95,8 @@ class Monitor:
         while self._unsettled:
             record = self._reports.poll()
             now_s = self._link.clock.now()  # not before what is reported
+            while not self._wishes.empty():  # also of those that led to what is reported
+                self._wishes.get()()
             if record is not None:
                 self._hear(now_s, record)
                 self._patience.reset()
@@ -121,8 +128,6 @@ class Monitor:
             interrupt(number)
         self._coordinator.passed(now_s)
         self._take_result()
-        while not self._wishes.empty():
-            self._wishes.get()()
         self._evaluate_if_due(now_s)
         if self._coordinator.stopping and not self._told:
             self._told = True

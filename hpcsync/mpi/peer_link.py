@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from mpi4py import MPI
 
@@ -53,6 +55,14 @@ class PeerLink:
         while (order := self._orders.poll()) is not None:
             self.told_to_stop = True
             self.all_ended = self.all_ended or order[0] == wire.ALL_ENDED
+
+    def gather(self, numbers: Sequence[float]) -> np.ndarray:
+        """What every rank says, as many numbers each, shape (n_ranks, n_numbers); collective, and patient."""
+        own = np.array(numbers, np.float64)
+        all_ranks = np.empty((self.comm.size, len(own)))
+        gathering = self.comm.Iallgather(own, all_ranks)
+        self.patience.until(lambda: gathering.Test() or None)
+        return all_ranks
 
     def wait_for_all(self) -> None:
         """Until rank 0 says that every rank has left."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hpcsync.job import Job
 from hpcsync.job_paradigms import AllReduce
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean
+from hpcsync.learning.prediction import estimator
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda, wire
@@ -27,7 +29,8 @@ from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
-from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, taken_in
+from hpcsync.peers import Exchanged, Lockstep, Outlook, PeerCoordinator, allocation_fields, create_shares, taken_in
+from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.progress import Progress, console
 from hpcsync.signals import SignalListener, interrupt, on_signals
 
@@ -41,14 +44,17 @@ class PeerSession(RankSession):
         super().__init__(comm, job, model)
         self.worker = comm.rank
         self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
-        self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward)
+        self._shares, asked = create_shares(job), estimator(job, self.worker)
+        self._outlook = None if asked is None else Outlook(asked)
+        self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward, self._shares)
         self._exchange.show(1)
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
         self._progression = None if self._exchange.in_step else choose(self._link.comm, transport=placement.transport)
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start()
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, while_padding=poll)
+        handed_out = None if self._shares is None else partial(self._shares.work, self.worker)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, handed_out)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
         self._lr, self._own_lr = learning_rate(job), worker_rate(job)
         self._iteration = 0
@@ -83,23 +89,25 @@ class PeerSession(RankSession):
         assert self._times is not None
         (begin_s, end_s), self._times = self._times, None
         outcome = self._advance(self._iterations.batch_size)
-        self._link.report(
-            Exchanged(
-                worker=self.rank,
-                iteration=self._iteration,
-                peer=outcome.peer,
-                begin_s=begin_s,
-                end_s=end_s,
-                compute_s=end_s - begin_s,
-                wait_s=outcome.wait_s,
-                comm_s=outcome.comm_s,
-                batch_size=self._iterations.batch_size,
-                loss=loss,
-                wire_bytes=outcome.wire_bytes,
-                n_received=outcome.n_received,
-                weight=self._exchange.peer.weight,
-            )
+        report = Exchanged(
+            worker=self.rank,
+            iteration=self._iteration,
+            peer=outcome.peer,
+            begin_s=begin_s,
+            end_s=end_s,
+            compute_s=end_s - begin_s,
+            wait_s=outcome.wait_s,
+            comm_s=outcome.comm_s,
+            batch_size=self._iterations.batch_size,
+            loss=loss,
+            wire_bytes=outcome.wire_bytes,
+            n_received=outcome.n_received,
+            weight=self._exchange.peer.weight,
         )
+        self._link.report(report)
+        if self._outlook is not None:
+            self._outlook.learn(report)
+            self._share_out(self._outlook.estimate)
 
     def _end_of_backward(self) -> None:
         """The gradient of this iteration is computed: from here on, after `backward`, it is the mean."""
@@ -132,6 +140,23 @@ class PeerSession(RankSession):
             self.stopped = told or self._alone_and_done(n_samples)
             exchange.show(self._serial())  # with this step in it, and not yet with what is about to come
         return exchange.exchange(rounds) if since == 0 else Outcome()
+
+    def _share_out(self, expected: Estimate | None) -> None:
+        """After an iteration in step, where batches are given out. expected: by this worker; None if it has ended."""
+        if self._shares is None or not self._in_step:
+            return
+        assert self._exchange.agreed is not None
+        n_contributing = self._exchange.agreed.n_contributing
+        if allocated := self._shares.exchanged(n_contributing, lambda: self._gather(expected)):
+            self._allocated(allocated)
+
+    def _gather(self, expected: Estimate | None) -> list[Estimate | None]:
+        """What every worker expects."""
+        said = self._link.gather((expected is not None, *(expected or (0.0, 0.0))))
+        return [Estimate(*estimate) if goes_on else None for goes_on, *estimate in said.tolist()]
+
+    def _allocated(self, allocated: Sequence[Allocated]) -> None:
+        """All workers have agreed on new batch sizes, after this iteration."""
 
     def _next_rate(self) -> float:
         """Of one model's next step, or of this replica's, for which the others count as being as far as it is."""
@@ -173,6 +198,7 @@ class PeerSession(RankSession):
             self._end_iteration(math.nan)
         while self._in_step:
             self._advance(0)
+            self._share_out(None)
         self._link.say(wire.ENDED)
         self._link.wait_for_all()
         self._settle()
@@ -222,7 +248,13 @@ class BookkeeperSession(PeerSession):
         self.folder = folder
         self._evaluate = evaluate
         progressing = {} if self._progression is None else self._progression.attributes()
-        self._trace = begin_trace(job, folder, self._clocks, {**placement.attributes(), **progressing})
+        self._trace = begin_trace(
+            job,
+            folder,
+            self._clocks,
+            {**placement.attributes(), **progressing},
+            decision_fields=allocation_fields(job),
+        )
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
         self._progress = Progress(self._console)
@@ -239,6 +271,9 @@ class BookkeeperSession(PeerSession):
 
     def _shown(self) -> None:
         self._monitor.evaluate(self._lockstep.updates, self._lockstep.samples)
+
+    def _allocated(self, allocated: Sequence[Allocated]) -> None:
+        self._monitor.allocated(self._iteration, allocated)
 
     def _read(self, version: int, into: torch.Tensor) -> float | None:
         """For the evaluator: the mean of what all workers show; in step, of this version."""

@@ -41,6 +41,8 @@ class Reducer:
     has completed it and all before it, in the same order on all ranks; a thread forms the means. The last bucket waits
     for `finish`, and with it goes what ranks agree upon.
 
+    Where gradients are not to count alike, set `weight` before a backward pass: this rank's then counts so many times.
+
     Make it before anybody takes `flat.gradient`, which it may move to where all ranks of the node see it. Gradients may
     be cleared or dropped (`set_to_none`, which is faster) before a backward pass. As with DistributedDataParallel, a
     gradient that is not cleared after `finish` accumulates: the next mean is added to it.
@@ -68,6 +70,7 @@ class Reducer:
         self._at_end = at_end_of_backward
         self._can_overlap = comm.size > 1 and MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.overlap = overlap
+        self.weight = 1.0
         self.reduced = Reduced()
         """Of the last `finish`."""
         itemsize = flat.gradient.element_size()
@@ -135,6 +138,8 @@ class Reducer:
 
     def _reduce(self, begin: int, end: int, said: Said) -> Agreed:
         begin_s = time.perf_counter()
+        if self.weight != 1.0:
+            self._flat.gradient[begin:end].mul_(self.weight)
         agreed = self._mean.mean(begin, end, said)
         self._comm_s += time.perf_counter() - begin_s
         self._n_reduced += 1
@@ -148,7 +153,7 @@ class Reducer:
         return self._n_reduced
 
     def finish(self, contributing: bool = True, stop: bool = False, n_samples: int = 0) -> Agreed:
-        """Wait until the flat gradient is the sum over all ranks divided by how many contribute. Collective.
+        """Wait until the flat gradient is the weighted sum over all ranks divided by how many contribute. Collective.
 
         contributing: False from a rank that has no batch: its gradient counts as zero. It does so as often as others
                       step; when nobody contributes, the gradient is zero and all are done.

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from hpcsync.coordinator import Recorder
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Gossip, LocalSgd
+from hpcsync.learning.prediction import estimator
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
-from hpcsync.peers import Lockstep, drawing
+from hpcsync.peers import Exchanged, Lockstep, Outlook, create_shares, drawing
+from hpcsync.simulator.gradients import Batch
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, together
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch, WithReplicas
@@ -33,7 +35,7 @@ class _InStep(PeerSimulation):
         self._began_s = 0.0
         self._stop_agreed = False
         self._lockstep = Lockstep(job)
-        self._n_steps = 0  # of all workers since the last exchange
+        self._n_steps = self._n_samples_computed = 0  # of all workers since the last exchange
 
     @abstractmethod
     def _exchange_all(self) -> None:
@@ -42,6 +44,7 @@ class _InStep(PeerSimulation):
     def _computed(self, worker: int) -> None:
         self._learned.add(worker)
         self._n_steps += 1
+        self._n_samples_computed += self._n_samples(worker)
         super()._computed(worker)
 
     def _exchange(self, worker: int) -> None:
@@ -56,8 +59,8 @@ class _InStep(PeerSimulation):
         if self._n_absent == 0 and self._ready:
             self._n_absent = len(self._workers)
             self._contributing, self._learned = sorted(self._learned), set()
-            self._lockstep.exchanged(len(self._contributing), self._n_steps, self._n_steps * self._batch_size)
-            self._n_steps = 0
+            self._lockstep.exchanged(len(self._contributing), self._n_steps, self._n_samples_computed)
+            self._n_steps = self._n_samples_computed = 0
             self._ready = []
             self._began_s = self._loop.now_s
             self._stop_agreed = self.coordinator.stopping
@@ -70,11 +73,15 @@ class _InStep(PeerSimulation):
     def _evaluate_if_due(self) -> None:
         """Not whenever somebody reports."""
 
+    @property
+    def _is_last(self) -> bool:
+        """Whether the exchange under way is the last one."""
+        return self._lockstep.enough() or self._stop_agreed
+
     def _look(self) -> None:
         """At the weights that are being exchanged, if an evaluation is due and this is not the end."""
         lockstep = self._lockstep
-        ended = lockstep.enough() or self._stop_agreed
-        if not ended and self._evaluations.begin_if_due(lockstep.samples):
+        if not self._is_last and self._evaluations.begin_if_due(lockstep.samples):
             judged = self._numbers.evaluate()
             self.coordinator.evaluated(self._loop.now_s, lockstep.updates, lockstep.samples, *judged)
 
@@ -82,28 +89,39 @@ class _InStep(PeerSimulation):
         """The exchange is over for everybody at the same time."""
         staying = [worker for worker, state in enumerate(self._workers) if not state.has_left]
         n_received = len(self._contributing) - 1
-        for worker in staying:
-            self._report(worker, EVERYBODY, self._links.all_reduce_bytes, n_received, self._began_s)
+        moved, began_s = self._links.all_reduce_bytes, self._began_s
+        self._share_out([self._report(worker, EVERYBODY, moved, n_received, began_s) for worker in staying])
         self._n_absent = len(staying)
         for worker in staying:
             self._go_on(worker)
 
+    def _share_out(self, reports: Sequence[Exchanged]) -> None:
+        """All have reported their iterations, and nobody has begun the next."""
+
 
 class AllReduceSimulation(_InStep):
     """The all-reduce begins when the last gradient is ready: what of it real ranks hide behind their backward passes is
-    not modelled."""
+    not modelled. What workers say of their speeds takes no time."""
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
         self._together = together(job, workload)
         self._lr = learning_rate(job)
+        self._shares = create_shares(job)
+        asked = [estimator(job, worker, clock=lambda: 0.0) for worker in range(len(self._workers))]
+        self._outlooks = [Outlook(estimator) for estimator in asked if estimator is not None]
 
     @property
     def _numbers(self) -> Judged:
         return self._together
 
+    def _n_samples(self, worker: int) -> int:
+        return self._batch_size if self._shares is None else self._shares.work(worker)[1]
+
     def _learn(self, worker: int, lr: float) -> float:
-        return self._together.contribute(worker)
+        if self._shares is None:
+            return self._together.contribute(worker)
+        return self._together.contribute(worker, Batch(*self._shares.work(worker)), self._shares.weight(worker))
 
     def _exchange_all(self) -> None:
         self._links.all_reduce(self._reduced)
@@ -111,9 +129,22 @@ class AllReduceSimulation(_InStep):
     def _reduced(self) -> None:
         coordinator = self.coordinator  # that has not heard of this step
         lr = self._lr(coordinator.samples, coordinator.version, len(self._workers))
-        self._together.step(self._contributing, lr)
+        correction = 1.0
+        if self._shares is not None:
+            n_samples = sum(map(self._n_samples, self._contributing))
+            correction = self._shares.correction(len(self._contributing), n_samples)
+        self._together.step(self._contributing, lr, correction)
         self._look()
         self._all_done()
+
+    def _share_out(self, reports: Sequence[Exchanged]) -> None:
+        if self._shares is None or self._is_last:
+            return
+        for report in reports:
+            self._outlooks[report.worker].learn(report)
+        said = [outlook.estimate if w in self._contributing else None for w, outlook in enumerate(self._outlooks)]
+        if allocated := self._shares.exchanged(len(self._contributing), lambda: said):
+            self.coordinator.allocated(self._loop.now_s, self._lockstep.updates, allocated)
 
 
 class AveragingSimulation(WithReplicas, _InStep):

@@ -20,7 +20,7 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean, Outer, Peer, absorb, average
 from hpcsync.learning.rules import Descent
 from hpcsync.learning.workloads import Workload
-from hpcsync.simulator.gradients import Gradients
+from hpcsync.simulator.gradients import NEXT, Batch, Gradients
 
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
 
@@ -45,11 +45,11 @@ class Judged(Protocol):
 class Together(Judged, Protocol):
     """The numbers of all-reduce: all workers have the same weights."""
 
-    def contribute(self, worker: int) -> float:
-        """Compute the worker's next gradient; its mean loss."""
+    def contribute(self, worker: int, batch: Batch = NEXT, weight: float = 1.0) -> float:
+        """Compute the worker's gradient of this batch, which counts `weight` times in the mean; its mean loss."""
 
-    def step(self, workers: Sequence[int], lr: float) -> None:
-        """All workers' step from the mean gradient of these, summed in this order."""
+    def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None:
+        """All workers' step from the mean gradient of these, summed in this order, times the correction."""
 
 
 class Apart(Judged, Protocol):
@@ -112,10 +112,10 @@ class _Nothing:
 
 
 class NothingTogether(_Nothing):
-    def contribute(self, worker: int) -> float:
+    def contribute(self, worker: int, batch: Batch = NEXT, weight: float = 1.0) -> float:
         return math.nan
 
-    def step(self, workers: Sequence[int], lr: float) -> None: ...
+    def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None: ...
 
 
 class NothingApart(_Nothing):
@@ -183,13 +183,16 @@ class OneReplica:
         self._rule = Descent(OptimizerSpec.of_job(job))
         self._rule.bind(self._weights)
 
-    def contribute(self, worker: int) -> float:
-        loss = self._gradients.compute(worker, self._weights.data)
-        self._slots[worker].copy_(self._gradients.flat.gradient)
+    def contribute(self, worker: int, batch: Batch = NEXT, weight: float = 1.0) -> float:
+        loss = self._gradients.compute(worker, self._weights.data, batch)
+        slot = self._slots[worker].copy_(self._gradients.flat.gradient)
+        if weight != 1.0:
+            slot.mul_(weight)  # as a rank does before it gives it away
         return loss
 
-    def step(self, workers: Sequence[int], lr: float) -> None:
-        self._rule.update([self._slots[worker] for worker in workers], lr, [1.0] * len(workers), float(len(workers)))
+    def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None:
+        divisor = len(workers) / correction
+        self._rule.update([self._slots[worker] for worker in workers], lr, [1.0] * len(workers), divisor)
 
     def evaluate(self) -> tuple[float, float, float]:
         return (*self._evaluation(self._weights.data), 0.0)

@@ -98,6 +98,10 @@ class PeerSimulation(ABC):
     def _enough(self, worker: int) -> bool:
         """Whether the worker's iteration, which it has reported, is its last."""
 
+    def _n_samples(self, worker: int) -> int:
+        """Of the worker's iteration."""
+        return self._batch_size
+
     def _gone(self, worker: int) -> None:  # noqa: B027
         """The worker computes no more."""
 
@@ -113,7 +117,8 @@ class PeerSimulation(ABC):
         else:
             state.iteration += 1
             state.begin_s = now_s
-            self._loop.after(state.device.seconds(now_s), self._computed, worker)
+            load = self._n_samples(worker) / self._batch_size
+            self._loop.after(state.device.seconds(now_s, load), self._computed, worker)
 
     def _computed(self, worker: int) -> None:
         state = self._workers[worker]
@@ -131,7 +136,7 @@ class PeerSimulation(ABC):
         self._evaluate_if_due()
         self._go_on(worker)
 
-    def _report(self, worker: int, peer: int, wire_bytes: int, n_received: int, waited_until_s: float) -> None:
+    def _report(self, worker: int, peer: int, wire_bytes: int, n_received: int, waited_until_s: float) -> Exchanged:
         now_s, state = self._loop.now_s, self._workers[worker]
         report = Exchanged(
             worker=worker,
@@ -142,7 +147,7 @@ class PeerSimulation(ABC):
             compute_s=state.end_s - state.begin_s,
             wait_s=waited_until_s - state.end_s,
             comm_s=now_s - waited_until_s,
-            batch_size=self._batch_size,
+            batch_size=self._n_samples(worker),
             loss=state.loss,
             wire_bytes=wire_bytes,
             n_received=n_received,
@@ -150,6 +155,7 @@ class PeerSimulation(ABC):
         )
         self.coordinator.exchanged(now_s, report)
         self._watch(now_s, self.coordinator)
+        return report
 
     def _weight(self, worker: int) -> float:
         return 1.0

@@ -18,7 +18,7 @@ from hpcsync.coordinator import Coordinator, Recorder, create_batches, create_pa
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
-from hpcsync.peers import PeerCoordinator
+from hpcsync.peers import PeerCoordinator, allocation_fields
 from hpcsync.progress import Progress
 from hpcsync.signals import Interrupted, interrupt, on_signals
 from hpcsync.simulator import cluster, links, peers
@@ -51,7 +51,7 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
 
 
 class Prepared(NamedTuple):
-    """decision_fields: of the paradigm, for the trace. begin: makes the simulation, whose `run` runs it."""
+    """decision_fields: for the trace. begin: makes the simulation, whose `run` runs it."""
 
     decision_fields: Sequence[str]
     begin: Callable[[Recorder, Watch], Simulation | peers.PeerSimulation]
@@ -64,7 +64,7 @@ def prepare(job: Job, workload: Workload) -> Prepared:
         fields = decision_fields(paradigm, create_batches(job))
         return Prepared(fields, partial(Simulation, job, workload, virtual, paradigm))
     workers = links.build(job, workload)
-    return Prepared((), partial(peers.simulation, job, workload, workers))
+    return Prepared(allocation_fields(job), partial(peers.simulation, job, workload, workers))
 
 
 def _simulate(job: Job, workload: Workload, simulated: Prepared, folder: Path, console: Console) -> int:
