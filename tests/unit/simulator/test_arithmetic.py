@@ -11,6 +11,7 @@ from hpcsync.learning.data import batches
 from hpcsync.learning.replica import worker_seed
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.simulator.arithmetic import NoArithmetic, RealArithmetic, arithmetic
+from hpcsync.simulator.gradients import NEXT
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import TIMING
 
@@ -42,11 +43,11 @@ def test_a_gradient_is_of_the_version_that_was_promised():
     first = weights_of(numbers, workload)
     numbers.promise(0)
     numbers.promise(1)
-    numbers.contribute(0)
-    numbers.apply(Update((0,), lr=0.5))
+    numbers.contribute(0, NEXT)
+    numbers.apply(Update((0,), (1.0,), 1.0, lr=0.5))
     second = weights_of(numbers, workload)
-    numbers.contribute(1)  # of the first version, though the second is current
-    numbers.apply(Update((1,), lr=0.5))
+    numbers.contribute(1, NEXT)  # of the first version, though the second is current
+    numbers.apply(Update((1,), (1.0,), 1.0, lr=0.5))
     third = weights_of(numbers, workload)
     assert torch.allclose(second, first - 0.5 * gradient_alone(job, 0, first), rtol=0, atol=1e-14)
     assert torch.allclose(third, second - 0.5 * gradient_alone(job, 1, first), rtol=0, atol=1e-14)
@@ -58,10 +59,10 @@ def test_a_worker_goes_through_its_own_batches():
     numbers = RealArithmetic(job, workload)
     first = weights_of(numbers, workload)
     numbers.promise(1)
-    numbers.contribute(1)
+    numbers.contribute(1, NEXT)
     numbers.promise(1)
-    numbers.contribute(1)
-    numbers.apply(Update((1,), lr=1.0))
+    numbers.contribute(1, NEXT)
+    numbers.apply(Update((1,), (1.0,), 1.0, lr=1.0))
     step = first - weights_of(numbers, workload)
     assert torch.allclose(step, gradient_alone(job, 1, first, iteration=2), rtol=0, atol=1e-14)
     assert not torch.allclose(step, gradient_alone(job, 1, first, iteration=1), rtol=0, atol=1e-3)
@@ -97,7 +98,7 @@ def test_every_worker_draws_from_its_own_generator(order):
     numbers = RealArithmetic(job, workload)
     drawn = {0: [], 1: []}
     for worker in order:
-        numbers.contribute(worker)
+        numbers.contribute(worker, NEXT)
         drawn[worker].append(workload.model.drawn[-1])
     for worker in (0, 1):
         torch.manual_seed(worker_seed(job.seed, worker))  # as a rank does
@@ -110,7 +111,7 @@ def test_running_statistics_end_as_those_of_worker_0(in_place):
     job, workload = noisy(2, in_place)
     numbers = RealArithmetic(job, workload)
     for worker in (0, 1, 1, 0):
-        numbers.contribute(worker)
+        numbers.contribute(worker, NEXT)
     numbers.finish()
     mine = batches(workload.train, job.seed, 0, n_workers=2, batch_size=4, epochs=range(9))
     of_worker_0 = sum(x.sum() for x, _ in itertools.islice(mine, 2))
@@ -122,5 +123,5 @@ def test_a_vector_that_only_travels_costs_nothing():
     numbers = arithmetic(job, Workload(nn.Linear(1, 1), None, None, None))
     assert isinstance(numbers, NoArithmetic)
     numbers.promise(0)
-    assert numbers.contribute(0) != numbers.contribute(0)  # NaN
-    numbers.apply(Update((0,), lr=1.0))
+    assert numbers.contribute(0, NEXT) != numbers.contribute(0, NEXT)  # NaN
+    numbers.apply(Update((0,), (1.0,), 1.0, lr=1.0))

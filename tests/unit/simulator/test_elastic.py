@@ -11,6 +11,7 @@ from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.workloads import build
 from hpcsync.simulator.arithmetic import ElasticArithmetic, arithmetic
+from hpcsync.simulator.gradients import Batch
 from tests.unit.jobs import LINEAR, make_job
 
 SGD = {"name": "sgd", "lr": 0.05}
@@ -31,6 +32,7 @@ class Run:
         self.numbers = arithmetic(job, self.workload)
         assert isinstance(self.numbers, ElasticArithmetic)
         self.alpha = job.paradigm.moving_rate(job.cluster.workers)
+        self.batch = Batch(n_samples=job.workload.batch_size * job.paradigm.period)
         for worker in range(job.cluster.workers):
             self.numbers.promise(worker)
 
@@ -45,10 +47,10 @@ class Run:
     def exchange(self, *workers: int) -> None:
         """Of these at once: they compute, read the centre, and then move it."""
         for worker in workers:
-            self.numbers.contribute(worker)
+            self.numbers.contribute(worker, self.batch)
         for worker in workers:
             self.numbers.promise(worker)
-        self.numbers.apply(Update(workers, self.alpha))
+        self.numbers.apply(Update(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
 
 
 class Reference:
@@ -137,8 +139,8 @@ class MovesFirst(Run):
 
     def exchange(self, *workers: int) -> None:
         for worker in workers:
-            self.numbers.contribute(worker)
-        self.numbers.apply(Update(workers, self.alpha))
+            self.numbers.contribute(worker, self.batch)
+        self.numbers.apply(Update(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
         for worker in workers:
             self.numbers.promise(worker)
 

@@ -47,14 +47,15 @@ def test_weights_are_read_once_they_are_granted():
     assert heard.at == [(0, granted_s, pytest.approx(granted_s + 2 * LATENCY_S + TRANSFER_S, rel=1e-12))]
 
 
-def test_a_stop_and_a_farewell_are_messages():
+def test_a_stop_a_report_alone_and_a_cancellation_are_messages():
     loop = Loop()
     heard = Heard(loop)
     transfers = network(loop)
     transfers.stop(0, 1, heard)
-    transfers.leave(0, 1, heard)
+    transfers.report(0, 1, heard)
+    transfers.cancel(0, 1, heard)
     loop.run()
-    assert [now_s for _, _, now_s in heard.at] == [LATENCY_S, LATENCY_S]
+    assert heard.at == [(0, 0.0, LATENCY_S)] * 3
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7])
@@ -129,9 +130,10 @@ def test_given_steps_take_what_they_take():
         transfers.push(worker, iteration, heard)
         transfers.pull(worker, iteration, heard)
         transfers.stop(worker, iteration, heard)
-        transfers.leave(worker, iteration, heard)
+        transfers.report(worker, iteration, heard)
+        transfers.cancel(worker, iteration, heard)
     loop.run()
     assert sorted(heard.at) == [
-        (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
-        (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
+        (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
+        (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
     ]  # fmt: skip
