@@ -24,6 +24,7 @@ from hpcsync.traces.exchanges import check_exchanges
 from hpcsync.traces.invariants import check_invariants
 from hpcsync.traces.reading import Trace, TraceError
 from hpcsync.traces.replay import replay
+from hpcsync.traces.sizes import check_sizes, planned
 
 __all__ = ["Check", "audit", "main", "render"]
 
@@ -43,7 +44,7 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     if not invariants[0].passed:
         return invariants
     recount = Recount(trace)
-    return [*replay(recount, paradigm), *invariants, *check_bounds(trace, recount)]
+    return [*replay(recount, paradigm, planned(trace.job)), *invariants, *check_bounds(recount), *check_sizes(recount)]
 
 
 def render(checks: list[Check]) -> RenderableType:

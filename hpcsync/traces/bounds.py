@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.job_paradigms import Easgd
+from hpcsync.job_paradigms import Easgd, Paradigm
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.counting import NEVER, Recount
-from hpcsync.traces.reading import Trace
+from hpcsync.traces.first_k import cancelled_is_dropped, check_first_k
 from hpcsync.traces.schema import APPLIED
 
 
-def check_bounds(trace: Trace, recount: Recount) -> list[Check]:
-    """The checks that the trace's paradigm calls for; none for a paradigm that this module does not know."""
-    paradigm = trace.job.paradigm
+def check_bounds(recount: Recount) -> list[Check]:
+    """The checks that the trace's paradigm calls for; of one that this module does not know, what none may do."""
+    return [*_of_paradigm(recount, recount.job.paradigm), cancelled_is_dropped(recount)]
+
+
+def _of_paradigm(recount: Recount, paradigm: Paradigm) -> list[Check]:
     match paradigm.name:
         case "bsp":
             return [no_staleness(recount), rounds_are_complete(recount), slowest_is_never_held(recount)]
@@ -31,6 +34,10 @@ def check_bounds(trace: Trace, recount: Recount) -> list[Check]:
         case "dssp":
             required = paradigm.mode == "bounded"
             return [*gaps_are_bounded(recount, paradigm.staleness_max, required), slowest_is_never_held(recount)]
+        case "k-sync" | "k-async":
+            return check_first_k(recount, paradigm)
+        case "k-batch-sync" | "k-batch-async":
+            return [*check_first_k(recount, paradigm), nobody_is_held(recount)]
         case "easgd":
             checks = [moves_are_as_often_and_as_far(recount, paradigm), slowest_is_never_held(recount)]
             if paradigm.synchronous:

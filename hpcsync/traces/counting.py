@@ -12,11 +12,12 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcsync.job_paradigms import Easgd
+from hpcsync.job_paradigms import Easgd, FirstK
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED
 
 NEVER = np.iinfo(np.int64).max
+DISTINCT = ("k-sync", "k-async")  # of the k family: those that count workers, not mini-batches
 
 
 class Recount:
@@ -31,6 +32,7 @@ class Recount:
     """
 
     def __init__(self, trace: Trace) -> None:
+        self.job = trace.job
         self.finished = trace.finished
         self.n_workers = trace.n_workers
         self.grants_first = isinstance(trace.job.paradigm, Easgd)
@@ -163,9 +165,55 @@ class Recount:
     @cached_property
     def complete_seq(self) -> np.ndarray:
         """Of each update with all its contributions here: the last one's seq. Shape (n_complete_updates,)."""
+        return self.pushes["seq"][self.applied[self._last]]
+
+    @cached_property
+    def _last(self) -> np.ndarray:
+        """Of each update with all its contributions here: which of the applied is its last."""
         last = np.cumsum(self.updates["n_contributions"]) - 1
-        last = last[last < len(self.applied)]
-        return self.pushes["seq"][self.applied[last]]
+        return last[last < len(self.applied)]
+
+    @cached_property
+    def k(self) -> np.ndarray | None:
+        """Of each update, and the one that was not made any more: the k that holds. None outside the k family.
+
+        The first one is the job's; a decision changes it for the updates after the one that it follows.
+        """
+        paradigm = self.job.paradigm
+        if not isinstance(paradigm, FirstK):
+            return None
+        rows = self.decisions[self.decisions["controller"] == b"k"]
+        changed = np.searchsorted(self.complete_seq, rows["seq"], side="left")
+        chosen = np.append(first_k(paradigm, self.n_workers), rows["chosen"])
+        return chosen[np.searchsorted(changed, np.arange(1, len(self.updates) + 2), side="left")]
+
+    @cached_property
+    def is_short(self) -> np.ndarray:
+        """Of each update with all its contributions here: whether it has fewer than k. (n_complete_updates,)."""
+        n_complete = len(self._last)
+        if self.k is None:
+            return np.zeros(n_complete, bool)
+        return self.updates["n_contributions"][:n_complete] < self.k[:n_complete]
+
+    @cached_property
+    def update_event(self) -> np.ndarray:
+        """Of each update with all its contributions here: the event in whose answer it was made, as far as one can
+        tell from them; NEVER for one of fewer than k when there could have been more. Shape (n_complete_updates,).
+
+        That is the last contribution. But where k workers are counted an update has fewer when all others have left,
+        and waits for that. (One of all workers may wait for it too; nothing can happen in between.)
+        """
+        last = self._last
+        event = self.push_event[self.applied[last]].astype(np.int64)
+        for row in np.flatnonzero(self.is_short):
+            left = self.left_event.copy()
+            if self.job.paradigm.name in DISTINCT:
+                first = last[row] + 1 - self.updates["n_contributions"][row]
+                left[self.pushes["worker"][self.applied[first : last[row] + 1]]] = -1
+            else:
+                left[:] = NEVER
+            event[row] = max(event[row], left.max())
+        return event
 
     @cached_property
     def current_version(self) -> np.ndarray:
@@ -177,8 +225,16 @@ class Recount:
         return version
 
     def version_at(self, seq: np.ndarray) -> np.ndarray:
-        """The number of updates whose contributions had all come before each seq."""
-        return np.searchsorted(self.complete_seq, seq, side="left")
+        """The number of updates made before each seq."""
+        made = np.append(self.events["seq"], NEVER)[np.minimum(self.update_event, len(self.events))]
+        return np.searchsorted(np.maximum.accumulate(made), seq, side="left")
+
+
+def first_k(paradigm: FirstK, n_workers: int) -> int:
+    """The k of the first update."""
+    if isinstance(paradigm.k, int):
+        return paradigm.k
+    return paradigm.k_start or (n_workers if paradigm.k == "state" else paradigm.k_min or 1)
 
 
 def _first_missing(seqs: np.ndarray) -> int:

@@ -20,8 +20,9 @@ from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
 from hpcsync.traces.schema import CHANGES, EVERYBODY, NOBODY
+from hpcsync.traces.shares import check_shares
 
-OF_SERVERS = ("pushes", "grants", "decisions")
+OF_SERVERS = ("pushes", "grants")
 TIMES = ("now_s", "begin_s", "end_s")
 DURATIONS = ("compute_s", "wait_s", "comm_s")
 SAME_WEIGHT = 1e-9
@@ -34,7 +35,8 @@ def check_exchanges(trace: Trace) -> list[Check]:
         return [first]
     run = Reports(trace)
     in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
-    return [first, *(check(run) for check in CHECKS), *in_step]
+    shares = [] if run.job.batches.policy == "equal" else check_shares(run)
+    return [first, *(check(run) for check in CHECKS), *in_step, *shares]
 
 
 def values_are_possible(trace: Trace) -> Check:
@@ -43,7 +45,7 @@ def values_are_possible(trace: Trace) -> Check:
     n_workers = trace.n_workers
     parts: list[Part] = [
         (np.array([len(trace.tables[table]) > 0]), lambda _, table=table: f"/{table} has rows, without a server")  # type: ignore[misc]
-        for table in OF_SERVERS
+        for table in (*OF_SERVERS, *(["decisions"] if trace.job.batches.policy == "equal" else []))
     ]
     exist = (rows["worker"] >= 0) & (rows["worker"] < n_workers) & (rows["iteration"] >= 0)
     exist &= (rows["peer"] >= NOBODY) & (rows["peer"] < n_workers)
@@ -298,9 +300,11 @@ def distances_are_possible(run: Reports) -> Check:
 def nobody_acts_after_leaving(run: Reports) -> Check:
     """A worker leaves at most once, and makes no iteration after that."""
     steps, seq, departures = run.steps, run.membership["seq"], run.membership["worker"]
+    both = np.sort(np.append(seq, run.decisions["seq"]))
     return check_all(
         "nobody acts after leaving",
-        (seq != np.arange(1, len(seq) + 1), lambda i: f"/membership row {i} has seq {seq[i]}"),
+        (np.diff(seq) <= 0, lambda i: f"/membership row {i + 1} has seq {seq[i + 1]}"),
+        (both != np.arange(1, len(both) + 1), lambda i: f"of seq {i + 1} there is nothing, or more than one row"),
         (running_count(departures) > 1, lambda i: f"worker {departures[i]} leaves twice"),
         (
             steps["now_s"] > run.left_s[steps["worker"]],
@@ -325,9 +329,8 @@ def the_rule_ends_the_run(run: Reports) -> Check:
     ended = stop.reached(seconds=last_s) or any(stop.satisfied(*outcome) for outcome in outcomes)
     most, uneven, late = int(run.made.max(initial=0)), np.zeros(run.n_workers, bool), False
     if run.together and remains.any():
-        batch_size, n_steps = int(run.steps["batch_size"].max(initial=0)), run.steps_as_counted[1:]
-        n_updates = np.arange(1, most + 1) if run.mode == "allreduce" else n_steps
-        counts = zip((batch_size * n_steps).tolist(), n_updates.tolist(), strict=True)
+        n_updates = np.arange(1, most + 1) if run.mode == "allreduce" else run.steps_as_counted[1:]
+        counts = zip(run.samples_as_counted[1:].tolist(), n_updates.tolist(), strict=True)
         enough = [stop.reached(samples=samples, updates=updates) for samples, updates in counts]
         ended = ended or any(enough[-1:])
         uneven, late = remains & (run.made != most), any(enough[:-1])

@@ -44,8 +44,15 @@ def values_are_possible(trace: Trace) -> Check:
     for name in DURATIONS:
         timed &= pushes[name] >= 0
     parts.append((~timed, teller("/pushes", pushes, "begin_s", "end_s", *DURATIONS)))
+    weighed = (pushes["share"] > 0) & (pushes["share"] <= 1) & (pushes["weight"] >= 0) & np.isfinite(pushes["weight"])
+    parts.append((~weighed, teller("/pushes", pushes, "share", "weight")))
+    fixed_s, sample_s = pushes["predicted_fixed_s"], pushes["predicted_sample_s"]
+    predicted = (fixed_s >= 0) & (sample_s > 0) & np.isfinite(fixed_s) & np.isfinite(sample_s)
+    predicted |= np.isnan(fixed_s) & np.isnan(sample_s)
+    parts.append((~predicted, teller("/pushes", pushes, "predicted_fixed_s", "predicted_sample_s")))
     sized = (grants["batch_size"] >= 0) & ((grants["batch_size"] == 0) == (grants["local_steps"] == 0))
-    parts.append((~sized, teller("/grants", grants, "batch_size", "local_steps")))
+    sized &= grants["first_sample"] >= -1
+    parts.append((~sized, teller("/grants", grants, "batch_size", "local_steps", "first_sample")))
     made = (updates["n_contributions"] >= 1) & np.isfinite(updates["now_s"])
     parts.append((~made, teller("/updates", updates, "version", "n_contributions", "now_s")))
     unknown = ~np.isin(membership["change"], CHANGE_CODES)
@@ -63,7 +70,8 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
 
     In an unfinished one the first missing number is that of a contribution whose fate was open at the end. Nothing can
     follow it but choices that were just being made, departures, and once the run is stopping, the replies that say so
-    and the pushes that they answer, which are dropped; and where grants come first, those of the last answer.
+    and the pushes that they answer, which are dropped; and where grants come first, those of the last answer. In the k
+    family some may go on, but only with what was there before: there is no update.
     """
     seqs = recount.seqs
     parts: list[Part] = [(np.diff(seqs) == 0, lambda i: f"seq {seqs[i]} occurs twice")]
@@ -81,6 +89,8 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
         if recount.grants_first:
             events = np.concatenate([trace.tables[table]["seq"] for table in ("pushes", "membership")])
             going_on &= grants["seq"] < events.max(initial=0)
+        if recount.k is not None:
+            going_on &= grants["version"] != recount.version_at(np.array([recount.horizon]))[0]
         parts.append((going_on, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
     return check_all("seq counts every row once", *parts)
 

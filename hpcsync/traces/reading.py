@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hpcsync.job import Job
 
-SLICE_ROWS = 100_000  # of the widest table 11 MB
+SLICE_ROWS = 100_000  # of the widest table 14 MB
 
 _WORDS = {
     "outcome": {code: word for word, code in OUTCOMES.items()},

@@ -1,5 +1,7 @@
 """The trace's pushes and departures once more through a fresh paradigm, whose every answer must be the one recorded.
 
+Where batch sizes are allocated, what is pushed goes through a fresh allocation too: before the paradigm, as in the run.
+
 A run ends when its stop rule has become true: after an update, or from outside between two events. From then on every
 grant is a stop grant (zero local steps): the paradigm's remaining ones in that answer, then one to every other held
 worker; the paradigm sees nothing that comes later. The trace does not say when a rule became true, only what followed;
@@ -8,10 +10,13 @@ the replay accepts exactly what can have followed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from hpcsync.paradigms import Apply, Decision, Drop, Grant, Left, Paradigm, Pushed
+from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
+from hpcsync.planning.batches import Allocated, Batches, Estimate
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.schema import APPLIED, DROPPED
@@ -28,9 +33,12 @@ class _Differs(Exception):
         self.kind = kind
 
 
-def replay(recount: Recount, paradigm: Paradigm) -> list[Check]:
-    """Compare every grant, decision and update with what this paradigm, new and of the trace's job, answers."""
-    run = _Replay(recount, paradigm)
+def replay(recount: Recount, paradigm: Paradigm, batches: Batches | None = None) -> list[Check]:
+    """Compare every grant, decision and update with what this paradigm answers, and these batches.
+
+    Both are new and of the trace's job; batches: None where everybody always computes the same.
+    """
+    run = _Replay(recount, paradigm, batches)
     differs = None
     try:
         run.run()
@@ -45,9 +53,10 @@ def replay(recount: Recount, paradigm: Paradigm) -> list[Check]:
 
 
 class _Replay:
-    def __init__(self, recount: Recount, paradigm: Paradigm) -> None:
+    def __init__(self, recount: Recount, paradigm: Paradigm, batches: Batches | None) -> None:
         self.n_same = dict.fromkeys(KINDS, 0)
         self._paradigm = paradigm
+        self._batches = batches
         self._finished = recount.finished
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
         self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership)], key=lambda row: int(row["seq"]))
@@ -60,6 +69,7 @@ class _Replay:
         self._pushes = [0] * recount.n_workers
         self._active = set(range(recount.n_workers))
         self._pending: dict[int, Row] = {}  # contributions that the paradigm has neither applied nor dropped
+        self._collected: list[Row] = []  # those of them that have made room for the next of their workers
         self._held: dict[int, Row] = {}  # pushes without a grant
 
     def run(self) -> None:
@@ -93,20 +103,17 @@ class _Replay:
         return alone and event["outcome"] == DROPPED and told
 
     def _compare(self, event: Row, answer: list[Row], cut: bool) -> None:
-        kind = Left if "change" in event else Pushed
-        try:
-            actions = self._paradigm.handle(kind(event["now_s"], event["worker"]))
-        except ValueError as error:
-            raise _Differs("grants", f"the paradigm refuses seq {event['seq']}: {error}") from None
         rows = iter(answer)
         can_stop = False
-        for action in actions:
+        for action in self._actions(event):
             match action:
                 case Apply(workers):
                     self._apply(event, workers)
                     can_stop = True
+                case Collect(worker):
+                    self._collected.append(self._pending.pop(worker))
                 case Drop(worker):
-                    self._settle(event, worker, DROPPED)
+                    self._settle(event, self._pending.pop(worker), DROPPED)
                 case Grant() | Decision():
                     row = next(rows, None)
                     if row is None:
@@ -117,20 +124,49 @@ class _Replay:
                     self._same(action, row, can_stop)
         self._expect_stops(list(rows), cut)
 
+    def _actions(self, event: Row) -> list[Action]:
+        """What the run must have done: new batch sizes first, as decisions with the inputs of both controllers."""
+        now_s, worker, unknown = event["now_s"], event["worker"], (math.nan,)
+        happened: Event = Left(now_s, worker)
+        if "change" not in event:
+            happened = Pushed(now_s, worker, event["compute_s"] / event["share"], event["loss"])
+        try:
+            allocated = self._allocated(event)
+            actions = self._paradigm.handle(happened)
+        except ValueError as error:
+            raise _Differs("grants", f"the paradigm refuses seq {event['seq']}: {error}") from None
+        n_others = len(self._paradigm.decision_fields)
+        n_own = 0 if self._batches is None else len(self._batches.decision_fields)
+        return [
+            *(Decision("batches", who, float(size), (*unknown * n_others, *why)) for who, size, why in allocated),
+            *(
+                replace(action, inputs=(*action.inputs, *unknown * n_own)) if isinstance(action, Decision) else action
+                for action in actions
+            ),
+        ]
+
+    def _allocated(self, event: Row) -> list[Allocated]:
+        if self._batches is None:
+            return []
+        if "change" in event:
+            return self._batches.left(event["worker"])
+        estimate = Estimate(event["predicted_fixed_s"], event["predicted_sample_s"])
+        return self._batches.pushed(event["worker"], estimate)
+
     def _apply(self, event: Row, workers: tuple[int, ...]) -> None:
         self._version += 1
         if self._version > len(self._updates):
             raise _Differs("updates", f"seq {event['seq']} makes version {self._version}, which is not recorded")
+        taken, self._collected = [*self._collected, *(self._pending.pop(worker) for worker in workers)], []
         recorded = self._updates[self._version - 1]
-        if recorded != len(workers):
-            detail = f"version {self._version} has {recorded} contributions, the replay gives {len(workers)}"
+        if recorded != len(taken):
+            detail = f"version {self._version} has {recorded} contributions, the replay gives {len(taken)}"
             raise _Differs("updates", detail)
-        for worker in workers:
-            self._settle(event, worker, APPLIED)
+        for push in taken:
+            self._settle(event, push, APPLIED)
         self.n_same["updates"] += 1
 
-    def _settle(self, event: Row, worker: int, outcome: int) -> None:
-        push = self._pending.pop(worker)
+    def _settle(self, event: Row, push: Row, outcome: int) -> None:
         if push["outcome"] != outcome:
             words = ("applied", "dropped")
             detail = f"the push of seq {push['seq']} is {words[push['outcome']]}, the replay has it {words[outcome]}"
@@ -141,9 +177,11 @@ class _Replay:
         if kind != _kind(row):
             raise _Differs(kind, f"{_tell(row)}: the replay gives {action}")
         if isinstance(action, Decision):
-            names = ("controller", "worker", "chosen", *self._paradigm.decision_fields)
+            others = () if self._batches is None else self._batches.decision_fields
+            names = ("controller", "worker", "chosen", *self._paradigm.decision_fields, *others)
             expected = (action.controller, action.worker, action.chosen, *action.inputs)
-            self._equal("decisions", row, tuple(row[name] for name in names), expected)
+            self._equal("decisions", row, tuple(row.get(name) for name in names), expected)
+            self.n_same["decisions"] += 1
             return
         stops = _is_stop(row)
         if stops and not (can_stop or self._stopping):
@@ -169,22 +207,32 @@ class _Replay:
             raise _Differs("grants", f"the run is over, but the push of seq {push['seq']} has no stop grant")
 
     def _grant(self, row: Row, expected: tuple[Any, ...]) -> None:
-        names = ("worker", "iteration", "gap_iters", "credits", "held_s", "version")
-        self._equal("grants", row, tuple(row[name] for name in names), (*expected, self._version))
-        self._held.pop(row["worker"])
+        """expected: up to `held_s`; what the worker may compute follows from what it computed, or is given out."""
+        names: tuple[str, ...] = ("worker", "iteration", "gap_iters", "credits", "held_s")
+        self._equal("grants", row, tuple(row[name] for name in names), expected)
+        push = self._held.pop(row["worker"])
+        batch_size, local_steps, first_sample = push["batch_size"], push["local_steps"], -1
+        if self._stopping:
+            batch_size = local_steps = 0
+        elif self._batches is not None:
+            first_sample, batch_size = self._batches.hand_out(row["worker"])
+        names = ("version", "batch_size", "local_steps", "first_sample")
+        self._equal(
+            "grants", row, tuple(row[name] for name in names), (self._version, batch_size, local_steps, first_sample)
+        )
+        self.n_same["grants"] += 1
 
     def _equal(self, kind: str, row: Row, recorded: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
         # NaN, for what is not known, equals itself here.
         if any(a != b and (a == a or b == b) for a, b in zip(recorded, expected, strict=True)):
             raise _Differs(kind, f"{_tell(row)}: recorded {recorded}, the replay gives {expected}")
-        self.n_same[kind] += 1
 
     def _check_end(self) -> None:
         extra = len(self._updates) - self._version
         if extra > (0 if self._finished else 1):
             raise _Differs("updates", f"version {self._version + 1} is recorded, but nothing made it")
         # Pending contributions are dropped; or the trace ends while the rows of their update were being written.
-        for push in self._pending.values():
+        for push in [*self._collected, *self._pending.values()]:
             if push["outcome"] == APPLIED and not extra:
                 raise _Differs("updates", f"the push of seq {push['seq']} is applied, the replay never applies it")
 

@@ -40,6 +40,7 @@ class Reports:
         self.rows, self.updates, self.evaluations, self.membership, clocks = (
             trace.tables[table] for table in ("exchanges", "updates", "evaluations", "membership", "clocks")
         )
+        self.decisions = trace.tables["decisions"]
         self.is_step = self.rows["batch_size"] > 0
         self.steps = self.rows[self.is_step]
         self.count = running_count(self.steps["worker"])
@@ -131,6 +132,15 @@ class Reports:
         exchange = iterations // self.period * self.period
         made = np.cumsum(np.bincount(self.count, minlength=len(iterations)))[exchange]
         return made + (iterations - exchange) * self.n_contributing
+
+    @cached_property
+    def samples_as_counted(self) -> np.ndarray:
+        """The samples of `steps_as_counted`. Between exchanges, batches are alike. Shape (1 + n_iterations,)."""
+        iterations = np.arange(len(self.n_contributing))
+        exchange = iterations // self.period * self.period
+        sizes = self.steps["batch_size"]
+        made = np.cumsum(np.bincount(self.count, sizes, minlength=len(iterations)).astype(np.int64))[exchange]
+        return made + (iterations - exchange) * self.n_contributing * int(sizes.max(initial=0))
 
     @cached_property
     def going_on(self) -> np.ndarray:

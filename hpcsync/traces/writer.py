@@ -71,7 +71,7 @@ class TraceWriter:
     path:            must not exist: a trace is never overwritten (FileExistsError).
     attributes:      the root attributes that describe the run; one that is None is left out. `format`,
                      `format_version`, `status`, `flushed_rows` and `tracing_overhead_s` are the writer's own.
-    decision_fields: names of the numbers that the paradigm's decisions come with.
+    decision_fields: names of the numbers that decisions come with: the paradigm's, then those of batch sizes.
 
     The root attribute `tracing_overhead_s` is what tracing has cost the deciding server so far: the time spent in
     flushes, measured, and for each appended row the cost of an append that was measured on opening. The last flush, on

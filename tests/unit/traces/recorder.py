@@ -8,7 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcsync.coordinator import Reply, Report, coordinate, create_paradigm
+from hpcsync.coordinator import (
+    Cancellation,
+    Reply,
+    Report,
+    Update,
+    coordinate,
+    create_batches,
+    create_paradigm,
+    decision_fields,
+    first_work,
+)
 from hpcsync.job import Job
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
@@ -30,6 +40,12 @@ updates = {updates}
 workers = {workers}
 """
 
+BATCHES = """[batches]
+policy = "equal-finish"
+predictor = "last"
+interval = 2
+gain = 0.01"""
+
 PARADIGMS = {
     "bsp": 'name = "bsp"',
     "asp": 'name = "asp"',
@@ -38,11 +54,18 @@ PARADIGMS = {
     "paper": 'name = "dssp"\nstaleness_min = 1\nstaleness_max = 5\nmode = "paper"',
     "easgd": 'name = "easgd"\nperiod = 1',
     "easgd-sync": 'name = "easgd"\nperiod = 1\nsynchronous = true',
+    "k-sync": 'name = "k-sync"\nk = 2',
+    "k-batch-sync": 'name = "k-batch-sync"\nk = 2\ncancel = "abort"',
+    "k-async": 'name = "k-async"\nk = 2\nstaleness_max = 1\nstaleness_weight = "inverse"',
+    "k-batch-async": 'name = "k-batch-async"\nk = 2',
+    "adaptive": 'name = "k-async"\nk = "min"',
+    "batches": f'name = "bsp"\n{BATCHES}',
+    "k-batches": f'name = "k-sync"\nk = "state"\n{BATCHES}',
 }
 
 
 def make_job(paradigm, workers=3, updates=40, target=""):
-    text = PARADIGMS.get(paradigm, paradigm)
+    text = PARADIGMS.get(paradigm, paradigm).replace("k = 2", f"k = {min(2, workers)}")
     return Job.from_toml(JOB.format(paradigm=text, workers=workers, updates=updates, target=target))
 
 
@@ -57,7 +80,7 @@ class Rows:
 
 
 def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, die_s=None, evaluate_every=5):
-    """Drive the coordinator to the end of a run.
+    """Drive the coordinator to the end of a run. Returns the columns of its decisions.
 
     seconds: of one iteration, per worker. leave: worker -> iteration instead of whose push it leaves.
     stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
@@ -67,15 +90,39 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
     coordinator = coordinate(job, paradigm, trace)
     queue, order_of_start = [], itertools.count()
 
-    def start(now_s, reply, wait_s=0.0):
-        took_s = seconds[reply.worker] * (1 + jitter * rng.random())
-        heapq.heappush(queue, (now_s + took_s, next(order_of_start), now_s, wait_s, reply))
+    def put(begin_s, took_s, wait_s, reply, share=1.0):
+        heapq.heappush(queue, (begin_s + share * took_s, next(order_of_start), begin_s, took_s, wait_s, reply, share))
 
-    for worker in range(n_workers):
-        start(0.0, Reply(worker, 1, 0, 8, 1))
+    def start(now_s, reply, wait_s=0.0):
+        took_s = seconds[reply.worker] * (1 + jitter * rng.random()) * reply.batch_size / 8
+        put(now_s, took_s, wait_s, reply)
+
+    def cancel(now_s, order):
+        """Half of its iteration is the only moment at which a worker looks."""
+        for entry in queue:
+            _, _, begin_s, took_s, wait_s, reply, _ = entry
+            if (reply.worker, reply.iteration) == (order.worker, order.iteration) and now_s <= begin_s + took_s / 2:
+                queue.remove(entry)
+                heapq.heapify(queue)
+                put(begin_s, took_s, wait_s, reply, share=reply.batch_size // 2 / reply.batch_size)
+                return
+
+    def report(now_s, begin_s, took_s, wait_s, reply, share):
+        said = Report(
+            worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
+            begin_s=begin_s, end_s=now_s, compute_s=0.75 * share * took_s, wait_s=wait_s, comm_s=0.25 * share * took_s,
+            batch_size=reply.batch_size, local_steps=1, loss=1.0 / reply.iteration, wire_bytes=4000, share=share,
+        )  # fmt: skip
+        if job.batches.policy == "equal" or reply.iteration == 1:
+            return said
+        return said._replace(predicted_fixed_s=0.125, predicted_sample_s=took_s / reply.batch_size)
+
+    work = first_work(job) or [(-1, 8)] * n_workers
+    for worker, (first_sample, n_samples) in enumerate(work):
+        start(0.0, Reply(worker, 1, 0, n_samples, 1, first_sample))
     pushed_s = {}
     while queue:
-        now_s, _, begin_s, wait_s, reply = heapq.heappop(queue)
+        now_s, _, *begun, reply, share = heapq.heappop(queue)
         if die_s is not None and now_s > die_s:
             break
         orders = []
@@ -85,32 +132,26 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
             answer = coordinator.left(now_s, reply.worker)
         else:
             pushed_s[reply.worker] = now_s
-            took_s = now_s - begin_s
-            answer = coordinator.pushed(
-                now_s,
-                Report(
-                    worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
-                    begin_s=begin_s, end_s=now_s, compute_s=0.75 * took_s, wait_s=wait_s, comm_s=0.25 * took_s,
-                    batch_size=8, local_steps=1, loss=1.0 / reply.iteration, wire_bytes=4000,
-                ),
-            )  # fmt: skip
+            answer = coordinator.pushed(now_s, report(now_s, *begun, reply, share))
         orders += [(now_s, order) for order in answer]
         for order_s, order in orders:
             if isinstance(order, Reply):
                 if order.local_steps:
                     start(order_s, order, wait_s=order_s - pushed_s[order.worker])
-            elif coordinator.version % evaluate_every == 0:
+            elif isinstance(order, Cancellation):
+                cancel(order_s, order)
+            elif isinstance(order, Update) and coordinator.version % evaluate_every == 0:
                 version, samples = coordinator.version, coordinator.samples
                 coordinator.evaluated(now_s, version, samples, 1.0 / version, 1.0 - 1.0 / version)
     coordinator.close()
-    return paradigm
+    return decision_fields(paradigm, create_batches(job))
 
 
 def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", **how):
     """A finished trace in memory."""
     job, rows = make_job(paradigm, len(seconds), updates, target), Rows()
-    played = play(job, rows, seconds, **how)
-    return as_trace(job, rows.rows, played.decision_fields)
+    fields = play(job, rows, seconds, **how)
+    return as_trace(job, rows.rows, fields)
 
 
 def as_trace(job, rows, decision_fields=(), status="finished"):

@@ -54,7 +54,7 @@ def test_a_trace_that_ends_after_any_row_passes(paradigm, seed):
     """Whatever row the last flush came after, in the middle of an answer too."""
     how = scenario(1000 + seed)
     job, rows = make_job(paradigm, len(how["seconds"]), updates=20), Rows()
-    fields = play(job, rows, **how).decision_fields
+    fields = play(job, rows, **how)
     for n_rows in range(len(rows.rows) + 1):
         trace = as_trace(job, rows.rows[:n_rows], fields, "running")
         assert failed(trace) == [], f"{n_rows} rows of {how}"
@@ -146,7 +146,7 @@ def write(path, status="finished", n_updates=20, tamper=lambda table, row: row):
 def test_a_trace_that_passes(tmp_path, console):
     assert main(write(tmp_path / "t.h5"), console) == 0
     shown = console.export_text()
-    assert "all 20 checks passed" in shown
+    assert "all 23 checks passed" in shown
     assert "FAILED" not in shown
     assert max(map(len, shown.splitlines())) <= 80
 
@@ -164,7 +164,7 @@ def test_a_trace_that_fails(tmp_path, console):
     shown = console.export_text()
     assert "FAILED  staleness equals a recount" in shown
     assert "seq 5 has staleness" in " ".join(shown.split())
-    assert "1 of 20 checks failed" in shown
+    assert "1 of 23 checks failed" in shown
 
 
 def test_what_is_not_a_trace(tmp_path, console, capsys):

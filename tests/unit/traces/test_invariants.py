@@ -27,6 +27,7 @@ GAP = "gap_iters equals a recount"
 LEFT = "nobody acts after leaving"
 END = "stop grants end the run"
 SLOWEST = "the slowest worker is never held"
+WEIGHTS = "weights follow from batch sizes"
 START_GAP = "start gap is at most 2"
 
 
@@ -73,6 +74,14 @@ def test_the_traces_themselves_pass(ssp, parting):
         ("pushes", {"comm_s": np.nan}),
         ("pushes", {"end_s": -1.0}),
         ("pushes", {"now_s": np.inf}),
+        ("pushes", {"share": 0.0}),
+        ("pushes", {"share": 1.01}),
+        ("pushes", {"weight": -0.1}),
+        ("pushes", {"weight": np.nan}),
+        ("pushes", {"predicted_sample_s": 0.1}),
+        ("pushes", {"predicted_fixed_s": 0.1, "predicted_sample_s": 0.0}),
+        ("pushes", {"predicted_fixed_s": np.inf, "predicted_sample_s": 0.1}),
+        ("grants", {"first_sample": -2}),
         ("grants", {"worker": 3}),
         ("grants", {"batch_size": 0}),
         ("updates", {"n_contributions": 0}),
@@ -229,7 +238,7 @@ def test_a_dropped_push_called_applied(ssp):
 
 
 def test_another_batch_size(ssp):
-    assert failing(edit(ssp, "pushes", 5, batch_size=9)) == {SAMPLES}
+    assert failing(edit(ssp, "pushes", 5, batch_size=9)) == {SAMPLES, REPLAY_GRANTS, WEIGHTS}
 
 
 def test_another_sum_of_samples(ssp):

@@ -6,11 +6,15 @@ import pytest
 from hpcsync.coordinator import create_paradigm
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
+from hpcsync.traces.sizes import planned
 from tests.unit.traces.recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
 
 
 def replayed(trace):
-    return {check.name.split()[-1]: check for check in replay(Recount(trace), create_paradigm(trace.job))}
+    return {
+        check.name.split()[-1]: check
+        for check in replay(Recount(trace), create_paradigm(trace.job), planned(trace.job))
+    }
 
 
 def failing(trace):

@@ -29,21 +29,22 @@ from tests.unit.traces.recorder import (
     with_status,
 )
 
-#        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes outcome
+#        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes share predicted weight outcome
+NAN = math.nan
 PUSHES = [
-    (1, 1.0, 0, 1, 0, 0, 0.0, 0.75, 0.75, 0.0, 0.25, 8, 1, 2.0, 100, 0),
-    (3, 2.0, 0, 2, 1, 0, 1.0, 1.75, 0.75, 0.0, 0.25, 8, 1, 1.5, 100, 0),
-    (4, 2.5, 1, 1, 0, 2, 0.0, 2.0, 2.0, 0.0, 0.5, 8, 1, 1.8, 100, 0),
-    (7, 4.0, 0, 3, 3, 0, 2.5, 3.25, 0.75, 0.5, 0.75, 8, 1, 1.2, 100, 0),
-    (9, 5.0, 1, 2, 3, 1, 2.5, 4.5, 2.0, 0.0, 0.5, 8, 1, 1.1, 100, 1),
+    (1, 1.0, 0, 1, 0, 0, 0.0, 0.75, 0.75, 0.0, 0.25, 8, 1, 2.0, 100, 1.0, NAN, NAN, 1.0, 0),
+    (3, 2.0, 0, 2, 1, 0, 1.0, 1.75, 0.75, 0.0, 0.25, 8, 1, 1.5, 100, 1.0, NAN, NAN, 1.0, 0),
+    (4, 2.5, 1, 1, 0, 2, 0.0, 2.0, 2.0, 0.0, 0.5, 8, 1, 1.8, 100, 1.0, NAN, NAN, 1.0, 0),
+    (7, 4.0, 0, 3, 3, 0, 2.5, 3.25, 0.75, 0.5, 0.75, 8, 1, 1.2, 100, 1.0, NAN, NAN, 1.0, 0),
+    (9, 5.0, 1, 2, 3, 1, 2.5, 4.5, 2.0, 0.0, 0.5, 8, 1, 1.1, 100, 1.0, NAN, NAN, 0.0, 1),
 ]
-#         seq now_s w it v gap credits held b ls
+#         seq now_s w it v gap credits held b ls first
 GRANTS = [
-    (2, 1.0, 0, 2, 1, 1, 0, 0.0, 8, 1),
-    (5, 2.5, 0, 3, 3, 1, 0, 0.5, 8, 1),
-    (6, 2.5, 1, 2, 3, 0, 0, 0.0, 8, 1),
-    (8, 4.0, 0, 4, 4, 2, 0, 0.0, 0, 0),
-    (10, 5.0, 1, 3, 4, 0, 0, 0.0, 0, 0),
+    (2, 1.0, 0, 2, 1, 1, 0, 0.0, 8, 1, -1),
+    (5, 2.5, 0, 3, 3, 1, 0, 0.5, 8, 1, -1),
+    (6, 2.5, 1, 2, 3, 0, 0, 0.0, 8, 1, -1),
+    (8, 4.0, 0, 4, 4, 2, 0, 0.0, 0, 0, -1),
+    (10, 5.0, 1, 3, 4, 0, 0, 0.0, 0, 0, -1),
 ]
 UPDATES = [(1, 1.0, 1, 0.1, 8), (2, 2.0, 1, 0.1, 16), (3, 2.5, 1, 0.1, 24), (4, 4.0, 1, 0.1, 32)]
 EVALUATIONS = [
@@ -199,7 +200,7 @@ HOWS = [
 def played(paradigm, cut=None, status="finished", **how):
     """A run's job, its rows up to the `cut`-th, its paradigm's own columns, and its status."""
     job, rows = make_job(paradigm), Rows()
-    fields = play(job, rows, (1.0, 1.3, 2.1), **how).decision_fields
+    fields = play(job, rows, (1.0, 1.3, 2.1), **how)
     return job, rows.rows[:cut], fields, status
 
 

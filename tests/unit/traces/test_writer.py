@@ -18,8 +18,8 @@ from hpcsync.traces.schema import CHANGES, OUTCOMES, TABLES
 from hpcsync.traces.writer import FLUSH_INTERVAL_S, TraceWriter
 
 ATTRIBUTES = {"paradigm": "asp", "n_workers": 2, "job": "", "seed": 3, "hosts": ["a", "b"], "git_commit": None}
-PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 0)
-GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, 32, 1)
+PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 1.0, 0.01, 0.001, 1.0, 0)
+GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, 32, 1, -1)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
         assert reading.load(path).attributes == {
             "format": "hpcsync-trace",
-            "format_version": 2,
+            "format_version": 3,
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",

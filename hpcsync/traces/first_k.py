@@ -1,0 +1,169 @@
+"""What the k family promises, checked on the recounted numbers and not by its code.
+
+k-sync and k-async take workers, which wait for their update; k-batch-sync and k-batch-async take mini-batches, and
+nobody waits. What is staler than its form accepts when it comes is dropped at once: in the synchronous forms whatever
+was not computed from the current version, in the others what is beyond their bound. All else is in an update, unless
+the run ends before there is one.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from hpcsync.job_paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
+from hpcsync.traces.checks import Check, check_all, check_rows
+from hpcsync.traces.counting import DISTINCT, NEVER, Recount
+from hpcsync.traces.schema import APPLIED, DROPPED
+
+INTERVAL = 20  # updates from one choice of k to the next
+CHOSEN_FROM = ("version", "k_before", "k_state", "k_loss", "active")
+
+
+def check_first_k(recount: Recount, paradigm: FirstK) -> list[Check]:
+    """All checks of this module, but for that of waiting where nobody does: see `bounds`."""
+    checks = [updates_take_k(recount), drops_are_too_stale(recount, paradigm), k_is_chosen_right(recount, paradigm)]
+    if paradigm.name in DISTINCT:
+        checks.append(contributors_wait_for_their_update(recount, paradigm))
+    return checks
+
+
+def updates_take_k(recount: Recount) -> Check:
+    """As many as k is then, and of different workers if workers are counted; fewer only of the last that are left."""
+    assert recount.k is not None
+    event, updated_s = recount.update_event, recount.updates["now_s"]
+    n, k = recount.updates["n_contributions"][: len(event)], recount.k[: len(event)]
+    distinct = recount.job.paradigm.name in DISTINCT
+    event_s = np.append(recount.events["now_s"], np.nan)[np.minimum(event, len(recount.events))]
+    complete = recount.applied_version <= len(event)
+    version, worker = recount.applied_version[complete], recount.pushes["worker"][recount.applied[complete]]
+    contributor = version * recount.n_workers + worker
+    again = np.ones(len(contributor), bool)
+    again[np.unique(contributor, return_index=True)[1]] = False
+    return check_all(
+        f"an update takes k {'workers' if distinct else 'mini-batches'}",
+        (
+            (n > k) | (event == NEVER),
+            lambda i: f"version {i + 1} has {n[i]} contributions, k is {k[i]:g} and more could come",
+        ),
+        (again & distinct, lambda i: f"version {version[i]} takes worker {worker[i]} twice"),
+        (
+            (event != NEVER) & (updated_s[: len(event)] != event_s),
+            lambda i: f"version {i + 1} is at {updated_s[i]} s, what completed it at {event_s[i]} s",
+        ),
+    )
+
+
+def drops_are_too_stale(recount: Recount, paradigm: FirstK) -> Check:
+    """Whatever is staler than accepted when it comes is dropped; nothing else, but what is left over at the end."""
+    pushes, too_stale = recount.pushes, _too_stale(recount, paradigm)
+    made = recount.update_event[recount.update_event != NEVER]
+    last_seq = recount.events["seq"][made].max(initial=0)
+    wasted = (pushes["outcome"] == DROPPED) & ~too_stale & (pushes["seq"] <= last_seq)
+    sync = isinstance(paradigm, FirstKOfAVersion)
+    return check_all(
+        f"what is dropped is {'of an older version' if sync else 'beyond the bound of staleness'}",
+        (
+            (pushes["outcome"] == APPLIED) & too_stale,
+            lambda i: f"{_push(recount, i)} is applied, which is {_staleness(recount)[i]} versions old when it comes",
+        ),
+        (wasted, lambda i: f"{_push(recount, i)} is dropped, {_staleness(recount)[i]} versions old when it comes"),
+    )
+
+
+def contributors_wait_for_their_update(recount: Recount, paradigm: FirstK) -> Check:
+    """Who contributes is granted in the answer that makes the update, who is too stale in that to its own push."""
+    pushes, n_complete = recount.pushes, len(recount.update_event)
+    expected = np.full(len(pushes), NEVER)
+    taken = recount.applied_version <= n_complete
+    expected[recount.applied[taken]] = recount.update_event[recount.applied_version[taken] - 1]
+    at_once = _too_stale(recount, paradigm) & (pushes["outcome"] == DROPPED)
+    expected[at_once] = recount.push_event[at_once]
+    known = (recount.push_grant >= 0) & (expected != NEVER)
+    released = np.append(recount.grant_event, -1)[recount.push_grant]
+    return check_rows(
+        "contributors wait for their update, nobody else waits",
+        known & (released != expected),
+        lambda i: f"{_push(recount, i)} is not granted {'at once' if at_once[i] else 'with its update'}",
+    )
+
+
+def k_is_chosen_right(recount: Recount, paradigm: FirstK) -> Check:
+    """k is the job's; or it moves by 1 towards what it is chosen from, after every so many updates at the most."""
+    name = "k moves as it is told to, within its limits"
+    assert recount.k is not None
+    rows = recount.decisions[recount.decisions["controller"] == b"k"]
+    if isinstance(paradigm.k, int):
+        return Check(f"k is {paradigm.k}", not len(rows), len(recount.updates), "it changes" if len(rows) else "")
+    if not set(CHOSEN_FROM) <= set(rows.dtype.names or ()):
+        return Check(name, False, len(rows), f"/decisions lacks one of {', '.join(CHOSEN_FROM)}")
+    chosen, k_before, version = rows["chosen"], rows["k_before"], rows["version"]
+    before = np.append(recount.k[0], chosen)[:-1]
+    event = recount.event_at(rows["seq"])
+    made = np.append(recount.update_event, NEVER)[recount.version_at(rows["seq"]) - 1]
+    active = (recount.left_event[None, :] > event[:, None]).sum(axis=1)
+    least = np.minimum(paradigm.k_min or 1, active)
+    policy = paradigm.k
+    k_state = np.where(policy == "loss", np.inf, rows["k_state"])
+    k_loss = np.where(policy == "state", np.inf, np.where(np.isnan(rows["k_loss"]), k_before, rows["k_loss"]))
+    # Rounded to even as by Python; NaN fails.
+    wanted = np.clip(np.round(np.minimum(np.minimum(k_state, k_loss), active)), least, active)
+    at = [f"k of seq {seq}" for seq in rows["seq"]]
+    return check_all(
+        name,
+        (
+            (k_before != before) | (rows["active"] != active),
+            lambda i: f"{at[i]}: k was {before[i]:g}, {active[i]} workers were active; told are {rows[i]}",
+        ),
+        (
+            (version != recount.version_at(rows["seq"])) | (made != event) | (version % INTERVAL != 0),
+            lambda i: f"{at[i]} does not follow an update of every {INTERVAL}: version {version[i]:g}",
+        ),
+        (
+            ~(chosen - k_before == np.sign(wanted - k_before)) | (chosen == k_before),
+            lambda i: f"{at[i]} goes from {k_before[i]:g} to {chosen[i]:g}, towards {wanted[i]:g}",
+        ),
+        # What it moves from may be out of its limits, after a departure.
+        (
+            ((chosen < least) & (chosen < k_before)) | (chosen > recount.n_workers),
+            lambda i: f"{at[i]} is {chosen[i]:g}, not within {least[i]} to {recount.n_workers}",
+        ),
+    )
+
+
+def cancelled_is_dropped(recount: Recount) -> Check:
+    """Only with cancel = "abort" does an iteration end early: after whole samples, and too late to count."""
+    pushes, paradigm = recount.pushes, recount.job.paradigm
+    aborts = isinstance(paradigm, FirstKOfAVersion) and paradigm.cancel == "abort"
+    early = pushes["share"] < 1
+    n_samples = pushes["share"] * pushes["batch_size"]
+    whole = np.abs(n_samples - np.round(n_samples)) < 1e-6
+    right = (pushes["outcome"] == DROPPED) & (_staleness(recount) > 0) & whole
+    return check_rows(
+        "cancelled iterations are of an older version" if aborts else "no iteration is cancelled",
+        early & ~(right & aborts),
+        lambda i: f"{_push(recount, i)} has share {pushes['share'][i]}, {_staleness(recount)[i]} versions old",
+    )
+
+
+def _staleness(recount: Recount) -> np.ndarray:
+    """Of each push when it comes: the updates made since what it was computed from. Shape (n_pushes,)."""
+    return recount.version_at(recount.pushes["seq"]) - recount.pushes["version_read"]
+
+
+def _too_stale(recount: Recount, paradigm: FirstK) -> np.ndarray:
+    """Of each push when it comes: whether its form does not accept it. Shape (n_pushes,)."""
+    bound: np.ndarray | float = 0
+    if isinstance(paradigm, FirstKOfAny):
+        bound = math.inf if paradigm.staleness_max is None else paradigm.staleness_max
+        if paradigm.staleness_max is None:
+            assert recount.k is not None
+            current = np.minimum(recount.version_at(recount.pushes["seq"]), len(recount.k) - 1)
+            bound = np.ceil(2 * recount.n_workers / recount.k[current])
+    return _staleness(recount) > bound
+
+
+def _push(recount: Recount, row: int) -> str:
+    push = recount.pushes[row]
+    return f"push of worker {push['worker']}, iteration {push['iteration']}, seq {push['seq']}"
