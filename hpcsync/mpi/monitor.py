@@ -94,9 +94,9 @@ class Monitor:
         chores_s = 0.0
         while self._unsettled:
             record = self._reports.poll()
-            now_s = self._link.clock.now()  # not before what is reported
-            while not self._wishes.empty():  # also of those that led to what is reported
+            while not self._wishes.empty():  # those that led to what is reported are there
                 self._wishes.get()()
+            now_s = self._link.clock.now()  # not before what is reported
             if record is not None:
                 self._hear(now_s, record)
                 self._patience.reset()
