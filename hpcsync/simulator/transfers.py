@@ -78,7 +78,8 @@ class Timed:
         self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
 
     def cancel(self, worker: int, iteration: int, then: Then) -> None:
-        self._loop.after(self._steps(worker, iteration).grant_s, then, worker, self._loop.now_s)
+        """It takes as long as that iteration's report; its grant, if it is the first, is of when all began."""
+        self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
 
 
 class Networked:

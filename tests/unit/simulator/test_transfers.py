@@ -134,6 +134,6 @@ def test_given_steps_take_what_they_take():
         transfers.cancel(worker, iteration, heard)
     loop.run()
     assert sorted(heard.at) == [
-        (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
-        (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
+        (0, 0.0, 2.0), (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
+        (1, 0.0, 0.2), (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
     ]  # fmt: skip
