@@ -10,15 +10,20 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpcsync.coordinator import create_paradigm, first_work
 from hpcsync.job import Job
-from hpcsync.learning.data import batch_indices
+from hpcsync.learning.data import batch_indices, sequence_indices
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.mpi import placement
 from hpcsync.mpi.rank_session import RankSession
 from hpcsync.mpi.tensor_window import Transport
 from hpcsync.rank import train
+from hpcsync.simulator import cluster
+from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import APPLIED
 
 
 def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
@@ -68,6 +73,69 @@ def plain(job: Job, steps: Iterable[Iterable[int]]) -> np.ndarray:
         workload.loss(model, *(t[torch.from_numpy(indices)] for t in data.tensors)).backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+
+
+def recomputed(job: Job, trace: Trace) -> np.ndarray:
+    """The weights that come of the contributions in this trace: each the gradient of its samples, at the version that
+    it was computed from, as many times as it says it counted."""
+    workload = check(job)
+    data, parameters = workload.train.tensors, list(workload.model.parameters())
+    optimizer = torch.optim.SGD(parameters, lr=job.optimizer.lr, **job.optimizer.options)
+    updates: dict[int, list[Any]] = {}
+    for push in trace.tables["pushes"]:
+        if push["outcome"] == APPLIED:
+            updates.setdefault(int(push["version_read"] + push["staleness"]), []).append(push)
+    versions = [[p.detach().clone() for p in parameters]]
+    for version in range(len(trace.tables["updates"])):
+        total = [torch.zeros_like(p) for p in parameters]
+        for push in updates[version]:
+            optimizer.zero_grad()
+            _set(parameters, versions[push["version_read"]])
+            at = torch.from_numpy(samples(job, trace, push))
+            workload.loss(workload.model, *(tensor[at] for tensor in data)).backward()
+            for part, p in zip(total, parameters, strict=True):
+                part.add_(p.grad, alpha=float(push["weight"]))
+        _set(parameters, versions[-1])
+        for p, gradient in zip(parameters, total, strict=True):
+            p.grad = gradient
+        optimizer.step()
+        versions.append([p.detach().clone() for p in parameters])
+    return torch.cat([p.flatten() for p in versions[-1]]).numpy()
+
+
+def _set(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
+    for p, value in zip(parameters, values, strict=True):
+        p.data.copy_(value)
+
+
+def samples(job: Job, trace: Trace, push: Any) -> np.ndarray:
+    """Indices of the samples that a push is of."""
+    size, batch_size = len(check(job).train), int(push["batch_size"])
+    if (first_sample := first_of(job, trace, push)) >= 0:
+        return sequence_indices(job.seed, first_sample, batch_size, size=size)
+    batch = int(push["iteration"] - 1) * job.cluster.workers + int(push["worker"])
+    return batch_indices(job.seed, batch, batch_size=batch_size, size=size)
+
+
+def first_of(job: Job, trace: Trace, push: Any) -> int:
+    """Number of its first sample in the run's sequence, where samples are given out; -1 elsewhere."""
+    if push["iteration"] == 1:
+        work = first_work(job)
+        return -1 if work is None else work[push["worker"]][0]
+    grants = trace.tables["grants"]
+    mine = (grants["worker"] == push["worker"]) & (grants["iteration"] == push["iteration"])
+    return int(grants["first_sample"][mine][0])
+
+
+class Nothing:
+    def append(self, table: str, row: Any) -> None: ...
+
+
+def simulated(job: Job) -> np.ndarray:
+    """The final weights of this job in virtual time."""
+    workload = check(job)
+    Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing()).run()
+    return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
 
 
 def failures(path: Any) -> list[Any]:

@@ -1,0 +1,198 @@
+"""Batches that are given out, on real ranks: who computes how many samples and which, and how they are weighted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import hpcsync
+from hpcsync import coordinator
+from hpcsync.coordinator import first_work
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError
+from hpcsync.learning.data import sequence_indices
+from hpcsync.learning.validation import check
+from hpcsync.planning.batches import Batches
+from hpcsync.traces.reading import Trace, load
+from hpcsync.traces.schema import APPLIED
+from tests.mpi.training import failures, first_of, on_some, recomputed
+
+PARADIGMS = {
+    "bsp": {},
+    "asp": {},
+    "ssp": {"staleness": 2},
+    "dssp": {"staleness_min": 1, "staleness_max": 4},
+    "k-sync": {"k": 1},
+    "k-batch-async": {"k": 2},
+    "easgd": {"period": 3},
+}
+POLICY = {"policy": "proportional", "predictor": "last", "interval": 2, "gain": 0.0}
+
+
+def job(paradigm: str, workers: int, servers: int = 1, updates: int = 40, **batches: Any) -> Job:
+    """Of workers of which each is slower than the one before."""
+    return Job.from_table(
+        {
+            "name": "test",
+            "seed": 3,
+            "workload": {"name": "linear", "batch_size": 12, "features": 11, "samples": 200},
+            "optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.5},
+            "stop": {"updates": updates},
+            "evaluation": {"every_samples": 0},
+            "paradigm": {"name": paradigm, **PARADIGMS[paradigm]},
+            "batches": {**POLICY, **batches},
+            "cluster": {
+                "servers": servers,
+                "workers": workers,
+                "compute": {"model": "constant", "seconds": [0.003 * 2.0**worker for worker in range(workers)]},
+            },
+        }
+    )
+
+
+def whole_batch(this: Job, updates: int) -> np.ndarray:
+    """Plain training in one process, of all workers' samples together."""
+    workload, total = check(this), this.batch_total
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=this.optimizer.lr, **this.optimizer.options)
+    for update in range(updates):
+        at = torch.from_numpy(sequence_indices(this.seed, update * total, total, size=len(workload.train)))
+        optimizer.zero_grad()
+        workload.loss(workload.model, *(tensor[at] for tensor in workload.train.tensors)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
+
+
+def sizes(trace: Trace, worker: int) -> list[int]:
+    rows = trace.tables["pushes"]
+    return rows["batch_size"][rows["worker"] == worker].tolist()
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_any_split_is_the_whole_batch(comm, needs, folder, servers):
+    needs(servers + 1)
+    this = job("bsp", comm.size - servers, servers)
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert np.allclose(weights, whole_batch(this, 40), rtol=0, atol=1e-12)
+        assert failures(folder / "trace.h5") == []
+        if this.cluster.workers > 1:
+            fastest, slowest = sizes(trace, 0), sizes(trace, this.cluster.workers - 1)
+            assert fastest[0] == slowest[0] == 12
+            assert 1 <= slowest[-1] < 12 < fastest[-1]
+
+
+def test_a_mean_over_workers_is_not(comm, needs, folder, monkeypatch):
+    needs(3)
+    this = job("bsp", comm.size - 1)
+    monkeypatch.setattr(coordinator, "_batch_size", lambda report: 12.0)
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        assert not np.allclose(weights, whole_batch(this, 40), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["proportional", "equal-finish"])
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, policy):
+    """Which is more the faster they are, and what the servers make of it is what the trace says."""
+    needs(2)
+    workers = comm.size - 1
+    this = job(paradigm, workers, updates=60, policy=policy, predictor="blend")
+    weights = on_some(comm, this, folder)
+    if comm.rank > 0:
+        return
+    trace = load(folder / "trace.h5")
+    pushes, grants = trace.tables["pushes"], trace.tables["grants"]
+    work = {(row["worker"], row["iteration"]): row for row in grants}
+    steps = PARADIGMS[paradigm].get("period", 1)
+    for push in pushes:
+        key = (push["worker"], push["iteration"])
+        granted = first_work(this)[push["worker"]][1] if push["iteration"] == 1 else work[key]["batch_size"]
+        assert push["batch_size"] == granted
+        assert push["local_steps"] == steps and granted % steps == 0
+    if workers > 1:
+        assert trace.tables["decisions"]["controller"].tolist().count(b"batches") >= workers
+        assert sizes(trace, 0)[-1] > sizes(trace, workers - 1)[-1]
+    if paradigm != "easgd":
+        assert np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-11)
+        taken = pushes[pushes["outcome"] == APPLIED]
+        assert (taken["weight"] > 0).all()
+    assert failures(folder / "trace.h5") == []
+    no_sample_twice_or_left_out(this, trace)
+
+
+def no_sample_twice_or_left_out(this: Job, trace: Trace) -> None:
+    """But for what was granted at the end and not computed any more."""
+    pushes, grants = trace.tables["pushes"], trace.tables["grants"]
+    pieces = [(first_of(this, trace, push), int(push["batch_size"])) for push in pushes]
+    pushed = {(push["worker"], push["iteration"]) for push in pushes}
+    open_at_the_end = [g for g in grants if g["local_steps"] and (g["worker"], g["iteration"]) not in pushed]
+    pieces += [(int(g["first_sample"]), int(g["batch_size"])) for g in open_at_the_end]
+    end = 0
+    for first, n_samples in sorted(pieces):
+        assert first == end
+        end = first + n_samples
+
+
+# ---- a script ----
+
+SIZE = 230
+
+
+def used(comm: Any, folder: Any, epochs: int, paradigm: str = "asp", **options: Any) -> np.ndarray:
+    """How often each sample of a data set was used by all workers together, in a script's own loop."""
+    torch.manual_seed(5)
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    data = TensorDataset(torch.arange(SIZE), torch.randn(SIZE, 6))
+    workers = max(1, comm.size - 1)
+    compute = {"model": "constant", "seconds": [0.001 * (1 + 3 * worker) for worker in range(workers)]}
+    batches = {**POLICY, "total": 8 * workers}
+    settings = {"compute": compute, "batches": batches, "out": folder / "run", "comm": comm, **options}
+    count = np.zeros(SIZE, int)
+    with hpcsync.connect(model, optimizer, paradigm, **settings) as sync:
+        for _ in range(epochs):
+            for index, x in sync.shard(data, batch_size=8):
+                np.add.at(count, index.numpy(), 1)
+                loss = model(x).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                sync.step(loss)
+    return np.sum(comm.allgather(count), axis=0)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "asp", "easgd"])
+def test_every_sample_of_a_training_epoch_is_used_once_whoever_takes_it(comm, folder, paradigm):
+    """The last batch of all reaches over the end, or it would not be a whole one."""
+    options = {"period": 2} if paradigm == "easgd" else {}
+    count = used(comm, folder, 4, paradigm, **options)
+    assert count.min() == 4 and count.max() <= 5
+    assert (count == 5).sum() < 8 * max(1, comm.size - 1) * (2 if paradigm == "easgd" else 1)
+    if comm.rank == 0 and comm.size > 1:
+        assert failures(folder / "run" / "trace.h5") == []
+        last = max(1, comm.size - 1) - 1
+        assert last == 0 or sizes(load(folder / "run" / "trace.h5"), last)[-1] < 8 * options.get("period", 1)
+
+
+def test_the_order_of_equal_batches_would_leave_some_out(comm, needs, folder, monkeypatch):
+    needs(3)
+    turns: dict[int, int] = {}
+
+    def by_number(self: Batches, worker: int) -> tuple[int, int]:
+        turns[worker] = turns.get(worker, -1) + 1
+        return turns[worker] * self.total + 8 * worker, self.sizes[worker]
+
+    monkeypatch.setattr(Batches, "hand_out", by_number)
+    count = used(comm, folder, 4)
+    assert not 4 <= count.min() <= count.max() <= 5
+
+
+def test_a_script_must_say_the_total(comm, folder):
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(JobError, match=r"batches\.total: missing"):
+        hpcsync.connect(model, optimizer, batches={"policy": "proportional"}, out=folder / "run", comm=comm)

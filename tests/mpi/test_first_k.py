@@ -1,0 +1,306 @@
+"""Updates of the first k on real ranks: who is in them, what they compute, and who is told to stop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import hpcsync
+from hpcsync.coordinator import Collection, Reply, Update
+from hpcsync.job import Job
+from hpcsync.learning.store import Store
+from hpcsync.mpi import wire
+from hpcsync.mpi.shard import encode
+from hpcsync.mpi.worker import Worker
+from hpcsync.traces.reading import Trace, load
+from hpcsync.traces.schema import APPLIED, DROPPED
+from tests.mpi.training import alone, failures, on_some, recomputed, simulated
+
+SLOW_S = 0.4  # of an iteration, in which others make many; longer than one rank may begin after another
+
+
+def job(workers: int, servers: int = 1, seconds: Any = None, updates: int = 30, **paradigm: Any) -> Job:
+    compute = {} if seconds is None else {"compute": {"model": "constant", "seconds": seconds}}
+    return Job.from_table(
+        {
+            "name": "test",
+            "seed": 3,
+            "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
+            "optimizer": {"name": "sgd", "lr": 0.02, "momentum": 0.5},
+            "stop": {"updates": updates},
+            "evaluation": {"every_samples": 0},
+            "paradigm": paradigm,
+            "cluster": {"servers": servers, "workers": workers, **compute},
+        }
+    )
+
+
+def pushes(folder: Any, **columns: int) -> np.ndarray:
+    rows = load(folder / "trace.h5").tables["pushes"]
+    return rows[np.logical_and.reduce([rows[name] == value for name, value in columns.items()])]
+
+
+# ---- what is computed ----
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_all_of_them_are_bsp_to_the_bit(comm, needs, folder, servers):
+    needs(servers + 1)
+    workers = comm.size - servers
+    bsp = on_some(comm, job(workers, servers, name="bsp"), folder / "bsp")
+    for name in ("k-sync", "k-async"):
+        found = on_some(comm, job(workers, servers, name=name, k=workers), folder / name)
+        assert np.array_equal(found, bsp)
+    in_pieces = on_some(comm, job(workers, servers, name="k-sync", k=workers, cancel="abort"), folder / "abort")
+    assert np.allclose(in_pieces, bsp, rtol=0, atol=1e-12)
+    if workers > 1:
+        fewer = on_some(comm, job(workers, servers, name="k-sync", k=workers - 1), folder / "fewer")
+        assert not np.allclose(fewer, bsp, rtol=0, atol=1e-6)
+    if comm.rank == 0:
+        assert all(failures(folder / name / "trace.h5") == [] for name in ("k-sync", "k-async", "abort"))
+
+
+@pytest.mark.parametrize("name", ["k-async", "k-batch-async"])
+def test_one_at_a_time_is_asp(comm, needs, folder, name):
+    needs(2)
+    one = on_some(comm, job(1, name=name, k=1), folder / "one")
+    asp = on_some(comm, job(1, name="asp"), folder / "asp")
+    assert one is None or np.array_equal(one, asp)
+    workers = comm.size - 1
+    weights = on_some(comm, job(workers, seconds=0.005, name=name, k=1), folder / "all")
+    if comm.rank == 0:
+        assert failures(folder / "all" / "trace.h5") == []
+        trace = load(folder / "all" / "trace.h5")
+        assert (trace.tables["updates"]["n_contributions"] == 1).all()
+        taken = pushes(folder / "all", outcome=APPLIED)
+        assert len(taken) == 30 and np.mean(taken["staleness"]) == pytest.approx(workers - 1, abs=0.5)
+        assert np.allclose(weights, recomputed(job(workers, seconds=0.005, name=name, k=1), trace), rtol=1e-11)
+
+
+FAST_AND_SLOW = [
+    ("k-sync", {"k": 1}),
+    ("k-batch-sync", {"k": 3}),
+    ("k-async", {"k": 1, "staleness_weight": "inverse"}),
+    ("k-batch-async", {"k": 3}),
+    ("k-batch-async", {"k": 3, "staleness_max": 1, "staleness_weight": "inverse"}),
+]
+
+
+def fast_and_slow(comm: Any, folder: Any, name: str, options: Any, servers: int = 1) -> tuple[Job, np.ndarray | None]:
+    """Of three workers, of which the first is ten times as fast as the last; or as many as there are, at least two."""
+    workers = min(3, comm.size - servers)
+    options = {**options, "k": min(options["k"], workers)}
+    this = job(workers, servers, [0.003, 0.02, 0.03][:workers], updates=12, name=name, **options)
+    return this, on_some(comm, this, folder)
+
+
+@pytest.mark.parametrize(("name", "options"), FAST_AND_SLOW, ids=lambda x: x if isinstance(x, str) else str(x["k"]))
+@pytest.mark.parametrize("servers", [1, 2])
+def test_weights_are_what_the_trace_says_they_are_made_of(comm, needs, folder, servers, name, options):
+    needs(servers + 2)
+    this, weights = fast_and_slow(comm, folder, name, options, servers)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-12)
+        assert failures(folder / "trace.h5") == []
+        assert (most_of_one_worker(trace) > 1) == ("batch" in name), "mini-batches of one worker in one update"
+
+
+def most_of_one_worker(trace: Trace) -> int:
+    """In one update."""
+    taken = trace.tables["pushes"]
+    taken = taken[taken["outcome"] == APPLIED]
+    of_update = np.stack([taken["version_read"] + taken["staleness"], taken["worker"]])
+    return int(np.unique(of_update, axis=1, return_counts=True)[1].max())
+
+
+@pytest.mark.parametrize(("name", "options"), [FAST_AND_SLOW[1], FAST_AND_SLOW[3]], ids=["sync", "async"])
+def test_without_collecting_what_a_worker_gave_first_is_lost(comm, needs, folder, monkeypatch, name, options):
+    needs(3)
+    monkeypatch.setattr(Store, "collect", lambda self, worker, weight: self._has_read(worker))
+    this, weights = fast_and_slow(comm, folder, name, options)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert not np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-4)
+
+
+def test_a_slot_is_collected_before_its_worker_hears_that_it_is_free():
+    collection, update = Collection(0, 0.5), Update((1,), (1.0,), 2.0, 0.1)
+    records = encode([collection, Reply(0, 2, 7, 8, 1), update, Reply(1, 3, 8, 8, 1)])
+    kinds = [(record.kind, record.reader, record.weight) for record in records]
+    assert kinds == [(wire.COLLECT, 0, 0.5), (wire.PROMISE, 0, 1.0), (wire.UPDATE, 1, 1.0), (wire.PROMISE, 1, 1.0)]
+    assert records[2].divisor == 2.0
+
+
+# ---- beside its simulation ----
+
+
+def test_where_who_is_first_is_clear_a_simulation_gives_the_same_bits(comm, needs, folder):
+    """The first half of the workers is far ahead of the others, whose contributions are all late."""
+    needs(2)
+    workers = comm.size - 1
+    k = max(1, workers // 2)
+    clear = job(workers, seconds=[0.01] * k + [SLOW_S] * (workers - k), updates=50, name="k-sync", k=k)
+    equal = job(workers, seconds=0.001, name="k-sync", k=workers)
+    for name, this in (("equal", equal), ("clear", clear)):
+        weights = on_some(comm, this, folder / name)
+        if comm.rank == 0:
+            assert np.array_equal(weights, simulated(this))
+    if comm.rank == 0 and k == 1:
+        assert np.allclose(weights, alone(clear, 0, 50), rtol=0, atol=1e-12)
+    if comm.rank == 0 and workers > 1:
+        assert not np.allclose(weights, simulated(equal), rtol=0, atol=1e-6)
+
+
+def weights_of(folder: Any, this: Job) -> np.ndarray:
+    return recomputed(this, load(folder / "trace.h5"))
+
+
+# ---- cancelling ----
+
+
+def with_one_slow(workers: int) -> dict[str, Any]:
+    return {"seconds": [SLOW_S] + [0.01] * (workers - 1), "name": "k-sync", "k": workers - 1}
+
+
+def test_a_late_worker_is_stopped_early(comm, needs, folder):
+    needs(3)
+    workers = comm.size - 1
+    this = job(workers, cancel="abort", micro_batches=8, **with_one_slow(workers))
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        slow = pushes(folder, worker=0)
+        assert len(slow) >= 4 and (slow["outcome"] == DROPPED).all()
+        early = slow[slow["share"] < 1]
+        assert len(early) >= len(slow) - 2, "only the end of the run stops nobody"
+        assert set(early["share"].tolist()) <= {piece / 8 for piece in range(1, 8)}
+        assert (early["compute_s"] < 0.8 * SLOW_S).all()
+        assert (early["compute_s"] >= early["share"] * SLOW_S).all()
+        assert (early["wire_bytes"] == 11 * 8).all(), "read, and nothing put"
+        assert (pushes(folder, outcome=APPLIED)["share"] == 1).all()
+        assert np.allclose(weights, weights_of(folder, this), rtol=0, atol=1e-12)
+        assert failures(folder / "trace.h5") == []
+
+
+def test_otherwise_it_goes_on_to_the_end(comm, needs, folder):
+    needs(3)
+    workers = comm.size - 1
+    on_some(comm, job(workers, updates=15, **with_one_slow(workers)), folder)
+    if comm.rank == 0:
+        slow = pushes(folder, worker=0)
+        assert (slow["share"] == 1).all() and (slow["compute_s"] >= SLOW_S).all()
+        assert failures(folder / "trace.h5") == []
+
+
+def script(comm: Any, folder: Any, asks: bool) -> tuple[torch.nn.Module, hpcsync.Session]:
+    """A loop that computes its batches in four pieces; worker 0 is slow."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 6, generator=generator)
+    data = TensorDataset(x, (x @ torch.arange(6.0)).unsqueeze(1))
+    torch.manual_seed(5)
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    workers = max(1, comm.size - 1)
+    compute = {"model": "constant", "seconds": [SLOW_S * (workers > 1)] + [0.002] * (workers - 1)}
+    options = {"k": max(1, workers - 1), "cancel": "abort", "stop": {"updates": 100}, "compute": compute}
+    with hpcsync.connect(model, optimizer, "k-sync", **options, out=folder / "run", comm=comm) as sync:
+        for x, y in sync.shard(data, batch_size=16, epochs=None):
+            optimizer.zero_grad()
+            for piece in range(4):
+                rows = slice(4 * piece, 4 * (piece + 1))
+                loss = torch.nn.functional.mse_loss(model(x[rows]), y[rows])
+                (loss / 4).backward()
+                if asks and piece < 3 and sync.cancelled((piece + 1) / 4):
+                    break
+            sync.step(loss)
+    return model, sync
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_script_may_ask_between_its_pieces_and_need_not(comm, folder, asks):
+    model, sync = script(comm, folder, asks)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert all(torch.equal(weights, other) for other in comm.allgather(weights))
+    assert torch.allclose(model.weight, torch.arange(6.0), atol=0.1)
+    if comm.size > 2 and sync.worker == 0:
+        assert sync._engine._cancelled > 0, "what was sent was received"
+    if comm.size > 2 and comm.rank == 0:
+        slow = pushes(folder / "run", worker=0)
+        assert (slow["outcome"] == DROPPED).all()
+        assert (slow["share"] < 1).any() == asks
+        assert failures(folder / "run" / "trace.h5") == []
+
+
+def test_a_share_of_nothing_or_of_all_is_refused(comm, folder):
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with hpcsync.connect(model, optimizer, out=folder / "run", comm=comm) as sync:
+        for share in (0.0, 1.0, -0.5, 1.5, float("nan")):
+            with pytest.raises(ValueError, match=f"share = {share}: must be greater than 0 and less than 1"):
+                sync.cancelled(share)
+        assert not sync.cancelled(0.5)
+
+
+class Cancellations:
+    """An inbox of these."""
+
+    def __init__(self, *iterations: int) -> None:
+        self.left = [(iteration,) for iteration in iterations]
+
+    def poll(self) -> tuple[int] | None:
+        return self.left.pop(0) if self.left else None
+
+
+@pytest.mark.parametrize(
+    ("received", "cancelled"), [((), False), ((4,), True), ((2, 3), False), ((2, 4), True)], ids=str
+)
+def test_a_cancellation_that_comes_late_is_of_another_iteration(received, cancelled):
+    worker = Worker.__new__(Worker)
+    worker.iteration, worker._cancelled, worker._cancellations = 4, 0, Cancellations(*received)
+    assert [worker.cancelled(), worker.cancelled()] == [cancelled] * 2
+    assert worker._cancellations.left == []
+    worker.iteration = 5
+    assert not worker.cancelled()
+
+
+# ---- an adaptive k, and workers that leave ----
+
+
+@pytest.mark.parametrize("k", ["state", "min"])
+@pytest.mark.parametrize("name", ["k-sync", "k-batch-async"])
+def test_k_is_chosen_from_what_workers_report(comm, needs, folder, name, k):
+    """A worker that is far behind is not waited for, and the audit chooses the same."""
+    needs(4)
+    workers = comm.size - 1
+    start = {"k_start": workers}
+    this = job(workers, seconds=[0.03] + [0.002] * (workers - 1), updates=120, name=name, k=k, **start)
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        decisions = trace.tables["decisions"]
+        assert set(decisions["controller"].tolist()) == {b"k"} and decisions["chosen"][0] == workers - 1
+        assert np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-12)
+        assert failures(folder / "trace.h5") == []
+
+
+@pytest.mark.parametrize("name", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])
+def test_a_round_ends_when_a_worker_leaves_in_its_middle(comm, needs, folder, name):
+    """All but the last worker wait for it, who leaves; then k is more than there are."""
+    needs(3)
+    workers = comm.size - 1
+    table = job(workers, seconds=[0.005] * (workers - 1) + [0.05], updates=20, name=name, k=workers).model_dump(
+        exclude_none=True
+    )
+    leaving = {"worker": workers - 1, "change": "leave", "at_iteration": 3}
+    this = Job.from_table({**table, "cluster": {**table["cluster"], "events": [leaving]}})
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert trace.status == "finished" and len(trace.tables["updates"]) == 20
+        assert len(pushes(folder, worker=workers - 1)) == 2
+        assert np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-12)
+        assert failures(folder / "trace.h5") == []
