@@ -24,7 +24,9 @@ def failed(trace) -> list[str]:
     return [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed]
 
 
-def run(path, paradigm, *, workers=8, updates=N_UPDATES, seed=1, model="exponential", seconds=1.0, batch_size=4, **more):
+def run(
+    path, paradigm, *, workers=8, updates=N_UPDATES, seed=1, model="exponential", seconds=1.0, batch_size=4, **more
+):
     tables = {"cluster": more.pop("cluster", {}), **more}
     workload = {"name": "timing", "batch_size": batch_size, "parameters": 10}
     tables = {"paradigm": paradigm, "stop": {"updates": updates}, "seed": seed, "workload": workload, **tables}
@@ -186,7 +188,9 @@ def rows(trace) -> dict[str, list]:
     return {name: trace.tables[name].tolist() for name in TABLES if name != "decisions"}
 
 
-@pytest.mark.parametrize("network", [{}, {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}], ids=["", "network"])
+@pytest.mark.parametrize(
+    "network", [{}, {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}], ids=["", "network"]
+)
 @pytest.mark.parametrize("name", ["k-async", "k-batch-async"])
 def test_with_one_worker_an_update_it_is_asp(tmp_path, name, network):
     def traced(paradigm):
