@@ -1,5 +1,6 @@
 """Batches given out in virtual time: who computes how many samples, which, and how they count."""
 
+import itertools
 import math
 
 import numpy as np
@@ -208,7 +209,7 @@ def test_samples_are_computed_once(tmp_path, paradigm, monkeypatch):
     granted = handed_out(trace)
     assert complete(granted)
     seen = sorted(used)
-    assert all(a[1] <= b[0] for a, b in zip(seen, seen[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(seen))
     pieces = {n for first, end in granted for n in range(first, end)}
     assert {n for first, end in seen for n in range(first, end)} <= pieces
     assert len(pieces) - pushes["batch_size"].sum() <= 0.5 * len(pieces)
