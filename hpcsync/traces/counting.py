@@ -177,12 +177,12 @@ class Recount:
     def k(self) -> np.ndarray | None:
         """Of each update, and the one that was not made any more: the k that holds. None outside the k family.
 
-        The first one is the job's; a decision changes it for the updates after the one that it follows.
+        The first one is the job's; if it may change, a decision changes it for the updates after the one it follows.
         """
         paradigm = self.job.paradigm
         if not isinstance(paradigm, FirstK):
             return None
-        rows = self.decisions[self.decisions["controller"] == b"k"]
+        rows = self.decisions[(self.decisions["controller"] == b"k") & isinstance(paradigm.k, str)]
         changed = np.searchsorted(self.complete_seq, rows["seq"], side="left")
         chosen = np.append(first_k(paradigm, self.n_workers), rows["chosen"])
         return chosen[np.searchsorted(changed, np.arange(1, len(self.updates) + 2), side="left")]

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from hpcsync.traces.counting import NEVER
 from hpcsync.traces.reading import Trace, TraceError, TraceFile
-from hpcsync.traces.schema import DROPPED, NOBODY
+from hpcsync.traces.tally import Tally
 
 MANY_WORKERS = 20  # more are not shown one by one
 
@@ -28,7 +28,8 @@ class WorkerSummary(BaseModel):
 
     staleness_mean, staleness_max: over applied pushes, in updates. start_gap_max_iters: pushes ahead of the slowest
     when an iteration began; push_gap_max_iters: right after a push. These, and pushes and what was dropped of them,
-    only exist with a server; exchanges with other workers only without one.
+    only exist with a server; exchanges with other workers only without one. batch_size: the last that it was given,
+    where batches are given out.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -46,6 +47,7 @@ class WorkerSummary(BaseModel):
     staleness_max: int | None
     start_gap_max_iters: int | None
     push_gap_max_iters: int | None
+    batch_size: int | None
 
 
 class Summary(BaseModel):
@@ -54,6 +56,11 @@ class Summary(BaseModel):
     duration_s: up to the last push, grant, exchange or update, evaluations not counted. samples_per_s: samples over
     that. wait_share: of all workers' time together. Means and maxima are over all workers. consensus_distance: of their
     weights from the mean, at the end.
+
+    dropped: contributions without an update, and dropped_share their share of all samples that were computed. late,
+    discarded, cancelled: those of the k family that were dropped before the last update, as older than its synchronous
+    forms take or staler than the bound of the others, and those that ended early. What remains is what the end left.
+    k_last: k of the update that would have come next; k_least, k_most: of all that there were, and of this.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -79,6 +86,13 @@ class Summary(BaseModel):
     iterations: int
     pushes: int | None
     dropped: int | None
+    dropped_share: float | None
+    late: int | None
+    discarded: int | None
+    cancelled: int | None
+    k_last: int | None
+    k_least: int | None
+    k_most: int | None
     exchanges: int | None
     wire_bytes: int
     wait_share: float | None
@@ -99,7 +113,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
 
     Raises TraceError if the job in it cannot be read, or if iterations do not count pushes.
     """
-    tally = _Tally(trace)
+    tally = Tally(trace)
     evaluations = np.concatenate(list(trace.slices("evaluations")))  # each cost a pass over the test data: they are few
     losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
     target, time_to_target_s = _target(trace, evaluations)
@@ -130,87 +144,18 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         start_gap_max_iters=int(tally.start_gap_max.max(initial=0)) if tally.served else None,
         push_gap_max_iters=int(push_gaps.max(initial=0)) if push_gaps is not None else None,
         **tally.about(slice(None), "wait"),
+        **tally.about_drops(),
+        **tally.about_k(),
     )
 
 
-class _Tally:
-    """Sums, counts and maxima of a trace: of the whole run, and of each worker in arrays of shape (n_workers,).
-
-    served: whether there are servers; otherwise there are exchanges instead of pushes. staleness: of all applied pushes
-    together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the seconds in each part of an
-    iteration. Row is added to row, so how the trace is sliced does not change a sum.
-    """
-
-    def __init__(self, trace: Trace | TraceFile) -> None:
-        n_workers = trace.n_workers
-        self.served = trace.job.has_servers
-        self.duration_s, self.updates, self.samples = 0.0, 0, 0
-        self.iterations, self.exchanges, self.wire_bytes = (np.zeros(n_workers, np.int64) for _ in range(3))
-        self.pushes, self.dropped, self.staleness, self.staleness_max, self.start_gap_max = (
-            np.zeros(n_workers, np.int64) for _ in range(5)
-        )
-        self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
-        for table, add in (
-            ("pushes", self._add_pushes),
-            ("grants", self._add_grants),
-            ("exchanges", self._add_exchanges),
-            ("updates", self._add_updates),
-        ):
-            for rows in trace.slices(table):
-                self.duration_s = max(self.duration_s, float(rows["now_s"].max(initial=0.0)))
-                add(rows)
-
-    def _add_pushes(self, rows: np.ndarray) -> None:
-        applied = rows[rows["outcome"] != DROPPED]
-        np.add.at(self.pushes, rows["worker"], 1)
-        np.add.at(self.dropped, rows["worker"], rows["outcome"] == DROPPED)
-        np.add.at(self.staleness, applied["worker"], applied["staleness"])
-        np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])
-        np.add.at(self.iterations, rows["worker"], rows["local_steps"])
-        self._add_costs(rows)
-
-    def _add_exchanges(self, rows: np.ndarray) -> None:
-        np.add.at(self.iterations, rows["worker"], rows["batch_size"] > 0)
-        np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NOBODY) & (rows["peer"] != rows["worker"]))
-        self._add_costs(rows)
-
-    def _add_costs(self, rows: np.ndarray) -> None:
-        np.add.at(self.wire_bytes, rows["worker"], rows["wire_bytes"])
-        for part, sums_s in self.parts_s.items():
-            np.add.at(sums_s, rows["worker"], rows[f"{part}_s"])
-
-    def _add_grants(self, rows: np.ndarray) -> None:
-        starts = rows[rows["local_steps"] > 0]
-        np.maximum.at(self.start_gap_max, starts["worker"], starts["gap_iters"])
-
-    def _add_updates(self, rows: np.ndarray) -> None:
-        self.updates += len(rows)
-        self.samples = max(self.samples, int(rows["samples"].max(initial=0)))
-
-    def about(self, workers: slice, *shares: str) -> dict[str, Any]:
-        """The numbers that are about the iterations of one worker or of all."""
-        pushes, dropped = int(self.pushes[workers].sum()), int(self.dropped[workers].sum())
-        applied = pushes - dropped
-        parts_s = {part: float(sums_s[workers].sum()) for part, sums_s in self.parts_s.items()}
-        total_s = sum(parts_s.values())
-        return {
-            "iterations": int(self.iterations[workers].sum()),
-            "pushes": pushes if self.served else None,
-            "dropped": dropped if self.served else None,
-            "exchanges": None if self.served else int(self.exchanges[workers].sum()),
-            "wire_bytes": int(self.wire_bytes[workers].sum()),
-            "staleness_mean": int(self.staleness[workers].sum()) / applied if applied else None,
-            "staleness_max": int(self.staleness_max[workers].max()) if applied else None,
-            **{f"{part}_share": parts_s[part] / total_s if total_s else None for part in shares},
-        }
-
-
-def _workers(tally: _Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSummary]:
+def _workers(tally: Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSummary]:
     for worker in range(len(tally.iterations)):
         yield WorkerSummary(
             worker=worker,
             start_gap_max_iters=int(tally.start_gap_max[worker]) if push_gaps is not None else None,
             push_gap_max_iters=int(push_gaps[worker]) if push_gaps is not None else None,
+            batch_size=None if tally.batch_size is None else int(tally.batch_size[worker]),
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
 
@@ -310,6 +255,14 @@ def _head(summary: Summary) -> RenderableType:
     head.add_row("time", f"{summary.duration_s:.2f} s (tracing took {_tiny(summary.tracing_overhead_s)})")
     rate = f" ({summary.samples_per_s:,.0f} a second)" if summary.samples_per_s else ""
     head.add_row("work", f"{summary.updates:,} updates, {summary.samples:,} samples{rate}")
+    if summary.k_last is not None:
+        changed = (
+            f" at the end, from {summary.k_least} to {summary.k_most}" if summary.k_least != summary.k_most else ""
+        )
+        head.add_row("k", f"{summary.k_last}{changed}")
+        head.add_row("dropped", _drops(summary))
+    if sizes := [worker.batch_size for worker in summary.workers if worker.batch_size is not None]:
+        head.add_row("batches", f"{_sizes(sizes)} samples at the end")
     for name, final, best in (
         ("accuracy", summary.final_accuracy, summary.best_accuracy),
         ("loss", summary.final_loss, summary.best_loss),
@@ -319,6 +272,21 @@ def _head(summary: Summary) -> RenderableType:
     if summary.consensus_distance is not None:
         head.add_row("weights", f"{summary.consensus_distance:.4g} apart at the end (consensus distance)")
     return head
+
+
+def _drops(summary: Summary) -> str:
+    """How many contributions are in no update, and why."""
+    known = [("late", summary.late), ("discarded", summary.discarded), ("cancelled", summary.cancelled)]
+    at_the_end = (summary.dropped or 0) - sum(n or 0 for _, n in known)
+    why = ", ".join(f"{n:,} {name}" for name, n in [*known, ("at the end", at_the_end)] if n)
+    share = f" ({_percent(summary.dropped_share)} of all samples)" if why else ""
+    return f"{summary.dropped:,} contributions{share}{why and ': '}{why}"
+
+
+def _sizes(sizes: list[int]) -> str:
+    if len(sizes) > MANY_WORKERS:
+        return f"{min(sizes):,} to {max(sizes):,}"
+    return ", ".join(f"{size:,}" for size in sizes)
 
 
 def _shown(workers: Sequence[WorkerSummary]) -> Sequence[WorkerSummary]:

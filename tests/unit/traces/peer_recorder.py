@@ -1,6 +1,7 @@
 """Traces of small runs without servers: simulated, in memory."""
 
 from hpcsync.learning.workloads import build
+from hpcsync.peers import allocation_fields
 from hpcsync.simulator import links
 from hpcsync.simulator.peers import simulation
 from tests.unit.jobs import make_job
@@ -16,6 +17,7 @@ PARADIGMS = {
     "ring": {"name": "gossip", "mode": "permutation", "topology": "ring", "include_self": False},
     "exponential": {"name": "gossip", "mode": "push-sum", "topology": "exponential"},
 }
+BATCHES = {"policy": "equal-finish", "predictor": "last", "total": 24, "interval": 4}
 LINEAR = {"name": "linear", "batch_size": 4, "features": 3, "samples": 64}
 
 
@@ -52,4 +54,8 @@ def simulated(job):
 def record(paradigm, seconds=(1.0, 1.3, 2.1), **how):
     """A finished trace in memory."""
     job = peer_job(paradigm, seconds, **how)
-    return as_trace(job, simulated(job))
+    return in_memory(job, simulated(job))
+
+
+def in_memory(job, rows, status="finished"):
+    return as_trace(job, rows, allocation_fields(job), status)

@@ -1,6 +1,7 @@
 """Audits of runs without servers: correct traces pass, wherever they end; one thing changed, and the checks that must
 notice do, and no other."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hpcsync.traces import reading
 from hpcsync.traces.audit import audit, main
 from hpcsync.traces.schema import EVERYBODY, NOBODY
 from hpcsync.traces.writer import TraceWriter
-from tests.unit.traces.peer_recorder import PARADIGMS, peer_job, record, simulated
+from tests.unit.traces.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
 from tests.unit.traces.recorder import as_trace, attributes, edit, remove, with_rows, with_status
 
 POSSIBLE = "values are possible"
@@ -30,6 +31,10 @@ SAME = "the workers' weights are the same"
 LEFT = "nobody acts after leaving"
 END = "the stopping rule ended the run"
 IN_STEP = "nobody begins before all have exchanged"
+ROWS = "values of /decisions are possible"
+SIZES = "batch sizes are those agreed on"
+FOLLOW = "batch sizes follow from what was expected"
+DUE = "batch sizes are agreed on when it is time"
 
 
 def failing(trace):
@@ -91,6 +96,39 @@ def test_a_trace_that_ends_after_any_row_passes(paradigm, how):
     rows = simulated(job)
     for n_rows in range(len(rows) + 1):
         assert failing(as_trace(job, rows[:n_rows], status="running")) == set(), n_rows
+
+
+SHARED = [
+    {},
+    {"jitter": 0.0, "network": False},
+    {"seconds": (1.0,)},
+    {"seconds": (1.0,) * 5, "jitter": 0.0},
+    {"leave": {1: 6}},
+    {"leave": {0: 1, 2: 5}},
+    {"leave": {0: 5, 1: 5}},
+    {"leave": {0: 3, 1: 7, 2: 5}},
+    {"stop": {"updates": 17}},
+    {"stop": {"samples": 401}},
+    {"stop": {"seconds": 37.3}},
+    {"optimizer": {"name": "sgd", "lr": 0.1, "schedule": {"name": "cosine", "total": 200}}},
+    {"batches": {**BATCHES, "policy": "proportional", "gain": 0.2}},
+    {"batches": {**BATCHES, "predictor": "blend", "interval": 1, "gain": 0.0}},
+    {"batches": {**BATCHES, "maximum": 9}, "leave": {1: 6}},
+]
+
+
+@pytest.mark.parametrize("how", SHARED, ids=str)
+def test_correct_traces_pass_whatever_the_sizes(how):
+    assert failing(record("allreduce", **{"batches": BATCHES, "samples": 600, **how})) == set()
+
+
+@pytest.mark.parametrize("leave", [{}, {1: 6}, {0: 5, 1: 5}], ids=str)
+def test_a_trace_with_sizes_that_ends_after_any_row_passes(leave):
+    job = peer_job("allreduce", samples=400, leave=leave, batches=BATCHES)
+    rows = simulated(job)
+    assert sum(table == "decisions" for table, _ in rows) > 3
+    for n_rows in range(len(rows) + 1):
+        assert failing(in_memory(job, rows[:n_rows], "running")) == set(), n_rows
 
 
 def test_every_check_has_a_name_of_its_own(trace):
@@ -393,12 +431,116 @@ def test_workers_in_step_end_with_the_same_iteration(traces):
     assert END in failing(remove(trace, "exchanges", last))
 
 
+@pytest.fixture(scope="module")
+def shared():
+    """Workers 1 : 2 : 4, of which the second leaves before iteration 14."""
+    return record("allreduce", (1.0, 2.0, 4.0), samples=720, jitter=0.0, leave={1: 14}, batches=BATCHES)
+
+
+def rows_of(trace, iteration):
+    return np.flatnonzero(trace.tables["decisions"]["iteration"] == iteration)
+
+
+def with_settings(trace, **settings):
+    """As if the job said this of its batches."""
+    changed = trace.job.model_copy(update={"batches": trace.job.batches.model_copy(update=settings)})
+    return dataclasses.replace(trace, attributes={**trace.attributes, **attributes(changed)})
+
+
+def test_the_trace_to_be_damaged_is_right(shared):
+    assert failing(shared) == set()
+    assert sorted(set(shared.tables["decisions"]["iteration"].tolist())) == [4, 14]
+    assert {ROWS, SIZES, FOLLOW, DUE} <= {check.name for check in audit(shared)}
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"worker": 3}, {"worker": -1}, {"controller": b"k"}, {"now_s": math.nan}, {"chosen": 0.0}, {"chosen": 7.5},
+        {"chosen": math.nan}, {"batch_before": math.inf}, {"iteration": 0.0}, {"iteration": math.nan},
+        {"fixed_s": -0.1}, {"sample_s": 0.0}, {"sample_s": math.nan},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_impossible_decisions_are_all_that_is_told_of_sizes(shared, values):
+    damaged = edit(shared, "decisions", 1, **values)
+    assert failing(damaged) == {ROWS}
+    assert not {SIZES, FOLLOW, DUE} & {check.name for check in audit(damaged)}
+    lacking = shared.tables["decisions"][["seq", "now_s", "controller", "worker", "chosen"]]
+    assert failing(with_rows(shared, "decisions", lacking)) == {ROWS}
+
+
+def test_sizes(shared):
+    """Two workers have taken each other's."""
+    rows = shared.tables["exchanges"].copy()
+    two = [find(shared, iteration=9, worker=worker) for worker in (0, 2)]
+    rows["batch_size"][two] = rows["batch_size"][two[::-1]]
+    assert failing(with_rows(shared, "exchanges", rows)) == {SIZES}
+    equal = record("allreduce", (1.0, 2.0, 4.0), samples=720, jitter=0.0, leave={1: 14})
+    assert failing(dataclasses.replace(equal, attributes=shared.attributes)) >= {ROWS}
+
+
+@pytest.mark.parametrize(("column", "factor"), [("fixed_s", 9.0), ("sample_s", 1.5), ("gain", 1.001)])
+def test_sizes_follow_from_what_was_expected(shared, column, factor):
+    rows = shared.tables["decisions"]
+    assert failing(edit(shared, "decisions", 0, **{column: rows[column][0] * factor})) == {FOLLOW}
+
+
+def test_sizes_follow_from_the_ones_before_and_from_the_job(shared):
+    assert failing(edit(shared, "decisions", 0, batch_before=9.0)) == {FOLLOW}
+    assert failing(with_settings(shared, gain=0.9)) == {FOLLOW}
+    assert failing(with_settings(shared, policy="proportional")) == {FOLLOW}
+    assert failing(with_settings(shared, minimum=6)) == {FOLLOW}
+    unknown = edit(shared, "decisions", 0, fixed_s=math.nan, sample_s=math.nan)
+    assert failing(unknown) == {FOLLOW}
+
+
+def test_sizes_are_agreed_on_when_it_is_time(shared):
+    assert failing(with_settings(shared, interval=5)) == {DUE}
+    assert failing(with_settings(shared, interval=2)) == set()  # some may have been worth nothing
+    late = shared.tables["decisions"].copy()
+    late["now_s"][rows_of(shared, 4)] += 100.0
+    assert failing(with_rows(shared, "decisions", late)) == {DUE}
+    last = shared.tables["decisions"].copy()
+    last["iteration"][rows_of(shared, 14)] = shared.tables["exchanges"]["iteration"].max()
+    assert failing(with_rows(shared, "decisions", last)) == {SIZES, DUE}
+
+
+def test_the_samples_of_who_has_left_are_taken_over(shared):
+    kept = np.delete(shared.tables["decisions"], rows_of(shared, 14))
+    damaged = with_rows(shared, "decisions", kept)
+    damaged = with_rows(damaged, "membership", _numbered_anew(damaged))
+    assert failing(damaged) == {SIZES, DUE}
+    assert any("took over" in check.detail for check in audit(damaged))
+
+
+def _numbered_anew(trace):
+    rows = trace.tables["membership"].copy()
+    free = set(range(1, 100)) - set(trace.tables["decisions"]["seq"].tolist())
+    rows["seq"] = sorted(free)[: len(rows)]
+    return rows
+
+
+def test_decisions_and_departures_are_numbered_together(shared):
+    assert failing(edit(shared, "decisions", 0, seq=50)) == {LEFT}
+
+
+def test_samples_of_different_sizes_end_the_run(shared):
+    stop = shared.job.stop.model_copy(update={"samples": 600})
+    changed = shared.job.model_copy(update={"stop": stop})
+    assert failing(dataclasses.replace(shared, attributes={**shared.attributes, **attributes(changed)})) == {END}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_damage_is_reported_and_never_raises(seed):
     rng = np.random.default_rng(seed)
-    trace = record(rng.choice(list(PARADIGMS)), leave={0: 3})
+    paradigm = rng.choice([*PARADIGMS, "batches"])
+    if shares := paradigm == "batches":
+        trace = record("allreduce", leave={0: 3}, batches=BATCHES)
+    else:
+        trace = record(paradigm, leave={0: 3})
     for _ in range(rng.integers(1, 4)):
-        table = rng.choice(["exchanges", "updates", "membership", "evaluations", "clocks"])
+        table = rng.choice(["exchanges", "updates", "membership", "evaluations", "clocks", *["decisions"] * 3 * shares])
         rows = trace.tables[table].copy()
         kind = rng.integers(4)
         if kind == 0:
@@ -408,7 +550,8 @@ def test_damage_is_reported_and_never_raises(seed):
         elif kind == 2:
             rows = np.concatenate([rows, rows[rng.integers(len(rows), size=2)]])
         else:
-            rows[rng.choice([name for name in rows.dtype.names if name != "host"])] = rng.integers(0, 5, len(rows))
+            columns = [name for name in rows.dtype.names if name not in ("host", "controller")]
+            rows[rng.choice(columns)] = rng.integers(0, 5, len(rows))
         trace = with_rows(trace, table, rows)
         if not len(rows):
             break

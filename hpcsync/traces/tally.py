@@ -1,0 +1,125 @@
+"""Adding up the rows of a trace, slice by slice, for its summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hpcsync.job_paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
+from hpcsync.traces.counting import first_k
+from hpcsync.traces.reading import Trace, TraceFile
+from hpcsync.traces.schema import DROPPED, NOBODY
+from hpcsync.traces.sizes import planned
+
+
+class Tally:
+    """Sums, counts and maxima of a trace: of the whole run, and of each worker in arrays of shape (n_workers,).
+
+    served: whether there are servers; otherwise there are exchanges instead of pushes. staleness: of all applied pushes
+    together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the seconds in each part of an
+    iteration; outdated: pushes that were computed to the end and dropped before the last update; ks: every k that there
+    was, in order; batch_size: as given last, where batches are. Row is added to row, so how the trace is sliced does
+    not change a sum.
+    """
+
+    def __init__(self, trace: Trace | TraceFile) -> None:
+        n_workers = trace.n_workers
+        self.served = trace.job.has_servers
+        self.duration_s, self.updates, self.samples = 0.0, 0, 0
+        self.iterations, self.exchanges, self.wire_bytes = (np.zeros(n_workers, np.int64) for _ in range(3))
+        self.pushes, self.dropped, self.staleness, self.staleness_max, self.start_gap_max = (
+            np.zeros(n_workers, np.int64) for _ in range(5)
+        )
+        self.paradigm = trace.job.paradigm
+        self.outdated, self.cancelled = 0, 0
+        self.samples_computed, self.samples_dropped = np.zeros(n_workers), np.zeros(n_workers)
+        self.ks = [first_k(self.paradigm, n_workers)] if isinstance(self.paradigm, FirstK) else []
+        at_first = planned(trace.job) if self.served else None
+        self.batch_size = None if at_first is None else np.array(at_first.sizes)
+        self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
+        for table, add in (
+            ("updates", self._add_updates),
+            ("pushes", self._add_pushes),
+            ("grants", self._add_grants),
+            ("decisions", self._add_decisions),
+            ("exchanges", self._add_exchanges),
+        ):
+            for rows in trace.slices(table):
+                self.duration_s = max(self.duration_s, float(rows["now_s"].max(initial=0.0)))
+                add(rows)
+
+    def _add_pushes(self, rows: np.ndarray) -> None:
+        applied = rows[rows["outcome"] != DROPPED]
+        np.add.at(self.pushes, rows["worker"], 1)
+        np.add.at(self.dropped, rows["worker"], rows["outcome"] == DROPPED)
+        np.add.at(self.staleness, applied["worker"], applied["staleness"])
+        np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])
+        np.add.at(self.iterations, rows["worker"], rows["local_steps"])
+        self._add_drops(rows[rows["outcome"] == DROPPED])
+        np.add.at(self.samples_computed, rows["worker"], rows["share"] * rows["batch_size"])
+        self._add_costs(rows)
+
+    def _add_drops(self, dropped: np.ndarray) -> None:
+        is_whole = dropped["share"] == 1
+        at_the_end = dropped["version_read"] + dropped["staleness"] >= self.updates
+        self.cancelled += int((~is_whole).sum())
+        self.outdated += int((is_whole & ~at_the_end).sum())
+        np.add.at(self.samples_dropped, dropped["worker"], dropped["share"] * dropped["batch_size"])
+
+    def _add_exchanges(self, rows: np.ndarray) -> None:
+        np.add.at(self.iterations, rows["worker"], rows["batch_size"] > 0)
+        np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NOBODY) & (rows["peer"] != rows["worker"]))
+        self._add_costs(rows)
+
+    def _add_costs(self, rows: np.ndarray) -> None:
+        np.add.at(self.wire_bytes, rows["worker"], rows["wire_bytes"])
+        for part, sums_s in self.parts_s.items():
+            np.add.at(sums_s, rows["worker"], rows[f"{part}_s"])
+
+    def _add_grants(self, rows: np.ndarray) -> None:
+        starts = rows[rows["local_steps"] > 0]
+        np.maximum.at(self.start_gap_max, starts["worker"], starts["gap_iters"])
+
+    def _add_decisions(self, rows: np.ndarray) -> None:
+        if self.ks:
+            self.ks += rows["chosen"][rows["controller"] == b"k"].astype(int).tolist()
+        if self.batch_size is not None:
+            rows = rows[rows["controller"] == b"batches"]
+            self.batch_size[rows["worker"]] = rows["chosen"]
+
+    def _add_updates(self, rows: np.ndarray) -> None:
+        self.updates += len(rows)
+        self.samples = max(self.samples, int(rows["samples"].max(initial=0)))
+
+    def about_drops(self) -> dict[str, Any]:
+        """Of the whole run: what was computed in vain, and why."""
+        total, dropped = float(self.samples_computed.sum()), float(self.samples_dropped.sum())
+        synchronous, asynchronous = (isinstance(self.paradigm, form) for form in (FirstKOfAVersion, FirstKOfAny))
+        return {
+            "dropped_share": dropped / total if total else None,
+            "late": self.outdated if synchronous else None,
+            "discarded": self.outdated if asynchronous else None,
+            "cancelled": self.cancelled if synchronous else None,
+        }
+
+    def about_k(self) -> dict[str, Any]:
+        last, least, most = (self.ks[-1], min(self.ks), max(self.ks)) if self.ks else (None, None, None)
+        return {"k_last": last, "k_least": least, "k_most": most}
+
+    def about(self, workers: slice, *shares: str) -> dict[str, Any]:
+        """The numbers that are about the iterations of one worker or of all."""
+        pushes, dropped = int(self.pushes[workers].sum()), int(self.dropped[workers].sum())
+        applied = pushes - dropped
+        parts_s = {part: float(sums_s[workers].sum()) for part, sums_s in self.parts_s.items()}
+        total_s = sum(parts_s.values())
+        return {
+            "iterations": int(self.iterations[workers].sum()),
+            "pushes": pushes if self.served else None,
+            "dropped": dropped if self.served else None,
+            "exchanges": None if self.served else int(self.exchanges[workers].sum()),
+            "wire_bytes": int(self.wire_bytes[workers].sum()),
+            "staleness_mean": int(self.staleness[workers].sum()) / applied if applied else None,
+            "staleness_max": int(self.staleness_max[workers].max()) if applied else None,
+            **{f"{part}_share": parts_s[part] / total_s if total_s else None for part in shares},
+        }

@@ -1,0 +1,253 @@
+"""Negative controls of what the k family promises: traces that keep every promise but one."""
+
+import numpy as np
+import pytest
+
+from hpcsync.traces.audit import audit
+from hpcsync.traces.bounds import check_bounds
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.schema import APPLIED, DROPPED
+from tests.unit.traces.recorder import edit, record, remove, with_job, with_rows, with_status
+
+SECONDS = (1.0, 1.3, 2.1, 3.7)
+FORMS = ["k-sync", "k-batch-sync", "k-async", "k-batch-async"]
+WORKERS, BATCHES = "an update takes k workers", "an update takes k mini-batches"
+LATE, BEYOND = "what is dropped is of an older version", "what is dropped is beyond the bound of staleness"
+WAIT = "contributors wait for their update, nobody else waits"
+K = "k moves as it is told to, within its limits"
+CANCELLED, WHOLE = "cancelled iterations are of an older version", "no iteration is cancelled"
+
+
+def failing(trace):
+    return {check.name for check in check_bounds(Recount(trace)) if not check.passed}
+
+
+def failed(trace):
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+def k(name, of, *more):
+    return "\n".join([f'name = "{name}"', f"k = {of}", *more])
+
+
+def first(trace, **values):
+    """The first push with these values of which others follow."""
+    pushes = trace.tables["pushes"]
+    return int(np.flatnonzero(np.logical_and.reduce([pushes[name] == value for name, value in values.items()]))[0])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_k_is_that_of_the_job(name):
+    trace = record(k(name, 3), SECONDS, jitter=0.2)
+    assert failed(trace) == set()
+    assert trace.tables["updates"]["n_contributions"].tolist() == [3] * 40
+    takes = BATCHES if "batch" in name else WORKERS
+    assert takes in failing(with_job(trace, k(name, 4)))
+    assert takes in failing(with_job(trace, k(name, 1)))
+
+
+@pytest.mark.parametrize(("sync", "other"), [("k-sync", "k-async"), ("k-batch-sync", "k-batch-async")])
+def test_one_form_is_not_another(sync, other):
+    assert failing(with_job(record(k(other, 2), SECONDS), k(sync, 2))) == {LATE}
+    assert BEYOND in failing(with_job(record(k(sync, 2), SECONDS), k(other, 2)))
+
+
+def test_a_worker_that_counts_twice():
+    trace = record(k("k-batch-sync", 2), SECONDS)
+    assert WORKERS in failing(with_job(trace, k("k-sync", 2)))
+    trace = record(k("k-async", 2), SECONDS)
+    row = int(np.flatnonzero(np.diff(trace.tables["pushes"]["worker"]))[8])
+    assert WORKERS in failing(edit(trace, "pushes", row, worker=trace.tables["pushes"]["worker"][row + 1]))
+
+
+@pytest.mark.parametrize(("name", "takes"), [("k-sync", WORKERS), ("k-batch-async", BATCHES)])
+def test_an_update_at_another_time_than_what_completed_it(name, takes):
+    trace = record(k(name, 2), SECONDS)
+    now_s = trace.tables["updates"]["now_s"]
+    assert failing(edit(trace, "updates", 7, now_s=np.nextafter(now_s[7], np.inf))) == {takes}
+
+
+@pytest.mark.parametrize("name", ["k-sync", "k-async"])
+def test_fewer_than_k_only_of_all_that_are_left(name):
+    trace = record(k(name, 3), SECONDS, leave={1: 4, 3: 3})
+    n = trace.tables["updates"]["n_contributions"]
+    assert n[0] == 3 and n[-1] == 2
+    assert failed(trace) == set()
+    for row in range(2):
+        assert WORKERS in failing(remove(trace, "membership", row))
+
+
+def test_an_update_that_a_departure_completes_is_not_made_before():
+    """Worker 0 waits alone, while the late one is dropped and reads what is still current."""
+    trace = record(k("k-sync", 2), (1.0, 1.0, 1.5), leave={0: 3, 1: 2})
+    short = np.flatnonzero(trace.tables["updates"]["n_contributions"] == 1)
+    assert len(short)
+    assert failed(trace) == set()
+    recount = Recount(trace)
+    update = recount.update_event[short[0]]
+    assert failing(edit(trace, "updates", short[0], now_s=trace.tables["updates"]["now_s"][short[0]] - 0.1)) == {
+        WORKERS
+    }
+    assert recount.events["seq"][update] >= recount.complete_seq[short[0]]
+
+
+def test_mini_batches_left_over_when_all_have_left_are_no_update():
+    trace = record(k("k-batch-async", 2), (1.0, 1.0), leave={0: 3, 1: 2})
+    assert trace.tables["pushes"]["outcome"].tolist() == [APPLIED] * 2 + [DROPPED]
+    assert failed(trace) == set()
+
+
+# ---- what is dropped -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["k-sync", "k-batch-sync"])
+def test_synchronous_forms_drop_what_is_late_and_nothing_else(name):
+    trace = record(k(name, 2), SECONDS)
+    row = first(trace, outcome=DROPPED)
+    assert trace.tables["pushes"]["staleness"][row] > 0
+    assert LATE in failing(edit(trace, "pushes", row, outcome=APPLIED))
+    assert LATE in failing(edit(trace, "pushes", row, version_read=trace.tables["pushes"]["version_read"][row] + 1))
+    on_time = int(np.flatnonzero(trace.tables["pushes"]["outcome"] == APPLIED)[4])
+    assert LATE in failing(edit(trace, "pushes", on_time, version_read=1))
+    assert LATE in failing(edit(trace, "pushes", on_time, outcome=DROPPED))
+
+
+@pytest.mark.parametrize("name", ["k-async", "k-batch-async"])
+def test_asynchronous_forms_drop_what_is_beyond_their_bound_and_nothing_else(name):
+    trace = record(k(name, 2, "staleness_max = 1"), SECONDS)
+    pushes = trace.tables["pushes"]
+    assert (pushes["outcome"][:-4] == DROPPED).any()
+    assert failed(trace) == set()
+    assert failing(with_job(trace, k(name, 2, "staleness_max = 5"))) == {BEYOND}
+    assert failing(with_job(trace, k(name, 2))) == {BEYOND}
+    assert failing(with_job(trace, k(name, 2, "staleness_max = 0"))) == {BEYOND}
+    unbounded = record(k(name, 2), SECONDS)
+    assert failing(with_job(unbounded, k(name, 2, "staleness_max = 1"))) == {BEYOND}
+
+
+def test_a_contributor_that_does_not_wait():
+    trace = record(k("k-async", 2), SECONDS)
+    assert failing(with_job(trace, k("k-batch-async", 2))) == {"nobody is held"}
+    other = record(k("k-batch-async", 2), SECONDS)
+    assert WAIT in failing(with_job(other, k("k-async", 2)))
+
+
+def test_a_late_one_that_waits():
+    trace = record(k("k-sync", 2), SECONDS)
+    grants, pushes = trace.tables["grants"], trace.tables["pushes"]
+    push = pushes[first(trace, outcome=DROPPED)]
+    (row,) = np.flatnonzero((grants["worker"] == push["worker"]) & (grants["iteration"] == push["iteration"] + 1))
+    seq = grants["seq"][row]
+    after = int(np.flatnonzero(pushes["seq"] > seq)[0])
+    assert pushes["seq"][after] == seq + 1
+    late = edit(edit(trace, "grants", row, seq=seq + 1), "pushes", after, seq=seq)
+    assert failing(late) == {WAIT}
+
+
+# ---- cancelled iterations --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def aborted():
+    trace = record(k("k-sync", 2, 'cancel = "abort"'), SECONDS, jitter=0.2)
+    assert (trace.tables["pushes"]["share"] == 0.5).sum() > 5
+    assert failed(trace) == set()
+    return trace
+
+
+def test_only_who_may_stops_early(aborted):
+    assert failing(with_job(aborted, k("k-sync", 2))) == {WHOLE}
+    assert failing(edit(record("asp"), "pushes", 5, share=0.5)) == {WHOLE}
+
+
+def test_only_what_is_late_stops_early(aborted):
+    pushes = aborted.tables["pushes"]
+    applied = int(np.flatnonzero(pushes["outcome"] == APPLIED)[6])
+    assert failed(edit(aborted, "pushes", applied, share=0.5)) == {CANCELLED}
+    at_the_end = record(k("k-sync", 3, 'cancel = "abort"'), SECONDS, stop_s=16.5)
+    pushes = at_the_end.tables["pushes"]
+    left_over = np.flatnonzero((pushes["outcome"] == DROPPED) & (pushes["staleness"] == 0))
+    assert len(left_over)
+    assert failed(edit(at_the_end, "pushes", left_over[0], share=0.5)) == {CANCELLED}
+
+
+def test_after_a_whole_number_of_samples(aborted):
+    row = first(aborted, share=0.5)
+    assert failed(edit(aborted, "pushes", row, share=0.375)) == set()
+    assert failed(edit(aborted, "pushes", row, share=0.4)) == {CANCELLED}
+
+
+# ---- a k that changes ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adaptive():
+    """Two of four workers are stragglers, and one of the others leaves: from 4 to 2 workers."""
+    trace = record(k("k-sync", '"state"'), (1.0, 1.1, 3.0, 3.2), updates=100, jitter=0.1, leave={1: 60})
+    assert len(trace.tables["decisions"]) >= 2
+    assert failed(trace) == set()
+    return trace
+
+
+@pytest.mark.parametrize("values", [{"k_before": 2.0}, {"version": 21.0}, {"chosen": 2.0}, {"chosen": 4.0}])
+def test_a_change_that_does_not_follow(adaptive, values):
+    assert K in failing(edit(adaptive, "decisions", 0, **values))
+
+
+@pytest.mark.parametrize("values", [{"k_state": 4.0}, {"active": 3.0}])
+def test_a_change_for_another_reason(adaptive, values):
+    assert failing(edit(adaptive, "decisions", 0, **values)) == {K}
+
+
+def test_a_change_below_the_least(adaptive):
+    assert K in failing(with_job(adaptive, k("k-sync", '"state"', "k_min = 4")))
+
+
+def test_a_change_at_another_update(adaptive):
+    decisions = adaptive.tables["decisions"]
+    grants = adaptive.tables["grants"]
+    seq = decisions["seq"][0]
+    (row,) = np.flatnonzero(grants["seq"] == seq + 4)
+    pushes = adaptive.tables["pushes"]
+    (push,) = np.flatnonzero(pushes["seq"] == seq + 5)
+    later = edit(adaptive, "decisions", 0, seq=pushes["seq"][push])
+    later = edit(edit(later, "pushes", push, seq=seq + 4), "grants", row, seq=seq)
+    assert K in failing(later)
+
+
+def test_updates_of_the_k_before_a_change(adaptive):
+    assert failing(remove(adaptive, "decisions", 0)) >= {WORKERS}
+
+
+def test_a_k_that_is_given_and_changes(adaptive):
+    assert {"k is 4", WORKERS} <= failing(with_job(adaptive, k("k-sync", 4)))
+
+
+def test_decisions_without_their_columns(adaptive):
+    other = record(k("k-sync", 2), SECONDS)
+    assert K in failing(with_job(other, k("k-sync", '"state"')))
+    assert K in failed(with_job(other, k("k-sync", '"state"')))
+
+
+# ---- unfinished traces -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_after_a_pending_contribution_some_go_on_and_no_update_follows(name):
+    trace = with_status(record(k(name, 3), SECONDS, jitter=0.2), "running")
+    pushes = trace.tables["pushes"]
+    last = Recount(trace).complete_seq[20]
+    pending = int(np.flatnonzero(pushes["seq"] > last)[0])  # its row is missing, all up to the next update are there
+    following = Recount(trace).complete_seq[21]
+    cut = trace
+    for table in ("pushes", "grants", "decisions"):
+        rows = cut.tables[table]
+        cut = with_rows(cut, table, rows[rows["seq"] < following])
+    rows = cut.tables["pushes"]
+    open_ = (rows["seq"] > last) & (rows["outcome"] == APPLIED)
+    cut = with_rows(cut, "pushes", rows[~open_])
+    cut = with_rows(cut, "updates", cut.tables["updates"][:21])
+    cut = with_rows(cut, "evaluations", cut.tables["evaluations"][:3])
+    assert failed(cut) == set()
+    missing = with_rows(trace, "pushes", np.delete(pushes, pending))
+    assert "seq counts every row once" in failed(missing)

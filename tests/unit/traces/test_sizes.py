@@ -1,0 +1,158 @@
+"""Negative controls of weights, of batch sizes and of who is given which samples."""
+
+import numpy as np
+import pytest
+
+from hpcsync.traces.audit import audit
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.schema import APPLIED, DROPPED
+from hpcsync.traces.sizes import check_sizes
+from tests.unit.traces.recorder import BATCHES, PARADIGMS, edit, record, remove, with_job
+
+WEIGHTS = "weights follow from batch sizes"
+SIZES = "batch sizes are those by which all finish together"
+GIVEN = "samples are given out once, and none is left out"
+NONE = "no batches are given out"
+SECONDS = (1.0, 1.3, 2.1)
+
+
+def failing(trace):
+    return {check.name for check in check_sizes(Recount(trace)) if not check.passed}
+
+
+def failed(trace):
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+def with_batches(paradigm, **settings):
+    text = BATCHES
+    for name, value in settings.items():
+        text = (
+            text.replace(f"{name} = ", f"{name} = {value} # ") if f"{name} = " in text else f"{text}\n{name} = {value}"
+        )
+    return f"{paradigm}\n{text}"
+
+
+@pytest.fixture(scope="module")
+def uneven():
+    """BSP whose sizes are allocated several times, and anew when worker 1 leaves."""
+    trace = record(with_batches('name = "bsp"', gain=0.0), SECONDS, jitter=0.4, leave={1: 21})
+    assert len(trace.tables["decisions"]) > 10
+    assert failed(trace) == set()
+    return trace
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_another_weight(paradigm):
+    trace = record(paradigm, jitter=0.3)
+    assert failed(trace) == set()
+    for row in np.flatnonzero(trace.tables["pushes"]["outcome"] == APPLIED)[[0, 7, -1]]:
+        weight = trace.tables["pushes"]["weight"][row]
+        assert failed(edit(trace, "pushes", row, weight=weight * (1 + 1e-8))) == {WEIGHTS}
+        assert failed(edit(trace, "pushes", row, weight=0.0)) == {WEIGHTS}
+
+
+@pytest.mark.parametrize("paradigm", ["k-sync", "k-async", "ssp"])
+def test_what_is_dropped_does_not_count(paradigm):
+    trace = record(paradigm, jitter=0.3, updates=41)
+    row = np.flatnonzero(trace.tables["pushes"]["outcome"] == DROPPED)[0]
+    assert failed(edit(trace, "pushes", row, weight=0.1)) == {WEIGHTS}
+
+
+def test_the_weights_of_one_version_are_shares_of_its_samples(uneven):
+    pushes = uneven.tables["pushes"]
+    weights = pushes["weight"][pushes["outcome"] == APPLIED]
+    assert len(set(weights.round(6))) > 5, "an unweighted mean would not be told from this"
+    sums = np.bincount(Recount(uneven).applied_version - 1, weights)
+    assert sums == pytest.approx(1.0)
+
+
+def test_others_count_by_their_size_and_their_staleness():
+    trace = record(with_batches('name = "asp"'), (1.0, 2.0, 3.0))
+    pushes = trace.tables["pushes"][trace.tables["pushes"]["outcome"] == APPLIED]
+    assert pushes["weight"] == pytest.approx(pushes["batch_size"] / 8)
+    inverse, plain = ('name = "k-async"\nk = 2' + more for more in ('\nstaleness_weight = "inverse"', ""))
+    weighted, unweighted = (record(paradigm, (1.0, 1.3, 9.0)) for paradigm in (inverse, plain))
+    assert failing(weighted) == failing(unweighted) == set()
+    assert failing(with_job(weighted, plain)) == failing(with_job(unweighted, inverse)) == {WEIGHTS}
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column", ["chosen", "batch_before", "fixed_s", "sample_s", "gain", "worker"])
+def test_another_allocation(uneven, column):
+    for row in (0, 4, 7):
+        value = uneven.tables["decisions"][column][row]
+        tampered = edit(uneven, "decisions", row, **{column: (value + 1) % 3 if column == "worker" else value + 1})
+        assert {SIZES, "replay gives the same decisions"} & failed(tampered), row
+        assert failing(tampered) >= {SIZES}, row
+
+
+@pytest.mark.parametrize("column", ["predicted_fixed_s", "predicted_sample_s"])
+def test_something_else_was_foretold(uneven, column):
+    decisions, pushes = uneven.tables["decisions"], uneven.tables["pushes"]
+    row = np.flatnonzero(pushes["seq"] < decisions["seq"][0])[-1]
+    other = edit(uneven, "pushes", row, **{column: pushes[column][row] * 1.001})
+    assert failed(other) == {SIZES, "replay gives the same decisions"}
+
+
+def test_an_allocation_that_is_not_made(uneven):
+    group = np.flatnonzero(uneven.tables["decisions"]["now_s"] == uneven.tables["decisions"]["now_s"][3])
+    for row in group[::-1]:
+        uneven = remove(uneven, "decisions", row)
+    assert failing(uneven) == {SIZES, GIVEN}
+
+
+@pytest.mark.parametrize("settings", [{"interval": 3}, {"gain": 0.9}, {"maximum": 9}, {"minimum": 7}, {"total": 25}])
+def test_an_allocation_of_another_job(uneven, settings):
+    text = with_batches('name = "bsp"', **{"gain": 0.0, **settings})
+    assert SIZES in failing(with_job(uneven, text))
+
+
+def test_fixed_costs_where_sizes_are_proportional_to_speeds(uneven):
+    text = with_batches('name = "bsp"', gain=0.0, policy='"proportional"')
+    assert failing(with_job(uneven, text)) == {SIZES}
+
+
+def test_allocations_without_their_columns():
+    assert SIZES in failed(with_job(record("bsp"), with_batches('name = "bsp"')))
+
+
+# ---- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_samples_that_are_given_out_twice_or_not_at_all(uneven):
+    first = uneven.tables["grants"]["first_sample"]
+    for by in (-1, 1):
+        other = edit(uneven, "grants", 9, first_sample=first[9] + by)
+        assert failed(other) == {GIVEN, "replay gives the same grants"}
+    begin = uneven.tables["grants"]["batch_size"].astype(np.int64)
+    going = begin > 0
+    begins, ends = first[going], first[going] + begin[going]
+    assert begins[0] == 24 and (begins[1:] == ends[:-1]).all()
+
+
+def test_a_grant_of_another_size(uneven):
+    size = uneven.tables["grants"]["batch_size"][9]
+    assert failed(edit(uneven, "grants", 9, batch_size=size + 1)) == {GIVEN, "replay gives the same grants"}
+
+
+def test_a_push_of_another_size_than_it_was_granted(uneven):
+    for row in (0, 9):  # the first has no grant
+        size = uneven.tables["pushes"]["batch_size"][row]
+        assert GIVEN in failing(edit(uneven, "pushes", row, batch_size=size + 1))
+
+
+def test_a_stop_grant_with_samples(uneven):
+    assert failed(edit(uneven, "grants", -1, first_sample=7)) == {GIVEN, "replay gives the same grants"}
+
+
+def test_where_batches_are_alike_none_are_given_out(uneven):
+    trace = record("ssp")
+    assert failed(edit(trace, "grants", 5, first_sample=0)) == {NONE, "replay gives the same grants"}
+    assert failed(edit(trace, "pushes", 5, predicted_fixed_s=0.0, predicted_sample_s=0.1)) == {NONE}
+    assert failing(with_job(uneven, "bsp")) == {NONE}
