@@ -4,7 +4,18 @@ import math
 
 import pytest
 
-from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, drawing
+from hpcsync.peers import (
+    Exchanged,
+    Lockstep,
+    Outlook,
+    PeerCoordinator,
+    Shares,
+    allocation_fields,
+    create_shares,
+    drawing,
+)
+from hpcsync.planning.batches import Allocated, Batches, Estimate
+from hpcsync.planning.speed import Estimator, LastValue
 from hpcsync.traces.schema import EVERYBODY, LEFT, NOBODY, TABLES
 from tests.unit.jobs import make_job
 
@@ -200,3 +211,140 @@ def test_whom_a_job_draws():
     paradigm = {"name": "gossip", "mode": "pull", "topology": "ring", "include_self": False}
     peers = drawing(make_job(seed=7, paradigm=paradigm, cluster={"workers": 5}))
     assert (peers.n_workers, peers.seed, peers.topology, peers.include_self) == (5, 7, "ring", False)
+
+
+# ---- batches that are given out ----
+
+UNKNOWN = Estimate(math.nan, math.nan)
+
+
+def shares(n_workers=3, total=24, interval=2, **limits) -> Shares:
+    return Shares(Batches(n_workers, total, interval=interval, **{"maxima": [math.inf] * n_workers, **limits}))
+
+
+def speeds(*each):
+    """What workers expect that are so fast, in samples/s; None of one that has left."""
+    return [None if speed is None else Estimate(0.0, 1.0 / speed) for speed in each]
+
+
+def sizes(run, *workers):
+    return [run.work(worker)[1] for worker in workers]
+
+
+def never():
+    raise AssertionError("nobody was to be asked")
+
+
+def test_batches_are_alike_unless_the_job_says_otherwise():
+    job = make_job(paradigm=ALLREDUCE)
+    assert create_shares(job) is None and allocation_fields(job) == ()
+    given_out = make_job(paradigm=ALLREDUCE, batches={"policy": "proportional"})
+    assert isinstance(create_shares(given_out), Shares)
+    assert allocation_fields(given_out) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
+
+
+def test_each_sample_of_the_sequence_is_given_out_once():
+    run, taken = shares(), []
+    for iteration in range(1, 9):
+        for worker in range(3):
+            first, n_samples = run.work(worker)
+            taken += range(first, first + n_samples)
+        run.exchanged(3, lambda iteration=iteration: speeds(1.0, iteration, 2.0))
+        assert sum(sizes(run, 0, 1, 2)) == 24
+    assert taken == list(range(8 * 24))
+    assert sizes(run, 0, 1, 2) != [8, 8, 8]
+
+
+def test_all_are_asked_when_it_is_time():
+    run, asked = shares(interval=3), []
+    for iteration in range(1, 10):
+        run.exchanged(3, lambda iteration=iteration: asked.append(iteration) or speeds(1.0, 1.0, 1.0))
+    assert asked == [3, 6, 9]
+
+
+def test_who_says_the_same_gets_the_same_and_all_know_why():
+    one, other = shares(), shares()
+    for run in (one, other):
+        assert run.exchanged(3, never) == []
+    said = speeds(1.0, 2.0, 4.1)
+    rows = one.exchanged(3, lambda: said)
+    assert rows == other.exchanged(3, lambda: said)
+    assert sizes(one, 0, 1, 2) == sizes(other, 0, 1, 2) == [3, 7, 14] == [row.size for row in rows]
+    assert [row.inputs[:3] for row in rows] == [(8.0, *estimate) for estimate in said]
+
+
+def test_nothing_is_given_out_anew_before_all_know_what_to_expect():
+    run = shares(interval=1)
+    assert run.exchanged(3, lambda: [*speeds(1.0, 4.0), UNKNOWN]) == []
+    assert sizes(run, 0, 1, 2) == [8, 8, 8]
+
+
+def test_gradients_count_by_their_samples():
+    run = shares()
+    assert [run.weight(worker) for worker in range(3)] == [1.0, 1.0, 1.0]  # exactly
+    run.exchanged(3, never)
+    run.exchanged(3, lambda: speeds(1.0, 2.0, 5.0))
+    assert sizes(run, 0, 1, 2) == [3, 6, 15]
+    assert [run.weight(worker) for worker in range(3)] == [3 * 3 / 24, 6 * 3 / 24, 15 * 3 / 24]
+    assert run.correction(3, 24) == 1.0
+    for present in ([0, 1], [0, 2], [2]):  # the mean over samples, of gradients that are these numbers
+        n, n_samples = len(present), sum(sizes(run, *present))
+        found = sum(run.weight(worker) * 10.0**worker for worker in present) / n * run.correction(n, n_samples)
+        assert found == pytest.approx(sum(sizes(run, w)[0] * 10.0**w for w in present) / n_samples, rel=1e-12)
+        assert run.correction(n, n_samples) != 1.0
+    assert run.correction(0, 0) == 1.0
+
+
+def test_who_has_left_is_found_missing_and_the_others_take_over():
+    run = shares(interval=2)
+    run.exchanged(3, never)
+    run.exchanged(3, lambda: speeds(1.0, 2.0, 5.0))
+    first = run.work(2)[0] + run.work(2)[1]
+    rows = run.exchanged(2, lambda: speeds(1.0, None, 5.0))  # at once
+    assert [(row.worker, row.size) for row in rows] == [(0, 4), (2, 20)]
+    assert math.isnan(rows[0].inputs[-1])  # no gain is asked for
+    assert [run.work(0), run.work(2)] == [(first, 4), (first + 4, 20)]
+    assert run.weight(0) == 4 * 2 / 24 and run.correction(2, 24) == 1.0
+    both = run.exchanged(2, lambda: speeds(5.0, None, 1.0))
+    assert [(row.worker, row.size) for row in both] == [(0, 20), (2, 4)]
+    alone = run.exchanged(1, lambda: speeds(None, None, 1.0))
+    assert [(row.worker, row.size) for row in alone] == [(2, 24)] and run.weight(2) == 1.0
+
+
+def test_several_leave_and_the_others_are_faster_than_they_were():
+    run = shares(n_workers=4, interval=1)
+    run.exchanged(4, lambda: speeds(1.0, 1.0, 1.0, 3.0))
+    rows = run.exchanged(2, lambda: speeds(2.0, None, None, 1.0))
+    assert [row.worker for row in rows] == [0, 2, 3, 0, 3, 0, 3]
+    assert [row.size for row in rows[-2:]] == sizes(run, 0, 3) == [16, 8]
+
+
+def test_what_memory_cannot_hold_is_not_counted_as_there():
+    run = shares(maxima=[8, 8, 9], interval=1)
+    run.exchanged(2, lambda: speeds(1.0, None, 1.0))
+    assert sizes(run, 0, 2) == [8, 9]
+    assert run.weight(0) == 8 * 2 / 17 and run.correction(2, 17) == 1.0
+
+
+def test_an_outlook_is_of_iterations_that_took_time():
+    outlook = Outlook(Estimator(LastValue(), False))
+    outlook.learn(report(0, 1, compute_s=0.0))
+    assert all(map(math.isnan, outlook.estimate))
+    outlook.learn(report(0, 2, compute_s=2.0))
+    assert outlook.estimate == Estimate(0.0, 0.5)
+    outlook.learn(report(0, 3, compute_s=0.0))
+    assert outlook.estimate == Estimate(0.0, 0.5)
+
+
+def test_an_allocation_is_a_row_for_each_worker():
+    rows = []
+    job = make_job(paradigm=ALLREDUCE, batches={"policy": "equal-finish"})
+    run = PeerCoordinator(job, type("Rows", (), {"append": lambda _, table, row: rows.append((table, row))})())
+    run.allocated(5.0, 10, [Allocated(0, 3, (4.0, 0.1, 0.2, 0.3)), Allocated(1, 5, (4.0, 0.4, 0.5, 0.3))])
+    run.left(6.0, 1)
+    assert rows == [
+        ("decisions", (1, 5.0, "batches", 0, 3.0, 10.0, 4.0, 0.1, 0.2, 0.3)),
+        ("decisions", (2, 5.0, "batches", 1, 5.0, 10.0, 4.0, 0.4, 0.5, 0.3)),
+        ("membership", (3, 6.0, 1, LEFT)),
+    ]
+    assert len(rows[0][1]) == len(TABLES["decisions"].names) + len(allocation_fields(job))
