@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.coordinator import Coordinator, Report, Update, create_paradigm
+from hpcsync.coordinator import Collection, Coordinator, Report, Update, create_paradigm
 from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -50,6 +50,10 @@ class Server:
         for store in self.stores:
             store.apply(update.workers, update.lr, update.weights, update.divisor)
 
+    def collect(self, collection: Collection) -> None:
+        for store in self.stores:
+            store.collect(collection.worker, collection.weight)
+
     @property
     def weights(self) -> torch.Tensor:
         return torch.cat([store.weights for store in self.stores])
@@ -88,6 +92,8 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
         for order in coordinator.pushed(now_s, report):
             if isinstance(order, Update):
                 server.apply(order)
+            elif isinstance(order, Collection):
+                server.collect(order)
             elif order.local_steps:
                 read[order.worker] = server.weights
                 due_s[order.worker] = now_s + seconds[order.worker]
@@ -97,7 +103,7 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
 
 def job(paradigm="bsp", workers=1, batch_size=4, servers=1, seed=1, **optimizer):
     name, *bounds = [paradigm] if isinstance(paradigm, str) else paradigm
-    keys = {"ssp": ["staleness"], "dssp": ["staleness_min", "staleness_max"]}.get(name, [])
+    keys = {"bsp": [], "asp": [], "ssp": ["staleness"], "dssp": ["staleness_min", "staleness_max"]}.get(name, ["k"])
     return make_job(
         workload={**LINEAR, "batch_size": batch_size, "samples": 96},
         optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9, **optimizer},
@@ -159,7 +165,9 @@ def test_bsp_does_not_depend_on_who_is_fast():
     assert not torch.equal(train(job("asp", 3), seconds=(1, 2, 3)), train(job("asp", 3), seconds=(3, 1, 2)))
 
 
-@pytest.mark.parametrize("paradigm", ["bsp", "asp", ("ssp", 1), ("dssp", 1, 4)], ids=str)
+@pytest.mark.parametrize(
+    "paradigm", ["bsp", "asp", ("ssp", 1), ("dssp", 1, 4), ("k-batch-sync", 3), ("k-batch-async", 2)], ids=str
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_number_of_servers_does_not_change_a_bit(paradigm, optimizer):
     options = {"name": optimizer, "lr": 0.01} | ({"momentum": 0.9} if optimizer == "sgd" else {})
@@ -175,7 +183,18 @@ def test_the_number_of_servers_does_not_change_a_bit(paradigm, optimizer):
 
 
 @pytest.mark.parametrize(
-    ("a", "b"), [(("ssp", math.inf), "asp"), (("dssp", 2, 2), ("ssp", 2)), (("dssp", 0, 0), ("ssp", 0))], ids=str
+    ("a", "b"),
+    [
+        (("ssp", math.inf), "asp"),
+        (("dssp", 2, 2), ("ssp", 2)),
+        (("dssp", 0, 0), ("ssp", 0)),
+        (("k-sync", 4), "bsp"),
+        (("k-async", 4), "bsp"),
+        (("k-async", 1), "asp"),
+        (("k-batch-async", 1), "asp"),
+        (("k-batch-sync", 1), ("k-sync", 1)),
+    ],
+    ids=str,
 )
 def test_paradigms_that_are_one(a, b):
     assert torch.equal(train(job(a, 4)), train(job(b, 4)))
@@ -184,3 +203,9 @@ def test_paradigms_that_are_one(a, b):
 def test_paradigms_that_are_not():
     assert not torch.equal(train(job(("ssp", 1), 4)), train(job("asp", 4)))
     assert not torch.equal(train(job(("dssp", 1, 5), 4)), train(job(("ssp", 1), 4)))
+    bsp, asp = train(job("bsp", 4)), train(job("asp", 4))
+    for name in ("k-batch-sync", "k-batch-async"):  # of a fast worker more than one mini-batch
+        assert not torch.equal(train(job((name, 4), 4)), bsp)
+    for name in ("k-sync", "k-async"):
+        assert not torch.equal(train(job((name, 3), 4)), bsp)
+        assert not torch.equal(train(job((name, 2), 4)), asp)

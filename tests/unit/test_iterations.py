@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpcsync.iterations import CALL_S, Iterations
-from hpcsync.learning.data import batches
+from hpcsync.learning.data import batches, sequence_indices
 from tests.unit.jobs import make_job
 
 DATA = TensorDataset(torch.arange(22))
@@ -107,6 +107,98 @@ def test_padding_leaves_time_for_calls(clock):
     begin_s, end_s = iterations.end()
     assert end_s - begin_s == pytest.approx(0.5)
     assert len(calls) == pytest.approx(0.5 / CALL_S, abs=2)
+
+
+def test_a_share_of_an_iteration_takes_that_share_of_its_time(clock):
+    iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0])
+    loader = iterations.shard(DATA, 4, None, never)
+    next(loader)
+    for share in (0.25, 0.5):
+        iterations.pad(share)
+        assert clock[0] == pytest.approx(10.0 + share * 0.5)
+    assert iterations.end(0.5) == (10.0, pytest.approx(10.25)), "what is cancelled then"
+    next(loader)
+    assert iterations.end() == (pytest.approx(10.25), pytest.approx(10.75))
+
+
+def test_a_share_without_a_batch_is_refused():
+    with pytest.raises(RuntimeError, match="step without a batch"):
+        make_iterations().pad(0.5)
+
+
+# ---- batches that are given out ----
+
+
+def given_out(work, **settings) -> Iterations:
+    """The next of these is given out when an iteration has ended."""
+    given, iterations = list(work), None
+
+    def next_work() -> tuple[int, int]:
+        return given[0]
+
+    iterations = make_iterations(handed_out=next_work, **settings)
+    ended = iterations.end
+
+    def end(share: float = 1.0) -> tuple[float, float]:
+        given.pop(0)
+        return ended(share)
+
+    iterations.end = end
+    return iterations
+
+
+def stepped(iterations, loader) -> list[list[int]]:
+    found = []
+    for (x,) in loader:
+        assert iterations.batch_size == len(x)
+        found.append(x.tolist())
+        iterations.end()
+    return found
+
+
+def sequence(first: int, n_samples: int) -> list[int]:
+    return sequence_indices(9, first, n_samples, size=22).tolist()
+
+
+WORK = [(0, 3), (10, 5), (20, 4), (24, 1), (50, 2), (70, 9)]
+
+
+def test_batches_are_the_samples_given_out_and_belong_where_they_begin():
+    """The third reaches over the end of the first training epoch; the last is of the fourth, which nobody asks for."""
+    iterations = given_out(WORK)
+    found = [stepped(iterations, iterations.shard(DATA, 4, epochs, never)) for epochs in (1, 0, 1, 1)]
+    assert found == [
+        [sequence(0, 3), sequence(10, 5), sequence(20, 4)],
+        [],
+        [sequence(24, 1)],
+        [sequence(50, 2)],
+    ]
+    iterations = given_out(WORK)
+    assert stepped(iterations, iterations.shard(DATA, 4, 3, never)) == [sequence(*work) for work in WORK[:-1]]
+
+
+def test_what_was_given_out_and_not_computed_comes_again():
+    iterations = given_out(WORK)
+    for _ in range(2):
+        (x,) = next(iterations.shard(DATA, 4, None, never))
+        assert x.tolist() == sequence(0, 3)
+
+
+def test_batches_of_another_size_take_another_time(clock):
+    compute = {"model": "constant", "seconds": 0.5, "fixed_share": 0.2}
+    iterations = given_out([(0, 4), (4, 8), (12, 1)], compute=compute, now=lambda: clock[0])
+    took = []
+    for _ in zip(range(3), iterations.shard(DATA, 4, None, never), strict=False):
+        begin_s, end_s = iterations.end()
+        took.append(end_s - begin_s)
+    assert took == pytest.approx([0.5, 0.5 * (0.2 + 0.8 * 2), 0.5 * (0.2 + 0.8 / 4)])
+
+
+def test_without_data_they_are_empty_and_have_their_sizes():
+    iterations = given_out(WORK)
+    for (_, n_samples), batch in zip(WORK[:3], iterations.shard(None, 4, None, never), strict=False):
+        assert (batch, iterations.batch_size) == ((), n_samples)
+        iterations.end()
 
 
 # ---- a device that changes ----

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 from hpcsync import connect, device, gpus
 from hpcsync.job_errors import JobError
-from hpcsync.learning.data import batches
+from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.library import agree
 
 GENERATOR = torch.Generator().manual_seed(4)
@@ -136,6 +136,28 @@ def test_a_script_that_changes_the_learning_rate_is_told_so(model):
                 sync.step(loss)
 
 
+def test_alone_all_samples_that_are_given_out_are_its_own(model):
+    """Also those that would not fill a batch: two training epochs of 50 samples end in the seventh batch of 16."""
+    seen = []
+    batches = {"policy": "proportional", "total": 16}
+    with connect(model, sgd(model), batches=batches, seed=7) as sync:
+        for _ in range(2):
+            for batch in sync.shard(DATA, batch_size=99):
+                seen.append(batch[0])
+                sync.step(step(model, sync._optimizer, batch))
+    order = sequence_indices(7, 0, 7 * 16, size=50)
+    assert [len(x) for x in seen] == [16] * 7
+    assert torch.equal(torch.cat(seen), DATA.tensors[0][torch.from_numpy(order)])
+
+
+@pytest.mark.parametrize("paradigm", [("k-sync", {"cancel": "abort"}), ("k-batch-async", {})], ids=str)
+def test_alone_nothing_is_ever_cancelled(model, paradigm):
+    with connect(model, sgd(model), paradigm[0], k=1, **paradigm[1]) as sync:
+        assert not sync.cancelled(0.5)
+        with pytest.raises(ValueError, match="share = 1: must be greater than 0 and less than 1"):
+            sync.cancelled(1)
+
+
 def test_evaluation_is_every_so_many_samples_and_finds_the_target(model):
     seen = []
 
@@ -183,6 +205,9 @@ def lbfgs(model):
         (sgd, {"schedule": {"name": "step"}}, 'optimizer.schedule.name = "step": must be one of multistep, cosine'),
         (sgd, {"servers": 0}, "cluster.servers = 0: "),
         (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
+        (sgd, {"batches": {"policy": "proportional"}}, "batches.total: missing"),
+        (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be left out"),
+        (sgd, {"paradigm": "k-sync", "k": 2}, "paradigm.k = 2: must be at most cluster.workers = 1"),
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: must come with evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: must come with evaluate"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from hpcsync.learning.data import batch_indices, batches, fetch
+from hpcsync.learning.data import batch_indices, batches, fetch, sequence_indices
 
 
 def numbers(size: int) -> TensorDataset:
@@ -118,3 +118,25 @@ def test_a_tensor_data_set_gives_rows_of_every_tensor():
     x, y = fetch(TensorDataset(torch.arange(6.0).view(3, 2), torch.tensor([5, 6, 7])), np.array([2, 0]))
     assert x.tolist() == [[4.0, 5.0], [0.0, 1.0]]
     assert y.tolist() == [7, 5]
+
+
+# ---- one sequence ----
+
+
+@pytest.mark.parametrize("sizes", [[23], [1] * 30, [5, 11, 2, 40, 7], [100]], ids=str)
+def test_pieces_of_the_sequence_are_one_sequence_whatever_their_sizes(sizes):
+    """Over the ends of training epochs, and in one piece over several of them."""
+    ends = np.cumsum([0, *sizes])
+    pieces = [sequence_indices(7, first, n, size=23).tolist() for first, n in zip(ends, sizes, strict=False)]
+    assert [len(piece) for piece in pieces] == sizes
+    together = list(itertools.chain(*pieces))
+    assert together == sequence_indices(7, 0, sum(sizes), size=23).tolist()
+    for training_epoch in range(sum(sizes) // 23):
+        assert sorted(together[23 * training_epoch : 23 * (training_epoch + 1)]) == list(range(23))
+
+
+def test_its_training_epochs_are_those_of_equal_batches():
+    """Which leave out what does not fill a batch."""
+    equal = [batch_indices(7, batch, batch_size=5, size=23) for batch in range(4, 8)]
+    assert np.concatenate(equal).tolist() == sequence_indices(7, 23, 20, size=23).tolist()
+    assert sequence_indices(8, 23, 20, size=23).tolist() != sequence_indices(7, 23, 20, size=23).tolist()

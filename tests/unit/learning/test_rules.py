@@ -77,6 +77,50 @@ def test_it_is_the_sum_that_workers_could_have_reduced_themselves():
     assert torch.equal(updated(centre, positions, 0.2), centre + (d[0] + d[1] + d[2] + d[3]))
 
 
+def test_every_position_counts_once_whatever_its_batches():
+    centre, positions = random(101), random(3, 101)
+    parameter, rule = torch.nn.Parameter(centre.clone()), Elastic()
+    rule.bind(parameter)
+    rule.update(list(positions.clone()), 0.2, [0.5, 2.0, 0.25], 7.0)
+    assert torch.equal(parameter.data, updated(centre, positions, 0.2))
+
+
+# ---- gradients ----
+
+
+def descended(gradients: torch.Tensor, weights: list[float], divisor: float) -> torch.Tensor:
+    parameter, rule = torch.nn.Parameter(torch.zeros_like(gradients[0])), Descent(OptimizerSpec("sgd", 9.0))
+    rule.bind(parameter)
+    rule.update(list(gradients.clone()), 1.0, weights, divisor)
+    return parameter.data
+
+
+def test_a_step_is_along_the_weighted_sum_over_the_divisor():
+    gradients = random(3, 101)
+    expected = -(2.0 * gradients[0] + 0.5 * gradients[1] + gradients[2]) / 3.5
+    assert torch.allclose(descended(gradients, [2.0, 0.5, 1.0], 3.5), expected, rtol=0, atol=1e-15)
+    assert not torch.allclose(descended(gradients, [1.0] * 3, 3.0), expected, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_weights_of_1_are_the_mean_to_the_bit(dtype):
+    gradients = random(3, 101, dtype=dtype)
+    mean = (gradients[0] + gradients[1] + gradients[2]) / 3.0
+    assert torch.equal(descended(gradients, [1.0] * 3, 3.0), -mean)
+    assert torch.equal(descended(gradients[:1], [1.0], 1.0), -gradients[0])
+
+
+@pytest.mark.parametrize("sizes", [[12, 12], [1, 23], [5, 7, 12], [24]], ids=str)
+def test_means_of_parts_weighted_by_their_samples_are_the_mean_of_all(sizes):
+    """Of 24 samples, however they are split; the servers' weights are sizes in mean batches."""
+    samples, mean_batch = random(24, 101), 24 / len(sizes)
+    means = torch.stack([part.mean(0) for part in samples.split(sizes)])
+    step = descended(means, [size / mean_batch for size in sizes], sum(size / mean_batch for size in sizes))
+    assert torch.allclose(step, -samples.mean(0), rtol=0, atol=1e-15)
+    unweighted = descended(means, [1.0] * len(sizes), float(len(sizes)))
+    assert torch.allclose(unweighted, -samples.mean(0), rtol=0, atol=1e-3) == (len(set(sizes)) == 1)
+
+
 def test_half_of_the_way_each_is_the_midpoint():
     centre, position = torch.tensor([1.0, -3.0]), torch.tensor([2.0, 5.0])
     assert updated(centre, position[None], 0.5).tolist() == [1.5, 1.0]

@@ -1,5 +1,7 @@
 """A store: the same bits whatever the shards, and every reader sees exactly the version it was promised."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -150,6 +152,70 @@ def test_optimizer_state_follows_the_weights_from_buffer_to_buffer():
     assert len(used) > 1
 
 
+# ---- weights, and what is collected ----
+
+
+def test_contributions_count_as_often_as_their_weights_say():
+    store, slots, _ = make_store(torch.zeros(2), 2)
+    slots[0], slots[1] = torch.tensor([1.0, 2.0]), torch.tensor([10.0, 20.0])
+    store.apply([0, 1], 1.0, [3.0, 0.5], 4.0)
+    assert store.weights.tolist() == [-2.0, -4.0]
+
+
+def test_what_is_collected_is_a_part_of_the_next_update_and_of_no_other():
+    store, slots, _ = make_store(torch.zeros(1), 2)
+    for value, weight in ((1.0, 2.0), (10.0, 0.5), (100.0, 1.0)):
+        slots[0] = value
+        store.collect(0, weight)
+        slots[0] = math.nan  # its worker goes on
+    slots[1] = 1000.0
+    store.apply([1], 1.0, [3.0], 2.0)
+    assert store.weights.tolist() == [-(2.0 + 5.0 + 100.0 + 3000.0) / 2]
+    assert store.version == 1
+    slots[0] = 4.0
+    store.collect(0, 1.0)
+    slots[1] = 2.0
+    store.apply([1], 1.0, [1.0], 2.0)
+    assert store.weights.tolist() == [-1553.5 - 3.0]
+    slots[1] = 1.0
+    store.apply([1], 1.0)
+    assert store.weights.tolist() == [-1557.5]
+
+
+def test_collecting_changes_neither_weights_nor_versions_and_says_that_its_worker_has_read():
+    store, slots, done = make_store(torch.zeros(1), 2)
+    buffer, serial = store.pin(0)
+    slots.fill_(1.0)
+    store.collect(0, 1.0)
+    assert (store.weights.tolist(), store.version, done[0]) == ([0.0], 0, serial)
+    store.apply([1], 1.0)
+    assert store.current == buffer, "in place: nobody reads"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
+def test_collecting_is_the_same_sum_in_the_same_order_whatever_the_shards(dtype):
+    generator = torch.Generator().manual_seed(1)
+    gradients, weights = torch.randn(4, 101, generator=generator, dtype=dtype), (0.7, 1.3, 1.0, 0.9)
+    results = []
+    for n_shards in (1, 3):
+        result = torch.empty(101, dtype=dtype)
+        for server in range(n_shards):
+            shard = Roles(n_shards, 2).shard(server, 101)
+            store, slots, _ = make_store(torch.zeros(101, dtype=dtype)[shard], 2, OptimizerSpec("adam", 0.1))
+            for gradient, weight in zip(gradients[:3], weights, strict=False):
+                slots[0] = gradient[shard]
+                store.collect(0, weight)
+            slots[1] = gradients[3][shard]
+            store.apply([1], 0.1, weights[3:], 4.0)
+            result[shard] = store.weights
+        results.append(result)
+    assert torch.equal(*results)
+    at_once, slots, _ = make_store(torch.zeros(101, dtype=dtype), 4, OptimizerSpec("adam", 0.1))
+    slots.copy_(gradients)
+    at_once.apply(range(4), 0.1, weights, 4.0)
+    assert torch.equal(at_once.weights, results[0])
+
+
 # ---- pinned versions ----
 
 
@@ -225,19 +291,21 @@ def test_an_old_serial_does_not_release_a_new_promise():
     assert store.current != buffer
 
 
-def obey(store: Store, slots: torch.Tensor, done: np.ndarray, picks) -> int:
+def obey(store: Store, slots: torch.Tensor, done: np.ndarray, picks, collects: bool = False) -> int:
     """Random events that obey the protocol; asserts after each that every reader sees what it was promised.
 
-    picks: numbers that choose the next event among those that are possible. Returns how many updates were not in place.
+    picks: numbers that choose the next event among those that are possible. collects: whether some contributions are
+    collected, and their workers read again. Returns how many updates were not in place.
     """
     n_workers = len(slots)
-    reading, moves = {}, 0  # reader: (buffer, serial, what it must see)
+    reading, moves, expected = {}, 0, 0.0  # reader: (buffer, serial, what it must see); minus the sum of all
     contributed, idle = set(), set(range(n_workers + 1))  # workers with a spent or no promise, and the evaluator
     for pick in picks:
         events = [("done", reader) for reader in sorted(reading)]
         events += [("contribute", worker) for worker in sorted(set(range(n_workers)) - contributed - idle)]
         events += [("pin", reader) for reader in sorted(idle)]
         events += [("apply", None)] * 2 if contributed else []
+        events += [("collect", worker) for worker in sorted(contributed)] if collects else []
         event, reader = events[pick % len(events)]
         if event == "pin":
             idle.remove(reader)
@@ -249,10 +317,15 @@ def obey(store: Store, slots: torch.Tensor, done: np.ndarray, picks) -> int:
             reading.pop(reader, None)  # its own word of `done` may come later than its contribution
             contributed.add(reader)
             slots[reader] = pick + 1.0
+            expected -= pick + 1.0
+        elif event == "collect":
+            store.collect(reader, 1.0)
+            contributed.remove(reader)
+            idle.add(reader)
         else:
             workers = sorted(contributed)[: 1 + pick % len(contributed)]
             before = store.current
-            store.apply(workers, 1.0)
+            store.apply(workers, 1.0, [1.0] * len(workers), 1.0)
             moves += store.current != before
             contributed -= set(workers)
             idle |= set(workers)
@@ -261,6 +334,12 @@ def obey(store: Store, slots: torch.Tensor, done: np.ndarray, picks) -> int:
             assert torch.equal(store._buffers[buffer, : len(promised)], promised), (
                 f"reader {reader} sees a version not promised"
             )
+    if 0 not in contributed:
+        contributed.add(0)
+        slots[0] = 1.0
+        expected -= 1.0
+    store.apply(sorted(contributed), 1.0, [1.0] * len(contributed), 1.0)
+    assert store.weights.tolist() == [expected] * len(store.weights), "every contribution counts once"
     return moves
 
 
@@ -268,6 +347,18 @@ def obey(store: Store, slots: torch.Tensor, done: np.ndarray, picks) -> int:
 @given(n_workers=st.integers(1, 5), picks=st.lists(st.integers(0, 1000), min_size=20, max_size=120))
 def test_every_reader_sees_its_version_and_the_buffers_suffice(n_workers, picks):
     obey(*make_store(torch.zeros(2), n_workers), picks)
+
+
+@settings(deadline=None, derandomize=True, max_examples=150)
+@given(n_workers=st.integers(1, 5), picks=st.lists(st.integers(0, 1000), min_size=20, max_size=120))
+def test_so_they_do_where_contributions_are_collected(n_workers, picks):
+    obey(*make_store(torch.zeros(2), n_workers), picks, collects=True)
+
+
+def test_what_is_applied_but_not_collected_is_missed(monkeypatch):
+    monkeypatch.setattr(Store, "collect", lambda self, worker, weight: self._has_read(worker))
+    with pytest.raises(AssertionError, match="every contribution counts once"):
+        obey(*make_store(torch.zeros(2), 3), many_picks()[:999], collects=True)
 
 
 def many_picks() -> list[int]:
