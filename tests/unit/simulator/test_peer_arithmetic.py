@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.learning.data import batches
+from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.learning.replica import worker_seed
 from hpcsync.learning.workloads import Workload, build
+from hpcsync.simulator.gradients import Batch
 from hpcsync.simulator.peer_arithmetic import NothingApart, NothingTogether, OneReplica, Replicas, apart, together
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import TIMING
@@ -128,3 +129,24 @@ def test_a_vector_that_only_travels_costs_nothing_and_is_weighed():
         numbers.evaluate()
     nothing = together(job, Workload(nn.Linear(1, 1), None, None, None))
     assert isinstance(nothing, NothingTogether) and math.isnan(nothing.contribute(0))
+
+
+def test_a_gradient_counts_by_its_weight_and_the_mean_is_corrected():
+    """Two workers' gradients of samples that are given out, against those of plain autograd."""
+    job = make_job(paradigm={"name": "allreduce"})
+    workload = build(job)
+    numbers, reference = OneReplica(job, workload), build(job)
+    size = len(workload.train)
+    gradients = []
+    for first, n in ((0, 3), (3, 5)):
+        indices = torch.from_numpy(sequence_indices(job.seed, first, n, size=size))
+        reference.model.zero_grad()
+        reference.loss(reference.model, *(tensor[indices] for tensor in reference.train.tensors)).backward()
+        gradients.append(next(reference.model.parameters()).grad.flatten().clone())
+    numbers.contribute(0, Batch(0, 3), 0.75)
+    numbers.contribute(1, Batch(3, 5), 1.25)
+    numbers.step([0, 1], 0.5, 1.5)
+    numbers.finish()
+    moved = next(workload.model.parameters()) - next(reference.model.parameters())
+    expected = -0.5 * 1.5 * (0.75 * gradients[0] + 1.25 * gradients[1]) / 2
+    assert torch.allclose(moved.detach().flatten(), expected, rtol=1e-12, atol=1e-15)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from hpcsync.job_errors import JobError
-from hpcsync.learning.data import batches
+from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.workloads import Workload, build
-from hpcsync.peers import drawing
+from hpcsync.peers import Shares, allocation_fields, drawing
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.simulator.peers import PeerSimulation, simulation
 from hpcsync.simulator.run import prepare
 from hpcsync.traces.audit import audit
-from hpcsync.traces.schema import EVERYBODY, NOBODY, TABLES
+from hpcsync.traces.schema import EVERYBODY, NOBODY, TABLES, decisions_dtype
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import TIMING, WITHOUT_SERVER, simulate, timing_job
 
@@ -44,16 +44,17 @@ EVERYTHING = [ALLREDUCE, local(1), local(4), *map(gossip, MODES)]
 
 
 class Recorder:
-    """A trace in memory."""
+    """A trace in memory. fields: further columns of its decisions."""
 
-    def __init__(self) -> None:
+    def __init__(self, fields: Sequence[str] = ()) -> None:
+        self._dtypes = {**TABLES, "decisions": decisions_dtype(fields)}
         self.rows: dict[str, list[tuple[object, ...]]] = {table: [] for table in TABLES}
 
     def append(self, table: str, row: tuple[object, ...]) -> None:
         self.rows[table].append(row)
 
     def __getitem__(self, table: str) -> np.ndarray:
-        return np.array(self.rows[table], TABLES[table])
+        return np.array(self.rows[table], self._dtypes[table])
 
 
 class Run:
@@ -85,8 +86,8 @@ class Run:
             }
         )
         self.workload = training or build(self.job)
-        self.trace = Recorder()
         prepared = prepare(self.job, self.workload)
+        self.trace = Recorder(prepared.decision_fields)
         self.simulation: Any = prepared.begin(self.trace, lambda now_s, _: watch(self) if watch else None)
         if before:
             before(self)
@@ -634,8 +635,10 @@ def test_in_step_all_are_evaluated_as_they_exchange(last):
     assert np.ptp(after, axis=0).max() == 0.0
 
 
-# ---- whole runs ----
+# ---- batches that are given out ----
 
+BATCHES = {"policy": "equal-finish", "predictor": "last", "interval": 5, "total": 14}
+SLOWER = [1.0, 2.0, 4.0]
 CLUSTERS = {
     "": {},
     "network": {"network": NETWORK},
@@ -648,6 +651,158 @@ CLUSTERS = {
         ],
     },
 }
+
+
+def sharing(iterations: int = 20, seconds: Any = SLOWER, leave: dict[int, int] | None = None, **tables: Any) -> Run:
+    """leave: worker -> iteration instead of which it leaves."""
+    events = [{"worker": worker, "at_iteration": at, "change": "leave"} for worker, at in (leave or {}).items()]
+    cluster = {"events": events, **tables.pop("cluster", {})}
+    return Run(ALLREDUCE, len(seconds), iterations, seconds=seconds, cluster=cluster, **{"batches": BATCHES, **tables})
+
+
+def batch_sizes(run: Run) -> np.ndarray:
+    """Shape (iterations, workers), 0 where a worker had left."""
+    rows = run.trace["exchanges"]
+    found = np.zeros((rows["iteration"].max(), run.job.cluster.workers), int)
+    found[rows["iteration"] - 1, rows["worker"]] = rows["batch_size"]
+    return found
+
+
+def of_samples(
+    samples: list[np.ndarray], optimizer: dict[str, Any], seed: int = 1, **tables: Any
+) -> tuple[np.ndarray, torch.Tensor]:
+    """What a plain PyTorch loop comes to whose steps are each of these samples of the run's sequence, and which of the
+    data set's they were."""
+    workload = build(make_job(seed=seed, **tables))
+    assert workload.loss is not None
+    options = {key: value for key, value in optimizer.items() if key != "name"}
+    trained = torch.optim.SGD(workload.model.parameters(), **options)
+    size = len(workload.train)
+    taken = [torch.from_numpy(np.concatenate([sequence_indices(seed, n, 1, size=size) for n in s])) for s in samples]
+    for indices in taken:
+        trained.zero_grad()
+        workload.loss(workload.model, *(tensor[indices] for tensor in workload.train.tensors)).backward()
+        trained.step()
+    return next(workload.model.parameters()).detach().numpy().ravel().copy(), torch.cat(taken)
+
+
+def test_a_slow_worker_gets_small_batches_and_the_others_wait_no_more():
+    for policy in ("proportional", "equal-finish"):
+        run = sharing(batches={**BATCHES, "policy": policy})
+        assert batch_sizes(run).tolist() == [[5, 5, 4]] * 5 + [[8, 4, 2]] * 15
+        rows = run.trace["exchanges"]
+        before, after = rows[rows["iteration"] <= 5], rows[rows["iteration"] > 5]
+        assert before["wait_s"].sum() / 5 > 3.0
+        assert after["wait_s"].max() < 1e-9
+        assert (after["compute_s"] == 2.0).all()  # of 4 samples, the job's batch, in seconds x 8/4, 4/4, 2/4
+    decisions = run.trace["decisions"]
+    assert decisions["chosen"].tolist() == [8.0, 4.0, 2.0]
+    assert decisions["iteration"].tolist() == [5.0] * 3
+    assert decisions["batch_before"].tolist() == [5.0, 5.0, 4.0]
+
+
+def test_what_does_not_depend_on_the_batch_is_told_apart():
+    """Half of 2 s is fixed; and a transfer that takes all equally long."""
+    seconds = [1.0, 1.0, 2.0]
+    cluster = {"compute": {"model": "constant", "seconds": seconds, "fixed_share": 0.5}, "network": NETWORK}
+    run = sharing(60, seconds, cluster=cluster, batches={**BATCHES, "total": 40, "gain": 0.0}, stop={"updates": 60})
+    proportional = sharing(
+        60, seconds, cluster=cluster, batches={**BATCHES, "total": 40, "gain": 0.0, "policy": "proportional"}
+    )
+    # 0.5 + n / 8 = 1 + m / 4, and 2 n + m = 40
+    assert batch_sizes(run)[-1].tolist() == [17, 17, 6]
+    assert run.trace["decisions"]["fixed_s"].max() > 0.4
+    assert (proportional.trace["decisions"]["fixed_s"] == 0.0).all()
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "sgd", "lr": LR}, NESTEROV], ids=["plain", "nesterov"])
+def test_any_split_is_the_whole_batch(optimizer, monkeypatch):
+    run = sharing(30, optimizer=optimizer, seconds=[1.0, 2.0, 4.0, 8.0])
+    sizes = batch_sizes(run)
+    assert (sizes.sum(1) == 14).all() and len(set(map(tuple, sizes.tolist()))) > 1
+    assert np.ptp(sizes[-1]) > 4
+    steps = [np.arange(14 * n, 14 * (n + 1)) for n in range(30)]
+    whole, taken = of_samples(steps, optimizer)
+    assert close(run.weights, whole)
+    counts = np.bincount(taken.numpy())  # 420 samples, 7 training epochs of 60
+    assert set(counts.tolist()) == {7}
+    monkeypatch.setattr(Shares, "weight", lambda self, worker: 1.0)
+    unweighted = sharing(30, optimizer=optimizer, seconds=[1.0, 2.0, 4.0, 8.0])
+    assert (batch_sizes(unweighted) == sizes).all()
+    assert not np.allclose(unweighted.weights, whole, rtol=1e-6)
+
+
+def test_the_mean_is_over_samples_also_when_somebody_has_left(monkeypatch):
+    """Of iteration 8 the samples of worker 1 are left out, from then on the others take all."""
+    leave = {1: 8}
+    run = sharing(20, leave=leave)
+    sizes, steps, first = batch_sizes(run), [], 0
+    assert sizes[7].tolist() == [8, 0, 2] and sizes[8].tolist() == [11, 0, 3]
+    for iteration in range(1, 21):
+        numbers = np.arange(first, first + 14)
+        steps.append(numbers if iteration != 8 else np.append(numbers[:8], numbers[12:]))
+        first += 14
+    expected, _ = of_samples(steps, {"lr": LR})
+    assert close(run.weights, expected)
+    assert run.trace["updates"]["samples"].tolist() == [14 * n - 4 * (n >= 8) for n in range(1, 21)]
+    monkeypatch.setattr(Shares, "correction", lambda self, n_contributing, n_samples: 1.0)
+    assert not np.allclose(sharing(20, leave=leave).weights, expected, rtol=1e-6)
+
+
+def test_equal_sizes_are_bits_as_without():
+    """Nobody is slower; a training epoch is of whole batches, so that the data order is the same."""
+    run = sharing(12, [1.0, 1.0], batches={**BATCHES, "total": 8}, workload={**LINEAR, "samples": 64})
+    plain = sharing(12, [1.0, 1.0], batches={}, workload={**LINEAR, "samples": 64})
+    assert len(run.trace["decisions"]) == 0
+    for table in ("exchanges", "updates"):
+        assert run.trace[table].tobytes() == plain.trace[table].tobytes()
+    assert run.weights.tobytes() == plain.weights.tobytes()
+
+
+@pytest.mark.parametrize("stop", [{"samples": 100}, {"samples": 98}, {"updates": 7}, {"seconds": 22.0}], ids=str)
+def test_ends_and_evaluations_count_samples(stop):
+    run = sharing(stop=stop, evaluation={"every_samples": 30}, leave={0: 6})
+    updates, evaluations = run.trace["updates"], run.trace["evaluations"]
+    if "samples" in stop:
+        assert updates["samples"][-2] < stop["samples"] <= updates["samples"][-1]
+    made = evaluations["version"][:-1]
+    assert (evaluations["samples"] == updates["samples"][evaluations["version"] - 1]).all()
+    assert (np.diff(evaluations["samples"][:-1] // 30) >= 1).all() and len(made) >= 2
+    assert set(run.iterations()[1:]) == {len(updates)}
+
+
+@pytest.mark.parametrize("predictor", ["last", "smoothing", "gru", "blend"])
+@pytest.mark.parametrize("leave", [{}, {2: 31}], ids=str)
+def test_sizes_follow_from_the_seed(predictor, leave, tmp_path):
+    def tables(seed: int) -> tuple[list[bytes], bytes]:
+        run = sharing(
+            80, seed=seed, model="lognormal", leave=leave, batches={**BATCHES, "predictor": predictor},
+            cluster={"network": NETWORK},
+        )  # fmt: skip
+        return [run.trace[table].tobytes() for table in TABLES], run.weights.tobytes()
+
+    assert tables(1) == tables(1)
+    assert tables(1) != tables(2)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("policy", ["proportional", "equal-finish"])
+def test_a_simulated_trace_of_sizes_audits(tmp_path, policy, workers, cluster):
+    if workers == 1 and "events" in cluster:
+        cluster = cluster | {"events": cluster["events"][:2]}
+    job = timing_job(
+        workers=workers, model="lognormal", paradigm=ALLREDUCE, stop={"updates": 60}, cluster=cluster,
+        batches={"policy": policy, "interval": 4}, seconds=[1.0 + worker for worker in range(workers)],
+    )  # fmt: skip
+    trace = simulate(job, tmp_path / "trace.h5")
+    assert [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed] == []
+    assert trace.finished
+    assert (len(trace.tables["decisions"]) > 0) == (workers > 1)
+    assert trace.tables["decisions"].dtype.names[-5:] == allocation_fields(job)
+
+
+# ---- whole runs ----
 
 
 @pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=CLUSTERS)
