@@ -27,7 +27,7 @@ PARADIGMS = {
     "ssp": {"staleness": 2},
     "dssp": {"staleness_min": 1, "staleness_max": 4},
     "k-sync": {"k": 1},
-    "k-batch-async": {"k": 2},
+    "k-batch-async": {"k": "loss"},
     "easgd": {"period": 3},
 }
 POLICY = {"policy": "proportional", "predictor": "last", "interval": 2, "gain": 0.0}

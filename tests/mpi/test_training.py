@@ -20,6 +20,10 @@ PARADIGMS = {
     "ssp": {"staleness": 2},
     "dssp": {"staleness_min": 1, "staleness_max": 4},
     "easgd": {"period": 1},
+    "k-sync": {"k": "min"},
+    "k-batch-sync": {"k": "loss"},
+    "k-async": {"k": "state"},
+    "k-batch-async": {"k": "min", "k_start": 1},
 }
 
 
