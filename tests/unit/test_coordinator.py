@@ -1,14 +1,27 @@
 """The coordinator under real paradigms: what it orders, what it records, and how a run ends."""
 
+import itertools
 import math
 import random
 
 import pytest
 
-from hpcsync.coordinator import Coordinator, Reply, Report, Update, coordinate, create_paradigm
+from hpcsync.coordinator import (
+    Cancellation,
+    Collection,
+    Coordinator,
+    Reply,
+    Report,
+    Update,
+    coordinate,
+    create_paradigm,
+    decision_fields,
+    first_work,
+)
 from hpcsync.job import Stop
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import create
+from hpcsync.planning.batches import Batches
 from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
 from tests.unit.jobs import make_job
 
@@ -16,12 +29,13 @@ from tests.unit.jobs import make_job
 class Recorder:
     """A trace in memory, its rows as dictionaries, in the order in which they were appended."""
 
-    def __init__(self):
+    def __init__(self, decision_fields=()):
         self.rows = []
+        self._names = {**{table: dtype.names for table, dtype in TABLES.items()}}
+        self._names["decisions"] += tuple(decision_fields)
 
     def append(self, table, row):
-        assert len(row) >= len(TABLES[table].names)  # decisions bring columns of their own
-        self.rows.append((table, dict(zip(TABLES[table].names, row, strict=False))))
+        self.rows.append((table, dict(zip(self._names[table], row, strict=True))))
 
     def __getitem__(self, table):
         return [row for name, row in self.rows if name == table]
@@ -30,10 +44,28 @@ class Recorder:
 class Run:
     """A coordinator whose workers do what they are told: each pushes what it was last granted."""
 
-    def __init__(self, name, n_workers, stop=None, *, lr=lambda samples, updates, n: 0.1, **options):
-        self.trace = Recorder()
+    def __init__(
+        self,
+        name,
+        n_workers,
+        stop=None,
+        *,
+        lr=lambda samples, updates, n: 0.1,
+        batch_total=None,
+        batches=None,
+        **options,
+    ):
         paradigm = create(name, n_workers, **options)
-        self.coordinator = Coordinator(paradigm, self.trace, n_workers=n_workers, lr=lr, stop=Stop(**(stop or {})))
+        self.trace = Recorder(decision_fields(paradigm, batches))
+        self.coordinator = Coordinator(
+            paradigm,
+            self.trace,
+            n_workers=n_workers,
+            lr=lr,
+            stop=Stop(**(stop or {})),
+            batch_total=batch_total,
+            batches=batches,
+        )
         self.granted = dict.fromkeys(range(n_workers), (1, 0))  # who computes: iteration, version read
         self.stopped = set()
 
@@ -52,7 +84,10 @@ class Run:
         for order in orders:
             if isinstance(order, Update):
                 version += 1
-            else:
+            elif isinstance(order, Cancellation):
+                iteration, read = self.granted[order.worker]
+                assert (order.iteration, read) == (iteration, version - 1), "cancelled, though it may count"
+            elif isinstance(order, Reply):
                 assert order.worker not in self.granted, "answered twice"
                 assert order.version == version
                 if order.local_steps:
@@ -315,6 +350,199 @@ def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves(
         assert set(column(trace["updates"], "lr")) == {rate}
 
 
+# ---- how much a contribution counts ----
+
+
+def partition(rng, total, n):
+    """n sizes of at least 1."""
+    cuts = sorted(rng.sample(range(1, total), n - 1))
+    return [end - begin for begin, end in itertools.pairwise([0, *cuts, total])]
+
+
+def gradient(orders, contributions):
+    """What a server makes of these orders: the sum that was collected, and the update of it."""
+    total = 0.0
+    for order in orders:
+        if isinstance(order, Collection):
+            total += order.weight * contributions[order.worker]
+        elif isinstance(order, Update):
+            pairs = zip(order.workers, order.weights, strict=True)
+            return (total + sum(weight * contributions[worker] for worker, weight in pairs)) / order.divisor
+    raise AssertionError("there is no update")
+
+
+@pytest.mark.parametrize("batch_total", [64, 50, None])
+@pytest.mark.parametrize("name", ["bsp", "k-sync"])
+def test_however_a_batch_is_split_the_update_is_the_mean_over_its_samples(name, batch_total):
+    rng = random.Random(5)
+    options = {} if name == "bsp" else {"k": 4}
+    for _ in range(50):
+        sizes, samples = partition(rng, 64, 4), [rng.gauss(0, 1) for _ in range(64)]
+        ends = list(itertools.accumulate(sizes))
+        means = [sum(samples[end - size : end]) / size for end, size in zip(ends, sizes, strict=True)]
+        run = Run(name, 4, batch_total=batch_total, **options)
+        orders = [order for worker in (2, 0, 3, 1) for order in run.push(1.0, worker, sizes[worker])]
+        found = gradient(orders, means)
+        assert found == pytest.approx(sum(samples) / 64, abs=1e-12)
+        if len(set(sizes)) > 1:
+            assert sum(means) / 4 != pytest.approx(found, abs=1e-6), "the mean over workers is another"
+        assert column(run.trace["pushes"], "weight") == pytest.approx([sizes[worker] / 64 for worker in (2, 0, 3, 1)])
+
+
+def test_with_batches_alike_the_numbers_are_those_without_weights():
+    run = Run("bsp", 3, batch_total=24)
+    assert [*run.push(1.0, 2), *run.push(1.0, 0), *run.push(1.0, 1)][0] == mean((0, 1, 2), 0.1)
+    run = Run("k-batch-async", 3, batch_total=24, k=2)
+    assert run.push(1.0, 2)[0] == Collection(2, 1.0)
+    assert run.push(1.0, 0)[0] == Update((0,), (1.0,), 2.0, 0.1)
+
+
+def test_an_asynchronous_contribution_counts_by_its_size_against_the_mean_batch():
+    run = Run("asp", 2, batch_total=16)
+    assert run.push(1.0, 0, 12)[0] == Update((0,), (1.5,), 1.0, 0.1)
+    assert run.push(2.0, 1, 4)[0] == Update((1,), (0.5,), 1.0, 0.1)
+    assert column(run.trace["pushes"], "weight") == [1.5, 0.5]
+
+
+def test_where_nobody_knows_the_mean_batch_asynchronous_contributions_count_alike():
+    run = Run("asp", 2)
+    assert run.push(1.0, 0, 12)[0] == run.push(2.0, 0, 3)[0] == mean((0,), 0.1)
+
+
+def test_an_asynchronous_contribution_counts_less_the_staler_it_is():
+    run = Run("k-async", 3, batch_total=24, k=1, staleness_weight="inverse")
+    for now_s in (1.0, 2.0, 3.0):
+        run.push(now_s, 0)
+    assert run.push(4.0, 1, 12)[0] == Update((1,), (12 / 8 / 3,), 1.0, 0.1)
+    run.push(5.0, 2, 4)
+    assert column(run.trace["pushes"], "staleness", "weight") == [
+        (0, 1.0), (0, 1.0), (0, 1.0), (3, 12 / 8 / 3), (4, 4 / 8 / 4),
+    ]  # fmt: skip
+
+
+# ---- what is collected, and what is cancelled ----
+
+
+def test_a_collected_contribution_leaves_its_slot_and_its_worker_goes_on():
+    run = Run("k-batch-sync", 3, batch_total=24, k=3)
+    assert run.push(1.0, 0, 6) == [Collection(0, 6 / 8), reply(0, 2, 0, 6)]
+    assert run.push(2.0, 0, 8) == [Collection(0, 1.0), reply(0, 3, 0)]
+    assert not run.trace["pushes"]
+    assert run.push(3.0, 2, 10) == [Update((2,), (10 / 8,), 3.0, 0.1), reply(2, 2, 1, 10)]
+    assert column(run.trace["pushes"], "seq", "worker", "weight", "staleness") == [
+        (1, 0, 6 / 24, 0),
+        (3, 0, 8 / 24, 0),
+        (5, 2, 10 / 24, 0),
+    ]
+    assert column(run.trace["updates"], "n_contributions", "samples") == [(3, 24)]
+
+
+def test_what_was_collected_when_the_run_ends_is_dropped():
+    run = Run("k-batch-async", 3, {"seconds": 4.0}, k=3)
+    for now_s, worker in ((1.0, 0), (1.5, 1), (2.0, 1), (2.5, 0), (3.0, 0)):
+        run.push(now_s, worker)
+    assert run.take(run.coordinator.passed(4.0)) == [], "nobody waits"
+    assert run.push(5.0, 1) == [stop_reply(1, 4, 1)]
+    assert run.push(6.0, 0) == [stop_reply(0, 5, 1)]
+    run.coordinator.close()
+    rows = sorted(run.trace["pushes"], key=lambda row: row["seq"])
+    assert column(rows, "outcome") == [APPLIED] * 3 + [DROPPED] * 4
+    assert column(rows[3:], "worker", "iteration", "weight") == [(0, 2, 0.0), (0, 3, 0.0), (1, 3, 0.0), (0, 4, 0.0)]
+    assert column(rows, "seq") == [1, 3, 5, 7, 9, 11, 13]
+    assert run.coordinator.samples == 24
+
+
+def test_an_update_of_a_collected_contribution_can_end_the_run():
+    run = Run("k-batch-sync", 2, {"updates": 1}, k=2)
+    assert isinstance(run.push(1.0, 0)[0], Collection)
+    assert run.push(2.0, 0) == [Update((0,), (1.0,), 2.0, 0.1), stop_reply(0, 3, 1)]
+    assert run.push(3.0, 1) == [stop_reply(1, 2, 1)]
+    assert column(run.trace["pushes"], "worker", "outcome") == [(0, APPLIED), (0, APPLIED), (1, DROPPED)]
+
+
+def test_whose_version_is_over_is_told_the_iteration_that_is_in_vain():
+    run = Run("k-sync", 3, k=1, cancel="abort")
+    assert run.push(1.0, 1)[1:] == [reply(1, 2, 1), Cancellation(0, 1), Cancellation(2, 1)]
+    assert run.push(2.0, 1)[1:] == [reply(1, 3, 2)], "who has been told is not told again"
+    assert run.push(3.0, 0, share=0.5) == [reply(0, 2, 2)]
+    assert run.push(4.0, 1)[1:] == [reply(1, 4, 3), Cancellation(0, 2)]
+    dropped = [row for row in run.trace["pushes"] if row["outcome"] == DROPPED]
+    assert column(dropped, "worker", "share", "staleness", "weight") == [(0, 0.5, 2, 0.0)]
+    assert run.coordinator.samples == 24
+
+
+def test_what_took_part_of_its_time_would_have_taken_all_of_it():
+    assert Report(0, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.0, 8, 1, 1.0, 800, share=0.25).iteration_s == 2.0
+
+
+# ---- who computes how many samples, and which ----
+
+
+def test_samples_are_handed_out_with_grants_and_never_twice():
+    run = Run("asp", 2, batch_total=16, batches=Batches(2, 16, maxima=[math.inf] * 2))
+    assert run.push(1.0, 1)[1] == Reply(1, 2, 1, 8, 1, 16)
+    assert run.push(2.0, 1)[1] == Reply(1, 3, 2, 8, 1, 24)
+    assert run.push(3.0, 0)[1] == Reply(0, 2, 3, 8, 1, 32)
+    run.take(run.coordinator.stop(3.5))
+    assert run.push(4.0, 0) == [stop_reply(0, 3, 3)], "the end takes none"
+    assert column(run.trace["grants"], "first_sample", "batch_size") == [(16, 8), (24, 8), (32, 8), (-1, 0)]
+
+
+def test_sizes_are_decided_before_the_grants_that_bring_them():
+    run = Run("bsp", 2, batch_total=16, batches=Batches(2, 16, maxima=[math.inf] * 2, interval=1))
+    run.push(1.0, 0, predicted_fixed_s=0.0, predicted_sample_s=1.0)
+    orders = run.push(2.0, 1, predicted_fixed_s=0.0, predicted_sample_s=3.0)
+    assert orders == [mean((0, 1), 0.1), Reply(0, 2, 1, 12, 1, 16), Reply(1, 2, 1, 4, 1, 28)]
+    assert column(run.trace["decisions"], "seq", "now_s", "controller", "worker", "chosen", "batch_before") == [
+        (3, 2.0, "batches", 0, 12.0, 8.0),
+        (4, 2.0, "batches", 1, 4.0, 8.0),
+    ]
+    assert column(run.trace["decisions"], "gain") == [0.5, 0.5]
+
+
+def test_decisions_of_two_controllers_leave_each_others_columns_open():
+    batches = Batches(3, 24, maxima=[math.inf] * 3, interval=1)
+    run = Run("k-sync", 3, batch_total=24, batches=batches, k="state", k_start=2)
+    for now_s in range(1, 70):
+        for worker in range(3):
+            if worker in run.granted:
+                size = batches.sizes[worker]
+                sample_s = 1.0 + 4.0 * (worker == 2)
+                run.push(float(now_s), worker, size, predicted_fixed_s=0.0, predicted_sample_s=sample_s)
+    run.leave(70.0, 1)
+    by = {name: [row for row in run.trace["decisions"] if row["controller"] == name] for name in ("k", "batches")}
+    own = {"k": create("k-sync", 3, k="state").decision_fields, "batches": Batches.decision_fields}
+    assert by["k"] and by["batches"]
+    for name, other in (("k", "batches"), ("batches", "k")):
+        assert all(math.isnan(row[field]) for row in by[name] for field in own[other])
+    assert not any(math.isnan(row["batch_before"]) for row in by["batches"])
+
+
+def test_whoever_stays_is_given_what_the_departed_had():
+    run = Run("asp", 3, batch_total=24, batches=Batches(3, 24, maxima=[math.inf] * 3))
+    run.leave(1.0, 0)
+    assert column(run.trace["decisions"], "worker", "chosen") == [(1, 12.0), (2, 12.0)]
+    assert run.push(2.0, 1)[1] == Reply(1, 2, 1, 12, 1, 24)
+
+
+def test_once_the_run_stops_no_sizes_are_decided():
+    run = Run("asp", 2, batch_total=16, batches=Batches(2, 16, maxima=[math.inf] * 2, interval=1))
+    run.take(run.coordinator.stop(0.5))
+    for worker in (0, 1):
+        run.push(1.0, worker, predicted_fixed_s=0.0, predicted_sample_s=1.0 + worker)
+    run.leave(2.0, 0)
+    assert run.trace["decisions"] == []
+
+
+def test_the_first_samples_are_those_of_the_job():
+    settings = {"policy": "proportional", "total": 10}
+    timing = {"workload": {"name": "timing", "batch_size": 8}, "cluster": {"workers": 3}}
+    assert first_work(make_job(**timing)) is None
+    assert first_work(make_job(**timing, batches=settings)) == [(0, 4), (4, 3), (7, 3)]
+    elastic = make_job(**timing, batches=settings, paradigm={"name": "easgd", "period": 2})
+    assert first_work(elastic) == [(0, 8), (8, 6), (14, 6)]
+
+
 # ---- whole runs ----
 
 PARADIGMS = [
@@ -325,6 +553,10 @@ PARADIGMS = [
     ("dssp", {"staleness_min": 0, "staleness_max": 3, "mode": "paper"}),
     ("easgd", {}),
     ("easgd", {"synchronous": True}),
+    ("k-sync", {"k": 1, "cancel": "abort"}),
+    ("k-batch-sync", {"k": "state"}),
+    ("k-async", {"k": "loss", "staleness_max": None}),
+    ("k-batch-async", {"k": 1, "staleness_weight": "inverse"}),
 ]
 
 
@@ -369,6 +601,7 @@ def recount(run: Run) -> None:
         assert grant["seq"] > row["seq"]
         assert grant["held_s"] == grant["now_s"] - row["now_s"]
     _recount_staleness(trace)
+    assert all((row["weight"] > 0) == (row["outcome"] == APPLIED) for row in pushes)
 
 
 def _recount_staleness(trace: Recorder) -> None:
@@ -389,7 +622,7 @@ def test_the_rows_of_random_runs_are_consistent(name, options):
         recount(run)
     assert any(run.coordinator.stopping for run in runs)
     assert any(row["outcome"] == DROPPED for run in runs for row in run.trace["pushes"])
-    if name != "bsp" and not options.get("synchronous"):
+    if name not in ("bsp", "k-sync", "k-batch-sync") and not options.get("synchronous"):
         assert any(row["staleness"] > 1 for run in runs for row in run.trace["pushes"])
 
 
