@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.learning.prediction import PREDICTORS, SHARE, WINDOW, predictor
+from hpcsync.learning.prediction import PREDICTORS, SHARE, WINDOW, nominal_clock, predictor
 
 SPEED = 1000.0  # samples/s
 NOISE = 0.05  # of every series, but for the first
@@ -60,32 +60,35 @@ def speeds(series: str, n: int, seed: int, noise: float = NOISE) -> list[float]:
     return [float(v) for v in SPEED * SERIES[series](n, generator) * generator.lognormal(0.0, noise, n)]
 
 
-def error(name: str, observed: Sequence[float], seed: int) -> float:
-    """Mean absolute relative error of this predictor's predictions."""
-    one = predictor(name, seed, 0, clock=lambda: 0.0)
+def error(name: str, observed: Sequence[float], seed: int, iteration_s: float = math.inf) -> float:
+    """Mean absolute relative error of this predictor's predictions, in iterations of so many seconds."""
+    one = predictor(name, seed, 0, nominal_clock())
     errors = []
     for speed in observed:
         errors.append(abs(one.predict() - speed) / speed)
-        one.observe(speed)
+        one.observe(speed, iteration_s)
     return statistics.fmean(errors[SCORED_FROM:])
 
 
-def errors(n: int, seeds: Sequence[int] = SEEDS) -> dict[str, dict[str, list[float]]]:
-    """By series and predictor, one for each seed."""
-    return {
-        series: {name: [error(name, speeds(series, n, seed), seed) for seed in seeds] for name in PREDICTORS}
-        for series in SERIES
-    }
+def errors(series: str, name: str, n: int, iteration_s: float = math.inf, seeds: Sequence[int] = SEEDS) -> list[float]:
+    """One for each seed."""
+    return [error(name, speeds(series, n, seed), seed, iteration_s) for seed in seeds]
 
 
 def measure(n: int = 2000, repetitions: int = 5) -> list[Figure]:
     figures = []
-    for series, by_name in errors(n).items():
-        last = [100.0 * value for value in by_name["last"]]
+    short = f"iterations of {1e3 * ITERATION_S:.0f} ms"
+    for series in SERIES:
+        last = [100.0 * value for value in errors(series, "last", n)]
         for name in PREDICTORS[1:]:
-            values = [100.0 * value for value in by_name[name]]
-            spread = f"mean {statistics.fmean(values):.2f}, {min(values):.2f} to {max(values):.2f}"
-            figures.append(Figure(f"error, {series}: {name} ({spread})", "%", values, "the last value", last))
+            for iterations, iteration_s in ((short, ITERATION_S), ("trained every time", math.inf)):
+                if name == "smoothing" and iteration_s == math.inf:
+                    continue  # it is the same
+                values = [100.0 * value for value in errors(series, name, n, iteration_s)]
+                spread = f"mean {statistics.fmean(values):.2f}, {min(values):.2f} to {max(values):.2f}"
+                figures.append(
+                    Figure(f"error, {series}: {name}, {iterations} ({spread})", "%", values, "the last value", last)
+                )
     return [*figures, *costs(n // 10, repetitions)]
 
 

@@ -1,19 +1,17 @@
-"""Predictors of a worker's speed that learn while it trains: a small recurrent network, and its blend with smoothing.
-
-The network is that of torch.nn.GRU and its training that of torch.optim.Adam, written out in NumPy, to which the tests
-hold them. With vectors of 16 elements torch's time goes into calling its operations: a training step takes it five
-times as long, and a step must cost less than 1 % of a worker's iteration.
-"""
+"""Predictors of a worker's speed that learn while it trains: a small recurrent network, its blend with smoothing."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
+import torch
+from torch import nn
 
 from hpcsync.job import Job
 from hpcsync.planning.speed import Estimator, LastValue, Predictor, Smoothing, must_be_speed
@@ -22,6 +20,7 @@ HIDDEN = 16
 WINDOW = 10  # speeds that the network sees
 LR = 1e-3
 SHARE = 0.01  # of the time of the iterations, that learning and predicting may take
+STEP_S = 1.5e-3  # what learning from a speed and predicting the next take on one core, nearly all in calls of torch
 
 RATIO_MIN, RATIO_MAX = 0.5, 2.0  # a network's output beyond is not believed
 TRUSTED_AFTER = 50  # observations
@@ -29,6 +28,14 @@ ERROR_BETA = 0.1  # weight of the newest error
 
 PREDICTORS = ("last", "smoothing", "gru", "blend")
 STREAM = 6  # random stream of a job's seed
+
+
+def nominal_clock() -> Callable[[], float]:
+    """A clock for runs whose time is not real: with every reading it is `STEP_S` later.
+
+    By it a network learns about as often as it would on ranks, and what it predicts follows from the seed.
+    """
+    return itertools.count(0.0, STEP_S).__next__
 
 
 def estimator(job: Job, worker: int, clock: Callable[[], float] = time.perf_counter) -> Estimator | None:
@@ -45,15 +52,14 @@ def estimator(job: Job, worker: int, clock: Callable[[], float] = time.perf_coun
 def predictor(name: str, seed: int, worker: int, clock: Callable[[], float] = time.perf_counter) -> Predictor:
     """Make one of PREDICTORS; the worker's draws its first weights from the job's seed.
 
-    clock: seconds, by which those that learn measure what they take. Where it stands still they take nothing and learn
-    from every observation, so that what they predict follows from the seed.
+    clock: seconds, by which those that learn measure what they take.
     """
     if name == "last":
         return LastValue()
     if name == "smoothing":
         return Smoothing()
     if name in ("gru", "blend"):
-        gru = GRU(np.random.default_rng([seed, STREAM, worker]), clock)
+        gru = GRU(int(np.random.SeedSequence([seed, STREAM, worker]).generate_state(1)[0]), clock)
         return Blend(gru) if name == "blend" else gru
     raise ValueError(f"there is no predictor {name!r}, only {', '.join(PREDICTORS)}")
 
@@ -61,70 +67,76 @@ def predictor(name: str, seed: int, worker: int, clock: Callable[[], float] = ti
 class GRU:
     """The smoothed speed times what a network makes of the last `WINDOW` speeds, each divided by the smoothed one.
 
-    generator:    of the network's first weights.
+    seed:         of the network's first weights.
     clock:        see `predictor`.
     smooth_first: the network sees the smoothed speeds instead of those observed, and predicts the same.
 
-    After every observation the network is trained by one step on what it should have predicted, unless a step as long
-    as the longest would bring `spent_s` above `SHARE` of the time of all iterations: then this observation is left out,
-    and the prediction after it is the smoothed speed.
+    With every observation the network is trained by one step on what it should have predicted, and predicts the next,
+    unless a step as long as the longest would bring `spent_s` above `SHARE` of the time of all iterations: then this
+    observation is left out, and the prediction after it is the smoothed speed.
 
     smoothed: the smoothed speed. ratio: what the network has made of the latest speeds, NaN where it was not asked.
-    spent_s:  seconds of all observations, with training and predicting. n_trained: steps of training.
+    spent_s:  seconds of all steps and the predictions after them. n_trained: steps.
     """
 
     def __init__(
-        self,
-        generator: np.random.Generator,
-        clock: Callable[[], float] = time.perf_counter,
-        *,
-        smooth_first: bool = False,
+        self, seed: int, clock: Callable[[], float] = time.perf_counter, *, smooth_first: bool = False
     ) -> None:
-        self._network = Network(generator)
-        self._adam = Adam(self._network.parameters)
+        self._network = Network(seed)
+        # With fused=True all that it keeps is where the parameters are, whatever a script's default device is.
+        self._adam = torch.optim.Adam(self._network.parameters(), lr=LR, fused=True)
         self._clock = clock
         self._smooth_first = smooth_first
         self._smoothing = Smoothing()
         self._series: deque[float] = deque(maxlen=WINDOW)
         self._iterations_s = 0.0
-        self._step_s = 0.0  # what the longest step took
-        self._tape: list[Step] = []  # of the prediction for the next observation, if one was made
         self.ratio = math.nan
         self.spent_s = 0.0
         self.n_trained = 0
+        # A process's first optimizer costs it seconds (torch loads its compiler). They are none of an iteration's:
+        # workers have their estimator made before the run begins. The second step tells what one takes. There is no
+        # error in either, nothing changes.
+        for _ in range(2):
+            begin_s = clock()
+            self._step([1.0] * WINDOW, 1.0, [1.0] * WINDOW)
+            self._step_s = clock() - begin_s  # what the longest took
 
     @property
     def smoothed(self) -> float:
         return self._smoothing.predict()
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
-        begin_s = self._clock()
-        before = self.smoothed
+        series, smoothed = list(self._series), self.smoothed
         self._smoothing.observe(speed)
+        newest = self.smoothed if self._smooth_first else speed
+        self._series.append(newest)
         self._iterations_s += iteration_s
-        affordable = self.spent_s + self._step_s <= SHARE * self._iterations_s
-        if affordable and len(self._series) == WINDOW:
-            self._train(self.smoothed if self._smooth_first else speed, before)
-        self._series.append(self.smoothed if self._smooth_first else speed)
-        self.ratio, self._tape = math.nan, []
-        if affordable and len(self._series) == WINDOW:
-            self.ratio, self._tape = self._network.forward(np.array(self._series) / self.smoothed)
+        self.ratio = math.nan
+        if len(series) < WINDOW or self.spent_s + self._step_s > SHARE * self._iterations_s:
+            return
+        begin_s = self._clock()
+        self.ratio = self._step(
+            [one / smoothed for one in series], newest / smoothed, [one / self.smoothed for one in self._series]
+        )
         took_s = self._clock() - begin_s
         self.spent_s += took_s
-        if affordable:
-            self._step_s = max(self._step_s, took_s)
+        self._step_s = max(self._step_s, took_s)
+        self.n_trained += 1
 
     def predict(self) -> float:
         if math.isnan(self.ratio):
             return self.smoothed
         return self.smoothed * min(max(self.ratio, RATIO_MIN), RATIO_MAX)
 
-    def _train(self, speed: float, smoothed: float) -> None:
-        """One step on the squared error of the prediction of this speed, made when the smoothed one was `smoothed`."""
-        if not self._tape:
-            self.ratio, self._tape = self._network.forward(np.array(self._series) / smoothed)
-        self._adam.step(self._network.gradient(self._tape, 2.0 * (self.ratio - speed / smoothed)))
-        self.n_trained += 1
+    def _step(self, series: Sequence[float], expected: float, next_series: Sequence[float]) -> float:
+        """One step on the squared error of what the network makes of a series; then, what it makes of the next."""
+        with _one_thread():
+            with torch.enable_grad():
+                self._adam.zero_grad()
+                ((self._network(series) - expected) ** 2).backward()
+                self._adam.step()
+            with torch.no_grad():
+                return float(self._network(next_series))
 
 
 class Blend:
@@ -167,100 +179,35 @@ class Blend:
         return weight * self.gru.predict() + (1.0 - weight) * smoothed
 
 
-class Step(NamedTuple):
-    """What the gradient needs of one element of the series: the state before it, both gates (reset, update), what the
-    reset gate multiplies, and the candidate."""
-
-    x: float
-    state: np.ndarray
-    gates: np.ndarray
-    inner: np.ndarray
-    candidate: np.ndarray
-
-
-class Network:
+class Network(nn.Module):
     """A GRU of one layer over a series around 1, and one output from its last state.
 
-    parameters: all in one vector. The first weights are drawn as torch does, uniformly within 1 / sqrt(HIDDEN), except
-    those of the output: it begins as exactly 1 and so with no error where nothing changes.
+    It begins with an output of exactly 1, and so with no error where nothing changes. In float64: the square of an
+    error may be as large as it likes, and autocast leaves it alone. Always on the CPU.
     """
 
-    def __init__(self, generator: np.random.Generator) -> None:
-        shapes = (3 * HIDDEN, HIDDEN), (3 * HIDDEN,), (3 * HIDDEN,), (HIDDEN,), (HIDDEN,), (1,)
-        size = sum(map(math.prod, shapes))
-        self.parameters = generator.uniform(-(HIDDEN**-0.5), HIDDEN**-0.5, size)
-        self._gradient = np.zeros(size)
-        # Rows of the weights: reset gate, update gate, candidate, as in torch.
-        self.state_weight, self.input_weight, self.bias, self.inner_bias, self.output_weight, self.output_bias = _views(
-            self.parameters, shapes
-        )
-        self._gradients = _views(self._gradient, shapes)
-        self.output_weight[:] = 0.0
-        self.output_bias[:] = 1.0
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the GPUs' too
+            self.gru = nn.GRU(1, HIDDEN, device="cpu", dtype=torch.float64)
+            self.output = nn.Linear(HIDDEN, 1, device="cpu", dtype=torch.float64)
+        nn.init.zeros_(self.output.weight)
+        nn.init.ones_(self.output.bias)
 
-    def forward(self, series: np.ndarray) -> tuple[float, list[Step]]:
-        """The output, and what `gradient` needs."""
-        xs = series - 1.0
-        inputs = np.multiply.outer(xs, self.input_weight) + self.bias
-        state, tape = np.zeros(HIDDEN), []
-        for x, of_x in zip(xs, inputs, strict=True):
-            of_state = self.state_weight @ state
-            gates = 1.0 / (1.0 + np.exp(-(of_x[: 2 * HIDDEN] + of_state[: 2 * HIDDEN])))
-            inner = of_state[2 * HIDDEN :] + self.inner_bias
-            candidate = np.tanh(of_x[2 * HIDDEN :] + gates[:HIDDEN] * inner)
-            tape.append(Step(x, state, gates, inner, candidate))
-            state = candidate + gates[HIDDEN:] * (state - candidate)
-        tape.append(Step(math.nan, state, gates, inner, candidate))
-        return float(self.output_weight @ state + self.output_bias[0]), tape
-
-    def gradient(self, tape: list[Step], of_output: float) -> np.ndarray:
-        """Of a loss, with respect to the parameters, where its gradient with respect to the output is `of_output`.
-
-        A vector that the next call overwrites.
-        """
-        *steps, last = tape
-        state_weight, input_weight, bias, inner_bias, output_weight, output_bias = self._gradients
-        output_bias[0] = of_output
-        np.multiply(last.state, of_output, out=output_weight)
-        of_inputs = np.empty((len(steps), 3 * HIDDEN))  # of the loss, with respect to what the inputs contribute
-        of_states = np.empty_like(of_inputs)  # the same for the states
-        of_state = of_output * self.output_weight
-        for step, of_input, of_recurrent in zip(reversed(steps), of_inputs[::-1], of_states[::-1], strict=True):
-            reset, update = step.gates[:HIDDEN], step.gates[HIDDEN:]
-            of_candidate = of_state * (1.0 - update) * (1.0 - step.candidate**2)
-            of_input[:HIDDEN] = of_candidate * step.inner
-            of_input[HIDDEN : 2 * HIDDEN] = of_state * (step.state - step.candidate)
-            of_input[: 2 * HIDDEN] *= step.gates * (1.0 - step.gates)
-            of_input[2 * HIDDEN :] = of_candidate
-            of_recurrent[: 2 * HIDDEN] = of_input[: 2 * HIDDEN]
-            np.multiply(of_candidate, reset, out=of_recurrent[2 * HIDDEN :])
-            of_state = of_state * update + of_recurrent @ self.state_weight
-        np.matmul(of_states.T, np.array([step.state for step in steps]), out=state_weight)
-        np.matmul([step.x for step in steps], of_inputs, out=input_weight)
-        np.sum(of_inputs, axis=0, out=bias)
-        np.sum(of_states[:, 2 * HIDDEN :], axis=0, out=inner_bias)
-        return self._gradient
+    def forward(self, series: Sequence[float]) -> torch.Tensor:
+        """A scalar."""
+        states, _ = self.gru(torch.tensor(series, device="cpu", dtype=torch.float64)[:, None] - 1.0)
+        output: torch.Tensor = self.output(states[-1])[0]
+        return output
 
 
-class Adam:
-    """Changes these parameters in place (Kingma and Ba, ICLR 2015)."""
-
-    def __init__(self, parameters: np.ndarray, lr: float = LR, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-        self._parameters = parameters
-        self._lr = lr
-        self._betas = betas
-        self._mean, self._square = np.zeros_like(parameters), np.zeros_like(parameters)
-        self._n_steps = 0
-
-    def step(self, gradient: np.ndarray) -> None:
-        self._n_steps += 1
-        of_mean, of_square = self._betas
-        self._mean += (1.0 - of_mean) * (gradient - self._mean)
-        self._square += (1.0 - of_square) * (gradient**2 - self._square)
-        root = np.sqrt(self._square / (1.0 - of_square**self._n_steps))
-        self._parameters -= self._lr / (1.0 - of_mean**self._n_steps) * self._mean / (root + 1e-8)
-
-
-def _views(flat: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[np.ndarray]:
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(np.split(flat, ends[:-1]), shapes, strict=True)]
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Adam would split even 16 elements between torch's threads, and wait for milliseconds where a core is busy."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)

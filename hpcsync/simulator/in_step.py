@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hpcsync.coordinator import Recorder
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Gossip, LocalSgd
-from hpcsync.learning.prediction import estimator
+from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, Lockstep, Outlook, create_shares, drawing
@@ -108,7 +108,7 @@ class AllReduceSimulation(_InStep):
         self._together = together(job, workload)
         self._lr = learning_rate(job)
         self._shares = create_shares(job)
-        asked = [estimator(job, worker, clock=lambda: 0.0) for worker in range(len(self._workers))]
+        asked = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
         self._outlooks = [Outlook(estimator) for estimator in asked if estimator is not None]
 
     @property

@@ -24,7 +24,7 @@ from hpcsync.coordinator import (
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import Easgd
-from hpcsync.learning.prediction import estimator
+from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Workload
@@ -91,7 +91,7 @@ class Simulation:
         self._shard_bytes = sum(cluster.shard_bytes)
         work = first_work(job) or [(-1, self._batch_size * self._local_steps)] * job.cluster.workers
         self._workers = [
-            _Worker(device, estimator(job, worker, clock=lambda: 0.0), *work[worker])
+            _Worker(device, estimator(job, worker, nominal_clock()), *work[worker])
             for worker, device in enumerate(cluster.devices)
         ]
         self._arithmetic = arithmetic(job, workload)

@@ -5,13 +5,13 @@ from hpcsync.learning.prediction import PREDICTORS
 
 
 def test_every_predictor_but_the_last_value_stands_beside_it_on_every_series():
-    figures = prediction.measure(n=120, repetitions=2)
+    figures = prediction.measure(n=60, repetitions=2)
     errors = [figure for figure in figures if figure.what.startswith("error")]
-    assert len(errors) == len(prediction.SERIES) * (len(PREDICTORS) - 1)
+    assert len(errors) == len(prediction.SERIES) * (1 + 2 * (len(PREDICTORS) - 2))
     for figure in errors:
         assert figure.limit == "the last value" and len(figure.values) == len(figure.limits) == len(prediction.SEEDS)
         assert all(0 < value < 100 for value in (*figure.values, *figure.limits))
-    assert "constant: smoothing (mean" in errors[0].what
+    assert "constant: smoothing, iterations of 20 ms (mean" in errors[0].what
 
 
 def test_the_cost_is_that_of_an_observation_beside_an_iteration():
