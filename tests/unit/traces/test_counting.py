@@ -100,3 +100,46 @@ def test_a_departure_before_any_push():
     recount = Recount(as_trace(job, rows.rows))
     assert recount.left_event.tolist() == [0, 1, NEVER]
     assert recount.push_gap.max() == 0
+
+
+# ---- the k family ----------------------------------------------------------------------------------------------------
+
+
+def test_k_is_that_of_the_job_until_a_decision_and_then_its():
+    trace = record('name = "k-sync"\nk = "state"', (1.0, 1.1, 3.0, 3.2), updates=100)
+    decisions = trace.tables["decisions"]
+    of = dict(zip(decisions["version"].tolist(), decisions["chosen"].tolist(), strict=True))
+    expected, k = [], 4
+    for version in range(101):
+        k = of.get(version, k)
+        expected.append(k)
+    assert Recount(trace).k.tolist() == expected, "of the updates after version 0, 1, ..., 100"
+    assert trace.tables["updates"]["n_contributions"].tolist() == expected[:-1]
+    assert Recount(record("k-sync")).k.tolist() == [2] * 41
+    assert Recount(record("bsp")).k is None
+
+
+@pytest.mark.parametrize("paradigm", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])
+@pytest.mark.parametrize("leave", [{}, {0: 5}, {0: 4, 1: 4}, {0: 4, 1: 4, 2: 4}])
+def test_updates_are_made_when_they_are_made(paradigm, leave):
+    """Against the order in which the coordinator said it."""
+    job, rows, seqs = make_job(paradigm, 4), Rows(), []
+
+    class Watched:
+        def append(self, table, row):
+            if table == "updates":
+                seqs.append(max(seq for seq in said))
+            elif table in ("grants", "decisions", "membership"):
+                said.append(row[0])
+            rows.append(table, row)
+
+    said = [0]
+    play(job, Watched(), (1.0, 1.4, 3.1, 2.2), leave=leave)
+    recount = Recount(as_trace(job, rows.rows))
+    made = recount.events["seq"][recount.update_event]
+    # Just before it the last thing that was said is a departure that made it, or is followed by the push that did.
+    assert len(made) == len(seqs)
+    for seq, before in zip(made, seqs, strict=True):
+        assert seq >= before
+        grants = recount.grants["seq"]
+        assert not ((grants > before) & (grants < seq)).any()

@@ -107,6 +107,7 @@ SHARED = [
     {"leave": {0: 1, 2: 5}},
     {"leave": {0: 5, 1: 5}},
     {"leave": {0: 3, 1: 7, 2: 5}},
+    {"leave": {0: 9, 1: 9, 2: 9}},
     {"stop": {"updates": 17}},
     {"stop": {"samples": 401}},
     {"stop": {"seconds": 37.3}},
@@ -503,6 +504,8 @@ def test_sizes_are_agreed_on_when_it_is_time(shared):
     assert failing(with_rows(shared, "decisions", late)) == {DUE}
     last = shared.tables["decisions"].copy()
     last["iteration"][rows_of(shared, 14)] = shared.tables["exchanges"]["iteration"].max()
+    assert failing(with_rows(shared, "decisions", last)) == {SIZES, DUE}
+    last["iteration"][rows_of(shared, 14)] = 10**6
     assert failing(with_rows(shared, "decisions", last)) == {SIZES, DUE}
 
 

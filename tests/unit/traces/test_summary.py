@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -181,6 +182,79 @@ def test_every_row_counts_for_its_own_worker():
     summary = summarize(record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}))
     pushes = record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}).tables["pushes"]
     assert [w.pushes for w in summary.workers] == [int((pushes["worker"] == w).sum()) for w in range(5)]
+
+
+# ---- k, batch sizes, and what was computed in vain -----------------------------------------------------------------
+
+
+def drops(trace):
+    summary = summarize(trace)
+    return summary.late, summary.discarded, summary.cancelled, summary.dropped
+
+
+def test_what_is_dropped_is_told_by_its_reason():
+    seconds, k_sync = (1.0, 1.3, 2.1, 3.7), 'name = "k-sync"\nk = 2\ncancel = '
+    for paradigm, reasons in ((k_sync + '"drop"', {"late"}), (k_sync + '"abort"', {"late", "cancelled"})):
+        trace = record(paradigm, seconds, jitter=0.2)
+        pushes, summary = trace.tables["pushes"], summarize(trace)
+        dropped = pushes[pushes["outcome"] == 1]
+        at_the_end = int((dropped["version_read"] + dropped["staleness"] == 40)[dropped["share"] == 1].sum())
+        assert summary.discarded is None
+        assert summary.cancelled == (dropped["share"] < 1).sum()
+        assert (summary.cancelled > 0) == ("cancelled" in reasons)
+        assert summary.late + summary.cancelled + at_the_end == summary.dropped == len(dropped)
+        computed = pushes["share"] * 8
+        assert summary.dropped_share == pytest.approx(computed[pushes["outcome"] == 1].sum() / computed.sum())
+    discarding = record('name = "k-async"\nk = 2\nstaleness_max = 1', seconds)
+    late, discarded, cancelled, dropped = drops(discarding)
+    assert late is cancelled is None
+    assert 5 < discarded <= dropped
+    assert drops(record('name = "k-async"\nk = 2', seconds))[1] == 0
+    assert drops(record("ssp"))[:3] == (None, None, None)
+
+
+def test_half_of_a_batch_is_half_in_vain():
+    dropped = trace()
+    assert summarize(dropped).dropped_share == 1 / 5
+    assert summarize(edit(dropped, "pushes", 4, share=0.5)).dropped_share == 0.5 / 4.5
+    assert summarize(trace(tables=False)).dropped_share is None
+
+
+def test_the_course_of_k():
+    adaptive = record('name = "k-sync"\nk = "state"', (1.0, 1.1, 3.0, 3.2), updates=100)
+    chosen = adaptive.tables["decisions"]["chosen"]
+    summary = summarize(adaptive)
+    assert (summary.k_last, summary.k_least, summary.k_most) == (chosen[-1], min(chosen), 4)
+    assert f"{summary.k_last} at the end, from {summary.k_least} to 4" in text(summary)
+    fixed = summarize(record('name = "k-sync"\nk = 2'))
+    assert (fixed.k_last, fixed.k_least, fixed.k_most) == (2, 2, 2)
+    assert "at the end, from" not in text(fixed)
+    assert summarize(trace()).k_last is None
+
+
+def test_the_last_batch_sizes():
+    uneven = record("batches", (1.0, 1.3, 2.1), jitter=0.4)
+    sizes = [worker.batch_size for worker in summarize(uneven).workers]
+    assert sizes == [
+        uneven.tables["decisions"]["chosen"][uneven.tables["decisions"]["worker"] == w][-1] for w in range(3)
+    ]
+    assert sum(sizes) == 24
+    assert f"{sizes[0]}, {sizes[1]}, {sizes[2]} samples at the end" in text(summarize(uneven))
+    assert [worker.batch_size for worker in summarize(record("batches", updates=1)).workers] == [8, 8, 8]
+    assert [worker.batch_size for worker in summarize(trace()).workers] == [None, None]
+
+
+def test_why_is_in_the_table_and_fits():
+    summary = summarize(record('name = "k-sync"\nk = 2\ncancel = "abort"', (1.0, 1.3, 2.1, 3.7), jitter=0.2))
+    shown = text(summary)
+    for words in ("k         2\n", f"{summary.dropped} contributions", "% of all samples", "late", "cancelled"):
+        assert words in shown.replace(" \n", "\n") or words.strip() in shown
+    many = {"dropped": 9_999_999, "late": 5_000_000, "cancelled": 4_000_000}
+    assert max(map(len, text(summary.model_copy(update=many)).splitlines())) <= 80
+    assert "at the end" in text(summary.model_copy(update=many))
+    assert "dropped   0 contributions\n" in re.sub(
+        " +\n", "\n", text(summarize(record('name = "k-async"\nk = 3', die_s=2.2)))
+    )
 
 
 # ---- from slices, and against an independent count -------------------------------------------------------------------
