@@ -83,7 +83,7 @@ def test_any_split_is_the_whole_batch(comm, needs, folder, servers):
         if this.cluster.workers > 1:
             fastest, slowest = sizes(trace, 0), sizes(trace, this.cluster.workers - 1)
             assert fastest[0] == slowest[0] == 12
-            assert 1 <= slowest[-1] < 12 < fastest[-1]
+            assert 1 <= min(slowest) < 12 < max(fastest)
 
 
 def test_a_mean_over_workers_is_not(comm, needs, folder, monkeypatch):
@@ -116,7 +116,7 @@ def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, po
         assert push["local_steps"] == steps and granted % steps == 0
     if workers > 1:
         assert trace.tables["decisions"]["controller"].tolist().count(b"batches") >= workers
-        assert sizes(trace, 0)[-1] > sizes(trace, workers - 1)[-1]
+        assert np.mean(sizes(trace, 0)) > np.mean(sizes(trace, workers - 1))
     if paradigm != "easgd":
         assert np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-11)
         taken = pushes[pushes["outcome"] == APPLIED]
@@ -150,7 +150,7 @@ def used(comm: Any, folder: Any, epochs: int, paradigm: str = "asp", **options: 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     data = TensorDataset(torch.arange(SIZE), torch.randn(SIZE, 6))
     workers = max(1, comm.size - 1)
-    compute = {"model": "constant", "seconds": [0.001 * (1 + 3 * worker) for worker in range(workers)]}
+    compute = {"model": "constant", "seconds": [0.002 * (1 + 3 * worker) for worker in range(workers)]}
     batches = {**POLICY, "total": 8 * workers}
     settings = {"compute": compute, "batches": batches, "out": folder / "run", "comm": comm, **options}
     count = np.zeros(SIZE, int)
@@ -175,7 +175,7 @@ def test_every_sample_of_a_training_epoch_is_used_once_whoever_takes_it(comm, fo
     if comm.rank == 0 and comm.size > 1:
         assert failures(folder / "run" / "trace.h5") == []
         last = max(1, comm.size - 1) - 1
-        assert last == 0 or sizes(load(folder / "run" / "trace.h5"), last)[-1] < 8 * options.get("period", 1)
+        assert last == 0 or min(sizes(load(folder / "run" / "trace.h5"), last)) < 8 * options.get("period", 1)
 
 
 def test_the_order_of_equal_batches_would_leave_some_out(comm, needs, folder, monkeypatch):
