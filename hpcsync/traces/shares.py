@@ -170,10 +170,7 @@ def _not_following(shares: Shares, allocation: Allocation) -> str:
 
 
 def sizes_are_agreed_on_when_due(shares: Shares) -> Check:
-    """Every so many iterations at most, and after the first one that lacks somebody, before anybody reports the next.
-
-    After the last iteration nobody asks.
-    """
+    """Every so many iterations at most, and after the first one that lacks somebody; before the next is reported."""
     run, allocations = shares.run, shares.allocations
     reported_s = np.full(shares.last + 2, np.inf)
     np.minimum.at(reported_s, run.count, run.steps["now_s"])
@@ -196,8 +193,8 @@ def sizes_are_agreed_on_when_due(shares: Shares) -> Check:
 
 def _not_due(shares: Shares, allocation: Allocation, departed: bool, reported_s: np.ndarray) -> str:
     run, iteration = shares.run, allocation.iteration
-    if iteration >= shares.last:
-        return f"it is of iteration {iteration}, the last one was {shares.last}"
+    if iteration > shares.last:
+        return f"it is of iteration {iteration:,}, the last one was {shares.last:,}"
     if (allocation.rows["now_s"] > reported_s[iteration + 1] + SAME_TIME_S).any():
         return f"it is at {allocation.rows['now_s'].max()} s, and used before {reported_s[iteration + 1]} s"
     if allocation.for_a_departure:

@@ -13,7 +13,15 @@ from safetensors.torch import load_file
 
 import hpcsync
 from hpcsync.job import Job
+from hpcsync.learning.data import sequence_indices
+from hpcsync.learning.validation import check
+from hpcsync.mpi import peer_session, reducer
+from hpcsync.mpi.allreduce import MpiMean, mean_vector
+from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.peer_session import BookkeeperSession
+from hpcsync.peers import Shares
+from hpcsync.planning.batches import Estimate
+from hpcsync.simulator import in_step
 from hpcsync.simulator.run import simulate
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import EVERYBODY, NOBODY
@@ -171,6 +179,170 @@ def test_in_step_ranks_compute_what_simulated_ones_do(comm, folder, paradigm):
             simulated = np.concatenate([tensor.numpy().ravel() for _, tensor in sorted(tensors.items())])
             assert (weights == simulated).all() == (seed == 3)
             assert failures(folder / str(seed) / "trace.h5") == []
+
+
+# ---- batches that are given out ----
+
+
+def sharing(workers: int, *, slowest_s: float = 0.024, leave: dict[int, int] | None = None, **tables: Any) -> Job:
+    """Of workers each of which takes twice as long as the one before. leave: worker -> iteration instead of which it
+    leaves."""
+    seconds = [slowest_s / 2 ** (workers - 1 - worker) for worker in range(workers)]
+    events = [{"worker": worker, "at_iteration": at, "change": "leave"} for worker, at in (leave or {}).items()]
+    compute = {"compute": {"model": "constant", "seconds": seconds}} if slowest_s else {}
+    batches = {"policy": "equal-finish", "predictor": "last", "interval": 4, "total": 9 * workers + 1, "gain": 0.0}
+    cluster = {"workers": workers, "events": events, **compute}
+    return job(tables.pop("paradigm", ALLREDUCE), workers, cluster=cluster, batches=batches, **tables)
+
+
+@pytest.fixture
+def foretold(monkeypatch):
+    """Speeds do not depend on what is measured: in both engines sizes are the same, and they change again and again."""
+
+    class Foretelling:
+        def __init__(self, worker):
+            self.worker, self.n_observed = worker, 0
+
+        def observe(self, n_samples, compute_s, comm_s):
+            self.n_observed += 1
+            return Estimate(0.001 * self.worker, 0.001 * 2.0 ** (self.worker * (1 + self.n_observed // 4 % 3)))
+
+    for engine in (peer_session, in_step):
+        monkeypatch.setattr(engine, "estimator", lambda job, worker, *_: Foretelling(worker))
+
+
+def batch_sizes(folder: Any) -> np.ndarray:
+    """Shape (iterations, workers), 0 where a worker had left."""
+    trace = load(folder / "trace.h5")
+    rows = trace.tables["exchanges"]
+    found = np.zeros((rows["iteration"].max(), trace.n_workers), int)
+    found[rows["iteration"] - 1, rows["worker"]] = rows["batch_size"]
+    return found
+
+
+def whole_batch(this: Job, steps: list[np.ndarray]) -> np.ndarray:
+    """Plain training in one process, each step on these samples of the run's sequence together."""
+    workload = check(this)
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=this.optimizer.lr, **this.optimizer.options)
+    for samples in steps:
+        order = sequence_indices(this.seed, 0, int(samples[-1]) + 1, size=len(workload.train))
+        at = torch.from_numpy(order[samples])
+        optimizer.zero_grad()
+        workload.loss(workload.model, *(tensor[at] for tensor in workload.train.tensors)).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
+
+
+def consecutive(this: Job, iterations: int) -> list[np.ndarray]:
+    total = this.batch_total
+    return [np.arange(total * n, total * (n + 1)) for n in range(iterations)]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["padded", "overlapping"])
+@pytest.mark.parametrize("way", ["fastest", "mpi"])
+def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, overlap):
+    if way == "mpi":
+        monkeypatch.setattr(reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Patience(comm)))
+    assert reducer.mean_vector is mean_vector or way == "mpi"
+    paradigm = {**ALLREDUCE, "bucket_mb": 0.00004}
+    this = sharing(comm.size, slowest_s=0.0 if overlap else 1e-4, paradigm=paradigm)
+    weights = on_some(comm, this, folder / "run")
+    monkeypatch.setattr(Shares, "weight", lambda self, worker: 1.0)
+    unweighted = on_some(comm, this, folder / "control")
+    if comm.rank == 0:
+        sizes = batch_sizes(folder / "run")
+        assert (sizes.sum(1) == this.batch_total).all()
+        assert comm.size == 1 or len(set(map(tuple, sizes.tolist()))) >= 3
+        expected = whole_batch(this, consecutive(this, 40))
+        np.testing.assert_allclose(weights, expected, rtol=1e-12)
+        assert comm.size == 1 or not np.allclose(unweighted, expected, rtol=1e-6)  # the test can tell
+        assert failures(folder / "run" / "trace.h5") == []
+
+
+@pytest.mark.parametrize("leave", [{}, {0: 11}, {1: 20}], ids=str)
+def test_shared_batches_are_those_of_simulated_ranks(comm, folder, foretold, leave):
+    if leave and comm.size < 2:
+        pytest.skip("somebody has to stay")
+    this = sharing(comm.size, slowest_s=1e-3, leave=leave)
+    weights = on_some(comm, this, folder / "real")
+    if comm.rank == 0:
+        assert simulate(this, folder / "simulated", Console(quiet=True)) == 0
+        tensors = load_file(folder / "simulated" / "weights.safetensors")
+        simulated = np.concatenate([tensor.numpy().ravel() for _, tensor in sorted(tensors.items())])
+        assert (batch_sizes(folder / "real") == batch_sizes(folder / "simulated")).all()
+        real, virtual = (load(folder / kind / "trace.h5").tables["decisions"] for kind in ("real", "simulated"))
+        assert len(real) == len(virtual)
+        for name in set(real.dtype.names) - {"seq", "now_s", "controller"}:
+            assert np.array_equal(real[name], virtual[name], equal_nan=True)
+        if leave:  # the mean of the iteration that lacks somebody is corrected with a rounding more in one
+            np.testing.assert_allclose(weights, simulated, rtol=1e-12)
+        else:
+            assert (weights == simulated).all()
+        assert failures(folder / "real" / "trace.h5") == failures(folder / "simulated" / "trace.h5") == []
+
+
+@pytest.mark.parametrize("leaver", [0, -1])
+def test_the_others_take_over_from_who_has_left(comm, folder, monkeypatch, leaver):
+    """Of the iteration instead of which it left its samples are left out, of no other."""
+    if comm.size < 2:
+        pytest.skip("somebody has to stay")
+    worker = leaver % comm.size
+    this = sharing(comm.size, leave={worker: 14}, stop={"updates": 24})
+    weights = on_some(comm, this, folder / "run")
+    if comm.rank == 0:
+        sizes = batch_sizes(folder / "run")
+        assert (sizes[:13, worker] > 0).all() and (sizes[13:, worker] == 0).all()
+        assert (np.delete(sizes.sum(1), 13) == this.batch_total).all()
+        steps = consecutive(this, 24)
+        decisions = load(folder / "run" / "trace.h5").tables["decisions"]
+        mine = decisions[(decisions["worker"] == worker) & (decisions["iteration"] < 14)]
+        before = sizes[13].copy()
+        before[worker] = mine["chosen"][-1] if len(mine) else sizes[12, worker]
+        begin = before[:worker].sum()
+        steps[13] = np.delete(steps[13], np.s_[begin : begin + before[worker]])
+        assert len(steps[13]) == sizes[13].sum()
+        np.testing.assert_allclose(weights, whole_batch(this, steps), rtol=1e-12)
+        assert failures(folder / "run" / "trace.h5") == []
+
+
+def test_slow_workers_get_small_batches(comm, folder):
+    this = sharing(comm.size, stop={"updates": 30})
+    on_some(comm, this, folder)
+    if comm.rank == 0:
+        assert failures(folder / "trace.h5") == []
+        trace, sizes = load(folder / "trace.h5"), batch_sizes(folder)
+        if comm.size > 1:
+            assert len(trace.tables["decisions"]) > 0
+            assert sizes[-10:, 0].mean() > 1.3 * sizes[-10:, -1].mean()
+            waited = [trace.tables["exchanges"]["wait_s"][trace.tables["exchanges"]["worker"] == 0]]
+            assert np.median(waited[0][-10:]) < np.median(waited[0][:4])
+
+
+def test_a_script_shares_batches_and_takes_every_sample_once(comm, folder):
+    """Two training epochs of a size that no batch divides."""
+    n, torch_seed = 103, 1
+    torch.manual_seed(torch_seed)
+    model = torch.nn.Linear(1, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    data = torch.utils.data.TensorDataset(torch.arange(float(n), dtype=torch.float64).unsqueeze(1))
+    batches = {"policy": "proportional", "predictor": "last", "interval": 3, "total": 4 * comm.size, "gain": 0.0}
+    compute = {"model": "constant", "seconds": [0.002 * (1 + worker) for worker in range(comm.size)]}
+    seen: list[float] = []
+    with hpcsync.connect(
+        model, optimizer, "allreduce", out=folder / "run", comm=comm, batches=batches, compute=compute
+    ) as sync:
+        for _ in range(2):
+            for (x,) in sync.shard(data, batch_size=4):
+                optimizer.zero_grad()
+                loss = model(x).sum()
+                loss.backward()
+                seen += x.flatten().tolist()
+                sync.step(loss)
+    everything = [number for of_rank in comm.allgather(seen) for number in of_rank]
+    counts = np.bincount(np.array(everything, int), minlength=n)
+    assert set(counts.tolist()) <= {2, 3} and counts.sum() - 2 * n < 4 * comm.size
+    if comm.rank == 0 and comm.size > 1:
+        assert failures(folder / "run" / "trace.h5") == []
 
 
 # ---- what their traces say ----

@@ -91,6 +91,34 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(comm, dtype, bucket_by
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("bucket_bytes", [TINY, MIDDLE, LARGE])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_count_as_often_as_their_ranks_say(comm, bucket_bytes, overlap):
+    """Powers of two, so that it is exact; also of a gradient that autograd has no part in, and until it is changed."""
+    flat = make()
+    with Reducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
+        for step in range(4):
+            reducer.weight = 1.0 if step == 3 else 2.0 ** (comm.rank - step)
+            flat.drop_gradient()
+            if step == 1:
+                for parameter, part in zip(flat.parameters, known(comm.rank, step).split(parts(flat)), strict=True):
+                    parameter.grad = part.view(parameter.shape).clone()
+            else:
+                backward(flat, known(comm.rank, step))
+            reducer.finish()
+            weights = [1.0 if step == 3 else 2.0 ** (rank - step) for rank in range(comm.size)]
+            assert torch.equal(flat.gradient, mean_of([w * known(rank, step) for rank, w in enumerate(weights)]))
+            assert (
+                comm.size == 1
+                or step == 3
+                or not torch.equal(flat.gradient, mean_of([known(rank, step) for rank in range(comm.size)]))
+            )
+
+
+def parts(flat):
+    return [p.numel() for p in flat.parameters]
+
+
 def test_the_gradient_of_a_script_that_replaces_it(comm):
     flat = make()
     with Reducer(comm, flat, MIDDLE) as reducer:
