@@ -20,8 +20,8 @@ from hpcsync.traces.reading import Trace, TraceError, load
 PAGE_INCHES, COLUMN_INCHES = 7.0, 3.4
 POINTS = 2000  # of a scatter; more would be ink, not knowledge
 
-# Okabe and Ito's colours, which colour-blind readers tell apart (and Tol's wine), the same in every figure. None shows
-# both paradigms and activities.
+# Okabe and Ito's colours (and some of Tol's), which colour-blind readers tell apart, the same in every figure. None
+# shows both paradigms and activities.
 PARADIGM_COLOURS = {
     "bsp": "#0072B2",
     "asp": "#D55E00",
@@ -31,7 +31,12 @@ PARADIGM_COLOURS = {
     "allreduce": "#000000",
     "local-sgd": "#56B4E9",
     "gossip": "#E69F00",
+    "k-sync": "#117733",
+    "k-batch-sync": "#999933",
+    "k-async": "#AA4499",
+    "k-batch-async": "#332288",
 }
+BY = {"state": "state", "loss": "loss", "min": "state and loss"}  # what chooses k
 ACTIVITY_COLOURS = {"compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
 GREY = "#767676"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # of the first, second ... trace of a paradigm
@@ -76,8 +81,11 @@ def label(trace: Trace) -> str:
             text = f"gossip, {paradigm.mode}"
             text += f", {paradigm.topology}" if paradigm.topology != "complete" else ""
             text += f", every {paradigm.period}" if paradigm.period > 1 else ""
+        case "k-sync" | "k-batch-sync" | "k-async" | "k-batch-async" as name:
+            text = f"{name}, k = {paradigm.k}" if isinstance(paradigm.k, int) else f"{name}, k by {BY[paradigm.k]}"
         case name:
             text = name.upper()
+    text += ", batches by speed" if trace.job.batches.policy != "equal" else ""
     return text if trace.finished else f"{text} ({trace.status})"
 
 

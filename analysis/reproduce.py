@@ -1,6 +1,6 @@
 """Published claims about synchronisation, tried in virtual time: what was claimed, what comes out, whether it holds.
 
-What has been simulated stays in the folder and is not simulated again: an interrupted command continues.
+What has been run stays in the folder and is not run again: an interrupted command continues.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from reproductions import dssp as dssp_paper
+from reproductions import first_k, first_k_real
 from reproductions import gossip as gossip_paper
 from rich.console import Console
 
@@ -45,6 +46,20 @@ def gossip(
 ) -> None:
     """How to scale distributed deep learning? (Jin et al., 2016)."""
     gossip_paper.reproduce(out or Path("reproductions/gossip"), seeds, processes, Console())
+
+
+@app.command()
+def k_sync(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = CORES,
+    real: Annotated[bool, typer.Option("--real", help="A few of them on real ranks, one run at a time.")] = False,
+) -> None:
+    """Adaptive k and batch sizes by speed (Yu et al., HPCC 2019), and k by the loss (Dutta et al., AdaSync, 2020)."""
+    if real:
+        first_k_real.reproduce(out or Path("reproductions/k-sync-real"), seeds, Console())
+    else:
+        first_k.reproduce(out or Path("reproductions/k-sync"), seeds, processes, Console())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,476 @@
+"""Waiting for the first k, adaptive k and batch sizes by speed: do they take the stragglers' effect away?
+
+Yu et al. ("Accelerating Distributed Training in Heterogeneous Clusters via a Straggler-Aware Parameter Server", HPCC
+2019, and the thesis it belongs to) choose k by the workers' state and batch sizes by their predicted speeds, and find
+both faster than BSP and ASP; Dutta, Wang and Joshi (AdaSync, 2020) choose k by the loss. Clusters of the same total
+speed in virtual time: of equal workers, of unlike ones, of equal ones whose nodes others use too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotting
+from adaptive import steps_of_k
+from matplotlib.lines import Line2D
+from rich.console import Console
+
+from hpcsync import outputs
+from hpcsync.job import Job
+from hpcsync.traces.reading import Trace, load
+from reproductions.claims import Claim, Of, conclude, of, points, ratio
+from reproductions.simulating import simulate_all
+
+# ---- what is run ----
+
+WORKERS, BATCH = 8, 16
+SLOWNESS = (1, 1, 1, 1, 2, 2, 3, 4)  # of the unlike workers
+FASTEST_S, JITTER, FIXED_SHARE = 0.02, 0.1, 0.1
+# Of equal workers that compute as much in all as the unlike ones: 29 ms.
+EQUAL_S = FASTEST_S * WORKERS / sum(1 / slowness for slowness in SLOWNESS)
+
+# Two workers a node. Now and then other jobs come, so that it has 2, 3 or 4 in all and its workers take as many times
+# as long; with both durations exponential, this is the speed that they leave in the mean.
+PER_NODE, JOBS, ALONE_S, SHARED_S = 2, (2, 3, 4), 4.0, 2.0
+LEFT = (ALONE_S + SHARED_S * sum(1 / n for n in JOBS) / len(JOBS)) / (ALONE_S + SHARED_S)
+
+ALLOCATION = {"policy": "equal-finish", "predictor": "blend"}
+BY_SMOOTHING = {"policy": "equal-finish", "predictor": "smoothing"}
+
+
+@dataclass(frozen=True)
+class Method:
+    """allocation: None gives everyone the same batch size."""
+
+    paradigm: Mapping[str, Any]
+    allocation: Mapping[str, Any] | None = None
+
+
+def first(form: str, k: int | str, allocation: Mapping[str, Any] | None = None, **options: Any) -> Method:
+    return Method({"name": form, "k": k, **options}, allocation)
+
+
+BSP, ASP = {"name": "bsp"}, {"name": "asp"}
+METHODS = {
+    "BSP": Method(BSP),
+    "ASP": Method(ASP),
+    "k-sync 4": first("k-sync", 4),
+    "k-sync 6": first("k-sync", 6),
+    "k-batch-sync 8": first("k-batch-sync", 8),
+    "k-async 4": first("k-async", 4),
+    "k-batch-async 8": first("k-batch-async", 8),
+    "k-sync state": first("k-sync", "state"),
+    "k-sync loss": first("k-sync", "loss"),
+    "k-async state": first("k-async", "state"),
+    "k-async loss": first("k-async", "loss"),
+    "k-async min": first("k-async", "min"),
+    "BSP + batches": Method(BSP, ALLOCATION),
+    "ASP + batches": Method(ASP, ALLOCATION),
+    "k-sync state + batches": first("k-sync", "state", ALLOCATION),
+    "k-async state + batches": first("k-async", "state", ALLOCATION),
+}
+ADAPTIVE = ("k-sync state", "k-async state")  # the thesis's; "loss" is AdaSync's, "min" the smaller of both
+TOGETHER = ("k-sync state + batches", "k-async state + batches")
+KEY = ("BSP", "ASP", *ADAPTIVE, "BSP + batches", "ASP + batches", *TOGETHER)
+# What the adaptive algorithm and the allocation are made of: each without one of its parts, or with another.
+PARTS = {
+    "k-sync state, abort": first("k-sync", "state", cancel="abort"),
+    "k-async state, weight 1": first("k-async", "state", staleness_weight="none"),
+    "BSP + batches, smoothing": Method(BSP, BY_SMOOTHING),
+}
+
+# AdaSync's trade: the same step of every update, whatever its k, so that a small k is fast and noisy.
+KS = (1, 2, 4, 6)  # and all of them, which is BSP
+FRONTIER = {f"k-sync {k}": first("k-sync", k) for k in (*KS, "loss")} | {"BSP": Method(BSP)}
+FIXED = (*(f"k-sync {k}" for k in KS), "BSP")
+
+CLUSTERS = {
+    "homogeneous": "equal workers",
+    "heterogeneous": "unlike workers, 1:1:1:1:2:2:3:4",
+    "contended": "equal workers, contended nodes",
+}
+UNEVEN = ("heterogeneous", "contended")
+# How many of the labels are drawn anew at every read: the loss tends to almost 0, or to almost 1.
+TASKS = {"clean": 0.0, "noisy": 0.2}
+
+
+@dataclass(frozen=True)
+class Rate:
+    """scale: of an update of n of P contributions; with "1/workers" a pass over the data makes the same total step.
+
+    samples, seconds: whichever is over first ends a run. accuracy: the target.
+    """
+
+    lr: float
+    scale: float | str
+    samples: int
+    seconds: float
+    methods: Mapping[str, Method]
+    momentum: float = 0.0
+    accuracy: float = 0.97
+
+
+RATES = {
+    "plain": Rate(0.1, "1/workers", 36_000, 60.0, METHODS | PARTS, accuracy=0.96),
+    "momentum": Rate(0.1, "1/workers", 40_000, 60.0, {name: METHODS[name] for name in KEY}, 0.9),
+    "published": Rate(0.4, 1.0, 10**9, 12.0, FRONTIER),
+}
+# With equal workers there is less to ask.
+AT_HOME = {"plain": ("k-sync 4", *KEY), "momentum": ("BSP", "ASP")}
+WORDS = {"plain": "plain SGD", "momentum": "momentum 0.9"}
+EVERY = 704  # samples: half a pass over the training data, in whole batches
+SMOOTHED = 5  # evaluations of which the mean is taken
+LOSS = 0.4  # the other target, held out as well
+EARLY = (0.3, 0.2, 0.1, 0.07, 0.05)  # errors along which AdaSync is compared with every fixed k
+FIRST_SEED = 4  # 1 and 2 have been used to choose steps, label noise and targets
+
+
+def jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
+    """Every run, by the name of its folder. length: of all runs, for a quick look."""
+    found = {}
+    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+        for rate in ("plain", "momentum"):
+            for cluster in CLUSTERS:
+                for method in RATES[rate].methods:
+                    if cluster not in UNEVEN and method not in AT_HOME[rate]:
+                        continue
+                    found[name_of(cluster, rate, method, seed)] = job(cluster, rate, method, seed, length)
+        for task in TASKS:
+            for method in FRONTIER:
+                found[name_of(task, "published", method, seed)] = job(task, "published", method, seed, length)
+    return found
+
+
+def name_of(setting: str, rate: str, method: str, seed: int) -> str:
+    return f"{setting}/{rate}/{method.replace(' ', '_')}/{seed}"
+
+
+def job(setting: str, rate: str, method: str, seed: int, length: float = 1.0) -> Job:
+    """setting: one of CLUSTERS; or one of TASKS, on equal workers whose times are exponential."""
+    chosen = RATES[rate]
+    way = chosen.methods[method]
+    table: dict[str, Any] = {
+        "name": f"{setting}-{rate}-{method}".replace(" ", "-").replace(",", ""),
+        "seed": seed,
+        "workload": {
+            "name": "reproductions.relabelled:perceptron",
+            "options": {"share": TASKS.get(setting, TASKS["noisy"])},
+            "batch_size": BATCH,
+        },
+        "optimizer": {"name": "sgd", "lr": chosen.lr, "momentum": chosen.momentum, "async_lr_scale": chosen.scale},
+        "stop": {"samples": round(length * chosen.samples), "seconds": length * chosen.seconds},
+        "evaluation": {"every_samples": EVERY},
+        "paradigm": dict(way.paradigm),
+        "cluster": cluster(setting, seed, chosen.seconds),
+    }
+    return Job.from_table(table | ({} if way.allocation is None else {"batches": dict(way.allocation)}))
+
+
+def cluster(setting: str, seed: int, seconds: float) -> dict[str, Any]:
+    compute: dict[str, Any] = {"model": "lognormal", "seconds": EQUAL_S, "jitter": JITTER, "fixed_share": FIXED_SHARE}
+    events = []
+    if setting == "heterogeneous":
+        compute["seconds"] = [FASTEST_S * slowness for slowness in SLOWNESS]
+    if setting == "contended":
+        compute["seconds"] = EQUAL_S * LEFT
+        events = contention(seed, seconds)
+    if setting in TASKS:
+        compute = {"model": "exponential", "seconds": EQUAL_S}
+    return {"workers": WORKERS, "compute": compute, "events": events}
+
+
+def contention(seed: int, until_s: float) -> list[dict[str, Any]]:
+    """Jobs that come to nodes and go. They are drawn from the seed: all methods meet the same ones."""
+    events: list[dict[str, Any]] = []
+    for node in range(WORKERS // PER_NODE):
+        draw = np.random.default_rng([seed, node])
+        at_s = draw.exponential(ALONE_S)
+        while at_s < until_s:
+            end_s, factor = at_s + draw.exponential(SHARED_S), float(draw.choice(JOBS))
+            for worker in range(node * PER_NODE, (node + 1) * PER_NODE):
+                events.append({"worker": worker, "at_s": at_s, "change": "slow", "factor": factor})
+                events.append({"worker": worker, "at_s": end_s, "change": "recover"})
+            at_s = end_s + draw.exponential(ALONE_S)
+    return events
+
+
+def speed_left(job: Job, until_s: float) -> float:
+    """The workers' mean speed up to a time, events included, in that of the same workers without any."""
+    seconds = job.cluster.compute.seconds
+    alone_s = seconds if isinstance(seconds, tuple) else (seconds,) * job.cluster.workers
+    done_s = []
+    for worker in range(job.cluster.workers):
+        own = [event for event in job.cluster.events if event.worker == worker and event.at_s < until_s]
+        since_s, factor, done = 0.0, 1.0, 0.0
+        for at_s, next_factor in (*((event.at_s, event.factor or 1.0) for event in own), (until_s, 1.0)):
+            done += (at_s - since_s) / factor
+            since_s, factor = at_s, next_factor
+        done_s.append(done)
+    return float(np.average(done_s, weights=1 / np.array(alone_s)) / until_s)
+
+
+# ---- what came of it ----
+
+
+def measure(folder: Path, accuracy: float | None = None) -> tuple[dict[str, Any], pd.DataFrame]:
+    """The results of a run: a row, and its evaluations.
+
+    target_s, loss_s: to the accuracy and the loss; not known where they have not been reached, and at_least_s is then
+    how long the run was. even_s: the same, had the nodes been as contended as they are in the mean, so that clusters
+    and seeds are of one total speed.
+    """
+    trace = load(folder / outputs.TRACE)
+    setting, rate, method, seed = folder.parts[-4:]
+    accuracy = accuracy or RATES[rate].accuracy
+    run = {"setting": setting, "arm": rate, "paradigm": method.replace("_", " "), "seed": int(seed)}
+    pushes, updates, evaluations = trace.tables["pushes"], trace.tables["updates"], trace.frame("evaluations")
+    over_s = float(updates["now_s"][-1])  # what is still computed when the run is over counts for nothing
+    pushes = pushes[pushes["now_s"] <= over_s]
+    dropped = pushes["outcome"] == 1
+    computed = pushes["batch_size"] * pushes["share"]
+    evaluations["accuracy"], evaluations["loss"] = (
+        evaluations[column].rolling(SMOOTHED, 1, center=True).mean() for column in ("accuracy", "loss")
+    )
+    target_s = first_s(evaluations["now_s"], evaluations["accuracy"] >= accuracy)
+    at_least_s = over_s if np.isnan(target_s) else target_s
+    row = {
+        **run,
+        "target_s": target_s,
+        "at_least_s": at_least_s,
+        "even_s": at_least_s * speed_left(trace.job, at_least_s) / (LEFT if setting == "contended" else 1),
+        "loss_s": first_s(evaluations["now_s"], evaluations["loss"] <= LOSS),
+        "error": 1 - evaluations["accuracy"][evaluations["now_s"] >= 0.9 * over_s].mean(),
+        "duration_s": over_s,
+        "samples_per_s": updates["samples"][-1] / over_s,
+        "wait_share": pushes["wait_s"].sum() / (pushes["wait_s"] + pushes["compute_s"]).sum(),
+        "dropped_share": computed[dropped].sum() / computed.sum(),
+        "staleness": pushes["staleness"][~dropped].mean(),
+        "k": np.average(updates["n_contributions"], weights=np.diff(updates["now_s"], prepend=0.0)),
+    }
+    error = 1 - evaluations["accuracy"]
+    row |= {f"error_{share:g}_s": first_s(evaluations["now_s"], error <= share) for share in EARLY}
+    return row, evaluations[["now_s", "samples", "accuracy", "loss"]].assign(**run)
+
+
+def first_s(now_s: pd.Series, reached: pd.Series) -> float:
+    """When it was first so; NaN for never."""
+    return float(now_s[reached].min())
+
+
+# ---- what is claimed ----
+
+NO_LATER, REMOVED = 1.1, 1.15  # times as long counts as "no later", and as "without stragglers' effect"
+
+
+def claims() -> list[Claim]:
+    found = []
+    for rate in ("plain", "momentum"):
+        for where in UNEVEN:
+            for method in (*ADAPTIVE, "BSP + batches", *TOGETHER):
+                for other in ("BSP", "ASP"):
+                    says = f"{where}, {WORDS[rate]}: {method} sooner than {other}"
+                    found.append(Claim(says, "sooner", sooner(method, other, where, rate), low=1.05))
+            for method in ("BSP", "ASP", "BSP + batches", *ADAPTIVE, *TOGETHER):
+                says = f"{where}, {WORDS[rate]}: {method}'s time / BSP's with equal workers"
+                published = "about 1" if method in TOGETHER else "(ours)"
+                found.append(Claim(says, published, effect(method, where, rate), high=REMOVED))
+    for method in (*ADAPTIVE, "BSP + batches", *TOGETHER):
+        says = f"homogeneous, plain SGD: {method} trains on as many samples a second as BSP"
+        number = ratio(of("samples_per_s", "homogeneous", "plain", method), of_bsp("samples_per_s", "plain"))
+        found.append(Claim(says, "(ours)", number, low=0.97))
+        says = f"homogeneous, plain SGD: {method}'s time / BSP's"
+        found.append(Claim(says, "(ours)", effect(method, "homogeneous", "plain"), high=NO_LATER))
+    for task in TASKS:
+        where = f"exponential times, {task} labels"
+        ends = points(of("error", task, "published", "k-sync loss"), of("error", task, "published", "BSP"))
+        says = f"{where}: AdaSync ends no worse than k = {WORKERS}"
+        found.append(Claim(says, "no worse", ends, high=0.5, unit=" points"))
+        says = f"{where}: AdaSync's times to {len(EARLY)} errors / those of the soonest k"
+        found.append(Claim(says, "about 1", envelope("k-sync loss", task), high=REMOVED))
+    for where in UNEVEN:
+        for part in PARTS:
+            whole, _ = part.split(", ")
+            says = f"{where}, plain SGD: {part}: its time / {whole}'s"
+            number = ratio(of("at_least_s", where, "plain", part), of("at_least_s", where, "plain", whole))
+            found.append(Claim(says, "(ours)", number, 1 / NO_LATER, NO_LATER))
+    return found
+
+
+def sooner(a: str, b: str, where: str, rate: str) -> Of:
+    """How many times as long b takes to the target as a, or has been given without reaching it."""
+    return ratio(of("at_least_s", where, rate, b), of("target_s", where, rate, a))
+
+
+def effect(method: str, where: str, rate: str) -> Of:
+    """How many times as long it takes as BSP on as many equal workers of the same total speed."""
+    return ratio(of("even_s", where, rate, method), of_bsp("even_s", rate))
+
+
+def of_bsp(column: str, rate: str) -> Of:
+    return of(column, "homogeneous", rate, "BSP")
+
+
+def envelope(method: str, task: str) -> Of:
+    """How many times as long it takes to the errors as the soonest of the fixed k, each of which is in the mean over
+    seeds: the soonest of a single seed would be so by luck too. The geometric mean over the errors."""
+
+    def number(results: pd.DataFrame) -> pd.Series:
+        runs = results[(results["setting"] == task) & (results["arm"] == "published")]
+        columns = [f"error_{share:g}_s" for share in EARLY]
+        soonest = runs[runs["paradigm"].isin(FIXED)].groupby("paradigm")[columns].mean().min()
+        own = runs[runs["paradigm"] == method].set_index("seed")[columns]
+        return np.exp(np.log(own / soonest).mean(axis=1, skipna=False))
+
+    return number
+
+
+# ---- figures ----
+
+COLOURS = {
+    "BSP": plotting.PARADIGM_COLOURS["bsp"],
+    "ASP": plotting.PARADIGM_COLOURS["asp"],
+    "k-sync": "#009E73",
+    "k-batch-sync": "#009E73",
+    "k-async": "#CC79A7",
+    "k-batch-async": "#CC79A7",
+}
+LOOKS = {"plain": {"marker": "o"}, "momentum": {"marker": "o", "markerfacecolor": "none"}}
+
+
+def draw_times(results: pd.DataFrame, folder: Path) -> None:
+    """The time to the target of every method and seed; a cross at the right where a seed does not reach it."""
+    rows = list(METHODS)[::-1]
+    frame = results[results["setting"].isin(CLUSTERS) & results["paradigm"].isin(rows)]
+    figure, axes = plotting.panels(1, len(CLUSTERS), height=4.4, sharey=True, sharex=True)
+    right_s = 1.4 * frame["target_s"].max()
+    for axis, (where, words) in zip(axes[0], CLUSTERS.items(), strict=True):
+        for height, (rate, look) in zip((0.15, -0.15), LOOKS.items(), strict=True):
+            runs = frame[(frame["setting"] == where) & (frame["arm"] == rate)]
+            for method in rows:
+                target_s = runs["target_s"][runs["paradigm"] == method]
+                at = rows.index(method) + height
+                style = {"color": COLOURS[method.split()[0]], "ls": "", "ms": 3.5, "mew": 0.7}
+                axis.plot(target_s, [at] * len(target_s), **style, **look)
+                if target_s.isna().any():
+                    axis.plot(right_s, at, **style | {"marker": "x", "ms": 4})
+            ideal = results[(results["setting"] == "homogeneous") & (results["arm"] == rate)]
+            ideal_s = ideal["target_s"][ideal["paradigm"] == "BSP"].mean()
+            axis.axvline(ideal_s, lw=0.8, ls="-" if rate == "plain" else ":", color=plotting.GREY, zorder=0)
+        axis.set(title=words, xscale="log")
+        axis.set_yticks(range(len(rows)), rows)
+        axis.tick_params(axis="y", length=0)
+        axis.set_axisbelow(True)
+        axis.grid(lw=0.3, axis="y")
+    ticks = [t for t in (1, 2, 5, 10, 20, 50, 100) if t < right_s]
+    axes[0, 0].set_xticks(ticks, labels=map(str, ticks))
+    axes[0, 0].minorticks_off()
+    targets = " and with momentum ".join(plotting.percent(RATES[rate].accuracy) for rate in LOOKS)
+    figure.supxlabel(f"virtual time to {targets} accuracy (s)", fontsize=8)
+    grey = {"color": plotting.GREY, "ms": 3.5, "mew": 0.7}
+    handles = [Line2D([], [], ls="", **grey, **look, label=WORDS[rate]) for rate, look in LOOKS.items()]
+    handles += [
+        Line2D([], [], ls="", **grey, marker="x", label="not with every seed"),
+        Line2D([], [], color=plotting.GREY, lw=0.8, label="BSP with equal workers (dotted: momentum)"),
+    ]
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    plotting.save(figure, frame.round(4), folder, "k-sync-times")
+
+
+AT_S = (1.0, 3.0, 6.0, 12.0)
+
+
+def draw_frontier(evaluations: pd.DataFrame, folder: Path) -> None:
+    """Of k-sync, left the error against time for every k, right against k at some times, AdaSync as a k of its own."""
+    greens = ("#c7e9c0", "#8fd08a", "#41ab5d", "#1b7837", "#00331a")
+    colours = dict(zip((*FIXED, "k-sync loss"), (*greens, "#D55E00"), strict=True))
+    labels = dict(zip(colours, (*(f"k = {k}" for k in (*KS, WORKERS)), "AdaSync"), strict=True))
+    figure, axes = plotting.panels(len(TASKS), 2, height=4.8, sharey="row")
+    frames = []
+    for row, (task, share) in zip(axes, TASKS.items(), strict=True):
+        runs = evaluations[(evaluations["setting"] == task) & (evaluations["arm"] == "published")]
+        at = np.geomspace(0.3, runs.groupby(["paradigm", "seed"])["now_s"].max().min(), 120)
+        curves = {method: curve(runs[runs["paradigm"] == method], at) for method in colours}
+        for method, frame in curves.items():
+            row[0].fill_between("now_s", "least", "largest", data=frame, alpha=0.15, lw=0, color=colours[method])
+            row[0].plot("now_s", "mean", data=frame, label=labels[method], color=colours[method])
+            frames.append(frame.assign(task=task, k=labels[method]))
+        for time_s, marker in zip(AT_S, "osD^", strict=True):
+            *errors, own = (np.interp(time_s, at, frame["mean"]) for frame in curves.values())
+            row[1].plot(range(len(errors)), errors, marker=marker, ms=4, color=plotting.GREY, label=f"{time_s:g} s")
+            row[1].plot(len(errors), own, marker=marker, ms=5, color=colours["k-sync loss"])
+        words = f"{plotting.percent(share)} of labels random" if share else "all labels true"
+        row[0].set(ylabel=f"{words}\nerror", xscale="log", yscale="log", ylim=(0.008, 1.0))
+        row[0].set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5])
+        row[0].set_xticks([0.5, 1, 2, 5, 10], labels=["0.5", "1", "2", "5", "10"])
+        row[0].yaxis.set_major_formatter(plotting.percent)
+        row[0].minorticks_off()
+        row[1].set_xticks(range(len(labels)), [label.removeprefix("k = ") for label in labels.values()])
+    axes[-1, 0].set_xlabel("virtual time (s)")
+    axes[-1, 1].set_xlabel("k")
+    axes[0, 0].legend(loc="lower left", ncols=2)
+    axes[0, 1].legend(loc="upper left", ncols=len(AT_S), title="error after", alignment="left")
+    plotting.save(figure, pd.concat(frames).round(4), folder, "k-sync-frontier")
+
+
+def curve(runs: pd.DataFrame, at: np.ndarray) -> pd.DataFrame:
+    """Mean, least and largest error of some runs at these times."""
+    errors = [np.interp(at, run["now_s"], 1 - run["accuracy"]) for _, run in runs.groupby("seed")]
+    return pd.DataFrame(
+        {"now_s": at, "mean": np.mean(errors, 0), "least": np.min(errors, 0), "largest": np.max(errors, 0)}
+    )
+
+
+SHOWN = {  # which k against time, in which settings
+    **dict.fromkeys(UNEVEN, ("plain", (*ADAPTIVE, "k-sync state + batches", "k-sync loss"))),
+    "clean": ("published", ("k-sync loss",)),
+    "noisy": ("published", ("k-sync loss",)),
+}
+K_TITLES = CLUSTERS | {"clean": "exponential times, all labels true", "noisy": "exponential times, noisy labels"}
+
+
+def draw_k(traces: Mapping[tuple[str, str], Trace], folder: Path) -> None:
+    """k against time: of one seed."""
+    figure, axes = plotting.panels(2, 2, height=4.0, sharey=True)
+    frames = []
+    for axis, (setting, (_, methods)) in zip(axes.flat, SHOWN.items(), strict=True):
+        for method in methods:
+            frame = steps_of_k(traces[setting, method])
+            form = method.split()[0]
+            colour = "#D55E00" if method == "k-sync loss" and setting in UNEVEN else COLOURS[form]
+            dash = plotting.DASHES[2] if "batches" in method else "-"
+            label = method if setting in UNEVEN else f"{method} "
+            axis.step(frame["now_s"], frame["k"], where="post", color=colour, ls=dash, lw=1.2, label=label)
+            frames.append(frame.assign(setting=setting, paradigm=method))
+        axis.set(title=K_TITLES[setting], xlim=(0, None), ylim=(0.5, WORKERS + 0.5), yticks=(1, 2, 4, 6, 8))
+    for axis in axes[:, 0]:
+        axis.set_ylabel("k")
+    figure.supxlabel("virtual time (s)", fontsize=8)
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    more, more_names = axes[1, 0].get_legend_handles_labels()
+    shown = [(h, n) for h, n in zip([*handles, *more], [*names, *more_names], strict=True)]
+    figure.legend(*zip(*shown[: len(handles)], strict=True), loc="outside upper center", ncols=len(handles))
+    axes[1, 0].legend(loc="upper left")
+    plotting.save(figure, pd.concat(frames).round(4), folder, "k-sync-k")
+
+
+# ---- all of it ----
+
+
+def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
+    """Simulate what is missing in the folder, write results, claims and figures there, print the claims."""
+    todo = jobs(seeds, length)
+    simulate_all(todo, out / "runs", processes, console)
+    rows, evaluations = zip(*(measure(out / "runs" / name) for name in todo), strict=True)
+    results = pd.DataFrame(rows)
+    draw_times(results, out)
+    draw_frontier(pd.concat(evaluations), out)
+    shown = [(setting, rate, method) for setting, (rate, methods) in SHOWN.items() for method in methods]
+    folder = out / "runs"
+    draw_k({(s, m): load(folder / name_of(s, r, m, FIRST_SEED) / outputs.TRACE) for s, r, m in shown}, out)
+    title = f"k-sync, virtual time, {seeds} seeds: mean (least to largest)"
+    return conclude(claims(), results, out, console, title)

@@ -1,0 +1,111 @@
+"""The first k, adaptive k and batch sizes by speed on real ranks: a few methods of `first_k`, padded iterations."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from rich.console import Console
+
+from hpcsync import outputs
+from hpcsync.job import Job
+from reproductions import first_k
+from reproductions.claims import Claim, conclude, of, ratio
+from reproductions.first_k import ASP, BATCH, BSP, Method, first
+from reproductions.simulating import finished
+
+ANALYSIS = Path(__file__).parents[1]
+
+SECONDS = (0.02, 0.02, 0.04, 0.08)  # 1:1:2:4; many times what the computation takes, four times on one core too
+EQUAL_S = len(SECONDS) / sum(1 / seconds for seconds in SECONDS)
+CLUSTERS = {"homogeneous": EQUAL_S, "heterogeneous": list(SECONDS)}
+LR, ACCURACY = 0.1, 0.95
+SAMPLES = 20_000
+FIRST_SEED = 4
+
+METHODS = {
+    "BSP": Method(BSP),
+    "ASP": Method(ASP),
+    "k-sync 2": first("k-sync", 2),
+    "k-async 2": first("k-async", 2),
+    "k-sync state": first("k-sync", "state"),
+    "k-async state": first("k-async", "state"),
+    "BSP + batches": Method(BSP, first_k.ALLOCATION),
+    "k-sync state + batches": first("k-sync", "state", first_k.ALLOCATION),
+    "k-async state + batches": first("k-async", "state", first_k.ALLOCATION),
+}
+
+
+def jobs(seeds: int) -> dict[str, Job]:
+    """Every run, by the name of its folder. With equal workers, of the same total speed, only BSP."""
+    found = {}
+    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
+        found[first_k.name_of("homogeneous", "real", "BSP", seed)] = job("homogeneous", "BSP", seed)
+        for method in METHODS:
+            found[first_k.name_of("heterogeneous", "real", method, seed)] = job("heterogeneous", method, seed)
+    return found
+
+
+def job(setting: str, method: str, seed: int) -> Job:
+    way = METHODS[method]
+    compute = {"model": "lognormal", "seconds": CLUSTERS[setting], "jitter": first_k.JITTER}
+    table: dict[str, Any] = {
+        "name": f"{setting}-real-{method}".replace(" ", "-"),
+        "seed": seed,
+        "workload": {
+            "name": "reproductions.relabelled:perceptron",
+            "options": {"share": first_k.TASKS["noisy"]},
+            "batch_size": BATCH,
+        },
+        "optimizer": {"name": "sgd", "lr": LR, "async_lr_scale": "1/workers"},
+        "stop": {"samples": SAMPLES},
+        "evaluation": {"every_samples": first_k.EVERY},
+        "paradigm": dict(way.paradigm),
+        "cluster": {"workers": len(SECONDS), "compute": compute | {"fixed_share": first_k.FIXED_SHARE}},
+    }
+    return Job.from_table(table | ({} if way.allocation is None else {"batches": dict(way.allocation)}))
+
+
+def run(job: Job, folder: Path) -> None:
+    """On ranks, by `hpcsync run`. Raises CalledProcessError if it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (outputs.TRACE, outputs.JOB, outputs.WEIGHTS, outputs.SUMMARY):  # of a run that did not come to its end
+        (folder / name).unlink(missing_ok=True)
+    file = folder / "asked.toml"
+    file.write_text(job.to_toml(), encoding="utf-8")
+    path = os.pathsep.join(filter(None, (str(ANALYSIS), os.environ.get("PYTHONPATH"))))  # where its workload is
+    line = [sys.executable, "-m", "hpcsync", "run", file, "--out", folder]
+    subprocess.run(line, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": path})
+
+
+def claims() -> list[Claim]:
+    found = []
+    for method in ("k-sync state", "k-async state", "BSP + batches", *first_k.TOGETHER):
+        for other in ("BSP", "ASP"):
+            number = ratio(time(other), time(method))
+            found.append(Claim(f"real ranks: {method} sooner than {other}", "sooner", number, low=1.05))
+    for method in ("BSP", "ASP", "k-sync state", "k-async state", "BSP + batches", *first_k.TOGETHER):
+        published = "about 1" if method in first_k.TOGETHER else "(ours)"
+        number = ratio(time(method), time("BSP", "homogeneous"))
+        says = f"real ranks: {method}'s time / BSP's with equal workers"
+        found.append(Claim(says, published, number, high=first_k.REMOVED))
+    return found
+
+
+def time(method: str, where: str = "heterogeneous") -> Any:
+    return of("at_least_s", where, "real", method)
+
+
+def reproduce(out: Path, seeds: int, console: Console) -> pd.DataFrame:
+    """Run what is missing in the folder, write results and claims there, print the claims."""
+    todo = jobs(seeds)
+    for n, (name, asked) in enumerate(todo.items(), 1):
+        if not finished(out / "runs" / name, asked):
+            console.print(f"run {n} of {len(todo)}: {name}")
+            run(asked, out / "runs" / name)
+    results = pd.DataFrame([first_k.measure(out / "runs" / name, ACCURACY)[0] for name in todo])
+    return conclude(claims(), results, out, console, f"k-sync, real ranks, {seeds} seeds: mean (least to largest)")
