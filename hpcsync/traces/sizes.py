@@ -201,6 +201,8 @@ def _allocations(recount: Recount) -> Iterator[_Allocation]:
         for push in pushes[seen:upto][~np.isnan(pushes["predicted_sample_s"][seen:upto])]:
             predicted[push["worker"]] = push["predicted_fixed_s"], push["predicted_sample_s"]
         active = np.flatnonzero(recount.left_event > at)
+        if not recount.finished and at == len(recount.events) - 1 and end - begin < len(active):
+            return  # the end of the trace came while it was being recorded
         n_pushes = int(is_push[last + 1 : at + 1].sum())
         yield _Allocation(rows[begin:end], bool(at >= 0 and is_push[at]), n_pushes, sizes.copy(), active, predicted)
         sizes[rows["worker"][begin:end]] = rows["chosen"][begin:end]

@@ -98,13 +98,15 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
         put(now_s, took_s, wait_s, reply)
 
     def cancel(now_s, order):
-        """Half of its iteration is the only moment at which a worker looks."""
+        """After half of its samples is the only moment at which a worker looks."""
         for entry in queue:
             _, _, begin_s, took_s, wait_s, reply, _ = entry
-            if (reply.worker, reply.iteration) == (order.worker, order.iteration) and now_s <= begin_s + took_s / 2:
+            share = reply.batch_size // 2 / reply.batch_size
+            hears = (reply.worker, reply.iteration) == (order.worker, order.iteration)
+            if hears and share and now_s <= begin_s + share * took_s:
                 queue.remove(entry)
                 heapq.heapify(queue)
-                put(begin_s, took_s, wait_s, reply, share=reply.batch_size // 2 / reply.batch_size)
+                put(begin_s, took_s, wait_s, reply, share)
                 return
 
     def report(now_s, begin_s, took_s, wait_s, reply, share):

@@ -7,7 +7,18 @@ from hpcsync.traces.audit import audit
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.schema import APPLIED, DROPPED
 from hpcsync.traces.sizes import check_sizes
-from tests.unit.traces.recorder import BATCHES, PARADIGMS, edit, record, remove, with_job
+from tests.unit.traces.recorder import (
+    BATCHES,
+    PARADIGMS,
+    Rows,
+    as_trace,
+    edit,
+    make_job,
+    play,
+    record,
+    remove,
+    with_job,
+)
 
 WEIGHTS = "weights follow from batch sizes"
 SIZES = "batch sizes are those by which all finish together"
@@ -111,6 +122,18 @@ def test_an_allocation_that_is_not_made(uneven):
 def test_an_allocation_of_another_job(uneven, settings):
     text = with_batches('name = "bsp"', **{"gain": 0.0, **settings})
     assert SIZES in failing(with_job(uneven, text))
+
+
+def test_an_allocation_in_the_middle_of_which_the_trace_ends():
+    job, rows = make_job(with_batches('name = "bsp"', interval=1, gain=0.0), updates=4), Rows()
+    fields = play(job, rows, SECONDS, leave={1: 3})
+    n_decisions = 0
+    for n_rows in range(len(rows.rows) + 1):
+        assert failed(as_trace(job, rows.rows[:n_rows], fields, "running")) == set(), n_rows
+        n_decisions = sum(table == "decisions" for table, _ in rows.rows[:n_rows])
+    assert n_decisions >= 5
+    whole = as_trace(job, rows.rows, fields)
+    assert SIZES in failing(remove(whole, "decisions", -1))
 
 
 def test_fixed_costs_where_sizes_are_proportional_to_speeds(uneven):
