@@ -91,8 +91,8 @@ FIXED = (*(f"k-sync {k}" for k in KS), "BSP")
 
 CLUSTERS = {
     "homogeneous": "equal workers",
-    "heterogeneous": "unlike workers, 1:1:1:1:2:2:3:4",
-    "contended": "equal workers, contended nodes",
+    "heterogeneous": "unlike workers",
+    "contended": "contended nodes",
 }
 UNEVEN = ("heterogeneous", "contended")
 # How many of the labels are drawn anew at every read: the loss tends to almost 0, or to almost 1.
@@ -426,11 +426,18 @@ def curve(runs: pd.DataFrame, at: np.ndarray) -> pd.DataFrame:
 
 
 SHOWN = {  # which k against time, in which settings
-    **dict.fromkeys(UNEVEN, ("plain", (*ADAPTIVE, "k-sync state + batches", "k-sync loss"))),
+    **dict.fromkeys(UNEVEN, ("plain", (*ADAPTIVE, *TOGETHER, "k-sync loss"))),
     "clean": ("published", ("k-sync loss",)),
     "noisy": ("published", ("k-sync loss",)),
 }
-K_TITLES = CLUSTERS | {"clean": "exponential times, all labels true", "noisy": "exponential times, noisy labels"}
+K_TITLES = CLUSTERS | {"clean": "exponential times, all labels true", "noisy": "exponential times, random labels"}
+K_LOOKS = {
+    "k-sync state": {"color": COLOURS["k-sync"]},
+    "k-sync state + batches": {"color": COLOURS["k-sync"], "ls": plotting.DASHES[2]},
+    "k-async state": {"color": COLOURS["k-async"]},
+    "k-async state + batches": {"color": COLOURS["k-async"], "ls": plotting.DASHES[2]},
+    "k-sync loss": {"color": COLOURS["ASP"]},
+}
 
 
 def draw_k(traces: Mapping[tuple[str, str], Trace], folder: Path) -> None:
@@ -440,21 +447,14 @@ def draw_k(traces: Mapping[tuple[str, str], Trace], folder: Path) -> None:
     for axis, (setting, (_, methods)) in zip(axes.flat, SHOWN.items(), strict=True):
         for method in methods:
             frame = steps_of_k(traces[setting, method])
-            form = method.split()[0]
-            colour = "#D55E00" if method == "k-sync loss" and setting in UNEVEN else COLOURS[form]
-            dash = plotting.DASHES[2] if "batches" in method else "-"
-            label = method if setting in UNEVEN else f"{method} "
-            axis.step(frame["now_s"], frame["k"], where="post", color=colour, ls=dash, lw=1.2, label=label)
+            lifted = 0.12 * (list(K_LOOKS).index(method) - 2)  # so that none hides another
+            axis.step(frame["now_s"], frame["k"] + lifted, where="post", lw=1.2, label=method, **K_LOOKS[method])
             frames.append(frame.assign(setting=setting, paradigm=method))
         axis.set(title=K_TITLES[setting], xlim=(0, None), ylim=(0.5, WORKERS + 0.5), yticks=(1, 2, 4, 6, 8))
     for axis in axes[:, 0]:
         axis.set_ylabel("k")
     figure.supxlabel("virtual time (s)", fontsize=8)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    more, more_names = axes[1, 0].get_legend_handles_labels()
-    shown = [(h, n) for h, n in zip([*handles, *more], [*names, *more_names], strict=True)]
-    figure.legend(*zip(*shown[: len(handles)], strict=True), loc="outside upper center", ncols=len(handles))
-    axes[1, 0].legend(loc="upper left")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(K_LOOKS))
     plotting.save(figure, pd.concat(frames).round(4), folder, "k-sync-k")
 
 

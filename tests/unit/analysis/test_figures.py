@@ -228,6 +228,37 @@ def test_controllers_of_several_traces_are_several_figures(tmp_path):
     draw("controller", tmp_path, *runs, stem="controller-dssp-s-1-to-5-paper-mode")
 
 
+def test_adaptive_shows_every_k_and_every_batch_size(tmp_path):
+    trace = record("k-batches", (1.0, 1.1, 3.7), updates=80)
+    frame = draw("adaptive", tmp_path, write(tmp_path, trace))
+    decisions = trace.frame("decisions")
+    chosen = decisions[decisions["controller"] == "k"]
+    steps = frame[frame["k"].notna()]
+    assert steps["k"].tolist() == [3, *chosen["chosen"], (chosen["chosen"].tolist() or [3])[-1]]
+    given = decisions[decisions["controller"] == "batches"]
+    assert len(given) > 0
+    for worker in range(3):
+        own = given.loc[given["worker"] == worker, "chosen"].tolist()
+        assert frame.loc[frame["worker"] == worker, "batch_size"].tolist() == [8, *own, own[-1]]
+    sums = frame[frame["worker"].notna()].groupby("now_s")["batch_size"].sum()
+    assert sums.tolist() == [24] * len(sums)
+
+
+def test_adaptive_shows_k_alone_where_batches_are_equal(tmp_path):
+    trace = record("adaptive", (1.0, 1.1, 3.7), updates=80)
+    runs = write(tmp_path, trace, "min"), write(tmp_path, record("k-sync", updates=20), "fixed")
+    frame = draw("adaptive", tmp_path, *runs)
+    decisions = trace.tables["decisions"]
+    mine = frame[frame["trace"] == "k-async, k by state and loss"]
+    assert len(decisions) and mine["k"].tolist() == [1, *decisions["chosen"], decisions["chosen"][-1]]
+    assert frame.loc[frame["trace"] == "k-sync, k = 2", "k"].tolist() == [2, 2]
+
+
+def test_where_nothing_is_chosen_adaptive_has_nothing_to_show(tmp_path, capsys):
+    run = write(tmp_path, record("ssp"))
+    assert refused("adaptive", capsys, run).endswith("nothing is chosen in this run, SSP, s = 2\n")
+
+
 # ---- without servers ----
 
 
@@ -382,7 +413,10 @@ def refused(script, capsys, *arguments):
     return err
 
 
-@pytest.mark.parametrize("script", ["accuracy", "timeline", "waiting", "staleness", "gaps", "controller", "consensus"])
+SCRIPTS = ["accuracy", "timeline", "waiting", "staleness", "gaps", "controller", "consensus", "adaptive"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_bad_input_is_one_line_that_names_the_file(script, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("no trace")

@@ -1,0 +1,184 @@
+"""The reproduction about adaptive k and batch sizes: clusters of one total speed, and verdicts that mean what they say."""
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from reproductions import first_k, first_k_real
+from reproductions.claims import judged
+from rich.console import Console
+
+SEED = first_k.FIRST_SEED
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return first_k.jobs(1)
+
+
+def of(jobs, setting, rate, method):
+    return jobs[first_k.name_of(setting, rate, method, SEED)]
+
+
+# ---- jobs ----
+
+
+def test_all_methods_meet_the_same_clusters_data_and_steps(jobs):
+    for rate in ("plain", "momentum"):
+        for where in first_k.UNEVEN:
+            found = [of(jobs, where, rate, method) for method in first_k.RATES[rate].methods]
+            assert all((j.cluster, j.workload, j.optimizer) == first(found) for j in found)
+    scales = {name.split("/")[1]: job.optimizer.async_lr_scale for name, job in jobs.items()}
+    assert scales == {"plain": "1/workers", "momentum": "1/workers", "published": 1.0}
+
+
+def first(found):
+    return found[0].cluster, found[0].workload, found[0].optimizer
+
+
+def test_batches_are_given_out_where_the_name_says_so(jobs):
+    for name, job in jobs.items():
+        assert (job.batches.policy != "equal") == ("batches" in name)
+
+
+def test_unlike_workers_are_as_fast_in_all_as_equal_ones(jobs):
+    equal, unlike = (
+        of(jobs, where, "plain", "BSP").cluster.compute.seconds for where in ("homogeneous", "heterogeneous")
+    )
+    assert len(unlike) == 8 and sum(1 / s for s in unlike) == pytest.approx(8 / equal)
+    real, equal_s = first_k_real.SECONDS, first_k_real.EQUAL_S
+    assert sum(1 / s for s in real) == pytest.approx(len(real) / equal_s)
+
+
+def test_contended_workers_are_as_fast_in_the_long_run():
+    left = []
+    for seed in range(20):
+        table = first_k.job("contended", "plain", "BSP", seed).model_dump()
+        table["cluster"]["events"] = first_k.contention(seed, 1000.0)
+        left.append(first_k.speed_left(first_k.Job.from_table(strip(table)), 1000.0))
+    assert np.mean(left) == pytest.approx(first_k.LEFT, rel=0.02)
+
+
+def strip(table):
+    """Without what is None: a job's table has no such thing."""
+    if isinstance(table, dict):
+        return {key: strip(value) for key, value in table.items() if value is not None}
+    return [strip(value) for value in table] if isinstance(table, list | tuple) else table
+
+
+def test_jobs_come_to_a_node_and_go_for_both_of_its_workers():
+    events = first_k.contention(1, 60.0)
+    for node in range(4):
+        one, other = (
+            [(e["at_s"], e["change"], e.get("factor")) for e in events if e["worker"] == 2 * node + i] for i in (0, 1)
+        )
+        assert one == other and [change for _, change, _ in one] == ["slow", "recover"] * (len(one) // 2)
+        assert [at_s for at_s, _, _ in one] == sorted(at_s for at_s, _, _ in one)
+        assert {factor for _, _, factor in one} <= {None, 2.0, 3.0, 4.0}
+    assert first_k.contention(2, 60.0) != events == first_k.contention(1, 60.0)
+
+
+def test_speed_left_counts_events_up_to_a_time():
+    table = strip(first_k.job("heterogeneous", "plain", "BSP", 1).model_dump())
+    slow = {"worker": 0, "at_s": 1.0, "change": "slow", "factor": 2.0}
+    table["cluster"]["events"] = [slow, {"worker": 0, "at_s": 3.0, "change": "recover"}]
+    job = first_k.Job.from_table(table)
+    share = 1 / sum(1 / slowness for slowness in first_k.SLOWNESS)  # of the cluster's speed, that is worker 0's
+    assert first_k.speed_left(job, 1.0) == pytest.approx(1.0)
+    assert first_k.speed_left(job, 2.0) == pytest.approx(1.0 - share / 4)
+    assert first_k.speed_left(job, 4.0) == pytest.approx(1.0 - share / 4)
+
+
+# ---- claims ----
+
+
+def results(jobs, number, error=lambda setting, method: 0.02):
+    """Results of all runs; number(setting, rate, method) gives the seconds to the target, NaN for never."""
+    rows = []
+    for name in jobs:
+        setting, rate, method, seed = name.split("/")
+        method = method.replace("_", " ")
+        target_s = number(setting, rate, method)
+        at_least_s = 99.0 if np.isnan(target_s) else target_s
+        row = {"setting": setting, "arm": rate, "paradigm": method, "seed": int(seed), "samples_per_s": 1.0}
+        row |= {"target_s": target_s, "at_least_s": at_least_s, "even_s": at_least_s, "error": error(setting, method)}
+        rows.append(row | {f"error_{share:g}_s": target_s for share in first_k.EARLY})
+    return pd.DataFrame(rows)
+
+
+def holding(frame):
+    return set(judged(first_k.claims(), frame).query("holds")["claim"])
+
+
+def as_claimed(setting, rate, method):
+    if setting in first_k.UNEVEN and method in ("BSP", "ASP"):
+        return 20.0
+    return 10.0
+
+
+def test_were_it_as_claimed_every_claim_would_hold(jobs):
+    held = holding(results(jobs, as_claimed))
+    effects = {f"{method}'s time / BSP's with equal workers" for method in ("BSP", "ASP")}
+    missing = {claim.says for claim in first_k.claims()} - held
+    assert {says.split(": ")[1] for says in missing} == effects
+
+
+def test_were_all_alike_nobody_would_be_sooner(jobs):
+    held = holding(results(jobs, lambda setting, rate, method: 10.0))
+    assert not any("sooner than" in says for says in held)
+    assert "heterogeneous, plain SGD: k-sync state + batches's time / BSP's with equal workers" in held
+
+
+def test_who_never_gets_there_beats_nobody_and_is_beaten(jobs):
+    def number(setting, rate, method):
+        return np.nan if method == "k-sync state" or (method == "ASP" and setting != "homogeneous") else 10.0
+
+    held = holding(results(jobs, number))
+    assert not any("k-sync state sooner" in says for says in held)
+    assert "contended, momentum 0.9: BSP + batches sooner than ASP" in held
+    assert "contended, momentum 0.9: BSP + batches sooner than BSP" not in held
+
+
+def test_adasync_is_beside_the_soonest_k_of_each_error(jobs):
+    def number(setting, rate, method):
+        return {"k-sync 1": 5.0, "k-sync loss": 6.0}.get(method, 10.0)
+
+    says = "exponential times, noisy labels: AdaSync's times to 5 errors / those of the soonest k"
+    verdict = judged(first_k.claims(), results(jobs, number)).set_index("claim").loc[says]
+    assert verdict["mean"] == pytest.approx(1.2) and not verdict["holds"]
+    ends = "exponential times, noisy labels: AdaSync ends no worse than k = 8"
+    worse = results(jobs, number, lambda setting, method: 0.03 if method == "k-sync loss" else 0.02)
+    assert ends in holding(results(jobs, number)) and ends not in holding(worse)
+
+
+def test_on_real_ranks_the_claims_are_about_runs_that_there_are():
+    names = [name.split("/") for name in first_k_real.jobs(2)]
+    frame = pd.DataFrame(names, columns=["setting", "arm", "paradigm", "seed"]).assign(at_least_s=10.0)
+    frame["paradigm"] = frame["paradigm"].str.replace("_", " ")
+    judgements = judged(first_k_real.claims(), frame)
+    assert (judgements["mean"] == 1.0).all() and (judgements["seeds"] == 2).all()
+
+
+# ---- all of it, small ----
+
+
+def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
+    every = first_k.jobs
+
+    def few(seeds, length):
+        """As many as the figures need."""
+        shown = {(where, "plain", method) for where in first_k.UNEVEN for method in first_k.K_LOOKS}
+        shown |= {(task, "published", method) for task in first_k.TASKS for method in first_k.FRONTIER}
+        names = {first_k.name_of(*run, SEED) for run in (*shown, ("homogeneous", "plain", "BSP"))}
+        return {name: job for name, job in every(seeds, length).items() if name in names}
+
+    monkeypatch.setattr(first_k, "jobs", few)
+    console = Console(quiet=True)
+    first = first_k.reproduce(tmp_path, 1, 1, console, length=1 / 50)
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    second = first_k.reproduce(tmp_path, 1, 1, console, length=1 / 50)
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    pd.testing.assert_frame_equal(first, second)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"k-sync-times.png", "k-sync-frontier.csv", "k-sync-k.svg", "claims.csv", "results.csv"} <= names
