@@ -162,7 +162,7 @@ def test_a_run_that_was_stopped_from_outside(paradigm, stop_s):
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 def test_a_run_that_failed_drops_what_was_pending_and_tells_nobody(paradigm):
-    for die_s in np.arange(0.5, 8.0, 0.25):
+    for die_s in np.arange(0.5, 8.0, 0.75):
         trace = record(paradigm, die_s=die_s)
         assert failing(with_status(trace, "failed")) == set()
 
