@@ -46,10 +46,9 @@ REPORT = np.dtype(
 )
 
 # An update from n slots travels as n - 1 CONTRIBUTIONs and an UPDATE, which names the last; each has its worker's
-# weight. COLLECT empties a slot into the sum that the next update begins with.
-# PROMISE lets a reader read the current version. So does RESERVE, a worker whose contribution the next UPDATE takes:
-# its grant waits for that update, for the worker takes it to mean that its slot is free. FINISH is the last order:
-# every worker hears that the run is over.
+# weight. COLLECT empties a slot into the sum that the next update begins with. PROMISE lets a reader read the current
+# version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that update, for the
+# worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the run is over.
 CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT = 0, 1, 2, 3, 4, 5
 ORDER = np.dtype(
     [
