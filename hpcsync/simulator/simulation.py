@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hpcsync.coordinator import (
-    Cancellation,
     Collection,
     Coordinator,
     Order,
     Recorder,
+    Reply,
     Report,
     Update,
     coordinate,
@@ -85,11 +85,11 @@ class Simulation:
         self._paradigm = paradigm
         self._watch = watch
         self._local_steps = job.paradigm.period if isinstance(job.paradigm, Easgd) else 1  # for a push
-        self._batch_size = job.workload.batch_size  # for which devices' times are meant
+        self._n_samples = job.workload.batch_size * self._local_steps  # of a push for which devices' times are meant
         self._n_pieces = job.n_pieces
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
-        work = first_work(job) or [(-1, self._batch_size * self._local_steps)] * job.cluster.workers
+        work = first_work(job) or [(-1, self._n_samples)] * job.cluster.workers
         self._workers = [
             _Worker(device, estimator(job, worker, nominal_clock()), *work[worker])
             for worker, device in enumerate(cluster.devices)
@@ -136,13 +136,13 @@ class Simulation:
             return
         state.step += 1
         state.under_way, state.step_s = True, now_s
-        state.device_s = state.device.seconds(now_s, state.n_samples / (self._batch_size * self._local_steps))
+        state.device_s = state.device.seconds(now_s, state.n_samples / self._n_samples)
         self._loop.after(state.device_s, self._computed, worker, state.step)
         if state.cancelled:
             self._stop_at_next_piece(worker)
 
     def _cancelled(self, iteration: int, worker: int, sent_s: float) -> None:
-        """The worker hears that what it computes in this iteration will be dropped."""
+        """The worker hears that what it computes in this iteration will be dropped. It may have gone on since."""
         state = self._workers[worker]
         if state.iteration == iteration:
             state.cancelled = True
@@ -150,6 +150,7 @@ class Simulation:
                 self._stop_at_next_piece(worker)
 
     def _stop_at_next_piece(self, worker: int) -> None:
+        """After the last piece but one it goes on to the end."""
         state = self._workers[worker]
         for share in piece_shares(state.n_samples, self._n_pieces)[:-1]:
             end_s = state.step_s + share * state.device_s
@@ -179,9 +180,8 @@ class Simulation:
     def _heard(self, worker: int, put_s: float) -> None:
         """The server hears of the worker's contribution."""
         now_s, state = self._loop.now_s, self._workers[worker]
-        loss = self._arithmetic.contribute(
-            worker, Batch(state.first_sample, state.n_samples, self._n_pieces, state.share)
-        )
+        batch = Batch(state.first_sample, state.n_samples, self._n_pieces, state.share)
+        loss = self._arithmetic.contribute(worker, batch)
         state.put_s = put_s
         report = Report(
             worker=worker,
@@ -207,21 +207,25 @@ class Simulation:
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
         for order in orders:
-            if isinstance(order, Update):
+            if isinstance(order, Reply):
+                self._answer(order)
+            elif isinstance(order, Update):
                 self._arithmetic.apply(order)
             elif isinstance(order, Collection):
                 self._arithmetic.collect(order)
-            elif isinstance(order, Cancellation):
-                self._transfers.cancel(order.worker, order.iteration, partial(self._cancelled, order.iteration))
-            elif order.local_steps == 0:
-                self._transfers.stop(order.worker, order.iteration, self._stopped)
             else:
-                state = self._workers[order.worker]
-                state.iteration, state.version = order.iteration, order.version
-                state.first_sample, state.n_samples = order.first_sample, order.batch_size
-                state.cancelled = False
-                self._arithmetic.promise(order.worker)
-                self._transfers.pull(order.worker, order.iteration, self._begin)
+                self._transfers.cancel(order.worker, order.iteration, partial(self._cancelled, order.iteration))
+
+    def _answer(self, reply: Reply) -> None:
+        if reply.local_steps == 0:
+            self._transfers.stop(reply.worker, reply.iteration, self._stopped)
+            return
+        state = self._workers[reply.worker]
+        state.iteration, state.version = reply.iteration, reply.version
+        state.first_sample, state.n_samples = reply.first_sample, reply.batch_size
+        state.cancelled = False
+        self._arithmetic.promise(reply.worker)
+        self._transfers.pull(reply.worker, reply.iteration, self._begin)
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
         self._transfers.report(worker, self._workers[worker].iteration, self._left)
