@@ -291,24 +291,26 @@ class Coordinator:
         return orders
 
     def _update(self, now_s: float, workers: tuple[int, ...], weights: tuple[float, ...]) -> Update:
-        weighted = tuple(self._weigh(worker, weight) for worker, weight in zip(workers, weights, strict=True))
-        taken = [*self._collected, *((self._pending.pop(w), x) for w, x in zip(workers, weighted, strict=True))]
-        self._collected = []
-        reports = [contribution.report for contribution, _ in taken]
+        taken, self._collected = self._collected, []
+        weighted = []
+        for worker, weight in zip(workers, weights, strict=True):
+            weighted.append(self._weigh(worker, weight))
+            taken.append((self._pending.pop(worker), weighted[-1]))
         divisor = float(len(taken))
         if self._paradigm.synchronous and self._per_sample is not None:
             per, samples = self._per_sample
-            divisor = sum(_batch_size(report) for report in reports) * per / samples
+            divisor = sum(_batch_size(contribution.report) for contribution, _ in taken) * per / samples
         lr = self._lr(self.samples, self.version, len(taken))
         self.version += 1
         self.updated_s = now_s
-        self.samples += sum(report.batch_size for report in reports)
+        for contribution, _ in taken:
+            self.samples += contribution.report.batch_size
         self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples))
         for contribution, weight in sorted(taken):
             self._record_push(contribution, weight / divisor, APPLIED)
         enough = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
         self.stopping = self.stopping or enough
-        return Update(workers, weighted, divisor, lr)
+        return Update(workers, tuple(weighted), divisor, lr)
 
     def _weigh(self, worker: int, weight: float) -> float:
         """How often this worker's contribution counts, whose weight in the paradigm is this."""
