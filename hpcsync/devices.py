@@ -58,12 +58,13 @@ class Device:
         self._begin(begin_s)
         left_s = 0.0 if self._times is None else next(self._times)  # to do, in seconds of a device that is not slow
         left_s *= self._fixed_share + (1.0 - self._fixed_share) * load  # in floats too, this is 1 with a load of 1
-        since_s = begin_s
-        while self._by_time and self._by_time[0][0] < since_s + left_s * self._factor:
-            change_s, _, factor = self._by_time.popleft()
-            left_s = max(0.0, left_s - (change_s - since_s) / self._factor)
-            since_s, self._factor = change_s, factor
-        return (since_s - begin_s) + left_s * self._factor
+        since_s, factor = begin_s, self._factor
+        for change_s, _, changed in self._by_time:  # they stay: if it is cancelled it may end before them
+            if change_s >= since_s + left_s * factor:
+                break
+            left_s = max(0.0, left_s - (change_s - since_s) / factor)
+            since_s, factor = change_s, changed
+        return (since_s - begin_s) + left_s * factor
 
     def _begin(self, begin_s: float) -> None:
         """Carry out what has changed by now: an iteration's own changes are the latest, they happen as it begins."""

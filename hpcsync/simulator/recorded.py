@@ -6,8 +6,9 @@ begin to end, and end to the server's hearing of it (putting, and the report's w
 steps, these are taken to have been equal. `comm_s` says how much of the first and the last duration, together, was
 transfer. It is taken to be half each, as far as there is room for it; that only tells waiting from transfer.
 
-An iteration that was cancelled early is taken to have gone on as it began. One of another batch size than the job's is
-taken to have needed its time in proportion: what share of it did not depend on the batch, nobody knows.
+An iteration that was cancelled early is taken to have gone on as it began, and to have put for as long as it read. One
+of another batch size than the job's is taken to have needed its time in proportion: what share of it did not depend on
+the batch, nobody knows.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class RecordedTimes:
     because it begins when everything is being set up.
 
     compute_s, to_begin_s, to_server_s, comm_s: seconds, shape (n_iterations,), n_iterations >= 1. local_steps: on the
-    worker, of the same shape, if an iteration was of more than one.
+    worker, of the same shape, if an iteration was of more than one. put: whether its gradient was, or else it only
+    reported; absent, all were.
     total_s: of all iterations together, waiting not counted.
     """
 
@@ -40,16 +42,18 @@ class RecordedTimes:
         to_server_s: np.ndarray,
         comm_s: np.ndarray,
         local_steps: np.ndarray | None = None,
+        put: np.ndarray | None = None,
     ) -> None:
         steps = np.ones(len(compute_s), int) if local_steps is None else local_steps
+        put = np.ones(len(compute_s), bool) if put is None else put
         self._first_steps = int(steps[0])
         self._compute_s = np.repeat(compute_s / steps, steps).tolist()
         # Clocks of different hosts agree to microseconds only, so that a short way may seem to take less than none.
         to_begin_s, to_server_s = np.maximum(to_begin_s, 0.0), np.maximum(to_server_s, 0.0)
-        put_s = np.minimum(0.5 * comm_s, to_server_s)
+        put_s = np.where(put, np.minimum(0.5 * comm_s, to_server_s), 0.0)
         read_s = np.minimum(comm_s - put_s, to_begin_s)
-        put_s = np.minimum(comm_s - read_s, to_server_s)
-        columns = (put_s, to_server_s - put_s, to_begin_s - read_s, read_s)
+        put_s = np.where(put, np.minimum(comm_s - read_s, to_server_s), 0.0)
+        columns = (np.where(put, put_s, read_s), to_server_s - put_s, to_begin_s - read_s, read_s)
         self.total_s = float(np.sum(compute_s) + np.sum(to_begin_s) + np.sum(to_server_s))
         self._steps = [Steps(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
@@ -93,7 +97,7 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
         ("cluster.workers", job.cluster.workers, {trace.n_workers}),
         ("cluster.servers", job.cluster.servers, {trace.job.cluster.servers}),
         ("workload.batch_size", job.workload.batch_size, _batch_sizes(trace)),
-        ("bytes moved an iteration", wire_bytes, set(pushes["wire_bytes"].tolist())),
+        ("bytes moved an iteration", wire_bytes, set(pushes["wire_bytes"][pushes["share"] == 1.0].tolist())),
     ):
         if others := sorted(found - {needed}):
             raise JobError(f"{key}: must be of a run with {name} = {needed}, it has {', '.join(map(str, others))}")
@@ -137,4 +141,5 @@ def _joined(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequence
         pushes["now_s"] - pushes["end_s"],
         pushes["comm_s"],
         pushes["local_steps"],
+        pushes["share"] == 1.0,
     )

@@ -329,6 +329,19 @@ def test_a_run_that_ends_cancels_those_that_compute(tmp_path):
     assert trace.tables["membership"]["now_s"].max() == pytest.approx(125.0, abs=1.0)
 
 
+def test_a_change_that_a_cancelled_iteration_did_not_live_to_see_is_still_to_come(tmp_path):
+    """Worker 1 is slow from 10.5 to 14.5. Its iterations are cancelled every second and begin anew."""
+    events = [
+        {"worker": 1, "at_s": 10.5, "change": "slow", "factor": 40.0},
+        {"worker": 1, "at_s": 14.5, "change": "recover"},
+    ]
+    trace = cancelling(tmp_path / "t.h5", [1.0, 1.2], updates=30, latency_s=0.0, pieces=8, events=events)
+    mine = trace.tables["pushes"][trace.tables["pushes"]["worker"] == 1]
+    whole_s = mine["compute_s"] / mine["share"]
+    for begin_s, took_s in zip(mine["begin_s"], whole_s, strict=True):
+        assert (took_s > 1.2 + 1e-9) == (9.3 + 1e-9 < begin_s < 14.5), begin_s
+
+
 # ---- k as the run goes ----
 
 

@@ -10,6 +10,11 @@ from hpcsync.traces.comparing import compare
 from hpcsync.traces.reading import load
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 
+FIRST_K = [
+    {"name": "k-sync", "k": 2, "cancel": "abort"},
+    {"name": "k-batch-sync", "k": 2, "cancel": "abort"},
+    {"name": "k-async", "k": 2},
+]
 NETWORK = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}
 
 
@@ -67,7 +72,7 @@ def test_clocks_that_disagree_give_no_negative_times():
 
 
 @pytest.mark.parametrize("network", [{}, NETWORK], ids=["ideal", "network"])
-@pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
+@pytest.mark.parametrize("paradigm", [*PARADIGMS, *FIRST_K], ids=str)
 def test_a_run_from_its_own_trace_is_itself(tmp_path, paradigm, network):
     job = timing_job(workers=3, model="lognormal", paradigm=paradigm, stop={"updates": 60}, cluster=network)
     first = simulate(job, tmp_path / "first.h5")
@@ -161,9 +166,9 @@ def test_a_killed_run_serves_as_far_as_it_goes(tmp_path):
     simulate(timing_job(workers=3, paradigm={"name": "asp"}, stop={"updates": 60}), path)
     trace = load(path)
     pushes, grants = (rows[rows["worker"] == 1] for rows in (trace.tables["pushes"], trace.tables["grants"]))
-    assert [len(column) for column in _joined(pushes, grants[:5], 4)] == [6] * 5  # the first needs no grant
-    assert [len(column) for column in _joined(pushes[:4], grants, 4)] == [4] * 5
-    assert [len(column) for column in _joined(pushes[1:], grants, 4)] == [0] * 5
+    assert [len(column) for column in _joined(pushes, grants[:5], 4)] == [6] * 6  # the first needs no grant
+    assert [len(column) for column in _joined(pushes[:4], grants, 4)] == [4] * 6
+    assert [len(column) for column in _joined(pushes[1:], grants, 4)] == [0] * 6
 
 
 def test_computations_are_of_whole_iterations_of_the_jobs_batch_size(tmp_path):
