@@ -105,8 +105,8 @@ TASKS = {"clean": 0.0, "noisy": 0.2}
 class Rate:
     """scale: of an update of n of P contributions; with "1/workers" a pass over the data makes the same total step.
 
-    samples, seconds: whichever is over first ends a run. accuracy: the target, held out. losses: the time to "the loss" is
-    the geometric mean of the times to these, held out as well.
+    samples, seconds: whichever is over first ends a run. accuracy: the target, held out. losses: the time "to the loss"
+    is the geometric mean of the times to these, held out as well.
     """
 
     lr: float
@@ -230,8 +230,8 @@ def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     """The results of a run: a row, and its evaluations.
 
     accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then how
-    long the run was. ..._even_s: the same, had the nodes been as contended as they are in the mean, so that clusters and
-    seeds are of one total speed.
+    long the run was. ..._even_s: the same, had the nodes been as contended as they are in the mean, so that clusters
+    and seeds are of one total speed.
     """
     trace = load(folder / outputs.TRACE)
     setting, rate, method, seed = folder.parts[-4:]
