@@ -32,9 +32,9 @@ METHODS = {
     "k-async 2": first("k-async", 2),
     "k-sync state": first("k-sync", "state"),
     "k-async state": first("k-async", "state"),
-    "BSP + batches": Method(BSP, first_k.ALLOCATION),
-    "k-sync state + batches": first("k-sync", "state", first_k.ALLOCATION),
-    "k-async state + batches": first("k-async", "state", first_k.ALLOCATION),
+    "BSP + batches": Method(BSP, first_k.BY_SMOOTHING),
+    "k-sync state + batches": first("k-sync", "state", first_k.BY_SMOOTHING),
+    "k-async state + batches": first("k-async", "state", first_k.BY_SMOOTHING),
 }
 
 
