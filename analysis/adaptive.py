@@ -9,11 +9,11 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import plotting
 from matplotlib.ticker import MaxNLocator
 
+from hpcsync.traces.allocations import sizes_at_first
 from hpcsync.traces.reading import Trace, TraceError
 
 
@@ -63,21 +63,16 @@ def gives_batches_out(trace: Trace) -> bool:
 
 def steps_of_k(trace: Trace) -> pd.DataFrame:
     """now_s, k: from then on; the last row is the end of the run, at its last update."""
-    paradigm, decisions = trace.job.paradigm, of_controller(trace, "k")
-    if isinstance(paradigm.k, int):
-        first = paradigm.k
-    else:
-        first = paradigm.k_start or (trace.n_workers if paradigm.k == "state" else paradigm.k_min)
-    k = [first, *decisions["chosen"].astype(int)]
+    decisions = of_controller(trace, "k")
+    k = [trace.job.paradigm.k_at_first(trace.n_workers), *decisions["chosen"].astype(int)]
     return pd.DataFrame({"now_s": [0.0, *decisions["now_s"], _end_s(trace)], "k": [*k, k[-1]]})
 
 
 def steps_of_batches(trace: Trace) -> pd.DataFrame:
     """now_s, worker, batch_size: from then on, those given out; the last row of each worker is the end of the run."""
     chosen = of_controller(trace, "batches")[["now_s", "worker", "chosen"]].rename(columns={"chosen": "batch_size"})
-    total = trace.job.batch_total
-    first = [len(part) for part in np.array_split(np.arange(total), trace.n_workers)]  # as equal as can be
-    start = pd.DataFrame({"now_s": 0.0, "worker": range(trace.n_workers), "batch_size": first})
+    at_first = sizes_at_first(trace.job)
+    start = pd.DataFrame({"now_s": 0.0, "worker": range(trace.n_workers), "batch_size": at_first})
     sizes = pd.concat([start, chosen.astype({"batch_size": int})])
     end = sizes.groupby("worker").tail(1).assign(now_s=_end_s(trace))
     return pd.concat([sizes, end], ignore_index=True)

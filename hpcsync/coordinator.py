@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from hpcsync import paradigms
+from hpcsync.deciding import create_allocator
 from hpcsync.job import Job, Stop
-from hpcsync.job_paradigms import Easgd, Served
+from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.schedule import LearningRate, learning_rate
 from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
-from hpcsync.planning.batches import Allocated, Batches, Estimate
+from hpcsync.planning.batches import Allocated, Allocator, Estimate
 from hpcsync.planning.speed import Estimator
 from hpcsync.traces.schema import APPLIED, DROPPED, LEFT
 
@@ -61,10 +61,8 @@ class Report(NamedTuple):
 
 
 def estimated(report: Report, estimator: Estimator) -> Report:
-    """The report with what its worker expects of its next iterations, having learned from this one, if it took time."""
+    """The report with what its worker expects of its next iterations, having learned from this one."""
     n = report.local_steps
-    if report.iteration_s == 0.0:
-        return report
     fixed_s, sample_s = estimator.observe(report.batch_size // n, report.iteration_s / n, report.comm_s / n)
     return report._replace(predicted_fixed_s=fixed_s, predicted_sample_s=sample_s)
 
@@ -130,47 +128,13 @@ class Recorder(Protocol):
     def append(self, table: str, row: tuple[object, ...]) -> None: ...
 
 
-def create_paradigm(job: Job) -> Paradigm:
-    """A new paradigm, as this job wants it."""
-    assert isinstance(job.paradigm, Served)
-    return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.options)
-
-
-def create_batches(job: Job) -> Batches | None:
-    """Who computes how many samples, as this job wants it; None where everybody always computes the same."""
-    if job.batches.policy == "equal":
-        return None
-    assert job.batch_total is not None
-    n_workers, settings = job.cluster.workers, job.batches
-    return Batches(
-        n_workers,
-        job.batch_total,
-        minimum=settings.minimum,
-        maxima=settings.maxima(n_workers) or [math.inf] * n_workers,
-        interval=settings.interval,
-        gain_min=settings.gain,
-        local_steps=job.paradigm.period if isinstance(job.paradigm, Easgd) else 1,
-    )
-
-
-def first_work(job: Job) -> list[tuple[int, int]] | None:
-    """(first_sample, n_samples) of each worker's first push, as a grant would say; None where batches are alike."""
-    batches = create_batches(job)
-    return None if batches is None else [batches.first(worker) for worker in range(job.cluster.workers)]
-
-
-def decision_fields(paradigm: Paradigm, batches: Batches | None) -> tuple[str, ...]:
-    """The columns of the trace's /decisions beside those that all have."""
-    return paradigm.decision_fields + (() if batches is None else batches.decision_fields)
-
-
 class Coordinator:
     """One run's decisions.
 
     lr: rate of the next update, from samples, updates and contributions: the learning rate (`learning.schedule`), or
         where the workers have optimizers and the servers a centre, the share of the distance that it moves.
     batch_total: samples that all workers together compute in an iteration each; None where nobody knows it beforehand.
-    batches: who computes how many of them; None where everybody goes on with what it has.
+    allocator: who computes how many of them; None where everybody goes on with what it has.
 
     A contribution is the mean gradient of a worker's batch. Where an update is of one version of the weights, it is the
     mean over all its samples, whoever computed them. Where it is not, each contribution counts as many times as its
@@ -187,7 +151,7 @@ class Coordinator:
         lr: LearningRate,
         stop: Stop,
         batch_total: int | None = None,
-        batches: Batches | None = None,
+        allocator: Allocator | None = None,
     ) -> None:
         self.version = 0
         self.samples = 0
@@ -202,7 +166,7 @@ class Coordinator:
         self._stop = stop
         self._seq = 0
         self._now_s = 0.0
-        self._batches = batches
+        self._allocator = allocator
         # A batch's size times this is its size in mean batches: a fraction, so that it is 1 where all are alike.
         self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
         self._pending: dict[int, _Contribution] = {}  # in their slots
@@ -218,9 +182,9 @@ class Coordinator:
         self._pushes[report.worker] += 1
         self.last_loss = report.loss
         if not self.stopping:
-            if self._batches is not None:
+            if self._allocator is not None:
                 estimate = Estimate(report.predicted_fixed_s, report.predicted_sample_s)
-                self._record_sizes(now_s, self._batches.pushed(report.worker, estimate))
+                self._record_sizes(now_s, self._allocator.pushed(report.worker, estimate))
             return self._decide(Pushed(now_s, report.worker, report.iteration_s, report.loss))
         self._drop(report.worker)
         return [self._reply(now_s, self._stop_grant(now_s, report.worker))]
@@ -233,8 +197,8 @@ class Coordinator:
         self.active.remove(worker)
         if self.stopping:
             return []
-        if self._batches is not None:
-            self._record_sizes(now_s, self._batches.left(worker))
+        if self._allocator is not None:
+            self._record_sizes(now_s, self._allocator.left(worker))
         return self._decide(Left(now_s, worker))
 
     def evaluated(
@@ -281,7 +245,7 @@ class Coordinator:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
                     orders.append(self._reply(event.now_s, grant))
                 case Decision(controller, worker, chosen, inputs):
-                    n_others = 0 if self._batches is None else len(self._batches.decision_fields)
+                    n_others = 0 if self._allocator is None else len(self._allocator.decision_fields)
                     row = (self._next_seq(), event.now_s, controller, worker, chosen, *inputs, *(math.nan,) * n_others)
                     self._trace.append("decisions", row)
                 case Drop(worker):
@@ -344,8 +308,8 @@ class Coordinator:
         first_sample, batch_size, local_steps = -1, report.batch_size, report.local_steps
         if self.stopping:
             batch_size, local_steps = 0, 0
-        elif self._batches is not None:
-            first_sample, batch_size = self._batches.hand_out(grant.worker)
+        elif self._allocator is not None:
+            first_sample, batch_size = self._allocator.hand_out(grant.worker)
         row = (
             self._next_seq(), now_s, grant.worker, grant.iteration, self.version, grant.gap_iters, grant.credits,
             grant.held_s, batch_size, local_steps, first_sample,
@@ -380,7 +344,7 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
         lr=_rate(job),
         stop=job.stop,
         batch_total=None if job.steps_on_workers else job.batch_total,
-        batches=create_batches(job),
+        allocator=create_allocator(job),
     )
 
 

@@ -316,10 +316,19 @@ class Job(Table):
         return not self.has_servers or isinstance(self.paradigm, Easgd)
 
     @property
+    def local_steps(self) -> int:
+        """Iterations of a push."""
+        return self.paradigm.period if isinstance(self.paradigm, Easgd) else 1
+
+    @property
+    def aborts(self) -> bool:
+        """Whether a worker may be told that what it computes is of no use any more."""
+        return isinstance(self.paradigm, FirstKOfAVersion) and self.paradigm.cancel == "abort"
+
+    @property
     def n_pieces(self) -> int:
         """In how many pieces a batch is computed; between them a worker looks whether it has been cancelled."""
-        paradigm = self.paradigm
-        return paradigm.micro_batches if isinstance(paradigm, FirstKOfAVersion) and paradigm.cancel == "abort" else 1
+        return self.paradigm.micro_batches if self.aborts and isinstance(self.paradigm, FirstKOfAVersion) else 1
 
     @model_validator(mode="after")
     def _ends(self) -> Self:

@@ -94,6 +94,12 @@ class FirstK(Served):
         """How a worker cuts its batch is not about who waits."""
         return self.model_dump(exclude={"name", "micro_batches"} | ({"k_min"} if self.k_min is None else set()))
 
+    def k_at_first(self, n_workers: int) -> int:
+        """Of the first update."""
+        if isinstance(self.k, int):
+            return self.k
+        return self.k_start or (n_workers if self.k == "state" else self.k_min or 1)
+
     @property
     def smallest_k(self) -> int:
         return self.k if isinstance(self.k, int) else self.k_min or 1

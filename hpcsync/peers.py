@@ -16,13 +16,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from hpcsync.coordinator import Recorder, create_batches
+from hpcsync.coordinator import Recorder
+from hpcsync.deciding import create_allocator
 from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import AllReduce, Gossip
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
-from hpcsync.planning.batches import Allocated, Batches, Estimate
-from hpcsync.planning.speed import Estimator
+from hpcsync.planning.batches import Allocated, Allocator, Estimate
 from hpcsync.traces.schema import LEFT, NOBODY
 
 
@@ -98,7 +98,7 @@ class Lockstep:
         return self._stop.reached(samples=self.samples + steps * (self._batch_size or 0), updates=self.updates + steps)
 
 
-class Shares:
+class Division:
     """Who computes which samples, where batches are given out to workers in step: each of them works it out for itself.
 
     An iteration of all takes the next samples of the run's sequence, worker after worker. Every `interval` iterations,
@@ -110,11 +110,11 @@ class Shares:
     is too small or too large by a factor, `correction`.
     """
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._active = [worker for worker, size in enumerate(batches.sizes) if size]
-        self._total = sum(batches.sizes)
-        self._work = {worker: batches.first(worker) for worker in self._active}
+    def __init__(self, allocator: Allocator) -> None:
+        self._allocator = allocator
+        self._active = [worker for worker, size in enumerate(allocator.sizes) if size]
+        self._total = sum(allocator.sizes)
+        self._work = {worker: allocator.first(worker) for worker in self._active}
         self._iterations = 0
 
     def work(self, worker: int) -> tuple[int, int]:
@@ -138,40 +138,22 @@ class Shares:
         """
         self._iterations += 1
         allocated: list[Allocated] = []
-        if self._iterations % self._batches.interval == 0 or n_contributing < len(self._active):
+        if self._iterations % self._allocator.interval == 0 or n_contributing < len(self._active):
             expected = gather()
             for worker in [worker for worker in self._active if expected[worker] is None]:
-                allocated += self._batches.left(worker)
+                allocated += self._allocator.left(worker)
             known = {worker: estimate for worker, estimate in enumerate(expected) if estimate is not None}
-            allocated += self._batches.allocate(known)
+            allocated += self._allocator.allocate(known)
             self._active = sorted(known)
-            self._total = sum(self._batches.sizes)
-        self._work = {worker: self._batches.hand_out(worker) for worker in self._active}
+            self._total = sum(self._allocator.sizes)
+        self._work = {worker: self._allocator.hand_out(worker) for worker in self._active}
         return allocated
 
 
-class Outlook:
-    """What a worker expects of its next iterations. estimate: NaN until one has taken time."""
-
-    def __init__(self, estimator: Estimator) -> None:
-        self.estimate = Estimate(math.nan, math.nan)
-        self._estimator = estimator
-
-    def learn(self, report: Exchanged) -> None:
-        """From an iteration of this worker."""
-        if report.compute_s > 0.0:
-            self.estimate = self._estimator.observe(report.batch_size, report.compute_s, report.comm_s)
-
-
-def create_shares(job: Job) -> Shares | None:
+def create_division(job: Job) -> Division | None:
     """Of this job; None where all batches are alike."""
-    batches = create_batches(job)
-    return None if batches is None else Shares(batches)
-
-
-def allocation_fields(job: Job) -> tuple[str, ...]:
-    """The columns of the trace's /decisions beside those that all have. iteration: the one after which it was made."""
-    return () if create_batches(job) is None else ("iteration", *Batches.decision_fields)
+    allocator = create_allocator(job)
+    return None if allocator is None else Division(allocator)
 
 
 class PeerCoordinator:

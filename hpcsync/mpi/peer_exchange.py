@@ -24,7 +24,7 @@ from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.peers import Shares, drawing, sent_in_a_ring
+from hpcsync.peers import Division, drawing, sent_in_a_ring
 from hpcsync.traces.schema import EVERYBODY, NOBODY
 
 
@@ -99,7 +99,7 @@ class AllReducing(Exchange):
 
     at_end_of_backward: as of `Reducer`. With padded iterations nothing is sent before the padding is over: to the
     others, only then the gradient is there.
-    shares: of the samples, where batches are given out.
+    division: of the samples, where batches are given out.
     """
 
     in_step = True
@@ -111,7 +111,7 @@ class AllReducing(Exchange):
         flat: FlatModel,
         optimizer: OptimizerSpec,
         at_end_of_backward: Callable[[], None],
-        shares: Shares | None = None,
+        division: Division | None = None,
     ) -> None:
         assert isinstance(job.paradigm, AllReduce)
         super().__init__(job, link, flat, optimizer)
@@ -120,13 +120,13 @@ class AllReducing(Exchange):
             link.comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport
         )
         self._may_overlap = job.cluster.compute is None
-        self._shares = shares
+        self._division = division
         self._outcome: Outcome | None = None
 
     def begin(self) -> None:
         self._reducer.overlap = self._may_overlap
-        if self._shares is not None:
-            self._reducer.weight = self._shares.weight(self._link.comm.rank)
+        if self._division is not None:
+            self._reducer.weight = self._division.weight(self._link.comm.rank)
 
     def end_computation(self, n_samples: int, stop: bool) -> None:
         self._reduce(n_samples, stop)
@@ -152,8 +152,8 @@ class AllReducing(Exchange):
 
     def _reduce(self, n_samples: int, stop: bool) -> None:
         self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples)
-        if self._shares is not None:
-            correction = self._shares.correction(self.agreed.n_contributing, self.agreed.n_samples)
+        if self._division is not None:
+            correction = self._division.correction(self.agreed.n_contributing, self.agreed.n_samples)
             if correction != 1.0:
                 self._flat.gradient.mul_(correction)
         cost = self._reducer.reduced
@@ -349,12 +349,12 @@ def exchange(
     flat: FlatModel,
     optimizer: OptimizerSpec,
     at_end_of_backward: Callable[[], None],
-    shares: Shares | None = None,
+    division: Division | None = None,
 ) -> Exchange:
     """The job's; collective."""
     match job.paradigm:
         case AllReduce():
-            return AllReducing(job, link, flat, optimizer, at_end_of_backward, shares)
+            return AllReducing(job, link, flat, optimizer, at_end_of_backward, division)
         case LocalSgd():
             return Averaging(job, link, flat, optimizer)
         case Gossip(mode=mode):

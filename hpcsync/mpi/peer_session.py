@@ -29,7 +29,7 @@ from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
-from hpcsync.peers import Exchanged, Lockstep, Outlook, PeerCoordinator, allocation_fields, create_shares, taken_in
+from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.progress import Progress, console
 from hpcsync.signals import SignalListener, interrupt, on_signals
@@ -44,16 +44,15 @@ class PeerSession(RankSession):
         super().__init__(comm, job, model)
         self.worker = comm.rank
         self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
-        self._shares, asked = create_shares(job), estimator(job, self.worker)
-        self._outlook = None if asked is None else Outlook(asked)
-        self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward, self._shares)
+        self._division, self._estimator = create_division(job), estimator(job, self.worker)
+        self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward, self._division)
         self._exchange.show(1)
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
         self._progression = None if self._exchange.in_step else choose(self._link.comm, transport=placement.transport)
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start()
-        handed_out = None if self._shares is None else partial(self._shares.work, self.worker)
+        handed_out = None if self._division is None else partial(self._division.work, self.worker)
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, handed_out)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
         self._lr, self._own_lr = learning_rate(job), worker_rate(job)
@@ -105,9 +104,8 @@ class PeerSession(RankSession):
             weight=self._exchange.peer.weight,
         )
         self._link.report(report)
-        if self._outlook is not None:
-            self._outlook.learn(report)
-            self._share_out(self._outlook.estimate)
+        if self._estimator is not None:
+            self._share_out(self._estimator.observe(report.batch_size, report.compute_s, report.comm_s))
 
     def _end_of_backward(self) -> None:
         """The gradient of this iteration is computed: from here on, after `backward`, it is the mean."""
@@ -143,11 +141,11 @@ class PeerSession(RankSession):
 
     def _share_out(self, expected: Estimate | None) -> None:
         """After an iteration in step, where batches are given out. expected: by this worker; None if it has ended."""
-        if self._shares is None or not self._in_step:
+        if self._division is None or not self._in_step:
             return
         assert self._exchange.agreed is not None
         n_contributing = self._exchange.agreed.n_contributing
-        if allocated := self._shares.exchanged(n_contributing, lambda: self._gather(expected)):
+        if allocated := self._division.exchanged(n_contributing, lambda: self._gather(expected)):
             self._allocated(allocated)
 
     def _gather(self, expected: Estimate | None) -> list[Estimate | None]:
@@ -248,13 +246,7 @@ class BookkeeperSession(PeerSession):
         self.folder = folder
         self._evaluate = evaluate
         progressing = {} if self._progression is None else self._progression.attributes()
-        self._trace = begin_trace(
-            job,
-            folder,
-            self._clocks,
-            {**placement.attributes(), **progressing},
-            decision_fields=allocation_fields(job),
-        )
+        self._trace = begin_trace(job, folder, self._clocks, {**placement.attributes(), **progressing})
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
         self._progress = Progress(self._console)

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
+from hpcsync.deciding import decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.session import Session
@@ -36,14 +37,12 @@ def begin_trace(
     folder: Path,
     clocks: Iterable[tuple[int, str, float, float]],
     measured: Mapping[str, Any],
-    *,
-    decision_fields: Sequence[str] = (),
 ) -> TraceWriter:
     """The trace of a run that begins, in its folder. clocks: its rows; measured: root attributes of its own."""
     rows = list(clocks)
     library = MPI.Get_library_version().strip("\0 \n")
     attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in rows])
-    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **measured}, decision_fields)
+    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **measured}, decision_fields(job))
     for row in rows:
         trace.append("clocks", row)
     trace.flush()

@@ -13,10 +13,11 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
-from hpcsync.coordinator import coordinate, create_batches, create_paradigm, decision_fields, first_work
+from hpcsync.coordinator import coordinate
+from hpcsync.deciding import create_paradigm, first_work
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.job_paradigms import Easgd, FirstKOfAVersion
+from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
@@ -58,7 +59,6 @@ class WorkerSession(LinkedSession):
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
         super().__init__(comm, job, model, placement)
         self._estimator = estimator(job, self._link.roles.worker(comm.rank))
-        self._cancellable = False
         self._engine = self._make_engine()
         self.worker = self._engine.index
         handed_out = self._handed_out if self._estimator is not None else None
@@ -71,7 +71,7 @@ class WorkerSession(LinkedSession):
 
     def cancelled(self, share: float) -> bool:
         super().cancelled(share)
-        if self._cancellable and self._computed == 1.0:
+        if self._job.aborts and self._computed == 1.0:
             cuda.ready(self.flat.gradient)
             self._iterations.pad(share)
             if self._engine.cancelled():
@@ -91,10 +91,8 @@ class WorkerSession(LinkedSession):
         return not self.stopped
 
     def _make_engine(self) -> Worker:
-        paradigm = self._job.paradigm
-        self._cancellable = isinstance(paradigm, FirstKOfAVersion) and paradigm.cancel == "abort"
         vectors = self.flat.weights, self.flat.gradient
-        return Worker(self._link, *vectors, self._estimator, cancellable=self._cancellable)
+        return Worker(self._link, *vectors, self._estimator, cancellable=self._job.aborts)
 
     def _handed_out(self) -> tuple[int, int]:
         """Samples of the next iteration: first and number, in the run's sequence."""
@@ -153,8 +151,7 @@ class LeaderSession(FollowerSession):
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
         self.folder = folder
-        fields = decision_fields(paradigm, create_batches(job))
-        self._trace = begin_trace(job, folder, self._clocks, placement.attributes(), decision_fields=fields)
+        self._trace = begin_trace(job, folder, self._clocks, placement.attributes())
         self._coordinator = coordinate(job, paradigm, self._trace)
         self._evaluate = evaluate
         self._evaluator = (

@@ -37,7 +37,7 @@ def encode(orders: Sequence[Order]) -> list[OrderRecord]:
 class Shard:
     """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0.
 
-    first_work: of every worker's first push, see `coordinator.first_work`; None where it follows from the worker.
+    first_work: of every worker's first push, see `deciding.first_work`; None where it follows from the worker.
     """
 
     def __init__(

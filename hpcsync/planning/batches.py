@@ -24,7 +24,7 @@ class Estimate(NamedTuple):
 
 
 class Allocated(NamedTuple):
-    """A worker's batch size from its next iteration on, and what it was chosen from: `Batches.decision_fields`."""
+    """A worker's batch size from its next iteration on, and what it was chosen from: `Allocator.decision_fields`."""
 
     worker: int
     size: int
@@ -92,7 +92,7 @@ def whole(ideal: Sequence[float], total: int, minima: Sequence[int], maxima: Seq
     return sizes
 
 
-class Batches:
+class Allocator:
     """Who computes how many samples next, and which.
 
     n_workers: workers 0 to n_workers - 1.

@@ -124,6 +124,8 @@ class Estimator:
     Where an iteration has a fixed part, its samples/s depend on its size. So that speeds of iterations of different
     sizes form one series, the predictor is given the speed that an iteration of the first size would have had; the
     time expected is that speed's, brought back to the current size.
+
+    expected: of the next iteration; NaN until one has taken time.
     """
 
     def __init__(self, predictor: Predictor, tell_fixed: bool) -> None:
@@ -131,14 +133,20 @@ class Estimator:
         self._cost = FixedCost() if tell_fixed else None
         self._comm_s = math.nan
         self._first_n = 0
+        self.expected = Estimate(math.nan, math.nan)
 
     def observe(self, n_samples: int, compute_s: float, comm_s: float) -> Estimate:
-        """An iteration of so many samples took this; what the next one will take.
+        """An iteration of so many samples took this; what the next one will take. One that took no time says nothing.
 
-        Raises ValueError for what cannot be: no samples, times that are not finite, or no time.
+        Raises ValueError for what cannot be: no samples, or times that are not finite.
         """
-        if not (n_samples >= 1 and 0 < compute_s < math.inf and 0 <= comm_s < math.inf):
+        if not (n_samples >= 1 and 0 <= compute_s < math.inf and 0 <= comm_s < math.inf):
             raise ValueError(f"{n_samples} samples, computed in {compute_s} s, moved in {comm_s} s: impossible")
+        if compute_s > 0:
+            self.expected = self._learn(n_samples, compute_s, comm_s)
+        return self.expected
+
+    def _learn(self, n_samples: int, compute_s: float, comm_s: float) -> Estimate:
         fixed_n = 0.0
         if self._cost is not None:
             self._cost.observe(n_samples, compute_s)

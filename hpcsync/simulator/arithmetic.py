@@ -25,7 +25,7 @@ from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload
-from hpcsync.simulator.gradients import Batch, Gradients
+from hpcsync.simulator.gradients import Gradients, Work
 
 
 class Arithmetic(Protocol):
@@ -34,7 +34,7 @@ class Arithmetic(Protocol):
     def promise(self, worker: int) -> None:
         """The version that is current now is the one that the worker reads before its next contribution."""
 
-    def contribute(self, worker: int, batch: Batch) -> float:
+    def contribute(self, worker: int, work: Work) -> float:
         """Compute the worker's next contribution, of all its local steps, into its slot; its mean loss."""
 
     def collect(self, collection: Collection) -> None:
@@ -55,7 +55,7 @@ class NoArithmetic:
 
     def promise(self, worker: int) -> None: ...
 
-    def contribute(self, worker: int, batch: Batch) -> float:
+    def contribute(self, worker: int, work: Work) -> float:
         return math.nan
 
     def collect(self, collection: Collection) -> None: ...
@@ -89,8 +89,8 @@ class RealArithmetic:
         buffer, _ = self._store.pin(worker)
         self._promised[worker] = self._versions[buffer]
 
-    def contribute(self, worker: int, batch: Batch) -> float:
-        loss = self._gradients.compute(worker, self._promised[worker], batch)
+    def contribute(self, worker: int, work: Work) -> float:
+        loss = self._gradients.compute(worker, self._promised[worker], work)
         self._slots[worker].copy_(self._flat.gradient)
         return loss
 
@@ -134,14 +134,14 @@ class ElasticArithmetic(RealArithmetic):
         trainee.optimizer.look_ahead()
         self._step(trainee, trainee.gradient)
 
-    def contribute(self, worker: int, batch: Batch) -> float:
+    def contribute(self, worker: int, work: Work) -> float:
         trainee, total = self._trainees[worker], 0.0
-        n_samples = batch.n_samples // self._period
+        n_samples = work.n_samples // self._period
         for step in range(self._period):
             if step > 0:
                 self._step(trainee, self._flat.gradient)
-            first_sample = batch.first_sample + step * n_samples if batch.first_sample >= 0 else -1
-            total += self._gradients.compute(worker, trainee.weights, Batch(first_sample, n_samples))
+            first_sample = work.first_sample + step * n_samples if work.first_sample >= 0 else -1
+            total += self._gradients.compute(worker, trainee.weights, Work(first_sample, n_samples))
             trainee.rate = self._rate(trainee.samples, trainee.steps)
             trainee.steps += 1
             trainee.samples += n_samples

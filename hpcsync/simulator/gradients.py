@@ -15,7 +15,7 @@ from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.workloads import Workload
 
 
-class Batch(NamedTuple):
+class Work(NamedTuple):
     """What to compute a gradient from.
 
     first_sample, n_samples: of the run's sequence of samples; -1 for the next batch in the order of batches that are
@@ -28,7 +28,7 @@ class Batch(NamedTuple):
     share: float = 1.0
 
 
-NEXT = Batch()
+NEXT = Work()
 
 
 class Gradients:
@@ -39,15 +39,15 @@ class Gradients:
         self._replica = Replica(self.flat, workload.loss)
         self._own = [_Own(workload, job, worker) for worker in range(job.cluster.workers)]
 
-    def compute(self, worker: int, weights: torch.Tensor, batch: Batch = NEXT) -> float:
+    def compute(self, worker: int, weights: torch.Tensor, work: Work = NEXT) -> float:
         """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
         own = self._own[worker]
         self.flat.weights.copy_(weights)
         torch.set_rng_state(own.generator)
         if own.statistics:
             _copy(own.statistics, self.flat.model.buffers())
-        share = batch.share
-        loss = self._replica.compute_in_pieces(own.take(batch), batch.n_pieces, lambda done: done >= share)
+        share = work.share
+        loss = self._replica.compute_in_pieces(own.take(work), work.n_pieces, lambda done: done >= share)
         if own.statistics:
             _copy(self.flat.model.buffers(), own.statistics)
         own.generator = torch.get_rng_state()
@@ -76,11 +76,11 @@ class _Own:
         self.generator = torch.Generator().manual_seed(worker_seed(job.seed, worker)).get_state()
         self.statistics = [buffer.clone() for buffer in workload.model.buffers()]
 
-    def take(self, batch: Batch) -> Any:
-        if batch.first_sample < 0:
+    def take(self, work: Work) -> Any:
+        if work.first_sample < 0:
             return next(self._batches)
         size = len(self._dataset)  # type: ignore[arg-type]
-        return fetch(self._dataset, sequence_indices(self._seed, batch.first_sample, batch.n_samples, size=size))
+        return fetch(self._dataset, sequence_indices(self._seed, work.first_sample, work.n_samples, size=size))
 
 
 def _copy(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:

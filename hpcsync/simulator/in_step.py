@@ -11,8 +11,9 @@ from hpcsync.job_paradigms import Gossip, LocalSgd
 from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
-from hpcsync.peers import Exchanged, Lockstep, Outlook, create_shares, drawing
-from hpcsync.simulator.gradients import Batch
+from hpcsync.peers import Exchanged, Lockstep, create_division, drawing
+from hpcsync.planning.batches import Estimate
+from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, together
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch, WithReplicas
@@ -107,21 +108,20 @@ class AllReduceSimulation(_InStep):
         super().__init__(job, workload, workers, trace, watch)
         self._together = together(job, workload)
         self._lr = learning_rate(job)
-        self._shares = create_shares(job)
-        asked = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
-        self._outlooks = [Outlook(estimator) for estimator in asked if estimator is not None]
+        self._division = create_division(job)
+        self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
 
     @property
     def _numbers(self) -> Judged:
         return self._together
 
     def _n_samples(self, worker: int) -> int:
-        return self._batch_size if self._shares is None else self._shares.work(worker)[1]
+        return self._batch_size if self._division is None else self._division.work(worker)[1]
 
     def _learn(self, worker: int, lr: float) -> float:
-        if self._shares is None:
+        if self._division is None:
             return self._together.contribute(worker)
-        return self._together.contribute(worker, Batch(*self._shares.work(worker)), self._shares.weight(worker))
+        return self._together.contribute(worker, Work(*self._division.work(worker)), self._division.weight(worker))
 
     def _exchange_all(self) -> None:
         self._links.all_reduce(self._reduced)
@@ -130,20 +130,22 @@ class AllReduceSimulation(_InStep):
         coordinator = self.coordinator  # that has not heard of this step
         lr = self._lr(coordinator.samples, coordinator.version, len(self._workers))
         correction = 1.0
-        if self._shares is not None:
+        if self._division is not None:
             n_samples = sum(map(self._n_samples, self._contributing))
-            correction = self._shares.correction(len(self._contributing), n_samples)
+            correction = self._division.correction(len(self._contributing), n_samples)
         self._together.step(self._contributing, lr, correction)
         self._look()
         self._all_done()
 
     def _share_out(self, reports: Sequence[Exchanged]) -> None:
-        if self._shares is None or self._is_last:
+        if self._division is None or self._is_last:
             return
+        said: list[Estimate | None] = [None] * len(self._workers)
         for report in reports:
-            self._outlooks[report.worker].learn(report)
-        said = [outlook.estimate if w in self._contributing else None for w, outlook in enumerate(self._outlooks)]
-        if allocated := self._shares.exchanged(len(self._contributing), lambda: said):
+            estimator = self._estimators[report.worker]
+            assert estimator is not None
+            said[report.worker] = estimator.observe(report.batch_size, report.compute_s, report.comm_s)
+        if allocated := self._division.exchanged(len(self._contributing), lambda: said):
             self.coordinator.allocated(self._loop.now_s, self._lockstep.updates, allocated)
 
 

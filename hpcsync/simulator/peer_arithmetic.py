@@ -20,7 +20,7 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean, Outer, Peer, absorb, average
 from hpcsync.learning.rules import Descent
 from hpcsync.learning.workloads import Workload
-from hpcsync.simulator.gradients import NEXT, Batch, Gradients
+from hpcsync.simulator.gradients import NEXT, Gradients, Work
 
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
 
@@ -45,7 +45,7 @@ class Judged(Protocol):
 class Together(Judged, Protocol):
     """The numbers of all-reduce: all workers have the same weights."""
 
-    def contribute(self, worker: int, batch: Batch = NEXT, weight: float = 1.0) -> float:
+    def contribute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:
         """Compute the worker's gradient of this batch, which counts `weight` times in the mean; its mean loss."""
 
     def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None:
@@ -112,7 +112,7 @@ class _Nothing:
 
 
 class NothingTogether(_Nothing):
-    def contribute(self, worker: int, batch: Batch = NEXT, weight: float = 1.0) -> float:
+    def contribute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:
         return math.nan
 
     def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None: ...
@@ -183,8 +183,8 @@ class OneReplica:
         self._rule = Descent(OptimizerSpec.of_job(job))
         self._rule.bind(self._weights)
 
-    def contribute(self, worker: int, batch: Batch = NEXT, weight: float = 1.0) -> float:
-        loss = self._gradients.compute(worker, self._weights.data, batch)
+    def contribute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:
+        loss = self._gradients.compute(worker, self._weights.data, work)
         slot = self._slots[worker].copy_(self._gradients.flat.gradient)
         if weight != 1.0:
             slot.mul_(weight)  # as a rank does before it gives it away

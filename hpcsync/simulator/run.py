@@ -5,20 +5,20 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.coordinator import Coordinator, Recorder, create_batches, create_paradigm, decision_fields
+from hpcsync.coordinator import Coordinator, Recorder
+from hpcsync.deciding import create_paradigm, decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
-from hpcsync.peers import PeerCoordinator, allocation_fields
+from hpcsync.peers import PeerCoordinator
 from hpcsync.progress import Progress
 from hpcsync.signals import Interrupted, interrupt, on_signals
 from hpcsync.simulator import cluster, links, peers
@@ -40,9 +40,9 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     """
     torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
     workload = check(job)
-    simulated = prepare(job, workload)
+    begin = prepare(job, workload)
     folder = outputs.choose(job, out)
-    status = _simulate(job, workload, simulated, folder, console)
+    status = _simulate(job, workload, begin, folder, console)
     if status == 0 and job.cluster.times_from is not None:
         console.print()
         comparison = comparing.compare(load(job.cluster.times_from), load(folder / outputs.TRACE))
@@ -50,34 +50,30 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     return status
 
 
-class Prepared(NamedTuple):
-    """decision_fields: for the trace. begin: makes the simulation, whose `run` runs it."""
-
-    decision_fields: Sequence[str]
-    begin: Callable[[Recorder, Watch], Simulation | peers.PeerSimulation]
-
-
-def prepare(job: Job, workload: Workload) -> Prepared:
-    """Raises JobError for a job that cannot be simulated."""
+def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulation | peers.PeerSimulation]:
+    """What makes the simulation, whose `run` runs it. Raises JobError for a job that cannot be simulated."""
     if job.has_servers:
-        virtual, paradigm = cluster.build(job, workload), create_paradigm(job)
-        fields = decision_fields(paradigm, create_batches(job))
-        return Prepared(fields, partial(Simulation, job, workload, virtual, paradigm))
-    workers = links.build(job, workload)
-    return Prepared(allocation_fields(job), partial(peers.simulation, job, workload, workers))
+        return partial(Simulation, job, workload, cluster.build(job, workload), create_paradigm(job))
+    return partial(peers.simulation, job, workload, links.build(job, workload))
 
 
-def _simulate(job: Job, workload: Workload, simulated: Prepared, folder: Path, console: Console) -> int:
+def _simulate(
+    job: Job,
+    workload: Workload,
+    begin: Callable[[Recorder, Watch], Simulation | peers.PeerSimulation],
+    folder: Path,
+    console: Console,
+) -> int:
     outputs.create(folder, job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
-    with TraceWriter(folder / outputs.TRACE, attributes, simulated.decision_fields) as trace:
+    with TraceWriter(folder / outputs.TRACE, attributes, decision_fields(job)) as trace:
         for rank in range(job.cluster.ranks):
             trace.append("clocks", (rank, "virtual", 0.0, 0.0))
         trace.flush()
         watch = _Watch(trace, Progress(console))
         try:
             with on_signals(watch.received.append):
-                simulated.begin(trace, watch).run()
+                begin(trace, watch).run()
             outputs.save_weights(folder, workload.model)
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

@@ -19,11 +19,10 @@ from hpcsync.coordinator import (
     Update,
     coordinate,
     estimated,
-    first_work,
 )
+from hpcsync.deciding import first_work
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
@@ -32,7 +31,7 @@ from hpcsync.paradigms import Paradigm
 from hpcsync.planning.speed import Estimator
 from hpcsync.simulator.arithmetic import arithmetic
 from hpcsync.simulator.cluster import Cluster
-from hpcsync.simulator.gradients import Batch
+from hpcsync.simulator.gradients import Work
 
 
 class _Worker:
@@ -84,7 +83,7 @@ class Simulation:
         self._job = job
         self._paradigm = paradigm
         self._watch = watch
-        self._local_steps = job.paradigm.period if isinstance(job.paradigm, Easgd) else 1  # for a push
+        self._local_steps = job.local_steps
         self._n_samples = job.workload.batch_size * self._local_steps  # of a push for which devices' times are meant
         self._n_pieces = job.n_pieces
         self._loop, self._transfers = cluster.loop, cluster.transfers
@@ -180,7 +179,7 @@ class Simulation:
     def _heard(self, worker: int, put_s: float) -> None:
         """The server hears of the worker's contribution."""
         now_s, state = self._loop.now_s, self._workers[worker]
-        batch = Batch(state.first_sample, state.n_samples, self._n_pieces, state.share)
+        batch = Work(state.first_sample, state.n_samples, self._n_pieces, state.share)
         loss = self._arithmetic.contribute(worker, batch)
         state.put_s = put_s
         report = Report(

@@ -14,17 +14,16 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync import paradigms
-from hpcsync.job_paradigms import Served
+from hpcsync.deciding import create_allocator, create_paradigm
 from hpcsync.traces import reading
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.exchanges import check_exchanges
+from hpcsync.traces.given_out import check_sizes
 from hpcsync.traces.invariants import check_invariants
 from hpcsync.traces.reading import Trace, TraceError
 from hpcsync.traces.replay import replay
-from hpcsync.traces.sizes import check_sizes, planned
 
 __all__ = ["Check", "audit", "main", "render"]
 
@@ -38,13 +37,12 @@ def audit(trace: Trace | str | Path) -> list[Check]:
         trace = reading.load(trace)
     if not trace.job.has_servers:
         return check_exchanges(trace)
-    assert isinstance(trace.job.paradigm, Served)
-    paradigm = paradigms.create(trace.job.paradigm.name, trace.n_workers, **trace.job.paradigm.options)
     invariants = check_invariants(trace)
     if not invariants[0].passed:
         return invariants
     recount = Recount(trace)
-    return [*replay(recount, paradigm, planned(trace.job)), *invariants, *check_bounds(recount), *check_sizes(recount)]
+    replayed = replay(recount, create_paradigm(trace.job), create_allocator(trace.job))
+    return [*replayed, *invariants, *check_bounds(recount), *check_sizes(recount)]
 
 
 def render(checks: list[Check]) -> RenderableType:

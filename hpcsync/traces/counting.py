@@ -184,7 +184,7 @@ class Recount:
             return None
         rows = self.decisions[(self.decisions["controller"] == b"k") & isinstance(paradigm.k, str)]
         changed = np.searchsorted(self.complete_seq, rows["seq"], side="left")
-        chosen = np.append(first_k(paradigm, self.n_workers), rows["chosen"])
+        chosen = np.append(paradigm.k_at_first(self.n_workers), rows["chosen"])
         return chosen[np.searchsorted(changed, np.arange(1, len(self.updates) + 2), side="left")]
 
     @cached_property
@@ -228,13 +228,6 @@ class Recount:
         """The number of updates made before each seq."""
         made = np.append(self.events["seq"], NEVER)[np.minimum(self.update_event, len(self.events))]
         return np.searchsorted(np.maximum.accumulate(made), seq, side="left")
-
-
-def first_k(paradigm: FirstK, n_workers: int) -> int:
-    """The k of the first update."""
-    if isinstance(paradigm.k, int):
-        return paradigm.k
-    return paradigm.k_start or (n_workers if paradigm.k == "state" else paradigm.k_min or 1)
 
 
 def _first_missing(seqs: np.ndarray) -> int:

@@ -15,12 +15,12 @@ import numpy as np
 from hpcsync.job import Script
 from hpcsync.job_paradigms import Gossip
 from hpcsync.learning.schedule import learning_rate, worker_rate
+from hpcsync.traces.agreed_sizes import check_agreed_sizes
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
 from hpcsync.traces.schema import CHANGES, EVERYBODY, NOBODY
-from hpcsync.traces.shares import check_shares
 
 OF_SERVERS = ("pushes", "grants")
 TIMES = ("now_s", "begin_s", "end_s")
@@ -35,7 +35,7 @@ def check_exchanges(trace: Trace) -> list[Check]:
         return [first]
     run = Reports(trace)
     in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
-    shares = [] if run.job.batches.policy == "equal" else check_shares(run)
+    shares = [] if run.job.batches.policy == "equal" else check_agreed_sizes(run)
     return [first, *(check(run) for check in CHECKS), *in_step, *shares]
 
 

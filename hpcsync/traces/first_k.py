@@ -134,8 +134,7 @@ def k_is_chosen_right(recount: Recount, paradigm: FirstK) -> Check:
 
 def cancelled_is_dropped(recount: Recount) -> Check:
     """Only with cancel = "abort" does an iteration end early: after whole samples, and too late to count."""
-    pushes, paradigm = recount.pushes, recount.job.paradigm
-    aborts = isinstance(paradigm, FirstKOfAVersion) and paradigm.cancel == "abort"
+    pushes, aborts = recount.pushes, recount.job.aborts
     early = pushes["share"] < 1
     n_samples = pushes["share"] * pushes["batch_size"]
     whole = np.abs(n_samples - np.round(n_samples)) < 1e-6

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hpcsync.traces.allocations import possible
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.counting import NEVER, Recount, running_count
 from hpcsync.traces.reading import Trace
@@ -46,10 +47,8 @@ def values_are_possible(trace: Trace) -> Check:
     parts.append((~timed, teller("/pushes", pushes, "begin_s", "end_s", *DURATIONS)))
     weighed = (pushes["share"] > 0) & (pushes["share"] <= 1) & (pushes["weight"] >= 0) & np.isfinite(pushes["weight"])
     parts.append((~weighed, teller("/pushes", pushes, "share", "weight")))
-    fixed_s, sample_s = pushes["predicted_fixed_s"], pushes["predicted_sample_s"]
-    predicted = (fixed_s >= 0) & (sample_s > 0) & np.isfinite(fixed_s) & np.isfinite(sample_s)
-    predicted |= np.isnan(fixed_s) & np.isnan(sample_s)
-    parts.append((~predicted, teller("/pushes", pushes, "predicted_fixed_s", "predicted_sample_s")))
+    predicted = ("predicted_fixed_s", "predicted_sample_s")
+    parts.append((~possible(pushes, *predicted), teller("/pushes", pushes, *predicted)))
     sized = (grants["batch_size"] >= 0) & ((grants["batch_size"] == 0) == (grants["local_steps"] == 0))
     sized &= grants["first_sample"] >= -1
     parts.append((~sized, teller("/grants", grants, "batch_size", "local_steps", "first_sample")))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
-from hpcsync.planning.batches import Allocated, Batches, Estimate
+from hpcsync.planning.batches import Allocated, Allocator, Estimate
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.schema import APPLIED, DROPPED
@@ -33,12 +33,12 @@ class _Differs(Exception):
         self.kind = kind
 
 
-def replay(recount: Recount, paradigm: Paradigm, batches: Batches | None = None) -> list[Check]:
-    """Compare every grant, decision and update with what this paradigm answers, and these batches.
+def replay(recount: Recount, paradigm: Paradigm, allocator: Allocator | None = None) -> list[Check]:
+    """Compare every grant, decision and update with what this paradigm answers, and this allocator.
 
-    Both are new and of the trace's job; batches: None where everybody always computes the same.
+    Both are new and of the trace's job; allocator: None where everybody always computes the same.
     """
-    run = _Replay(recount, paradigm, batches)
+    run = _Replay(recount, paradigm, allocator)
     differs = None
     try:
         run.run()
@@ -53,10 +53,10 @@ def replay(recount: Recount, paradigm: Paradigm, batches: Batches | None = None)
 
 
 class _Replay:
-    def __init__(self, recount: Recount, paradigm: Paradigm, batches: Batches | None) -> None:
+    def __init__(self, recount: Recount, paradigm: Paradigm, allocator: Allocator | None) -> None:
         self.n_same = dict.fromkeys(KINDS, 0)
         self._paradigm = paradigm
-        self._batches = batches
+        self._allocator = allocator
         self._finished = recount.finished
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
         self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership)], key=lambda row: int(row["seq"]))
@@ -136,7 +136,7 @@ class _Replay:
         except ValueError as error:
             raise _Differs("grants", f"the paradigm refuses seq {event['seq']}: {error}") from None
         n_others = len(self._paradigm.decision_fields)
-        n_own = 0 if self._batches is None else len(self._batches.decision_fields)
+        n_own = 0 if self._allocator is None else len(self._allocator.decision_fields)
         return [
             *(Decision("batches", who, float(size), (*unknown * n_others, *why)) for who, size, why in allocated),
             *(
@@ -146,12 +146,12 @@ class _Replay:
         ]
 
     def _allocated(self, event: Row) -> list[Allocated]:
-        if self._batches is None:
+        if self._allocator is None:
             return []
         if "change" in event:
-            return self._batches.left(event["worker"])
+            return self._allocator.left(event["worker"])
         estimate = Estimate(event["predicted_fixed_s"], event["predicted_sample_s"])
-        return self._batches.pushed(event["worker"], estimate)
+        return self._allocator.pushed(event["worker"], estimate)
 
     def _apply(self, event: Row, workers: tuple[int, ...]) -> None:
         self._version += 1
@@ -177,7 +177,7 @@ class _Replay:
         if kind != _kind(row):
             raise _Differs(kind, f"{_tell(row)}: the replay gives {action}")
         if isinstance(action, Decision):
-            others = () if self._batches is None else self._batches.decision_fields
+            others = () if self._allocator is None else self._allocator.decision_fields
             names = ("controller", "worker", "chosen", *self._paradigm.decision_fields, *others)
             expected = (action.controller, action.worker, action.chosen, *action.inputs)
             self._equal("decisions", row, tuple(row.get(name) for name in names), expected)
@@ -214,8 +214,8 @@ class _Replay:
         batch_size, local_steps, first_sample = push["batch_size"], push["local_steps"], -1
         if self._stopping:
             batch_size = local_steps = 0
-        elif self._batches is not None:
-            first_sample, batch_size = self._batches.hand_out(row["worker"])
+        elif self._allocator is not None:
+            first_sample, batch_size = self._allocator.hand_out(row["worker"])
         names = ("version", "batch_size", "local_steps", "first_sample")
         self._equal(
             "grants", row, tuple(row[name] for name in names), (self._version, batch_size, local_steps, first_sample)

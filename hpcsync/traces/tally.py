@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from hpcsync.job_paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
-from hpcsync.traces.counting import first_k
+from hpcsync.traces.allocations import sizes_at_first
 from hpcsync.traces.reading import Trace, TraceFile
 from hpcsync.traces.schema import DROPPED, NOBODY
-from hpcsync.traces.sizes import planned
 
 
 class Tally:
@@ -34,9 +33,8 @@ class Tally:
         self.paradigm = trace.job.paradigm
         self.outdated, self.cancelled = 0, 0
         self.samples_computed, self.samples_dropped = np.zeros(n_workers), np.zeros(n_workers)
-        self.ks = [first_k(self.paradigm, n_workers)] if isinstance(self.paradigm, FirstK) else []
-        at_first = planned(trace.job) if self.served else None
-        self.batch_size = None if at_first is None else np.array(at_first.sizes)
+        self.ks = [self.paradigm.k_at_first(n_workers)] if isinstance(self.paradigm, FirstK) else []
+        self.batch_size = None if trace.job.batches.policy == "equal" else sizes_at_first(trace.job)
         self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
         for table, add in (
             ("updates", self._add_updates),

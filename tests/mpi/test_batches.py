@@ -1,4 +1,4 @@
-"""Batches that are given out, on real ranks: who computes how many samples and which, and how they are weighted."""
+"""Allocator that are given out, on real ranks: who computes how many samples and which, and how they are weighted."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync import coordinator
-from hpcsync.coordinator import first_work
+from hpcsync.deciding import first_work
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.learning.data import sequence_indices
 from hpcsync.learning.validation import check
-from hpcsync.planning.batches import Batches
+from hpcsync.planning.batches import Allocator
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import APPLIED
 from tests.mpi.training import failures, first_of, on_some, recomputed
@@ -182,11 +182,11 @@ def test_the_order_of_equal_batches_would_leave_some_out(comm, needs, folder, mo
     needs(3)
     turns: dict[int, int] = {}
 
-    def by_number(self: Batches, worker: int) -> tuple[int, int]:
+    def by_number(self: Allocator, worker: int) -> tuple[int, int]:
         turns[worker] = turns.get(worker, -1) + 1
         return turns[worker] * self.total + 8 * worker, self.sizes[worker]
 
-    monkeypatch.setattr(Batches, "hand_out", by_number)
+    monkeypatch.setattr(Allocator, "hand_out", by_number)
     count = used(comm, folder, 4)
     assert not 4 <= count.min() <= count.max() <= 5
 

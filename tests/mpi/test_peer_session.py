@@ -19,7 +19,7 @@ from hpcsync.mpi import peer_session, reducer
 from hpcsync.mpi.allreduce import MpiMean, mean_vector
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.peer_session import BookkeeperSession
-from hpcsync.peers import Shares
+from hpcsync.peers import Division
 from hpcsync.planning.batches import Estimate
 from hpcsync.simulator import in_step
 from hpcsync.simulator.run import simulate
@@ -247,7 +247,7 @@ def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, 
     paradigm = {**ALLREDUCE, "bucket_mb": 0.00004}
     this = sharing(comm.size, slowest_s=0.0 if overlap else 1e-4, paradigm=paradigm)
     weights = on_some(comm, this, folder / "run")
-    monkeypatch.setattr(Shares, "weight", lambda self, worker: 1.0)
+    monkeypatch.setattr(Division, "weight", lambda self, worker: 1.0)
     unweighted = on_some(comm, this, folder / "control")
     if comm.rank == 0:
         sizes = batch_sizes(folder / "run")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.coordinator import create_paradigm, first_work
+from hpcsync.deciding import create_paradigm, first_work
 from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices, sequence_indices
 from hpcsync.learning.validation import check

@@ -6,22 +6,12 @@ import random
 
 import pytest
 
-from hpcsync.coordinator import (
-    Cancellation,
-    Collection,
-    Coordinator,
-    Reply,
-    Report,
-    Update,
-    coordinate,
-    create_paradigm,
-    decision_fields,
-    first_work,
-)
+from hpcsync.coordinator import Cancellation, Collection, Coordinator, Reply, Report, Update, coordinate
+from hpcsync.deciding import create_paradigm, first_work
 from hpcsync.job import Stop
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import create
-from hpcsync.planning.batches import Batches
+from hpcsync.planning.batches import Allocator
 from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
 from tests.unit.jobs import make_job
 
@@ -52,11 +42,11 @@ class Run:
         *,
         lr=lambda samples, updates, n: 0.1,
         batch_total=None,
-        batches=None,
+        allocator=None,
         **options,
     ):
         paradigm = create(name, n_workers, **options)
-        self.trace = Recorder(decision_fields(paradigm, batches))
+        self.trace = Recorder(paradigm.decision_fields + (allocator.decision_fields if allocator else ()))
         self.coordinator = Coordinator(
             paradigm,
             self.trace,
@@ -64,7 +54,7 @@ class Run:
             lr=lr,
             stop=Stop(**(stop or {})),
             batch_total=batch_total,
-            batches=batches,
+            allocator=allocator,
         )
         self.granted = dict.fromkeys(range(n_workers), (1, 0))  # who computes: iteration, version read
         self.stopped = set()
@@ -479,7 +469,7 @@ def test_what_took_part_of_its_time_would_have_taken_all_of_it():
 
 
 def test_samples_are_handed_out_with_grants_and_never_twice():
-    run = Run("asp", 2, batch_total=16, batches=Batches(2, 16, maxima=[math.inf] * 2))
+    run = Run("asp", 2, batch_total=16, allocator=Allocator(2, 16, maxima=[math.inf] * 2))
     assert run.push(1.0, 1)[1] == Reply(1, 2, 1, 8, 1, 16)
     assert run.push(2.0, 1)[1] == Reply(1, 3, 2, 8, 1, 24)
     assert run.push(3.0, 0)[1] == Reply(0, 2, 3, 8, 1, 32)
@@ -489,7 +479,7 @@ def test_samples_are_handed_out_with_grants_and_never_twice():
 
 
 def test_sizes_are_decided_before_the_grants_that_bring_them():
-    run = Run("bsp", 2, batch_total=16, batches=Batches(2, 16, maxima=[math.inf] * 2, interval=1))
+    run = Run("bsp", 2, batch_total=16, allocator=Allocator(2, 16, maxima=[math.inf] * 2, interval=1))
     run.push(1.0, 0, predicted_fixed_s=0.0, predicted_sample_s=1.0)
     orders = run.push(2.0, 1, predicted_fixed_s=0.0, predicted_sample_s=3.0)
     assert orders == [mean((0, 1), 0.1), Reply(0, 2, 1, 12, 1, 16), Reply(1, 2, 1, 4, 1, 28)]
@@ -501,8 +491,8 @@ def test_sizes_are_decided_before_the_grants_that_bring_them():
 
 
 def test_decisions_of_two_controllers_leave_each_others_columns_open():
-    batches = Batches(3, 24, maxima=[math.inf] * 3, interval=1)
-    run = Run("k-sync", 3, batch_total=24, batches=batches, k="state", k_start=2)
+    batches = Allocator(3, 24, maxima=[math.inf] * 3, interval=1)
+    run = Run("k-sync", 3, batch_total=24, allocator=batches, k="state", k_start=2)
     for now_s in range(1, 70):
         for worker in range(3):
             if worker in run.granted:
@@ -511,7 +501,7 @@ def test_decisions_of_two_controllers_leave_each_others_columns_open():
                 run.push(float(now_s), worker, size, predicted_fixed_s=0.0, predicted_sample_s=sample_s)
     run.leave(70.0, 1)
     by = {name: [row for row in run.trace["decisions"] if row["controller"] == name] for name in ("k", "batches")}
-    own = {"k": create("k-sync", 3, k="state").decision_fields, "batches": Batches.decision_fields}
+    own = {"k": create("k-sync", 3, k="state").decision_fields, "batches": Allocator.decision_fields}
     assert by["k"] and by["batches"]
     for name, other in (("k", "batches"), ("batches", "k")):
         assert all(math.isnan(row[field]) for row in by[name] for field in own[other])
@@ -519,14 +509,14 @@ def test_decisions_of_two_controllers_leave_each_others_columns_open():
 
 
 def test_whoever_stays_is_given_what_the_departed_had():
-    run = Run("asp", 3, batch_total=24, batches=Batches(3, 24, maxima=[math.inf] * 3))
+    run = Run("asp", 3, batch_total=24, allocator=Allocator(3, 24, maxima=[math.inf] * 3))
     run.leave(1.0, 0)
     assert column(run.trace["decisions"], "worker", "chosen") == [(1, 12.0), (2, 12.0)]
     assert run.push(2.0, 1)[1] == Reply(1, 2, 1, 12, 1, 24)
 
 
 def test_once_the_run_stops_no_sizes_are_decided():
-    run = Run("asp", 2, batch_total=16, batches=Batches(2, 16, maxima=[math.inf] * 2, interval=1))
+    run = Run("asp", 2, batch_total=16, allocator=Allocator(2, 16, maxima=[math.inf] * 2, interval=1))
     run.take(run.coordinator.stop(0.5))
     for worker in (0, 1):
         run.push(1.0, worker, predicted_fixed_s=0.0, predicted_sample_s=1.0 + worker)

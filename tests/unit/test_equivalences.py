@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.coordinator import Collection, Coordinator, Report, Update, create_paradigm
+from hpcsync.coordinator import Collection, Coordinator, Report, Update
+from hpcsync.deciding import create_paradigm
 from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec

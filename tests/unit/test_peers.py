@@ -4,18 +4,9 @@ import math
 
 import pytest
 
-from hpcsync.peers import (
-    Exchanged,
-    Lockstep,
-    Outlook,
-    PeerCoordinator,
-    Shares,
-    allocation_fields,
-    create_shares,
-    drawing,
-)
-from hpcsync.planning.batches import Allocated, Batches, Estimate
-from hpcsync.planning.speed import Estimator, LastValue
+from hpcsync.deciding import decision_fields
+from hpcsync.peers import Division, Exchanged, Lockstep, PeerCoordinator, create_division, drawing
+from hpcsync.planning.batches import Allocated, Allocator, Estimate
 from hpcsync.traces.schema import EVERYBODY, LEFT, NOBODY, TABLES
 from tests.unit.jobs import make_job
 
@@ -218,8 +209,8 @@ def test_whom_a_job_draws():
 UNKNOWN = Estimate(math.nan, math.nan)
 
 
-def shares(n_workers=3, total=24, interval=2, **limits) -> Shares:
-    return Shares(Batches(n_workers, total, interval=interval, **{"maxima": [math.inf] * n_workers, **limits}))
+def division(n_workers=3, total=24, interval=2, **limits) -> Division:
+    return Division(Allocator(n_workers, total, interval=interval, **{"maxima": [math.inf] * n_workers, **limits}))
 
 
 def speeds(*each):
@@ -237,14 +228,14 @@ def never():
 
 def test_batches_are_alike_unless_the_job_says_otherwise():
     job = make_job(paradigm=ALLREDUCE)
-    assert create_shares(job) is None and allocation_fields(job) == ()
+    assert create_division(job) is None and decision_fields(job) == ()
     given_out = make_job(paradigm=ALLREDUCE, batches={"policy": "proportional"})
-    assert isinstance(create_shares(given_out), Shares)
-    assert allocation_fields(given_out) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
+    assert isinstance(create_division(given_out), Division)
+    assert decision_fields(given_out) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
 
 
 def test_each_sample_of_the_sequence_is_given_out_once():
-    run, taken = shares(), []
+    run, taken = division(), []
     for iteration in range(1, 9):
         for worker in range(3):
             first, n_samples = run.work(worker)
@@ -256,14 +247,14 @@ def test_each_sample_of_the_sequence_is_given_out_once():
 
 
 def test_all_are_asked_when_it_is_time():
-    run, asked = shares(interval=3), []
+    run, asked = division(interval=3), []
     for iteration in range(1, 10):
         run.exchanged(3, lambda iteration=iteration: asked.append(iteration) or speeds(1.0, 1.0, 1.0))
     assert asked == [3, 6, 9]
 
 
 def test_who_says_the_same_gets_the_same_and_all_know_why():
-    one, other = shares(), shares()
+    one, other = division(), division()
     for run in (one, other):
         assert run.exchanged(3, never) == []
     said = speeds(1.0, 2.0, 4.1)
@@ -274,13 +265,13 @@ def test_who_says_the_same_gets_the_same_and_all_know_why():
 
 
 def test_nothing_is_given_out_anew_before_all_know_what_to_expect():
-    run = shares(interval=1)
+    run = division(interval=1)
     assert run.exchanged(3, lambda: [*speeds(1.0, 4.0), UNKNOWN]) == []
     assert sizes(run, 0, 1, 2) == [8, 8, 8]
 
 
 def test_gradients_count_by_their_samples():
-    run = shares()
+    run = division()
     assert [run.weight(worker) for worker in range(3)] == [1.0, 1.0, 1.0]  # exactly
     run.exchanged(3, never)
     run.exchanged(3, lambda: speeds(1.0, 2.0, 5.0))
@@ -296,7 +287,7 @@ def test_gradients_count_by_their_samples():
 
 
 def test_who_has_left_is_found_missing_and_the_others_take_over():
-    run = shares(interval=2)
+    run = division(interval=2)
     run.exchanged(3, never)
     run.exchanged(3, lambda: speeds(1.0, 2.0, 5.0))
     first = run.work(2)[0] + run.work(2)[1]
@@ -312,7 +303,7 @@ def test_who_has_left_is_found_missing_and_the_others_take_over():
 
 
 def test_several_leave_and_the_others_are_faster_than_they_were():
-    run = shares(n_workers=4, interval=1)
+    run = division(n_workers=4, interval=1)
     run.exchanged(4, lambda: speeds(1.0, 1.0, 1.0, 3.0))
     rows = run.exchanged(2, lambda: speeds(2.0, None, None, 1.0))
     assert [row.worker for row in rows] == [0, 2, 3, 0, 3, 0, 3]
@@ -320,20 +311,10 @@ def test_several_leave_and_the_others_are_faster_than_they_were():
 
 
 def test_what_memory_cannot_hold_is_not_counted_as_there():
-    run = shares(maxima=[8, 8, 9], interval=1)
+    run = division(maxima=[8, 8, 9], interval=1)
     run.exchanged(2, lambda: speeds(1.0, None, 1.0))
     assert sizes(run, 0, 2) == [8, 9]
     assert run.weight(0) == 8 * 2 / 17 and run.correction(2, 17) == 1.0
-
-
-def test_an_outlook_is_of_iterations_that_took_time():
-    outlook = Outlook(Estimator(LastValue(), False))
-    outlook.learn(report(0, 1, compute_s=0.0))
-    assert all(map(math.isnan, outlook.estimate))
-    outlook.learn(report(0, 2, compute_s=2.0))
-    assert outlook.estimate == Estimate(0.0, 0.5)
-    outlook.learn(report(0, 3, compute_s=0.0))
-    assert outlook.estimate == Estimate(0.0, 0.5)
 
 
 def test_an_allocation_is_a_row_for_each_worker():
@@ -347,4 +328,4 @@ def test_an_allocation_is_a_row_for_each_worker():
         ("decisions", (2, 5.0, "batches", 1, 5.0, 10.0, 4.0, 0.4, 0.5, 0.3)),
         ("membership", (3, 6.0, 1, LEFT)),
     ]
-    assert len(rows[0][1]) == len(TABLES["decisions"].names) + len(allocation_fields(job))
+    assert len(rows[0][1]) == len(TABLES["decisions"].names) + len(decision_fields(job))

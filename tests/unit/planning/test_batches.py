@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.batches import Allocated, Batches, Estimate, equal_finish, whole
+from hpcsync.planning.batches import Allocated, Allocator, Estimate, equal_finish, whole
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 NO_LIMIT = math.inf
@@ -162,7 +162,7 @@ def test_sizes_that_are_not_by_speed_are_found():
 
 
 def batches(n_workers=4, total=128, **options):
-    return Batches(n_workers, total, **{"maxima": [NO_LIMIT] * n_workers, **options})
+    return Allocator(n_workers, total, **{"maxima": [NO_LIMIT] * n_workers, **options})
 
 
 def push_all(allocation, estimates, rounds):
@@ -193,7 +193,7 @@ def test_after_the_interval_all_are_told_what_it_was_chosen_from():
         Allocated(3, 8, (14.0, 0.0, 2.0, gain)),
     ]
     assert allocation.sizes == [16, 16, 16, 8]
-    assert len(Batches.decision_fields) == 4
+    assert len(Allocator.decision_fields) == 4
 
 
 @pytest.mark.parametrize(("gain_min", "changes"), [(0.0, True), (0.1, True), (0.14, False)])

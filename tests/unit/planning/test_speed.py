@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcsync.planning import speed
-from hpcsync.planning.batches import Batches, Estimate
+from hpcsync.planning.batches import Allocator, Estimate
 from hpcsync.planning.speed import Estimator, FixedCost, LastValue, Smoothing
 from tests.unit.planning import predicting
 
@@ -188,9 +188,7 @@ def test_the_estimate_is_right_at_all_sizes_once_the_fixed_part_is_known(make):
     assert by_samples.seconds(60) > 1.1 * by_both.seconds(60)
 
 
-@pytest.mark.parametrize(
-    "values", [(0, 1.0, 0.0), (1, 0.0, 0.0), (1, math.nan, 0.0), (1, 1.0, -1.0), (1, 1.0, math.inf)]
-)
+@pytest.mark.parametrize("values", [(0, 1.0, 0.0), (1, math.nan, 0.0), (1, 1.0, -1.0), (1, 1.0, math.inf)])
 def test_what_cannot_be_is_refused(values):
     with pytest.raises(ValueError, match="impossible"):
         Estimator(Smoothing(), tell_fixed=True).observe(*values)
@@ -199,7 +197,7 @@ def test_what_cannot_be_is_refused(values):
 def slowest_s(tell_fixed, bursts, share=0.5, jitter=0.02, iterations=400):
     """Mean time of the slowest of four workers, one of them half as fast, at the sizes that they are given."""
     generator = np.random.default_rng(7)
-    batches = Batches(4, 128, maxima=[math.inf] * 4)
+    batches = Allocator(4, 128, maxima=[math.inf] * 4)
     estimators = [Estimator(Smoothing(), tell_fixed) for _ in range(4)]
     busy, seconds = [False] * 4, []
     for _ in range(iterations):
@@ -227,3 +225,10 @@ def test_all_finish_together_with_fixed_costs_and_without_knowing_them():
 def test_bursts_make_no_wild_batches():
     told_s, plain_s = slowest_s(True, True), slowest_s(False, True)
     assert told_s < 1.05 * plain_s
+
+
+def test_an_iteration_that_took_no_time_says_nothing():
+    estimator = Estimator(LastValue(), False)
+    assert all(map(math.isnan, estimator.observe(4, 0.0, 0.0)))
+    assert estimator.observe(4, 2.0, 0.0) == Estimate(0.0, 0.5)
+    assert estimator.observe(4, 0.0, 0.0) == estimator.expected == Estimate(0.0, 0.5)

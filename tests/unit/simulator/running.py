@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hpcsync.deciding import decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.simulator.run import prepare
@@ -50,8 +51,8 @@ def timing_job(*, workers: int = 2, seconds: Any = 1.0, model: str = "constant",
 def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
     """The trace of this job, simulated; `path` must not exist."""
     workload = workload or build(job)
-    prepared = prepare(job, workload)
+    begin = prepare(job, workload)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
-    with TraceWriter(path, attributes, prepared.decision_fields) as trace:
-        prepared.begin(trace, lambda now_s, coordinator: None).run()
+    with TraceWriter(path, attributes, decision_fields(job)) as trace:
+        begin(trace, lambda now_s, coordinator: None).run()
     return load(path)

@@ -1,4 +1,4 @@
-"""Batches given out in virtual time: who computes how many samples, which, and how they count."""
+"""Allocator given out in virtual time: who computes how many samples, which, and how they count."""
 
 import itertools
 import math
@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hpcsync import coordinator
-from hpcsync.coordinator import first_work
+from hpcsync.deciding import first_work
 from hpcsync.learning.data import sequence_indices
 from hpcsync.learning.workloads import build
-from hpcsync.planning.batches import Batches
+from hpcsync.planning.batches import Allocator
 from hpcsync.simulator import gradients
 from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import APPLIED
@@ -164,7 +164,7 @@ def complete(pieces: list[tuple[int, int]]) -> bool:
 
 
 def careless(self, worker, local_steps=1):
-    """Hands out as `Batches` does, but its position only moves by the mean."""
+    """Hands out as `Allocator` does, but its position only moves by the mean."""
     first_sample, n_samples = self._cursor, self.sizes[worker] * local_steps
     self._cursor += self.total // len(self.sizes) * local_steps
     return first_sample, n_samples
@@ -174,7 +174,7 @@ def careless(self, worker, local_steps=1):
 def test_samples_are_handed_out_once(tmp_path, paradigm, monkeypatch):
     trace = run(tmp_path / "t.h5", {"policy": "proportional"}, paradigm=paradigm)
     assert complete(handed_out(trace))
-    monkeypatch.setattr(Batches, "hand_out", careless)
+    monkeypatch.setattr(Allocator, "hand_out", careless)
     trace = simulate(trace.job, tmp_path / "careless.h5")
     assert not complete(handed_out(trace))
     assert failed(trace) != []

@@ -11,7 +11,7 @@ from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.workloads import build
 from hpcsync.simulator.arithmetic import ElasticArithmetic, arithmetic
-from hpcsync.simulator.gradients import Batch
+from hpcsync.simulator.gradients import Work
 from tests.unit.jobs import LINEAR, make_job
 
 SGD = {"name": "sgd", "lr": 0.05}
@@ -32,7 +32,7 @@ class Run:
         self.numbers = arithmetic(job, self.workload)
         assert isinstance(self.numbers, ElasticArithmetic)
         self.alpha = job.paradigm.moving_rate(job.cluster.workers)
-        self.batch = Batch(n_samples=job.workload.batch_size * job.paradigm.period)
+        self.batch = Work(n_samples=job.workload.batch_size * job.paradigm.period)
         for worker in range(job.cluster.workers):
             self.numbers.promise(worker)
 

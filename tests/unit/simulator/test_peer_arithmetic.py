@@ -10,7 +10,7 @@ from torch import nn
 from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.learning.replica import worker_seed
 from hpcsync.learning.workloads import Workload, build
-from hpcsync.simulator.gradients import Batch
+from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.peer_arithmetic import NothingApart, NothingTogether, OneReplica, Replicas, apart, together
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import TIMING
@@ -143,8 +143,8 @@ def test_a_gradient_counts_by_its_weight_and_the_mean_is_corrected():
         reference.model.zero_grad()
         reference.loss(reference.model, *(tensor[indices] for tensor in reference.train.tensors)).backward()
         gradients.append(next(reference.model.parameters()).grad.flatten().clone())
-    numbers.contribute(0, Batch(0, 3), 0.75)
-    numbers.contribute(1, Batch(3, 5), 1.25)
+    numbers.contribute(0, Work(0, 3), 0.75)
+    numbers.contribute(1, Work(3, 5), 1.25)
     numbers.step([0, 1], 0.5, 1.5)
     numbers.finish()
     moved = next(workload.model.parameters()) - next(reference.model.parameters())

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from hpcsync.deciding import decision_fields
 from hpcsync.job_errors import JobError
 from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.workloads import Workload, build
-from hpcsync.peers import Shares, allocation_fields, drawing
+from hpcsync.peers import Division, drawing
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.simulator.peers import PeerSimulation, simulation
@@ -86,9 +87,10 @@ class Run:
             }
         )
         self.workload = training or build(self.job)
-        prepared = prepare(self.job, self.workload)
-        self.trace = Recorder(prepared.decision_fields)
-        self.simulation: Any = prepared.begin(self.trace, lambda now_s, _: watch(self) if watch else None)
+        self.trace = Recorder(decision_fields(self.job))
+        self.simulation: Any = prepare(self.job, self.workload)(
+            self.trace, lambda now_s, _: watch(self) if watch else None
+        )
         if before:
             before(self)
         self.simulation.run()
@@ -726,7 +728,7 @@ def test_any_split_is_the_whole_batch(optimizer, monkeypatch):
     assert close(run.weights, whole)
     counts = np.bincount(taken.numpy())  # 420 samples, 7 training epochs of 60
     assert set(counts.tolist()) == {7}
-    monkeypatch.setattr(Shares, "weight", lambda self, worker: 1.0)
+    monkeypatch.setattr(Division, "weight", lambda self, worker: 1.0)
     unweighted = sharing(30, optimizer=optimizer, seconds=[1.0, 2.0, 4.0, 8.0])
     assert (batch_sizes(unweighted) == sizes).all()
     assert not np.allclose(unweighted.weights, whole, rtol=1e-6)
@@ -745,7 +747,7 @@ def test_the_mean_is_over_samples_also_when_somebody_has_left(monkeypatch):
     expected, _ = of_samples(steps, {"lr": LR})
     assert close(run.weights, expected)
     assert run.trace["updates"]["samples"].tolist() == [14 * n - 4 * (n >= 8) for n in range(1, 21)]
-    monkeypatch.setattr(Shares, "correction", lambda self, n_contributing, n_samples: 1.0)
+    monkeypatch.setattr(Division, "correction", lambda self, n_contributing, n_samples: 1.0)
     assert not np.allclose(sharing(20, leave=leave).weights, expected, rtol=1e-6)
 
 
@@ -799,7 +801,7 @@ def test_a_simulated_trace_of_sizes_audits(tmp_path, policy, workers, cluster):
     assert [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed] == []
     assert trace.finished
     assert (len(trace.tables["decisions"]) > 0) == (workers > 1)
-    assert trace.tables["decisions"].dtype.names[-5:] == allocation_fields(job)
+    assert trace.tables["decisions"].dtype.names[-5:] == decision_fields(job)
 
 
 # ---- whole runs ----

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync import paradigms
-from hpcsync.coordinator import create_paradigm
+from hpcsync.deciding import create_paradigm
 from hpcsync.learning.data import batches
 from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster

@@ -1,7 +1,7 @@
 """Traces of small runs without servers: simulated, in memory."""
 
+from hpcsync.deciding import decision_fields
 from hpcsync.learning.workloads import build
-from hpcsync.peers import allocation_fields
 from hpcsync.simulator import links
 from hpcsync.simulator.peers import simulation
 from tests.unit.jobs import make_job
@@ -58,4 +58,4 @@ def record(paradigm, seconds=(1.0, 1.3, 2.1), **how):
 
 
 def in_memory(job, rows, status="finished"):
-    return as_trace(job, rows, allocation_fields(job), status)
+    return as_trace(job, rows, decision_fields(job), status)

@@ -8,17 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcsync.coordinator import (
-    Cancellation,
-    Reply,
-    Report,
-    Update,
-    coordinate,
-    create_batches,
-    create_paradigm,
-    decision_fields,
-    first_work,
-)
+from hpcsync.coordinator import Cancellation, Reply, Report, Update, coordinate
+from hpcsync.deciding import create_paradigm, decision_fields, first_work
 from hpcsync.job import Job
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
@@ -146,7 +137,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
                 version, samples = coordinator.version, coordinator.samples
                 coordinator.evaluated(now_s, version, samples, 1.0 / version, 1.0 - 1.0 / version)
     coordinator.close()
-    return decision_fields(paradigm, create_batches(job))
+    return decision_fields(job)
 
 
 def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", **how):

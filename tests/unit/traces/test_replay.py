@@ -3,17 +3,16 @@
 import numpy as np
 import pytest
 
-from hpcsync.coordinator import create_paradigm
+from hpcsync.deciding import create_allocator, create_paradigm
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
-from hpcsync.traces.sizes import planned
 from tests.unit.traces.recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
 
 
 def replayed(trace):
     return {
         check.name.split()[-1]: check
-        for check in replay(Recount(trace), create_paradigm(trace.job), planned(trace.job))
+        for check in replay(Recount(trace), create_paradigm(trace.job), create_allocator(trace.job))
     }
 
 

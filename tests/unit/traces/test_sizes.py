@@ -5,8 +5,8 @@ import pytest
 
 from hpcsync.traces.audit import audit
 from hpcsync.traces.counting import Recount
+from hpcsync.traces.given_out import check_sizes
 from hpcsync.traces.schema import APPLIED, DROPPED
-from hpcsync.traces.sizes import check_sizes
 from tests.unit.traces.recorder import (
     BATCHES,
     PARADIGMS,
