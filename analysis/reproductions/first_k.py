@@ -106,7 +106,7 @@ class Rate:
     """scale: of an update of n of P contributions; with "1/workers" a pass over the data makes the same total step.
 
     samples, seconds: whichever is over first ends a run. accuracy: the target, held out. losses: the time "to the loss"
-    is the geometric mean of the times to these, held out as well.
+    is the geometric mean of the times to these, held out as well. every: samples from one evaluation to the next.
     """
 
     lr: float
@@ -117,12 +117,13 @@ class Rate:
     momentum: float = 0.0
     accuracy: float = 0.97
     losses: tuple[float, ...] = (0.4, 0.37, 0.35)
+    every: int = 704
 
 
 RATES = {
     "plain": Rate(0.1, "1/workers", 36_000, 60.0, METHODS | PARTS, 0.0, 0.96, (0.5, 0.475, 0.45)),
     "momentum": Rate(0.1, "1/workers", 40_000, 60.0, {name: METHODS[name] for name in KEY}, 0.9),
-    "published": Rate(0.4, 1.0, 10**9, 12.0, FRONTIER),
+    "published": Rate(0.4, 1.0, 10**9, 12.0, FRONTIER, every=BATCH * WORKERS),
     "real": Rate(0.1, "1/workers", 20_000, 600.0, {}, 0.0, 0.95, (0.5, 0.475, 0.45)),  # see first_k_real
 }
 # Which of them run on which cluster; all of them on the others.
@@ -133,7 +134,6 @@ ONLY = {
     ("contended-long", "momentum"): (),
 }
 WORDS = {"plain": "plain SGD", "momentum": "momentum 0.9"}
-EVERY = 704  # samples: half a pass over the training data, in whole batches
 SMOOTHED = 5  # evaluations of which the mean is taken
 EARLY = (0.3, 0.2, 0.1, 0.07, 0.05)  # errors along which AdaSync is compared with every fixed k
 FIRST_SEED = 7  # 1 to 6 have been used to choose steps, label noise and targets
@@ -171,7 +171,7 @@ def job(setting: str, rate: str, method: str, seed: int, length: float = 1.0) ->
         },
         "optimizer": {"name": "sgd", "lr": chosen.lr, "momentum": chosen.momentum, "async_lr_scale": chosen.scale},
         "stop": {"samples": round(length * chosen.samples), "seconds": length * chosen.seconds},
-        "evaluation": {"every_samples": EVERY},
+        "evaluation": {"every_samples": chosen.every},
         "paradigm": dict(way.paradigm),
         "cluster": cluster(setting, seed, chosen.seconds),
     }
@@ -409,7 +409,7 @@ def draw_frontier(evaluations: pd.DataFrame, folder: Path) -> None:
     frames = []
     for row, (task, share) in zip(axes, TASKS.items(), strict=True):
         runs = evaluations[(evaluations["setting"] == task) & (evaluations["arm"] == "published")]
-        at = np.geomspace(0.3, runs.groupby(["paradigm", "seed"])["now_s"].max().min(), 120)
+        at = np.geomspace(0.5, runs.groupby(["paradigm", "seed"])["now_s"].max().min(), 120)
         curves = {method: curve(runs[runs["paradigm"] == method], at) for method in colours}
         for method, frame in curves.items():
             row[0].fill_between("now_s", "least", "largest", data=frame, alpha=0.15, lw=0, color=colours[method])
@@ -420,16 +420,18 @@ def draw_frontier(evaluations: pd.DataFrame, folder: Path) -> None:
             row[1].plot(range(len(errors)), errors, marker=marker, ms=4, color=plotting.GREY, label=f"{time_s:g} s")
             row[1].plot(len(errors), own, marker=marker, ms=5, color=colours["k-sync loss"])
         words = f"{plotting.percent(share)} of labels random" if share else "all labels true"
-        row[0].set(ylabel=f"{words}\nerror", xscale="log", yscale="log", ylim=(0.008, 1.0))
-        row[0].set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5])
+        row[0].set(ylabel=f"{words}\nerror", xscale="log", yscale="log", ylim=(0.008, 0.3))
+        row[0].set_yticks([0.01, 0.02, 0.05, 0.1, 0.2])
         row[0].set_xticks([0.5, 1, 2, 5, 10], labels=["0.5", "1", "2", "5", "10"])
         row[0].yaxis.set_major_formatter(plotting.percent)
         row[0].minorticks_off()
         row[1].set_xticks(range(len(labels)), [label.removeprefix("k = ") for label in labels.values()])
     axes[-1, 0].set_xlabel("virtual time (s)")
     axes[-1, 1].set_xlabel("k")
-    axes[0, 0].legend(loc="lower left", ncols=2)
-    axes[0, 1].legend(loc="upper left", ncols=len(AT_S), title="error after", alignment="left")
+    axes[0, 0].set_title("error against time")
+    axes[0, 1].set_title("error against k, after some times")
+    axes[0, 1].legend(loc="upper left", bbox_to_anchor=(0, 1.02), ncols=len(AT_S), columnspacing=1.2)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(labels))
     plotting.save(figure, pd.concat(frames).round(4), folder, "k-sync-frontier")
 
 
@@ -442,7 +444,7 @@ def curve(runs: pd.DataFrame, at: np.ndarray) -> pd.DataFrame:
 
 
 SHOWN = {  # which k against time, in which settings
-    **dict.fromkeys(UNEVEN, ("plain", (*ADAPTIVE, *TOGETHER, "k-sync loss"))),
+    **dict.fromkeys(UNEVEN, ("plain", (*ADAPTIVE, *TOGETHER))),
     "clean": ("published", ("k-sync loss",)),
     "noisy": ("published", ("k-sync loss",)),
 }
@@ -470,7 +472,9 @@ def draw_k(traces: Mapping[tuple[str, str], Trace], folder: Path) -> None:
     for axis in axes[:, 0]:
         axis.set_ylabel("k")
     figure.supxlabel("virtual time (s)", fontsize=8)
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=len(K_LOOKS))
+    handles, names = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside upper center", ncols=len(names))
+    axes[1, 0].legend(loc="lower right")
     plotting.save(figure, pd.concat(frames).round(4), folder, "k-sync-k")
 
 

@@ -62,7 +62,7 @@ def job(setting: str, method: str, seed: int) -> Job:
         },
         "optimizer": {"name": "sgd", "lr": rate.lr, "async_lr_scale": rate.scale},
         "stop": {"samples": rate.samples},
-        "evaluation": {"every_samples": first_k.EVERY},
+        "evaluation": {"every_samples": rate.every},
         "paradigm": dict(way.paradigm),
         "cluster": {"workers": len(SECONDS), "compute": compute | {"fixed_share": first_k.FIXED_SHARE}},
     }
