@@ -138,8 +138,8 @@ class Coordinator:
 
     A contribution is the mean gradient of a worker's batch. Where an update is of one version of the weights, it is the
     mean over all its samples, whoever computed them. Where it is not, each contribution counts as many times as its
-    batch is larger than the mean batch, and once more times what the paradigm says; with batches alike both are the
-    mean over contributions.
+    batch is larger than the mean batch of all workers that began (so that a sample counts the same all through the
+    run), and once more times what the paradigm says; with batches alike both are the mean over contributions.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Coordinator:
         divisor = float(len(taken))
         if self._paradigm.synchronous and self._per_sample is not None:
             per, samples = self._per_sample
-            divisor = sum(_batch_size(contribution.report) for contribution, _ in taken) * per / samples
+            divisor = sum(contribution.report.batch_size for contribution, _ in taken) * per / samples
         lr = self._lr(self.samples, self.version, len(taken))
         self.version += 1
         self.updated_s = now_s
@@ -278,7 +278,7 @@ class Coordinator:
 
     def _weigh(self, worker: int, weight: float) -> float:
         """How often this worker's contribution counts, whose weight in the paradigm is this."""
-        batch_size = _batch_size(self._pending[worker].report)
+        batch_size = self._pending[worker].report.batch_size
         if self._per_sample is None:
             if not self._paradigm.synchronous:
                 return weight
@@ -328,11 +328,6 @@ class Coordinator:
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
-
-
-def _batch_size(report: Report) -> float:
-    """Samples of each of its local steps."""
-    return report.batch_size / report.local_steps
 
 
 def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:

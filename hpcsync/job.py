@@ -232,7 +232,7 @@ class Job(Table):
     stop: Stop = Field(description="a table")
     evaluation: Evaluation = Evaluation()
     paradigm: Paradigm = Field(description="a table")
-    batches: Batches = Batches()
+    batches: Batches = Batches(policy="equal")
     cluster: Cluster = Cluster()
 
     @model_validator(mode="before")

@@ -28,7 +28,9 @@ class Batches(Table):
     interval: iterations of all workers between two looks. gain: no change for a smaller share of the time than this.
     """
 
-    policy: Literal["equal", "proportional", "equal-finish"] = "equal"
+    policy: Literal["equal", "proportional", "equal-finish"] = Field(
+        description='one of "equal", "proportional", "equal-finish"'
+    )
     predictor: Literal["last", "smoothing", "gru", "blend"] = "blend"
     total: Count | None = None
     minimum: Count = 1

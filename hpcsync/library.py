@@ -106,6 +106,8 @@ def connect(
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
     n_workers = 1 if comm is None or comm.size == 1 else comm.size - servers
+    if comm is None or comm.size == 1:
+        options, batches = _alone(options, batches)
     spec = _spec(optimizer, model)
     job = Job.from_table(
         {
@@ -123,7 +125,7 @@ def connect(
             "stop": dict(stop or {}),
             "evaluation": {"every_samples": every_samples},
             "paradigm": options,
-            "batches": dict(batches or {}),
+            **({"batches": dict(batches)} if batches else {}),
             "cluster": {
                 "servers": servers,
                 "workers": n_workers,
@@ -321,6 +323,17 @@ def _spec(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Optimizer
     if given != {id(p) for p in model.parameters() if p.requires_grad}:
         raise JobError("optimizer: must be given exactly the model's trainable parameters: all of them are trained")
     return spec
+
+
+def _alone(
+    options: dict[str, Any], batches: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+    """Of a paradigm's options and of [batches] what one process can keep to: k, and limits, are for several workers."""
+    k = options.get("k")
+    if type(k) is int and k > 1:
+        options = {**options, "k": 1}
+    options = {key: value for key, value in options.items() if key not in ("k_min", "k_start")}
+    return options, batches and {key: batches[key] for key in ("policy", "total") if key in batches}
 
 
 def _refuse_targets(job: Job) -> None:

@@ -102,8 +102,8 @@ def _k_rows(paradigm: Paradigm, n_workers: int) -> list[tuple[str, str]]:
         "loss": "the loss",
         "min": "the workers' speeds and the loss, the smaller of what they choose",
     }
-    start = "" if paradigm.k_start is None else f", at first {paradigm.k_start}"
-    return [("k", f"{paradigm.k_min} to {n_workers}{start}: follows {follows[paradigm.k]}")]
+    start = paradigm.k_at_first(n_workers)
+    return [("k", f"{paradigm.k_min} to {n_workers}, at first {start}: follows {follows[paradigm.k]}")]
 
 
 def _samples(job: Job, batch_size: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hpcsync.devices import Device, device, takes_no_time
 from hpcsync.job import Job
 from hpcsync.job_cluster import Change
-from hpcsync.job_errors import JobError
+from hpcsync.job_errors import JobError, shown
 from hpcsync.job_paradigms import AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
@@ -66,11 +66,17 @@ def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[Change]:
 
 
 def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
-    """A worker for which nothing takes any time (idle) would push for ever before any passes, unless others hold it.
+    """A worker for which nothing takes any time (idle) would push for ever before any passes, unless others hold it. It
+    has no speed either, by which to give it batches.
 
     Raises JobError.
     """
     stop, paradigm = job.stop, job.paradigm
+    if job.batches.policy != "equal" and any(idle):
+        raise JobError(
+            f'batches.policy = {shown(job.batches.policy)}: must be "equal" where iterations take 0 seconds, as worker '
+            f"{list(idle).index(True)}'s do by {key}"
+        )
     bounded = isinstance(paradigm, Bsp | AllReduce | LocalSgd)
     bounded = bounded or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)
     bounded = bounded or (isinstance(paradigm, Dssp) and paradigm.mode == "bounded")

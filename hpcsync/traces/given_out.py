@@ -40,7 +40,7 @@ def weights_follow_sizes(recount: Recount) -> Check:
     n_complete = len(recount.complete_seq)
     complete = recount.applied_version <= n_complete
     rows, version = recount.applied[complete], recount.applied_version[complete] - 1
-    size = pushes["batch_size"][rows] / pushes["local_steps"][rows]
+    size = pushes["batch_size"][rows]
     if isinstance(job.paradigm, Bsp | FirstKOfAVersion):
         expected = size / np.bincount(version, size, n_complete)[version]
     else:

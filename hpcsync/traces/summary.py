@@ -155,7 +155,7 @@ def _workers(tally: Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSumma
             worker=worker,
             start_gap_max_iters=int(tally.start_gap_max[worker]) if push_gaps is not None else None,
             push_gap_max_iters=int(push_gaps[worker]) if push_gaps is not None else None,
-            batch_size=None if tally.batch_size is None else int(tally.batch_size[worker]),
+            batch_size=tally.last_batch_size(worker),
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
 

@@ -35,6 +35,7 @@ class Tally:
         self.samples_computed, self.samples_dropped = np.zeros(n_workers), np.zeros(n_workers)
         self.ks = [self.paradigm.k_at_first(n_workers)] if isinstance(self.paradigm, FirstK) else []
         self.batch_size = None if trace.job.batches.policy == "equal" else sizes_at_first(trace.job)
+        self._allocated_s = np.zeros(n_workers)  # when each was given its size, as all that were active
         self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
         for table, add in (
             ("updates", self._add_updates),
@@ -85,6 +86,13 @@ class Tally:
         if self.batch_size is not None:
             rows = rows[rows["controller"] == b"batches"]
             self.batch_size[rows["worker"]] = rows["chosen"]
+            self._allocated_s[rows["worker"]] = rows["now_s"]
+
+    def last_batch_size(self, worker: int) -> int | None:
+        """As it was given last; None where batches are alike, or the worker was not given any more."""
+        if self.batch_size is None or self._allocated_s[worker] < self._allocated_s.max():
+            return None
+        return int(self.batch_size[worker])
 
     def _add_updates(self, rows: np.ndarray) -> None:
         self.updates += len(rows)

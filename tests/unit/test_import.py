@@ -41,7 +41,7 @@ def test_a_script_gets_what_it_asks_for() -> None:
 
 
 def foreign_imports(source: str) -> set[str]:
-    """Modules beyond the standard library, NumPy and the paradigms themselves that this source imports."""
+    """Modules beyond the standard library, NumPy, planning and the paradigms themselves that this source imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -49,12 +49,13 @@ def foreign_imports(source: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.add(node.module or "")
     allowed = {*sys.stdlib_module_names, "numpy"}
-    return {n for n in names if n.split(".")[0] not in allowed and not f"{n}.".startswith("hpcsync.paradigms.")}
+    pure = ("hpcsync.paradigms.", "hpcsync.planning.")
+    return {n for n in names if n.split(".")[0] not in allowed and not f"{n}.".startswith(pure)}
 
 
-def test_paradigms_are_pure() -> None:
-    sources = list((PACKAGE / "paradigms").glob("*.py"))
-    assert sources
+def test_paradigms_and_planning_are_pure() -> None:
+    sources = [path for folder in ("paradigms", "planning") for path in (PACKAGE / folder).glob("*.py")]
+    assert len(sources) > 12
     assert {path.name: found for path in sources if (found := foreign_imports(path.read_text()))} == {}
 
 

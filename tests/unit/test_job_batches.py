@@ -15,7 +15,9 @@ from tests.unit.jobs import make_job
 def job(**keys: Any) -> Job:
     """Of four workers with a batch size of 32."""
     tables = {key: keys.pop(key) for key in ("paradigm", "workload", "stop") if key in keys}
-    return make_job(**{"workload": {"name": "timing"}, **tables}, cluster={"workers": 4}, batches=keys)
+    return make_job(
+        **{"workload": {"name": "timing"}, **tables}, cluster={"workers": 4}, batches={"policy": "equal", **keys}
+    )
 
 
 def error(**keys: Any) -> str:
@@ -31,7 +33,7 @@ SCRIPT: dict[str, Any] = {"workload": {"name": "script"}, "stop": {}}
 
 
 def test_batches_are_equal_unless_something_else_is_said() -> None:
-    assert make_job().batches == Batches() == job().batches
+    assert make_job().batches == Batches(policy="equal") == job().batches
     found = job(**SPEED).batches
     assert (found.predictor, found.total, found.minimum, found.interval, found.gain) == ("blend", None, 1, 10, 0.05)
 
@@ -50,6 +52,11 @@ def test_batches_are_equal_unless_something_else_is_said() -> None:
 )
 def test_resolved_jobs_come_back_equal(keys: dict[str, Any]) -> None:
     assert Job.from_toml(job(**keys).to_toml()) == job(**keys)
+
+
+def test_a_table_says_what_it_is_for() -> None:
+    with pytest.raises(JobError, match=r"^batches.policy: missing; must be one of \"equal\", \"proportional\""):
+        make_job(batches={"maximum": 16})
 
 
 def test_the_total_is_that_of_equal_batches_unless_it_is_said() -> None:

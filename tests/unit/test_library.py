@@ -150,6 +150,17 @@ def test_alone_all_samples_that_are_given_out_are_its_own(model):
     assert torch.equal(torch.cat(seen), DATA.tensors[0][torch.from_numpy(order)])
 
 
+@pytest.mark.parametrize("k", [{"k": 3}, {"k": "min", "k_min": 2, "k_start": 3}], ids=str)
+def test_alone_a_script_for_several_workers_is_plain_training(model, k):
+    twin = torch.nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    limits = {"policy": "equal-finish", "total": 8, "maximum": [6, 4], "minimum": 2}
+    assert train(model, paradigm="k-sync", epochs=3, seed=7, **k) == 18
+    assert torch.equal(model.weight, train_plainly(twin, 18, seed=7))
+    with connect(model, sgd(model), "k-async", batches=limits, **k):
+        pass
+
+
 @pytest.mark.parametrize("paradigm", [("k-sync", {"cancel": "abort"}), ("k-batch-async", {})], ids=str)
 def test_alone_nothing_is_ever_cancelled(model, paradigm):
     with connect(model, sgd(model), paradigm[0], k=1, **paradigm[1]) as sync:
@@ -207,7 +218,7 @@ def lbfgs(model):
         (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
         (sgd, {"batches": {"policy": "proportional"}}, "batches.total: missing"),
         (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be left out"),
-        (sgd, {"paradigm": "k-sync", "k": 2}, "paradigm.k = 2: must be at most cluster.workers = 1"),
+        (sgd, {"paradigm": "k-sync", "k": 0}, "paradigm.k = 0: must be"),
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: must come with evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: must come with evaluate"),

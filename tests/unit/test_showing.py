@@ -127,9 +127,9 @@ def test_a_share_that_is_fixed_is_told() -> None:
     ("keys", "words"),
     [
         ({"k": 2}, None),
-        ({"k": "state"}, "1 to 3: follows the workers' speeds"),
+        ({"k": "state"}, "1 to 3, at first 3: follows the workers' speeds"),
         ({"k": "loss", "k_min": 2, "k_start": 3}, "2 to 3, at first 3: follows the loss"),
-        ({"k": "min"}, "1 to 3: follows the workers' speeds and the loss, the smaller of what they choose"),
+        ({"k": "min"}, "1 to 3, at first 1: follows the workers' speeds and the loss, the smaller of what they choose"),
     ],
 )
 @pytest.mark.parametrize("name", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])

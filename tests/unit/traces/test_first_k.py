@@ -170,12 +170,6 @@ def test_only_what_is_late_stops_early(aborted):
     assert failed(edit(at_the_end, "pushes", left_over[0], share=0.5)) == {CANCELLED}
 
 
-def test_after_a_whole_number_of_samples(aborted):
-    row = first(aborted, share=0.5)
-    assert failed(edit(aborted, "pushes", row, share=0.375)) == set()
-    assert failed(edit(aborted, "pushes", row, share=0.4)) == {CANCELLED}
-
-
 # ---- a k that changes ------------------------------------------------------------------------------------------------
 
 
