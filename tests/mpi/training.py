@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED
+from tests.plain import on_batches
 
 
 def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
@@ -53,26 +53,12 @@ def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
 def one_process(job: Job, batches_per_step: int) -> np.ndarray:
     """The same training by plain torch in one process, with batches so many times as large."""
     steps = [range(step * batches_per_step, (step + 1) * batches_per_step) for step in range(job.stop.updates)]
-    return plain(job, steps)
+    return on_batches(job, steps)
 
 
 def alone(job: Job, worker: int, iterations: int) -> np.ndarray:
     """What one of the job's workers would come to by itself."""
-    return plain(job, [[iteration * job.cluster.workers + worker] for iteration in range(iterations)])
-
-
-def plain(job: Job, steps: Iterable[Iterable[int]]) -> np.ndarray:
-    """Each step on these batches together."""
-    workload = check(job)
-    model, data = workload.model, workload.train
-    optimizer = torch.optim.SGD(model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
-    for numbers in steps:
-        shape = {"batch_size": job.workload.batch_size, "size": len(data)}
-        indices = np.concatenate([batch_indices(job.seed, j, **shape) for j in numbers])
-        optimizer.zero_grad()
-        workload.loss(model, *(t[torch.from_numpy(indices)] for t in data.tensors)).backward()
-        optimizer.step()
-    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
+    return on_batches(job, [[iteration * job.cluster.workers + worker] for iteration in range(iterations)])
 
 
 def recomputed(job: Job, trace: Trace) -> np.ndarray:

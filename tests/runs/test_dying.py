@@ -125,7 +125,7 @@ DEATHS = {
         Death("gossip", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
     ),
 }
-ONCE = ("a worker raises", "a peer raises", "a signal to peers")  # what launchers have no part in
+ONCE = ("a worker raises", "a peer raises", "a peer is killed", "a signal to peers")  # what launchers have no part in
 
 
 def command(folder: Path, death: Death) -> list[str]:

@@ -192,7 +192,7 @@ def falls(controller, losses):
 @pytest.mark.parametrize("distinct", [True, False])
 @pytest.mark.parametrize("policy", ["loss", "min"])
 @PROPERTY
-@given(st.lists(st.floats(0.0, 10.0), min_size=100, max_size=300), st.integers(1, 8))
+@given(st.lists(st.floats(0.0, 10.0), min_size=60, max_size=120), st.integers(1, 8))
 def test_k_never_falls_while_losses_do(policy, distinct, losses, k_start):
     fell, ks = falls(new(policy, distinct=distinct, k_start=k_start), sorted(losses, reverse=True))
     assert not fell

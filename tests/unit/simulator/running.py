@@ -9,6 +9,7 @@ from hpcsync.deciding import decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.simulator.run import prepare
+from hpcsync.traces.audit import audit
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.writer import TraceWriter
@@ -56,3 +57,7 @@ def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
     with TraceWriter(path, attributes, decision_fields(job)) as trace:
         begin(trace, lambda now_s, coordinator: None).run()
     return load(path)
+
+
+def failed(trace: Trace) -> list[str]:
+    return [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed]

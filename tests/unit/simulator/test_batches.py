@@ -1,4 +1,4 @@
-"""Allocator given out in virtual time: who computes how many samples, which, and how they count."""
+"""Batches given out in virtual time: who computes how many samples, which, and how they count."""
 
 import itertools
 import math
@@ -13,10 +13,10 @@ from hpcsync.learning.data import sequence_indices
 from hpcsync.learning.workloads import build
 from hpcsync.planning.batches import Allocator
 from hpcsync.simulator import gradients
-from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import APPLIED
+from tests.plain import on_samples, whole_batches
 from tests.unit.jobs import LINEAR, make_job
-from tests.unit.simulator.running import simulate, timing_job
+from tests.unit.simulator.running import failed, simulate, timing_job
 
 PARADIGMS = [
     {"name": "bsp"},
@@ -28,10 +28,6 @@ PARADIGMS = [
     {"name": "easgd", "period": 3},
 ]
 POLICIES = ["proportional", "equal-finish"]
-
-
-def failed(trace) -> list[str]:
-    return [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed]
 
 
 def run(path, batches, *, paradigm=None, seconds=(1.0, 3.0), updates=120, batch_size=32, model="constant", **compute):
@@ -225,29 +221,15 @@ def final_weights(job, path) -> torch.Tensor:
     return next(workload.model.parameters()).detach().flatten()
 
 
-def alone(job) -> torch.Tensor:
-    """Plain PyTorch with the whole batch of all workers, on the same samples."""
-    workload = build(job)
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=0.1, momentum=0.9)
-    features, targets = workload.train.tensors
-    for step in range(job.stop.updates):
-        indices = sequence_indices(job.seed, step * job.batch_total, job.batch_total, size=len(features))
-        at = torch.from_numpy(indices)
-        optimizer.zero_grad()
-        workload.loss(workload.model, features[at], targets[at]).backward()
-        optimizer.step()
-    return next(workload.model.parameters()).detach().flatten()
-
-
 @pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "k-sync", "k": 3}], ids=str)
 @pytest.mark.parametrize("workers", [2, 3])
 def test_unequal_batches_are_one_process_with_the_whole_batch(tmp_path, workers, paradigm, monkeypatch):
     if "k" in paradigm:
         paradigm = {**paradigm, "k": workers}
     job = linear_job(workers=workers, paradigm=paradigm)
-    whole = alone(job)
+    whole = torch.from_numpy(on_samples(job, whole_batches(job, job.stop.updates)))
     assert float((final_weights(job, tmp_path / "t.h5") - whole).abs().max()) < 1e-12
-    monkeypatch.setattr(coordinator, "_batch_size", lambda report: 1.0)
+    monkeypatch.setattr(coordinator.Coordinator, "_weigh", lambda self, worker, weight: weight)
     assert not float((final_weights(job, tmp_path / "unweighted.h5") - whole).abs().max()) < 1e-6
 
 

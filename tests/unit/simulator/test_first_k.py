@@ -11,17 +11,12 @@ import pytest
 import torch
 
 from hpcsync.learning.workloads import build
-from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
 from tests.unit.jobs import LINEAR, make_job
-from tests.unit.simulator.running import simulate, timing_job
+from tests.unit.simulator.running import failed, simulate, timing_job
 
 FORMS = ["k-sync", "k-batch-sync", "k-async", "k-batch-async"]
-N_UPDATES = 3000
-
-
-def failed(trace) -> list[str]:
-    return [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed]
+N_UPDATES = 1200
 
 
 def run(
@@ -88,7 +83,7 @@ def test_late_iterations_that_are_finished_and_dropped(tmp_path, name, workers, 
 def test_late_iterations_that_are_cancelled(tmp_path, name, workers, k):
     """In the limit of many pieces everybody begins every round anew: the papers' figures."""
     paradigm = {"name": name, "k": k, "cancel": "abort", "micro_batches": 300}
-    took_s = rounds_s(run(tmp_path / "t.h5", paradigm, workers=workers, updates=1000, batch_size=300))
+    took_s = rounds_s(run(tmp_path / "t.h5", paradigm, workers=workers, updates=600, batch_size=300))
 
     def expected_s(k):
         return order_statistic_s(workers, k) if name == "k-sync" else k / workers
@@ -124,7 +119,7 @@ def test_k_batch_async_takes_k_of_all_iterations_whatever_their_distribution(tmp
     """Nobody ever waits, so that every worker does one iteration in its mean time."""
     compute = {"model": model, "seconds": 1.0} | ({"jitter": JITTER} if model == "lognormal" else {})
     paradigm, cluster = {"name": "k-batch-async", "k": k}, {"compute": compute}
-    took_s = rounds_s(run(tmp_path / "t.h5", paradigm, workers=workers, updates=9000 // k, cluster=cluster))
+    took_s = rounds_s(run(tmp_path / "t.h5", paradigm, workers=workers, updates=6000 // k, cluster=cluster))
     mean_s = math.exp(JITTER**2 / 2) if model == "lognormal" else 1.0
     took_s = took_s[len(took_s) // 10 :]  # all begin at once
     block = 240 // k  # far longer than an iteration is remembered
@@ -142,12 +137,12 @@ def test_mean_staleness(tmp_path, name, present, workers, k):
 
     So the staleness of all pushes, those that come too late included, has a sum that leaves nothing to chance.
     """
-    away = k if present == "k" else 1
-    trace = run(tmp_path / "t.h5", {"name": name, "k": k}, workers=workers)
+    away, updates = k if present == "k" else 1, 3000
+    trace = run(tmp_path / "t.h5", {"name": name, "k": k}, workers=workers, updates=updates)
     pushes = trace.tables["pushes"]
-    assert pushes["staleness"].sum() == (workers - away) * N_UPDATES
+    assert pushes["staleness"].sum() == (workers - away) * updates
     applied = pushes[pushes["outcome"] == APPLIED]["staleness"]
-    assert len(applied) == k * N_UPDATES
+    assert len(applied) == k * updates
     expected = (workers - away) / k
     assert applied.mean() == pytest.approx(expected, abs=workers**2 / len(applied))
     if workers != away:
@@ -159,27 +154,25 @@ def test_mean_staleness(tmp_path, name, present, workers, k):
 # ---- limits ----
 
 
-def final_weights(path, paradigm, workers, seed):
+def final_weights(path, paradigm):
     job = make_job(
         workload={**LINEAR, "samples": 96},
         optimizer={"name": "sgd", "lr": 0.1, "momentum": 0.9},
         stop={"updates": 30},
         paradigm=paradigm,
-        cluster={"workers": workers, "compute": {"model": "exponential", "seconds": 1.0}},
-        seed=seed,
+        cluster={"workers": 4, "compute": {"model": "exponential", "seconds": 1.0}},
     )
     workload = build(job)
-    trace = simulate(job, path, workload)
-    return next(workload.model.parameters()).detach().flatten().clone(), trace
+    simulate(job, path, workload)
+    return next(workload.model.parameters()).detach().flatten().clone()
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("name", FORMS)
-def test_with_all_workers_it_is_bsp(tmp_path, name, seed):
-    bsp, _ = final_weights(tmp_path / "bsp.h5", {"name": "bsp"}, 4, seed)
-    weights, _ = final_weights(tmp_path / "k.h5", {"name": name, "k": 4}, 4, seed)
+def test_with_all_workers_it_is_bsp(tmp_path, name):
+    bsp = final_weights(tmp_path / "bsp.h5", {"name": "bsp"})
+    weights = final_weights(tmp_path / "k.h5", {"name": name, "k": 4})
     assert torch.equal(weights, bsp) == ("batch" not in name)  # where a fast worker contributes twice
-    fewer, _ = final_weights(tmp_path / "fewer.h5", {"name": name, "k": 3}, 4, seed)
+    fewer = final_weights(tmp_path / "fewer.h5", {"name": name, "k": 3})
     assert not torch.equal(fewer, bsp)
 
 
@@ -202,17 +195,19 @@ def test_with_one_worker_an_update_it_is_asp(tmp_path, name, network):
     assert str(traced({"name": name, "k": 2})) != str(asp)
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_the_same_job_gives_the_same_bytes(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "predictor"), [*((name, "smoothing") for name in FORMS[:3]), (FORMS[3], "blend")], ids=str
+)
+def test_the_same_job_gives_the_same_bytes(tmp_path, name, predictor):
     """With everything that k and batches can do."""
 
     def tables(path, seed=1):
         job = make_job(
             workload={**LINEAR, "batch_size": 8, "samples": 96},
-            stop={"updates": 60},
+            stop={"updates": 45},
             paradigm={"name": name, "k": "min", "k_min": 2, "k_start": 3}
             | ({"cancel": "abort", "micro_batches": 3} if name.endswith("sync") and "async" not in name else {}),
-            batches={"policy": "equal-finish", "predictor": "blend", "interval": 3},
+            batches={"policy": "equal-finish", "predictor": predictor, "interval": 3},
             cluster={
                 "workers": 4,
                 "compute": {"model": "lognormal", "seconds": [1.0, 1.0, 1.0, 3.0], "fixed_share": 0.2},
@@ -367,11 +362,11 @@ def test_a_straggler_is_left_out_until_it_has_recovered(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["k-sync", "k-batch-async"])
 def test_k_grows_as_the_loss_falls(tmp_path, name):
-    def chosen(path, lr):
+    def chosen(path, lr, updates=400):
         job = make_job(
             workload={**LINEAR, "batch_size": 8, "samples": 96, "noise": 0.0},
             optimizer={"name": "sgd", "lr": lr},
-            stop={"updates": 600},
+            stop={"updates": updates},
             paradigm={"name": name, "k": "loss"},
             cluster={"workers": 8, "compute": {"model": "exponential", "seconds": 1.0}},
         )
@@ -385,7 +380,7 @@ def test_k_grows_as_the_loss_falls(tmp_path, name):
     assert ks == sorted(ks)
     assert sizes == sorted(sizes)
     assert (sizes[0], sizes[-1]) == (1, ks[-1])
-    assert chosen(tmp_path / "no.h5", 1e-9)[0] == []  # it learns nothing
+    assert chosen(tmp_path / "no.h5", 1e-9, updates=200)[0] == []  # it learns nothing
 
 
 @pytest.mark.parametrize("name", ["k-async", "k-batch-async"])

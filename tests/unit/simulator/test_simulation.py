@@ -17,7 +17,7 @@ from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import TABLES
 from hpcsync.traces.summary import summarize
 from tests.unit.jobs import LINEAR, make_job
-from tests.unit.simulator.running import PARADIGMS, simulate, timing_job
+from tests.unit.simulator.running import PARADIGMS, failed, simulate, timing_job
 
 NETWORK = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 1000}}  # 4 kB take 32 ms
 EVENTS = {
@@ -27,13 +27,6 @@ EVENTS = {
         {"worker": 1, "at_s": 9.5, "change": "leave"},
     ]
 }
-
-
-def failed(trace) -> list[str]:
-    return [f"{check.name}: {check.detail}" for check in audit(trace) if not check.passed]
-
-
-# ---- closed forms ----
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
@@ -313,8 +306,8 @@ class Nothing:
 
 
 def peak_bytes(updates: int) -> int:
-    """Of a simulation of 200 workers, traced by tracemalloc."""
-    job = timing_job(workers=200, model="lognormal", paradigm=PARADIGMS[3], stop={"updates": updates}, cluster=NETWORK)
+    """Of a simulation of 80 workers, traced by tracemalloc."""
+    job = timing_job(workers=80, model="lognormal", paradigm=PARADIGMS[3], stop={"updates": updates}, cluster=NETWORK)
     workload = build(job)
     simulation = Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing())
     tracemalloc.start()
@@ -326,12 +319,12 @@ def peak_bytes(updates: int) -> int:
 
 
 def test_memory_is_bounded_by_workers_not_by_events():
-    short, long = peak_bytes(1000), peak_bytes(8000)
+    short, long = peak_bytes(800), peak_bytes(3200)
     assert long < 1.3 * short
 
 
 def test_a_trace_that_keeps_its_rows_would_be_seen(monkeypatch):
     rows = []
-    short = peak_bytes(1000)
+    short = peak_bytes(800)
     monkeypatch.setattr(Nothing, "append", lambda self, table, row: rows.append(row))
-    assert not peak_bytes(8000) < 1.3 * short
+    assert not peak_bytes(3200) < 1.3 * short
