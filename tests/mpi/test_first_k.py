@@ -149,14 +149,14 @@ def test_where_who_is_first_is_clear_a_simulation_gives_the_same_bits(comm, need
     needs(2)
     workers = comm.size - 1
     k = max(1, workers // 2)
-    clear = job(workers, seconds=[0.01] * k + [SLOW_S] * (workers - k), updates=50, name="k-sync", k=k)
+    clear = job(workers, seconds=[0.01] * k + [SLOW_S] * (workers - k), updates=30, name="k-sync", k=k)
     equal = job(workers, seconds=0.001, name="k-sync", k=workers)
     for name, this in (("equal", equal), ("clear", clear)):
         weights = on_some(comm, this, folder / name)
         if comm.rank == 0:
             assert np.array_equal(weights, simulated(this))
     if comm.rank == 0 and k == 1:
-        assert np.allclose(weights, alone(clear, 0, 50), rtol=0, atol=1e-12)
+        assert np.allclose(weights, alone(clear, 0, 30), rtol=0, atol=1e-12)
     if comm.rank == 0 and workers > 1:
         assert not np.allclose(weights, simulated(equal), rtol=0, atol=1e-6)
 
@@ -281,7 +281,7 @@ def test_k_is_chosen_from_what_workers_report(comm, needs, folder, name, k):
     needs(4)
     workers = comm.size - 1
     start = {"k_start": workers}
-    this = job(workers, seconds=[0.03] + [0.002] * (workers - 1), updates=120, name=name, k=k, **start)
+    this = job(workers, seconds=[0.02] + [0.002] * (workers - 1), updates=80, name=name, k=k, **start)
     weights = on_some(comm, this, folder)
     if comm.rank == 0:
         trace = load(folder / "trace.h5")

@@ -116,16 +116,12 @@ DEATHS = {
         Death("allreduce", "hpcsync run", one_raises, {"failed"}),
         Death("gossip", "script", one_raises, {"failed"}),
     ),
-    "a peer is killed": (
-        Death("gossip", "hpcsync run", killed(2), {"failed"}),
+    "a peer is killed, or told to end": (
         Death("allreduce", "hpcsync run", killed(0), {"failed"}),
-    ),
-    "a signal to peers": (
-        Death("allreduce", "hpcsync run", told(signal.SIGINT), {"interrupted"}),
         Death("gossip", "mpiexec", told(signal.SIGTERM), {"interrupted", "running"}),
     ),
 }
-ONCE = ("a worker raises", "a peer raises", "a peer is killed", "a signal to peers")  # what launchers have no part in
+ONCE = ("a worker raises", "a peer raises", "a peer is killed, or told to end")  # what launchers have no part in
 
 
 def command(folder: Path, death: Death) -> list[str]:
