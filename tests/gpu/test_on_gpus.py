@@ -1,9 +1,14 @@
 """What tests/mpi shows of tensors in host memory, shown of tensors in a GPU's."""
 
+from tests.mpi.test_batches import test_any_split_is_the_whole_batch as test_any_split_under_bsp  # noqa: F401
 from tests.mpi.test_exposure import (  # noqa: F401
     test_everybody_reads_everybody,
     test_no_read_is_mixed_and_serial_numbers_never_go_back,
     test_reads_are_mixed_when_the_current_row_is_filled,
+)
+from tests.mpi.test_first_k import (  # noqa: F401
+    test_a_late_worker_is_stopped_early,
+    test_weights_are_what_the_trace_says_they_are_made_of,
 )
 from tests.mpi.test_parcels import (  # noqa: F401
     test_more_vectors_than_slots_are_all_there,
@@ -11,7 +16,9 @@ from tests.mpi.test_parcels import (  # noqa: F401
     test_one_collection_has_all_that_arrived_before,
 )
 from tests.mpi.test_peer_session import (  # noqa: F401
+    foretold,
     test_allreduce_equals_one_process_with_the_whole_batch,
+    test_any_split_is_the_whole_batch,
     test_averaging_after_every_step_is_synchronous_sgd,
 )
 from tests.mpi.test_tensor_window import (  # noqa: F401
