@@ -228,6 +228,12 @@ class Coordinator:
         for contribution in sorted([*pending.values(), *(contribution for contribution, _ in collected)]):
             self._record_push(contribution, 0.0, DROPPED)
 
+    def check(self) -> None:
+        """Assert what must hold between events. Costs O(n_workers)."""
+        self._paradigm.check()
+        if self._allocator is not None:
+            self._allocator.check()
+
     def _decide(self, event: Event) -> list[Order]:
         orders: list[Order] = []
         for action in self._paradigm.handle(event):

@@ -81,7 +81,6 @@ class Simulation:
         assert not isinstance(job.workload, Script)
         self.coordinator = coordinate(job, paradigm, trace)
         self._job = job
-        self._paradigm = paradigm
         self._watch = watch
         self._local_steps = job.local_steps
         self._n_samples = job.workload.batch_size * self._local_steps  # of a push for which devices' times are meant
@@ -248,7 +247,7 @@ class Simulation:
         self._carry_out(self.coordinator.passed(self._loop.now_s))
 
     def _check_now_and_then(self) -> None:
-        """The paradigm's own invariants. A check looks at every worker; so rarely it costs the same however many."""
+        """The invariants of what decides. A check looks at every worker; so rarely it costs the same however many."""
         self._n_pushes += 1
         if self._n_pushes % len(self._workers) == 0:
-            self._paradigm.check()
+            self.coordinator.check()
