@@ -12,10 +12,12 @@ from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.paradigms import Decision, Grant, Paradigm, Pushed, create
 
 WORKERS = (4, 64, 1024)
-PARADIGMS: dict[str, dict[str, int]] = {
+PARADIGMS: dict[str, dict[str, int | str]] = {
     "asp": {},
     "ssp": {"staleness": 3},
     "dssp": {"staleness_min": 3, "staleness_max": 15},
+    "k-sync": {"k": "state"},
+    "k-batch-async": {"k": "state"},
 }
 
 
@@ -29,7 +31,7 @@ def measure(workers: Sequence[int] = WORKERS, pushes_per_worker: int = 100, repe
 
 
 def _measure(
-    name: str, options: dict[str, int], workers: Sequence[int], pushes_per_worker: int, repetitions: int
+    name: str, options: dict[str, int | str], workers: Sequence[int], pushes_per_worker: int, repetitions: int
 ) -> list[Figure]:
     makes = [partial(create, name, n, **options) for n in workers]
     schedules = [schedule(make(), max(200, n) * pushes_per_worker) for n, make in zip(workers, makes, strict=True)]
@@ -74,17 +76,18 @@ def schedule(paradigm: Paradigm, pushes: int) -> tuple[list[Pushed], set[int]]:
     """
     jitter = random.Random(1)
     seconds = [1.0 + worker % 4 / 3 for worker in range(paradigm.n_workers)]
-    due = [(seconds[worker] * jitter.uniform(0.8, 1.2), worker) for worker in range(paradigm.n_workers)]
+    drawn_s = [seconds[worker] * jitter.uniform(0.8, 1.2) for worker in range(paradigm.n_workers)]
+    due = [(drawn_s[worker], worker) for worker in range(paradigm.n_workers)]
     heapq.heapify(due)
     events: list[Pushed] = []
     consulted = set()
     while len(events) < pushes:
         now_s, worker = heapq.heappop(due)
-        for action in paradigm.handle(Pushed(now_s, worker)):
+        events.append(Pushed(now_s, worker, iteration_s=drawn_s[worker]))
+        for action in paradigm.handle(events[-1]):
             if isinstance(action, Grant):
-                next_s = now_s + seconds[action.worker] * jitter.uniform(0.8, 1.2)
-                heapq.heappush(due, (next_s, action.worker))
+                drawn_s[action.worker] = seconds[action.worker] * jitter.uniform(0.8, 1.2)
+                heapq.heappush(due, (now_s + drawn_s[action.worker], action.worker))
             elif isinstance(action, Decision):
-                consulted.add(len(events))
-        events.append(Pushed(now_s, worker))
+                consulted.add(len(events) - 1)
     return events, consulted

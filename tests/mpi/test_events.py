@@ -20,7 +20,6 @@ PARADIGMS = {
     "dssp": {"staleness_min": 1, "staleness_max": 4},
     "easgd": {"period": 1},
     "k-sync": {"k": "state", "cancel": "abort"},
-    "k-batch-async": {"k": "min"},
 }
 WAITING = ("bsp", "ssp", "dssp")  # for the slowest
 SECONDS = 0.004
