@@ -178,8 +178,8 @@ class Simulation:
     def _heard(self, worker: int, put_s: float) -> None:
         """The server hears of the worker's contribution."""
         now_s, state = self._loop.now_s, self._workers[worker]
-        batch = Work(state.first_sample, state.n_samples, self._n_pieces, state.share)
-        loss = self._arithmetic.contribute(worker, batch)
+        work = Work(state.first_sample, state.n_samples, self._n_pieces, state.share)
+        loss = self._arithmetic.contribute(worker, work)
         state.put_s = put_s
         report = Report(
             worker=worker,

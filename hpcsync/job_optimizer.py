@@ -1,0 +1,71 @@
+"""The `[optimizer]` of the job file: whose steps the weights make, and at which rate."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
+
+from hpcsync.job_table import Count, Positive, Table
+
+INCREASING = "a list of whole numbers of at least 1, each greater than the one before"
+
+
+def _increasing(milestones: Any) -> Any:
+    numbers = list(milestones) if isinstance(milestones, list | tuple) else []
+    whole = all(type(number) is int for number in numbers)
+    if not numbers or not whole or any(b <= a for a, b in itertools.pairwise([0, *numbers])):
+        raise ValueError(f"must be {INCREASING}")
+    return tuple(numbers)
+
+
+class MultiStep(Table):
+    """The learning rate times gamma at every milestone. Milestones and warm-up count what `lr_clock` counts."""
+
+    name: Literal["multistep"]
+    milestones: Annotated[tuple[int, ...], BeforeValidator(_increasing)] = Field(description=INCREASING)
+    gamma: Positive = 0.1
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+
+class Cosine(Table):
+    """The learning rate falls to zero along half a cosine; `total` and warm-up count what `lr_clock` counts."""
+
+    name: Literal["cosine"]
+    total: Count = Field(description="a whole number of at least 1")
+    warmup: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("warmup")
+    @classmethod
+    def _shorter(cls, warmup: int, info: ValidationInfo) -> int:
+        if "total" in info.data and warmup >= info.data["total"]:
+            raise ValueError(f"must be less than optimizer.schedule.total = {info.data['total']}")
+        return warmup
+
+
+Schedule = Annotated[MultiStep | Cosine, Discriminator("name")]
+
+
+class Optimizer(Table):
+    """Any torch.optim class by its lower-case name. Keys not listed here are options of that class."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(description='the lower-case name of a torch.optim class, such as "sgd"')
+    lr: Positive = Field(description="a number greater than 0")
+    lr_clock: Literal["samples", "updates"] = "samples"
+    async_lr_scale: float | Literal["1/workers"] = 1.0
+    schedule: Schedule | None = None
+
+    @field_validator("async_lr_scale", mode="before")
+    @classmethod
+    def _one_or_share(cls, scale: Any) -> Any:
+        if isinstance(scale, bool) or scale not in (1, "1/workers"):
+            raise ValueError('must be 1.0 or "1/workers"')
+        return scale if isinstance(scale, str) else 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the torch.optim class is given besides the parameters and `lr`."""
+        return dict(self.model_extra or {})
