@@ -167,6 +167,9 @@ class Coordinator:
         self._seq = 0
         self._now_s = 0.0
         self._allocator = allocator
+        # In a row of /decisions, for the columns of the other controller.
+        self._not_the_paradigms = (math.nan,) * len(paradigm.decision_fields)
+        self._not_the_allocators = (math.nan,) * (0 if allocator is None else len(allocator.decision_fields))
         # A batch's size times this is its size in mean batches: a fraction, so that it is 1 where all are alike.
         self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
         self._pending: dict[int, _Contribution] = {}  # in their slots
@@ -251,9 +254,7 @@ class Coordinator:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
                     orders.append(self._reply(event.now_s, grant))
                 case Decision(controller, worker, chosen, inputs):
-                    n_others = 0 if self._allocator is None else len(self._allocator.decision_fields)
-                    row = (self._next_seq(), event.now_s, controller, worker, chosen, *inputs, *(math.nan,) * n_others)
-                    self._trace.append("decisions", row)
+                    self._record_decision(event.now_s, controller, worker, chosen, inputs + self._not_the_allocators)
                 case Drop(worker):
                     self._drop(worker)
         if self.stopping:
@@ -305,9 +306,12 @@ class Coordinator:
     def _record_sizes(self, now_s: float, allocated: Sequence[Allocated]) -> None:
         """Batch sizes have changed."""
         for worker, size, inputs in allocated:
-            others = (math.nan,) * len(self._paradigm.decision_fields)
-            row = (self._next_seq(), now_s, "batches", worker, float(size), *others, *inputs)
-            self._trace.append("decisions", row)
+            self._record_decision(now_s, "batches", worker, float(size), self._not_the_paradigms + inputs)
+
+    def _record_decision(
+        self, now_s: float, controller: str, worker: int, chosen: float, inputs: tuple[float, ...]
+    ) -> None:
+        self._trace.append("decisions", (self._next_seq(), now_s, controller, worker, chosen, *inputs))
 
     def _reply(self, now_s: float, grant: Grant) -> Reply:
         _, report = self._held.pop(grant.worker)
