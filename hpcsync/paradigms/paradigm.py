@@ -49,6 +49,10 @@ class Paradigm(ABC):
         self._held_since_s.pop(worker, None)
         return self._left(worker)
 
+    def first(self, worker: int) -> Grant:
+        """What the worker may start with, unasked."""
+        return Grant(worker, 1, 0, 0, 0.0)
+
     def check(self) -> None:
         """Assert the invariants, from plain counts rather than from the bookkeeping that makes `handle` fast.
 
@@ -72,7 +76,9 @@ class Paradigm(ABC):
         """Let the worker, which has just pushed, wait."""
         self._held_since_s[worker] = self._now_s
 
-    def _grant(self, worker: int, credits: int = 0) -> Grant:
+    def _grant(
+        self, worker: int, credits: int = 0, local_steps: int = 0, commit_s: float = math.inf, ratio: float = math.nan
+    ) -> Grant:
         """Let the worker go on, whether it has just pushed or has been held."""
         return Grant(
             worker=worker,
@@ -80,6 +86,9 @@ class Paradigm(ABC):
             gap_iters=self._progress.gap(worker),
             credits=credits,
             held_s=self._now_s - self._held_since_s.pop(worker, self._now_s),
+            local_steps=local_steps,
+            commit_s=commit_s,
+            ratio=ratio,
         )
 
     def _refuse_illegal(self, event: Event) -> None:

@@ -25,22 +25,31 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+UNTIL = -1  # of local steps: until it is time
+
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
     """Worker `worker` has put the contribution of its next iteration into its slot.
 
     now_s:       seconds since the start of the run, never decreasing from event to event.
-    iteration_s: seconds that the whole iteration took, or would have taken had it not been cancelled.
+    iteration_s: seconds that the whole iteration took, or would have taken had it not been cancelled: all its
+                 `local_steps` together, where a worker makes several before it pushes.
     loss:        its mean loss.
+    pull_s, push_s, encode_s: seconds of reading the weights before it, of putting the contribution, and of compressing
+                 that before.
 
-    The last two are NaN where nobody knows them.
+    Numbers are NaN where nobody knows them.
     """
 
     now_s: float
     worker: int
     iteration_s: float = math.nan
     loss: float = math.nan
+    local_steps: int = 1
+    pull_s: float = math.nan
+    push_s: float = math.nan
+    encode_s: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,11 @@ class Grant:
     gap_iters:  start gap, pushes of this worker minus those of the slowest active worker, when it is granted.
     credits:    extra iterations the worker may still start without asking again (DSSP's r), after this grant.
     held_s:     seconds between the push that this grant answers and the grant.
+
+    local_steps: what the iteration consists of: so many steps of the worker's own; 0: as many as the job says; UNTIL:
+                as many as fit into `commit_s`, which is to say that the last of them is the one in which so many
+                seconds have passed since the worker had read the weights.
+    ratio:      the share of its contribution's elements that it sends; NaN: as the compression says.
     """
 
     worker: int
@@ -107,6 +121,9 @@ class Grant:
     gap_iters: int
     credits: int
     held_s: float
+    local_steps: int = 0
+    commit_s: float = math.inf
+    ratio: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
