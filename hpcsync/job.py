@@ -23,11 +23,24 @@ from pydantic import (
     model_validator,
 )
 
+from hpcsync import job_compression
 from hpcsync.job_batches import Batches
 from hpcsync.job_cluster import Cluster, Compute
+from hpcsync.job_compression import Compression, Dense, RandomK, TopK
 from hpcsync.job_errors import JobError, in_one_line, shown
 from hpcsync.job_optimizer import Optimizer, Schedule
-from hpcsync.job_paradigms import WITHOUT_SERVER, Easgd, FirstK, FirstKOfAVersion, Gossip, LocalSgd, Paradigm
+from hpcsync.job_paradigms import (
+    WITHOUT_SERVER,
+    Adsp,
+    Ashl,
+    Easgd,
+    FirstK,
+    FirstKOfAVersion,
+    Gossip,
+    LocalSgd,
+    Paradigm,
+    Served,
+)
 from hpcsync.job_table import Count, NotNegative, Positive, Table
 
 
@@ -167,15 +180,20 @@ class Job(Table):
     evaluation: Evaluation = Evaluation()
     paradigm: Paradigm = Field(description="a table")
     batches: Batches = Batches(policy="equal")
+    compression: Compression = Dense(name="none")
     cluster: Cluster = Cluster()
 
     @model_validator(mode="before")
     @classmethod
-    def _as_many_servers_as_needed(cls, table: Any) -> Any:
-        cluster = table.get("cluster", {}) if isinstance(table, dict) else None
-        if not isinstance(cluster, dict):
+    def _defaults_of_its_paradigm(cls, table: Any) -> Any:
+        if not isinstance(table, dict):
             return table
-        return {**table, "cluster": {"servers": default_servers(table.get("paradigm")), **cluster}}
+        paradigm, cluster, found = table.get("paradigm"), table.get("cluster", {}), dict(table)
+        if isinstance(cluster, dict):
+            found["cluster"] = {"servers": default_servers(paradigm), **cluster}
+        if "compression" in table:
+            found["compression"] = job_compression.with_defaults(table["compression"], paradigm)
+        return found
 
     @model_validator(mode="after")
     def _servers_if_needed(self) -> Self:
@@ -199,35 +217,19 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
-    def _moves_towards_the_centre(self) -> Self:
-        if isinstance(self.paradigm, Easgd):
-            workers, alpha = self.cluster.workers, self.paradigm.moving_rate(self.cluster.workers)
-            limit = 2 / (workers + 1) if self.paradigm.synchronous else 1.0
-            if alpha > limit:
-                key, factor = ("beta", workers) if self.paradigm.alpha is None else ("alpha", 1)
-                raise JobError(
-                    f"paradigm.{key} = {getattr(self.paradigm, key)}: must be at most {limit * factor:g} with "
-                    f"cluster.workers = {workers}: beyond it workers and centre move away from each other"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _no_more_than_there_are(self) -> Self:
-        if isinstance(self.paradigm, FirstK):
-            for key in ("k", "k_min", "k_start"):
-                value = getattr(self.paradigm, key)
-                if isinstance(value, int) and value > self.cluster.workers:
-                    raise JobError(
-                        f"paradigm.{key} = {value}: must be at most cluster.workers = {self.cluster.workers}"
-                    )
+    def _tables_suit_each_other(self) -> Self:
+        if isinstance(self.paradigm, Easgd | FirstK):
+            self.paradigm.check(self.cluster.workers)
+        job_compression.check(self.compression, self.paradigm.name, self.optimizer.options.get("momentum", 0))
         return self
 
     @model_validator(mode="after")
     def _batches_can_be_given_out(self) -> Self:
-        if self.batches.policy != "equal" and isinstance(self.paradigm, LocalSgd | Gossip):
+        if self.batches.policy != "equal" and isinstance(self.paradigm, Ashl | Adsp | LocalSgd | Gossip):
+            given_out = "servers give batches out, or all workers together under allreduce"
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
-                f'"{self.paradigm.name}": servers give batches out, or all workers together under allreduce'
+                f'"{self.paradigm.name}": {"its workers differ in their local steps" if self.commits else given_out}'
             )
         self.batches.check(self.batch_total, self.cluster.workers)
         return self
@@ -247,11 +249,29 @@ class Job(Table):
     @property
     def steps_on_workers(self) -> bool:
         """Whether every worker has weights of its own, and an optimizer that makes steps of them."""
-        return not self.has_servers or isinstance(self.paradigm, Easgd)
+        return not self.has_servers or self.commits or isinstance(self.paradigm, Easgd)
+
+    @property
+    def commits(self) -> bool:
+        """Whether what a worker pushes is the change of its weights since it read the servers'."""
+        return isinstance(self.paradigm, Ashl | Adsp)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether less is pushed than there is."""
+        return not isinstance(self.compression, Dense)
+
+    @property
+    def paradigm_options(self) -> dict[str, Any]:
+        """What `paradigms.create` is given besides the name and the workers."""
+        assert isinstance(self.paradigm, Served)
+        if isinstance(self.paradigm, Ashl) and not isinstance(self.compression, TopK | RandomK):
+            return {**self.paradigm.options, "ratio_coarse": None, "ratio_fine": None}
+        return self.paradigm.options
 
     @property
     def local_steps(self) -> int:
-        """Iterations of a push."""
+        """Iterations of a push, where its grant does not say how many."""
         return self.paradigm.period if isinstance(self.paradigm, Easgd) else 1
 
     @property
@@ -310,8 +330,8 @@ KINDS = {  # what may stand in the key that tells a table's kind
     "paradigm": _kinds(Paradigm, "name"),
     "schedule": _kinds(Schedule, "name"),
     "compute": _kinds(Compute, "model"),
+    "compression": _kinds(Compression, "name"),
 }
-
 
 WITHOUT_SERVER_NAMES = [get_args(kind.model_fields["name"].annotation)[0] for kind in WITHOUT_SERVER]
 

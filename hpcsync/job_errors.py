@@ -76,7 +76,7 @@ def _follow(loc: tuple[int | str, ...], table: Any) -> tuple[list[str], Any]:
 
 
 def did_you_mean(word: Any, words: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(word), list(words), n=1)
+    close = difflib.get_close_matches(word, list(words), n=1) if isinstance(word, str) else []
     return f"; did you mean {close[0]}?" if close else ""
 
 

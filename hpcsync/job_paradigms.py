@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_table import Count, NotNegative, Positive, Table
+from hpcsync.job_errors import JobError
+from hpcsync.job_table import Count, NotNegative, Positive, Share, Table
 
 # ---- with a parameter server ----
 
@@ -104,6 +105,13 @@ class FirstK(Served):
     def smallest_k(self) -> int:
         return self.k if isinstance(self.k, int) else self.k_min or 1
 
+    def check(self, n_workers: int) -> None:
+        """Raises JobError where there are fewer workers than contributions to an update."""
+        for key in ("k", "k_min", "k_start"):
+            value = getattr(self, key)
+            if isinstance(value, int) and value > n_workers:
+                raise JobError(f"paradigm.{key} = {value}: must be at most cluster.workers = {n_workers}")
+
 
 class FirstKOfAVersion(FirstK):
     """All contributions to an update were computed from the version before it; late ones are dropped.
@@ -184,6 +192,87 @@ class Easgd(Served):
         """alpha, whichever way it was given."""
         return self.alpha if self.alpha is not None else (0.9 if self.beta is None else self.beta) / n_workers
 
+    def check(self, n_workers: int) -> None:
+        """Raises JobError for a rate at which so many workers and the centre do not come together."""
+        limit = 2 / (n_workers + 1) if self.synchronous else 1.0
+        if self.moving_rate(n_workers) > limit:
+            key, factor = ("beta", n_workers) if self.alpha is None else ("alpha", 1)
+            raise JobError(
+                f"paradigm.{key} = {getattr(self, key)}: must be at most {limit * factor:g} with "
+                f"cluster.workers = {n_workers}: beyond it workers and centre move away from each other"
+            )
+
+
+class Ashl(Served):
+    """Workers make so many local steps that all are expected to push at once, first many (coarse), then few (fine).
+
+    Before, each is timed one step at a time, `warmup` pushes and then `profiled` ones. steps_coarse, steps_fine: local
+    steps of the slowest worker, from which those of the others follow. The fine stage begins when the average loss has
+    come down to `loss_preset`, or without one when it has improved by less than `plateau` of itself over five rounds;
+    in it a worker waits that is more than `staleness` pushes ahead of the slowest.
+    ratio_coarse, ratio_fine: the share that is sent where all else is equal, if a compression takes one; workers that
+    would wait for the others send more. share: whether a push counts as the data behind it, or all count the same.
+    """
+
+    name: Literal["ashl"]
+    steps_coarse: Count = 16
+    steps_fine: Count = Field(default_factory=lambda data: min(4, data.get("steps_coarse", 4)))
+    staleness: Annotated[int, Field(ge=0)] = 2
+    ratio_coarse: Share = 0.05
+    ratio_fine: Share = 0.1
+    loss_preset: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    plateau: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    share: Literal["data", "equal"] = "data"
+    warmup: Annotated[int, Field(ge=0)] = 10
+    profiled: Annotated[int, Field(ge=2)] = 20
+
+    @field_validator("steps_fine")
+    @classmethod
+    def _finer(cls, steps_fine: int, info: ValidationInfo) -> int:
+        if (steps_coarse := info.data.get("steps_coarse")) is not None and steps_fine > steps_coarse:
+            raise ValueError(f"must be at most paradigm.steps_coarse = {steps_coarse}")
+        return steps_fine
+
+
+class Adsp(Served):
+    """Workers make local steps without waiting, and commit so often that all commit equally often.
+
+    check_period_s: seconds of a period, in which each worker is to make `commits`; without it the number is searched
+    for, every search_every_s seconds and whenever the average loss has risen by the share loss_rise over a period.
+    interval_min_s: the least time between two commits of a worker. rule: "cumulative" makes up for commits that were
+    missed, as the paper has it; "released" asks all for the same, as the authors' code does.
+    loss_target: the loss that a search wants to reach soon; without it 0.9 of what the search began with.
+    """
+
+    name: Literal["adsp"]
+    check_period_s: Positive = 60.0
+    interval_min_s: Positive = Field(default_factory=lambda data: data.get("check_period_s", 60.0) / 6)
+    rule: Literal["cumulative", "released"] = "cumulative"
+    commits: Count | None = None
+    search_every_s: Positive = Field(default_factory=lambda data: data.get("check_period_s", 60.0) * 1000 / 60)
+    loss_rise: Positive = 0.3
+    loss_target: Annotated[float, Field(allow_inf_nan=False)] | None = None
+
+    @field_validator("interval_min_s")
+    @classmethod
+    def _within_a_period(cls, interval_min_s: float, info: ValidationInfo) -> float:
+        if (period_s := info.data.get("check_period_s")) is not None and interval_min_s > period_s:
+            raise ValueError(f"must be at most paradigm.check_period_s = {period_s:g}")
+        return interval_min_s
+
+    @field_validator("commits")
+    @classmethod
+    def _as_many_as_fit(cls, commits: int | None, info: ValidationInfo) -> int | None:
+        if commits is not None and {"check_period_s", "interval_min_s"} <= info.data.keys():
+            period_s, interval_s = info.data["check_period_s"], info.data["interval_min_s"]
+            most = math.floor(period_s / interval_s + 1e-9)  # a sixth of a period fits six times
+            if commits > most:
+                raise ValueError(
+                    f"must be at most {most}: commits are paradigm.interval_min_s = {interval_s:g} apart, "
+                    f"in paradigm.check_period_s = {period_s:g}"
+                )
+        return commits
+
 
 # ---- without ----
 
@@ -238,7 +327,20 @@ class Gossip(Table):
 
 
 Paradigm = Annotated[
-    Bsp | Asp | Ssp | Dssp | KSync | KBatchSync | KAsync | KBatchAsync | Easgd | AllReduce | LocalSgd | Gossip,
+    Bsp
+    | Asp
+    | Ssp
+    | Dssp
+    | KSync
+    | KBatchSync
+    | KAsync
+    | KBatchAsync
+    | Easgd
+    | Ashl
+    | Adsp
+    | AllReduce
+    | LocalSgd
+    | Gossip,
     Discriminator("name"),
 ]
 

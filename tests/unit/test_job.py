@@ -104,6 +104,9 @@ KIND_OVERRIDES = [
     'paradigm={name="k-sync",k=4}',
     'paradigm={name="k-batch-async",k="min"}',
     'batches.policy="proportional"',
+    'paradigm={name="ashl"}',
+    'paradigm={name="adsp"}',
+    'compression.name="top-k"',
     'workload={name="linear",features=3,noise=0}',
     'workload={name="text",context=32,width=10,heads=5}',
     'workload={name="my.package:function",options={depth=3,sizes=[1,2]}}',
@@ -232,13 +235,16 @@ def test_ranks_are_servers_and_workers(path: Path) -> None:
 
 SECONDS = "must be a number of at least 0, or a list of them, one per worker"
 MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
-PARADIGMS = "bsp, asp, ssp, dssp, k-sync, k-batch-sync, k-async, k-batch-async, easgd, allreduce, local-sgd, gossip"
+PARADIGMS = (
+    "bsp, asp, ssp, dssp, k-sync, k-batch-sync, k-async, k-batch-async, easgd, ashl, adsp, allreduce, local-sgd, gossip"
+)
+CODECS = "none, top-k, random-k, dgc, qsgd, one-bit, sign, powersgd, fp16, bf16"
 A_NAME = "must be letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
 
 MISTAKES = {
     # unknown and missing keys
     "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, paradigm, "
-    "batches, cluster; did you mean seed?",
+    "batches, compression, cluster; did you mean seed?",
     "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
     "staleness_max, mode; did you mean staleness_max?",
     "paradigm.name=bsp": "paradigm.staleness_min = 3: unknown key; must be one of name",
@@ -269,7 +275,10 @@ MISTAKES = {
     "cluster.compute.model=normal": 'cluster.compute.model = "normal": must be one of constant, lognormal, '
     "exponential, table; did you mean lognormal?",
     "cluster.compute={}": "cluster.compute.model: missing; must be one of constant, lognormal, exponential, table",
+    "compression.name=topk": f'compression.name = "topk": must be one of {CODECS}; did you mean top-k?',
+    "compression.ratio=0.1": f"compression.name: missing; must be one of {CODECS}",
     # types
+    "compression=3": "compression = 3: must be a table",
     "seed=x": 'seed = "x": must be a whole number',
     "seed=true": "seed = true: must be a whole number",
     "stop.samples=1e5": "stop.samples = 100000.0: must be a whole number",
@@ -383,6 +392,7 @@ def test_a_script_s_job_is_for_traces_only(path: Path) -> None:
 
 def test_every_kind_is_named_where_one_is_missing() -> None:
     assert KINDS["paradigm"] == PARADIGMS.split(", ")
+    assert KINDS["compression"] == CODECS.split(", ")
     assert KINDS["compute"] == ["constant", "lognormal", "exponential", "table"]
     assert KINDS["schedule"] == ["multistep", "cosine"]
     assert KINDS["workload"] == ["digits", "linear", "text", "timing", '"package.module:function"']
