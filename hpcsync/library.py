@@ -5,25 +5,22 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hpcsync import gpus, launcher, outputs
-from hpcsync.iterations import Iterations
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
 from hpcsync.learning.flat import device_of
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
 from hpcsync.learning.validation import check_model
 from hpcsync.learning.workloads import Evaluate
+from hpcsync.local_session import LocalSession
 from hpcsync.session import Session
 
 if TYPE_CHECKING:
@@ -63,6 +60,7 @@ def connect(
     every_samples: int = 5000,
     compute: Mapping[str, Any] | None = None,
     batches: Mapping[str, Any] | None = None,
+    compression: Mapping[str, Any] | None = None,
     window: str = "auto",
     name: str | None = None,
     out: str | Path | None = None,
@@ -78,15 +76,17 @@ def connect(
     model:     the same on every rank; rank 0's initial weights become everybody's. Its trainable parameters must be all
                float32 or all float64, and all on the CPU or on this rank's GPU (`hpcsync.device()`).
     optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
-               servers, with "easgd" or without servers on every worker. Its learning rate is where `schedule` starts
-               from; changing it in the script is an error.
+               servers, with "easgd", "ashl", "adsp" or without servers on every worker. Its learning rate is where
+               `schedule` starts from; changing it in the script is an error.
     paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode), "k-sync" and
                "k-batch-sync" (k, cancel), "k-async" and "k-batch-async" (k, staleness_max, staleness_weight), these
                four with k_min and k_start if k is "state", "loss" or "min", "easgd" (period, alpha or beta,
-               synchronous), and without servers "allreduce" (bucket_mb), "local-sgd" (steps, outer_lr,
-               outer_momentum), "gossip" (mode, topology, include_self, period). With "allreduce" the gradient is the
-               mean of all workers' as soon as `backward` returns, which is to be called once for each step. With
-               cancel = "abort" a loop may ask `cancelled` between the pieces of a batch.
+               synchronous), "ashl" (steps_coarse, steps_fine, staleness, ratio_coarse, ratio_fine, loss_preset,
+               plateau, share, warmup, profiled), "adsp" (check_period_s, interval_min_s, rule, commits,
+               search_every_s, loss_rise, loss_target), and without servers "allreduce" (bucket_mb), "local-sgd"
+               (steps, outer_lr, outer_momentum), "gossip" (mode, topology, include_self, period). With "allreduce" the
+               gradient is the mean of all workers' as soon as `backward` returns, which is to be called once for each
+               step. With cancel = "abort" a loop may ask `cancelled` between the pieces of a batch.
     stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss (the targets need
                `evaluate`). None: the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
@@ -95,6 +95,8 @@ def connect(
     compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
     batches:   as the job file's [batches]: gives each worker as many samples as suit its speed, of a total that must be
                said. Gradients are means over a worker's batch; they are weighted with its size.
+    compression: as the job file's [compression], {"name": "top-k", "ratio": 0.01}: what a worker's pushes are turned
+               into before they travel.
     window:    as the job file's cluster.window: how GPU tensors move between ranks.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
     comm:      the ranks that take part; default: all.
@@ -126,6 +128,7 @@ def connect(
             "evaluation": {"every_samples": every_samples},
             "paradigm": options,
             **({"batches": dict(batches)} if batches else {}),
+            **({"compression": dict(compression)} if compression else {}),
             "cluster": {
                 "servers": servers,
                 "workers": n_workers,
@@ -197,7 +200,7 @@ def _session(
     evaluate: Evaluate | None,
     folder: Path,
 ) -> RankSession:
-    from hpcsync.mpi.elastic import ElasticSession
+    from hpcsync.mpi.local_steps import CommittingSession, ElasticSession
     from hpcsync.mpi.peer_session import BookkeeperSession, PeerSession
     from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
@@ -207,7 +210,8 @@ def _session(
         return PeerSession(comm, job, model, placement, optimizer)
     if comm.rank >= job.cluster.servers:
         if job.steps_on_workers:
-            return ElasticSession(comm, job, model, placement, optimizer)
+            kind = CommittingSession if job.commits else ElasticSession
+            return kind(comm, job, model, placement, optimizer)
         return WorkerSession(comm, job, model, placement)
     if comm.rank > 0:
         return FollowerSession(comm, job, model, placement, optimizer)
@@ -340,64 +344,3 @@ def _refuse_targets(job: Job) -> None:
     for key in ("target_accuracy", "target_loss"):
         if (target := getattr(job.stop, key)) is not None:
             raise JobError(f"stop.{key} = {target}: must come with evaluate, which alone can find it")
-
-
-class LocalSession(Session):
-    """One process without MPI: the script's own training, in the data order that one worker would have.
-
-    It keeps to the job's stopping rule, learning-rate schedule and padding, and records nothing. Where batches are
-    given out all of the total is its own.
-    """
-
-    def __init__(
-        self, job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, evaluate: Evaluate | None
-    ) -> None:
-        super().__init__(rank=0, n_workers=1, worker=0)
-        started_s = time.perf_counter()
-        self._now = lambda: time.perf_counter() - started_s
-        self._stop = job.stop
-        self._schedule = EvaluationSchedule(job.evaluation.every_samples)
-        self._samples = 0
-        self._updates = 0
-        total = None if job.batches.policy == "equal" else job.batch_total
-        handed_out = None if total is None else lambda: (self._samples, total)
-        self._iterations = Iterations(job, 0, self._now, handed_out=handed_out)
-        self._lr = learning_rate(job)
-        self._model = model
-        self._optimizer = optimizer
-        self._evaluate = evaluate
-        self._evaluating_s = 0.0  # does not count as training time
-        self._rate = job.optimizer.lr
-
-    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
-        self._refuse_outside()
-        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
-
-    def step(self, loss: torch.Tensor | float) -> bool:
-        self._refuse_step()
-        self._iterations.end()
-        self._update()
-        self._samples += self._iterations.batch_size
-        self._updates += 1
-        trained_s = self._now() - self._evaluating_s
-        self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=trained_s)
-        if self._evaluate is not None and self._schedule.begin_if_due(self._samples):
-            self.stopped |= self._stop.satisfied(*self._judge(self._evaluate))
-        return not self.stopped
-
-    def _update(self) -> None:
-        self._refuse_other_rate(self._optimizer, self._rate)
-        self._optimizer.param_groups[0]["lr"] = self._rate = self._lr(self._samples, self._updates, 1)
-        self._optimizer.step()
-
-    def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
-        begin_s, was_training = self._now(), self._model.training
-        judged = evaluate(self._model)
-        self._model.train(was_training)
-        self._evaluating_s += self._now() - begin_s
-        return judged
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Nothing to wait for."""

@@ -150,6 +150,14 @@ def test_alone_all_samples_that_are_given_out_are_its_own(model):
     assert torch.equal(torch.cat(seen), DATA.tensors[0][torch.from_numpy(order)])
 
 
+@pytest.mark.parametrize("paradigm", ["bsp", "ashl", "adsp"])
+def test_alone_nothing_is_sent_and_so_nothing_is_compressed(model, paradigm):
+    twin = torch.nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    assert train(model, paradigm=paradigm, epochs=1, seed=7, compression={"name": "top-k", "ratio": 0.2}) == 6
+    assert torch.equal(model.weight, train_plainly(twin, 6, seed=7))
+
+
 @pytest.mark.parametrize("k", [{"k": 3}, {"k": "min", "k_min": 2, "k_start": 3}], ids=str)
 def test_alone_a_script_for_several_workers_is_plain_training(model, k):
     twin = torch.nn.Linear(3, 1)
@@ -218,6 +226,9 @@ def lbfgs(model):
         (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
         (sgd, {"batches": {"policy": "proportional"}}, "batches.total: missing"),
         (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be left out"),
+        (sgd, {"compression": {"name": "top-k", "levels": 3}}, "compression.levels = 3: unknown key"),
+        (sgd, {"compression": {"name": "dgc"}}, "optimizer.momentum = 0.9: must be 0, or left out, with compression"),
+        (sgd, {"paradigm": "ashl", "steps_fine": 20}, "paradigm.steps_fine = 20: must be at most"),
         (sgd, {"paradigm": "k-sync", "k": 0}, "paradigm.k = 0: must be"),
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: must come with evaluate"),

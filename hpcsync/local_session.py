@@ -1,0 +1,77 @@
+"""The session of a process that trains alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from hpcsync.iterations import Iterations
+from hpcsync.job import Job
+from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
+from hpcsync.learning.workloads import Evaluate
+from hpcsync.session import Session
+
+
+class LocalSession(Session):
+    """One process without MPI: the script's own training, in the data order that one worker would have.
+
+    It keeps to the job's stopping rule, learning-rate schedule and padding, and records nothing. Where batches are
+    given out all of the total is its own.
+    """
+
+    def __init__(
+        self, job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, evaluate: Evaluate | None
+    ) -> None:
+        super().__init__(rank=0, n_workers=1, worker=0)
+        started_s = time.perf_counter()
+        self._now = lambda: time.perf_counter() - started_s
+        self._stop = job.stop
+        self._schedule = EvaluationSchedule(job.evaluation.every_samples)
+        self._samples = 0
+        self._updates = 0
+        total = None if job.batches.policy == "equal" else job.batch_total
+        handed_out = None if total is None else lambda: (self._samples, total)
+        self._iterations = Iterations(job, 0, self._now, handed_out=handed_out)
+        self._lr = learning_rate(job)
+        self._model = model
+        self._optimizer = optimizer
+        self._evaluate = evaluate
+        self._evaluating_s = 0.0  # does not count as training time
+        self._rate = job.optimizer.lr
+
+    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        self._refuse_outside()
+        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
+
+    def step(self, loss: torch.Tensor | float) -> bool:
+        self._refuse_step()
+        self._iterations.end()
+        self._update()
+        self._samples += self._iterations.batch_size
+        self._updates += 1
+        trained_s = self._now() - self._evaluating_s
+        self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=trained_s)
+        if self._evaluate is not None and self._schedule.begin_if_due(self._samples):
+            self.stopped |= self._stop.satisfied(*self._judge(self._evaluate))
+        return not self.stopped
+
+    def _update(self) -> None:
+        self._refuse_other_rate(self._optimizer, self._rate)
+        self._optimizer.param_groups[0]["lr"] = self._rate = self._lr(self._samples, self._updates, 1)
+        self._optimizer.step()
+
+    def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
+        begin_s, was_training = self._now(), self._model.training
+        judged = evaluate(self._model)
+        self._model.train(was_training)
+        self._evaluating_s += self._now() - begin_s
+        return judged
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Nothing to wait for."""
