@@ -23,6 +23,7 @@ _WORDS = {
     "a valid integer": "a whole number",
     "a valid number": "a number",
     "a valid string": "a string",
+    "a valid boolean": "true or false",
     "a valid dictionary": "a table",
     "greater than or equal to": "at least",
     "less than or equal to": "at most",

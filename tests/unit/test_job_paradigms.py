@@ -1,4 +1,4 @@
-"""The `[paradigm]` of the job file: updates of k contributions, and what their state machines are given."""
+"""The `[paradigm]` of the job file: what is filled in, what cannot be, and what state machines are given."""
 
 from __future__ import annotations
 
@@ -87,6 +87,103 @@ def test_the_smallest_k() -> None:
     ]
 
 
+# ---- commits ----
+
+
+def test_ashl_s_defaults() -> None:
+    assert job("ashl").paradigm.options == {
+        "steps_coarse": 16,
+        "steps_fine": 4,
+        "staleness": 2,
+        "ratio_coarse": 0.05,
+        "ratio_fine": 0.1,
+        "loss_preset": None,
+        "plateau": 0.01,
+        "share": "data",
+        "warmup": 10,
+        "profiled": 20,
+    }
+    assert [job("ashl", steps_coarse=n).paradigm.options["steps_fine"] for n in (1, 3, 4, 5)] == [1, 3, 4, 4]
+
+
+@pytest.mark.parametrize(("codec", "ratios"), [("top-k", (0.2, 0.1)), ("random-k", (0.2, 0.1)), ("none", (None, None))])
+def test_ashl_has_ratios_where_the_compression_takes_one(codec: str, ratios: tuple[float | None, ...]) -> None:
+    found = make_job(paradigm={"name": "ashl", "ratio_coarse": 0.2}, compression={"name": codec}).paradigm_options
+    assert (found["ratio_coarse"], found["ratio_fine"]) == ratios
+    assert {**found, "ratio_coarse": 0.2, "ratio_fine": 0.1} == job("ashl", ratio_coarse=0.2).paradigm.options
+
+
+def test_other_paradigms_are_given_what_their_table_says() -> None:
+    assert job("ssp", staleness=3).paradigm_options == {"staleness": 3}
+
+
+def test_adsp_s_defaults() -> None:
+    assert job("adsp").paradigm.options == job("adsp").paradigm_options
+    assert job("adsp").paradigm.options == {
+        "check_period_s": 60.0,
+        "interval_min_s": 10.0,
+        "rule": "cumulative",
+        "commits": None,
+        "search_every_s": 1000.0,
+        "loss_rise": 0.3,
+        "loss_target": None,
+    }
+    found = job("adsp", check_period_s=3).paradigm
+    assert (found.interval_min_s, found.search_every_s) == (0.5, 50.0)
+
+
+COMMITS: list[tuple[str, dict[str, Any]]] = [
+    ("ashl", {}),
+    ("ashl", {"steps_coarse": 3}),
+    ("ashl", {"loss_preset": -1, "share": "equal", "warmup": 0, "profiled": 2, "ratio_fine": 1, "staleness": 0}),
+    ("adsp", {}),
+    ("adsp", {"check_period_s": 0.7}),
+    ("adsp", {"interval_min_s": 60, "commits": 1, "rule": "released", "search_every_s": 1, "loss_target": 0}),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), COMMITS, ids=str)
+def test_jobs_of_commits_come_back_equal(name: str, keys: dict[str, Any]) -> None:
+    found = job(name, **keys)
+    assert Job.from_toml(found.to_toml()) == found
+    assert Job.from_toml(found.to_toml()).to_toml() == found.to_toml()
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "commits", "on_workers"),
+    [
+        ("bsp", {}, False, False),
+        ("easgd", {}, False, True),
+        ("ashl", {}, True, True),
+        ("adsp", {}, True, True),
+        ("allreduce", {}, False, True),
+    ],
+)
+def test_who_steps_and_what_is_pushed(name: str, keys: dict[str, Any], commits: bool, on_workers: bool) -> None:
+    found = make_job(paradigm={"name": name, **keys})
+    assert (found.commits, found.steps_on_workers) == (commits, on_workers)
+
+
+@pytest.mark.parametrize("check_period_s", [0.3, 0.7, 1, 7, 60, 1e-3])
+def test_six_commits_fit_into_a_period_unless_they_are_further_apart(check_period_s: float) -> None:
+    assert job("adsp", check_period_s=check_period_s, commits=6).paradigm.commits == 6
+    assert error("adsp", check_period_s=check_period_s, commits=7).startswith("paradigm.commits = 7: must be at most 6")
+
+
+@pytest.mark.parametrize("name", ["ashl", "adsp"])
+def test_optimizers_run_on_the_workers_and_batches_are_equal(name: str) -> None:
+    with pytest.raises(JobError) as caught:
+        make_job(paradigm={"name": name}, batches={"policy": "proportional"})
+    assert str(caught.value) == (
+        f'batches.policy = "proportional": must be "equal" with paradigm.name = "{name}": its workers differ in their '
+        "local steps"
+    )
+    with pytest.raises(JobError, match=f'^optimizer.async_lr_scale = "1/workers": must be 1.0 .*"{name}"'):
+        make_job(paradigm={"name": name}, optimizer={"name": "sgd", "lr": 0.1, "async_lr_scale": "1/workers"})
+    with pytest.raises(JobError, match=f'^cluster.servers = 0: must be at least 1 with paradigm.name = "{name}"'):
+        make_job(paradigm={"name": name}, cluster={"servers": 0})
+
+
 K = 'must be a whole number of at least 1, or one of "state", "loss", "min"'
 STAYS_WHAT_IT_IS = "must be left out beside paradigm.k = 3, which stays what it is"
 
@@ -131,6 +228,44 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "k-async",
         {"k": 3, "staleness_weight": "linear"},
         "paradigm.staleness_weight = \"linear\": must be 'none' or 'inverse'",
+    ),
+    ("ashl", {"steps_coarse": 0}, "paradigm.steps_coarse = 0: must be at least 1"),
+    ("ashl", {"steps_fine": 17}, "paradigm.steps_fine = 17: must be at most paradigm.steps_coarse = 16"),
+    ("ashl", {"staleness": math.inf}, "paradigm.staleness = inf: must be a whole number"),
+    ("ashl", {"staleness": -1}, "paradigm.staleness = -1: must be at least 0"),
+    ("ashl", {"ratio_coarse": 0}, "paradigm.ratio_coarse = 0: must be greater than 0"),
+    ("ashl", {"ratio_fine": 1.1}, "paradigm.ratio_fine = 1.1: must be at most 1"),
+    ("ashl", {"loss_preset": math.inf}, "paradigm.loss_preset = inf: must be a finite number"),
+    ("ashl", {"plateau": 0}, "paradigm.plateau = 0: must be greater than 0"),
+    ("ashl", {"plateau": 1}, "paradigm.plateau = 1: must be less than 1"),
+    ("ashl", {"share": "all"}, "paradigm.share = \"all\": must be 'data' or 'equal'"),
+    ("ashl", {"warmup": -1}, "paradigm.warmup = -1: must be at least 0"),
+    ("ashl", {"profiled": 1}, "paradigm.profiled = 1: must be at least 2"),
+    (
+        "ashl",
+        {"step_coarse": 3},
+        "paradigm.step_coarse = 3: unknown key; must be one of name, steps_coarse, steps_fine, staleness, "
+        "ratio_coarse, ratio_fine, loss_preset, plateau, share, warmup, profiled; did you mean steps_coarse?",
+    ),
+    ("adsp", {"check_period_s": 0}, "paradigm.check_period_s = 0: must be greater than 0"),
+    ("adsp", {"interval_min_s": 0}, "paradigm.interval_min_s = 0: must be greater than 0"),
+    ("adsp", {"interval_min_s": 61}, "paradigm.interval_min_s = 61: must be at most paradigm.check_period_s = 60"),
+    ("adsp", {"rule": "paper"}, "paradigm.rule = \"paper\": must be 'cumulative' or 'released'"),
+    ("adsp", {"commits": 0}, "paradigm.commits = 0: must be at least 1"),
+    (
+        "adsp",
+        {"interval_min_s": 25, "commits": 3},
+        "paradigm.commits = 3: must be at most 2: commits are paradigm.interval_min_s = 25 apart, in "
+        "paradigm.check_period_s = 60",
+    ),
+    ("adsp", {"search_every_s": 0}, "paradigm.search_every_s = 0: must be greater than 0"),
+    ("adsp", {"loss_rise": 0}, "paradigm.loss_rise = 0: must be greater than 0"),
+    ("adsp", {"loss_target": math.nan}, "paradigm.loss_target = NaN: must be a finite number"),
+    (
+        "adsp",
+        {"staleness": 3},
+        "paradigm.staleness = 3: unknown key; must be one of name, check_period_s, interval_min_s, rule, commits, "
+        "search_every_s, loss_rise, loss_target",
     ),
 ]
 
