@@ -13,15 +13,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from hpcsync.deciding import create_allocator
+from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
 from hpcsync.job import Job, Stop
 from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.schedule import LearningRate, learning_rate
 from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
-from hpcsync.planning.batches import Allocated, Allocator, Estimate
+from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.planning.speed import Estimator
 from hpcsync.traces.schema import APPLIED, DROPPED, LEFT
 
@@ -35,7 +35,7 @@ class Report(NamedTuple):
     wire_bytes: bytes of both transfers; batch_size: samples, and loss: their mean loss, of all local steps.
     share: 1, or of an iteration that was cancelled the share of its samples that was computed.
     predicted_fixed_s, predicted_sample_s: seconds of each of the worker's next iterations, and of every sample in them;
-    NaN where nobody asks.
+    NaN where nobody asks. pull_s: of comm_s, reading the weights. encode_s: compressing the contribution; not in comm_s.
     """
 
     worker: int
@@ -53,6 +53,16 @@ class Report(NamedTuple):
     share: float = 1.0
     predicted_fixed_s: float = math.nan
     predicted_sample_s: float = math.nan
+    pull_s: float = math.nan
+    encode_s: float = 0.0
+
+    @property
+    def push(self) -> Pushed:
+        """What a paradigm hears of it, but for the time."""
+        push_s = self.comm_s - self.pull_s
+        return Pushed(
+            math.nan, self.worker, self.iteration_s, self.loss, self.local_steps, self.pull_s, push_s, self.encode_s
+        )
 
     @property
     def iteration_s(self) -> float:
@@ -98,17 +108,13 @@ class Cancellation:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Order: let this worker read the current version and start `iteration`; with zero local steps its part is over.
-
-    first_sample: see `traces.schema.GRANTS`.
-    """
+    """Order: let this worker read the current version and start `iteration`, which consists of what it is assigned;
+    with zero local steps its part is over."""
 
     worker: int
     iteration: int
     version: int
-    batch_size: int
-    local_steps: int
-    first_sample: int = -1
+    assignment: Assignment
 
 
 Order = Update | Collection | Cancellation | Reply
@@ -132,9 +138,10 @@ class Coordinator:
     """One run's decisions.
 
     lr: rate of the next update, from samples, updates and contributions: the learning rate (`learning.schedule`), or
-        where the workers have optimizers and the servers a centre, the share of the distance that it moves.
+        where the workers have optimizers and the servers a centre, the share of the distance that it moves; 1 where
+        workers commit what they have changed.
     batch_total: samples that all workers together compute in an iteration each; None where nobody knows it beforehand.
-    allocator: who computes how many of them; None where everybody goes on with what it has.
+    assignments: who computes how many samples next, and which.
 
     A contribution is the mean gradient of a worker's batch. Where an update is of one version of the weights, it is the
     mean over all its samples, whoever computed them. Where it is not, each contribution counts as many times as its
@@ -151,7 +158,7 @@ class Coordinator:
         lr: LearningRate,
         stop: Stop,
         batch_total: int | None = None,
-        allocator: Allocator | None = None,
+        assignments: Assignments | None = None,
     ) -> None:
         self.version = 0
         self.samples = 0
@@ -166,10 +173,11 @@ class Coordinator:
         self._stop = stop
         self._seq = 0
         self._now_s = 0.0
-        self._allocator = allocator
+        self._assignments = assignments or Assignments()
+        self._allocator = self._assignments.allocator
         # In a row of /decisions, for the columns of the other controller.
         self._not_the_paradigms = (math.nan,) * len(paradigm.decision_fields)
-        self._not_the_allocators = (math.nan,) * (0 if allocator is None else len(allocator.decision_fields))
+        self._not_the_allocators = (math.nan,) * (0 if self._allocator is None else len(self._allocator.decision_fields))
         # A batch's size times this is its size in mean batches: a fraction, so that it is 1 where all are alike.
         self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
         self._pending: dict[int, _Contribution] = {}  # in their slots
@@ -188,7 +196,7 @@ class Coordinator:
             if self._allocator is not None:
                 estimate = Estimate(report.predicted_fixed_s, report.predicted_sample_s)
                 self._record_sizes(now_s, self._allocator.pushed(report.worker, estimate))
-            return self._decide(Pushed(now_s, report.worker, report.iteration_s, report.loss))
+            return self._decide(replace(report.push, now_s=now_s))
         self._drop(report.worker)
         return [self._reply(now_s, self._stop_grant(now_s, report.worker))]
 
@@ -315,17 +323,12 @@ class Coordinator:
 
     def _reply(self, now_s: float, grant: Grant) -> Reply:
         _, report = self._held.pop(grant.worker)
-        first_sample, batch_size, local_steps = -1, report.batch_size, report.local_steps
-        if self.stopping:
-            batch_size, local_steps = 0, 0
-        elif self._allocator is not None:
-            first_sample, batch_size = self._allocator.hand_out(grant.worker)
-        row = (
-            self._next_seq(), now_s, grant.worker, grant.iteration, self.version, grant.gap_iters, grant.credits,
-            grant.held_s, batch_size, local_steps, first_sample,
-        )  # fmt: skip
-        self._trace.append("grants", row)
-        return Reply(grant.worker, grant.iteration, self.version, batch_size, local_steps, first_sample)
+        assignment = STOP
+        if not self.stopping:
+            assignment = self._assignments.next(grant, report.batch_size, report.local_steps)
+        head = (self._next_seq(), now_s, grant.worker, grant.iteration, self.version)
+        self._trace.append("grants", (*head, grant.gap_iters, grant.credits, grant.held_s, *assignment))
+        return Reply(grant.worker, grant.iteration, self.version, assignment)
 
     def _stop_grant(self, now_s: float, worker: int) -> Grant:
         pushes = self._pushes[worker]
@@ -349,12 +352,12 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
         lr=_rate(job),
         stop=job.stop,
         batch_total=None if job.steps_on_workers else job.batch_total,
-        allocator=create_allocator(job),
+        assignments=create_assignments(job)[0],
     )
 
 
 def _rate(job: Job) -> LearningRate:
-    if not isinstance(job.paradigm, Easgd):
+    if not job.steps_on_workers:
         return learning_rate(job)
-    alpha = job.paradigm.moving_rate(job.cluster.workers)
-    return lambda samples, updates, n_contributions: alpha
+    of_all = job.paradigm.moving_rate(job.cluster.workers) if isinstance(job.paradigm, Easgd) else 1.0
+    return lambda samples, updates, n_contributions: of_all

@@ -3,18 +3,73 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from hpcsync import paradigms
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Served
-from hpcsync.paradigms import Paradigm
+from hpcsync.job import Job, Script
+from hpcsync.job_paradigms import Ashl, Served
+from hpcsync.paradigms import Grant, Paradigm
 from hpcsync.planning.batches import Allocator
+
+
+class Assignment(NamedTuple):
+    """What a worker is given to do until its next push; columns of the trace's /grants say the same.
+
+    first_sample: of the run's sequence of samples, -1 where it follows from worker and iteration which it takes.
+    batch_size:   of all local steps together; 0 where the worker knows, or is to stop.
+    local_steps, commit_s, ratio: as a paradigm grants them (`paradigms.protocol.Grant`); 0 local steps: it is to stop.
+    With local steps UNTIL it is time, batch_size is that of one.
+    """
+
+    first_sample: int = -1
+    batch_size: int = 0
+    local_steps: int = 1
+    commit_s: float = math.inf
+    ratio: float = math.nan
+
+
+STOP = Assignment(local_steps=0)
+
+
+class Assignments:
+    """Makes assignments of a paradigm's grants: who computes how many samples next, and which.
+
+    local_steps: where the paradigm does not say it. allocator: of batch sizes; None where everybody goes on with what
+    it has. dealt: samples of a local step, where the next ones of the run's sequence go to whoever is granted, so that
+    everybody gets its share by making its steps; None where they do not.
+    """
+
+    def __init__(self, local_steps: int = 1, allocator: Allocator | None = None, dealt: int | None = None) -> None:
+        self.allocator = allocator
+        self._local_steps = local_steps
+        self._dealt = dealt
+        self._n_dealt = 0
+
+    def first(self, grant: Grant) -> Assignment:
+        """Of a worker's first iteration. To be asked for once for every worker, in their order."""
+        if self.allocator is not None:
+            return Assignment(*self.allocator.first(grant.worker), self._local_steps)
+        return self._assignment(grant, 0 if self._dealt is None else self._dealt)
+
+    def next(self, grant: Grant, batch_size: int, local_steps: int) -> Assignment:
+        """Of the iteration that this grant starts, when the push before was of so many samples and local steps."""
+        if self.allocator is not None:
+            return Assignment(*self.allocator.hand_out(grant.worker), local_steps)
+        return self._assignment(grant, batch_size // local_steps)
+
+    def _assignment(self, grant: Grant, of_a_step: int) -> Assignment:
+        local_steps, first_sample = grant.local_steps or self._local_steps, -1
+        n_samples = of_a_step * max(1, local_steps)
+        if self._dealt is not None:
+            first_sample = self._n_dealt
+            self._n_dealt += n_samples
+        return Assignment(first_sample, n_samples, local_steps, grant.commit_s, grant.ratio)
 
 
 def create_paradigm(job: Job) -> Paradigm:
     """The paradigm of a job with servers."""
     assert isinstance(job.paradigm, Served)
-    return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm.options)
+    return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm_options)
 
 
 def create_allocator(job: Job) -> Allocator | None:
@@ -34,10 +89,13 @@ def create_allocator(job: Job) -> Allocator | None:
     )
 
 
-def first_work(job: Job) -> list[tuple[int, int]] | None:
-    """(first_sample, n_samples) of each worker's first push, as a grant would say; None where batches are alike."""
-    allocator = create_allocator(job)
-    return None if allocator is None else [allocator.first(worker) for worker in range(job.cluster.workers)]
+def create_assignments(job: Job) -> tuple[Assignments, list[Assignment]]:
+    """Of this job, with those of every worker's first iteration already given."""
+    dealt = None
+    if isinstance(job.paradigm, Ashl) and not isinstance(job.workload, Script):
+        dealt = job.workload.batch_size
+    assignments, paradigm = Assignments(job.local_steps, create_allocator(job), dealt), create_paradigm(job)
+    return assignments, [assignments.first(paradigm.first(worker)) for worker in range(job.cluster.workers)]
 
 
 def decision_fields(job: Job) -> tuple[str, ...]:

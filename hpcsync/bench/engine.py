@@ -11,6 +11,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.coordinator import Coordinator
+from hpcsync.deciding import Assignment
 from hpcsync.job import Stop
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.rules import Descent
@@ -55,7 +56,7 @@ def with_engine(
 
 def _serve(link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
     n_workers = link.roles.n_workers
-    shard = Shard(link, Descent(optimizer), weights)
+    shard = Shard(link, Descent(optimizer), weights, [Assignment()] * n_workers)
     with tempfile.TemporaryDirectory() as folder, TraceWriter(Path(folder) / "trace.h5", {}) as trace:
         coordinator = Coordinator(
             create("asp", n_workers), trace, n_workers=n_workers, lr=lambda *_: optimizer.lr, stop=Stop()

@@ -65,8 +65,22 @@ class Elastic(Rule):
         centre.add_(weighted_sum(moves, [1.0] * len(moves)))
 
 
+class Commit(Rule):
+    """Contributions are by how much workers have changed the weights: so they change, each commit by its weight."""
+
+    def bind(self, weights: torch.nn.Parameter) -> None:
+        self._weights = weights
+
+    def update(
+        self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
+    ) -> None:
+        self._weights.data.add_(weighted_sum(contributions, weights), alpha=rate / divisor)
+
+
 def of_job(job: Job, optimizer: OptimizerSpec) -> Rule:
     """The rule of a job's servers. optimizer: of the job's gradients, wherever they are applied."""
+    if job.commits:
+        return Commit()
     return Elastic() if isinstance(job.paradigm, Easgd) else Descent(optimizer)
 
 

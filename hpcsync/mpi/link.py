@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpcsync.learning.compressing import Compression
 from hpcsync.learning.store import n_buffers, row_size
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
@@ -22,9 +23,10 @@ class Link:
     """The windows of all shards, made collectively over a private duplicate of `comm`.
 
     size, dtype: of the flat weights.
-    tensors: on a server, its buffers of weights and then one slot per worker for its contributions, in rows.
+    tensors: on a server, its buffers of weights, each a row, and then one slot per worker for its contributions.
     done:    on a server, one word per reader; see learning.store.
-    contributors_read: see `learning.store.n_buffers`.
+    contributors_read: see `learning.store.n_buffers`. compression: of contributions; None where they lie in their slots
+    as they are.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Link:
         transport: Transport = HOST,
         *,
         contributors_read: bool = False,
+        compression: Compression | None = None,
     ) -> None:
         self.comm = comm.Dup()
         self.roles = roles
@@ -43,8 +46,9 @@ class Link:
         self.shards = roles.shards(self.size)
         is_server = roles.is_server(comm.rank)
         self.n_buffers = n_buffers(roles.n_workers, contributors_read)
-        rows = self.n_buffers + roles.n_workers
-        self.tensors = transport.window(self.comm, rows * self.row_size(comm.rank) if is_server else 0, dtype)
+        self.compression = compression
+        elements = self._slots_begin(comm.rank) + roles.n_workers * self.slot_size(comm.rank) if is_server else 0
+        self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
         self.patience = Patience(self.comm, passive=transport.passive)
         self.clock = Clock(self.comm)
@@ -54,6 +58,22 @@ class Link:
         """Elements from one row of a server's tensors to the next."""
         shard = self.shards[server]
         return row_size(shard.stop - shard.start)
+
+    def slot_size(self, server: int) -> int:
+        """Elements of the weights' type from one worker's slot to the next."""
+        return self.row_size(server) if self.compression is None else self.compression.slot_size(self.shards[server])
+
+    def slot(self, server: int, worker: int) -> int:
+        """Where a worker's slot begins."""
+        return self._slots_begin(server) + worker * self.slot_size(server)
+
+    def _slots_begin(self, server: int) -> int:
+        return self.n_buffers * self.row_size(server)
+
+    def parts(self, local: torch.Tensor, server: int) -> list[torch.Tensor]:
+        """Of a server's tensors the buffers and the slots, a row each."""
+        begin = self._slots_begin(server)
+        return [local[:begin].view(-1, self.row_size(server)), local[begin:].view(-1, self.slot_size(server))]
 
     def pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
         """Of a flat vector, shape (size,), every server's shard, as views."""

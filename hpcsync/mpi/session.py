@@ -14,11 +14,11 @@ from mpi4py import MPI
 
 from hpcsync import outputs
 from hpcsync.coordinator import coordinate
-from hpcsync.deciding import create_paradigm, first_work
+from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Easgd
-from hpcsync.learning import rules
+from hpcsync.learning import compressing, rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
 from hpcsync.learning.workloads import Evaluate
@@ -44,7 +44,13 @@ class LinkedSession(RankSession):
         contributors_read = isinstance(job.paradigm, Easgd)
         weights = self.flat.weights
         self._link = Link(
-            comm, roles, len(weights), weights.dtype, placement.transport, contributors_read=contributors_read
+            comm,
+            roles,
+            len(weights),
+            weights.dtype,
+            placement.transport,
+            contributors_read=contributors_read,
+            compression=compressing.of_job(job, self.flat.parameters),
         )
         self._clocks = self._link.clocks()
 
@@ -61,7 +67,7 @@ class WorkerSession(LinkedSession):
         super().__init__(comm, job, model, placement)
         self._engine = self._make_engine()
         self.worker = self._engine.index
-        handed_out = self._handed_out if self._estimator is not None else None
+        handed_out = self._handed_out if self._engine.assignment.first_sample >= 0 else None
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, handed_out=handed_out)
         self._computed = 1.0  # the share of the batch that is, when it is pushed
 
@@ -91,12 +97,22 @@ class WorkerSession(LinkedSession):
         return not self.stopped
 
     def _make_engine(self) -> Worker:
-        vectors = self.flat.weights, self.flat.gradient
-        return Worker(self._link, *vectors, self._estimator, cancellable=self._job.aborts)
+        compression = self._link.compression
+        return Worker(
+            self._link,
+            *self._vectors(),
+            self._estimator,
+            cancellable=self._job.aborts,
+            compressor=None if compression is None else compression.compressor(self.rank - self._job.cluster.servers),
+        )
+
+    def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the servers' weights are read into, and what is pushed."""
+        return self.flat.weights, self.flat.gradient
 
     def _handed_out(self) -> tuple[int, int]:
         """Samples of the next iteration: first and number, in the run's sequence."""
-        return self._engine.first_sample, self._engine.n_samples
+        return self._engine.assignment[:2]
 
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
         """The gradient of an iteration, computed between begin_s and end_s, is in the model."""
@@ -113,7 +129,8 @@ class FollowerSession(LinkedSession):
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
     ) -> None:
         super().__init__(comm, job, model, placement)
-        self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights, first_work(job))
+        first = create_assignments(job)[1]
+        self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights, first)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()

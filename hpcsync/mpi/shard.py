@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hpcsync.coordinator import Collection, Order, Reply, Update
+from hpcsync.deciding import Assignment
 from hpcsync.learning.rules import Rule
 from hpcsync.learning.store import Store
 from hpcsync.mpi import cuda, wire
@@ -29,30 +30,31 @@ def encode(orders: Sequence[Order]) -> list[OrderRecord]:
             records.append(OrderRecord(wire.COLLECT, order.worker, weight=order.weight))
         elif isinstance(order, Reply):
             kind = wire.RESERVE if order.worker in contributing else wire.PROMISE
-            fields = (order.worker, order.iteration, order.version, order.batch_size, order.local_steps)
-            records.append(OrderRecord(kind, *fields, order.first_sample))
+            records.append(OrderRecord(kind, order.worker, order.iteration, order.version, *order.assignment))
     return records[::-1]
 
 
 class Shard:
     """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0.
 
-    first_work: of every worker's first push, see `deciding.first_work`; None where it follows from the worker.
+    first: every worker's first assignment.
     """
 
-    def __init__(
-        self, link: Link, rule: Rule, weights: torch.Tensor, first_work: Sequence[tuple[int, int]] | None = None
-    ) -> None:
+    def __init__(self, link: Link, rule: Rule, weights: torch.Tensor, first: Sequence[Assignment]) -> None:
         self._link = link
         self._server = link.comm.rank
         mine = weights[link.shards[self._server]]
-        row_size = link.row_size(self._server)
-        rows = link.tensors.local.view(-1, row_size)
-        self._spans = [(begin, begin + len(mine)) for begin in range(0, rows.numel(), row_size)]  # of the rows
-        rows[:, len(mine) :] = 0
-        rows[0, : len(mine)] = mine
-        buffers, slots = rows[: link.n_buffers], rows[link.n_buffers :]
-        self.store = Store(buffers, slots, link.done.local, rule, len(mine))
+        row_size, slot_size = link.row_size(self._server), link.slot_size(self._server)
+        local = link.tensors.local
+        buffers, put = link.parts(local, self._server)
+        self._buffer_spans = [(begin, begin + len(mine)) for begin in range(0, buffers.numel(), row_size)]
+        self._slot_spans = [(begin, begin + slot_size) for begin in range(buffers.numel(), len(local), slot_size)]
+        buffers[:, len(mine) :] = 0
+        buffers[0, : len(mine)] = mine
+        self._put = put  # as it lies there
+        self._slots = put if link.compression is None else buffers.new_zeros(len(put), row_size)
+        self._slots[:, len(mine) :] = 0
+        self.store = Store(buffers, self._slots, link.done.local, rule, len(mine))
         self._release()
         self._contributors: list[int] = []
         self._weights: list[float] = []  # theirs
@@ -60,10 +62,8 @@ class Shard:
         self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
         self._evaluation = Outbox(link.comm, wire.TAG_EVALUATION, wire.GRANT)
         self.finished = False
-        for worker in range(link.roles.n_workers):
-            first_sample, batch_size = (-1, 0) if first_work is None else first_work[worker]
-            work = {"iteration": 1, "batch_size": batch_size, "local_steps": 1, "first_sample": first_sample}
-            self.carry_out(OrderRecord(wire.PROMISE, worker, **work))
+        for worker, assignment in enumerate(first):
+            self.carry_out(OrderRecord(wire.PROMISE, worker, 1, 0, *assignment))
 
     def carry_out(self, order: OrderRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
@@ -97,14 +97,18 @@ class Shard:
 
     def _acquire(self, worker: int) -> None:
         """Let this server see the worker's contribution."""
-        self._link.tensors.acquire(*self._spans[self._link.n_buffers + worker])
+        link = self._link
+        link.tensors.acquire(*self._slot_spans[worker])
+        if link.compression is not None:
+            shard = link.shards[self._server]
+            link.compression.decode(self._put[worker], self._slots[worker, : shard.stop - shard.start], shard)
 
     def _promise(self, reader: int, order: OrderRecord) -> None:
         reserved = order.kind == wire.RESERVE
         buffer, serial = self.store.pin(reader, contributing=reserved)
         rank = self._link.roles.rank_of(reader)
-        work = (order.iteration, self.store.version, order.batch_size, order.local_steps, order.first_sample)
-        grant = GrantRecord(self._server, *work, buffer, serial)
+        head = (self._server, order.iteration, self.store.version, buffer, serial)
+        grant = GrantRecord(*head, *order.assignment)
         if reserved:
             self._reserved.append((rank, grant))
             return
@@ -118,7 +122,7 @@ class Shard:
 
     def _release(self) -> None:
         """Let readers see the current version."""
-        self._link.tensors.release(*self._spans[self.store.current])
+        self._link.tensors.release(*self._buffer_spans[self.store.current])
 
     def free(self) -> None:
         """Wait until every grant has left; give up the views of the window."""

@@ -13,9 +13,12 @@ rank 0 -> worker             PEER_ORDER   stop / all have ended
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
+
+from hpcsync.deciding import Assignment
 
 TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
 TAG_MODEL = 6  # 5 is the clock's
@@ -42,6 +45,8 @@ REPORT = np.dtype(
         ("share", "f8"),
         ("predicted_fixed_s", "f8"),
         ("predicted_sample_s", "f8"),
+        ("pull_s", "f8"),
+        ("encode_s", "f8"),
     ]
 )
 
@@ -50,15 +55,21 @@ REPORT = np.dtype(
 # version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that update, for the
 # worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the run is over.
 CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT = 0, 1, 2, 3, 4, 5
+# The fields of deciding.Assignment.
+ASSIGNMENT = [
+    ("first_sample", "i8"),
+    ("batch_size", "i4"),
+    ("local_steps", "i4"),
+    ("commit_s", "f8"),
+    ("ratio", "f8"),
+]
 ORDER = np.dtype(
     [
         ("kind", "i1"),
         ("reader", "i4"),
         ("iteration", "i8"),
         ("version", "i8"),
-        ("batch_size", "i4"),
-        ("local_steps", "i4"),
-        ("first_sample", "i8"),
+        *ASSIGNMENT,
         ("lr", "f8"),
         ("weight", "f8"),
         ("divisor", "f8"),
@@ -73,11 +84,9 @@ GRANT = np.dtype(
         ("server", "i4"),
         ("iteration", "i8"),
         ("version", "i8"),
-        ("batch_size", "i4"),
-        ("local_steps", "i4"),
-        ("first_sample", "i8"),
         ("buffer", "i4"),
         ("serial", "i8"),
+        *ASSIGNMENT,
     ]
 )
 
@@ -112,20 +121,32 @@ class OrderRecord(NamedTuple):
     reader: int = 0
     iteration: int = 0
     version: int = 0
+    first_sample: int = -1
     batch_size: int = 0
     local_steps: int = 0
-    first_sample: int = -1
+    commit_s: float = math.inf
+    ratio: float = math.nan
     lr: float = 0.0
     weight: float = 1.0
     divisor: float = 1.0
+
+    @property
+    def assignment(self) -> Assignment:
+        return Assignment(self.first_sample, self.batch_size, self.local_steps, self.commit_s, self.ratio)
 
 
 class GrantRecord(NamedTuple):
     server: int
     iteration: int
     version: int
-    batch_size: int
-    local_steps: int
-    first_sample: int
     buffer: int
     serial: int
+    first_sample: int
+    batch_size: int
+    local_steps: int
+    commit_s: float
+    ratio: float
+
+    @property
+    def assignment(self) -> Assignment:
+        return Assignment(self.first_sample, self.batch_size, self.local_steps, self.commit_s, self.ratio)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from hpcsync.coordinator import Report, estimated
-from hpcsync.mpi import wire
+from hpcsync.deciding import STOP
+from hpcsync.learning.compressing import Compressor
+from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.planning.speed import Estimator
@@ -16,7 +18,8 @@ class Worker:
 
     estimator: of what the next iterations will take, to say it with every push; None where nobody asks.
     cancellable: whether server 0 may tell it that an iteration is in vain.
-    first_sample, n_samples: the work that the last grant gives; see `traces.schema.GRANTS`.
+    assignment: what the last grant gives. read_s: when the weights that came with it were read.
+    compressor: of the contribution; None where it is put as it is.
     weights, contribution: flat vectors, shape (size,): an answered wait fills the one with the servers' weights, a push
     reads the other.
     """
@@ -29,17 +32,21 @@ class Worker:
         estimator: Estimator | None = None,
         *,
         cancellable: bool = False,
+        compressor: Compressor | None = None,
     ) -> None:
         self.index = link.roles.worker(link.comm.rank)
         self.iteration = 0
         self.version = 0
-        self.first_sample = -1
-        self.n_samples = 0
+        self.assignment = STOP
+        self.read_s = 0.0
         self.stopped = False
         self._link = link
         self._weights = link.pieces(weights)  # once: slicing a tensor takes longer than beginning a transfer
+        self._whole = contribution
         self._contribution = link.pieces(contribution)
+        self._compressor = compressor
         self._bytes = weights.nbytes
+        self._slots = [link.slot(server, self.index) for server in range(len(link.shards))]
         self._reader = Reader(link, self.index)
         self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
         # Where none can come there is no inbox: MPI would look through its receives for every grant.
@@ -47,7 +54,7 @@ class Worker:
         self._cancelled = 0  # the last iteration that was
         self._estimator = estimator
         self._wait_s = 0.0
-        self._comm_s = 0.0
+        self._pull_s = self._comm_s = self._encode_s = 0.0
         self._wire_bytes = 0
         self._await()
 
@@ -82,6 +89,8 @@ class Worker:
             loss=loss,
             wire_bytes=self._wire_bytes,
             share=share,
+            pull_s=self._pull_s,
+            encode_s=self._encode_s,
         )
         if self._estimator is not None:
             report = estimated(report, self._estimator)
@@ -94,15 +103,19 @@ class Worker:
         self._reader.wait(iteration=0)  # FINISH names none
 
     def _put(self) -> None:
-        link = self._link
+        link, pieces = self._link, self._contribution
         begin_s = link.clock.now()
-        slot = link.n_buffers + self.index
-        for server, piece in enumerate(self._contribution):
-            link.tensors.put(piece, server, slot * link.row_size(server))
+        if self._compressor is not None:
+            pieces = self._compressor.encode(self._whole, link.shards, self.assignment.ratio)
+            cuda.ready(self._whole)
+            encoded_s = link.clock.now()
+            self._encode_s, begin_s = encoded_s - begin_s, encoded_s
+        for server, piece in enumerate(pieces):
+            link.tensors.put(piece, server, self._slots[server])
         for server in range(len(link.shards)):
             link.tensors.flush(server)
         self._comm_s += link.clock.now() - begin_s
-        self._wire_bytes += self._bytes
+        self._wire_bytes += sum(piece.nbytes for piece in pieces)
 
     def _await(self) -> None:
         now = self._link.clock.now
@@ -110,12 +123,13 @@ class Worker:
         grants = self._reader.wait(iteration=self.iteration + 1)
         granted_s = now()
         self._wait_s = granted_s - begin_s
-        self._comm_s, self._wire_bytes = 0.0, 0
+        self._comm_s, self._encode_s, self._wire_bytes = 0.0, 0.0, 0
         if grants[0].local_steps == 0:
             self.stopped = True
             return
         self._reader.read(grants, self._weights)
         self.iteration, self.version = grants[0].iteration, grants[0].version
-        self.first_sample, self.n_samples = grants[0].first_sample, grants[0].batch_size
-        self._comm_s = now() - granted_s
+        self.assignment = grants[0].assignment
+        self.read_s = now()
+        self._pull_s = self._comm_s = self.read_s - granted_s
         self._wire_bytes = self._bytes

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,15 +18,55 @@ import torch
 from hpcsync.coordinator import Collection, Update
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Easgd
-from hpcsync.learning import rules
-from hpcsync.learning.flat import FlatModel
+from hpcsync.learning import compressing, rules
+from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate
 from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload
+from hpcsync.roles import Roles
 from hpcsync.simulator.gradients import Gradients, Work
+
+
+class Contributed(NamedTuple):
+    """A contribution's mean loss, and the bytes of it that go to each server; () if it is cancelled."""
+
+    loss: float
+    sizes_bytes: Sequence[int]
+
+
+class Sent:
+    """What becomes of a contribution on its way: all workers' compressors, where the job has any.
+
+    parameters: of the model.
+    """
+
+    def __init__(self, job: Job, parameters: Sequence[torch.nn.Parameter]) -> None:
+        size = sum(p.numel() for p in parameters)
+        self._shards = Roles(job.cluster.servers, job.cluster.workers).shards(size)
+        self._dense = [(shard.stop - shard.start) * parameters[0].element_size() for shard in self._shards]
+        self._compression = compressing.of_job(job, parameters)
+        self._compressors = []
+        if self._compression is not None:
+            self._compressors = [self._compression.compressor(worker) for worker in range(job.cluster.workers)]
+
+    def nominal_bytes(self, ratio: float) -> Sequence[int]:
+        """To each server, as a rule."""
+        if self._compression is None:
+            return self._dense
+        return [self._compression.nominal_bytes(shard, ratio) for shard in self._shards]
+
+    def put(self, worker: int, vector: torch.Tensor, slot: torch.Tensor, ratio: float) -> Sequence[int]:
+        """Into the slot, shape (size,), what arrives of the vector; the bytes that each server was sent."""
+        if self._compression is None:
+            slot.copy_(vector)
+            return self._dense
+        payloads = self._compressors[worker].encode(vector, self._shards, ratio)
+        for shard, payload in zip(self._shards, payloads, strict=True):
+            self._compression.decode(payload, slot[shard], shard)
+        return [payload.nbytes for payload in payloads]
 
 
 class Arithmetic(Protocol):
@@ -34,8 +75,8 @@ class Arithmetic(Protocol):
     def promise(self, worker: int) -> None:
         """The version that is current now is the one that the worker reads before its next contribution."""
 
-    def contribute(self, worker: int, work: Work) -> float:
-        """Compute the worker's next contribution, of all its local steps, into its slot; its mean loss."""
+    def contribute(self, worker: int, work: Work) -> Contributed:
+        """Compute the worker's next contribution, of all its local steps, into its slot; not if it is cancelled."""
 
     def collect(self, collection: Collection) -> None:
         """Carry out a collection."""
@@ -51,12 +92,16 @@ class Arithmetic(Protocol):
 
 
 class NoArithmetic:
-    """Of a workload whose vector only travels: nothing to compute, and nothing to keep."""
+    """Of a workload whose vector only travels: nothing to compute, and nothing to keep. What a compressed one takes is
+    what it takes as a rule."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        self._sent = Sent(job, trainable(workload.model))
 
     def promise(self, worker: int) -> None: ...
 
-    def contribute(self, worker: int, work: Work) -> float:
-        return math.nan
+    def contribute(self, worker: int, work: Work) -> Contributed:
+        return Contributed(math.nan, self._sent.nominal_bytes(work.ratio))
 
     def collect(self, collection: Collection) -> None: ...
 
@@ -78,6 +123,7 @@ class RealArithmetic:
         self._gradients = Gradients(job, workload)
         self._flat = self._gradients.flat
         size = self._flat.size
+        self._sent = Sent(job, self._flat.parameters)
         buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
         self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]  # made once: views cost time
         self._versions[0].copy_(self._flat.weights)
@@ -89,10 +135,11 @@ class RealArithmetic:
         buffer, _ = self._store.pin(worker)
         self._promised[worker] = self._versions[buffer]
 
-    def contribute(self, worker: int, work: Work) -> float:
+    def contribute(self, worker: int, work: Work) -> Contributed:
         loss = self._gradients.compute(worker, self._promised[worker], work)
-        self._slots[worker].copy_(self._flat.gradient)
-        return loss
+        if work.share < 1.0:
+            return Contributed(loss, ())
+        return Contributed(loss, self._sent.put(worker, self._flat.gradient, self._slots[worker], work.ratio))
 
     def collect(self, collection: Collection) -> None:
         self._store.collect(collection.worker, collection.weight)
@@ -119,7 +166,7 @@ class ElasticArithmetic(RealArithmetic):
     def __init__(self, job: Job, workload: Workload) -> None:
         super().__init__(job, workload)
         assert isinstance(job.paradigm, Easgd)
-        self._period, self._alpha = job.paradigm.period, job.paradigm.moving_rate(job.cluster.workers)
+        self._alpha = job.paradigm.moving_rate(job.cluster.workers)
         self._rate = worker_rate(job)
         self._centre = torch.empty_like(self._flat.weights)
         spec = OptimizerSpec.of_job(job)
@@ -134,24 +181,44 @@ class ElasticArithmetic(RealArithmetic):
         trainee.optimizer.look_ahead()
         self._step(trainee, trainee.gradient)
 
-    def contribute(self, worker: int, work: Work) -> float:
+    def contribute(self, worker: int, work: Work) -> Contributed:
         trainee, total = self._trainees[worker], 0.0
-        n_samples = work.n_samples // self._period
-        for step in range(self._period):
+        for step in range(work.n_steps):
             if step > 0:
                 self._step(trainee, self._flat.gradient)
-            first_sample = work.first_sample + step * n_samples if work.first_sample >= 0 else -1
-            total += self._gradients.compute(worker, trainee.weights, Work(first_sample, n_samples))
-            trainee.rate = self._rate(trainee.samples, trainee.steps)
-            trainee.steps += 1
-            trainee.samples += n_samples
+            total += self._gradients.compute(worker, trainee.weights, work.of_step(step))
+            trainee.count(work.n_samples // work.n_steps, self._rate)
         trainee.gradient.copy_(self._flat.gradient)
         trainee.optimizer.drop_look_ahead()
-        self._slots[worker].copy_(trainee.weights)
-        return total / self._period
+        sizes_bytes = self._sent.put(worker, trainee.weights, self._slots[worker], work.ratio)
+        return Contributed(total / work.n_steps, sizes_bytes)
 
     def _step(self, trainee: _Trainee, gradient: torch.Tensor) -> None:
         trainee.optimizer.step(gradient, trainee.rate)
+
+
+class CommittingArithmetic(RealArithmetic):
+    """Workers that go on from what they read and give by how much their steps have changed it."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        super().__init__(job, workload)
+        self._rate = worker_rate(job)
+        self._change = torch.empty_like(self._flat.weights)
+        spec = OptimizerSpec.of_job(job)
+        self._trainees = [_Trainee(self._flat.weights, spec) for _ in range(job.cluster.workers)]
+
+    def contribute(self, worker: int, work: Work) -> Contributed:
+        trainee, read, total = self._trainees[worker], self._promised[worker], 0.0
+        trainee.weights.copy_(read)
+        trainee.optimizer.look_ahead()
+        for step in range(work.n_steps):
+            total += self._gradients.compute(worker, trainee.weights, work.of_step(step))
+            trainee.count(work.n_samples // work.n_steps, self._rate)
+            trainee.optimizer.step(self._flat.gradient, trainee.rate)
+        trainee.optimizer.drop_look_ahead()
+        torch.sub(trainee.weights, read, out=self._change)
+        sizes_bytes = self._sent.put(worker, self._change, self._slots[worker], work.ratio)
+        return Contributed(total / work.n_steps, sizes_bytes)
 
 
 class _Trainee:
@@ -163,6 +230,12 @@ class _Trainee:
         self.steps = self.samples = 0
         self.rate = 0.0
 
+    def count(self, n_samples: int, rate: Callable[[int, int], float]) -> None:
+        """A gradient of so many samples has been computed."""
+        self.rate = rate(self.samples, self.steps)
+        self.steps += 1
+        self.samples += n_samples
+
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:
     """Zeros, shape (n, row_size). NumPy's cost no memory until they are written, most versions never are."""
@@ -172,5 +245,7 @@ def _rows(n: int, like: torch.Tensor) -> torch.Tensor:
 def arithmetic(job: Job, workload: Workload) -> Arithmetic:
     """The arithmetic of this job, whose workload is `workload`."""
     if workload.loss is None:
-        return NoArithmetic()
+        return NoArithmetic(job, workload)
+    if job.commits:
+        return CommittingArithmetic(job, workload)
     return (ElasticArithmetic if isinstance(job.paradigm, Easgd) else RealArithmetic)(job, workload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -19,13 +20,21 @@ class Work(NamedTuple):
     """What to compute a gradient from.
 
     first_sample, n_samples: of the run's sequence of samples; -1 for the next batch in the order of batches that are
-    alike. share: of its samples, which is done in `n_pieces` pieces.
+    alike. share: of its samples, which is done in `n_pieces` pieces. n_steps: the worker's own, which n_samples are for
+    together. ratio: of the contribution's elements that is sent.
     """
 
     first_sample: int = -1
     n_samples: int = 0
     n_pieces: int = 1
     share: float = 1.0
+    n_steps: int = 1
+    ratio: float = math.nan
+
+    def of_step(self, step: int) -> Work:
+        """What one of its steps computes, from 0 on."""
+        n_samples = self.n_samples // self.n_steps
+        return Work(-1 if self.first_sample < 0 else self.first_sample + step * n_samples, n_samples)
 
 
 NEXT = Work()

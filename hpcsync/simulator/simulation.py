@@ -20,14 +20,16 @@ from hpcsync.coordinator import (
     coordinate,
     estimated,
 )
-from hpcsync.deciding import first_work
+from hpcsync.deciding import Assignment, create_assignments
 from hpcsync.devices import Device
 from hpcsync.job import Job, Script
+from hpcsync.job_compression import Dense
 from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Workload
 from hpcsync.paradigms import Paradigm
+from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.planning.speed import Estimator
 from hpcsync.simulator.arithmetic import arithmetic
 from hpcsync.simulator.cluster import Cluster
@@ -38,15 +40,16 @@ class _Worker:
     """Where a worker is in its chain."""
 
     __slots__ = (
-        "begin_s", "cancelled", "comm_s", "computed", "device", "device_s", "end_s", "estimator", "first_sample",
-        "iteration", "n_samples", "put_s", "share", "step", "step_s", "under_way", "version", "wait_s",
+        "assignment", "begin_s", "cancelled", "comm_s", "computed", "device", "device_s", "end_s", "estimator",
+        "iteration", "loss", "n_samples", "put_s", "sent_s", "share", "step", "step_s", "under_way", "version",
+        "wait_s", "wire_bytes",
     )  # fmt: skip
 
-    def __init__(self, device: Device, estimator: Estimator | None, first_sample: int, n_samples: int) -> None:
+    def __init__(self, device: Device, estimator: Estimator | None, assignment: Assignment, n_samples: int) -> None:
         self.device = device
         self.estimator = estimator
-        self.first_sample = first_sample  # of the push that is computed
-        self.n_samples = n_samples
+        self.assignment = assignment  # of the push that is computed
+        self.n_samples = n_samples  # of each of its local steps
         self.iteration = 1  # that it computes, or may compute next; of several local steps, if the job says so
         self.computed = 0  # of these steps
         self.step = 0  # number of the local step that began last, of all
@@ -58,6 +61,9 @@ class _Worker:
         self.version = 0  # that it reads
         self.begin_s = 0.0
         self.end_s = 0.0
+        self.sent_s = 0.0  # when its contribution, compressed, began to be put
+        self.loss = 0.0  # of it
+        self.wire_bytes = 0  # of it
         self.put_s = 0.0  # when its last contribution was in its slot
         self.wait_s = 0.0
         self.comm_s = 0.0  # reading, before the computation
@@ -82,14 +88,14 @@ class Simulation:
         self.coordinator = coordinate(job, paradigm, trace)
         self._job = job
         self._watch = watch
-        self._local_steps = job.local_steps
-        self._n_samples = job.workload.batch_size * self._local_steps  # of a push for which devices' times are meant
+        self._n_samples = job.workload.batch_size  # of an iteration for which devices' times are meant
         self._n_pieces = job.n_pieces
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
-        work = first_work(job) or [(-1, self._n_samples)] * job.cluster.workers
+        self._encode_s = _encode_s(job, self._shard_bytes)
+        _, first = create_assignments(job)
         self._workers = [
-            _Worker(device, estimator(job, worker, nominal_clock()), *work[worker])
+            _Worker(device, estimator(job, worker, nominal_clock()), first[worker], self._of_a_step(first[worker]))
             for worker, device in enumerate(cluster.devices)
         ]
         self._arithmetic = arithmetic(job, workload)
@@ -159,8 +165,8 @@ class Simulation:
 
     def _stopped_early(self, worker: int, share: float) -> None:
         state = self._workers[worker]
-        state.share = share
-        state.end_s = self._loop.now_s
+        state.computed, state.share = 1, share
+        self._contribute(worker)
         self._transfers.report(worker, state.iteration, self._heard)
 
     def _computed(self, worker: int, step: int) -> None:
@@ -169,17 +175,40 @@ class Simulation:
             return  # it was cancelled
         state.under_way = False
         state.computed += 1
-        if state.computed < self._local_steps:
+        if not self._is_due(state):
             self._compute(worker)
             return
-        state.end_s = self._loop.now_s
-        self._transfers.push(worker, state.iteration, self._heard)
+        sizes_bytes = self._contribute(worker)
+        if self._encode_s:
+            self._loop.after(self._encode_s, self._push, worker, sizes_bytes)
+        else:
+            self._push(worker, sizes_bytes)
+
+    def _is_due(self, state: _Worker) -> bool:
+        """Whether the local step that has ended is the last before a push."""
+        if state.assignment.local_steps == UNTIL:
+            return self._loop.now_s - state.begin_s >= state.assignment.commit_s
+        return state.computed == state.assignment.local_steps
+
+    def _contribute(self, worker: int) -> Sequence[int]:
+        """The worker has computed its contribution: so many bytes to each server."""
+        state = self._workers[worker]
+        first_sample, _, _, _, ratio = state.assignment
+        n_samples = state.n_samples * state.computed
+        work = Work(first_sample, n_samples, self._n_pieces, state.share, state.computed, ratio)
+        state.loss, sizes_bytes = self._arithmetic.contribute(worker, work)
+        state.end_s = state.sent_s = self._loop.now_s
+        state.wire_bytes = sum(sizes_bytes)
+        return sizes_bytes
+
+    def _push(self, worker: int, sizes_bytes: Sequence[int]) -> None:
+        state = self._workers[worker]
+        state.sent_s = self._loop.now_s
+        self._transfers.push(worker, state.iteration, sizes_bytes, self._heard)
 
     def _heard(self, worker: int, put_s: float) -> None:
         """The server hears of the worker's contribution."""
         now_s, state = self._loop.now_s, self._workers[worker]
-        work = Work(state.first_sample, state.n_samples, self._n_pieces, state.share)
-        loss = self._arithmetic.contribute(worker, work)
         state.put_s = put_s
         report = Report(
             worker=worker,
@@ -189,12 +218,14 @@ class Simulation:
             end_s=state.end_s,
             compute_s=state.end_s - state.begin_s,
             wait_s=state.wait_s,
-            comm_s=state.comm_s + (put_s - state.end_s),
-            batch_size=state.n_samples,
-            local_steps=self._local_steps,
-            loss=loss,
-            wire_bytes=self._shard_bytes * (2 if state.share == 1.0 else 1),
+            comm_s=state.comm_s + (put_s - state.sent_s),
+            batch_size=state.n_samples * state.computed,
+            local_steps=state.computed,
+            loss=state.loss,
+            wire_bytes=self._shard_bytes + state.wire_bytes,
             share=state.share,
+            pull_s=state.comm_s,
+            encode_s=state.sent_s - state.end_s,
         )
         if state.estimator is not None:
             report = estimated(report, state.estimator)
@@ -215,15 +246,18 @@ class Simulation:
                 self._transfers.cancel(order.worker, order.iteration, partial(self._cancelled, order.iteration))
 
     def _answer(self, reply: Reply) -> None:
-        if reply.local_steps == 0:
+        if reply.assignment.local_steps == 0:
             self._transfers.stop(reply.worker, reply.iteration, self._stopped)
             return
         state = self._workers[reply.worker]
         state.iteration, state.version = reply.iteration, reply.version
-        state.first_sample, state.n_samples = reply.first_sample, reply.batch_size
+        state.assignment, state.n_samples = reply.assignment, self._of_a_step(reply.assignment)
         state.cancelled = False
         self._arithmetic.promise(reply.worker)
         self._transfers.pull(reply.worker, reply.iteration, self._begin)
+
+    def _of_a_step(self, assignment: Assignment) -> int:
+        return assignment.batch_size // max(1, assignment.local_steps) or self._n_samples
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
         self._transfers.report(worker, self._workers[worker].iteration, self._left)
@@ -251,3 +285,9 @@ class Simulation:
         self._n_pushes += 1
         if self._n_pushes % len(self._workers) == 0:
             self.coordinator.check()
+
+
+def _encode_s(job: Job, n_bytes: int) -> float:
+    """What a worker takes to compress so many."""
+    speed = None if isinstance(job.compression, Dense) else job.compression.gbytes_per_s
+    return n_bytes / (1e9 * speed) if speed else 0.0

@@ -26,8 +26,8 @@ Then = Callable[[int, float], None]  # called with the worker, and when the step
 class Transfers(Protocol):
     """The steps between computations; each calls `then` when it is over. Iterations count from 1."""
 
-    def push(self, worker: int, iteration: int, then: Then) -> None:
-        """Put and report; the time that `then` is given is that of the put's end."""
+    def push(self, worker: int, iteration: int, sizes_bytes: Sequence[int], then: Then) -> None:
+        """Put so many bytes to each server, and report; the time that `then` is given is that of the put's end."""
 
     def pull(self, worker: int, iteration: int, then: Then) -> None:
         """Grant and read; the time that `then` is given is that of the grant's arrival."""
@@ -61,7 +61,7 @@ class Timed:
         self._loop = loop
         self._steps = steps
 
-    def push(self, worker: int, iteration: int, then: Then) -> None:
+    def push(self, worker: int, iteration: int, sizes_bytes: Sequence[int], then: Then) -> None:
         steps = self._steps(worker, iteration)
         put_s = self._loop.now_s + steps.put_s
         self._loop.at(put_s + steps.report_s, then, worker, put_s)
@@ -85,7 +85,7 @@ class Timed:
 class Networked:
     """Transfers over links that all ranks share: one up and one down for each.
 
-    shard_bytes: of the weights, and of the gradient, on each server. A put takes two latencies and what its bytes take
+    shard_bytes: of the weights on each server. A put takes two latencies and what its bytes take
     in their share of the links; so does a read. A message takes one latency.
     """
 
@@ -100,10 +100,10 @@ class Networked:
         self._missing = [0] * roles.n_workers  # worker -> shards under way
         self._granted_s = [0.0] * roles.n_workers
 
-    def push(self, worker: int, iteration: int, then: Then) -> None:
+    def push(self, worker: int, iteration: int, sizes_bytes: Sequence[int], then: Then) -> None:
         rank = self._roles.rank_of(worker)
         self._missing[worker] = self._roles.n_servers
-        for server, n_bytes in enumerate(self._shard_bytes):
+        for server, n_bytes in enumerate(sizes_bytes):
             self._network.send(rank, server, n_bytes, self._put, worker, then)
 
     def pull(self, worker: int, iteration: int, then: Then) -> None:

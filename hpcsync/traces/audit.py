@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.deciding import create_allocator, create_paradigm
+from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.traces import reading
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.checks import Check
@@ -41,7 +41,7 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     if not invariants[0].passed:
         return invariants
     recount = Recount(trace)
-    replayed = replay(recount, create_paradigm(trace.job), create_allocator(trace.job))
+    replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job)[0])
     return [*replayed, *invariants, *check_bounds(recount), *check_sizes(recount)]
 
 

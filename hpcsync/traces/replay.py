@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from hpcsync.deciding import STOP, Assignment, Assignments
 from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
-from hpcsync.planning.batches import Allocated, Allocator, Estimate
+from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.schema import APPLIED, DROPPED
@@ -33,12 +34,12 @@ class _Differs(Exception):
         self.kind = kind
 
 
-def replay(recount: Recount, paradigm: Paradigm, allocator: Allocator | None = None) -> list[Check]:
-    """Compare every grant, decision and update with what this paradigm answers, and this allocator.
+def replay(recount: Recount, paradigm: Paradigm, assignments: Assignments) -> list[Check]:
+    """Compare every grant, decision and update with what this paradigm answers, and these assignments.
 
-    Both are new and of the trace's job; allocator: None where everybody always computes the same.
+    Both are new and of the trace's job.
     """
-    run = _Replay(recount, paradigm, allocator)
+    run = _Replay(recount, paradigm, assignments)
     differs = None
     try:
         run.run()
@@ -53,10 +54,11 @@ def replay(recount: Recount, paradigm: Paradigm, allocator: Allocator | None = N
 
 
 class _Replay:
-    def __init__(self, recount: Recount, paradigm: Paradigm, allocator: Allocator | None) -> None:
+    def __init__(self, recount: Recount, paradigm: Paradigm, assignments: Assignments) -> None:
         self.n_same = dict.fromkeys(KINDS, 0)
         self._paradigm = paradigm
-        self._allocator = allocator
+        self._assignments = assignments
+        self._allocator = assignments.allocator
         self._finished = recount.finished
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
         self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership)], key=lambda row: int(row["seq"]))
@@ -126,10 +128,19 @@ class _Replay:
 
     def _actions(self, event: Row) -> list[Action]:
         """What the run must have done: new batch sizes first, as decisions with the inputs of both controllers."""
-        now_s, worker, unknown = event["now_s"], event["worker"], (math.nan,)
-        happened: Event = Left(now_s, worker)
+        unknown = (math.nan,)
+        happened: Event = Left(event["now_s"], event["worker"])
         if "change" not in event:
-            happened = Pushed(now_s, worker, event["compute_s"] / event["share"], event["loss"])
+            happened = Pushed(
+                event["now_s"],
+                event["worker"],
+                event["compute_s"] / event["share"],
+                event["loss"],
+                event["local_steps"],
+                event["pull_s"],
+                event["comm_s"] - event["pull_s"],
+                event["encode_s"],
+            )
         try:
             allocated = self._allocated(event)
             actions = self._paradigm.handle(happened)
@@ -189,8 +200,7 @@ class _Replay:
         if self._stopping and not stops:
             raise _Differs("grants", f"{_tell(row)} lets a worker go on when the run is over")
         self._stopping = stops
-        credits = 0 if stops else action.credits
-        self._grant(row, (action.worker, action.iteration, action.gap_iters, credits, action.held_s))
+        self._grant(row, replace(action, credits=0) if stops else action)
 
     def _expect_stops(self, answer: list[Row], cut: bool) -> None:
         """What is left of an answer: nothing, or a stop grant to each of the held."""
@@ -201,25 +211,20 @@ class _Replay:
             self._stopping = True
             pushes = self._pushes[row["worker"]]
             gap_iters = pushes - min((self._pushes[worker] for worker in self._active), default=0)
-            self._grant(row, (row["worker"], pushes + 1, gap_iters, 0, row["now_s"] - held["now_s"]))
+            self._grant(row, Grant(row["worker"], pushes + 1, gap_iters, 0, row["now_s"] - held["now_s"]))
         if self._stopping and self._held and not cut:
             push = next(iter(self._held.values()))
             raise _Differs("grants", f"the run is over, but the push of seq {push['seq']} has no stop grant")
 
-    def _grant(self, row: Row, expected: tuple[Any, ...]) -> None:
-        """expected: up to `held_s`; what the worker may compute follows from what it computed, or is given out."""
+    def _grant(self, row: Row, grant: Grant) -> None:
         names: tuple[str, ...] = ("worker", "iteration", "gap_iters", "credits", "held_s")
-        self._equal("grants", row, tuple(row[name] for name in names), expected)
+        self._equal("grants", row, tuple(row[name] for name in names), tuple(getattr(grant, name) for name in names))
         push = self._held.pop(row["worker"])
-        batch_size, local_steps, first_sample = push["batch_size"], push["local_steps"], -1
-        if self._stopping:
-            batch_size = local_steps = 0
-        elif self._allocator is not None:
-            first_sample, batch_size = self._allocator.hand_out(row["worker"])
-        names = ("version", "batch_size", "local_steps", "first_sample")
-        self._equal(
-            "grants", row, tuple(row[name] for name in names), (self._version, batch_size, local_steps, first_sample)
-        )
+        assigned = STOP
+        if not self._stopping:
+            assigned = self._assignments.next(grant, push["batch_size"], push["local_steps"])
+        names = ("version", *Assignment._fields)
+        self._equal("grants", row, tuple(row[name] for name in names), (self._version, *assigned))
         self.n_same["grants"] += 1
 
     def _equal(self, kind: str, row: Row, recorded: tuple[Any, ...], expected: tuple[Any, ...]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 APPLIED, DROPPED = 0, 1
 OUTCOMES = {"applied": APPLIED, "dropped": DROPPED}
@@ -34,7 +34,8 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 #
 # `share` is 1, or of an iteration that was cancelled the share of its samples that was computed: `compute_s` and `loss`
 # are of these. `predicted_fixed_s` and `predicted_sample_s` are what the worker predicts for its next iterations: so
-# many seconds, and so many for each sample; NaN where nobody asks. `weight` is what the gradient was multiplied by in
+# many seconds, and so many for each sample; NaN where nobody asks. `pull_s` is the part of `comm_s` that is before the
+# computation, `encode_s` the compression after it, which is in no other column. `weight` is what the gradient was multiplied by in
 # its update, 0 for a dropped one.
 PUSHES = np.dtype(
     [
@@ -56,6 +57,8 @@ PUSHES = np.dtype(
         ("share", "<f8"),
         ("predicted_fixed_s", "<f8"),
         ("predicted_sample_s", "<f8"),
+        ("pull_s", "<f8"),
+        ("encode_s", "<f8"),
         ("weight", "<f8"),
         ("outcome", "<i1"),
     ]
@@ -64,7 +67,9 @@ PUSHES = np.dtype(
 # One row per grant. `iteration` is the one that the worker may now start, `version` the one that it will read. A grant
 # of zero local steps (and batch size zero) ends the worker's part in the run. `first_sample` is where in the run's
 # endless sequence of samples those of the iteration begin, -1 where that follows from worker and iteration
-# (`learning.data`).
+# (`learning.data`). `local_steps` -1: as many as fit into `commit_s` seconds, from the end of reading the weights to the
+# end of the last step; `batch_size` is then that of each. `ratio` is the share of its contribution that the worker
+# sends, NaN where the compression says that.
 GRANTS = np.dtype(
     [
         ("seq", "<i8"),
@@ -75,9 +80,11 @@ GRANTS = np.dtype(
         ("gap_iters", "<i8"),
         ("credits", "<i8"),
         ("held_s", "<f8"),
+        ("first_sample", "<i8"),
         ("batch_size", "<i4"),
         ("local_steps", "<i4"),
-        ("first_sample", "<i8"),
+        ("commit_s", "<f8"),
+        ("ratio", "<f8"),
     ]
 )
 

@@ -1,0 +1,101 @@
+"""How a job's contributions are compressed: between torch's flat vectors and `compression`'s arrays, which share memory.
+
+A worker's `Compressor` remembers what it has not sent yet, or whatever else its codec keeps; whoever decodes needs to
+know the job and the model alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcsync import compression
+from hpcsync.compression import Codec, Layout
+from hpcsync.job import Job
+from hpcsync.job_compression import Dense
+
+
+class Compressor:
+    """One worker's."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+
+    def encode(self, vector: torch.Tensor, shards: Sequence[slice], ratio: float = math.nan) -> list[torch.Tensor]:
+        """Of a flat vector, shape (size,), what the holder of each shard is to be given: tensors of the vector's type
+        that are in truth only bytes. ratio: see `compression.Codec.encode`."""
+        encoded = self.codec.encode(as_array(vector), ratio)
+        return [_as_elements(encoded.payload(shard.start, shard.stop), vector) for shard in shards]
+
+
+class Compression:
+    """All that is alike on all ranks. shapes: of the model's tensors, in the order in which they lie in the flat
+    vector, which is of type `dtype`."""
+
+    def __init__(self, job: Job, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+        assert not isinstance(job.compression, Dense)
+        self._name, self._options = job.compression.name, job.compression.options
+        self._layout, self._dtype = Layout(shapes), dtype
+        self._seed = job.seed
+        self._decoder = self._create(seed=0)
+
+    def compressor(self, worker: int) -> Compressor:
+        """Of a worker that begins; what it draws differs from what others draw."""
+        seed = int(np.random.SeedSequence([self._seed, 4, worker]).generate_state(1)[0])
+        return Compressor(self._create(seed=seed))
+
+    def slot_size(self, shard: slice) -> int:
+        """Elements that have room for any payload of the shard."""
+        return -(-self._decoder.capacity(shard.start, shard.stop) // self._dtype.itemsize)
+
+    def nominal_bytes(self, shard: slice, ratio: float = math.nan) -> int:
+        """What its payload takes as a rule."""
+        return _padded(self._decoder.nominal_bytes(shard.start, shard.stop, ratio), self._dtype.itemsize)
+
+    def decode(self, payload: torch.Tensor, into: torch.Tensor, shard: slice) -> None:
+        """Fill a shard, shape (stop - start,), with what this payload says; there may be anything behind it."""
+        octets = as_array(payload.view(torch.uint8))
+        into.copy_(as_tensor(self._decoder.decode(octets, shard.start, shard.stop)))
+
+    def _create(self, seed: int) -> Codec:
+        return compression.create(self._name, self._layout, _numpy_dtype(self._dtype), seed=seed, **self._options)
+
+
+def of_job(job: Job, parameters: Sequence[torch.nn.Parameter]) -> Compression | None:
+    """Of a model with these trainable parameters. None where contributions are sent as they are."""
+    if not job.compresses:
+        return None
+    return Compression(job, [tuple(p.shape) for p in parameters], parameters[0].dtype)
+
+
+def as_array(tensor: torch.Tensor) -> Any:
+    """The same memory as an array of NumPy, or of CuPy where it is a GPU's."""
+    if not tensor.is_cuda:
+        return tensor.numpy()
+    import cupy
+
+    return cupy.from_dlpack(tensor)
+
+
+def as_tensor(array: Any) -> torch.Tensor:
+    return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
+
+
+def _as_elements(octets: Any, like: torch.Tensor) -> torch.Tensor:
+    """Bytes, followed by some more if that is needed, as a tensor of another one's type."""
+    tensor = as_tensor(octets)
+    if missing := _padded(len(tensor), like.itemsize) - len(tensor):
+        tensor = torch.nn.functional.pad(tensor, (0, missing))
+    return tensor.view(like.dtype)
+
+
+def _padded(n_bytes: int, itemsize: int) -> int:
+    return -(-n_bytes // itemsize) * itemsize
+
+
+def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype).numpy().dtype

@@ -1,0 +1,125 @@
+"""Workers that train by themselves and now and then meet the servers: elastic averaging, and those that commit."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from mpi4py import MPI
+
+from hpcsync.job import Job
+from hpcsync.job_paradigms import Easgd
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.peer import LocalOptimizer
+from hpcsync.learning.rules import towards
+from hpcsync.learning.schedule import worker_rate
+from hpcsync.mpi.placement import Placement
+from hpcsync.mpi.session import WorkerSession
+from hpcsync.paradigms.protocol import UNTIL
+
+
+class LocalStepsSession(WorkerSession):
+    """A push is of several iterations, each of them a step of the worker's own optimizer.
+
+    A worker that leaves between two pushes leaves what it did since the first of them behind.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+    ) -> None:
+        super().__init__(comm, job, model, placement)
+        self._local = LocalOptimizer(self.flat.weights, optimizer)
+        self._rate = worker_rate(job)
+        self._steps = 0
+        self._samples = 0
+        self._stretch = _Stretch()
+
+    def _handed_out(self) -> tuple[int, int]:
+        assignment = self._engine.assignment
+        n_samples = assignment.batch_size // assignment.local_steps
+        return assignment.first_sample + self._stretch.steps * n_samples, n_samples
+
+    def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
+        lr = self._rate(self._samples, self._steps)
+        batch_size = self._iterations.batch_size
+        self._steps += 1
+        self._samples += batch_size
+        self._stretch.add(begin_s, batch_size, loss)
+        self._step(end_s, lr)
+
+    def _is_due(self, end_s: float) -> bool:
+        """Whether the iteration that has ended is the last before a push."""
+        assignment = self._engine.assignment
+        if assignment.local_steps == UNTIL:
+            return end_s - self._engine.read_s >= assignment.commit_s
+        return self._stretch.steps == assignment.local_steps
+
+    def _push(self, end_s: float) -> None:
+        stretch, self._stretch = self._stretch, _Stretch()
+        self._engine.step(stretch.begin_s, end_s, stretch.samples, stretch.loss / stretch.steps, stretch.steps)
+
+    @abstractmethod
+    def _step(self, end_s: float, lr: float) -> None:
+        """Make the step along the gradient, and push if that is due."""
+
+
+class ElasticSession(LocalStepsSession):
+    """With the gradient of its last iteration a worker gives its position, and reads where the centre was before that
+    position moved it. Both moves done, it makes the gradient's step."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+    ) -> None:
+        super().__init__(comm, job, model, placement, optimizer)
+        assert isinstance(job.paradigm, Easgd)
+        self._alpha = job.paradigm.moving_rate(job.cluster.workers)
+
+    def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._centre = torch.empty_like(self.flat.weights)
+        return self._centre, self.flat.weights
+
+    def _step(self, end_s: float, lr: float) -> None:
+        if self._is_due(end_s):
+            self._local.drop_look_ahead()
+            self._push(end_s)
+            if not self._engine.stopped:
+                self.flat.weights.add_(towards(self.flat.weights, self._centre, self._alpha))
+                self._local.look_ahead()
+        if not self._engine.stopped:
+            self._local.step(self.flat.gradient, lr)
+
+
+class CommittingSession(LocalStepsSession):
+    """A worker gives by how much its steps have changed the weights since it read them, and goes on from the servers'.
+    What its optimizer remembers, momentum for one, stays with it."""
+
+    def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        self._read, self._change = (torch.empty_like(self.flat.weights) for _ in range(2))
+        return self._read, self._change
+
+    def _step(self, end_s: float, lr: float) -> None:
+        self._local.step(self.flat.gradient, lr)
+        if self._is_due(end_s):
+            self._local.drop_look_ahead()
+            torch.sub(self.flat.weights, self._read, out=self._change)
+            self._push(end_s)
+            if not self._engine.stopped:
+                self.flat.weights.copy_(self._read)
+                self._local.look_ahead()
+
+
+class _Stretch:
+    """The iterations since the last push."""
+
+    def __init__(self) -> None:
+        self.begin_s = 0.0
+        self.steps = 0
+        self.samples = 0
+        self.loss = 0.0  # sum
+
+    def add(self, begin_s: float, batch_size: int, loss: float) -> None:
+        if self.steps == 0:
+            self.begin_s = begin_s
+        self.steps += 1
+        self.samples += batch_size
+        self.loss += loss
