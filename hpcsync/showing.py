@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -11,7 +13,9 @@ from rich.table import Table
 from hpcsync.job import Job, Script
 from hpcsync.job_cluster import Change, Cluster, Network
 from hpcsync.job_paradigms import (
+    Adsp,
     AllReduce,
+    Ashl,
     Asp,
     Bsp,
     Dssp,
@@ -28,6 +32,7 @@ from hpcsync.job_paradigms import (
     Paradigm,
     Ssp,
 )
+from hpcsync.learning import compressing
 from hpcsync.learning.validation import check
 from hpcsync.roles import Roles
 
@@ -53,8 +58,9 @@ def rows(job: Job) -> list[tuple[str, str]]:
         ("ranks", f"{job.cluster.ranks}: {_who_is_who(job.cluster)}"),
         ("parameters", f"{size:,} of {itemsize} bytes ({str(parameters[0].dtype).removeprefix('torch.')})"),
         *_shard_rows(job.cluster, size),
-        _moves(job, size * itemsize),
+        _moves(job, size * itemsize, _sent(job, parameters)),
         *_k_rows(job.paradigm, job.cluster.workers),
+        *_commit_rows(job.paradigm),
         ("samples an iteration", _samples(job, job.workload.batch_size)),
         *_cluster_rows(job.cluster),
         ("ends at", " or ".join(f"{key} = {value:,}" for key, value in job.stop if value is not None)),
@@ -73,20 +79,40 @@ def _shard_rows(cluster: Cluster, size: int) -> list[tuple[str, str]]:
     return [("shard of a server", " or ".join(f"{n:,}" for n in sizes) + " parameters")]
 
 
-def _moves(job: Job, size_bytes: int) -> tuple[str, str]:
+def _sent(job: Job, parameters: Sequence[torch.nn.Parameter]) -> str:
+    """How many bytes a worker sends, where these parameters' are as many to it."""
+    compression = compressing.of_job(job, parameters)
+    if compression is None:
+        return "as many"
+    shards = Roles(max(1, job.cluster.servers), job.cluster.workers).shards(sum(p.numel() for p in parameters))
+
+    def about(ratio: float = math.nan) -> str:
+        return f"about {sum(compression.nominal_bytes(shard, ratio) for shard in shards):,}"
+
+    if isinstance(job.paradigm, Ashl):
+        coarse, fine = (about(ratio) for ratio in (job.paradigm.ratio_coarse, job.paradigm.ratio_fine))
+        return f"{coarse} ({job.compression.name}; in the fine stage {fine}) or more"
+    return f"{about()} ({job.compression.name})"
+
+
+def _moves(job: Job, size_bytes: int, sent: str) -> tuple[str, str]:
     match job.paradigm:
         case Easgd(period=n):
             return _every(n), f"{size_bytes:,} bytes of weights from the worker, and as many of the centre's to it"
+        case AllReduce() if job.compresses:
+            return "an iteration moves", f"of {size_bytes:,} bytes of gradient {sent} from each worker to the others"
         case AllReduce():
             return "an iteration moves", f"{size_bytes:,} bytes of gradient, summed among the workers"
         case LocalSgd(steps=n):
             return _every(n), f"{size_bytes:,} bytes of weights, summed among the workers"
         case Gossip(period=n):
             return _every(n), f"{size_bytes:,} bytes of weights from one worker to another, for each worker"
+        case Ashl() | Adsp():
+            return "a push moves", f"{size_bytes:,} bytes of weights to the worker, and {sent} of their change from it"
         case _:
             return (
                 "an iteration moves",
-                f"{size_bytes:,} bytes of weights to the worker, and as many of gradient from it",
+                f"{size_bytes:,} bytes of weights to the worker, and {sent} of gradient from it",
             )
 
 
@@ -104,6 +130,37 @@ def _k_rows(paradigm: Paradigm, n_workers: int) -> list[tuple[str, str]]:
     }
     start = paradigm.k_at_first(n_workers)
     return [("k", f"{paradigm.k_min} to {n_workers}, at first {start}: follows {follows[paradigm.k]}")]
+
+
+def _commit_rows(paradigm: Paradigm) -> list[tuple[str, str]]:
+    match paradigm:
+        case Ashl(loss_preset=preset) as ashl:
+            until = (
+                f"improves by less than {100 * ashl.plateau:g} % over five rounds"
+                if preset is None
+                else f"is {preset:g}"
+            )
+            ahead = f"nobody starts more than {ashl.staleness} pushes ahead of the slowest"
+            return [
+                ("at first", f"{ashl.warmup + ashl.profiled} pushes of one local step, the last {ashl.profiled} timed"),
+                ("coarse stage", f"{_steps(ashl.steps_coarse)}; nobody waits; until the average loss {until}"),
+                ("fine stage", f"{_steps(ashl.steps_fine)}; {ahead}"),
+            ]
+        case Adsp(commits=commits) as adsp:
+            within = f"in {adsp.check_period_s:g} s, at least {adsp.interval_min_s:g} s apart"
+            missed = ", and what is missed is made up for" if adsp.rule == "cumulative" else ""
+            if commits is not None:
+                return [("pushes", f"{commits} of each worker {within}{missed}")]
+            again = f"{adsp.search_every_s:g} s and when the average loss has risen by {100 * adsp.loss_rise:g} %"
+            return [
+                ("pushes", f"equally many of each worker {within}{missed}\nhow many is searched for, every {again}")
+            ]
+        case _:
+            return []
+
+
+def _steps(n: int) -> str:
+    return f"{n} local steps of the slowest worker, and as many of the others as take as long"
 
 
 def _samples(job: Job, batch_size: int) -> str:
@@ -192,6 +249,11 @@ def in_words(job: Job) -> str:
             rate = easgd.moving_rate(job.cluster.workers)
             together = "all workers at once" if synchronous else "each worker when it suits it"
             return f"workers and the centre move {rate:.3g} of their distance towards each other, {together}"
+        case Ashl(share=share):
+            counts = "counts as the data behind it" if share == "data" else "counts as much as any other"
+            return f"workers push how local steps have changed their weights, all expected at once; a push {counts}"
+        case Adsp():
+            return "workers push how local steps have changed their weights, equally often, and go on without waiting"
         case AllReduce():
             return "every update is the mean of all workers' gradients, which they sum among themselves"
         case LocalSgd(steps=steps, outer_lr=1.0, outer_momentum=0.0):

@@ -116,6 +116,87 @@ def test_how_batches_are_given_out(batches: dict, lines: list[str]) -> None:
     assert dict(rows(job({"name": "asp"}, batches=batches)))["samples an iteration"].split("\n") == lines
 
 
+# ---- what a push moves, and when ----
+
+
+def moves(paradigm: dict, **tables: dict) -> str:
+    return next(words for key, words in rows(job(paradigm, **tables)) if key.endswith(("moves", "move")))
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "tables", "words"),
+    [
+        ({"name": "asp"}, {"compression": {"name": "none"}}, "and as many of gradient from it"),
+        ({"name": "asp"}, {"compression": {"name": "fp16"}}, "and about 2,004 (fp16) of gradient from it"),
+        ({"name": "adsp"}, {"compression": {"name": "fp16"}}, "and about 2,004 (fp16) of their change from it"),
+        ({"name": "adsp"}, {}, "4,004 bytes of weights to the worker, and as many of their change from it"),
+        ({"name": "ashl"}, {}, "4,004 bytes of weights to the worker, and as many of their change from it"),
+        (
+            {"name": "allreduce"},
+            {"compression": {"name": "fp16"}},
+            "of 4,004 bytes of gradient about 2,004 (fp16) from each worker to the others",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_compressed_moves_fewer_bytes(paradigm: dict, tables: dict, words: str) -> None:
+    assert moves(paradigm, **tables).endswith(words)
+
+
+LINEAR = {"name": "linear", "features": 1001}  # of 8 bytes; 100 values and their positions (4 bytes) are a tenth
+
+
+@pytest.mark.parametrize(("servers", "sent"), [(1, "1,208"), (4, "1,248")])  # each is told how many there are
+def test_every_server_is_sent_a_payload_of_its_own(servers: int, sent: str) -> None:
+    found = moves(
+        {"name": "bsp"}, workload=LINEAR, compression={"name": "top-k", "ratio": 0.1}, cluster={"servers": servers}
+    )
+    assert found == f"8,008 bytes of weights to the worker, and about {sent} (top-k) of gradient from it"
+
+
+def test_under_ashl_the_ratios_are_its_own() -> None:
+    found = moves({"name": "ashl"}, workload=LINEAR, compression={"name": "top-k", "ratio": 0.01})
+    sent = "and about 608 (top-k; in the fine stage about 1,208) or more of their change from it"
+    assert found == f"8,008 bytes of weights to the worker, {sent}"
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "expected"),
+    [
+        (
+            {"name": "ashl", "warmup": 2, "profiled": 6},
+            {
+                "at first": "8 pushes of one local step, the last 6 timed",
+                "coarse stage": "16 local steps of the slowest worker, and as many of the others as take as long; "
+                "nobody waits; until the average loss improves by less than 1 % over five rounds",
+                "fine stage": "4 local steps of the slowest worker, and as many of the others as take as long; "
+                "nobody starts more than 2 pushes ahead of the slowest",
+            },
+        ),
+        (
+            {"name": "adsp", "check_period_s": 3},
+            {
+                "pushes": "equally many of each worker in 3 s, at least 0.5 s apart, and what is missed is made up "
+                "for\nhow many is searched for, every 50 s and when the average loss has risen by 30 %"
+            },
+        ),
+        (
+            {"name": "adsp", "commits": 4, "rule": "released", "interval_min_s": 5},
+            {"pushes": "4 of each worker in 60 s, at least 5 s apart"},
+        ),
+    ],
+    ids=str,
+)
+def test_when_commits_are_made(paradigm: dict, expected: dict[str, str]) -> None:
+    shown = dict(rows(job(paradigm)))
+    assert {key: shown[key] for key in expected} == expected
+
+
+def test_the_coarse_stage_may_end_at_a_loss() -> None:
+    shown = dict(rows(job({"name": "ashl", "loss_preset": 0.25})))
+    assert shown["coarse stage"].endswith("; until the average loss is 0.25")
+
+
 def test_a_share_that_is_fixed_is_told() -> None:
     shown = rows(job({"name": "asp"}, cluster={"compute": {**CONSTANT, "fixed_share": 0.3}}))
     assert dict(shown)["iterations take"] == (
@@ -175,6 +256,9 @@ def test_every_k_has_words(paradigm: dict, words: str) -> None:
         ({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, "more than 1 iterations ahead"),
         ({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, "never more than 4"),
         ({"name": "dssp", "staleness_min": 1, "staleness_max": 4, "mode": "paper"}, "no bound"),
+        ({"name": "ashl"}, "a push counts as the data behind it"),
+        ({"name": "ashl", "share": "equal"}, "a push counts as much as any other"),
+        ({"name": "adsp"}, "equally often"),
     ],
 )
 def test_every_paradigm_has_words(paradigm: dict, words: str) -> None:
