@@ -127,7 +127,7 @@ def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, c
         schedule.n_workers,
         bound_iters,
         grants_first=paradigm.name == "easgd",
-        slowest_waits=paradigm.name.startswith("k-"),
+        slowest_waits=paradigm.name in ("ashl", "adsp") or paradigm.name.startswith("k-"),
         decision_fields=paradigm.decision_fields,
     )
     order = itertools.count()  # of events at the same time: first scheduled, first handled

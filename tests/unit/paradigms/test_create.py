@@ -17,6 +17,7 @@ OPTIONS = {
     "k-batch-sync": {"k": "min"},
     "k-async": {"k": "state", "staleness_max": None},
     "k-batch-async": {"k": 1, "staleness_weight": "inverse"},
+    "ashl": {"loss_preset": 0.5, "share": "equal"},
 }
 
 
@@ -32,6 +33,7 @@ def test_only_adaptive_paradigms_have_decision_fields():
         "dssp",
         "k-batch-sync",
         "k-async",
+        "ashl",
     }
 
 
@@ -55,6 +57,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         ("k-sync", {}),
         ("k-sync", {"k": 2, "staleness_max": 3}),
         ("k-batch-async", {"k": 2, "cancel": "drop"}),
+        ("ashl", {"local_steps": 4}),
     ],
 )
 def test_options_that_do_not_fit_are_refused(name, options):

@@ -28,6 +28,12 @@ ALL = {
     "k-batch-sync": ("k-batch-sync", {"k": "loss"}),
     "k-async": ("k-async", {"k": "min", "staleness_max": None}),
     "k-batch-async": ("k-batch-async", {"k": "state", "staleness_max": 2, "staleness_weight": "inverse"}),
+    # Through all stages within a schedule.
+    "ashl": ("ashl", {"warmup": 1, "profiled": 2, "loss_preset": 0.2, "staleness": 1}),
+    "ashl-plateau": (
+        "ashl",
+        {"warmup": 0, "profiled": 2, "plateau": 0.9, "staleness": 0, "ratio_coarse": None, "ratio_fine": None},
+    ),
 }
 every_paradigm = pytest.mark.parametrize("which", ALL)
 
