@@ -10,8 +10,12 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from hpcsync.compression.codec import Codec, Encoded, Layout
+from hpcsync.compression.dgc import DGC
 from hpcsync.compression.feedback import ErrorFeedback
 from hpcsync.compression.halves import Bf16, Fp16
+from hpcsync.compression.powersgd import PowerSGD
+from hpcsync.compression.qsgd import QSGD
+from hpcsync.compression.signs import OneBit, Sign
 from hpcsync.compression.sparse import RandomK, TopK
 
 __all__ = ["CODECS", "Codec", "Encoded", "ErrorFeedback", "Layout", "create"]
@@ -19,6 +23,11 @@ __all__ = ["CODECS", "Codec", "Encoded", "ErrorFeedback", "Layout", "create"]
 CODECS: dict[str, type[Codec]] = {
     "top-k": TopK,
     "random-k": RandomK,
+    "dgc": DGC,
+    "qsgd": QSGD,
+    "one-bit": OneBit,
+    "sign": Sign,
+    "powersgd": PowerSGD,
     "fp16": Fp16,
     "bf16": Bf16,
 }

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from hpcsync.compression.codec import Array, Codec, Encoded, namespace
+from hpcsync.compression.powersgd import PowerSGD
 
 
 class ErrorFeedback(Codec):
@@ -35,6 +37,15 @@ class ErrorFeedback(Codec):
             self.residual = namespace(vector).zeros_like(vector)
         self.residual += vector
         return self.residual
+
+    def mean(self, vector: Array, all_mean: Callable[[Array], Array]) -> Array:
+        """The mean of all ranks' vectors as PowerSGD finds it; what is kept is this rank's own less that mean."""
+        if not isinstance(self.codec, PowerSGD):
+            raise TypeError(f"{type(self.codec).__name__} takes no means")
+        corrected = self._corrected(vector)
+        found = self.codec.mean(corrected, all_mean)
+        corrected -= found
+        return found
 
     def decode(self, payload: Array, begin: int, end: int) -> Array:
         return self.codec.decode(payload, begin, end)

@@ -1,0 +1,110 @@
+"""One bit for each element of a matrix, and what the two values of the bit stand for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+
+import numpy as np
+
+from hpcsync.compression.codec import Array, Codec, Encoded, Layout, Piece, blocks, joined, namespace
+
+
+class Bits(Encoded):
+    """A payload is two values for each matrix that it touches, the elements of small tensors, and bits for all."""
+
+    def __init__(self, layout: Layout, stands_for: Array, vector: Array, bits: Array) -> None:
+        self.layout = layout
+        self.stands_for = stands_for  # (tensors, 2): what a cleared bit and a set one stand for
+        self.small = {
+            piece.tensor: vector[piece.begin : piece.end].copy()
+            for piece in layout.pieces(0, layout.size)
+            if layout.is_small(piece.tensor)
+        }
+        self.bits = bits
+
+    def payload(self, begin: int, end: int) -> Array:
+        parts = []
+        for piece in self.layout.pieces(begin, end):
+            if piece.tensor in self.small:
+                first = self.layout.begins[piece.tensor]
+                parts.append(self.small[piece.tensor][piece.begin - first : piece.end - first])
+            else:
+                parts.append(self.stands_for[piece.tensor])
+        return joined([*parts, namespace(self.bits).packbits(self.bits[begin:end])])
+
+
+class Signs(Codec):
+    """Codecs that send whether an element is negative. 0 is not. Small tensors are sent as they are."""
+
+    biased = True
+
+    def _encode(self, vector: Array, ratio: float) -> Encoded:
+        xp = namespace(vector)
+        bits = vector >= 0
+        stands_for = xp.zeros((len(self.layout.sizes), 2), self.dtype)
+        for piece in self.layout.pieces(0, self.layout.size):
+            if not self.layout.is_small(piece.tensor):
+                self._measure(vector[piece.begin : piece.end], bits[piece.begin : piece.end], stands_for[piece.tensor])
+        return Bits(self.layout, stands_for, vector, bits)
+
+    @abstractmethod
+    def _measure(self, tensor: Array, bits: Array, stands_for: Array) -> None:
+        """Write into the last what a cleared bit and a set one stand for."""
+
+    def decode(self, payload: Array, begin: int, end: int) -> Array:
+        xp, itemsize = namespace(payload), self.dtype.itemsize
+        vector = xp.empty(end - begin, self.dtype)
+        pieces = list(self._pieces(begin, end))
+        bits_begin = sum(n_values for _, n_values in pieces) * itemsize
+        values, packed = payload[:bits_begin].view(self.dtype), payload[bits_begin:]
+        bits_of = xp.unpackbits(xp.arange(256, dtype=np.uint8))
+        for piece, n_values in pieces:
+            low, high = piece.begin - begin, piece.end - begin
+            if self.layout.is_small(piece.tensor):
+                vector[low:high] = values[:n_values]
+            else:
+                eights = values[bits_of].reshape(256, 8)  # elements for each byte
+                of_bytes = xp.take(eights, packed[low // 8 : -(-high // 8)], axis=0)
+                vector[low:high] = of_bytes.reshape(-1)[low % 8 :][: high - low]
+            values = values[n_values:]
+        return vector
+
+    def capacity(self, begin: int, end: int) -> int:
+        n_values = sum(n_values for _, n_values in self._pieces(begin, end))
+        return n_values * self.dtype.itemsize + -(-(end - begin) // 8)
+
+    def _pieces(self, begin: int, end: int) -> Iterator[tuple[Piece, int]]:
+        """And how many values are sent for each."""
+        for piece in self.layout.pieces(begin, end):
+            yield piece, piece.end - piece.begin if self.layout.is_small(piece.tensor) else 2
+
+
+class OneBit(Signs):
+    """1-bit SGD (Seide et al., Interspeech 2014): negatives become their mean, the others theirs.
+
+    Means are of a matrix, in the paper of each of its columns. Error feedback is part of it.
+    """
+
+    def _measure(self, tensor: Array, bits: Array, stands_for: Array) -> None:
+        xp, n_others = namespace(tensor), bits.sum()
+        for block in blocks(len(tensor)):
+            stands_for[0] += xp.minimum(tensor[block], 0).sum()
+            stands_for[1] += xp.maximum(tensor[block], 0).sum()
+        stands_for[0] /= xp.maximum(len(tensor) - n_others, 1)
+        stands_for[1] /= xp.maximum(n_others, 1)
+
+
+class Sign(Signs):
+    """EF-signSGD (Karimireddy et al., ICML 2019, Algorithm 1): the sign, times the mean magnitude of the matrix.
+
+    There the learning rate is inside, p = lr g + e. Here the optimizer's comes after it, which is the same while it
+    stays what it is.
+    """
+
+    def _measure(self, tensor: Array, bits: Array, stands_for: Array) -> None:
+        xp = namespace(tensor)
+        for block in blocks(len(tensor)):
+            stands_for[1] += xp.abs(tensor[block]).sum()
+        stands_for[1] /= len(tensor)
+        stands_for[0] = -stands_for[1]
