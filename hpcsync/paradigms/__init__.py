@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from hpcsync.paradigms.adsp import ADSP
 from hpcsync.paradigms.ashl import ASHL
 from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.bsp import BSP
@@ -45,6 +46,7 @@ PARADIGMS: dict[str, Callable[..., Paradigm]] = {
     "k-async": KAsync,
     "k-batch-async": KBatchAsync,
     "ashl": ASHL,
+    "adsp": ADSP,
 }
 
 
@@ -54,7 +56,8 @@ def create(name: str, n_workers: int, **options: Any) -> Paradigm:
     options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; easgd `synchronous`; the k family `k`,
     `k_min`, `k_start`, and k-sync and k-batch-sync `cancel`, k-async and k-batch-async `staleness_max` and
     `staleness_weight`; ashl `steps_coarse`, `steps_fine`, `staleness`, `ratio_coarse`, `ratio_fine`, `loss_preset`,
-    `plateau`, `share`, `warmup`, `profiled`; bsp and asp have none.
+    `plateau`, `share`, `warmup`, `profiled`; adsp `check_period_s`, `interval_min_s`, `rule`, `commits`,
+    `search_every_s`, `loss_rise`, `loss_target`; bsp and asp have none.
 
     Raises ValueError for an unknown name or a value that is not allowed, TypeError for an option that the
     paradigm does not have or that is missing.

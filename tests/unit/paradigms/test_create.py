@@ -18,6 +18,7 @@ OPTIONS = {
     "k-async": {"k": "state", "staleness_max": None},
     "k-batch-async": {"k": 1, "staleness_weight": "inverse"},
     "ashl": {"loss_preset": 0.5, "share": "equal"},
+    "adsp": {"rule": "released"},
 }
 
 
@@ -34,6 +35,7 @@ def test_only_adaptive_paradigms_have_decision_fields():
         "k-batch-sync",
         "k-async",
         "ashl",
+        "adsp",
     }
 
 

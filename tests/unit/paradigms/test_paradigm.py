@@ -34,6 +34,8 @@ ALL = {
         "ashl",
         {"warmup": 0, "profiled": 2, "plateau": 0.9, "staleness": 0, "ratio_coarse": None, "ratio_fine": None},
     ),
+    "adsp": ("adsp", {"check_period_s": 4.0, "search_every_s": 8.0}),
+    "adsp-fixed": ("adsp", {"check_period_s": 4.0, "commits": 3, "rule": "released"}),
 }
 every_paradigm = pytest.mark.parametrize("which", ALL)
 

@@ -1,0 +1,236 @@
+"""ADSP (Hu, Wang and Wu, AAAI 2020): nobody waits; everybody commits as often, however many steps it has made.
+
+Workers make local steps and commit the change of their weights, of which the servers take one M-th, M the active
+workers. When to commit is a matter of time, not of steps: in each check period a worker is to commit dC times, so one
+
+    max(interval_min_s, period / dC - O)
+
+after it has read the weights, O what its last commit took (compressing, pushing, pulling). By the rule
+
+    cumulative  dC = C_target - c, c the worker's commits so far, C_target the same for all and `commits` more in each
+                period: who has fallen behind catches up (the paper)
+    released    dC = `commits` for everybody (the released code): who is a little slower falls behind a little more
+
+How many commits a period should have is searched for (`planning.commit_rate`): all workers stop, work a period with c
+commits each, stop, and so on with c + 1 as long as the loss falls better. This is the only time that anybody waits.
+
+Where texts and code leave it open, a letter in this file marks the branch that settles it:
+
+    a  the global loss is an average over commits: 0.9 of what it was and 0.1 of the newest; losses that are not finite
+       say nothing. It moves with each commit, and so is slow to show what a trial of few commits did
+    b  time is known when a push comes: checks and ends of trials are at the first push at or after their time, and
+       periods that have passed unnoticed are made up for at once
+    c  a trial's points are the loss at its start, and at the first pushes from its middle and its end on. With c = 1
+       nobody pushes in between, so that its reward is that of nothing, and c = 2 is better if the loss falls at all
+    d  in a trial nobody is sent on for longer than what is left of it, so that all are back soon after its end
+    e  the run begins with a trial of 1, for which nobody has to stop; a later search begins with the present number
+    f  a search that finds no loss at all ends with its first trial
+    g  dC is at least 1, also of a worker that is ahead
+    h  after a search c and C_target start afresh from the worker that has committed most
+    i  a search is not begun while another is on: what the loss does and how long ago the last was counts from its end
+"""
+
+from __future__ import annotations
+
+import math
+
+from hpcsync.paradigms.paradigm import Paradigm
+from hpcsync.paradigms.protocol import UNTIL, Action, Apply, Decision, Grant, Pushed
+from hpcsync.planning.commit_rate import Search, reward
+
+RULES = ("cumulative", "released")
+
+LOSS_BETA = 0.1  # weight of the newest commit in the loss
+SHORTEST = 1e-6  # of a period: the least that anybody is sent on for
+
+
+class ADSP(Paradigm):
+    """Commit rates by worker, equal commits for all.
+
+    check_period_s: seconds of a check period, and of a trial.
+    interval_min_s: least time between two commits of a worker, up to the period. None: a sixth of it.
+    rule:           "cumulative" or "released".
+    commits:        of each worker in a period, up to as many as interval_min_s has room for. None: searched for.
+    search_every_s: a search begins so long after the last one's end. None: 1000 / 60 periods.
+    loss_rise:      and when from one check to the next the loss has risen by this share.
+    loss_target:    a trial's reward is one over the time to it. None: to 0.9 times the loss that the trial began with.
+
+    With a search, Decisions tell of each trial's end, "reward", its c with what it was worth and the losses from which
+    (what is missing is NaN, -inf a reward of nothing); and of the search's, "commits", what was chosen. They are of
+    the worker whose event brought the end on.
+    """
+
+    name = "adsp"
+    decision_fields = ("reward", "loss_start", "loss_middle", "loss_end")
+
+    def __init__(
+        self,
+        n_workers: int,
+        *,
+        check_period_s: float = 60.0,
+        interval_min_s: float | None = None,
+        rule: str = "cumulative",
+        commits: int | None = None,
+        search_every_s: float | None = None,
+        loss_rise: float = 0.3,
+        loss_target: float | None = None,
+    ) -> None:
+        super().__init__(n_workers)
+        if not (_is_number(check_period_s) and 0 < check_period_s < math.inf):
+            raise ValueError(f"check_period_s is {check_period_s}; a finite number above 0 is needed")
+        if interval_min_s is None:
+            interval_min_s = check_period_s / 6
+        if not (_is_number(interval_min_s) and 0 < interval_min_s <= check_period_s):
+            raise ValueError(
+                f"interval_min_s is {interval_min_s}; a number above 0 and up to check_period_s, {check_period_s}, or "
+                "None, is needed"
+            )
+        if rule not in RULES:
+            raise ValueError(f"rule is {rule!r}; one of {', '.join(RULES)} is needed")
+        most = math.floor(check_period_s / interval_min_s * (1 + 1e-12))
+        if commits is not None and not (isinstance(commits, int) and not isinstance(commits, bool) and commits >= 1):
+            raise ValueError(f"commits is {commits}; a whole number from 1 on, or None, is needed")
+        if commits is not None and commits > most:
+            raise ValueError(f"commits is {commits}, more than the {most} that intervals of {interval_min_s} s allow")
+        if search_every_s is None:
+            search_every_s = check_period_s * 1000 / 60
+        for name, value in (("search_every_s", search_every_s), ("loss_rise", loss_rise)):
+            if not (_is_number(value) and value > 0):
+                raise ValueError(f"{name} is {value}; a number above 0 is needed")
+        if loss_target is not None and not (_is_number(loss_target) and math.isfinite(loss_target)):
+            raise ValueError(f"loss_target is {loss_target}; a finite number or None is needed")
+        self.commits = commits or 1  # of each worker in a period
+        self._searches = commits is None
+        self._period_s = check_period_s
+        self._interval_min_s = interval_min_s
+        self._cumulative = rule == "cumulative"
+        self._most = most
+        self._search_every_s = search_every_s
+        self._loss_rise = loss_rise
+        self._loss_target = loss_target
+        self._overhead_s = [0.0] * n_workers
+        self._loss = math.nan
+        # Between searches: when the last one ended, checks since, and as it was at the last of them, C_target, c and
+        # the loss.
+        self._begun_s = 0.0
+        self._checks = 0
+        self._target = self.commits
+        self._counted = [0] * n_workers
+        self._loss_at_check = math.nan
+        # In a search: when the trial began, NaN before the first; its points, seconds since then and loss; and from
+        # when on everybody stops.
+        self._search: Search | None = None
+        self._trial_s = math.nan
+        self._points: list[tuple[float, float]] = []
+        self._stop_s = math.inf
+        if self._searches:  # (e)
+            self._search = Search(1, most)
+            self._trial_s = 0.0
+            self._stop_s = check_period_s
+
+    def first(self, worker: int) -> Grant:
+        return Grant(worker, 1, 0, 0, 0.0, local_steps=UNTIL, commit_s=self._commit_s(worker, 0.0))
+
+    def check(self) -> None:
+        """Assert the invariants: those of every paradigm, that nobody waits but for a trial, and the counts.
+
+        How far commits are apart depends on when workers come, which none of this knows. What can be said is that at
+        a check all were asked to have committed equally often at the next.
+        """
+        super().check()
+        active, held, pushes = self._progress.active, self._held_since_s, self._progress.pushes
+        if held:
+            assert self._search is not None, f"workers {sorted(held)} are held outside of a search"
+            assert self._now_s >= self._stop_s, f"workers {sorted(held)} are held in a trial"
+            early = sorted(worker for worker, since_s in held.items() if since_s < self._stop_s)
+            assert not early, f"workers {early} have been held since before the barrier"
+        assert 1 <= self.commits <= self._most, f"{self.commits} commits a period"
+        assert self._searches or self._search is None, "a search for commits that are given"
+        assert all(n <= now for n, now in zip(self._counted, pushes, strict=True)), "commits that were not made"
+        if self._search is None and self._cumulative:
+            asked = {self._counted[worker] + self._rate(worker) for worker in active if self._rate(worker) > 1}
+            assert asked <= {self._target}, f"workers are asked for {asked} commits, not all for {self._target}"
+
+    def _pushed(self, event: Pushed) -> list[Action]:
+        worker = event.worker
+        spent_s = (event.encode_s, event.push_s, event.pull_s)
+        self._overhead_s[worker] = math.fsum(time_s for time_s in spent_s if 0 <= time_s < math.inf)
+        if math.isfinite(event.loss):  # (a)
+            self._loss = event.loss if math.isnan(self._loss) else self._loss + LOSS_BETA * (event.loss - self._loss)
+        apply = Apply((worker,), (1 / len(self._progress.active),))
+        if self._search is None:
+            self._check_if_due(worker)
+        else:
+            self._sample()
+        if self._now_s < self._stop_s:
+            return [apply, self._go_on(worker)]
+        self._hold(worker)
+        return [apply, *self._pass_barrier(worker)]
+
+    def _left(self, worker: int) -> list[Action]:
+        return self._pass_barrier(worker)
+
+    def _rate(self, worker: int) -> int:
+        """dC of the worker."""
+        if self._search is not None:
+            return self._search.next_to_evaluate
+        return max(self._target - self._counted[worker], 1) if self._cumulative else self.commits  # (g)
+
+    def _commit_s(self, worker: int, now_s: float) -> float:
+        commit_s = max(self._interval_min_s, self._period_s / self._rate(worker) - self._overhead_s[worker])
+        return min(commit_s, max(self._stop_s - now_s, SHORTEST * self._period_s))  # (d)
+
+    def _go_on(self, worker: int) -> Grant:
+        return self._grant(worker, local_steps=UNTIL, commit_s=self._commit_s(worker, self._now_s))
+
+    def _check_if_due(self, worker: int) -> None:
+        """(b) The check that was due before this worker's push, if one was; begins a search if it is time."""
+        rose = False
+        checks = math.floor((self._now_s - self._begun_s) / self._period_s)
+        if checks > self._checks:
+            self._target += self.commits * (checks - self._checks)
+            self._checks = checks
+            self._counted = self._progress.pushes.copy()
+            self._counted[worker] -= 1
+            rise, before = self._loss - self._loss_at_check, self._loss_at_check
+            rose = rise > 0 and rise >= self._loss_rise * abs(before)
+            self._loss_at_check = self._loss
+        if self._searches and (rose or self._now_s - self._begun_s >= self._search_every_s):
+            self._search = Search(self.commits, self._most)  # (e)
+            self._trial_s, self._points, self._stop_s = math.nan, [], self._now_s
+
+    def _sample(self) -> None:
+        """(c) Take the points of the trial that are due, once a loss is known."""
+        for part in range(len(self._points), 3):
+            if self._now_s >= self._trial_s + part * self._period_s / 2 and not math.isnan(self._loss):
+                self._points.append((self._now_s - self._trial_s, self._loss))
+
+    def _pass_barrier(self, worker: int) -> list[Action]:
+        """Send everybody on once all stand still: into the next trial, or with the number that was found."""
+        if self._search is None or not self._held_since_s or self._held_since_s.keys() != self._progress.active:
+            return []
+        rows = [] if math.isnan(self._trial_s) else self._end_trial(worker, self._search)
+        if self._search is not None:
+            self._trial_s, self._points, self._stop_s = self._now_s, [], self._now_s + self._period_s
+            self._sample()
+        return [*rows, *(self._go_on(held) for held in sorted(self._held_since_s))]
+
+    def _end_trial(self, worker: int, search: Search) -> list[Decision]:
+        c = search.next_to_evaluate
+        losses = [loss for _, loss in self._points]
+        worth = reward([time_s for time_s, _ in self._points], losses, self._loss_target)
+        inputs = (worth, *losses, *[math.nan] * (3 - len(losses)))
+        rows = [Decision("reward", worker, float(c), inputs)]
+        if search.evaluated(worth) or math.isnan(self._loss):  # (f)
+            self.commits = search.c
+            rows.append(Decision("commits", worker, float(search.c), (math.nan,) * len(self.decision_fields)))
+            self._search, self._stop_s = None, math.inf
+            self._begun_s, self._checks = self._now_s, 0
+            self._counted = self._progress.pushes.copy()
+            self._target = max(self._counted[i] for i in self._progress.active) + self.commits  # (h)
+            self._loss_at_check = self._loss
+        return rows
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

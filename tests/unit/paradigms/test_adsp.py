@@ -1,0 +1,458 @@
+"""ADSP: when workers commit, that they commit equally often, and the search for how often: trials, barriers, ends."""
+
+import heapq
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcsync.paradigms import Apply, Decision, Grant, Left, Pushed, adsp, create
+from hpcsync.paradigms.adsp import ADSP
+from hpcsync.paradigms.protocol import UNTIL
+from tests.unit.paradigms.schedule import PROPERTY, fixed, run, schedules
+
+NAN = math.nan
+PERIOD_S = 60.0
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Seconds of one local step, and of the parts of a commit."""
+
+    step_s: float
+    pull_s: float = 0.0
+    encode_s: float = 0.0
+    push_s: float = 0.0
+
+
+def play(paradigm, workers, until_s, loss=lambda now_s: NAN, deaths_s=(), check=True):
+    """Workers that do as their grants say, until this time; of every event what it was, and the answer."""
+    trace, queue, active = [], [], set(range(len(workers)))
+
+    def start(grant, now_s):
+        worker = workers[grant.worker]
+        assert grant.local_steps == UNTIL
+        assert 0 < grant.commit_s < math.inf
+        n = max(1, math.ceil(grant.commit_s / worker.step_s))
+        at_s = now_s + worker.pull_s + n * worker.step_s + worker.encode_s + worker.push_s
+        times_s = (worker.pull_s, worker.push_s, worker.encode_s)
+        event = Pushed(at_s, grant.worker, n * worker.step_s, loss(at_s), n, *times_s)
+        heapq.heappush(queue, (at_s, grant.worker, event))
+
+    for death_s, i in deaths_s:
+        heapq.heappush(queue, (death_s, i, Left(death_s, i)))
+    for i in range(len(workers)):
+        start(paradigm.first(i), 0.0)
+    while queue and queue[0][0] <= until_s:
+        _, _, event = heapq.heappop(queue)
+        if event.worker not in active:
+            continue
+        if isinstance(event, Left):
+            active.remove(event.worker)
+        actions = paradigm.handle(event)
+        if check:
+            paradigm.check()
+        trace.append((event, actions))
+        for action in actions:
+            if isinstance(action, Grant):
+                start(action, event.now_s)
+    return trace
+
+
+def of(trace, kind):
+    return [action for _, actions in trace for action in actions if isinstance(action, kind)]
+
+
+def chosen(trace, controller):
+    return [action.chosen for action in of(trace, Decision) if action.controller == controller]
+
+
+def commit_seconds(actions):
+    return {action.worker: action.commit_s for action in actions if isinstance(action, Grant)}
+
+
+def spread(trace, period_s=PERIOD_S):
+    """Largest difference of cumulative commits at any check."""
+    workers = {event.worker for event, _ in trace}
+    counts, largest, check_s = dict.fromkeys(workers, 0), 0, period_s
+    for event, _ in trace:
+        while event.now_s >= check_s:
+            largest = max(largest, max(counts.values()) - min(counts.values()))
+            check_s += period_s
+        counts[event.worker] += isinstance(event, Pushed)
+    return largest
+
+
+# ---- when to commit ----
+
+
+def test_commits_are_spread_over_the_period_less_what_the_last_one_took():
+    paradigm = create("adsp", 2, commits=3)
+    assert paradigm.first(1) == Grant(1, 1, 0, 0, 0.0, local_steps=UNTIL, commit_s=20.0)
+    apply, grant = paradigm.handle(Pushed(20.0, 0, pull_s=3.0, push_s=2.0, encode_s=1.0))
+    assert apply == Apply((0,), (0.5,))
+    assert grant == Grant(0, 2, 1, 0, 0.0, local_steps=UNTIL, commit_s=14.0)
+    # What nobody knows counts nothing, and of two commits the last one.
+    assert commit_seconds(paradigm.handle(Pushed(21.0, 1, push_s=2.5))) == {1: 17.5}
+    assert commit_seconds(paradigm.handle(Pushed(22.0, 1))) == {1: 20.0}
+    # Never more often than interval_min_s.
+    assert commit_seconds(paradigm.handle(Pushed(23.0, 1, push_s=15.0))) == {1: 10.0}
+    assert commit_seconds(create("adsp", 1, commits=3, interval_min_s=1.0).handle(Pushed(20.0, 0, push_s=15.0))) == {
+        0: 5.0
+    }
+
+
+def test_who_has_committed_less_often_is_asked_for_more():
+    behind, ahead = [(25.0, 0), (50.0, 0)], [(10.0, 1), (20.0, 1), (30.0, 1), (40.0, 1)]
+    for rule, intervals in (("cumulative", {0: 15.0, 1: 30.0}), ("released", {0: 20.0, 1: 20.0})):
+        paradigm = create("adsp", 2, commits=3, rule=rule)
+        for now_s, worker in sorted(behind + ahead):
+            assert commit_seconds(paradigm.handle(Pushed(now_s, worker))) == {worker: 20.0}
+        # At the check c = 2 and 4, and C_target = 6; the push after it does not count for it.
+        assert commit_seconds(paradigm.handle(Pushed(61.0, 0))) == {0: intervals[0]}
+        assert commit_seconds(paradigm.handle(Pushed(62.0, 1))) == {1: intervals[1]}
+        paradigm.check()
+
+
+def test_who_is_far_ahead_still_commits_once_in_a_period():
+    paradigm = create("adsp", 2, commits=1)
+    for t in range(1, 60):
+        paradigm.handle(Pushed(float(t), 0))
+    assert commit_seconds(paradigm.handle(Pushed(61.0, 0))) == {0: 60.0}
+    paradigm.check()
+
+
+def test_periods_that_passed_unnoticed_are_made_up_for_at_once():
+    paradigm = create("adsp", 2, commits=2, interval_min_s=1.0)
+    paradigm.handle(Pushed(30.0, 0))
+    assert paradigm._target == 2
+    # Checks at 60, 120 and 180 s: C_target = 8, c = 1.
+    assert commit_seconds(paradigm.handle(Pushed(190.0, 0))) == {0: pytest.approx(60 / 7)}
+    assert commit_seconds(paradigm.handle(Pushed(1e9, 1))).keys() == {1}
+    paradigm.check()
+
+
+# 4 times as fast, and with other overheads.
+UNEQUAL = [Worker(1.0), Worker(4.0, pull_s=0.5, push_s=1.0), Worker(2.5, push_s=3.0, encode_s=0.5), Worker(1.3)]
+
+
+@pytest.mark.parametrize("commits", [1, 2, 3, 4])
+def test_cumulative_commits_stay_together_at_four_times_the_speed(commits):
+    trace = play(create("adsp", 4, commits=commits), UNEQUAL, until_s=3000.0)
+    assert spread(trace) <= 2  # 1, and one on its way
+    assert all(grant.held_s == 0 for grant in of(trace, Grant))
+    pushes = [sum(event.worker == worker for event, _ in trace) for worker in range(4)]
+    assert all(abs(n - 50 * commits) <= 2 for n in pushes)
+
+
+def test_commits_as_in_the_released_code_drift_apart():
+    trace = play(create("adsp", 4, commits=3, rule="released"), UNEQUAL, until_s=3000.0)
+    assert spread(trace) > 5
+
+
+class ForgetsTheOverhead(ADSP):
+    def _commit_s(self, worker, now_s):
+        self._overhead_s[worker] = 0.0
+        return super()._commit_s(worker, now_s)
+
+
+class NeverCounts(ADSP):
+    """C_target grows, and who has fallen behind is asked for no more than the others."""
+
+    def _rate(self, worker):
+        return self.commits
+
+
+def test_variants_that_drift_are_seen():
+    assert spread(play(NeverCounts(4, commits=3), UNEQUAL, 3000.0, check=False)) > 5
+    trace = play(ForgetsTheOverhead(2, commits=3, rule="released"), [Worker(0.1), Worker(0.1, push_s=3.0)], 3000.0)
+    assert spread(trace) > 10
+    trace = play(ADSP(2, commits=3, rule="released"), [Worker(0.1), Worker(0.1, push_s=3.0)], 3000.0)
+    assert spread(trace) <= 2
+
+
+@PROPERTY
+@given(schedule=schedules(), rule=st.sampled_from(["cumulative", "released"]), commits=st.integers(1, 6))
+def test_nobody_waits_outside_of_a_search(schedule, rule, commits):
+    referee = run(create("adsp", schedule.n_workers, check_period_s=5.0, rule=rule, commits=commits), schedule)
+    assert all(grant.held_s == 0 for grant in referee.actions(Grant))
+    assert not referee.actions(Decision)
+
+
+@PROPERTY
+@given(schedule=schedules())
+def test_whoever_waits_waits_for_a_trial(schedule):
+    referee = run(create("adsp", schedule.n_workers, check_period_s=5.0, search_every_s=10.0), schedule)
+    # All that were held are released together, and right then a trial or the search is over, or one begins.
+    for _, actions in referee.trace:
+        grants = [action for action in actions if isinstance(action, Grant)]
+        if any(grant.held_s > 0 for grant in grants):
+            assert len({grant.local_steps for grant in grants}) == 1
+            assert [grant.worker for grant in grants] == sorted(grant.worker for grant in grants)
+
+
+def test_a_commit_counts_one_over_the_workers_that_are_there():
+    paradigm = create("adsp", 4, commits=3)
+    assert paradigm.handle(Pushed(1.0, 0))[0] == Apply((0,), (0.25,))
+    paradigm.handle(Left(2.0, 3))
+    assert paradigm.handle(Pushed(3.0, 0))[0] == Apply((0,), (1 / 3,))
+
+
+# ---- the search ----
+
+EQUAL = [Worker(0.5), Worker(0.5), Worker(1.0)]
+
+
+def concave(monkeypatch, paradigm, peak):
+    monkeypatch.setattr(adsp, "reward", lambda *_: -((paradigm._search.next_to_evaluate - peak) ** 2))
+
+
+@pytest.mark.parametrize("peak", [1, 3, 5])
+def test_it_finds_the_peak_and_tries_no_more_than_it_must(monkeypatch, peak):
+    paradigm = create("adsp", 3)
+    concave(monkeypatch, paradigm, peak)
+    trace = play(paradigm, EQUAL, 600.0, loss=lambda now_s: 1.0)
+    assert chosen(trace, "reward") == list(range(1, peak + 2))  # peak - 1 + 2 trials
+    assert chosen(trace, "commits") == [peak]
+    assert paradigm.commits == peak
+    assert spread([(e, a) for e, a in trace if e.now_s > 450]) <= 2
+
+
+def test_it_does_not_try_what_there_is_no_time_for(monkeypatch):
+    paradigm = create("adsp", 3, interval_min_s=16.0)  # 3 in a period
+    concave(monkeypatch, paradigm, 99)
+    trace = play(paradigm, EQUAL, 600.0, loss=lambda now_s: 1.0)
+    assert chosen(trace, "reward") == [1, 2, 3]
+    assert chosen(trace, "commits") == [3]
+
+
+def test_in_a_trial_all_commit_equally_often_and_stop_soon_after_its_end():
+    paradigm = create("adsp", 3)
+    workers = [Worker(0.5, push_s=0.25), Worker(2.0), Worker(1.0, pull_s=1.0)]
+    trace = play(paradigm, workers, 190.0, loss=lambda now_s: 1 / (now_s + 1))
+    ends = [i for i, (_, actions) in enumerate(trace) if any(isinstance(a, Decision) for a in actions)]
+    begin, begin_s = 0, 0.0
+    for c, end in enumerate(ends, 1):
+        pushes = [event.worker for event, _ in trace[begin : end + 1]]
+        for worker in range(3):
+            assert c <= pushes.count(worker) <= c + 1
+        assert begin_s + PERIOD_S <= trace[end][0].now_s <= begin_s + PERIOD_S + 5
+        assert {grant.worker for grant in of(trace[end : end + 1], Grant)} == {0, 1, 2}
+        begin, begin_s = end + 1, trace[end][0].now_s
+    assert len(ends) == 2 + (begin_s > 150)
+
+
+def test_the_points_of_a_trial_are_at_its_start_its_middle_and_its_end(monkeypatch):
+    seen = []
+    monkeypatch.setattr(adsp, "reward", lambda *args: seen.append(args) or float(len(seen)))
+    paradigm = create("adsp", 1, loss_target=0.25)
+    for now_s, loss in [(60.0, 8.0), (91.0, 7.0), (119.0, NAN), (120.5, 6.0)]:
+        actions = paradigm.handle(Pushed(now_s, 0, loss=loss))
+    first, second = seen
+    # A first trial, in which nothing is known before its end, and one that begins with what was known then.
+    assert first == ([60.0, 60.0, 60.0], [8.0, 8.0, 8.0], 0.25)
+    averages = [8.0, 0.9 * 8.0 + 0.1 * 7.0, 0.9 * (0.9 * 8.0 + 0.1 * 7.0) + 0.1 * 6.0]
+    assert second == ([0.0, 31.0, 60.5], pytest.approx(averages), 0.25)
+    (row,) = [action for action in actions if isinstance(action, Decision)]
+    assert (row.controller, row.worker, row.chosen) == ("reward", 0, 2.0)
+    assert row.inputs == pytest.approx((2.0, *averages))
+
+
+def test_grants_of_a_trial_end_with_it():
+    paradigm = create("adsp", 2)
+    assert paradigm.first(0).commit_s == 60.0
+    assert commit_seconds(paradigm.handle(Pushed(25.0, 0))) == {0: 35.0}
+    (short,) = commit_seconds(paradigm.handle(Pushed(59.999999999, 0))).values()
+    assert 0 < short < 1e-3
+    assert commit_seconds(paradigm.handle(Pushed(60.0, 0))) == {}
+    assert commit_seconds(paradigm.handle(Pushed(61.0, 1, loss=1.0))) == {0: 30.0, 1: 30.0}
+
+
+def test_a_search_in_which_the_loss_falls_goes_up_and_one_without_losses_ends_at_once():
+    paradigm = create("adsp", 3)
+    trace = play(paradigm, EQUAL, 600.0, loss=lambda now_s: 3 / (1 + now_s / 60))
+    assert chosen(trace, "reward")[:2] == [1, 2]
+    assert of(trace, Decision)[0].inputs[0] == -math.inf  # nobody pushes before its end
+    assert 0 < of(trace, Decision)[1].inputs[0] < math.inf
+    assert paradigm.commits >= 2
+    paradigm = create("adsp", 3)
+    trace = play(paradigm, EQUAL, 900.0)
+    assert chosen(trace, "reward") == chosen(trace, "commits") == [1]
+    assert repr(of(trace, Decision)[0].inputs) == repr((-math.inf, NAN, NAN, NAN))
+
+
+def test_after_it_the_periods_start_afresh():
+    paradigm = create("adsp", 2)
+    for now_s, worker in [(10.0, 0), (20.0, 0), (30.0, 0), (60.0, 0), (61.0, 1)]:
+        actions = paradigm.handle(Pushed(now_s, worker))
+    assert chosen([(None, actions)], "commits") == [1]
+    # Worker 0 has committed 4 times, worker 1 once: it is to make up for 3.
+    assert commit_seconds(actions) == {0: 60.0, 1: 15.0}
+    paradigm.check()
+    assert commit_seconds(paradigm.handle(Pushed(119.0, 1))) == {1: 15.0}
+    assert paradigm._target == 5
+    paradigm.handle(Pushed(121.0, 0))
+    assert paradigm._target == 6
+
+
+@pytest.mark.parametrize("search_every_s", [None, 300.0])
+def test_a_search_begins_so_long_after_the_last(search_every_s):
+    trace = play(create("adsp", 2, search_every_s=search_every_s), [Worker(1.0)] * 2, 1500.0)
+    ends_s = [event.now_s for event, actions in trace if chosen([(event, actions)], "commits")]
+    # A barrier of at most a period, and a trial.
+    wait_s = 1000.0 if search_every_s is None else search_every_s
+    assert len(ends_s) == (2 if search_every_s is None else 5)
+    assert all(wait_s + 60 <= b - a <= wait_s + 182 for a, b in pairwise(ends_s))
+
+
+def test_the_loss_has_to_rise_by_its_share_to_force_a_search():
+    for loss, searches in [(3.9, 1), (4.1, 2), (0.1, 1), (NAN, 1)]:
+        paradigm = create("adsp", 1, loss_rise=0.3)
+        now_s = 0.0
+        while paradigm._search is not None:  # two trials, of a loss that does not fall
+            now_s += 60.0
+            actions = paradigm.handle(Pushed(now_s, 0, loss=1.0))
+        assert chosen([(None, actions)], "commits") == [1]
+        paradigm.handle(Pushed(now_s + 60.0, 0, loss=1.0))
+        paradigm.handle(Pushed(now_s + 90.0, 0, loss=1.0))
+        assert paradigm._search is None
+        # 0.9 * 1 + 0.1 * loss, at the next check.
+        paradigm.handle(Pushed(now_s + 119.0, 0, loss=loss))
+        assert paradigm._search is None
+        trace = [(None, paradigm.handle(Pushed(now_s + 120.0, 0)))]
+        assert (paradigm._search is not None) == (searches == 2)
+        paradigm.check()
+        assert commit_seconds(trace[0][1]) == {0: 60.0}
+
+
+def test_a_rise_while_a_search_is_on_forces_none():
+    paradigm = create("adsp", 2)
+    trace = play(paradigm, [Worker(1.0)] * 2, 900.0, loss=lambda now_s: 1.0 if now_s < 50 else 1.0 + now_s / 20)
+    assert chosen(trace, "commits")[0] == 1
+    rewards = chosen(trace, "reward")
+    assert rewards == [1, 2] * (len(rewards) // 2)
+
+
+def test_with_given_commits_nothing_is_searched_for():
+    trace = play(create("adsp", 2, commits=2, search_every_s=60.0), [Worker(1.0)] * 2, 900.0, lambda now_s: now_s**3)
+    assert not of(trace, Decision)
+    assert all(grant.held_s == 0 for grant in of(trace, Grant))
+
+
+# ---- departures ----
+
+
+def test_a_departure_opens_a_barrier_that_waited_for_it():
+    paradigm = create("adsp", 3)
+    paradigm.handle(Pushed(60.0, 0, loss=1.0))
+    paradigm.handle(Pushed(60.0, 2, loss=1.0))
+    paradigm.check()
+    actions = paradigm.handle(Left(70.0, 1))
+    paradigm.check()
+    assert [action.worker for action in actions if isinstance(action, Decision)] == [1]
+    assert [(g.worker, g.held_s) for g in actions if isinstance(g, Grant)] == [(0, 10.0), (2, 10.0)]
+
+
+def test_departures_in_a_trial_and_of_one_that_waits():
+    paradigm = create("adsp", 3)
+    assert paradigm.handle(Left(10.0, 0)) == []
+    paradigm.handle(Pushed(60.0, 1, loss=1.0))
+    assert paradigm.handle(Left(61.0, 1)) == []
+    paradigm.check()
+    assert commit_seconds(paradigm.handle(Pushed(62.0, 2, loss=1.0))) == {2: 30.0}
+    assert paradigm.handle(Left(63.0, 2)) == []
+    paradigm.check()
+
+
+@pytest.mark.parametrize("death_s", [30.0, 60.0, 61.0, 90.0, 200.0, 500.0])
+def test_whenever_workers_leave_the_others_go_on(death_s):
+    deaths_s = [(death_s, 2), (death_s + 70.0, 0)]
+    trace = play(create("adsp", 3), UNEQUAL[:3], 900.0, lambda now_s: 1 / (now_s + 1), deaths_s)
+    assert trace[-1][0].now_s > 830
+    assert len(chosen(trace, "commits")) == 1
+
+
+def test_one_worker_is_sequential():
+    trace = play(create("adsp", 1), [Worker(0.7)], 2000.0, loss=lambda now_s: 1 / (now_s + 1))
+    assert {action.weights for action in of(trace, Apply)} == {(1.0,)}
+    assert all(grant.held_s == 0 for grant in of(trace, Grant))
+    assert len(of(trace, Grant)) == len(of(trace, Apply)) == len(trace)
+
+
+def test_the_same_events_give_the_same_answers():
+    first = play(create("adsp", 4), UNEQUAL, 2500.0, loss=lambda now_s: 3 / (1 + now_s / 60))
+    again = create("adsp", 4)
+    assert repr([again.handle(event) for event, _ in first]) == repr([actions for _, actions in first])
+
+
+# ---- what check() is for ----
+
+
+class HoldsTheFast(ADSP):
+    def _pushed(self, event):
+        actions = super()._pushed(event)
+        if self._search is None and self._progress.gap(event.worker) > 2:
+            self._hold(event.worker)
+            return actions[:1]
+        return actions
+
+
+class HoldsInATrial(ADSP):
+    def _pushed(self, event):
+        actions = super()._pushed(event)
+        if self._search is not None and len(actions) == 2 and event.worker == 0:
+            self._hold(0)
+            return actions[:1]
+        return actions
+
+
+class NeverReleases(ADSP):
+    def _pass_barrier(self, worker):
+        return []
+
+
+@pytest.mark.parametrize(
+    ("broken", "options", "message"),
+    [
+        (HoldsTheFast, {"commits": 3}, "held outside of a search"),
+        (HoldsInATrial, {}, "held in a trial"),
+        (NeverReleases, {}, "every active worker is held"),
+        (NeverCounts, {"commits": 3}, "not all for"),
+    ],
+)
+def test_check_sees(broken, options, message):
+    schedule = fixed(1.0, 3.0, until_s=60.0)
+    run(ADSP(2, check_period_s=5.0, **options), schedule)
+    with pytest.raises(AssertionError, match=message):
+        run(broken(2, check_period_s=5.0, **options), schedule)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"check_period_s": 0.0}, "check_period_s is 0.0; a finite number above 0"),
+        ({"check_period_s": NAN}, "check_period_s is nan"),
+        ({"check_period_s": "60"}, "check_period_s is 60"),
+        ({"interval_min_s": 0.0}, "interval_min_s is 0.0; a number above 0 and up to check_period_s, 60.0, or None"),
+        ({"interval_min_s": 61.0}, "interval_min_s is 61.0"),
+        ({"rule": "code"}, "rule is 'code'; one of cumulative, released"),
+        ({"commits": 0}, "commits is 0; a whole number from 1 on, or None"),
+        ({"commits": 2.5}, "commits is 2.5"),
+        ({"commits": True}, "commits is True"),
+        ({"commits": 7}, "commits is 7, more than the 6 that intervals of 10.0 s allow"),
+        ({"search_every_s": 0.0}, "search_every_s is 0.0; a number above 0"),
+        ({"loss_rise": -0.1}, "loss_rise is -0.1; a number above 0"),
+        ({"loss_target": math.inf}, "loss_target is inf; a finite number or None"),
+    ],
+)
+def test_values_that_are_not_allowed_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        create("adsp", 3, **options)
+
+
+@pytest.mark.parametrize("check_period_s", [0.1, 0.7, 3.3, 60.0, 1e9])
+def test_the_default_interval_has_room_for_six(check_period_s):
+    assert create("adsp", 1, check_period_s=check_period_s, commits=6).commits == 6
