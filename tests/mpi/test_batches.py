@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync import coordinator
-from hpcsync.deciding import first_work
+from hpcsync.deciding import create_assignments
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.planning.batches import Allocator
@@ -99,13 +99,13 @@ def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, po
         return
     trace = load(folder / "trace.h5")
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
-    work = {(row["worker"], row["iteration"]): row for row in grants}
+    work = {(row["worker"], row["iteration"]): row["batch_size"] for row in grants}
+    work |= {(worker, 1): first.batch_size for worker, first in enumerate(create_assignments(this)[1])}
     steps = PARADIGMS[paradigm].get("period", 1)
     for push in pushes:
         key = (push["worker"], push["iteration"])
-        granted = first_work(this)[push["worker"]][1] if push["iteration"] == 1 else work[key]["batch_size"]
-        assert push["batch_size"] == granted
-        assert push["local_steps"] == steps and granted % steps == 0
+        assert push["batch_size"] == work[key]
+        assert push["local_steps"] == steps and work[key] % steps == 0
     if workers > 1:
         assert trace.tables["decisions"]["controller"].tolist().count(b"batches") >= workers
         assert np.mean(sizes(trace, 0)) > np.mean(sizes(trace, workers - 1))

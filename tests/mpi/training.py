@@ -9,7 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.deciding import create_paradigm, first_work
+from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices, sequence_indices
 from hpcsync.learning.validation import check
@@ -106,8 +106,7 @@ def samples(job: Job, trace: Trace, push: Any) -> np.ndarray:
 def first_of(job: Job, trace: Trace, push: Any) -> int:
     """Number of its first sample in the run's sequence, where samples are given out; -1 elsewhere."""
     if push["iteration"] == 1:
-        work = first_work(job)
-        return -1 if work is None else work[push["worker"]][0]
+        return create_assignments(job)[1][push["worker"]].first_sample
     grants = trace.tables["grants"]
     mine = (grants["worker"] == push["worker"]) & (grants["iteration"] == push["iteration"])
     return int(grants["first_sample"][mine][0])

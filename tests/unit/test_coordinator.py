@@ -7,10 +7,11 @@ import random
 import pytest
 
 from hpcsync.coordinator import Cancellation, Collection, Coordinator, Reply, Report, Update, coordinate
-from hpcsync.deciding import create_paradigm, first_work
+from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments, create_paradigm
 from hpcsync.job import Stop
 from hpcsync.learning.schedule import learning_rate
-from hpcsync.paradigms import create
+from hpcsync.paradigms import Grant, create
+from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.planning.batches import Allocator
 from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
 from tests.unit.jobs import make_job
@@ -54,7 +55,7 @@ class Run:
             lr=lr,
             stop=Stop(**(stop or {})),
             batch_total=batch_total,
-            allocator=allocator,
+            assignments=Assignments(allocator=allocator),
         )
         self.granted = dict.fromkeys(range(n_workers), (1, 0))  # who computes: iteration, version read
         self.stopped = set()
@@ -80,7 +81,7 @@ class Run:
             elif isinstance(order, Reply):
                 assert order.worker not in self.granted, "answered twice"
                 assert order.version == version
-                if order.local_steps:
+                if order.assignment.local_steps:
                     self.granted[order.worker] = order.iteration, order.version
                 else:
                     self.stopped.add(order.worker)
@@ -92,12 +93,12 @@ def mean(workers, lr):
     return Update(workers, (1.0,) * len(workers), float(len(workers)), lr)
 
 
-def reply(worker, iteration, version, batch_size=8):
-    return Reply(worker, iteration, version, batch_size, 1)
+def reply(worker, iteration, version, batch_size=8, first_sample=-1):
+    return Reply(worker, iteration, version, Assignment(first_sample, batch_size))
 
 
 def stop_reply(worker, iteration, version):
-    return Reply(worker, iteration, version, 0, 0)
+    return Reply(worker, iteration, version, STOP)
 
 
 def column(rows, *names):
@@ -139,9 +140,19 @@ def test_bsp_makes_one_update_of_all_in_worker_order():
 
 def test_a_report_is_recorded_as_it_came():
     run = Run("asp", 1)
-    run.push(2.0, 0, batch_size=5, loss=0.75, share=0.5, predicted_fixed_s=3.0, predicted_sample_s=0.25)
+    run.push(
+        2.0,
+        0,
+        batch_size=5,
+        loss=0.75,
+        share=0.5,
+        predicted_fixed_s=3.0,
+        predicted_sample_s=0.25,
+        pull_s=0.0625,
+        encode_s=0.5,
+    )
     (row,) = run.trace["pushes"]
-    said = [1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, 0.5, 3.0, 0.25]
+    said = [1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, 0.5, 3.0, 0.25, 0.0625, 0.5]
     assert list(row.values()) == [1, 2.0, 0, 1, 0, 0, *said, 1.0, APPLIED]
     assert run.coordinator.last_loss == 0.75
     assert run.coordinator.updated_s == 2.0
@@ -465,14 +476,21 @@ def test_what_took_part_of_its_time_would_have_taken_all_of_it():
     assert Report(0, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.0, 8, 1, 1.0, 800, share=0.25).iteration_s == 2.0
 
 
+def test_a_paradigm_hears_what_a_push_took():
+    report = Report(3, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.75, 8, 4, 1.0, 800, share=0.25, pull_s=0.5, encode_s=0.125)
+    heard = report.push
+    assert (heard.worker, heard.iteration_s, heard.loss, heard.local_steps) == (3, 2.0, 1.0, 4)
+    assert (heard.pull_s, heard.push_s, heard.encode_s) == (0.5, 0.25, 0.125)
+
+
 # ---- who computes how many samples, and which ----
 
 
 def test_samples_are_handed_out_with_grants_and_never_twice():
     run = Run("asp", 2, batch_total=16, allocator=Allocator(2, 16, maxima=[math.inf] * 2))
-    assert run.push(1.0, 1)[1] == Reply(1, 2, 1, 8, 1, 16)
-    assert run.push(2.0, 1)[1] == Reply(1, 3, 2, 8, 1, 24)
-    assert run.push(3.0, 0)[1] == Reply(0, 2, 3, 8, 1, 32)
+    assert run.push(1.0, 1)[1] == reply(1, 2, 1, 8, 16)
+    assert run.push(2.0, 1)[1] == reply(1, 3, 2, 8, 24)
+    assert run.push(3.0, 0)[1] == reply(0, 2, 3, 8, 32)
     run.take(run.coordinator.stop(3.5))
     assert run.push(4.0, 0) == [stop_reply(0, 3, 3)], "the end takes none"
     assert column(run.trace["grants"], "first_sample", "batch_size") == [(16, 8), (24, 8), (32, 8), (-1, 0)]
@@ -482,7 +500,7 @@ def test_sizes_are_decided_before_the_grants_that_bring_them():
     run = Run("bsp", 2, batch_total=16, allocator=Allocator(2, 16, maxima=[math.inf] * 2, interval=1))
     run.push(1.0, 0, predicted_fixed_s=0.0, predicted_sample_s=1.0)
     orders = run.push(2.0, 1, predicted_fixed_s=0.0, predicted_sample_s=3.0)
-    assert orders == [mean((0, 1), 0.1), Reply(0, 2, 1, 12, 1, 16), Reply(1, 2, 1, 4, 1, 28)]
+    assert orders == [mean((0, 1), 0.1), reply(0, 2, 1, 12, 16), reply(1, 2, 1, 4, 28)]
     assert column(run.trace["decisions"], "seq", "now_s", "controller", "worker", "chosen", "batch_before") == [
         (3, 2.0, "batches", 0, 12.0, 8.0),
         (4, 2.0, "batches", 1, 4.0, 8.0),
@@ -508,11 +526,24 @@ def test_decisions_of_two_controllers_leave_each_others_columns_open():
     assert not any(math.isnan(row["batch_before"]) for row in by["batches"])
 
 
+def test_local_steps_are_as_granted_or_as_the_job_says():
+    of_the_job, dealing = Assignments(local_steps=3), Assignments(dealt=8)
+    plain, several = Grant(0, 2, 0, 0, 0.0), Grant(1, 2, 0, 0, 0.0, 5, ratio=0.25)
+    until = Grant(1, 3, 0, 0, 0.0, UNTIL, commit_s=0.5)
+    assert of_the_job.first(plain) == Assignment(-1, 0, 3)
+    assert of_the_job.next(plain, 24, 3) == Assignment(-1, 24, 3)
+    assert of_the_job.next(several, 24, 3)[:3] == (-1, 40, 5)
+    assert of_the_job.next(until, 24, 3)[:4] == (-1, 8, UNTIL, 0.5), "of one local step"
+    assert dealing.first(plain) == Assignment(0, 8, 1)
+    assert dealing.next(several, 8, 1) == Assignment(8, 40, 5, math.inf, 0.25)
+    assert dealing.next(plain, 40, 5)[:3] == (48, 8, 1)
+
+
 def test_whoever_stays_is_given_what_the_departed_had():
     run = Run("asp", 3, batch_total=24, allocator=Allocator(3, 24, maxima=[math.inf] * 3))
     run.leave(1.0, 0)
     assert column(run.trace["decisions"], "worker", "chosen") == [(1, 12.0), (2, 12.0)]
-    assert run.push(2.0, 1)[1] == Reply(1, 2, 1, 12, 1, 24)
+    assert run.push(2.0, 1)[1] == reply(1, 2, 1, 12, 24)
 
 
 def test_once_the_run_stops_no_sizes_are_decided():
@@ -524,13 +555,18 @@ def test_once_the_run_stops_no_sizes_are_decided():
     assert run.trace["decisions"] == []
 
 
+def first_work(job):
+    return create_assignments(job)[1]
+
+
 def test_the_first_samples_are_those_of_the_job():
     settings = {"policy": "proportional", "total": 10}
     timing = {"workload": {"name": "timing", "batch_size": 8}, "cluster": {"workers": 3}}
-    assert first_work(make_job(**timing)) is None
-    assert first_work(make_job(**timing, batches=settings)) == [(0, 4), (4, 3), (7, 3)]
+    assert first_work(make_job(**timing)) == [Assignment()] * 3
+    uneven = make_job(**timing, batches=settings)
+    assert first_work(uneven) == [Assignment(0, 4), Assignment(4, 3), Assignment(7, 3)]
     elastic = make_job(**timing, batches=settings, paradigm={"name": "easgd", "period": 2})
-    assert first_work(elastic) == [(0, 8), (8, 6), (14, 6)]
+    assert first_work(elastic) == [Assignment(0, 8, 2), Assignment(8, 6, 2), Assignment(14, 6, 2)]
 
 
 # ---- whole runs ----

@@ -95,7 +95,7 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
                 server.apply(order)
             elif isinstance(order, Collection):
                 server.collect(order)
-            elif order.local_steps:
+            elif order.assignment.local_steps:
                 read[order.worker] = server.weights
                 due_s[order.worker] = now_s + seconds[order.worker]
     assert coordinator.version == job.stop.updates

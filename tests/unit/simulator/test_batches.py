@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync import coordinator
-from hpcsync.deciding import first_work
+from hpcsync.deciding import create_assignments
 from hpcsync.learning.data import sequence_indices
 from hpcsync.learning.workloads import build
 from hpcsync.planning.batches import Allocator
@@ -144,6 +144,11 @@ def test_who_leaves_hands_its_samples_to_the_others(tmp_path):
 
 
 # ---- samples ----
+
+
+def first_work(job) -> list[tuple[int, int]]:
+    """(first_sample, batch_size) of each worker's first push."""
+    return [(one.first_sample, one.batch_size) for one in create_assignments(job)[1]]
 
 
 def handed_out(trace) -> list[tuple[int, int]]:

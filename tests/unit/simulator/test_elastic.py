@@ -32,7 +32,7 @@ class Run:
         self.numbers = arithmetic(job, self.workload)
         assert isinstance(self.numbers, ElasticArithmetic)
         self.alpha = job.paradigm.moving_rate(job.cluster.workers)
-        self.batch = Work(n_samples=job.workload.batch_size * job.paradigm.period)
+        self.batch = Work(n_samples=job.workload.batch_size * job.paradigm.period, n_steps=job.paradigm.period)
         for worker in range(job.cluster.workers):
             self.numbers.promise(worker)
 

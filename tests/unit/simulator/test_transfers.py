@@ -18,6 +18,14 @@ def network(loop, servers=1, workers=1, **table):
     return Networked(loop, table, Roles(servers, workers), [SIZE // servers] * servers)
 
 
+def put(transfers, worker, then):
+    transfers.push(worker, 1, [SIZE], then)
+
+
+def read(transfers, worker, then):
+    transfers.pull(worker, 1, then)
+
+
 class Heard:
     """Notes when a step ended, and when the one before."""
 
@@ -32,10 +40,18 @@ class Heard:
 def test_a_put_is_acknowledged_and_then_reported():
     loop = Loop()
     heard = Heard(loop)
-    network(loop).push(0, 1, heard)
+    network(loop).push(0, 1, [SIZE], heard)
     loop.run()
     put_s = 2 * LATENCY_S + TRANSFER_S
     assert heard.at == [(0, pytest.approx(put_s, rel=1e-12), pytest.approx(put_s + LATENCY_S, rel=1e-12))]
+
+
+def test_a_put_takes_the_longer_the_more_is_sent():
+    loop = Loop()
+    heard = Heard(loop)
+    network(loop).push(0, 1, [SIZE // 4], heard)
+    loop.run()
+    assert heard.at[0][1] == pytest.approx(2 * LATENCY_S + TRANSFER_S / 4, rel=1e-12)
 
 
 def test_weights_are_read_once_they_are_granted():
@@ -59,19 +75,19 @@ def test_a_stop_a_report_alone_and_a_cancellation_are_messages():
 
 
 @pytest.mark.parametrize("workers", [2, 3, 7])
-@pytest.mark.parametrize("step", ["push", "pull"])
+@pytest.mark.parametrize("step", [put, read])
 def test_workers_contend_for_the_server(step, workers):
     """A parameter server's link carries everything: n transfers that meet take n times as long."""
     loop = Loop()
     heard = Heard(loop)
     transfers = network(loop, workers=workers)
     for worker in range(workers):
-        getattr(transfers, step)(worker, 1, heard)
+        step(transfers, worker, heard)
     loop.run()
     assert [now_s for _, _, now_s in heard.at] == pytest.approx([3 * LATENCY_S + workers * TRANSFER_S] * workers)
     alone = Loop()
     one = Heard(alone)
-    getattr(network(alone, workers=workers), step)(0, 1, one)
+    step(network(alone, workers=workers), 0, one)
     alone.run()
     assert one.at[0][2] < 0.8 * heard.at[0][2]  # what a network without sharing would give
 
@@ -81,7 +97,7 @@ def test_pushes_and_pulls_do_not_meet():
     loop = Loop()
     heard = Heard(loop)
     transfers = network(loop, workers=2)
-    transfers.push(0, 1, heard)
+    transfers.push(0, 1, [SIZE], heard)
     transfers.pull(1, 1, heard)
     loop.run()
     assert [now_s for _, _, now_s in heard.at] == pytest.approx([3 * LATENCY_S + TRANSFER_S] * 2)
@@ -93,7 +109,7 @@ def test_servers_share_what_one_would_carry(servers):
     heard = Heard(loop)
     transfers = network(loop, servers=servers, workers=servers)
     for worker in range(servers):
-        transfers.push(worker, 1, heard)
+        transfers.push(worker, 1, [SIZE // servers] * servers, heard)
     loop.run()
     assert [now_s for _, _, now_s in heard.at] == pytest.approx([3 * LATENCY_S + TRANSFER_S] * servers)
 
@@ -115,7 +131,7 @@ def test_a_slow_workers_link_slows_only_itself():
     heard = Heard(loop)
     transfers = network(loop, workers=2, bandwidth_gbit=[1.0, 0.1], server_bandwidth_gbit=10.0)
     for worker in (0, 1):
-        transfers.push(worker, 1, heard)
+        transfers.push(worker, 1, [SIZE], heard)
     loop.run()
     assert heard.at[0][0::2] == (0, pytest.approx(3 * LATENCY_S + TRANSFER_S))
     assert heard.at[1][0::2] == (1, pytest.approx(3 * LATENCY_S + 10 * TRANSFER_S))
@@ -127,7 +143,7 @@ def test_given_steps_take_what_they_take():
     given = {(0, 1): Steps(1.0, 2.0, 4.0, 8.0), (1, 3): Steps(0.1, 0.2, 0.4, 0.8)}
     transfers = Timed(loop, lambda worker, iteration: given[worker, iteration])
     for worker, iteration in given:
-        transfers.push(worker, iteration, heard)
+        transfers.push(worker, iteration, [SIZE], heard)
         transfers.pull(worker, iteration, heard)
         transfers.stop(worker, iteration, heard)
         transfers.report(worker, iteration, heard)

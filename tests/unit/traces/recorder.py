@@ -3,14 +3,16 @@
 import dataclasses
 import heapq
 import itertools
+import math
 import random
 from pathlib import Path
 
 import numpy as np
 
 from hpcsync.coordinator import Cancellation, Reply, Report, Update, coordinate
-from hpcsync.deciding import create_paradigm, decision_fields, first_work
+from hpcsync.deciding import create_assignments, create_paradigm, decision_fields
 from hpcsync.job import Job
+from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
 
@@ -70,49 +72,74 @@ class Rows:
         self.rows.append((table, row))
 
 
+class Work:
+    """What a worker does with an assignment, when an iteration of 8 samples takes so long with all that belongs to it:
+    an eighth of it for reading, as much for putting if nothing is left out, and three quarters for computing."""
+
+    def __init__(self, job, assignment, iteration_s):
+        n_steps, of_push = max(1, assignment.local_steps), assignment.batch_size or 8 * max(1, assignment.local_steps)
+        step_s = 0.75 * iteration_s * (of_push // n_steps) / 8
+        if assignment.local_steps == UNTIL:
+            n_steps = max(1, math.ceil(assignment.commit_s / step_s))
+        load, sent = of_push // max(1, assignment.local_steps) / 8, 1.0
+        if job.compresses:
+            sent = 0.25 if math.isnan(assignment.ratio) else assignment.ratio
+        self.local_steps, self.n_samples = n_steps, of_push // max(1, assignment.local_steps) * n_steps
+        self.pull_s, self.compute_s = 0.125 * load * iteration_s, n_steps * step_s
+        self.push_s, self.encode_s = 0.125 * sent * load * iteration_s, (sent < 1) * 0.05 * load * iteration_s
+        self.wire_bytes = 2000 + int(2000 * sent)
+        self.took_s = self.pull_s + self.compute_s + self.push_s + self.encode_s
+
+
 def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, die_s=None, evaluate_every=5):
     """Drive the coordinator to the end of a run. Returns the columns of its decisions.
 
     seconds: of one iteration, per worker. leave: worker -> iteration instead of whose push it leaves.
     stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
     """
-    n_workers, leave, rng = job.cluster.workers, leave or {}, random.Random(seed)
+    leave, rng = leave or {}, random.Random(seed)
     paradigm = create_paradigm(job)
     coordinator = coordinate(job, paradigm, trace)
     queue, order_of_start = [], itertools.count()
 
-    def put(begin_s, took_s, wait_s, reply, share=1.0):
-        heapq.heappush(queue, (begin_s + share * took_s, next(order_of_start), begin_s, took_s, wait_s, reply, share))
+    def put(begin_s, work, wait_s, reply, share=1.0):
+        end_s = begin_s + share * work.took_s
+        heapq.heappush(queue, (end_s, next(order_of_start), begin_s, work, wait_s, reply, share))
 
     def start(now_s, reply, wait_s=0.0):
-        took_s = seconds[reply.worker] * (1 + jitter * rng.random()) * reply.batch_size / 8
-        put(now_s, took_s, wait_s, reply)
+        put(now_s, Work(job, reply.assignment, seconds[reply.worker] * (1 + jitter * rng.random())), wait_s, reply)
 
     def cancel(now_s, order):
         """After half of its samples is the only moment at which a worker looks."""
         for entry in queue:
-            _, _, begin_s, took_s, wait_s, reply, _ = entry
-            share = reply.batch_size // 2 / reply.batch_size
+            _, _, begin_s, work, wait_s, reply, _ = entry
+            share = work.n_samples // 2 / work.n_samples
             hears = (reply.worker, reply.iteration) == (order.worker, order.iteration)
-            if hears and share and now_s <= begin_s + share * took_s:
+            if hears and share and now_s <= begin_s + share * work.took_s:
                 queue.remove(entry)
                 heapq.heapify(queue)
-                put(begin_s, took_s, wait_s, reply, share)
+                put(begin_s, work, wait_s, reply, share)
                 return
 
-    def report(now_s, begin_s, took_s, wait_s, reply, share):
+    def report(now_s, begin_s, work, wait_s, reply, share):
+        pull_s, push_s, compute_s = share * work.pull_s, share * work.push_s, share * work.compute_s
+        end_s = now_s
+        if job.commits:  # the time of its own computation matters
+            begin_s += pull_s
+            end_s = begin_s + compute_s
         said = Report(
             worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
-            begin_s=begin_s, end_s=now_s, compute_s=0.75 * share * took_s, wait_s=wait_s, comm_s=0.25 * share * took_s,
-            batch_size=reply.batch_size, local_steps=1, loss=1.0 / reply.iteration, wire_bytes=4000, share=share,
+            begin_s=begin_s, end_s=end_s, compute_s=compute_s, wait_s=wait_s,
+            comm_s=pull_s + push_s, batch_size=work.n_samples, local_steps=work.local_steps,
+            loss=1.0 / reply.iteration, wire_bytes=work.wire_bytes, share=share,
+            pull_s=pull_s, encode_s=share * work.encode_s,
         )  # fmt: skip
         if job.batches.policy == "equal" or reply.iteration == 1:
             return said
-        return said._replace(predicted_fixed_s=0.125, predicted_sample_s=took_s / reply.batch_size)
+        return said._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
 
-    work = first_work(job) or [(-1, 8)] * n_workers
-    for worker, (first_sample, n_samples) in enumerate(work):
-        start(0.0, Reply(worker, 1, 0, n_samples, 1, first_sample))
+    for worker, assignment in enumerate(create_assignments(job)[1]):
+        start(0.0, Reply(worker, 1, 0, assignment))
     pushed_s = {}
     while queue:
         now_s, _, *begun, reply, share = heapq.heappop(queue)
@@ -129,7 +156,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
         orders += [(now_s, order) for order in answer]
         for order_s, order in orders:
             if isinstance(order, Reply):
-                if order.local_steps:
+                if order.assignment.local_steps:
                     start(order_s, order, wait_s=order_s - pushed_s[order.worker])
             elif isinstance(order, Cancellation):
                 cancel(order_s, order)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcsync.deciding import create_allocator, create_paradigm
+from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
 from tests.unit.traces.recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
@@ -12,7 +12,7 @@ from tests.unit.traces.recorder import PARADIGMS, edit, make_job, record, remove
 def replayed(trace):
     return {
         check.name.split()[-1]: check
-        for check in replay(Recount(trace), create_paradigm(trace.job), create_allocator(trace.job))
+        for check in replay(Recount(trace), create_paradigm(trace.job), create_assignments(trace.job)[0])
     }
 
 

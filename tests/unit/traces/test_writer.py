@@ -1,5 +1,6 @@
 """The writer: what is appended is what is read, and what was flushed survives anything."""
 
+import math
 import mmap
 import os
 import random
@@ -18,8 +19,8 @@ from hpcsync.traces.schema import CHANGES, OUTCOMES, TABLES
 from hpcsync.traces.writer import FLUSH_INTERVAL_S, TraceWriter
 
 ATTRIBUTES = {"paradigm": "asp", "n_workers": 2, "job": "", "seed": 3, "hosts": ["a", "b"], "git_commit": None}
-PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 1.0, 0.01, 0.001, 1.0, 0)
-GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, 32, 1, -1)
+PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 1.0, 0.01, 0.001, 0.05, 0.0, 1.0, 0)
+GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, -1, 32, 1, math.inf, 0.5)
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
         assert reading.load(path).attributes == {
             "format": "hpcsync-trace",
-            "format_version": 3,
+            "format_version": 4,
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",
