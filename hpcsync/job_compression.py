@@ -67,7 +67,7 @@ class Dgc(Codec):
     """Deep gradient compression: the largest elements of accumulated gradients with a momentum.
 
     nesterov: the momentum's kind. clip: the largest norm of a gradient. warmup: pushes with ratios that come down to
-    `ratio`; warmup_ratios: these, each for as many pushes; absent, they come down evenly.
+    `ratio`; warmup_ratios: these, each for as many pushes; absent, five that come down by the same factor.
     """
 
     name: Literal["dgc"]
@@ -90,7 +90,7 @@ class Qsgd(Unbiased):
     """Every element is rounded at random to one of so many levels of the norm of its bucket."""
 
     name: Literal["qsgd"]
-    levels: Count = 127
+    levels: Annotated[int, Field(ge=1, le=32767)] = 127
     bucket: Count = 512
 
 

@@ -265,7 +265,7 @@ class Adsp(Served):
     def _as_many_as_fit(cls, commits: int | None, info: ValidationInfo) -> int | None:
         if commits is not None and {"check_period_s", "interval_min_s"} <= info.data.keys():
             period_s, interval_s = info.data["check_period_s"], info.data["interval_min_s"]
-            most = math.floor(period_s / interval_s + 1e-9)  # a sixth of a period fits six times
+            most = math.floor(period_s / interval_s * (1 + 1e-12))  # a sixth of a period fits six times
             if commits > most:
                 raise ValueError(
                     f"must be at most {most}: commits are paradigm.interval_min_s = {interval_s:g} apart, "

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
+from hpcsync.compression import CODECS, ErrorFeedback, Layout, create
+from hpcsync.compression.dgc import DGC
 from hpcsync.job import KINDS, Job
 from hpcsync.job_compression import Codec, Dense
 from hpcsync.job_errors import JobError
@@ -61,6 +64,21 @@ def test_what_codecs_are_given(name: str) -> None:
 
 def test_every_codec_has_its_defaults_here() -> None:
     assert [*DEFAULTS] == KINDS["compression"][1:]
+    assert {*DEFAULTS} == {*CODECS}
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_codecs_take_what_they_are_given(name: str) -> None:
+    codec = create(name, Layout([(4, 4), (3,)]), np.float64, **options(name))
+    assert isinstance(codec, ErrorFeedback) == DEFAULTS[name].get("error_feedback", False)
+
+
+def test_dgc_takes_what_it_need_not_be_given() -> None:
+    given: dict[str, Any] = {"clip": 2, "warmup": 6, "warmup_ratios": [0.5, 0.25], "ratio": 0.125}
+    codec = create("dgc", Layout([(4, 4)]), np.float32, **options("dgc", **given))
+    assert isinstance(codec, DGC)
+    assert [codec.ratio_of(i) for i in range(7)] == [0.5] * 3 + [0.25] * 3 + [0.125]
+    assert (codec.clip, codec.momentum) == (2.0, 0.9)
 
 
 @pytest.mark.parametrize("name", ["top-k", "random-k"])
@@ -138,6 +156,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         "compression.warmup = 0",
     ),
     ("qsgd", {"levels": 0}, "compression.levels = 0: must be at least 1"),
+    ("qsgd", {"levels": 32768}, "compression.levels = 32768: must be at most 32767"),
     ("qsgd", {"bucket": 0}, "compression.bucket = 0: must be at least 1"),
     ("powersgd", {"rank": 0}, "compression.rank = 0: must be at least 1"),
     *(

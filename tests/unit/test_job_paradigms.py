@@ -149,6 +149,21 @@ def test_jobs_of_commits_come_back_equal(name: str, keys: dict[str, Any]) -> Non
     assert Job.from_toml(found.to_toml()).to_toml() == found.to_toml()
 
 
+@pytest.mark.parametrize(("name", "keys"), COMMITS, ids=str)
+@pytest.mark.parametrize("codec", ["none", "top-k"])
+def test_machines_of_commits_take_what_they_are_given(name: str, keys: dict[str, Any], codec: str) -> None:
+    found = make_job(paradigm={"name": name, **keys}, compression={"name": codec})
+    assert create(name, 2, **found.paradigm_options).name == name
+
+
+@pytest.mark.parametrize("commits", [1, 3, 6])
+@pytest.mark.parametrize("check_period_s", [0.3, 0.7, 60])
+def test_as_many_commits_as_a_job_may_have_its_machine_takes(check_period_s: float, commits: int) -> None:
+    interval_s = check_period_s / commits
+    found = job("adsp", check_period_s=check_period_s, interval_min_s=interval_s, commits=commits)
+    assert create("adsp", 4, **found.paradigm_options).commits == commits
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "commits", "on_workers"),
     [
