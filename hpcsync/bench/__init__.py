@@ -47,6 +47,7 @@ TARGETS = {
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
     "prediction": Target("prediction", "Predicted speeds of a worker, and what the predictor takes"),
+    "compression": Target("compression", "Codecs of what is pushed"),
     "events": Target("events", "Events of the simulator's loop"),
     "simulation": Target("simulation", "Whole simulations"),
 }

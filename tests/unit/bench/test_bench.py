@@ -18,7 +18,8 @@ from hpcsync.rehearsal import Rehearsed
 
 def test_nothing_asked_for_is_everything():
     assert bench.parse([]) == [
-        "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "prediction", "events", "simulation",
+        "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "prediction",
+        "compression", "events", "simulation",
     ]  # fmt: skip
 
 

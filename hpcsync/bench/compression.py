@@ -1,0 +1,64 @@
+"""What a codec takes for a vector, beside a copy of it, and on which links that is worth while."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.compression import CODECS, Codec, Layout, create
+
+SIZES = (1_000_000, 25_000_000)
+
+
+def measure(sizes: Sequence[int] = SIZES, repetitions: int = 5) -> list[Figure]:
+    """Every codec as it is by default, with one thread, as a rank has."""
+    with threadpool_limits(1):
+        return [figure for n in sizes for name in CODECS for figure in _measure(name, n, repetitions)]
+
+
+def layout(n: int) -> Layout:
+    """Of so many elements: three large matrices and a bias."""
+    width = math.isqrt((n - 1) // 4)
+    return Layout([(width, 2 * width), (width, width), (width, width), (n - 4 * width * width,)])
+
+
+def _measure(name: str, n: int, repetitions: int) -> list[Figure]:
+    codec = create(name, layout(n), np.float32)
+    vector = np.random.default_rng(1).standard_normal(n).astype(np.float32)
+    payload, copied = _payload(codec, vector), vector.copy()
+    encode_s, decode_s, copy_s = in_turn(
+        repetitions,
+        lambda: _seconds(_payload, codec, vector),
+        lambda: _seconds(codec.decode, payload, 0, n),
+        lambda: _seconds(np.copyto, copied, vector),
+    )
+    what, limit, limits = f"{name}, {n / 1e6:g} M elements", "a copy of the vector", _rates(vector.nbytes, copy_s)
+    saved = vector.nbytes - len(payload)
+    pays = [8e-9 * saved / (encode + decode) for encode, decode in zip(encode_s, decode_s, strict=True)]
+    return [
+        Figure(f"{what}: encode", "GB/s", _rates(vector.nbytes, encode_s), limit, limits),
+        Figure(f"{what}: decode", "GB/s", _rates(vector.nbytes, decode_s), limit, limits),
+        Figure(f"{what}: bytes sent", "%", [100.0 * len(payload) / vector.nbytes]),
+        Figure(f"{what}: pays on a link below", "Gbit/s", pays),
+    ]
+
+
+def _payload(codec: Codec, vector: np.ndarray) -> np.ndarray:
+    return codec.encode(vector).payload(0, len(vector))
+
+
+def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
+    begin_s = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begin_s
+
+
+def _rates(n_bytes: int, seconds: Sequence[float]) -> list[float]:
+    """GB/s."""
+    return [1e-9 * n_bytes / took_s for took_s in seconds]
