@@ -23,12 +23,12 @@ class Factors(Encoded):
         self.parts = parts
 
     def payload(self, begin: int, end: int) -> Array:
-        arrays = []
+        arrays = [self.parts[0][0][:0]]
         for piece in self.codec.layout.pieces(begin, end):
             first, last = self.codec.rows(piece)
             of_p, *q = self.parts[piece.tensor]
             arrays += [of_p[first:last], *q]
-        return joined(arrays) if arrays else np.empty(0, np.uint8)
+        return joined(arrays)
 
 
 class PowerSGD(Codec):
