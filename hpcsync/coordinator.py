@@ -35,7 +35,8 @@ class Report(NamedTuple):
     wire_bytes: bytes of both transfers; batch_size: samples, and loss: their mean loss, of all local steps.
     share: 1, or of an iteration that was cancelled the share of its samples that was computed.
     predicted_fixed_s, predicted_sample_s: seconds of each of the worker's next iterations, and of every sample in them;
-    NaN where nobody asks. pull_s: of comm_s, reading the weights. encode_s: compressing the contribution; not in comm_s.
+    NaN where nobody asks.
+    pull_s: of comm_s, reading the weights. encode_s: compressing the contribution, which is not in comm_s.
     """
 
     worker: int
@@ -177,7 +178,8 @@ class Coordinator:
         self._allocator = self._assignments.allocator
         # In a row of /decisions, for the columns of the other controller.
         self._not_the_paradigms = (math.nan,) * len(paradigm.decision_fields)
-        self._not_the_allocators = (math.nan,) * (0 if self._allocator is None else len(self._allocator.decision_fields))
+        n_allocators = 0 if self._allocator is None else len(self._allocator.decision_fields)
+        self._not_the_allocators = (math.nan,) * n_allocators
         # A batch's size times this is its size in mean batches: a fraction, so that it is 1 where all are alike.
         self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
         self._pending: dict[int, _Contribution] = {}  # in their slots

@@ -1,4 +1,4 @@
-"""How a job's contributions are compressed: between torch's flat vectors and `compression`'s arrays, which share memory.
+"""How a job's contributions are compressed: torch's flat vectors as `compression`'s arrays, in the same memory.
 
 A worker's `Compressor` remembers what it has not sent yet, or whatever else its codec keeps; whoever decodes needs to
 know the job and the model alone.

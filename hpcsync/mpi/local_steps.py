@@ -19,10 +19,7 @@ from hpcsync.paradigms.protocol import UNTIL
 
 
 class LocalStepsSession(WorkerSession):
-    """A push is of several iterations, each of them a step of the worker's own optimizer.
-
-    A worker that leaves between two pushes leaves what it did since the first of them behind.
-    """
+    """A push is of several iterations, each of them a step of the worker's own optimizer."""
 
     def __init__(
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
@@ -65,7 +62,10 @@ class LocalStepsSession(WorkerSession):
 
 class ElasticSession(LocalStepsSession):
     """With the gradient of its last iteration a worker gives its position, and reads where the centre was before that
-    position moved it. Both moves done, it makes the gradient's step."""
+    position moved it. Both moves done, it makes the gradient's step.
+
+    A worker that leaves between two pushes leaves what it did since the first of them behind.
+    """
 
     def __init__(
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
@@ -91,7 +91,7 @@ class ElasticSession(LocalStepsSession):
 
 class CommittingSession(LocalStepsSession):
     """A worker gives by how much its steps have changed the weights since it read them, and goes on from the servers'.
-    What its optimizer remembers, momentum for one, stays with it."""
+    What its optimizer remembers, momentum for one, stays with it. One that leaves gives what it has."""
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._read, self._change = (torch.empty_like(self.flat.weights) for _ in range(2))
@@ -99,13 +99,22 @@ class CommittingSession(LocalStepsSession):
 
     def _step(self, end_s: float, lr: float) -> None:
         self._local.step(self.flat.gradient, lr)
+        self._end_s = end_s
         if self._is_due(end_s):
-            self._local.drop_look_ahead()
-            torch.sub(self.flat.weights, self._read, out=self._change)
-            self._push(end_s)
-            if not self._engine.stopped:
-                self.flat.weights.copy_(self._read)
-                self._local.look_ahead()
+            self._commit()
+
+    def _commit(self) -> None:
+        self._local.drop_look_ahead()
+        torch.sub(self.flat.weights, self._read, out=self._change)
+        self._push(self._end_s)
+        if not self._engine.stopped:
+            self.flat.weights.copy_(self._read)
+            self._local.look_ahead()
+
+    def _part(self) -> None:
+        if self._stretch.steps > 0:
+            self._commit()
+        super()._part()
 
 
 class _Stretch:

@@ -1,7 +1,7 @@
 """ADSP (Hu, Wang and Wu, AAAI 2020): nobody waits; everybody commits as often, however many steps it has made.
 
-Workers make local steps and commit the change of their weights, of which the servers take one M-th, M the active
-workers. When to commit is a matter of time, not of steps: in each check period a worker is to commit dC times, so one
+Workers make local steps and commit the change of their weights, of which the servers take one M-th, M the workers that
+began. When to commit is a matter of time, not of steps: in each check period a worker is to commit dC times, so one
 
     max(interval_min_s, period / dC - O)
 
@@ -16,12 +16,13 @@ commits each, stop, and so on with c + 1 as long as the loss falls better. This 
 
 Where texts and code leave it open, a letter in this file marks the branch that settles it:
 
-    a  the global loss is an average over commits: 0.9 of what it was and 0.1 of the newest; losses that are not finite
-       say nothing. It moves with each commit, and so is slow to show what a trial of few commits did
+    a  the global loss is the mean over the active workers of what each said last, in its latest commit; losses that are
+       not finite say nothing
     b  time is known when a push comes: checks and ends of trials are at the first push at or after their time, and
        periods that have passed unnoticed are made up for at once
-    c  a trial's points are the loss at its start, and at the first pushes from its middle and its end on. With c = 1
-       nobody pushes in between, so that its reward is that of nothing, and c = 2 is better if the loss falls at all
+    c  a trial's points are the loss at its start, at the first push from its middle on, and when all have stopped. With
+       c = 1 nobody pushes in between, so that its reward is that of nothing, and c = 2 is better if the loss falls at
+       all
     d  in a trial nobody is sent on for longer than what is left of it, so that all are back soon after its end
     e  the run begins with a trial of 1, for which nobody has to stop; a later search begins with the present number
     f  a search that finds no loss at all ends with its first trial
@@ -33,6 +34,7 @@ Where texts and code leave it open, a letter in this file marks the branch that 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.protocol import UNTIL, Action, Apply, Decision, Grant, Pushed
@@ -40,7 +42,6 @@ from hpcsync.planning.commit_rate import Search, reward
 
 RULES = ("cumulative", "released")
 
-LOSS_BETA = 0.1  # weight of the newest commit in the loss
 SHORTEST = 1e-6  # of a period: the least that anybody is sent on for
 
 
@@ -109,7 +110,7 @@ class ADSP(Paradigm):
         self._loss_rise = loss_rise
         self._loss_target = loss_target
         self._overhead_s = [0.0] * n_workers
-        self._loss = math.nan
+        self._losses = [math.nan] * n_workers  # that each said last
         # Between searches: when the last one ended, checks since, and as it was at the last of them, C_target, c and
         # the loss.
         self._begun_s = 0.0
@@ -155,13 +156,13 @@ class ADSP(Paradigm):
         worker = event.worker
         spent_s = (event.encode_s, event.push_s, event.pull_s)
         self._overhead_s[worker] = math.fsum(time_s for time_s in spent_s if 0 <= time_s < math.inf)
-        if math.isfinite(event.loss):  # (a)
-            self._loss = event.loss if math.isnan(self._loss) else self._loss + LOSS_BETA * (event.loss - self._loss)
-        apply = Apply((worker,), (1 / len(self._progress.active),))
+        if math.isfinite(event.loss):
+            self._losses[worker] = event.loss
+        apply = Apply((worker,), (1 / self.n_workers,))
         if self._search is None:
             self._check_if_due(worker)
-        else:
-            self._sample()
+        elif len(self._points) < 2:
+            self._sample(len(self._points) * self._period_s / 2)
         if self._now_s < self._stop_s:
             return [apply, self._go_on(worker)]
         self._hold(worker)
@@ -181,7 +182,7 @@ class ADSP(Paradigm):
         return min(commit_s, max(self._stop_s - now_s, SHORTEST * self._period_s))  # (d)
 
     def _go_on(self, worker: int) -> Grant:
-        return self._grant(worker, local_steps=UNTIL, commit_s=self._commit_s(worker, self._now_s))
+        return replace(self._grant(worker), local_steps=UNTIL, commit_s=self._commit_s(worker, self._now_s))
 
     def _check_if_due(self, worker: int) -> None:
         """(b) The check that was due before this worker's push, if one was; begins a search if it is time."""
@@ -192,18 +193,23 @@ class ADSP(Paradigm):
             self._checks = checks
             self._counted = self._progress.pushes.copy()
             self._counted[worker] -= 1
-            rise, before = self._loss - self._loss_at_check, self._loss_at_check
-            rose = rise > 0 and rise >= self._loss_rise * abs(before)
-            self._loss_at_check = self._loss
+            now, before = self._loss(), self._loss_at_check
+            rose = now > before and now - before >= self._loss_rise * abs(before)
+            self._loss_at_check = now
         if self._searches and (rose or self._now_s - self._begun_s >= self._search_every_s):
             self._search = Search(self.commits, self._most)  # (e)
             self._trial_s, self._points, self._stop_s = math.nan, [], self._now_s
 
-    def _sample(self) -> None:
-        """(c) Take the points of the trial that are due, once a loss is known."""
-        for part in range(len(self._points), 3):
-            if self._now_s >= self._trial_s + part * self._period_s / 2 and not math.isnan(self._loss):
-                self._points.append((self._now_s - self._trial_s, self._loss))
+    def _sample(self, from_s: float) -> None:
+        """(c) Take a point of the trial if it is so old, and a loss is known."""
+        age_s, loss = self._now_s - self._trial_s, self._loss()
+        if age_s >= from_s and not math.isnan(loss):
+            self._points.append((age_s, loss))
+
+    def _loss(self) -> float:
+        """(a)"""
+        known = [loss for i in self._progress.active if not math.isnan(loss := self._losses[i])]
+        return math.fsum(known) / len(known) if known else math.nan
 
     def _pass_barrier(self, worker: int) -> list[Action]:
         """Send everybody on once all stand still: into the next trial, or with the number that was found."""
@@ -212,23 +218,24 @@ class ADSP(Paradigm):
         rows = [] if math.isnan(self._trial_s) else self._end_trial(worker, self._search)
         if self._search is not None:
             self._trial_s, self._points, self._stop_s = self._now_s, [], self._now_s + self._period_s
-            self._sample()
+            self._sample(0.0)
         return [*rows, *(self._go_on(held) for held in sorted(self._held_since_s))]
 
     def _end_trial(self, worker: int, search: Search) -> list[Decision]:
         c = search.next_to_evaluate
+        self._sample(self._period_s)
         losses = [loss for _, loss in self._points]
         worth = reward([time_s for time_s, _ in self._points], losses, self._loss_target)
         inputs = (worth, *losses, *[math.nan] * (3 - len(losses)))
         rows = [Decision("reward", worker, float(c), inputs)]
-        if search.evaluated(worth) or math.isnan(self._loss):  # (f)
+        if search.evaluated(worth) or not losses:  # (f)
             self.commits = search.c
             rows.append(Decision("commits", worker, float(search.c), (math.nan,) * len(self.decision_fields)))
             self._search, self._stop_s = None, math.inf
             self._begun_s, self._checks = self._now_s, 0
             self._counted = self._progress.pushes.copy()
             self._target = max(self._counted[i] for i in self._progress.active) + self.commits  # (h)
-            self._loss_at_check = self._loss
+            self._loss_at_check = self._loss()
         return rows
 
 

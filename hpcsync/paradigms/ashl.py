@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from dataclasses import replace
 from statistics import median
 
 from hpcsync.paradigms.paradigm import Paradigm
@@ -194,10 +195,11 @@ class ASHL(Paradigm):
     def _go_on(self, worker: int) -> Grant:
         if self.stage == PROFILE:
             ratio = self._profile_ratio(self._progress.pushes[worker] + 1)  # (e)
-            return self._grant(worker, local_steps=1, ratio=ratio)
+            return replace(self._grant(worker), local_steps=1, ratio=ratio)
         if self.stage == FINE:
             self._begun.add(worker)
-        return self._grant(worker, local_steps=self._steps[worker], ratio=self._ratios.get(worker, math.nan))
+        ratio = self._ratios.get(worker, math.nan)
+        return replace(self._grant(worker), local_steps=self._steps[worker], ratio=ratio)
 
     def _is_sparse(self, iteration: int) -> bool:
         """Whether this push of the profile measures compressing and not the link."""

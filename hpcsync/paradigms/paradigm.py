@@ -76,9 +76,7 @@ class Paradigm(ABC):
         """Let the worker, which has just pushed, wait."""
         self._held_since_s[worker] = self._now_s
 
-    def _grant(
-        self, worker: int, credits: int = 0, local_steps: int = 0, commit_s: float = math.inf, ratio: float = math.nan
-    ) -> Grant:
+    def _grant(self, worker: int, credits: int = 0) -> Grant:
         """Let the worker go on, whether it has just pushed or has been held."""
         return Grant(
             worker=worker,
@@ -86,9 +84,6 @@ class Paradigm(ABC):
             gap_iters=self._progress.gap(worker),
             credits=credits,
             held_s=self._now_s - self._held_since_s.pop(worker, self._now_s),
-            local_steps=local_steps,
-            commit_s=commit_s,
-            ratio=ratio,
         )
 
     def _refuse_illegal(self, event: Event) -> None:

@@ -10,7 +10,7 @@ from hpcsync.devices import Device, device, takes_no_time
 from hpcsync.job import Job
 from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError, shown
-from hpcsync.job_paradigms import AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp
+from hpcsync.job_paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
@@ -51,11 +51,12 @@ def build(job: Job, workload: Workload) -> Cluster:
             "cluster.compute: missing; a simulation must have it (or --times-from): it says how long iterations take"
         )
     devices = [device(job, worker) for worker in range(cluster.workers)]
+    idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
+    if cluster.network is None or isinstance(job.paradigm, Adsp):
+        refuse_standstill(job, "cluster.compute", idle)
     if cluster.network is not None:
         networked = Networked(loop, cluster.network, roles, shard_bytes)
         return Cluster(loop, shard_bytes, devices, networked)
-    idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
-    refuse_standstill(job, "cluster.compute", idle)
     return Cluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
 
 
@@ -76,6 +77,11 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
         raise JobError(
             f'batches.policy = {shown(job.batches.policy)}: must be "equal" where iterations take 0 seconds, as worker '
             f"{list(idle).index(True)}'s do by {key}"
+        )
+    if isinstance(paradigm, Adsp) and any(idle):
+        raise JobError(
+            f'paradigm.name = "adsp": must not be simulated where iterations take 0 seconds, as worker '
+            f"{list(idle).index(True)}'s do by {key}: it is time that ends a worker's local steps"
         )
     bounded = isinstance(paradigm, Bsp | AllReduce | LocalSgd)
     bounded = bounded or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)

@@ -136,6 +136,9 @@ class Simulation:
         """One local step."""
         now_s, state = self._loop.now_s, self._workers[worker]
         if state.device.leaves(now_s):
+            if self._job.commits and state.computed > 0:  # what it has; then it will find that it leaves
+                self._send(worker)
+                return
             self._transfers.report(worker, state.iteration, self._left)
             return
         state.step += 1
@@ -178,6 +181,10 @@ class Simulation:
         if not self._is_due(state):
             self._compute(worker)
             return
+        self._send(worker)
+
+    def _send(self, worker: int) -> None:
+        """The worker compresses and pushes what it has computed."""
         sizes_bytes = self._contribute(worker)
         if self._encode_s:
             self._loop.after(self._encode_s, self._push, worker, sizes_bytes)

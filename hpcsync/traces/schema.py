@@ -28,15 +28,16 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 # computation; `compute_s` is that computation with its padding, `wait_s` the wait for the grant that let it begin,
 # `comm_s` the transfers of weights before it and of the gradient after it, `wire_bytes` the bytes of both.
 #
-# With elastic averaging a push is of several iterations on the worker, its `local_steps`, and `iteration` counts pushes
-# all the same: `batch_size` is the samples of all of them and `loss` their mean. `version_read` is the centre that the
-# worker moved towards before them. Iterations after a worker's last push are in no row.
+# With elastic averaging, and where workers commit, a push is of several iterations on the worker, its `local_steps`, and
+# `iteration` counts pushes all the same: `batch_size` is the samples of all of them and `loss` their mean.
+# `version_read` is what the worker moved towards before them (the centre), or went on from. With elastic averaging
+# iterations after a worker's last push are in no row.
 #
 # `share` is 1, or of an iteration that was cancelled the share of its samples that was computed: `compute_s` and `loss`
 # are of these. `predicted_fixed_s` and `predicted_sample_s` are what the worker predicts for its next iterations: so
 # many seconds, and so many for each sample; NaN where nobody asks. `pull_s` is the part of `comm_s` that is before the
-# computation, `encode_s` the compression after it, which is in no other column. `weight` is what the gradient was multiplied by in
-# its update, 0 for a dropped one.
+# computation, `encode_s` the compression after it, which is in no other column. `weight` is what the contribution was
+# multiplied by in its update, 0 for a dropped one.
 PUSHES = np.dtype(
     [
         ("seq", "<i8"),
@@ -67,8 +68,8 @@ PUSHES = np.dtype(
 # One row per grant. `iteration` is the one that the worker may now start, `version` the one that it will read. A grant
 # of zero local steps (and batch size zero) ends the worker's part in the run. `first_sample` is where in the run's
 # endless sequence of samples those of the iteration begin, -1 where that follows from worker and iteration
-# (`learning.data`). `local_steps` -1: as many as fit into `commit_s` seconds, from the end of reading the weights to the
-# end of the last step; `batch_size` is then that of each. `ratio` is the share of its contribution that the worker
+# (`learning.data`). `local_steps` -1: as many as fit into `commit_s` seconds, from the end of reading the weights to
+# the end of the last step; `batch_size` is then that of each. `ratio` is the share of its contribution that the worker
 # sends, NaN where the compression says that.
 GRANTS = np.dtype(
     [

@@ -11,6 +11,7 @@ import torch
 
 from hpcsync import library
 from hpcsync.coordinator import Reply, Update
+from hpcsync.deciding import Assignment
 from hpcsync.job import Job
 from hpcsync.learning.data import batches
 from hpcsync.learning.rules import Elastic
@@ -29,6 +30,7 @@ from tests.mpi.training import leaving, simulated
 
 SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
+GIVEN = Assignment(batch_size=8)
 STILL = {"name": "sgd", "lr": 1e-300}  # gradients move nothing
 
 
@@ -160,7 +162,7 @@ def test_a_push_is_of_a_whole_period_and_what_comes_after_the_last_is_left_behin
 
 
 def test_a_promise_before_the_readers_own_update_is_told_apart():
-    update, first, second = Update((0, 1), (1.0, 1.0), 2.0, 0.5), Reply(0, 2, 7, 8, 1), Reply(1, 2, 7, 8, 1)
+    update, first, second = Update((0, 1), (1.0, 1.0), 2.0, 0.5), Reply(0, 2, 7, GIVEN), Reply(1, 2, 7, GIVEN)
     kinds = [(record.kind, record.reader) for record in encode([first, second, update])]
     assert kinds == [(wire.RESERVE, 0), (wire.RESERVE, 1), (wire.CONTRIBUTION, 0), (wire.UPDATE, 1)]
     kinds = [(record.kind, record.reader) for record in encode([update, first, second])]
@@ -173,7 +175,8 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
     """Else the worker could put its next position over one that is not applied yet."""
     needs(2)
     link = Link(comm, Roles(1, comm.size - 1), 10, torch.float64, contributors_read=True)
-    shard = Shard(link, Elastic(), torch.zeros(10, dtype=torch.float64)) if comm.rank == 0 else None
+    first = [Assignment()] * (comm.size - 1)
+    shard = Shard(link, Elastic(), torch.zeros(10, dtype=torch.float64), first) if comm.rank == 0 else None
     reader = None if shard else Reader(link, link.roles.worker(comm.rank))
     if reader:
         reader.read(reader.wait(iteration=1), [torch.empty(10, dtype=torch.float64)])

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync.coordinator import Collection, Reply, Update
+from hpcsync.deciding import Assignment
 from hpcsync.job import Job
 from hpcsync.learning.store import Store
 from hpcsync.mpi import wire
@@ -135,7 +136,8 @@ def test_without_collecting_what_a_worker_gave_first_is_lost(comm, needs, folder
 
 def test_a_slot_is_collected_before_its_worker_hears_that_it_is_free():
     collection, update = Collection(0, 0.5), Update((1,), (1.0,), 2.0, 0.1)
-    records = encode([collection, Reply(0, 2, 7, 8, 1), update, Reply(1, 3, 8, 8, 1)])
+    given = Assignment(batch_size=8)
+    records = encode([collection, Reply(0, 2, 7, given), update, Reply(1, 3, 8, given)])
     kinds = [(record.kind, record.reader, record.weight) for record in records]
     assert kinds == [(wire.COLLECT, 0, 0.5), (wire.PROMISE, 0, 1.0), (wire.UPDATE, 1, 1.0), (wire.PROMISE, 1, 1.0)]
     assert records[2].divisor == 2.0

@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from hpcsync.deciding import Assignment
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.rules import Descent
 from hpcsync.learning.store import Store
@@ -69,7 +70,7 @@ def torn_reads(comm, transport, *, until_torn: bool) -> int:
     comm.Barrier()
     torn = 0
     if comm.rank == 0:
-        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), start))
+        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), start, [Assignment()] * link.roles.n_workers))
     elif comm.rank == 1:
         Reader(link, 0).wait()  # what is sent must be received, or a later communicator may find it
     else:

@@ -1,0 +1,188 @@
+"""Workers that commit what their own steps have changed, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hpcsync
+from hpcsync.job import Job
+from hpcsync.learning.data import batch_indices
+from hpcsync.learning.validation import check
+from hpcsync.traces.reading import load
+from hpcsync.traces.schema import APPLIED
+from tests.mpi.training import failures, on_some, samples
+
+SGD = {"name": "sgd", "lr": 0.05}
+NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
+ADAM = {"name": "adam", "lr": 0.01}
+ASHL = {"name": "ashl", "warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5}
+ADSP = {"name": "adsp", "check_period_s": 0.03, "interval_min_s": 0.005, "commits": 3}
+
+
+def job(
+    workers: int,
+    paradigm: Any,
+    optimizer: Any = SGD,
+    updates: int = 40,
+    servers: int = 1,
+    compression: Any = None,
+    seconds: float = 0.001,
+) -> Job:
+    return Job.from_table(
+        {
+            "name": "test",
+            "seed": 3,
+            "workload": {"name": "linear", "batch_size": 4, "features": 11, "samples": 200},
+            "optimizer": optimizer,
+            "stop": {"updates": updates},
+            "evaluation": {"every_samples": 0},
+            "paradigm": paradigm,
+            "cluster": {
+                "servers": servers,
+                "workers": workers,
+                "compute": {"model": "constant", "seconds": [seconds * (1 + 2 * (w == 1)) for w in range(workers)]},
+            },
+            **({} if compression is None else {"compression": compression}),
+        }
+    )
+
+
+def recomputed(job: Job, trace: Any) -> np.ndarray:
+    """The weights that come of the commits in this trace: each of plain torch's steps on its samples, from the version
+    that it read, as many times as it says it counted."""
+    workload = check(job)
+    data, parameters = workload.train.tensors, list(workload.model.parameters())
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[job.optimizer.name]
+    versions = [torch.cat([p.detach().flatten() for p in parameters]).clone()]
+    states: dict[int, Any] = {}
+    taken = dict.fromkeys(range(job.cluster.workers), 0)
+    for push in trace.tables["pushes"]:
+        worker, n_steps = int(push["worker"]), int(push["local_steps"])
+        read = versions[push["version_read"]]
+        if worker not in states:
+            mine = torch.nn.Parameter(read.clone())
+            states[worker] = mine, kind([mine], lr=job.optimizer.lr, **job.optimizer.options)
+        mine, optimizer = states[worker]
+        ahead = job.optimizer.lr * job.optimizer.options.get("momentum", 0.0)
+        buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
+        with torch.no_grad():
+            mine.copy_(read if buffer is None else read - ahead * buffer)
+        for rows in _rows(job, trace, push, worker, n_steps, taken):
+            torch.nn.utils.vector_to_parameters(mine.detach(), parameters)
+            workload.model.zero_grad()
+            workload.loss(workload.model, *(tensor[torch.from_numpy(rows)] for tensor in data)).backward()
+            mine.grad = torch.cat([p.grad.flatten() for p in parameters])
+            optimizer.step()
+        buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
+        done = mine.detach() if buffer is None else mine.detach() + ahead * buffer
+        if push["outcome"] == APPLIED:
+            versions.append(versions[-1] + float(push["weight"]) * (done - read))
+    return versions[-1].numpy()
+
+
+def _rows(job: Job, trace: Any, push: Any, worker: int, n_steps: int, taken: dict[int, int]) -> list[np.ndarray]:
+    """The samples of each of a push's steps."""
+    if job.paradigm.name == "ashl":
+        return np.split(samples(job, trace, push), n_steps)
+    first, taken[worker] = taken[worker], taken[worker] + n_steps
+    numbers = [(first + step) * job.cluster.workers + worker for step in range(n_steps)]
+    return [batch_indices(job.seed, number, batch_size=4, size=200) for number in numbers]
+
+
+@pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
+@pytest.mark.parametrize("paradigm", [ASHL, ADSP], ids=["ashl", "adsp"])
+def test_the_weights_are_those_of_the_commits_in_the_trace(comm, needs, folder, paradigm, optimizer):
+    """Whatever the order in which they came: plain torch makes the same of it. Another weight is the control."""
+    needs(2)
+    servers = 2 if comm.size > 3 else 1
+    this = job(comm.size - servers, paradigm, optimizer, servers=servers)
+    weights = on_some(comm, this, folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert failures(folder / "trace.h5") == []
+        expected = recomputed(this, trace)
+        assert np.allclose(weights, expected, rtol=1e-9, atol=1e-12)
+        trace.tables["pushes"]["weight"] *= 0.99
+        assert not np.allclose(weights, recomputed(this, trace), rtol=1e-6, atol=1e-9)
+
+
+def test_one_committing_worker_is_plain_training(comm, needs, folder):
+    """Its commits count 1, and nobody else changes what it reads."""
+    needs(2)
+    some = on_some(comm, job(1, ADSP, ADAM, updates=6), folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        n_steps = int(trace.tables["pushes"]["local_steps"][:6].sum())
+        workload = check(job(1, ADSP, ADAM))
+        optimizer = torch.optim.Adam(workload.model.parameters(), lr=0.01)
+        for step in range(n_steps):
+            rows = torch.from_numpy(batch_indices(3, step, batch_size=4, size=200))
+            optimizer.zero_grad()
+            workload.loss(workload.model, *(tensor[rows] for tensor in workload.train.tensors)).backward()
+            optimizer.step()
+        alone = torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
+        assert np.allclose(some, alone, rtol=1e-9, atol=1e-12)
+
+
+def test_stages_follow_each_other_and_fast_workers_make_more_steps(comm, needs, folder):
+    needs(3)
+    compression = {"name": "top-k", "ratio": 0.5}
+    on_some(comm, job(comm.size - 1, ASHL, updates=60, compression=compression, seconds=0.003), folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        assert failures(folder / "trace.h5") == []
+        decisions = trace.tables["decisions"]
+        assert decisions["chosen"][decisions["controller"] == b"stage"].tolist() == [1.0, 2.0]
+        steps = decisions[decisions["controller"] == b"local-steps"][: comm.size - 1]
+        chosen = dict(zip(steps["worker"].tolist(), steps["chosen"].tolist(), strict=True))
+        assert chosen[0] > chosen[1] == 3, "worker 1 is three times as slow"
+        dense = trace.tables["grants"]["ratio"][:4]
+        assert set(dense.tolist()) <= {1.0, 0.05}
+
+
+def test_commits_come_when_it_is_time(comm, needs, folder):
+    """At the end of the step in which it is, not before and not a step later."""
+    needs(2)
+    on_some(comm, job(comm.size - 1, ADSP, updates=8 * (comm.size - 1)), folder)
+    if comm.rank == 0:
+        trace = load(folder / "trace.h5")
+        pushes, grants = trace.tables["pushes"], trace.tables["grants"]
+        asked = {(g["worker"], g["iteration"]): g["commit_s"] for g in grants}
+        later = [push for push in pushes if push["iteration"] > 1]
+        assert later
+        for push in later:
+            step_s = push["compute_s"] / push["local_steps"]
+            took_s = push["end_s"] - push["begin_s"]
+            commit_s = asked[push["worker"], push["iteration"]]
+            assert commit_s - 0.002 <= took_s, "begun a moment after reading"
+            assert push["local_steps"] == 1 or took_s - 2.5 * step_s <= commit_s + 0.02
+
+
+@pytest.mark.parametrize("paradigm", ["ashl", "adsp"])
+def test_a_script_of_its_own(comm, folder, paradigm):
+    options: dict[str, Any] = {
+        "ashl": {"warmup": 1, "profiled": 2, "steps_coarse": 4, "steps_fine": 2, "loss_preset": 1.0},
+        "adsp": {"commits": 1},
+    }[paradigm]
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(256, 6, generator=generator)
+    data = torch.utils.data.TensorDataset(x, (x @ torch.arange(6.0)).unsqueeze(1))
+    torch.manual_seed(5)
+    model = torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm, **options) as sync:
+        for _ in range(40):
+            for features, targets in sync.shard(data, batch_size=16):
+                loss = torch.nn.functional.mse_loss(model(features), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                sync.step(loss)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert all(torch.equal(weights, other) for other in comm.allgather(weights))
+    assert torch.allclose(model.weight, torch.arange(6.0), atol=0.2), "also if nobody was ever asked to commit"
+    if comm.rank == 0 and comm.size > 1:
+        assert failures(folder / "run" / "trace.h5") == []
