@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,8 +54,7 @@ class Layout:
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
         self.sizes = [math.prod(shape) for shape in self.shapes]
-        self.begins = [sum(self.sizes[:i]) for i in range(len(self.sizes))]
-        self.size = sum(self.sizes)
+        *self.begins, self.size = accumulate(self.sizes, initial=0)
 
     def is_small(self, tensor: int) -> bool:
         """Whether codecs that work tensor by tensor send it as it is: biases and the like are few and need it."""

@@ -129,10 +129,9 @@ class PowerSGD(Codec):
             product = some[:, :1] * columns[0]
             for k in range(1, rank):
                 product += some[:, k : k + 1] * columns[k]
-            low, high = max(0, row * width - skipped), (row + len(some)) * width - skipped
-            target = result[low:high]
-            offset = low - (row * width - skipped)
-            target[:] = product.reshape(-1)[offset : offset + len(target)]
+            begin = row * width - skipped  # of these rows in the result; the first may begin before it
+            target = result[max(0, begin) : begin + product.size]
+            target[:] = product.reshape(-1)[max(0, -begin) :][: len(target)]
 
     def _values(self, piece: Piece) -> int:
         """How many are sent for it."""

@@ -119,10 +119,11 @@ class TopK(Sparse):
 class RandomK(Sparse):
     """As many elements, any equally likely (Stich et al., NeurIPS 2018).
 
-    Without error feedback they are sent n / k times as large, so that the mean over many draws is the vector.
+    Without error feedback they are sent n / k times as large, so that the mean over many draws is the vector. With it
+    they are sent as they are.
     """
 
-    biased = True
+    biased = False
     takes_ratio = True
 
     def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01) -> None:

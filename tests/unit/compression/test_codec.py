@@ -15,7 +15,7 @@ OPTIONS = [
     *((name, {}) for name in CODECS),
     ("top-k", {"ratio": 0.3}),
     ("top-k", {"ratio": 1.0}),
-    ("random-k", {"ratio": 0.1, "error_feedback": False}),
+    ("random-k", {"ratio": 0.1, "error_feedback": True}),
     ("fp16", {"error_feedback": True}),
 ]
 EVERY = pytest.mark.parametrize(("name", "options"), OPTIONS, ids=lambda value: value if isinstance(value, str) else "")

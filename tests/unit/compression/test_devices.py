@@ -126,7 +126,7 @@ def cupy(monkeypatch):
         ("dgc", {"clip": 1.0, "nesterov": True}),
         ("dgc", {"ratio": 1.0}),
         ("top-k", {"ratio": 1.0}),
-        ("random-k", {"error_feedback": False}),
+        ("random-k", {"error_feedback": True}),
         ("fp16", {"error_feedback": True}),
     ],
 )

@@ -65,12 +65,9 @@ def test_it_is_the_papers(options):
 def test_a_momentum_that_is_not_masked_would_be_caught():
     class Unmasked(DGC):
         def _encode(self, vector, ratio):
-            kept = self._gather(np.zeros_like(vector))[0] / self.momentum
-            self._momenta[:] = kept
-            self.gathered -= kept * self.momentum
-            after = kept * self.momentum + vector
+            before = 0.0 if self._momenta is None else self._momenta.copy()
             encoded = super()._encode(vector, ratio)
-            self._momenta[:] = after
+            self._momenta[:] = self.momentum * before + vector
             return encoded
 
     errors = differences(Unmasked(LAYOUT, np.float64, ratio=0.05), Reference(LAYOUT, [0.05], 0.9, False, None))

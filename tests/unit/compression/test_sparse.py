@@ -85,7 +85,7 @@ def test_a_ratio_counts_once_and_from_a_half_on_everything_is_sent():
 
 def test_random_k_is_unbiased_without_error_feedback():
     layout = Layout([(20, 5), (4,)])
-    codec = create("random-k", layout, np.float64, seed=1, ratio=0.1, error_feedback=False)
+    codec = create("random-k", layout, np.float64, seed=1, ratio=0.1)
     given, draws = vector(layout=layout, dtype=np.float64), 4000
     sent = np.array([decoded(codec, codec.encode(given)) for _ in range(draws)])
     # An element is sent 10 times as large with a probability of 0.1: a variance of 9 squares.
@@ -96,7 +96,7 @@ def test_random_k_is_unbiased_without_error_feedback():
 
 
 def test_random_k_with_error_feedback_sends_what_is_there():
-    codec = create("random-k", LAYOUT, np.float32, ratio=0.1)
+    codec = create("random-k", LAYOUT, np.float32, ratio=0.1, error_feedback=True)
     given = vector()
     sent = decoded(codec, codec.encode(given))
     assert 0 < np.count_nonzero(sent) < LAYOUT.size / 4
