@@ -63,6 +63,12 @@ def sent_in_a_ring(n_bytes: int, n_workers: int) -> int:
     return 2 * (n_workers - 1) * n_bytes // n_workers
 
 
+def sent_to_all(n_bytes: int, n_workers: int) -> int:
+    """Bytes that a worker sends whose so many all others are given. In a ring it is others who pass them on: all
+    together send as much."""
+    return (n_workers - 1) * n_bytes
+
+
 def drawing(job: Job) -> Peers:
     """Whom the workers of a gossip job draw."""
     assert isinstance(job.paradigm, Gossip)

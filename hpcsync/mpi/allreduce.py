@@ -25,6 +25,7 @@ from hpcsync.mpi import cuda
 from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import HOST, NodeWindow, Transport
+from hpcsync.peers import sent_in_a_ring
 
 SHM = Path("/dev/shm")  # where both MPIs keep shared windows on Linux
 SPARE_BYTES = 16 << 20  # of it, left to MPI's own needs
@@ -50,15 +51,28 @@ class Agreed(NamedTuple):
     stop: bool
 
 
+def agreed(words: np.ndarray) -> Agreed:
+    """From what all ranks say, shape (n_ranks, 3)."""
+    n_steps, n_samples, stop = words.sum(0).tolist()
+    return Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0)
+
+
 class MeanVector(ABC):
     """vector: this rank's, shape (size,), on the transport's device. `mean` and `free` are collective; one thread at a
     time calls them.
 
+    n_ranks:  that the mean is of.
     absent_s: seconds that this rank has waited so far for others to come to a mean.
     """
 
     vector: torch.Tensor
+    n_ranks: int
     absent_s = 0.0
+
+    @property
+    def sent_bytes(self) -> int:
+        """That this rank has sent for the latest mean of the whole vector: as in a ring, also where nobody did."""
+        return sent_in_a_ring(self.vector.nbytes, self.n_ranks)
 
     @abstractmethod
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
@@ -97,14 +111,14 @@ class MpiMean(MeanVector):
     def __init__(
         self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Patience
     ) -> None:
-        self._patience = patience
+        self.n_ranks, self._patience = comm.size, patience
         self.vector = self._image = torch.zeros(size, dtype=dtype, device=transport.device)
         if transport.kind != "host":
             self._image = torch.zeros(size, dtype=dtype, pin_memory=self.vector.is_cuda)
         self._comm = comm.Dup()
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
-        if self._comm.size == 1:
+        if self.n_ranks == 1:
             return Agreed(int(said.n_steps > 0), *said)
         begin_s = time.perf_counter()
         words = np.array([said.n_steps > 0, *said], np.int64)
@@ -139,7 +153,7 @@ class SharedMean(MeanVector):
     def __init__(
         self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Patience
     ) -> None:
-        self._rank, self._size = comm.rank, comm.size
+        self._rank, self.n_ranks = comm.rank, comm.size
         self._patience = patience
         self._memory, local = _memory(comm, size, dtype, transport)
         self._window = NodeWindow(comm, self._memory, local)
@@ -168,20 +182,18 @@ class SharedMean(MeanVector):
         self._said[self._rank][:] = said
         self._meet(self._arrived)
         self.absent_s += time.perf_counter() - begin_s
-        words = np.array(self._said)
-        n_steps, n_samples, stop = words.sum(0).tolist()
-        agreed = Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0)
+        together = agreed(np.array(self._said))
         self._memory.sync()
-        self._mean_part(begin, end, agreed.n_contributing)
+        self._mean_part(begin, end, together.n_contributing)
         self._memory.sync()
         self._meet(self._left)
         self._window.acquire(begin, end)
-        return agreed
+        return together
 
     def _bound(self, rank: int, begin: int, end: int) -> int:
         """Where this rank's part of a slice begins."""
         lines = -(-(end - begin) // self._line)
-        return min(begin + self._line * (lines * rank // self._size), end)
+        return min(begin + self._line * (lines * rank // self.n_ranks), end)
 
     def _meet(self, counters: list[np.ndarray]) -> None:
         """Raise my counter to this turn, and wait until all are there.

@@ -16,6 +16,7 @@ import torch
 
 from hpcsync.job import Job
 from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
+from hpcsync.learning import compressing
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Outer, Peer, absorb, average
@@ -24,7 +25,7 @@ from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.peers import Division, drawing, sent_in_a_ring
+from hpcsync.peers import Division, drawing
 from hpcsync.traces.schema import EVERYBODY, NOBODY
 
 
@@ -95,7 +96,8 @@ class Exchange(ABC):
 
 
 class AllReducing(Exchange):
-    """Synchronous SGD: the mean of all gradients, formed while the backward pass runs.
+    """Synchronous SGD: the mean of all gradients, formed while the backward pass runs; after it if they are compressed,
+    as the job may say.
 
     at_end_of_backward: as of `Reducer`. With padded iterations nothing is sent before the padding is over: to the
     others, only then the gradient is there.
@@ -117,8 +119,9 @@ class AllReducing(Exchange):
         super().__init__(job, link, flat, optimizer)
         bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
         self._reducer = Reducer(
-            link.comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport
-        )
+            link.comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport,
+            compression=compressing.of_job(job, flat.parameters),
+        )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
         self._division = division
         self._outcome: Outcome | None = None
@@ -157,9 +160,8 @@ class AllReducing(Exchange):
             if correction != 1.0:
                 self._flat.gradient.mul_(correction)
         cost = self._reducer.reduced
-        sent = sent_in_a_ring(self._n_bytes, self._link.comm.size)
         n_received = max(0, self.agreed.n_contributing - 1)
-        self._outcome = Outcome(EVERYBODY, cost.absent_s, cost.waited_s - cost.absent_s, sent, n_received)
+        self._outcome = Outcome(EVERYBODY, cost.absent_s, cost.waited_s - cost.absent_s, cost.sent_bytes, n_received)
 
 
 class _Rounds(Exchange):
@@ -218,7 +220,7 @@ class Averaging(_Rounds):
             agreed = self._mean.mean(0, len(vector), Said(self._n_steps))
             x.copy_(vector)
             self._outer.step(x)
-        sent = sent_in_a_ring(self._n_bytes, self._link.comm.size)
+        sent = self._mean.sent_bytes
         return Outcome(EVERYBODY, wire_bytes=sent, n_received=agreed.n_contributing - (self._n_steps > 0))
 
 

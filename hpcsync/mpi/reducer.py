@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
+from hpcsync.learning.compressing import Compression
 from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.background import Background
+from hpcsync.mpi.compressed_mean import compressed_mean
 from hpcsync.mpi.tensor_window import HOST, Transport
 
 __all__ = ["BUCKET_BYTES", "Agreed", "Reduced", "Reducer"]
@@ -25,13 +27,15 @@ class Reduced(NamedTuple):
     """What one reduction cost this rank.
 
     waited_s: how long `finish` took; absent_s: how much of that others were not there yet; comm_s: how long means were
-    being formed, waiting included, hidden behind the backward pass or not. n_bytes: of the gradient.
+    being formed, waiting included, hidden behind the backward pass or not. n_bytes: of the gradient; sent_bytes: that
+    this rank has sent (`MeanVector.sent_bytes`).
     """
 
     waited_s: float = 0.0
     absent_s: float = 0.0
     comm_s: float = 0.0
     n_bytes: int = 0
+    sent_bytes: int = 0
 
 
 class Reducer:
@@ -54,7 +58,8 @@ class Reducer:
     transport:           of the gradients' device.
     overlap:             whether buckets are launched during the backward pass. While it is off, gradients of several
                          backward passes add up and `finish` launches everything. It stays off where the MPI does not
-                         allow calls from several threads, and with one rank.
+                         allow calls from several threads, with one rank, and with compression.
+    compression:         of every rank's gradient, which is one bucket then: it is compressed as a whole.
     """
 
     def __init__(
@@ -65,16 +70,16 @@ class Reducer:
         at_end_of_backward: Callable[[], None] | None = None,
         overlap: bool = True,
         transport: Transport = HOST,
+        compression: Compression | None = None,
     ) -> None:
         self._flat = flat
         self._at_end = at_end_of_backward
-        self._can_overlap = comm.size > 1 and MPI.Query_thread() >= MPI.THREAD_MULTIPLE
+        self._can_overlap = compression is None and comm.size > 1 and MPI.Query_thread() >= MPI.THREAD_MULTIPLE
         self.overlap = overlap
         self.weight = 1.0
         self.reduced = Reduced()
         """Of the last `finish`."""
-        itemsize = flat.gradient.element_size()
-        step = max(1, bucket_bytes // itemsize)
+        step = max(1, bucket_bytes // flat.gradient.itemsize) if compression is None else flat.size
         self._buckets = [(max(0, end - step), end) for end in range(flat.size, 0, -step)]
         sizes = torch.tensor([p.numel() for p in flat.parameters])
         self._begins: list[int] = (sizes.cumsum(0) - sizes).tolist()
@@ -82,7 +87,10 @@ class Reducer:
         self._pass = -1
         self._background = Background() if self._can_overlap else None
         self._stream = cuda.new_stream(flat.gradient.device)  # the background's
-        self._mean = mean_vector(comm, flat.size, flat.gradient.dtype, transport)
+        if compression is None:
+            self._mean = mean_vector(comm, flat.size, flat.gradient.dtype, transport)
+        else:
+            self._mean = compressed_mean(comm, flat.size, flat.gradient.dtype, transport, compression)
         flat.move_gradient(self._mean.vector)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._computed(index))
@@ -175,9 +183,10 @@ class Reducer:
             self._background.wait()
         for begin, end in self._buckets[self._launched :]:
             agreed = self._reduce(begin, end, Said(int(contributing), n_samples, stop))
-        n_bytes = self._flat.size * self._flat.gradient.element_size()
         waited_s = time.perf_counter() - begin_s
-        self.reduced = Reduced(waited_s, min(waited_s, self._mean.absent_s - absent_s), self._comm_s, n_bytes)
+        absent_s = min(waited_s, self._mean.absent_s - absent_s)
+        bytes_ = self._flat.gradient.nbytes, self._mean.sent_bytes
+        self.reduced = Reduced(waited_s, absent_s, self._comm_s, *bytes_)
         self._begin_anew()
         return agreed
 

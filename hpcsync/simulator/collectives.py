@@ -55,10 +55,20 @@ def ring_alone_s(capacity: Sequence[float], size_bytes: int, latency_s: float) -
     """Between any hosts whose links nobody else uses, seconds. capacity: of each host's link up, and down, in bytes
     per second."""
     p = len(capacity)
-    blocks = np.diff(np.arange(p + 1) * size_bytes // p)
+    return _passed_on_s(capacity, np.diff(np.arange(p + 1) * size_bytes // p), 2 * (p - 1), latency_s)
+
+
+def ring_allgather_alone_s(capacity: Sequence[float], sizes_bytes: Sequence[int], latency_s: float) -> float:
+    """So, until every host has what each of them has, which is passed on whole. sizes_bytes: of that of each host."""
+    return _passed_on_s(capacity, np.array(sizes_bytes), len(capacity) - 1, latency_s)
+
+
+def _passed_on_s(capacity: Sequence[float], blocks: np.ndarray, n_steps: int, latency_s: float) -> float:
+    """In a ring in which every host begins with the block of its number, bytes, and passes on what it was given."""
+    p = len(capacity)
     to_next = np.minimum(capacity, np.roll(capacity, -1))
     hosts, arrived = np.arange(p), np.zeros(p)  # when each host's message of the step before has arrived
-    for step in range(2 * (p - 1)):
+    for step in range(n_steps):
         arrived = np.maximum(arrived, np.roll(arrived, 1)) + latency_s + blocks[(hosts - step) % p] / to_next
     return float(arrived.max())
 

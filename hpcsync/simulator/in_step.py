@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from hpcsync.coordinator import Recorder
 from hpcsync.job import Job
+from hpcsync.job_compression import PowerSgd
 from hpcsync.job_paradigms import Gossip, LocalSgd
 from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
-from hpcsync.peers import Exchanged, Lockstep, create_division, drawing
+from hpcsync.peers import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
 from hpcsync.planning.batches import Estimate
+from hpcsync.simulator.compressed_mean import encode_s
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, together
@@ -89,12 +91,16 @@ class _InStep(PeerSimulation):
     def _all_done(self) -> None:
         """The exchange is over for everybody at the same time."""
         staying = [worker for worker, state in enumerate(self._workers) if not state.has_left]
-        n_received = len(self._contributing) - 1
-        moved, began_s = self._links.all_reduce_bytes, self._began_s
-        self._share_out([self._report(worker, EVERYBODY, moved, n_received, began_s) for worker in staying])
+        n_received, began_s = len(self._contributing) - 1, self._began_s
+        moved = {worker: self._moved_bytes(worker) for worker in staying}
+        self._share_out([self._report(worker, EVERYBODY, moved[worker], n_received, began_s) for worker in staying])
         self._n_absent = len(staying)
         for worker in staying:
             self._go_on(worker)
+
+    def _moved_bytes(self, worker: int) -> int:
+        """That the worker has sent."""
+        return self._links.all_reduce_bytes
 
     def _share_out(self, reports: Sequence[Exchanged]) -> None:
         """All have reported their iterations, and nobody has begun the next."""
@@ -102,7 +108,11 @@ class _InStep(PeerSimulation):
 
 class AllReduceSimulation(_InStep):
     """The all-reduce begins when the last gradient is ready: what of it real ranks hide behind their backward passes is
-    not modelled. What workers say of their speeds takes no time."""
+    not modelled. What workers say of their speeds takes no time.
+
+    Where gradients are compressed all begin to compress them then. Payloads are gathered in a ring, and of PowerSGD's
+    factors two means are formed.
+    """
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
@@ -110,6 +120,9 @@ class AllReduceSimulation(_InStep):
         self._lr = learning_rate(job)
         self._division = create_division(job)
         self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
+        self._has_factors = isinstance(job.compression, PowerSgd)
+        self._encode_s = encode_s(job, self._links.size_bytes)
+        self._given_bytes: dict[int, int] = {}  # of compressed gradients: worker -> bytes that it gives the others
 
     @property
     def _numbers(self) -> Judged:
@@ -124,7 +137,24 @@ class AllReduceSimulation(_InStep):
         return self._together.contribute(worker, Work(*self._division.work(worker)), self._division.weight(worker))
 
     def _exchange_all(self) -> None:
-        self._links.all_reduce(self._reduced)
+        if sizes := self._together.compress(self._contributing):
+            self._given_bytes = dict(zip(self._contributing, sizes, strict=True))
+            self._loop.after(self._encode_s, self._encoded)
+        else:
+            self._links.all_reduce(self._reduced)
+
+    def _encoded(self) -> None:
+        given = [self._given_bytes.get(worker, 0) for worker in range(len(self._workers))]
+        if self._has_factors:
+            self._links.all_reduce_twice(max(given), self._reduced)
+        else:
+            self._links.all_gather(given, self._reduced)
+
+    def _moved_bytes(self, worker: int) -> int:
+        if not self._given_bytes:
+            return super()._moved_bytes(worker)
+        sent = sent_in_a_ring if self._has_factors else sent_to_all
+        return sent(self._given_bytes[worker], len(self._workers))
 
     def _reduced(self) -> None:
         coordinator = self.coordinator  # that has not heard of this step

@@ -14,7 +14,7 @@ from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import sent_in_a_ring
 from hpcsync.simulator.cluster import refuse_standstill
-from hpcsync.simulator.collectives import ring_alone_s
+from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_alone_s
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network
 
@@ -32,9 +32,10 @@ class Links:
         self._loop = loop
         self._n_workers = n_workers
         self._network: Network | None = None
+        self._rates: Sequence[float] = ()
         self._latency_s = self._all_reduce_s = 0.0
         if table is not None:
-            rates = table.rates(0, n_workers)
+            rates = self._rates = table.rates(0, n_workers)
             self._latency_s = 1e-6 * table.latency_us
             self._network = Network(loop, rates, rates, self._latency_s)
             # Nothing else is under way during an all-reduce, so that one takes as long as another.
@@ -54,6 +55,17 @@ class Links:
     def all_reduce(self, then: Then, *args: Any) -> None:
         """All workers sum what each of them has, in a ring; those that have left pass on what others have."""
         self._loop.after(self._all_reduce_s, then, *args)
+
+    def all_reduce_twice(self, size_bytes: int, then: Then, *args: Any) -> None:
+        """Two sums, one after the other, of so many bytes together."""
+        half = size_bytes // 2
+        parts = (half, size_bytes - half) if self._rates else ()
+        self._loop.after(sum(ring_alone_s(self._rates, part, self._latency_s) for part in parts), then, *args)
+
+    def all_gather(self, sizes_bytes: Sequence[int], then: Then, *args: Any) -> None:
+        """Every worker is given what each of them has, so many bytes, in a ring."""
+        gather_s = ring_allgather_alone_s(self._rates, sizes_bytes, self._latency_s) if self._rates else 0.0
+        self._loop.after(gather_s, then, *args)
 
     @property
     def all_reduce_bytes(self) -> int:

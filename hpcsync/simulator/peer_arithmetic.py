@@ -15,11 +15,13 @@ import torch
 
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Gossip, LocalSgd
-from hpcsync.learning.flat import FlatModel
+from hpcsync.learning import compressing
+from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean, Outer, Peer, absorb, average
 from hpcsync.learning.rules import Descent
 from hpcsync.learning.workloads import Workload
+from hpcsync.simulator.compressed_mean import compressed_mean
 from hpcsync.simulator.gradients import NEXT, Gradients, Work
 
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
@@ -47,6 +49,10 @@ class Together(Judged, Protocol):
 
     def contribute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:
         """Compute the worker's gradient of this batch, which counts `weight` times in the mean; its mean loss."""
+
+    def compress(self, workers: Sequence[int]) -> Sequence[int]:
+        """Let these workers compress what they have contributed, before a step. The bytes that each of them gives the
+        others; none where gradients travel as they are."""
 
     def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None:
         """All workers' step from the mean gradient of these, summed in this order, times the correction."""
@@ -112,8 +118,19 @@ class _Nothing:
 
 
 class NothingTogether(_Nothing):
+    """Compressed gradients take what they take as a rule."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        parameters = trainable(workload.model)
+        compression = compressing.of_job(job, parameters)
+        size = sum(p.numel() for p in parameters)
+        self._sizes = () if compression is None else (compression.nominal_bytes(slice(0, size)),)
+
     def contribute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:
         return math.nan
+
+    def compress(self, workers: Sequence[int]) -> Sequence[int]:
+        return self._sizes * len(workers)
 
     def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None: ...
 
@@ -180,6 +197,7 @@ class OneReplica:
         start = self._gradients.flat.weights
         self._weights = torch.nn.Parameter(start.clone())
         self._slots = [torch.empty_like(start) for _ in range(job.cluster.workers)]
+        self._compressed = compressed_mean(job, self._gradients.flat.parameters)
         self._rule = Descent(OptimizerSpec.of_job(job))
         self._rule.bind(self._weights)
 
@@ -190,9 +208,16 @@ class OneReplica:
             slot.mul_(weight)  # as a rank does before it gives it away
         return loss
 
+    def compress(self, workers: Sequence[int]) -> Sequence[int]:
+        if self._compressed is None:
+            return ()
+        return self._compressed.form(workers, [self._slots[worker] for worker in workers])
+
     def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None:
-        divisor = len(workers) / correction
-        self._rule.update([self._slots[worker] for worker in workers], lr, [1.0] * len(workers), divisor)
+        slots = [self._slots[worker] for worker in workers]
+        if self._compressed is not None:
+            del slots[1:]  # the first holds the mean
+        self._rule.update(slots, lr, [1.0] * len(slots), len(slots) / correction)
 
     def evaluate(self) -> tuple[float, float, float]:
         return (*self._evaluation(self._weights.data), 0.0)
@@ -294,7 +319,7 @@ def _push_sum(job: Job) -> bool:
 
 def together(job: Job, workload: Workload) -> Together:
     """The arithmetic of this all-reduce job, whose workload is `workload`."""
-    return NothingTogether() if workload.loss is None else OneReplica(job, workload)
+    return NothingTogether(job, workload) if workload.loss is None else OneReplica(job, workload)
 
 
 def apart(job: Job, workload: Workload) -> Apart:

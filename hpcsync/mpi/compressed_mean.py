@@ -1,0 +1,142 @@
+"""The mean of one vector of every rank, of which only what a codec makes of them travels, through host memory."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from hpcsync.learning.compressed_mean import Factors, has_factors, mean_of_payloads
+from hpcsync.learning.compressing import Compression
+from hpcsync.mpi import cuda
+from hpcsync.mpi.allreduce import LINE_BYTES, Agreed, MeanVector, Said, agreed, mean_vector
+from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.tensor_window import Transport
+from hpcsync.peers import sent_in_a_ring, sent_to_all
+
+
+class CompressedMean(MeanVector):
+    """Its slices are the whole vector or empty.
+
+    Ranks wait for each other with what they say, patiently, when they have compressed what they give; when that is
+    there all are, and nobody waits long.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
+    ) -> None:
+        self.n_ranks = comm.size
+        self.vector = torch.zeros(size, dtype=dtype, device=transport.device)
+        self._compression, self._whole = compression, slice(0, size)
+        self._comm = comm.Dup()
+        self._patience = Patience(self._comm)
+
+    def mean(self, begin: int, end: int, said: Said) -> Agreed:
+        forming = end > begin
+        n_bytes = self._prepare() if forming and said.n_steps else 0
+        begin_s = time.perf_counter()
+        own, words = np.array([*said, n_bytes], np.int64), np.empty((self.n_ranks, len(said) + 1), np.int64)
+        saying = self._comm.Iallgather(own, words)
+        self._patience.until(lambda: saying.Test() or None)
+        self.absent_s += time.perf_counter() - begin_s
+        together = agreed(words[:, :-1])
+        if forming and together.n_contributing:
+            self._form(words[:, -1], said.n_steps > 0)
+        return together
+
+    @abstractmethod
+    def _prepare(self) -> int:
+        """Of a rank that contributes: compress its vector; bytes that it gives."""
+
+    @abstractmethod
+    def _form(self, sizes: np.ndarray, contributing: bool) -> None:
+        """Let the vector be the mean. sizes: bytes that each rank gives, shape (n_ranks,)."""
+
+    def free(self) -> None:
+        self._comm.Free()
+
+
+class GatheredMean(CompressedMean):
+    """Every rank is given what every one sends. One that does not contribute sends nothing, and its compressor does not
+    hear of it."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
+    ) -> None:
+        super().__init__(comm, size, dtype, transport, compression)
+        self._compressor = compression.compressor(comm.rank)
+        self._payload = torch.empty(0, dtype=torch.uint8)
+        self._image = torch.empty(0, dtype=torch.uint8)  # of all payloads
+
+    @property
+    def sent_bytes(self) -> int:
+        return sent_to_all(self._payload.nbytes, self.n_ranks)
+
+    def _prepare(self) -> int:
+        self._payload = self._compressor.encode(self.vector, [self._whole])[0].view(torch.uint8)
+        return self._payload.nbytes
+
+    def _form(self, sizes: np.ndarray, contributing: bool) -> None:
+        if not contributing:
+            self._payload = self._payload[:0]
+        rooms = sizes + -sizes % LINE_BYTES
+        begins = np.cumsum(rooms) - rooms
+        if len(self._image) < (end := int(begins[-1] + sizes[-1])):
+            self._image = torch.empty(end, dtype=torch.uint8, pin_memory=self.vector.is_cuda)
+        own = int(begins[self._comm.rank])
+        cuda.copy(self._image[own : own + len(self._payload)], self._payload)
+        if self.n_ranks > 1:
+            self._comm.Allgatherv(MPI.IN_PLACE, [self._image.numpy(), sizes, begins, MPI.BYTE])
+        here = self._image[:end].to(self.vector.device)
+        parts = zip(begins.tolist(), sizes.tolist(), strict=True)
+        payloads = [here[begin : begin + size] for begin, size in parts if size]
+        mean_of_payloads(self._compression, payloads, self.vector)
+
+
+class FactorsMean(CompressedMean):
+    """PowerSGD's factors are averaged as vectors are that are not compressed.
+
+    Where ranks' linear algebra differs so do their bits: P is the same for all, and each makes it orthonormal.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
+    ) -> None:
+        super().__init__(comm, size, dtype, transport, compression)
+        self._transport = transport
+        self._factors = Factors(compression)
+        self._means: dict[int, MeanVector] = {}  # of so many elements
+
+    @property
+    def sent_bytes(self) -> int:
+        return sent_in_a_ring(self._compression.nominal_bytes(self._whole), self.n_ranks)
+
+    def _prepare(self) -> int:
+        return 0
+
+    def _form(self, sizes: np.ndarray, contributing: bool) -> None:
+        def all_mean(factors: torch.Tensor) -> torch.Tensor:
+            size = len(factors)
+            if (of := self._means.get(size)) is None:
+                of = self._means[size] = mean_vector(self._comm, size, self.vector.dtype, self._transport)
+            of.vector.copy_(factors)
+            of.mean(0, size, Said(int(contributing)))
+            return of.vector.clone()
+
+        self._factors.mean(self.vector, all_mean, contributing)
+
+    def free(self) -> None:
+        for of in self._means.values():
+            of.free()
+        super().free()
+
+
+def compressed_mean(
+    comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
+) -> CompressedMean:
+    """Of `size` zeros on every rank, as `mean_vector`; collective. Each rank's compressor begins with it."""
+    kind = FactorsMean if has_factors(compression) else GatheredMean
+    return kind(comm, size, dtype, transport, compression)
