@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from threading import Barrier
+from threading import Barrier, BrokenBarrierError
 from typing import Protocol
 
 import torch
@@ -49,6 +49,8 @@ class FactorsMean:
         def part(place: int) -> None:
             try:
                 self._factors[workers[place]].mean(vectors[place], partial(meeting.mean, place))
+            except BrokenBarrierError:  # because of another one, which says why
+                return
             except BaseException:
                 meeting.call_off()
                 raise
