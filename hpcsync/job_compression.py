@@ -56,7 +56,7 @@ class TopK(Biased):
     ratio: Share = 0.01
 
 
-class RandomK(Unbiased):
+class RandomK(Biased):
     """Elements drawn at random, a share of `ratio` of them."""
 
     name: Literal["random-k"]

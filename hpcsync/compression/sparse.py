@@ -119,11 +119,11 @@ class TopK(Sparse):
 class RandomK(Sparse):
     """As many elements, any equally likely (Stich et al., NeurIPS 2018).
 
-    Without error feedback they are sent n / k times as large, so that the mean over many draws is the vector. With it
-    they are sent as they are.
+    With error feedback they are sent as they are. Without it n / k times as large, so that the mean over many draws is
+    the vector; but a single one is about sqrt(n / k) times as long, for which few learning rates are small enough.
     """
 
-    biased = False
+    biased = True
     takes_ratio = True
 
     def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -161,8 +162,9 @@ def _text(settings: Text) -> Workload:
 
 
 class _Parameters(nn.Module):
-    """A vector that only travels."""
+    """Numbers that only travel: a matrix as near to square as can be, as most of a model's are."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.values = nn.Parameter(torch.zeros(size))
+        rows = next(n for n in range(math.isqrt(size), 0, -1) if size % n == 0)
+        self.values = nn.Parameter(torch.zeros(rows, size // rows))

@@ -46,7 +46,7 @@ def test_nothing_is_compressed_unless_it_is_said() -> None:
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "top-k": {"ratio": 0.01, "error_feedback": True},
-    "random-k": {"ratio": 0.01, "error_feedback": False},
+    "random-k": {"ratio": 0.01, "error_feedback": True},
     "dgc": {"ratio": 0.01, "momentum": 0.9, "nesterov": False, "warmup": 0},
     "qsgd": {"levels": 127, "bucket": 512, "error_feedback": False},
     "one-bit": {"error_feedback": True},
