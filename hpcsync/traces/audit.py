@@ -22,6 +22,7 @@ from hpcsync.traces.counting import Recount
 from hpcsync.traces.exchanges import check_exchanges
 from hpcsync.traces.given_out import check_sizes
 from hpcsync.traces.invariants import check_invariants
+from hpcsync.traces.payloads import check_payloads
 from hpcsync.traces.reading import Trace, TraceError
 from hpcsync.traces.replay import replay
 
@@ -42,7 +43,7 @@ def audit(trace: Trace | str | Path) -> list[Check]:
         return invariants
     recount = Recount(trace)
     replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job)[0])
-    return [*replayed, *invariants, *check_bounds(recount), *check_sizes(recount)]
+    return [*replayed, *invariants, *check_bounds(recount), *check_sizes(recount), *check_payloads(recount)]
 
 
 def render(checks: list[Check]) -> RenderableType:

@@ -13,9 +13,11 @@ import numpy as np
 
 from hpcsync.job_paradigms import Easgd, Paradigm
 from hpcsync.traces.checks import Check, check_all, check_rows
+from hpcsync.traces.commits import check_commits
 from hpcsync.traces.counting import NEVER, Recount
 from hpcsync.traces.first_k import cancelled_is_dropped, check_first_k
 from hpcsync.traces.schema import APPLIED
+from hpcsync.traces.stages import Stages, check_stages
 
 
 def check_bounds(recount: Recount) -> list[Check]:
@@ -43,6 +45,10 @@ def _of_paradigm(recount: Recount, paradigm: Paradigm) -> list[Check]:
             if paradigm.synchronous:
                 return [*checks, no_staleness(recount), rounds_are_complete(recount)]
             return [*checks, nobody_is_held(recount)]
+        case "ashl":
+            return [*check_stages(recount, paradigm), nobody_is_held(recount, Stages(recount, paradigm).begins[1])]
+        case "adsp":
+            return check_commits(recount, paradigm)
     return []
 
 
@@ -110,9 +116,9 @@ def slowest_is_never_held(recount: Recount) -> Check:
     )
 
 
-def nobody_is_held(recount: Recount) -> Check:
-    """Each push is granted in the answer to itself."""
-    answered = recount.push_grant >= 0
+def nobody_is_held(recount: Recount, until_seq: int = NEVER) -> Check:
+    """Each push, until then, is granted in the answer to itself."""
+    answered = (recount.push_grant >= 0) & (recount.pushes["seq"] < until_seq)
     pushes = recount.pushes[answered]
     release = recount.grant_event[recount.push_grant[answered]]
     held_s = recount.grants["held_s"][recount.push_grant[answered]]

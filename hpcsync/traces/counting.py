@@ -87,12 +87,7 @@ class Recount:
 
         The minimum reaches k with the last of the workers' k-th pushes; one that leaves is not waited for any more.
         """
-        if not len(self.pushes):
-            return np.zeros(len(self.events), np.int64)
-        done = np.tile(self.left_event, (int(self.push_count.max()), 1))
-        place = (self.push_count - 1, self.pushes["worker"])
-        done[place] = np.minimum(done[place], self.push_event)
-        return np.searchsorted(done.max(axis=1), np.arange(len(self.events)), side="right")
+        return fewest(self.push_count, self.pushes["worker"], self.push_event, self)
 
     @cached_property
     def push_gap(self) -> np.ndarray:
@@ -148,6 +143,13 @@ class Recount:
     def _find_grant(self, iteration: np.ndarray) -> np.ndarray:
         keys = self.grants["iteration"] * self.n_workers + self.grants["worker"]
         return _lookup(keys, iteration * self.n_workers + self.pushes["worker"])
+
+    @cached_property
+    def may_be_cut(self) -> np.ndarray:
+        """Which pushes may be of fewer local steps than granted: the last ones of workers that leave."""
+        last = self.push_count == np.bincount(self.pushes["worker"], minlength=self.n_workers)[self.pushes["worker"]]
+        left = self.left_event[self.pushes["worker"]] != NEVER
+        return last & (left | (not self.finished))
 
     # ---- versions --------------------------------------------------------------------------------------------------
 
@@ -233,6 +235,20 @@ class Recount:
 def _first_missing(seqs: np.ndarray) -> int:
     holes = np.flatnonzero(seqs != np.arange(1, len(seqs) + 1))
     return int(holes[0]) + 1 if len(holes) else len(seqs) + 1
+
+
+def fewest(count: np.ndarray, worker: np.ndarray, event: np.ndarray, recount: Recount) -> np.ndarray:
+    """After each event: the least count of a worker that has not left. Shape (n_events,).
+
+    count, worker, event: each worker's counts 1, 2, ... and the events with which they are reached. The minimum reaches
+    k with the last of the workers' k; one that leaves is not waited for any more.
+    """
+    n_events = len(recount.events)
+    if not len(count):
+        return np.zeros(n_events, np.int64)
+    done = np.tile(recount.left_event, (int(count.max()), 1))
+    done[count - 1, worker] = np.minimum(done[count - 1, worker], event)
+    return np.searchsorted(done.max(axis=1), np.arange(n_events), side="right")
 
 
 def running_count(labels: np.ndarray) -> np.ndarray:

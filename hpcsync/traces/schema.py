@@ -28,8 +28,8 @@ STATUSES = ("running", "finished", "failed", "interrupted")
 # computation; `compute_s` is that computation with its padding, `wait_s` the wait for the grant that let it begin,
 # `comm_s` the transfers of weights before it and of the gradient after it, `wire_bytes` the bytes of both.
 #
-# With elastic averaging, and where workers commit, a push is of several iterations on the worker, its `local_steps`, and
-# `iteration` counts pushes all the same: `batch_size` is the samples of all of them and `loss` their mean.
+# With elastic averaging, and where workers commit, a push is of several iterations on the worker, its `local_steps`,
+# and `iteration` counts pushes all the same: `batch_size` is the samples of all of them and `loss` their mean.
 # `version_read` is what the worker moved towards before them (the centre), or went on from. With elastic averaging
 # iterations after a worker's last push are in no row.
 #

@@ -39,6 +39,16 @@ predictor = "last"
 interval = 2
 gain = 0.01"""
 
+ASHL = """name = "ashl"
+steps_coarse = 4
+steps_fine = 2
+staleness = 1
+loss_preset = 0.2
+warmup = 1
+profiled = 4"""
+
+TOP_K = '[compression]\nname = "top-k"'
+
 PARADIGMS = {
     "bsp": 'name = "bsp"',
     "asp": 'name = "asp"',
@@ -53,6 +63,8 @@ PARADIGMS = {
     "k-batch-async": 'name = "k-batch-async"\nk = 2',
     "adaptive": 'name = "k-async"\nk = "min"',
     "batches": f'name = "bsp"\n{BATCHES}',
+    "adsp": 'name = "adsp"\ncheck_period_s = 3\ninterval_min_s = 0.5\nsearch_every_s = 10',
+    "ashl": f"{ASHL}\n{TOP_K}",
     "k-batches": f'name = "k-sync"\nk = "state"\n{BATCHES}',
 }
 
@@ -131,7 +143,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
             worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
             begin_s=begin_s, end_s=end_s, compute_s=compute_s, wait_s=wait_s,
             comm_s=pull_s + push_s, batch_size=work.n_samples, local_steps=work.local_steps,
-            loss=1.0 / reply.iteration, wire_bytes=work.wire_bytes, share=share,
+            loss=1.0 / reply.iteration, wire_bytes=work.wire_bytes if share == 1 else 2000, share=share,
             pull_s=pull_s, encode_s=share * work.encode_s,
         )  # fmt: skip
         if job.batches.policy == "equal" or reply.iteration == 1:

@@ -1,0 +1,297 @@
+"""What ADSP promises, counted again from the rows: when workers are to commit, who waits, and what a search tries.
+
+An account is kept of the run as its rows tell it. A trial's rewards are taken from the rows; that they are those of the
+curve l(t) = 1 / (a^2 t + b) + d is seen from the cross ratio of four of its points, which is that of their times.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hpcsync.job_paradigms import Adsp
+from hpcsync.paradigms.protocol import UNTIL
+from hpcsync.traces.checks import Check, check_all, check_rows
+from hpcsync.traces.counting import NEVER, Recount
+from hpcsync.traces.schema import APPLIED
+
+POINTS = ("loss_start", "loss_middle", "loss_end")
+TARGET_SHARE = 0.9  # of a trial's first loss, where no target is given
+SHORTEST = 1e-6  # of a period: the least time until a commit
+SAME = 1e-9  # relative difference of numbers that are computed in another order
+SAME_TIME_S = 1e-6
+SAME_CURVE = 1e-6  # relative difference of cross ratios
+
+
+def check_commits(recount: Recount, paradigm: Adsp) -> list[Check]:
+    """The checks of this module."""
+    lacking = {"reward", *POINTS} - set(recount.decisions.dtype.names or ())
+    if lacking:
+        return [Check("trials are as they must be", False, 0, f"/decisions lacks {', '.join(sorted(lacking))}")]
+    account = _Account(recount, paradigm)
+    account.run()
+    return [
+        commits_count_one_of_all(recount),
+        commits_come_when_granted(recount, paradigm),
+        account.waits(),
+        account.times(),
+        account.trials(),
+        account.counts(),
+    ]
+
+
+def commits_count_one_of_all(recount: Recount) -> Check:
+    """An applied push counts one part of as many as there are workers, a dropped one nothing."""
+    pushes = recount.pushes
+    expected = np.where(pushes["outcome"] == APPLIED, 1 / recount.n_workers, 0.0)
+    return check_rows(
+        "commits count one of as many as there are workers",
+        ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
+        lambda i: f"push of seq {pushes['seq'][i]} counts {pushes['weight'][i]}, not {expected[i]}",
+    )
+
+
+def commits_come_when_granted(recount: Recount, paradigm: Adsp) -> Check:
+    """Everybody is told when to commit, and how nothing else; and nobody ends its last step before.
+
+    The last push of a worker that leaves may come before.
+    """
+    grants, pushes, permit = recount.grants[~recount.is_stop], recount.pushes, recount.push_permit
+    is_first = pushes["iteration"] == 1
+    first_s = max(paradigm.interval_min_s, paradigm.check_period_s / (paradigm.commits or 1))
+    granted_s = np.where(is_first, 0.0, np.append(recount.grants["now_s"], np.nan)[permit])
+    commit_s = np.where(is_first, first_s, np.append(recount.grants["commit_s"], np.nan)[permit])
+    took_s = pushes["end_s"] - granted_s
+    return check_all(
+        "commits come when they are due",
+        (
+            grants["local_steps"] != UNTIL,
+            lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]} steps",
+        ),
+        (~np.isnan(grants["ratio"]), lambda i: f"grant of seq {grants['seq'][i]}: a ratio of {grants['ratio'][i]}"),
+        (pushes["local_steps"] < 1, lambda i: f"push of seq {pushes['seq'][i]} is of no step"),
+        (
+            (took_s < commit_s - SAME_TIME_S) & ~recount.may_be_cut,
+            lambda i: f"push of seq {pushes['seq'][i]}: {took_s[i]} s from its grant on, {commit_s[i]} are granted",
+        ),
+    )
+
+
+class _Due(NamedTuple):
+    """A row of /decisions that must be there."""
+
+    controller: str
+    worker: int
+    chosen: float
+    losses: tuple[float, ...]
+    times_s: tuple[float, ...]
+
+
+class _Account:
+    """Event by event, as long as the run goes on: who is held, from when on, and what a search is at."""
+
+    def __init__(self, recount: Recount, paradigm: Adsp) -> None:
+        n = recount.n_workers
+        self.recount = recount
+        self.paradigm = paradigm
+        self.commits = paradigm.commits or 1  # in force, or of the trial
+        self.best, self.best_reward = self.commits, math.nan  # of the search
+        self.searching = paradigm.commits is None
+        self.trial_s = 0.0  # NaN: the search's first barrier is still to come
+        self.stop_s = paradigm.check_period_s if self.searching else math.inf
+        self.begun_s, self.checks, self.loss_before = 0.0, 0, math.nan
+        self.losses = np.full(n, np.nan)  # that each said last
+        self.pushes, self.counted = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.target = self.commits
+        self.overhead_s = np.zeros(n)
+        self.active = np.ones(n, bool)
+        self.held: dict[int, int] = {}  # worker -> row of its push
+        self.points: list[tuple[float, float]] = []
+        # What there must be: the event that answers each push, each grant's commit_s, and decisions.
+        self.released = np.full(len(recount.pushes), NEVER)
+        self.commit_s = np.full(len(recount.pushes), np.nan)  # of the grant that answers each push
+        self.due: list[_Due] = []
+        self.apart = 0  # commits of active workers at a check, between the most and the fewest
+        rows = recount.decisions
+        self._rewards = iter(rows["reward"][rows["controller"] == b"reward"].tolist())
+
+    def run(self) -> None:
+        row = 0
+        for number, event in enumerate(self.recount.events):
+            if event["seq"] > self.recount.stop_seq:
+                return
+            worker, now_s = int(event["worker"]), float(event["now_s"])
+            if not event["is_push"]:
+                self.active[worker] = False
+                self.held.pop(worker, None)
+            else:
+                push = self.recount.pushes[row]
+                if push["outcome"] != APPLIED:
+                    return  # the run is over, or the trace
+                self._push(push, now_s)
+                self.held[worker] = row
+                if now_s < self.stop_s:
+                    self._release(number, now_s)
+                row += 1
+            if self.searching and self.held and len(self.held) == self.active.sum():
+                self._pass_barrier(number, worker, now_s)
+
+    def _release(self, number: int, now_s: float) -> None:
+        """Let those go on that are held."""
+        for worker, row in self.held.items():
+            rate = self.commits
+            if not self.searching and self.paradigm.rule == "cumulative":
+                rate = max(self.target - int(self.counted[worker]), 1)
+            commit_s = self.paradigm.check_period_s / rate - self.overhead_s[worker]
+            left_s = max(self.stop_s - now_s, SHORTEST * self.paradigm.check_period_s)
+            self.released[row] = number
+            self.commit_s[row] = min(max(self.paradigm.interval_min_s, commit_s), left_s)
+        self.held.clear()
+
+    def _push(self, push: Any, now_s: float) -> None:
+        worker, loss = int(push["worker"]), float(push["loss"])
+        spent_s = [push["encode_s"], push["comm_s"] - push["pull_s"], push["pull_s"]]
+        self.overhead_s[worker] = math.fsum(time_s for time_s in spent_s if 0 <= time_s < math.inf)
+        if math.isfinite(loss):
+            self.losses[worker] = loss
+        if self.searching and len(self.points) < 2:  # its start, and its middle
+            self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
+        elif not self.searching:
+            self._check(now_s)
+        self.pushes[worker] += 1
+
+    def _check(self, now_s: float) -> None:
+        """The check that was due before this push, if one was; and whether a search begins."""
+        paradigm, rose = self.paradigm, False
+        checks = math.floor((now_s - self.begun_s) / paradigm.check_period_s)
+        if checks > self.checks:
+            self.apart = max(self.apart, int(np.ptp(self.pushes[self.active])))
+            self.target += self.commits * (checks - self.checks)
+            self.checks, self.counted = checks, self.pushes.copy()
+            rise = self._loss() - self.loss_before
+            rose = rise > 0 and rise >= paradigm.loss_rise * abs(self.loss_before)
+            self.loss_before = self._loss()
+        if paradigm.commits is None and (rose or now_s - self.begun_s >= paradigm.search_every_s):
+            self.searching, self.best, self.best_reward = True, self.commits, math.nan
+            self.trial_s, self.points, self.stop_s = math.nan, [], now_s
+
+    def _loss(self) -> float:
+        """The mean over the active workers that have said one."""
+        losses = self.losses[self.active & ~np.isnan(self.losses)]
+        return math.fsum(losses) / len(losses) if len(losses) else math.nan
+
+    def _sample(self, now_s: float, from_s: float) -> None:
+        """A point of the trial, if it is so old and a loss is known."""
+        if now_s - self.trial_s >= from_s and not math.isnan(loss := self._loss()):
+            self.points.append((now_s - self.trial_s, loss))
+
+    def _pass_barrier(self, number: int, worker: int, now_s: float) -> None:
+        """All are held: they go on into the next trial, or out of the search."""
+        paradigm = self.paradigm
+        if not math.isnan(self.trial_s):
+            self._sample(now_s, paradigm.check_period_s)
+            times_s, losses = (tuple(point[i] for point in self.points) for i in (0, 1))
+            self.due.append(_Due("reward", worker, self.commits, losses, times_s))
+            reward = next(self._rewards, math.nan)
+            better = math.isnan(self.best_reward) or reward > self.best_reward
+            if better:
+                self.best, self.best_reward = self.commits, reward
+            most = math.floor(paradigm.check_period_s / paradigm.interval_min_s * (1 + 1e-12))
+            self.commits += 1
+            if not better or self.best >= most or not losses:
+                self._end_search(worker, now_s)
+        if self.searching:
+            self.trial_s, self.points, self.stop_s = now_s, [], now_s + paradigm.check_period_s
+            self._sample(now_s, 0.0)
+        self._release(number, now_s)
+
+    def _end_search(self, worker: int, now_s: float) -> None:
+        self.due.append(_Due("commits", worker, self.best, (), ()))
+        self.commits, self.searching, self.stop_s = self.best, False, math.inf
+        self.begun_s, self.checks, self.loss_before = now_s, 0, self._loss()
+        self.counted = self.pushes.copy()
+        self.target = int(self.counted[self.active].max()) + self.commits
+
+    # ---- the checks ----
+
+    def waits(self) -> Check:
+        """Nobody waits but for all to stand still, before a search's trials and after each."""
+        recount, pushes = self.recount, self.recount.pushes
+        known = (recount.push_grant >= 0) & ~np.append(recount.is_stop, True)[recount.push_grant]
+        released = np.append(recount.grant_event, -1)[recount.push_grant]
+        return check_rows(
+            "nobody waits but for a trial",
+            known & (released != self.released),
+            lambda i: (
+                f"worker {pushes['worker'][i]} pushes with seq {pushes['seq'][i]}, and is granted "
+                f"{'at once' if released[i] == recount.push_event[i] else 'later'}"
+            ),
+        )
+
+    def times(self) -> Check:
+        """commit_s is what the rule gives for the commits that are made and those that are wanted."""
+        recount, pushes = self.recount, self.recount.pushes
+        granted_s = np.append(recount.grants["commit_s"], np.nan)[recount.push_grant]
+        known = (recount.push_grant >= 0) & ~np.append(recount.is_stop, True)[recount.push_grant]
+        return check_rows(
+            f"commits are {self.paradigm.interval_min_s:g} s apart, or as the {self.paradigm.rule} rule says",
+            known & ~(np.abs(granted_s - self.commit_s) < SAME_TIME_S),
+            lambda i: (
+                f"push of seq {pushes['seq'][i]}: the next is to come after {granted_s[i]} s, a recount gives "
+                f"{self.commit_s[i]}"
+            ),
+        )
+
+    def trials(self) -> Check:
+        """Searches try what they must, rewards are those of the curve through their losses, and the best is chosen."""
+        name, rows = "searches try one more at a time and choose the best", self.recount.decisions
+        if not self.recount.finished:
+            rows = rows[self.recount.event_at(rows["seq"]) < len(self.recount.events) - 1]
+        for i, row in enumerate(rows):
+            if i >= len(self.due) or (wrong := self._wrong(row, self.due[i])):
+                wrong = wrong if i < len(self.due) else "nothing was to be decided"
+                return Check(name, False, i, f"decision of seq {row['seq']}: {wrong}")
+        missing = len(self.due) - len(self.recount.decisions)
+        if missing > 0 and self.recount.finished:
+            return Check(name, False, len(rows), f"{missing} decisions are missing, the first: {self.due[-missing]}")
+        return Check(name, True, len(rows))
+
+    def _wrong(self, row: Any, due: _Due) -> str:
+        controller = row["controller"].decode(errors="replace")
+        if (controller, row["worker"], row["chosen"]) != due[:3]:
+            return f"{controller} {row['chosen']:g} by worker {row['worker']}, due is {due[0]} {due[2]:g} by {due[1]}"
+        losses = np.array([*due.losses, *[math.nan] * (3 - len(due.losses))])
+        told = np.array([row[name] for name in POINTS])
+        if not ((np.abs(told - losses) <= SAME * np.abs(losses)) | (np.isnan(told) & np.isnan(losses))).all():
+            return f"losses are {losses.tolist()}, told are {told.tolist()}"
+        if controller == "reward" and not self._is_reward(float(row["reward"]), due):
+            return f"a reward of {row['reward']} is not that of the curve through {losses.tolist()}"
+        return ""
+
+    def _is_reward(self, reward: float, due: _Due) -> bool:
+        """Whether the curve through these points comes down to the target after 1 / reward seconds; or never does, when
+        there is no reward."""
+        if len(due.losses) < 3:
+            return reward == -math.inf
+        (t0, t1, t2), (l0, l1, l2) = due.times_s, due.losses
+        target = TARGET_SHARE * l0 if self.paradigm.loss_target is None else self.paradigm.loss_target
+        falls = t0 < t1 < t2 and l0 > l1 > l2 and target < l0
+        if not falls:
+            return reward == -math.inf
+        if reward > 0:
+            then_s = 1 / reward
+            of_times = (then_s - t0) * (t1 - t2) * (target - l2) * (l1 - l0)
+            of_losses = (target - l0) * (l1 - l2) * (then_s - t2) * (t1 - t0)
+            return abs(of_times - of_losses) <= SAME_CURVE * (abs(of_times) + abs(of_losses))
+        # It does not come down so far: 1 / (l - d) is a line, and d is at or above the target.
+        first, then = (l0 - l1) * (t2 - t1), (l1 - l2) * (t1 - t0)
+        d = (first * l2 - then * l0) / (first - then) if first != then else -math.inf
+        return reward == -math.inf and first > then and target <= d + SAME_CURVE * abs(d)
+
+    def counts(self) -> Check:
+        """Tells how far commits were apart; how far they may be depends on how long steps take."""
+        n = self.recount.n_workers
+        detail = f"at most {self.apart} apart when they were counted"
+        return Check("commits of all workers, beside each other", True, n, detail)
