@@ -101,7 +101,7 @@ class NoArithmetic:
     def promise(self, worker: int) -> None: ...
 
     def contribute(self, worker: int, work: Work) -> Contributed:
-        return Contributed(math.nan, self._sent.nominal_bytes(work.ratio))
+        return Contributed(math.nan, self._sent.nominal_bytes(work.ratio) if work.share == 1.0 else ())
 
     def collect(self, collection: Collection) -> None: ...
 
@@ -137,9 +137,9 @@ class RealArithmetic:
 
     def contribute(self, worker: int, work: Work) -> Contributed:
         loss = self._gradients.compute(worker, self._promised[worker], work)
-        if work.share < 1.0:
-            return Contributed(loss, ())
-        return Contributed(loss, self._sent.put(worker, self._flat.gradient, self._slots[worker], work.ratio))
+        if work.share == 1.0:
+            return Contributed(loss, self._sent.put(worker, self._flat.gradient, self._slots[worker], work.ratio))
+        return Contributed(loss, ())
 
     def collect(self, collection: Collection) -> None:
         self._store.collect(collection.worker, collection.weight)
