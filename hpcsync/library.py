@@ -96,7 +96,7 @@ def connect(
     batches:   as the job file's [batches]: gives each worker as many samples as suit its speed, of a total that must be
                said. Gradients are means over a worker's batch; they are weighted with its size.
     compression: as the job file's [compression], {"name": "top-k", "ratio": 0.01}: what a worker's pushes are turned
-               into before they travel.
+               into before they travel. In a single process nothing does, and the momentum of "dgc" is missing.
     window:    as the job file's cluster.window: how GPU tensors move between ranks.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
     comm:      the ranks that take part; default: all.
