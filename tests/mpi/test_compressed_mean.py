@@ -108,9 +108,9 @@ def equal_everywhere(comm: MPI.Intracomm, tensors: list[torch.Tensor]) -> bool:
     return len(set(comm.allgather(b"".join(tensor.numpy().tobytes() for tensor in tensors)))) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", CODECS)
-def test_it_is_the_mean_of_what_each_codec_sends_in_the_order_of_ranks(comm, name, dtype):
+def test_it_is_the_mean_of_what_each_codec_sends_in_the_order_of_ranks(comm, name):
+    dtype = torch.float32
     of = compression(name, dtype, **CODECS[name])
     found, rest = means(comm, of, dtype)
     assert equal_everywhere(comm, found)
@@ -267,7 +267,7 @@ def test_a_gradient_is_one_bucket_and_is_compressed_when_it_is_complete(comm):
 
 @pytest.mark.parametrize(
     ("name", "leaving"),
-    [("top-k", False), ("top-k", True), ("dgc", False), ("qsgd", False), ("powersgd", False), ("powersgd", True)],
+    [("top-k", False), ("dgc", True), ("qsgd", False), ("powersgd", True)],
 )
 def test_a_run_is_its_simulation_to_the_bit(comm, folder, name, leaving):
     if leaving and comm.size < 2:
