@@ -22,7 +22,6 @@ TARGET_SHARE = 0.9  # of a trial's first loss, where no target is given
 SHORTEST = 1e-6  # of a period: the least time until a commit
 SAME = 1e-9  # relative difference of numbers that are computed in another order
 SAME_TIME_S = 1e-6
-SAME_CURVE = 1e-6  # relative difference of cross ratios
 
 
 def check_commits(recount: Recount, paradigm: Adsp) -> list[Check]:
@@ -284,11 +283,12 @@ class _Account:
             then_s = 1 / reward
             of_times = (then_s - t0) * (t1 - t2) * (target - l2) * (l1 - l0)
             of_losses = (target - l0) * (l1 - l2) * (then_s - t2) * (t1 - t0)
-            return abs(of_times - of_losses) <= SAME_CURVE * (abs(of_times) + abs(of_losses))
+            scale = (max(then_s, t2) - t0) * (t2 - t0) * (l0 - min(target, l2)) * (l0 - l2)
+            return abs(of_times - of_losses) <= SAME * scale
         # It does not come down so far: 1 / (l - d) is a line, and d is at or above the target.
         first, then = (l0 - l1) * (t2 - t1), (l1 - l2) * (t1 - t0)
         d = (first * l2 - then * l0) / (first - then) if first != then else -math.inf
-        return reward == -math.inf and first > then and target <= d + SAME_CURVE * abs(d)
+        return reward == -math.inf and first > then and target <= d + SAME * abs(d)
 
     def counts(self) -> Check:
         """Tells how far commits were apart; how far they may be depends on how long steps take."""

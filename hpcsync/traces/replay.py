@@ -60,6 +60,8 @@ class _Replay:
         self._assignments = assignments
         self._allocator = assignments.allocator
         self._finished = recount.finished
+        applied = recount.pushes["seq"][recount.pushes["outcome"] == APPLIED]
+        self._last_applied = int(applied.max(initial=0))
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
         self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership)], key=lambda row: int(row["seq"]))
         self._answers = _split(
@@ -104,6 +106,11 @@ class _Replay:
         told = _is_stop(answer[0]) if answer else cut
         return alone and event["outcome"] == DROPPED and told
 
+    def _was_over(self, event: Row) -> bool:
+        """Whether it can be that nobody decided any more: the run was stopped from outside, with nobody held, and the
+        first that is heard of anybody then is that it leaves."""
+        return "change" in event and not self._held and event["seq"] > self._last_applied
+
     def _compare(self, event: Row, answer: list[Row], cut: bool) -> None:
         rows = iter(answer)
         can_stop = False
@@ -119,7 +126,8 @@ class _Replay:
                 case Grant() | Decision():
                     row = next(rows, None)
                     if row is None:
-                        if cut:
+                        if cut or self._was_over(event):
+                            self._stopping = not cut
                             return
                         name = "grants" if isinstance(action, Grant) else "decisions"
                         raise _Differs(name, f"seq {event['seq']} is not answered by {action}")

@@ -299,7 +299,7 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
 
 
 def commits_count_their_share(stages: Stages) -> Check:
-    """An applied push counts D, in the profile one part of as many as there are active workers; a dropped one nothing."""
+    """An applied push counts D, in the profile one part of as many as there are active workers; others nothing."""
     pushes = stages.recount.pushes
     n_active = stages.active(pushes["seq"]).sum(axis=1)
     expected = stages.in_force(b"share", pushes["worker"], pushes["seq"], np.nan)

@@ -6,7 +6,17 @@ import pytest
 from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
-from tests.unit.traces.recorder import PARADIGMS, edit, make_job, record, remove, with_job, with_rows, with_status
+from tests.unit.traces.recorder import (
+    BATCHES,
+    PARADIGMS,
+    edit,
+    make_job,
+    record,
+    remove,
+    with_job,
+    with_rows,
+    with_status,
+)
 
 
 def replayed(trace):
@@ -177,3 +187,20 @@ def test_only_the_last_answer_of_an_unfinished_trace_may_be_incomplete():
         rows["seq"][rows["seq"] > seq] -= 3
         middle = with_rows(middle, table, rows)
     assert failing(middle) == {"grants"}
+
+
+@pytest.mark.parametrize("paradigm", ["ashl", f'name = "asp"\n{BATCHES}'])
+def test_a_departure_may_be_the_first_that_is_heard_after_a_stop(paradigm):
+    """Those who stay are then given nothing of what the departed had."""
+    going_on = record(paradigm, leave={2: 7})
+    left_s = going_on.tables["membership"]["now_s"][0]
+    assert left_s in going_on.tables["decisions"]["now_s"]
+    stopped = record(paradigm, leave={2: 7}, stop_s=left_s - 1e-3)
+    assert left_s in stopped.tables["membership"]["now_s"]
+    assert left_s not in stopped.tables["decisions"]["now_s"]
+    assert failing(stopped) == set()
+    seqs = going_on.tables["decisions"]["seq"][going_on.tables["decisions"]["now_s"] == left_s]
+    silent = with_rows(
+        going_on, "decisions", going_on.tables["decisions"][~np.isin(going_on.tables["decisions"]["seq"], seqs)]
+    )
+    assert failing(silent) == {"decisions"}, "the run went on"
