@@ -17,6 +17,7 @@ import numpy as np
 
 from hpcsync.job import Job
 from hpcsync.job_cluster import Change, Compute, Exponential, LogNormal, Recorded
+from hpcsync.job_compression import Dense
 from hpcsync.job_times import read_times
 
 BLOCK = 64
@@ -87,6 +88,12 @@ def device(job: Job, worker: int) -> Device:
         return Device(None, changes)
     times = iteration_seconds(compute, job.seed, worker, cluster.workers)
     return Device(times, changes, compute.fixed_share)
+
+
+def encode_s(job: Job, n_bytes: int) -> float:
+    """What a device takes, in virtual time, to compress so many."""
+    speed = None if isinstance(job.compression, Dense) else job.compression.gbytes_per_s
+    return n_bytes / (1e9 * speed) if speed else 0.0
 
 
 def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 from hpcsync.compression.codec import Array, Codec, Encoded, namespace
-from hpcsync.compression.powersgd import PowerSGD
+from hpcsync.compression.powersgd import Averaging, PowerSGD
 
 
 class ErrorFeedback(Codec):
@@ -38,12 +37,12 @@ class ErrorFeedback(Codec):
         self.residual += vector
         return self.residual
 
-    def mean(self, vector: Array, all_mean: Callable[[Array], Array]) -> Array:
+    def averaging(self, vector: Array) -> Averaging[Array]:
         """The mean of all ranks' vectors as PowerSGD finds it; what is kept is this rank's own less that mean."""
         if not isinstance(self.codec, PowerSGD):
             raise TypeError(f"{type(self.codec).__name__} takes no means")
         corrected = self._corrected(vector)
-        found = self.codec.mean(corrected, all_mean)
+        found = yield from self.codec.averaging(corrected)
         corrected -= found
         return found
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -12,6 +12,8 @@ from hpcsync.compression.codec import BLOCK, Array, Codec, Encoded, Layout, Piec
 
 RATE_MIN = 2  # a matrix is sent in parts if these have fewer elements by this factor
 
+T = TypeVar("T")
+Averaging = Generator[Array, Array, T]  # out comes what every rank has one of, in goes the mean
 Parts = list[tuple[Array, ...]]  # of each tensor: P and Q, or its elements where it is sent as it is
 
 
@@ -72,26 +74,26 @@ class PowerSGD(Codec):
         return (piece.begin - first) // width, -(-(piece.end - first) // width)
 
     def _encode(self, vector: Array, ratio: float) -> Encoded:
-        return Factors(self, self._parts(vector, lambda values: values))
+        return Factors(self, carried_out(self._parts(vector), lambda values: values))
 
-    def mean(self, vector: Array, all_mean: Callable[[Array], Array]) -> Array:
+    def averaging(self, vector: Array) -> Averaging[Array]:
         """What all ranks' vectors are in the mean, of the rank: the same for all of them.
 
-        all_mean: gives the mean, over all ranks, of a vector that each of them has; called twice.
+        Twice a vector comes out of which every rank has its own, and their mean is to be sent in, to keep.
         """
-        encoded = Factors(self, self._parts(vector, all_mean))
+        encoded = Factors(self, (yield from self._parts(vector)))
         return self.decode(encoded.payload(0, self.layout.size), 0, self.layout.size)
 
-    def _parts(self, vector: Array, all_mean: Callable[[Array], Array]) -> Parts:
+    def _parts(self, vector: Array) -> Averaging[Parts]:
         """P of each tensor in the mean and orthonormal, and Q in the mean; the mean of what is sent as it is."""
         xp, tensors = namespace(vector), range(len(self._ranks))
         of = [vector[begin : begin + n] for begin, n in zip(self.layout.begins, self.layout.sizes, strict=True)]
         low = [tensor for tensor in tensors if self._ranks[tensor]]
         matrices = {tensor: of[tensor].reshape(self._matrix(tensor)) for tensor in low}
         firsts = [matrices[i] @ self._orthonormal_q(i, xp) if i in matrices else of[i] for i in tensors]
-        firsts = _in_one(firsts, all_mean, xp)
+        firsts = yield from _in_one(firsts, xp)
         ps = {tensor: xp.linalg.qr(firsts[tensor])[0] for tensor in low}
-        qs = _in_one([matrices[tensor].T @ ps[tensor] for tensor in low], all_mean, xp)
+        qs = yield from _in_one([matrices[tensor].T @ ps[tensor] for tensor in low], xp)
         self._qs = dict(zip(low, qs, strict=True))
         return [(ps[i], self._qs[i]) if i in matrices else (firsts[i],) for i in tensors]
 
@@ -143,10 +145,20 @@ class PowerSGD(Codec):
         return sum(self._values(piece) for piece in self.layout.pieces(begin, end)) * self.dtype.itemsize
 
 
-def _in_one(arrays: list[Array], all_mean: Callable[[Array], Array], xp: Any) -> list[Array]:
-    """The means of all of these by one call."""
+def carried_out(steps: Averaging[T], all_mean: Callable[[Array], Array]) -> T:
+    """What comes of it where this gives the mean, over all ranks, of a vector that each of them has."""
+    try:
+        given = next(steps)
+        while True:
+            given = steps.send(all_mean(given))
+    except StopIteration as end:
+        return end.value
+
+
+def _in_one(arrays: list[Array], xp: Any) -> Averaging[list[Array]]:
+    """The means of all of these as one vector."""
     if not arrays:
         return []
-    means = all_mean(xp.concatenate([array.reshape(-1) for array in arrays]))
+    means = yield xp.concatenate([array.reshape(-1) for array in arrays])
     ends = list(np.cumsum([array.size for array in arrays]))
     return [means[end - a.size : end].reshape(a.shape) for a, end in zip(arrays, ends, strict=True)]

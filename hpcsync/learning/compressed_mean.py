@@ -6,7 +6,7 @@ comes about is no mean of products but the product of mean factors: those travel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 
@@ -34,6 +34,14 @@ def has_factors(compression: Compression) -> bool:
     return isinstance(codec.codec if isinstance(codec, ErrorFeedback) else codec, PowerSGD)
 
 
+def next_of(part: Generator[torch.Tensor, torch.Tensor | None, None], mean: torch.Tensor | None) -> torch.Tensor | None:
+    """What comes out of a worker's part after this mean, None before the first; None at its end."""
+    try:
+        return part.send(mean)
+    except StopIteration:
+        return None
+
+
 class Factors:
     """One worker's part in PowerSGD's means; all begin with the same Q.
 
@@ -47,14 +55,20 @@ class Factors:
         assert isinstance(codec, ErrorFeedback | PowerSGD) and isinstance(bare, PowerSGD)
         self._codec, self._bare = codec, bare
 
-    def mean(
-        self, vector: torch.Tensor, all_mean: Callable[[torch.Tensor], torch.Tensor], contributing: bool = True
-    ) -> None:
-        """Let the vector, 1-D, be the mean of all that contribute: among them everybody calls this.
+    def averaging(
+        self, vector: torch.Tensor, contributing: bool = True
+    ) -> Generator[torch.Tensor, torch.Tensor | None, None]:
+        """Let the vector, 1-D, be the mean of all that contribute, who all do this.
 
-        all_mean: gives the mean of the 1-D tensors that they call it with. A worker that does not contribute has zeros,
-        and keeps what it has kept.
+        Now and then a 1-D tensor comes out of which each has one, and their mean is to be sent in, for good. A worker
+        that does not contribute has zeros, and keeps what it has kept.
         """
-        codec = self._codec if contributing else self._bare
-        found = codec.mean(as_array(vector), lambda array: as_array(all_mean(as_tensor(array))))
-        vector.copy_(as_tensor(found))
+        steps = (self._codec if contributing else self._bare).averaging(as_array(vector))
+        try:
+            given = next(steps)
+            while True:
+                mean = yield as_tensor(given)
+                assert mean is not None
+                given = steps.send(as_array(mean))
+        except StopIteration as end:
+            vector.copy_(as_tensor(end.value))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.learning.compressed_mean import Factors, has_factors, mean_of_payloads
+from hpcsync.learning.compressed_mean import Factors, has_factors, mean_of_payloads, next_of
 from hpcsync.learning.compressing import Compression
 from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import LINE_BYTES, Agreed, MeanVector, Said, agreed, mean_vector
@@ -118,15 +118,17 @@ class FactorsMean(CompressedMean):
         return 0
 
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
-        def all_mean(factors: torch.Tensor) -> torch.Tensor:
-            size = len(factors)
-            if (of := self._means.get(size)) is None:
-                of = self._means[size] = mean_vector(self._comm, size, self.vector.dtype, self._transport)
-            of.vector.copy_(factors)
-            of.mean(0, size, Said(int(contributing)))
-            return of.vector.clone()
+        part, mean = self._factors.averaging(self.vector, contributing), None
+        while (given := next_of(part, mean)) is not None:
+            mean = self._mean_of(given, contributing)
 
-        self._factors.mean(self.vector, all_mean, contributing)
+    def _mean_of(self, factors: torch.Tensor, contributing: bool) -> torch.Tensor:
+        size = len(factors)
+        if (of := self._means.get(size)) is None:
+            of = self._means[size] = mean_vector(self._comm, size, self.vector.dtype, self._transport)
+        of.vector.copy_(factors)
+        of.mean(0, size, Said(int(contributing)))
+        return of.vector.clone()
 
     def free(self) -> None:
         for of in self._means.values():

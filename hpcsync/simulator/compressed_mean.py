@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from threading import Barrier, BrokenBarrierError
 from typing import Protocol
 
 import torch
 
 from hpcsync.job import Job
-from hpcsync.job_compression import Dense
 from hpcsync.learning import compressing
-from hpcsync.learning.compressed_mean import Factors, has_factors, mean_of_payloads
+from hpcsync.learning.compressed_mean import Factors, has_factors, mean_of_payloads, next_of
 from hpcsync.learning.compressing import Compression
 
 
@@ -37,51 +33,20 @@ class GatheredMean:
 
 
 class FactorsMean:
-    """Workers meet in the middle of what they compute: each is a thread for as long."""
-
     def __init__(self, compression: Compression, n_workers: int) -> None:
         self._compression = compression
         self._factors = [Factors(compression) for _ in range(n_workers)]
 
     def form(self, workers: Sequence[int], vectors: Sequence[torch.Tensor]) -> Sequence[int]:
-        meeting = _Meeting(len(workers))
-
-        def part(place: int) -> None:
-            try:
-                self._factors[workers[place]].mean(vectors[place], partial(meeting.mean, place))
-            except BrokenBarrierError:  # because of another one, which says why
-                return
-            except BaseException:
-                meeting.call_off()
-                raise
-
-        with ThreadPoolExecutor(len(workers)) as threads:
-            list(threads.map(part, range(len(workers))))
+        parts = [self._factors[worker].averaging(vector) for worker, vector in zip(workers, vectors, strict=True)]
+        mean = None
+        while given := [tensor for part in parts if (tensor := next_of(part, mean)) is not None]:
+            mean = given[0].clone()
+            for other in given[1:]:
+                mean.add_(other)
+            if len(given) > 1:
+                mean.div_(len(given))
         return [self._compression.nominal_bytes(slice(0, len(vectors[0])))] * len(workers)
-
-
-class _Meeting:
-    """Threads that wait for each other, to have the mean of what each of them gives."""
-
-    def __init__(self, n: int) -> None:
-        self._given: list[torch.Tensor] = [torch.empty(0)] * n
-        self._mean = torch.empty(0)
-        self._barrier = Barrier(n, self._form)
-
-    def mean(self, place: int, given: torch.Tensor) -> torch.Tensor:
-        self._given[place] = given
-        self._barrier.wait()
-        return self._mean  # nobody forms the next one before all have this one
-
-    def call_off(self) -> None:
-        self._barrier.abort()
-
-    def _form(self) -> None:
-        self._mean = self._given[0].clone()
-        for other in self._given[1:]:
-            self._mean.add_(other)
-        if len(self._given) > 1:
-            self._mean.div_(len(self._given))
 
 
 def compressed_mean(job: Job, parameters: Sequence[torch.nn.Parameter]) -> CompressedMean | None:
@@ -89,9 +54,3 @@ def compressed_mean(job: Job, parameters: Sequence[torch.nn.Parameter]) -> Compr
     if (compression := compressing.of_job(job, parameters)) is None:
         return None
     return (FactorsMean if has_factors(compression) else GatheredMean)(compression, job.cluster.workers)
-
-
-def encode_s(job: Job, n_bytes: int) -> float:
-    """What a worker takes to compress so many."""
-    speed = None if isinstance(job.compression, Dense) else job.compression.gbytes_per_s
-    return n_bytes / (1e9 * speed) if speed else 0.0

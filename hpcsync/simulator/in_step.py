@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from hpcsync.coordinator import Recorder
+from hpcsync.devices import encode_s
 from hpcsync.job import Job
 from hpcsync.job_compression import PowerSgd
 from hpcsync.job_paradigms import Gossip, LocalSgd
@@ -14,7 +15,6 @@ from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
 from hpcsync.planning.batches import Estimate
-from hpcsync.simulator.compressed_mean import encode_s
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, together

@@ -21,9 +21,8 @@ from hpcsync.coordinator import (
     estimated,
 )
 from hpcsync.deciding import Assignment, create_assignments
-from hpcsync.devices import Device
+from hpcsync.devices import Device, encode_s
 from hpcsync.job import Job, Script
-from hpcsync.job_compression import Dense
 from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
@@ -92,7 +91,7 @@ class Simulation:
         self._n_pieces = job.n_pieces
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
-        self._encode_s = _encode_s(job, self._shard_bytes)
+        self._encode_s = encode_s(job, self._shard_bytes)
         _, first = create_assignments(job)
         self._workers = [
             _Worker(device, estimator(job, worker, nominal_clock()), first[worker], self._of_a_step(first[worker]))
@@ -292,9 +291,3 @@ class Simulation:
         self._n_pushes += 1
         if self._n_pushes % len(self._workers) == 0:
             self.coordinator.check()
-
-
-def _encode_s(job: Job, n_bytes: int) -> float:
-    """What a worker takes to compress so many."""
-    speed = None if isinstance(job.compression, Dense) else job.compression.gbytes_per_s
-    return n_bytes / (1e9 * speed) if speed else 0.0

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 
@@ -100,21 +97,18 @@ def test_of_the_rows_of_p_only_those_that_are_touched_are_sent():
 
 
 def in_ranks(codecs, vectors):
-    """The mean that each rank finds: a thread for each."""
-    barrier, given = threading.Barrier(len(codecs), timeout=30), [None] * len(codecs)
-
-    def mean(rank):
-        def all_mean(values):
-            given[rank] = values
-            barrier.wait()
-            result = np.mean(given, axis=0)
-            barrier.wait()
-            return result
-
-        return codecs[rank].mean(vectors[rank], all_mean)
-
-    with ThreadPoolExecutor(len(codecs)) as threads:
-        return list(threads.map(mean, range(len(codecs))))
+    """The mean that each rank finds."""
+    parts = [codec.averaging(vector) for codec, vector in zip(codecs, vectors, strict=True)]
+    mean, found = None, []
+    while not found:
+        given = []
+        for part in parts:
+            try:
+                given.append(part.send(mean))
+            except StopIteration as end:
+                found.append(end.value)
+        mean = np.mean(given, axis=0) if given else None
+    return found
 
 
 @pytest.mark.parametrize("feedback", [True, False])
@@ -149,7 +143,7 @@ def test_ranks_with_other_seeds_would_be_caught():
 
 def test_a_codec_without_factors_takes_no_means():
     with pytest.raises(TypeError, match="TopK takes no means"):
-        create("top-k", LAYOUT, np.float32).mean(vector(), lambda values: values)
+        next(create("top-k", LAYOUT, np.float32).averaging(vector()))
 
 
 def test_a_rank_of_none_is_refused():

@@ -14,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from hpcsync.compression import Layout, create
+from hpcsync.compression.powersgd import carried_out
 from tests.unit.compression.vectors import vector
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
@@ -73,7 +74,7 @@ def all_mean(group, values):
 
 def ours(rank_of_matrices, group):
     codec = create("powersgd", LAYOUT, np.float64, rank=rank_of_matrices, seed=7)
-    return [codec.mean(gradient, partial(all_mean, group)) for gradient in gradients(group.rank())]
+    return [carried_out(codec.averaging(gradient), partial(all_mean, group)) for gradient in gradients(group.rank())]
 
 
 def torchs(rank_of_matrices, group, warm_start=True):

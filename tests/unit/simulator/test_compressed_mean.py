@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hpcsync.compression import ErrorFeedback
-from hpcsync.learning.compressed_mean import Factors
 from hpcsync.learning.compressing import of_job
 from hpcsync.learning.workloads import build
 from hpcsync.peers import Division
@@ -100,25 +99,6 @@ def test_factors_of_the_mean_are_averaged_and_not_products():
     for factors, part in zip(mean._factors, parts, strict=True):
         assert isinstance(factors._codec, ErrorFeedback)
         np.testing.assert_allclose(factors._codec.residual, (part - low).ravel(), rtol=1e-7, atol=1e-12)
-
-
-def test_a_worker_that_fails_ends_the_meeting(monkeypatch):
-    mean = Factors.mean
-
-    def failing(self: Factors, vector: Any, all_mean: Any, contributing: bool = True) -> None:
-        mean(self, vector, all_mean, contributing)
-        raise ArithmeticError("after both means")
-
-    monkeypatch.setattr(Factors, "mean", failing)
-    with pytest.raises(ArithmeticError, match="after both means"):
-        compressed("powersgd")
-
-    def missing(self: Factors, vector: Any, all_mean: Any, contributing: bool = True) -> None:
-        raise ArithmeticError("before them")
-
-    monkeypatch.setattr(Factors, "mean", missing)
-    with pytest.raises(ArithmeticError, match="before them"):
-        compressed("powersgd")
 
 
 @pytest.mark.parametrize("name", ["qsgd", "random-k", "powersgd"])
