@@ -123,7 +123,7 @@ def nobody_is_held(recount: Recount, until_seq: int = NEVER) -> Check:
     release = recount.grant_event[recount.push_grant[answered]]
     held_s = recount.grants["held_s"][recount.push_grant[answered]]
     return check_rows(
-        "nobody is held",
+        "nobody is held" if until_seq == NEVER else "nobody is held before the fine stage",
         (release != recount.push_event[answered]) | (held_s > 0),
         lambda i: f"worker {pushes['worker'][i]} is held after iteration {pushes['iteration'][i]} for {held_s[i]} s",
     )

@@ -43,7 +43,7 @@ ASHL = """name = "ashl"
 steps_coarse = 4
 steps_fine = 2
 staleness = 1
-loss_preset = 0.2
+loss_preset = 0.12
 warmup = 1
 profiled = 4"""
 

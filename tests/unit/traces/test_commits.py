@@ -1,0 +1,337 @@
+"""Negative controls of what ASHL and ADSP promise, and of what is sent: traces that keep every promise but one."""
+
+import math
+
+import numpy as np
+import pytest
+
+from hpcsync.traces.audit import audit
+from hpcsync.traces.bounds import check_bounds
+from hpcsync.traces.commits import _Account, _Due
+from hpcsync.traces.counting import Recount
+from hpcsync.traces.payloads import check_payloads
+from hpcsync.traces.stages import algorithm_1, algorithm_2
+from tests.unit.traces.recorder import ASHL, TOP_K, edit, make_job, record, with_job, with_rows, with_status
+from tests.unit.traces.test_bounds import delay_grant
+
+FIXED = 'name = "adsp"\ncheck_period_s = 12\ninterval_min_s = 2\ncommits = 3'
+SEARCHING = 'name = "adsp"\ncheck_period_s = 3\ninterval_min_s = 0.5\nsearch_every_s = 10'
+
+
+def failing(trace, checks=check_bounds):
+    return {check.name for check in checks(Recount(trace)) if not check.passed}
+
+
+def rows_of(trace, controller):
+    return np.flatnonzero(trace.tables["decisions"]["controller"] == controller.encode())
+
+
+@pytest.fixture(scope="module")
+def ashl():
+    """Worker 1 leaves in the fine stage."""
+    trace = record("ashl", jitter=0.3, updates=90, leave={1: 18})
+    assert len(rows_of(trace, "stage")) == 2
+    assert trace.tables["membership"]["now_s"][0] > trace.tables["decisions"]["now_s"][rows_of(trace, "stage")[1]]
+    return trace
+
+
+@pytest.fixture(scope="module")
+def adsp():
+    """Of several searches."""
+    trace = record(SEARCHING, jitter=0.3, updates=90)
+    assert len(rows_of(trace, "commits")) >= 2
+    return trace
+
+
+# ---- ASHL ----
+
+STAGES, PLANS, DO = (
+    "each stage begins once, in order, when it must",
+    "plans follow from what was measured",
+    "workers make and send what is planned for them",
+)
+SHARE, DEALT = "commits count their share", "samples are dealt out once, and none is left out"
+
+
+@pytest.mark.parametrize("compression", ["", TOP_K])
+@pytest.mark.parametrize("share", ["data", "equal"])
+@pytest.mark.parametrize("loss", ["loss_preset = 0.12", "plateau = 0.5"])
+def test_ashl_keeps_its_promises(loss, share, compression):
+    paradigm = f'{ASHL.replace("loss_preset = 0.12", loss)}\nshare = "{share}"\n{compression}'
+    trace = record(paradigm, jitter=0.3, updates=120, leave={0: 9})
+    assert rows_of(trace, "stage").size == 2
+    assert failing(trace, lambda recount: audit(trace)) == set()
+
+
+def test_stages_come_in_order(ashl):
+    first, second = rows_of(ashl, "stage")
+    assert STAGES in failing(edit(ashl, "decisions", second, chosen=1.0))
+    assert STAGES in failing(edit(ashl, "decisions", first, chosen=2.0))
+    assert failing(edit(ashl, "decisions", second, loss=0.5)) == {STAGES}
+    fewer = np.delete(ashl.tables["decisions"], rows_of(ashl, "stage")[1])
+    assert STAGES in failing(with_rows(ashl, "decisions", fewer))
+    again = np.concatenate([ashl.tables["decisions"], ashl.tables["decisions"][first : first + 1]])
+    again["seq"][-1] = ashl.tables["decisions"]["seq"].max() + 1
+    assert STAGES in failing(with_rows(ashl, "decisions", again)), "the stage goes back"
+
+
+@pytest.mark.parametrize(
+    ("was", "other", "names"),
+    [
+        ("loss_preset = 0.12", "loss_preset = 0.2", {STAGES}),
+        ("loss_preset = 0.12", "loss_preset = 0.05", {STAGES}),
+        ("loss_preset = 0.12", "plateau = 0.9", {STAGES}),
+        ("profiled = 4", "profiled = 5", {STAGES, PLANS}),
+        ("warmup = 1", "warmup = 2", {STAGES, PLANS, DO}),
+        ("steps_coarse = 4", "steps_coarse = 5", {PLANS}),
+        ("steps_fine = 2", "steps_fine = 3", {PLANS}),
+        ("staleness = 1", "staleness = 1\nratio_fine = 0.2", {PLANS}),
+        ("staleness = 1", "staleness = 1\nratio_coarse = 0.1", {PLANS, DO}),
+        ("staleness = 1", 'staleness = 1\nshare = "equal"', {PLANS}),
+        ("staleness = 1", "staleness = 0", {"push gap in the fine stage is at most 1"}),
+        ("staleness = 1", "staleness = 2", {"nobody is held needlessly in the fine stage"}),
+    ],
+)
+def test_another_ashl(ashl, was, other, names):
+    assert failing(with_job(ashl, f"{ASHL.replace(was, other)}\n{TOP_K}")) == names
+
+
+@pytest.mark.parametrize(
+    ("controller", "column"),
+    [
+        *((name, "chosen") for name in ("local-steps", "share", "ratio")),
+        *((name, column) for name in ("local-steps", "ratio") for column in ("push_s", "pull_s", "encode_s")),
+        ("local-steps", "iteration_s"),
+    ],
+)
+def test_a_plan_that_follows_from_nothing(ashl, controller, column):
+    for row in rows_of(ashl, controller)[[0, -1]]:
+        value = ashl.tables["decisions"][column][row]
+        assert PLANS in failing(edit(ashl, "decisions", row, **{column: value * 1.001 + (column == "chosen")}))
+
+
+@pytest.mark.parametrize(
+    ("column", "sparse"), [("compute_s", False), ("pull_s", True), ("comm_s", False), ("encode_s", True)]
+)
+def test_measurements_that_were_others(ashl, column, sparse):
+    pushes = ashl.tables["pushes"].copy()
+    measured = (pushes["worker"] == 2) & (pushes["iteration"] > 1) & (pushes["iteration"] <= 5)
+    measured &= (pushes["iteration"] % 2 == 1) == sparse
+    assert measured.sum() == 2
+    pushes[column][measured] *= 1.5
+    assert PLANS in failing(with_rows(ashl, "pushes", pushes))
+
+
+def test_a_departure_without_new_shares(ashl):
+    shared = rows_of(ashl, "share")[-2:]
+    assert ashl.tables["decisions"]["worker"][shared].tolist() == [0, 2]
+    kept = np.delete(ashl.tables["decisions"], shared)
+    assert PLANS in failing(with_rows(ashl, "decisions", kept))
+    assert PLANS in failing(with_rows(ashl, "decisions", np.delete(ashl.tables["decisions"], shared[0])))
+
+
+@pytest.mark.parametrize("row", [3, 40, 80])
+def test_what_ashl_tells_workers(ashl, row):
+    grant = ashl.tables["grants"][row]
+    assert failing(edit(ashl, "grants", row, local_steps=grant["local_steps"] + 1)) == {DO, DEALT}
+    assert failing(edit(ashl, "grants", row, ratio=grant["ratio"] * 0.99)) == {DO}
+    assert failing(edit(ashl, "grants", row, ratio=np.nan)) == {DO}
+    assert failing(edit(ashl, "grants", row, commit_s=1.0)) == {DO}
+    assert failing(edit(ashl, "grants", row, first_sample=grant["first_sample"] + 8)) == {DEALT}
+    assert failing(edit(ashl, "grants", row, batch_size=grant["batch_size"] + 8)) == {DEALT}
+    assert failing(edit(ashl, "pushes", row, local_steps=9, batch_size=72)) - {PLANS} == {DO}
+    assert failing(edit(ashl, "pushes", row, weight=0.3)) == {SHARE}
+
+
+def test_who_leaves_may_have_made_fewer_steps(ashl):
+    pushes = ashl.tables["pushes"]
+    row = np.flatnonzero(pushes["worker"] == 1)[-1]
+    steps = int(pushes["local_steps"][row])
+    assert failing(edit(ashl, "pushes", row, local_steps=steps - 1, batch_size=8 * steps - 8)) == set()
+    assert failing(edit(ashl, "pushes", row, local_steps=steps + 1, batch_size=8 * steps + 8)) == {DO}
+
+
+def test_somebody_is_held_in_the_profile(ashl):
+    assert "nobody is held before the fine stage" in failing(delay_grant(ashl, worker=0, iteration=2))
+
+
+def test_the_algorithms_by_hand():
+    """A step of 1 s, one of 2 s; pushes of 1 s and 4 s, pulls of 1 s each. With 2 steps of the slow one 4 + 5 s: in 9 s
+    the fast one makes 7. To send half then takes 4 + 1 + 2 s of it, what is left of 8 + 0.5 s for the other: none."""
+    times = np.array([[1.0, 1.0, 1.0, 0.5], [2.0, 4.0, 1.0, 0.5]])
+    assert algorithm_1(times, 2).tolist() == [7, 2]
+    assert algorithm_2(times, np.array([7, 2]), 0.5).tolist() == [0.5, 0.875]
+    assert algorithm_1(np.zeros((2, 4)), 3).tolist() == [3, 3], "nothing was measured"
+    assert algorithm_2(np.zeros((2, 4)), np.array([3, 3]), 0.5).tolist() == [1, 1]
+
+
+# ---- ADSP ----
+
+ONE_OF_ALL, DUE = "commits count one of as many as there are workers", "commits come when they are due"
+WAITS, TRIALS = "nobody waits but for a trial", "searches try one more at a time and choose the best"
+
+
+def rule(interval_s, name="cumulative"):
+    return f"commits are {interval_s:g} s apart, or as the {name} rule says"
+
+
+@pytest.mark.parametrize("rule", ["cumulative", "released"])
+@pytest.mark.parametrize("paradigm", [FIXED, SEARCHING, f"{SEARCHING}\nloss_target = 0.1"])
+def test_adsp_keeps_its_promises(paradigm, rule):
+    trace = record(f'{paradigm}\nrule = "{rule}"', jitter=0.3, updates=90, leave={0: 9})
+    assert failing(trace, lambda recount: audit(trace)) == set()
+
+
+def test_what_adsp_tells_workers(adsp):
+    grant = adsp.tables["grants"][30]
+    assert failing(edit(adsp, "pushes", 30, weight=0.5)) == {ONE_OF_ALL}
+    assert failing(edit(adsp, "grants", 30, local_steps=2)) == {DUE}
+    assert failing(edit(adsp, "grants", 30, ratio=0.5)) == {DUE}
+    assert failing(edit(adsp, "grants", 30, commit_s=grant["commit_s"] + 0.01)) == {rule(0.5)}
+    pushes = adsp.tables["pushes"]
+    late = edit(adsp, "pushes", 30, end_s=pushes["begin_s"][30])
+    assert failing(late) == {DUE}, "it made no step that could have taken so long"
+
+
+@pytest.mark.parametrize(
+    ("was", "other", "names"),
+    [
+        ("commits = 3", "commits = 4", {rule(2), DUE}),
+        ("commits = 3", 'commits = 3\nrule = "released"', {rule(2, "released")}),
+        ("interval_min_s = 2", "interval_min_s = 3", {rule(3)}),
+        ("check_period_s = 12", "check_period_s = 13", {rule(2), DUE}),
+    ],
+)
+def test_another_adsp(was, other, names):
+    trace = record(FIXED, updates=90)
+    assert failing(trace) == set()
+    assert names - {DUE} <= failing(with_job(trace, FIXED.replace(was, other))) <= names
+
+
+def test_commits_are_told_beside_each_other():
+    (check,) = [check for check in check_bounds(Recount(record(FIXED))) if "beside" in check.name]
+    assert check.detail == "at most 1 apart when they were counted"
+
+
+def test_somebody_waits_outside_of_a_search(adsp):
+    trace = record(FIXED, updates=30)
+    assert failing(delay_grant(trace, worker=0, iteration=3)) == {WAITS}
+    over = adsp.tables["decisions"]["now_s"][rows_of(adsp, "commits")[0]]
+    grants = adsp.tables["grants"]
+    after = grants[(grants["now_s"] > over) & (grants["held_s"] == 0)][1]
+    assert failing(delay_grant(adsp, after["worker"], after["iteration"])) >= {WAITS}
+
+
+def test_somebody_does_not_wait_for_a_trial(adsp):
+    grants = adsp.tables["grants"]
+    row = np.flatnonzero(grants["held_s"] > 0)[0]
+    (push,) = np.flatnonzero(Recount(adsp).push_grant == row)
+    pushes = adsp.tables["pushes"]
+    seq, next_seq = pushes["seq"][push], pushes["seq"][push + 1]
+    swapped = edit(edit(adsp, "pushes", push + 1, seq=grants["seq"][row]), "grants", row, seq=next_seq)
+    assert seq < next_seq < grants["seq"][row]
+    assert WAITS in failing(swapped)
+
+
+@pytest.mark.parametrize(
+    ("controller", "column"),
+    [
+        ("reward", "chosen"),
+        ("reward", "reward"),
+        ("reward", "loss_start"),
+        ("reward", "loss_end"),
+        ("commits", "chosen"),
+    ],
+)
+def test_trials_that_were_others(adsp, controller, column):
+    for row in rows_of(adsp, controller)[1:3]:
+        value = adsp.tables["decisions"][column][row]
+        assert TRIALS in failing(edit(adsp, "decisions", row, **{column: 1.001 * value + (column == "chosen")}))
+
+
+def test_decisions_too_few_or_too_many(adsp):
+    decisions = adsp.tables["decisions"]
+    assert TRIALS in failing(with_rows(adsp, "decisions", np.delete(decisions, rows_of(adsp, "commits")[0])))
+    assert TRIALS in failing(with_rows(adsp, "decisions", decisions[:-1]))
+    again = np.concatenate([decisions, decisions[-1:]])
+    assert TRIALS in failing(with_rows(adsp, "decisions", again))
+    assert TRIALS in failing(with_job(adsp, f"{SEARCHING}\ncommits = 2"))
+
+
+def account(loss_target=None):
+    target = "" if loss_target is None else f"\nloss_target = {loss_target}"
+    trace = with_job(record(FIXED, updates=1), SEARCHING + target)
+    return _Account(Recount(trace), trace.job.paradigm)
+
+
+@pytest.mark.parametrize(("a2", "b", "d"), [(0.5, 0.5, 0.25), (0.01, 1.0, -3.0), (3.0, 1.0, 0.0)])
+def test_rewards_of_a_known_curve(a2, b, d):
+    """l(t) = 1 / (a^2 t + b) + d is at the target after so many seconds; or never, at or below d."""
+    times_s = (0.0, 1.5, 3.25)
+    due = _Due("reward", 0, 1.0, tuple(1 / (a2 * t + b) + d for t in times_s), times_s)
+    for then_s in (0.25, 2.0, 40.0):
+        target = 1 / (a2 * then_s + b) + d
+        assert account(target)._is_reward(1 / then_s, due)
+        assert not account(target)._is_reward(1.0001 / then_s, due)
+        assert not account(target)._is_reward(-math.inf, due)
+    assert account(d - 0.5)._is_reward(-math.inf, due)
+    assert not account(d - 0.5)._is_reward(0.1, due)
+    assert account(due.losses[0] + 1)._is_reward(-math.inf, due), "it is below from the start"
+    assert account()._is_reward(-math.inf, due._replace(losses=due.losses[:2]))
+    assert account()._is_reward(-math.inf, due._replace(losses=due.losses[::-1])), "the loss rises"
+
+
+def test_unfinished_traces_of_searches(adsp):
+    for n in range(20, 60):
+        seq = adsp.tables["pushes"]["seq"][n]
+        cut = with_status(adsp, "failed")
+        for table in ("pushes", "grants", "decisions"):
+            cut = with_rows(cut, table, adsp.tables[table][adsp.tables[table]["seq"] <= seq])
+        assert failing(cut) == set()
+
+
+@pytest.mark.parametrize("paradigm", [FIXED, f"{ASHL}\n{TOP_K}"])
+def test_decisions_without_their_columns(paradigm):
+    assert len(failing(with_job(record("asp"), paradigm))) >= 1
+
+
+# ---- bytes, and the time of compression ----
+
+BYTES, PARTS = "bytes are those that reading and compression give", "reading is part of a transfer, compressing of none"
+
+
+def paid(trace):
+    return failing(trace, check_payloads)
+
+
+@pytest.mark.parametrize("compression", ["", '[compression]\nname = "sign"'])
+def test_bytes_that_do_not_look_at_values_are_all_the_same(compression):
+    trace = record(f'name = "asp"\n{compression}')
+    assert paid(trace) == set()
+    assert paid(edit(trace, "pushes", 5, wire_bytes=trace.tables["pushes"]["wire_bytes"][5] + 4)) == {BYTES}
+    assert paid(edit(trace, "pushes", 5, encode_s=0.01)) == (set() if compression else {PARTS})
+    assert paid(edit(trace, "pushes", 5, encode_s=-0.01)) == {PARTS}
+    for pull_s in (-0.1, math.nan, trace.tables["pushes"]["comm_s"][5] + 0.1):
+        assert paid(edit(trace, "pushes", 5, pull_s=pull_s)) == {PARTS}
+
+
+def test_who_is_cancelled_has_only_read():
+    trace = record("k-batch-sync")
+    (row, *_) = np.flatnonzero(trace.tables["pushes"]["share"] < 1)
+    assert paid(trace) == set()
+    assert paid(edit(trace, "pushes", row, wire_bytes=4000)) == {BYTES}
+
+
+def test_a_sparse_push_is_of_no_more_than_a_dense_one(ashl):
+    pushes = ashl.tables["pushes"]
+    assert paid(ashl) == set()
+    dense, sparse = (np.flatnonzero((pushes["worker"] == 0) & (pushes["iteration"] == n))[0] for n in (2, 3))
+    most = int(pushes["wire_bytes"][dense])
+    assert pushes["wire_bytes"][sparse] < most
+    assert paid(edit(ashl, "pushes", dense, wire_bytes=most + 4)) == {BYTES}
+    assert paid(edit(ashl, "pushes", sparse, wire_bytes=most + 4)) == {BYTES}
+    assert paid(edit(ashl, "pushes", sparse, wire_bytes=most // 2 - 8)) == {BYTES}
+
+
+def test_jobs_of_these_traces_say_what_is_sent():
+    assert make_job("ashl").compresses and not make_job(FIXED).compresses
