@@ -1,7 +1,9 @@
 # make run: train, here and now.  make test: everything that must hold.  Both set up all they need below this folder.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-# What is never imported need not be compiled.
+# What is never imported need not be compiled. The rest is when it is first imported, and kept: else every rank of every
+# test would compile torch again, for seconds.
+unexport PYTHONDONTWRITEBYTECODE
 PIP = -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 JOB ?= jobs/digits-dssp.toml
 SIZES ?= 1 2 3 5
