@@ -20,6 +20,7 @@ import numpy as np
 
 from hpcsync.job import Job, Script
 from hpcsync.job_cluster import Change
+from hpcsync.job_compression import Dense
 from hpcsync.job_errors import JobError, shown
 from hpcsync.simulator.transfers import Steps
 from hpcsync.traces.reading import Trace, TraceError, load
@@ -81,7 +82,8 @@ class RecordedRun:
 
 
 def read(job: Job, wire_bytes: int) -> RecordedRun:
-    """What the trace `cluster.times_from` recorded. Raises JobError for one of another cluster, model or batch size.
+    """What the trace `cluster.times_from` recorded. Raises JobError for one of another cluster, model or batch size,
+    and where pushes are compressed, in one or the other: what they would take otherwise nobody knows.
 
     wire_bytes: what an iteration of the job moves.
     """
@@ -92,6 +94,9 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
         changes = trace.job.cluster.events
     except TraceError as error:
         raise JobError(f"cluster.times_from: {error}") from None
+    for what, compression in (("with", job.compression), ("of a run with", trace.job.compression)):
+        if not isinstance(compression, Dense):
+            raise JobError(f'{key}: must not be given {what} compression.name = "{compression.name}"')
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
     for name, needed, found in (
         ("cluster.workers", job.cluster.workers, {trace.n_workers}),

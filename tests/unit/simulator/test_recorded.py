@@ -208,3 +208,32 @@ def test_a_trace_without_a_push_of_every_worker_is_refused(tmp_path):
     simulate(timing_job(workers=3, paradigm={"name": "asp"}, cluster={"events": leaving}), tmp_path / "trace.h5")
     with pytest.raises(JobError, match="must have a push of every worker; worker 2 has none"):
         read(job_from(tmp_path / "trace.h5"), 8000)
+
+
+@pytest.mark.parametrize("which", ["for", "of"])
+def test_compressed_pushes_are_refused(tmp_path, which):
+    sign = {"compression": {"name": "sign"}}
+    simulate(timing_job(workers=3, **(sign if which == "of" else {})), tmp_path / "trace.h5")
+    with pytest.raises(JobError, match=r'times_from = .*: must not be given .*with compression.name = "sign"$'):
+        read(job_from(tmp_path / "trace.h5", **(sign if which == "for" else {})), 8000)
+
+
+@pytest.mark.parametrize(
+    "paradigm",
+    [
+        {"name": "ashl", "warmup": 1, "profiled": 2},
+        {"name": "adsp", "check_period_s": 12, "commits": 3},
+    ],
+    ids=lambda paradigm: paradigm["name"],
+)
+def test_workers_that_commit_have_times_too(tmp_path, paradigm):
+    """From their own, if local steps take as long as each other, comes the same run; from others an answer."""
+    times = {"seconds": [1.0, 0.7, 1.6], "cluster": NETWORK}
+    job = {"workers": 3, "paradigm": paradigm, "stop": {"updates": 40}}
+    first = simulate(timing_job(**job, **times), tmp_path / "first.h5")
+    again = simulate(job_from(tmp_path / "first.h5", **job), tmp_path / "again.h5")
+    assert again.tables["pushes"]["local_steps"].tolist() == first.tables["pushes"]["local_steps"].tolist()
+    assert again.tables["pushes"]["now_s"] == pytest.approx(first.tables["pushes"]["now_s"])
+    simulate(timing_job(workers=3, **times), tmp_path / "bsp.h5")
+    other = simulate(job_from(tmp_path / "bsp.h5", **job), tmp_path / "other.h5")
+    assert other.tables["pushes"]["now_s"] == pytest.approx(first.tables["pushes"]["now_s"], rel=0.1)
