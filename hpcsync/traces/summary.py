@@ -29,7 +29,8 @@ class WorkerSummary(BaseModel):
     staleness_mean, staleness_max: over applied pushes, in updates. start_gap_max_iters: pushes ahead of the slowest
     when an iteration began; push_gap_max_iters: right after a push. These, and pushes and what was dropped of them,
     only exist with a server; exchanges with other workers only without one. batch_size: the last that it was given,
-    where batches are given out.
+    where batches are given out. local_steps, data_share, ratio: what ASHL planned for it last, of the data that all
+    compute and of a push's elements.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -48,6 +49,9 @@ class WorkerSummary(BaseModel):
     start_gap_max_iters: int | None
     push_gap_max_iters: int | None
     batch_size: int | None
+    local_steps: int | None
+    data_share: float | None
+    ratio: float | None
 
 
 class Summary(BaseModel):
@@ -60,6 +64,9 @@ class Summary(BaseModel):
     dropped: contributions without an update, and dropped_share their share of all samples that were computed. late,
     discarded, cancelled: those of the k family that were dropped before the last update, as older than its synchronous
     forms take or staler than the bound of the others, and those that ended early. What remains is what the end left.
+    coarse_s, fine_s: when these stages of ASHL began. commits: of a worker in a period, that ADSP chose last, or that
+    the job says; commits_apart: of the workers that committed most and least. encode_share: the part of all workers'
+    time in which they compressed.
     k_last: k of the update that would have come next; k_least, k_most: of all that there were, and of this.
     """
 
@@ -93,6 +100,11 @@ class Summary(BaseModel):
     k_last: int | None
     k_least: int | None
     k_most: int | None
+    coarse_s: float | None
+    fine_s: float | None
+    commits: int | None
+    commits_apart: int | None
+    encode_share: float | None
     exchanges: int | None
     wire_bytes: int
     wait_share: float | None
@@ -146,6 +158,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         **tally.about(slice(None), "wait"),
         **tally.about_drops(),
         **tally.about_k(),
+        **tally.about_commits(),
     )
 
 
@@ -156,6 +169,7 @@ def _workers(tally: Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSumma
             start_gap_max_iters=int(tally.start_gap_max[worker]) if push_gaps is not None else None,
             push_gap_max_iters=int(push_gaps[worker]) if push_gaps is not None else None,
             batch_size=tally.last_batch_size(worker),
+            **tally.plan(worker),
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
 
@@ -261,6 +275,16 @@ def _head(summary: Summary) -> RenderableType:
         )
         head.add_row("k", f"{summary.k_last}{changed}")
         head.add_row("dropped", _drops(summary))
+    if summary.coarse_s is not None:
+        fine = "" if summary.fine_s is None else f", fine from {summary.fine_s:.2f} s on"
+        head.add_row("stages", f"coarse from {summary.coarse_s:.2f} s on{fine}")
+    if summary.commits is not None:
+        head.add_row(
+            "commits", f"{summary.commits:,} a period wanted, workers {summary.commits_apart:,} apart at the end"
+        )
+    if summary.encode_share is not None:
+        moved = f"{1e-3 * summary.wire_bytes / max(1, summary.pushes or 0):,.1f} kB a push, reading included"
+        head.add_row("compression", f"{moved}; takes {_percent(summary.encode_share)} of the time")
     if sizes := [worker.batch_size for worker in summary.workers if worker.batch_size is not None]:
         head.add_row("batches", f"{_sizes(sizes)} samples at the end")
     for name, final, best in (
@@ -300,6 +324,8 @@ def _shown(workers: Sequence[WorkerSummary]) -> Sequence[WorkerSummary]:
 def _worker_table(summary: Summary) -> Table:
     workers = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     columns, caption = (_PUSHING, _ABOUT_PUSHING) if summary.exchanges is None else (_EXCHANGING, _ABOUT_EXCHANGING)
+    if summary.coarse_s is not None:
+        columns, caption = _COMMITTING, _ABOUT_COMMITTING
     for name in columns:
         workers.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
     for row in _shown(summary.workers):
@@ -337,6 +363,12 @@ _PUSHING: dict[str, Callable[[WorkerSummary], str]] = {
     "start gap": lambda row: str(row.start_gap_max_iters),
     "push gap": lambda row: str(row.push_gap_max_iters),
 }
+_COMMITTING: dict[str, Callable[[WorkerSummary], str]] = {
+    **{name: cell for name, cell in _PUSHING.items() if name not in ("start gap", "push gap")},
+    "steps": lambda row: "-" if row.local_steps is None else f"{row.local_steps:,}",
+    "of data": lambda row: _percent(row.data_share),
+    "sent": lambda row: _percent(row.ratio),
+}
 _EXCHANGING: dict[str, Callable[[WorkerSummary], str]] = {
     "worker": lambda row: str(row.worker),
     "iterations": lambda row: f"{row.iterations:,}",
@@ -345,4 +377,5 @@ _EXCHANGING: dict[str, Callable[[WorkerSummary], str]] = {
     "kB moved": lambda row: f"{1e-3 * row.wire_bytes:,.0f}",
 }
 _ABOUT_PUSHING = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
+_ABOUT_COMMITTING = "staleness: mean (largest), in updates; steps, of data, sent: as last planned"
 _ABOUT_EXCHANGING = "exchanges: with another worker, or all of them"

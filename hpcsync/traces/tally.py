@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from hpcsync.job_paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
+from hpcsync.job_paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion
 from hpcsync.traces.allocations import sizes_at_first
 from hpcsync.traces.reading import Trace, TraceFile
 from hpcsync.traces.schema import DROPPED, NOBODY
@@ -18,8 +19,9 @@ class Tally:
     served: whether there are servers; otherwise there are exchanges instead of pushes. staleness: of all applied pushes
     together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the seconds in each part of an
     iteration; outdated: pushes that were computed to the end and dropped before the last update; ks: every k that there
-    was, in order; batch_size: as given last, where batches are. Row is added to row, so how the trace is sliced does
-    not change a sum.
+    was, in order; batch_size: as given last, where batches are; chosen: as ASHL chose for each worker last, NaN where
+    it did not, and began_s: when its stages began; commits: of a period, as ADSP chose last; encode_s: compressing,
+    None where nobody does. Row is added to row, so how the trace is sliced does not change a sum.
     """
 
     def __init__(self, trace: Trace | TraceFile) -> None:
@@ -36,6 +38,10 @@ class Tally:
         self.ks = [self.paradigm.k_at_first(n_workers)] if isinstance(self.paradigm, FirstK) else []
         self.batch_size = None if trace.job.batches.policy == "equal" else sizes_at_first(trace.job)
         self._allocated_s = np.zeros(n_workers)  # when each was given its size, as all that were active
+        self.chosen = {name: np.full(n_workers, np.nan) for name in ("local-steps", "share", "ratio")}
+        self.began_s: dict[int, float] = {}
+        self.commits = self.paradigm.commits or 1 if isinstance(self.paradigm, Adsp) else None
+        self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
         self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
         for table, add in (
             ("updates", self._add_updates),
@@ -58,6 +64,8 @@ class Tally:
         self._add_drops(rows[rows["outcome"] == DROPPED])
         np.add.at(self.samples_computed, rows["worker"], rows["share"] * rows["batch_size"])
         self._add_costs(rows)
+        if self.encode_s is not None:
+            np.add.at(self.encode_s, rows["worker"], rows["encode_s"])
 
     def _add_drops(self, dropped: np.ndarray) -> None:
         is_whole = dropped["share"] == 1
@@ -83,6 +91,13 @@ class Tally:
     def _add_decisions(self, rows: np.ndarray) -> None:
         if self.ks:
             self.ks += rows["chosen"][rows["controller"] == b"k"].astype(int).tolist()
+        for name, chosen in self.chosen.items():
+            of_name = rows[rows["controller"] == name.encode()]
+            chosen[of_name["worker"]] = of_name["chosen"]
+        for row in rows[rows["controller"] == b"stage"]:
+            self.began_s[int(row["chosen"])] = float(row["now_s"])
+        for row in rows[rows["controller"] == b"commits"]:
+            self.commits = int(row["chosen"])
         if self.batch_size is not None:
             rows = rows[rows["controller"] == b"batches"]
             self.batch_size[rows["worker"]] = rows["chosen"]
@@ -112,6 +127,27 @@ class Tally:
     def about_k(self) -> dict[str, Any]:
         last, least, most = (self.ks[-1], min(self.ks), max(self.ks)) if self.ks else (None, None, None)
         return {"k_last": last, "k_least": least, "k_most": most}
+
+    def about_commits(self) -> dict[str, Any]:
+        """Of the whole run: its stages, how many commits were wanted, and what it cost to make them small."""
+        adsp, total_s = self.commits is not None, sum(float(sums_s.sum()) for sums_s in self.parts_s.values())
+        encode_s = math.nan if self.encode_s is None else float(self.encode_s.sum())
+        return {
+            "coarse_s": self.began_s.get(1),
+            "fine_s": self.began_s.get(2),
+            "commits": self.commits,
+            "commits_apart": int(np.ptp(self.pushes)) if adsp else None,
+            "encode_share": None if math.isnan(encode_s) or not total_s else encode_s / (total_s + encode_s),
+        }
+
+    def plan(self, worker: int) -> dict[str, Any]:
+        """What a worker was to do at the end of the run, where that was planned."""
+        steps, share, ratio = (float(chosen[worker]) for chosen in self.chosen.values())
+        return {
+            "local_steps": None if math.isnan(steps) else int(steps),
+            "data_share": None if math.isnan(share) else share,
+            "ratio": None if math.isnan(ratio) else ratio,
+        }
 
     def about(self, workers: slice, *shares: str) -> dict[str, Any]:
         """The numbers that are about the iterations of one worker or of all."""

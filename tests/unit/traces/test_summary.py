@@ -344,6 +344,53 @@ def test_iterations_that_count_nothing_are_told(iteration):
         summarize(edit(record("asp"), "pushes", 5, iteration=iteration))
 
 
+# ---- workers that commit, and compression ----------------------------------------------------------------------------
+
+
+def test_what_ashl_planned():
+    trace = record("ashl", jitter=0.3, updates=60)
+    summary, decisions = summarize(trace), trace.tables["decisions"]
+    begun = decisions[decisions["controller"] == b"stage"]
+    assert [summary.coarse_s, summary.fine_s] == begun["now_s"].tolist()
+    last = decisions[decisions["seq"] > begun["seq"][1]]
+    for name, controller in (("local_steps", b"local-steps"), ("data_share", b"share"), ("ratio", b"ratio")):
+        told = [getattr(worker, name) for worker in summary.workers]
+        assert told == last["chosen"][last["controller"] == controller].tolist()
+    shown = text(summary)
+    assert f"coarse from {summary.coarse_s:.2f} s on, fine from {summary.fine_s:.2f} s on" in shown
+    assert re.search(r"^2 .*\b2 +22\.2 % +1\d\.\d %$", shown, re.MULTILINE), "H, D and R of worker 2"
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_of_a_profile_alone_nothing_is_planned():
+    summary = summarize(record("ashl", updates=5))
+    assert (summary.coarse_s, summary.fine_s, summary.workers[0].local_steps) == (None, None, None)
+
+
+def test_how_often_adsp_wanted_commits_and_got_them():
+    trace = record("adsp", jitter=0.3, updates=60)
+    decisions, pushes = trace.tables["decisions"], trace.tables["pushes"]
+    summary = summarize(trace)
+    assert summary.commits == decisions["chosen"][decisions["controller"] == b"commits"][-1]
+    counts = np.bincount(pushes["worker"])
+    assert summary.commits_apart == counts.max() - counts.min()
+    assert f"{summary.commits} a period wanted, workers {summary.commits_apart} apart" in text(summary)
+    fixed = summarize(record('name = "adsp"\ncheck_period_s = 12\ncommits = 3'))
+    assert fixed.commits == 3
+    assert summarize(record("asp", updates=12)).commits is None
+
+
+def test_what_compression_leaves_and_takes():
+    compressed = record('name = "asp"\n[compression]\nname = "sign"', updates=12)
+    pushes = compressed.tables["pushes"]
+    shares = [pushes[name].sum() for name in ("encode_s", "compute_s", "wait_s", "comm_s")]
+    summary = summarize(compressed)
+    assert summary.encode_share == pytest.approx(shares[0] / sum(shares))
+    assert f"2.5 kB a push, reading included; takes {100 * summary.encode_share:.1f} % of the time" in text(summary)
+    assert summarize(record("asp", updates=12)).encode_share is None
+    assert "compression" not in text(summarize(record("asp", updates=12)))
+
+
 # ---- without servers -------------------------------------------------------------------------------------------------
 
 GOSSIP = 'name = "gossip"\nmode = "push"\nperiod = 2'
