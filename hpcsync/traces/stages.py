@@ -47,9 +47,10 @@ class Stages:
         """The pushes that the paradigm heard of."""
         return self.recount.pushes[self.recount.pushes["outcome"] == APPLIED]
 
-    def active(self, seq: np.ndarray) -> np.ndarray:
-        """Which workers had not left before each seq. Shape (n_seqs, n_workers)."""
-        return self.recount.left_event[None, :] > self.recount.event_at(seq)[:, None]
+    def n_active(self, seq: np.ndarray) -> np.ndarray:
+        """How many workers had not left before each seq."""
+        left = np.sort(self.recount.left_event)
+        return self.recount.n_workers - np.searchsorted(left, self.recount.event_at(seq), side="right")
 
     def in_force(self, controller: bytes, worker: np.ndarray, seq: np.ndarray, first: float) -> np.ndarray:
         """What this controller had last chosen for each of these workers before these seqs; `first` before all."""
@@ -147,7 +148,7 @@ def _losses(stages: Stages) -> tuple[float, int]:
     """The average loss of the coarse stage's commits as it was when the fine one is due, and its push's seq."""
     paradigm, loss, n_commits, checked = stages.paradigm, np.nan, 0, []
     pushes = stages.applied[stages.applied["seq"] > stages.begins[0]]
-    for push, n_active in zip(pushes, stages.active(pushes["seq"]).sum(axis=1), strict=True):
+    for push, n_active in zip(pushes, stages.n_active(pushes["seq"]), strict=True):
         if np.isfinite(push["loss"]):
             loss = push["loss"] if np.isnan(loss) else loss + LOSS_BETA * (push["loss"] - loss)
         n_commits += 1
@@ -192,7 +193,7 @@ def _plans(stages: Stages) -> Iterator[np.ndarray]:
 
 def _wrong(stages: Stages, rows: np.ndarray) -> str:
     """What is wrong with one event's rows, or nothing."""
-    active = np.flatnonzero(stages.active(rows["seq"][:1])[0])
+    active = np.flatnonzero(stages.recount.left_event > stages.recount.event_at(rows["seq"][:1]))
     begins = rows["controller"][0] == b"stage"
     kinds = [b"share"]
     if begins:
@@ -301,7 +302,7 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
 def commits_count_their_share(stages: Stages) -> Check:
     """An applied push counts D, in the profile one part of as many as there are active workers; others nothing."""
     pushes = stages.recount.pushes
-    n_active = stages.active(pushes["seq"]).sum(axis=1)
+    n_active = stages.n_active(pushes["seq"])
     expected = stages.in_force(b"share", pushes["worker"], pushes["seq"], np.nan)
     expected = np.where(pushes["seq"] < stages.begins[0], 1 / np.maximum(n_active, 1), expected)
     expected = np.where(pushes["outcome"] == APPLIED, expected, 0.0)
