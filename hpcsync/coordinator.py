@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
@@ -57,12 +57,11 @@ class Report(NamedTuple):
     pull_s: float = math.nan
     encode_s: float = 0.0
 
-    @property
-    def push(self) -> Pushed:
-        """What a paradigm hears of it, but for the time."""
+    def event(self, now_s: float) -> Pushed:
+        """What a paradigm hears of it."""
         push_s = self.comm_s - self.pull_s
         return Pushed(
-            math.nan, self.worker, self.iteration_s, self.loss, self.local_steps, self.pull_s, push_s, self.encode_s
+            now_s, self.worker, self.iteration_s, self.loss, self.local_steps, self.pull_s, push_s, self.encode_s
         )
 
     @property
@@ -198,7 +197,7 @@ class Coordinator:
             if self._allocator is not None:
                 estimate = Estimate(report.predicted_fixed_s, report.predicted_sample_s)
                 self._record_sizes(now_s, self._allocator.pushed(report.worker, estimate))
-            return self._decide(replace(report.push, now_s=now_s))
+            return self._decide(report.event(now_s))
         self._drop(report.worker)
         return [self._reply(now_s, self._stop_grant(now_s, report.worker))]
 
@@ -354,7 +353,7 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
         lr=_rate(job),
         stop=job.stop,
         batch_total=None if job.steps_on_workers else job.batch_total,
-        assignments=create_assignments(job)[0],
+        assignments=create_assignments(job),
     )
 
 

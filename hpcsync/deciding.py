@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from hpcsync import paradigms
@@ -27,6 +28,11 @@ class Assignment(NamedTuple):
     commit_s: float = math.inf
     ratio: float = math.nan
 
+    @property
+    def of_a_step(self) -> int:
+        """Samples of each local step."""
+        return self.batch_size // max(1, self.local_steps)
+
 
 STOP = Assignment(local_steps=0)
 
@@ -34,28 +40,35 @@ STOP = Assignment(local_steps=0)
 class Assignments:
     """Makes assignments of a paradigm's grants: who computes how many samples next, and which.
 
+    first: of every worker's first iteration, in the order of the workers, from the grants given.
     local_steps: where the paradigm does not say it. allocator: of batch sizes; None where everybody goes on with what
     it has. dealt: samples of a local step, where the next ones of the run's sequence go to whoever is granted, so that
     everybody gets its share by making its steps; None where they do not.
     """
 
-    def __init__(self, local_steps: int = 1, allocator: Allocator | None = None, dealt: int | None = None) -> None:
+    def __init__(
+        self,
+        first: Iterable[Grant] = (),
+        local_steps: int = 1,
+        allocator: Allocator | None = None,
+        dealt: int | None = None,
+    ) -> None:
         self.allocator = allocator
         self._local_steps = local_steps
         self._dealt = dealt
         self._n_dealt = 0
-
-    def first(self, grant: Grant) -> Assignment:
-        """Of a worker's first iteration. To be asked for once for every worker, in their order."""
-        if self.allocator is not None:
-            return Assignment(*self.allocator.first(grant.worker), self._local_steps)
-        return self._assignment(grant, 0 if self._dealt is None else self._dealt)
+        self.first = [self._first(grant) for grant in first]
 
     def next(self, grant: Grant, batch_size: int, local_steps: int) -> Assignment:
         """Of the iteration that this grant starts, when the push before was of so many samples and local steps."""
         if self.allocator is not None:
             return Assignment(*self.allocator.hand_out(grant.worker), local_steps)
         return self._assignment(grant, batch_size // local_steps)
+
+    def _first(self, grant: Grant) -> Assignment:
+        if self.allocator is not None:
+            return Assignment(*self.allocator.first(grant.worker), self._local_steps)
+        return self._assignment(grant, self._dealt or 0)
 
     def _assignment(self, grant: Grant, of_a_step: int) -> Assignment:
         local_steps, first_sample = grant.local_steps or self._local_steps, -1
@@ -89,13 +102,13 @@ def create_allocator(job: Job) -> Allocator | None:
     )
 
 
-def create_assignments(job: Job) -> tuple[Assignments, list[Assignment]]:
-    """Of this job, with those of every worker's first iteration already given."""
-    dealt = None
+def create_assignments(job: Job) -> Assignments:
+    """Of this job; those of the first iterations are given."""
+    paradigm, dealt = create_paradigm(job), None
     if isinstance(job.paradigm, Ashl) and not isinstance(job.workload, Script):
         dealt = job.workload.batch_size
-    assignments, paradigm = Assignments(job.local_steps, create_allocator(job), dealt), create_paradigm(job)
-    return assignments, [assignments.first(paradigm.first(worker)) for worker in range(job.cluster.workers)]
+    first = map(paradigm.first, range(job.cluster.workers))
+    return Assignments(first, job.local_steps, create_allocator(job), dealt)
 
 
 def decision_fields(job: Job) -> tuple[str, ...]:

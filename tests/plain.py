@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
 
+from hpcsync.deciding import create_assignments
 from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices, sequence_indices
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
+from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import APPLIED
 
 
 def on_batches(job: Job, steps: Iterable[Iterable[int]]) -> np.ndarray:
@@ -47,3 +51,66 @@ def _trained(job: Job, workload: Workload, steps: Iterable[np.ndarray]) -> np.nd
         workload.loss(workload.model, *(tensor[at] for tensor in workload.train.tensors)).backward()
         optimizer.step()
     return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
+
+
+def samples(job: Job, trace: Trace, push: Any) -> np.ndarray:
+    """Indices of the samples that a push is of."""
+    size, batch_size = len(check(job).train), int(push["batch_size"])
+    if (first_sample := first_of(job, trace, push)) >= 0:
+        return sequence_indices(job.seed, first_sample, batch_size, size=size)
+    batch = int(push["iteration"] - 1) * job.cluster.workers + int(push["worker"])
+    return batch_indices(job.seed, batch, batch_size=batch_size, size=size)
+
+
+def first_of(job: Job, trace: Trace, push: Any) -> int:
+    """Number of its first sample in the run's sequence, where samples are given out; -1 elsewhere."""
+    if push["iteration"] == 1:
+        return create_assignments(job).first[push["worker"]].first_sample
+    grants = trace.tables["grants"]
+    mine = (grants["worker"] == push["worker"]) & (grants["iteration"] == push["iteration"])
+    return int(grants["first_sample"][mine][0])
+
+
+def committed(job: Job, trace: Any) -> np.ndarray:
+    """The weights that come of the commits in this trace: each of plain torch's steps on its samples, from the version
+    that it read, as many times as it says it counted."""
+    workload = check(job)
+    data, parameters = workload.train.tensors, list(workload.model.parameters())
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[job.optimizer.name]
+    versions = [torch.cat([p.detach().flatten() for p in parameters]).clone()]
+    states: dict[int, Any] = {}
+    taken = dict.fromkeys(range(job.cluster.workers), 0)
+    for push in trace.tables["pushes"]:
+        worker, n_steps = int(push["worker"]), int(push["local_steps"])
+        read = versions[push["version_read"]]
+        if worker not in states:
+            mine = torch.nn.Parameter(read.clone())
+            states[worker] = mine, kind([mine], lr=job.optimizer.lr, **job.optimizer.options)
+        mine, optimizer = states[worker]
+        ahead = job.optimizer.lr * job.optimizer.options.get("momentum", 0.0)
+        buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
+        with torch.no_grad():
+            mine.copy_(read if buffer is None else read - ahead * buffer)
+        for rows in _of_steps(job, trace, push, worker, n_steps, taken):
+            torch.nn.utils.vector_to_parameters(mine.detach(), parameters)
+            workload.model.zero_grad()
+            workload.loss(workload.model, *(tensor[torch.from_numpy(rows)] for tensor in data)).backward()
+            mine.grad = torch.cat([p.grad.flatten() for p in parameters])
+            optimizer.step()
+        buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
+        done = mine.detach() if buffer is None else mine.detach() + ahead * buffer
+        if push["outcome"] == APPLIED:
+            versions.append(versions[-1] + float(push["weight"]) * (done - read))
+    return versions[-1].numpy()
+
+
+def _of_steps(job: Job, trace: Any, push: Any, worker: int, n_steps: int, taken: dict[int, int]) -> list[np.ndarray]:
+    """The samples of each of a push's steps."""
+    if job.paradigm.name == "ashl":
+        return np.split(samples(job, trace, push), n_steps)
+    first, taken[worker] = taken[worker], taken[worker] + n_steps
+    numbers = [(first + step) * job.cluster.workers + worker for step in range(n_steps)]
+    return [
+        batch_indices(job.seed, number, batch_size=job.workload.batch_size, size=len(check(job).train))
+        for number in numbers
+    ]

@@ -33,8 +33,7 @@ class LocalStepsSession(WorkerSession):
 
     def _handed_out(self) -> tuple[int, int]:
         assignment = self._engine.assignment
-        n_samples = assignment.batch_size // assignment.local_steps
-        return assignment.first_sample + self._stretch.steps * n_samples, n_samples
+        return assignment.first_sample + self._stretch.steps * assignment.of_a_step, assignment.of_a_step
 
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
         lr = self._rate(self._samples, self._steps)

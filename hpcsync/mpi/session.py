@@ -129,7 +129,7 @@ class FollowerSession(LinkedSession):
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
     ) -> None:
         super().__init__(comm, job, model, placement)
-        first = create_assignments(job)[1]
+        first = create_assignments(job).first
         self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights, first)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -156,8 +157,36 @@ class RealArithmetic:
         self._gradients.finish(self._store.weights)
 
 
-class ElasticArithmetic(RealArithmetic):
-    """Workers with weights of their own, which move towards the store's and make their own steps.
+class LocalStepsArithmetic(RealArithmetic):
+    """Workers with optimizers of their own, which make several steps for a contribution."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        super().__init__(job, workload)
+        self._rate = worker_rate(job)
+        spec = OptimizerSpec.of_job(job)
+        self._trainees = [_Trainee(self._flat.weights, spec) for _ in range(job.cluster.workers)]
+
+    def contribute(self, worker: int, work: Work) -> Contributed:
+        trainee, total = self._trainees[worker], 0.0
+        self._begin(worker)
+        for step in range(work.n_steps):
+            if step > 0:
+                trainee.step(self._flat.gradient)
+            total += self._gradients.compute(worker, trainee.weights, work.of_step(step))
+            trainee.count(work.n_samples // work.n_steps, self._rate)
+        sizes_bytes = self._sent.put(worker, self._end(worker), self._slots[worker], work.ratio)
+        return Contributed(total / work.n_steps, sizes_bytes)
+
+    def _begin(self, worker: int) -> None:
+        """Before the worker's first step."""
+
+    @abstractmethod
+    def _end(self, worker: int) -> torch.Tensor:
+        """The last gradient is there; what the worker contributes, without look-ahead."""
+
+
+class ElasticArithmetic(LocalStepsArithmetic):
+    """Workers that move towards the store's weights, as those do towards theirs.
 
     Nobody reads later what is promised now: a worker moves in the moment of its grant. Its last gradient waits for that
     move, as does the worker. Memory: three rows of the flat weights for each worker, and what its optimizer has.
@@ -167,10 +196,8 @@ class ElasticArithmetic(RealArithmetic):
         super().__init__(job, workload)
         assert isinstance(job.paradigm, Easgd)
         self._alpha = job.paradigm.moving_rate(job.cluster.workers)
-        self._rate = worker_rate(job)
         self._centre = torch.empty_like(self._flat.weights)
-        spec = OptimizerSpec.of_job(job)
-        self._trainees = [_Trainee(self._flat.weights, spec) for _ in range(job.cluster.workers)]
+        self._last = [torch.empty_like(self._flat.weights) for _ in self._trainees]  # worker -> its last gradient
 
     def promise(self, worker: int) -> None:
         trainee = self._trainees[worker]
@@ -179,53 +206,40 @@ class ElasticArithmetic(RealArithmetic):
         self._centre.copy_(self._store.weights)
         trainee.weights.add_(towards(trainee.weights, self._centre, self._alpha))
         trainee.optimizer.look_ahead()
-        self._step(trainee, trainee.gradient)
+        trainee.step(self._last[worker])
 
-    def contribute(self, worker: int, work: Work) -> Contributed:
-        trainee, total = self._trainees[worker], 0.0
-        for step in range(work.n_steps):
-            if step > 0:
-                self._step(trainee, self._flat.gradient)
-            total += self._gradients.compute(worker, trainee.weights, work.of_step(step))
-            trainee.count(work.n_samples // work.n_steps, self._rate)
-        trainee.gradient.copy_(self._flat.gradient)
+    def _end(self, worker: int) -> torch.Tensor:
+        trainee = self._trainees[worker]
+        self._last[worker].copy_(self._flat.gradient)
         trainee.optimizer.drop_look_ahead()
-        sizes_bytes = self._sent.put(worker, trainee.weights, self._slots[worker], work.ratio)
-        return Contributed(total / work.n_steps, sizes_bytes)
-
-    def _step(self, trainee: _Trainee, gradient: torch.Tensor) -> None:
-        trainee.optimizer.step(gradient, trainee.rate)
+        return trainee.weights
 
 
-class CommittingArithmetic(RealArithmetic):
-    """Workers that go on from what they read and give by how much their steps have changed it."""
+class CommittingArithmetic(LocalStepsArithmetic):
+    """Workers that go on from what they read and give by how much their steps have changed it. Memory: three rows of
+    the flat weights for each worker, and what its optimizer has."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
         super().__init__(job, workload)
-        self._rate = worker_rate(job)
         self._change = torch.empty_like(self._flat.weights)
-        spec = OptimizerSpec.of_job(job)
-        self._trainees = [_Trainee(self._flat.weights, spec) for _ in range(job.cluster.workers)]
 
-    def contribute(self, worker: int, work: Work) -> Contributed:
-        trainee, read, total = self._trainees[worker], self._promised[worker], 0.0
-        trainee.weights.copy_(read)
+    def _begin(self, worker: int) -> None:
+        trainee = self._trainees[worker]
+        trainee.weights.copy_(self._promised[worker])
         trainee.optimizer.look_ahead()
-        for step in range(work.n_steps):
-            total += self._gradients.compute(worker, trainee.weights, work.of_step(step))
-            trainee.count(work.n_samples // work.n_steps, self._rate)
-            trainee.optimizer.step(self._flat.gradient, trainee.rate)
+
+    def _end(self, worker: int) -> torch.Tensor:
+        trainee = self._trainees[worker]
+        trainee.step(self._flat.gradient)
         trainee.optimizer.drop_look_ahead()
-        torch.sub(trainee.weights, read, out=self._change)
-        sizes_bytes = self._sent.put(worker, self._change, self._slots[worker], work.ratio)
-        return Contributed(total / work.n_steps, sizes_bytes)
+        return torch.sub(trainee.weights, self._promised[worker], out=self._change)
 
 
 class _Trainee:
     """A worker's own weights. steps, samples: of gradients computed; rate: of the step along the last of them."""
 
     def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
-        self.weights, self.gradient = weights.clone(), torch.empty_like(weights)
+        self.weights = weights.clone()
         self.optimizer = LocalOptimizer(self.weights, spec)
         self.steps = self.samples = 0
         self.rate = 0.0
@@ -235,6 +249,9 @@ class _Trainee:
         self.rate = rate(self.samples, self.steps)
         self.steps += 1
         self.samples += n_samples
+
+    def step(self, gradient: torch.Tensor) -> None:
+        self.optimizer.step(gradient, self.rate)
 
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:

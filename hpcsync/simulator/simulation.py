@@ -92,7 +92,7 @@ class Simulation:
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
         self._encode_s = encode_s(job, self._shard_bytes)
-        _, first = create_assignments(job)
+        first = create_assignments(job).first
         self._workers = [
             _Worker(device, estimator(job, worker, nominal_clock()), first[worker], self._of_a_step(first[worker]))
             for worker, device in enumerate(cluster.devices)
@@ -199,9 +199,8 @@ class Simulation:
     def _contribute(self, worker: int) -> Sequence[int]:
         """The worker has computed its contribution: so many bytes to each server."""
         state = self._workers[worker]
-        first_sample, _, _, _, ratio = state.assignment
-        n_samples = state.n_samples * state.computed
-        work = Work(first_sample, n_samples, self._n_pieces, state.share, state.computed, ratio)
+        given, n_samples = state.assignment, state.n_samples * state.computed
+        work = Work(given.first_sample, n_samples, self._n_pieces, state.share, state.computed, given.ratio)
         state.loss, sizes_bytes = self._arithmetic.contribute(worker, work)
         state.end_s = state.sent_s = self._loop.now_s
         state.wire_bytes = sum(sizes_bytes)
@@ -263,7 +262,7 @@ class Simulation:
         self._transfers.pull(reply.worker, reply.iteration, self._begin)
 
     def _of_a_step(self, assignment: Assignment) -> int:
-        return assignment.batch_size // max(1, assignment.local_steps) or self._n_samples
+        return assignment.of_a_step or self._n_samples
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
         self._transfers.report(worker, self._workers[worker].iteration, self._left)

@@ -42,7 +42,7 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     if not invariants[0].passed:
         return invariants
     recount = Recount(trace)
-    replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job)[0])
+    replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job))
     return [*replayed, *invariants, *check_bounds(recount), *check_sizes(recount), *check_payloads(recount)]
 
 

@@ -140,14 +140,14 @@ class _Replay:
         happened: Event = Left(event["now_s"], event["worker"])
         if "change" not in event:
             happened = Pushed(
-                event["now_s"],
-                event["worker"],
-                event["compute_s"] / event["share"],
-                event["loss"],
-                event["local_steps"],
-                event["pull_s"],
-                event["comm_s"] - event["pull_s"],
-                event["encode_s"],
+                now_s=event["now_s"],
+                worker=event["worker"],
+                iteration_s=event["compute_s"] / event["share"],
+                loss=event["loss"],
+                local_steps=event["local_steps"],
+                pull_s=event["pull_s"],
+                push_s=event["comm_s"] - event["pull_s"],
+                encode_s=event["encode_s"],
             )
         try:
             allocated = self._allocated(event)

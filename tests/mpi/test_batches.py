@@ -100,7 +100,7 @@ def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, po
     trace = load(folder / "trace.h5")
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
     work = {(row["worker"], row["iteration"]): row["batch_size"] for row in grants}
-    work |= {(worker, 1): first.batch_size for worker, first in enumerate(create_assignments(this)[1])}
+    work |= {(worker, 1): first.batch_size for worker, first in enumerate(create_assignments(this).first)}
     steps = PARADIGMS[paradigm].get("period", 1)
     for push in pushes:
         key = (push["worker"], push["iteration"])

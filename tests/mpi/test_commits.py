@@ -13,8 +13,8 @@ from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.validation import check
 from hpcsync.traces.reading import load
-from hpcsync.traces.schema import APPLIED
-from tests.mpi.training import failures, on_some, samples
+from tests.mpi.training import failures, on_some
+from tests.plain import committed
 
 SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -51,48 +51,6 @@ def job(
     )
 
 
-def recomputed(job: Job, trace: Any) -> np.ndarray:
-    """The weights that come of the commits in this trace: each of plain torch's steps on its samples, from the version
-    that it read, as many times as it says it counted."""
-    workload = check(job)
-    data, parameters = workload.train.tensors, list(workload.model.parameters())
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[job.optimizer.name]
-    versions = [torch.cat([p.detach().flatten() for p in parameters]).clone()]
-    states: dict[int, Any] = {}
-    taken = dict.fromkeys(range(job.cluster.workers), 0)
-    for push in trace.tables["pushes"]:
-        worker, n_steps = int(push["worker"]), int(push["local_steps"])
-        read = versions[push["version_read"]]
-        if worker not in states:
-            mine = torch.nn.Parameter(read.clone())
-            states[worker] = mine, kind([mine], lr=job.optimizer.lr, **job.optimizer.options)
-        mine, optimizer = states[worker]
-        ahead = job.optimizer.lr * job.optimizer.options.get("momentum", 0.0)
-        buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
-        with torch.no_grad():
-            mine.copy_(read if buffer is None else read - ahead * buffer)
-        for rows in _rows(job, trace, push, worker, n_steps, taken):
-            torch.nn.utils.vector_to_parameters(mine.detach(), parameters)
-            workload.model.zero_grad()
-            workload.loss(workload.model, *(tensor[torch.from_numpy(rows)] for tensor in data)).backward()
-            mine.grad = torch.cat([p.grad.flatten() for p in parameters])
-            optimizer.step()
-        buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
-        done = mine.detach() if buffer is None else mine.detach() + ahead * buffer
-        if push["outcome"] == APPLIED:
-            versions.append(versions[-1] + float(push["weight"]) * (done - read))
-    return versions[-1].numpy()
-
-
-def _rows(job: Job, trace: Any, push: Any, worker: int, n_steps: int, taken: dict[int, int]) -> list[np.ndarray]:
-    """The samples of each of a push's steps."""
-    if job.paradigm.name == "ashl":
-        return np.split(samples(job, trace, push), n_steps)
-    first, taken[worker] = taken[worker], taken[worker] + n_steps
-    numbers = [(first + step) * job.cluster.workers + worker for step in range(n_steps)]
-    return [batch_indices(job.seed, number, batch_size=4, size=200) for number in numbers]
-
-
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
 @pytest.mark.parametrize("paradigm", [ASHL, ADSP], ids=["ashl", "adsp"])
 def test_the_weights_are_those_of_the_commits_in_the_trace(comm, needs, folder, paradigm, optimizer):
@@ -104,10 +62,10 @@ def test_the_weights_are_those_of_the_commits_in_the_trace(comm, needs, folder, 
     if comm.rank == 0:
         trace = load(folder / "trace.h5")
         assert failures(folder / "trace.h5") == []
-        expected = recomputed(this, trace)
+        expected = committed(this, trace)
         assert np.allclose(weights, expected, rtol=1e-9, atol=1e-12)
         trace.tables["pushes"]["weight"] *= 0.99
-        assert not np.allclose(weights, recomputed(this, trace), rtol=1e-6, atol=1e-9)
+        assert not np.allclose(weights, committed(this, trace), rtol=1e-6, atol=1e-9)
 
 
 def test_one_committing_worker_is_plain_training(comm, needs, folder):

@@ -93,7 +93,7 @@ def test_what_travels_is_the_payload(comm, needs, folder, monkeypatch):
         k = 12 + 3 + 20 + 3  # of every matrix a twentieth, and all of the vectors
         assert set((pushes["wire_bytes"] - 4 * SIZE).tolist()) == {8 * k + 8 * servers}
         assert (pushes["encode_s"] > 0).all()
-        assert (np.abs(pushes["comm_s"] - pushes["pull_s"]) > 0).all()
+        assert (pushes["comm_s"] > pushes["pull_s"]).all()
 
 
 def test_what_is_not_sent_is_sent_later_only_with_feedback(comm, needs, folder):

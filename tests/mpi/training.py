@@ -9,9 +9,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.deciding import create_assignments, create_paradigm
+from hpcsync.deciding import create_paradigm
 from hpcsync.job import Job
-from hpcsync.learning.data import batch_indices, sequence_indices
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.mpi import placement
@@ -23,7 +22,7 @@ from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED
-from tests.plain import on_batches
+from tests.plain import on_batches, samples
 
 
 def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
@@ -92,24 +91,6 @@ def recomputed(job: Job, trace: Trace) -> np.ndarray:
 def _set(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> None:
     for p, value in zip(parameters, values, strict=True):
         p.data.copy_(value)
-
-
-def samples(job: Job, trace: Trace, push: Any) -> np.ndarray:
-    """Indices of the samples that a push is of."""
-    size, batch_size = len(check(job).train), int(push["batch_size"])
-    if (first_sample := first_of(job, trace, push)) >= 0:
-        return sequence_indices(job.seed, first_sample, batch_size, size=size)
-    batch = int(push["iteration"] - 1) * job.cluster.workers + int(push["worker"])
-    return batch_indices(job.seed, batch, batch_size=batch_size, size=size)
-
-
-def first_of(job: Job, trace: Trace, push: Any) -> int:
-    """Number of its first sample in the run's sequence, where samples are given out; -1 elsewhere."""
-    if push["iteration"] == 1:
-        return create_assignments(job)[1][push["worker"]].first_sample
-    grants = trace.tables["grants"]
-    mine = (grants["worker"] == push["worker"]) & (grants["iteration"] == push["iteration"])
-    return int(grants["first_sample"][mine][0])
 
 
 class Nothing:

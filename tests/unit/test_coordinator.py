@@ -478,8 +478,8 @@ def test_what_took_part_of_its_time_would_have_taken_all_of_it():
 
 def test_a_paradigm_hears_what_a_push_took():
     report = Report(3, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.75, 8, 4, 1.0, 800, share=0.25, pull_s=0.5, encode_s=0.125)
-    heard = report.push
-    assert (heard.worker, heard.iteration_s, heard.loss, heard.local_steps) == (3, 2.0, 1.0, 4)
+    heard = report.event(7.0)
+    assert (heard.now_s, heard.worker, heard.iteration_s, heard.loss, heard.local_steps) == (7.0, 3, 2.0, 1.0, 4)
     assert (heard.pull_s, heard.push_s, heard.encode_s) == (0.5, 0.25, 0.125)
 
 
@@ -527,14 +527,14 @@ def test_decisions_of_two_controllers_leave_each_others_columns_open():
 
 
 def test_local_steps_are_as_granted_or_as_the_job_says():
-    of_the_job, dealing = Assignments(local_steps=3), Assignments(dealt=8)
     plain, several = Grant(0, 2, 0, 0, 0.0), Grant(1, 2, 0, 0, 0.0, 5, ratio=0.25)
+    of_the_job, dealing = Assignments([plain], local_steps=3), Assignments([plain], dealt=8)
     until = Grant(1, 3, 0, 0, 0.0, UNTIL, commit_s=0.5)
-    assert of_the_job.first(plain) == Assignment(-1, 0, 3)
+    assert of_the_job.first == [Assignment(-1, 0, 3)]
     assert of_the_job.next(plain, 24, 3) == Assignment(-1, 24, 3)
     assert of_the_job.next(several, 24, 3)[:3] == (-1, 40, 5)
     assert of_the_job.next(until, 24, 3)[:4] == (-1, 8, UNTIL, 0.5), "of one local step"
-    assert dealing.first(plain) == Assignment(0, 8, 1)
+    assert dealing.first == [Assignment(0, 8, 1)]
     assert dealing.next(several, 8, 1) == Assignment(8, 40, 5, math.inf, 0.25)
     assert dealing.next(plain, 40, 5)[:3] == (48, 8, 1)
 
@@ -556,7 +556,7 @@ def test_once_the_run_stops_no_sizes_are_decided():
 
 
 def first_work(job):
-    return create_assignments(job)[1]
+    return create_assignments(job).first
 
 
 def test_the_first_samples_are_those_of_the_job():

@@ -148,7 +148,7 @@ def test_who_leaves_hands_its_samples_to_the_others(tmp_path):
 
 def first_work(job) -> list[tuple[int, int]]:
     """(first_sample, batch_size) of each worker's first push."""
-    return [(one.first_sample, one.batch_size) for one in create_assignments(job)[1]]
+    return [(one.first_sample, one.batch_size) for one in create_assignments(job).first]
 
 
 def handed_out(trace) -> list[tuple[int, int]]:

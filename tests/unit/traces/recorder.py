@@ -150,7 +150,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
             return said
         return said._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
 
-    for worker, assignment in enumerate(create_assignments(job)[1]):
+    for worker, assignment in enumerate(create_assignments(job).first):
         start(0.0, Reply(worker, 1, 0, assignment))
     pushed_s = {}
     while queue:

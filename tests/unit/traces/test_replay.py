@@ -22,7 +22,7 @@ from tests.unit.traces.recorder import (
 def replayed(trace):
     return {
         check.name.split()[-1]: check
-        for check in replay(Recount(trace), create_paradigm(trace.job), create_assignments(trace.job)[0])
+        for check in replay(Recount(trace), create_paradigm(trace.job), create_assignments(trace.job))
     }
 
 

@@ -1,0 +1,130 @@
+"""Commits and compressed pushes in virtual time: what they come to, when they come, how long they take."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.job_errors import JobError
+from hpcsync.learning.workloads import build
+from hpcsync.traces.reading import Trace
+from tests.plain import committed
+from tests.unit.jobs import LINEAR
+from tests.unit.simulator.running import failed, simulate, timing_job
+
+SGD = {"name": "sgd", "lr": 0.05}
+NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
+ADAM = {"name": "adam", "lr": 0.01}
+ASHL = {"name": "ashl", "warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5}
+ADSP = {"name": "adsp", "check_period_s": 12, "interval_min_s": 0.5, "commits": 3}  # every 4 s, and what it lacks
+
+
+def commits(trace: Trace, worker: int) -> list[tuple[int, float, float]]:
+    """Local steps, begin and end of each."""
+    pushes = trace.tables["pushes"]
+    return pushes[pushes["worker"] == worker][["local_steps", "begin_s", "end_s"]].tolist()
+
+
+@pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
+@pytest.mark.parametrize("paradigm", [ASHL, ADSP], ids=["ashl", "adsp"])
+def test_the_weights_are_those_of_the_commits_in_the_trace(tmp_path, paradigm, optimizer):
+    """As plain torch makes them. Another weight is the control."""
+    job = timing_job(
+        workers=3,
+        seconds=[1.0, 3.0, 1.5],
+        workload=LINEAR,
+        optimizer=optimizer,
+        paradigm=paradigm,
+        stop={"updates": 40},
+    )
+    workload = build(job)
+    trace = simulate(job, tmp_path / "t.h5", workload)
+    weights = torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
+    assert failed(trace) == []
+    assert len(set(trace.tables["pushes"]["local_steps"].tolist())) > 1
+    assert np.allclose(weights, committed(job, trace), rtol=1e-9, atol=1e-12)
+    trace.tables["pushes"]["weight"] *= 0.99
+    assert not np.allclose(weights, committed(job, trace), rtol=1e-6, atol=1e-9)
+
+
+def test_a_worker_commits_with_the_first_step_that_ends_when_it_is_time(tmp_path):
+    """4 s after reading: with steps of 1.5 s after the third, with steps of 1 s after the fourth, of 5 s after one."""
+    job = timing_job(workers=3, seconds=[1.5, 1.0, 5.0], paradigm=ADSP, stop={"seconds": 11.0})
+    trace = simulate(job, tmp_path / "t.h5")
+    assert commits(trace, 0)[:2] == [(3, 0.0, 4.5), (3, 4.5, 9.0)]
+    assert commits(trace, 1)[:2] == [(4, 0.0, 4.0), (4, 4.0, 8.0)]
+    assert commits(trace, 2)[:2] == [(1, 0.0, 5.0), (1, 5.0, 10.0)]
+    assert set(trace.tables["grants"]["local_steps"][:3].tolist()) == {-1}
+
+
+def test_who_leaves_commits_what_it_has(tmp_path):
+    """Instead of its sixth step: four and then one, and nothing is left behind."""
+    leave = {"cluster": {"events": [{"worker": 1, "at_iteration": 6, "change": "leave"}]}}
+    job = timing_job(workers=2, seconds=1.0, paradigm=ADSP, stop={"seconds": 30.0}, **leave)
+    trace = simulate(job, tmp_path / "t.h5")
+    assert commits(trace, 1) == [(4, 0.0, 4.0), (1, 4.0, 5.0)]
+    assert trace.tables["membership"]["now_s"][0] == 5.0
+    assert failed(trace) == []
+
+
+def test_local_steps_follow_speed_and_links(tmp_path):
+    """Steps of 1, 2 and 1 s; a dense push takes 1, 1 and 4 s, and there is time for less of the last one's."""
+    network = {"bandwidth_gbit": [32e-6, 32e-6, 8e-6], "server_bandwidth_gbit": 1.0, "latency_us": 0.0}
+    paradigm = {**ASHL, "steps_coarse": 8, "ratio_coarse": 0.05}
+    trace = simulate(
+        timing_job(
+            workers=3,
+            seconds=[1.0, 2.0, 1.0],
+            paradigm=paradigm,
+            compression={"name": "top-k"},
+            stop={"updates": 60},
+            cluster={"network": network},
+        ),
+        tmp_path / "t.h5",
+    )
+    assert failed(trace) == []
+    rows = trace.tables["decisions"]
+    chosen = {
+        name: rows["chosen"][rows["controller"] == name][:3].tolist() for name in (b"local-steps", b"share", b"ratio")
+    }
+    # Worker 1 needs 8 x 2 s and 2 s of transfers: 18 s, which are 16 steps of worker 0 and 10 of worker 2.
+    assert chosen[b"local-steps"] == [16, 8, 10]
+    assert chosen[b"share"] == [16 / 34, 8 / 34, 10 / 34]
+    # Dense pulls and a twentieth of a push leave nobody more than 18 - 0.95 s = 17.05 s, or 14 + 0.2 s.
+    assert chosen[b"ratio"] == pytest.approx([0.05, 0.05, 3.05 / 4], rel=0.02)
+    late = trace.tables["pushes"][-9:]
+    sizes = {worker: int(late["wire_bytes"][late["worker"] == worker][0]) - 4000 for worker in range(3)}
+    assert sizes == {0: 8 + 8 * 50, 1: 8 + 8 * 50, 2: 8 + 4000}
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_compressed_push_takes_its_bytes_and_its_codec_its_time(tmp_path, servers):
+    """4 kB at 4 kB/s: a second to read, 1/2 s to put as halves. 2 kB/s of compression: 2 s, in none of the others."""
+    network = {"bandwidth_gbit": 32e-6, "server_bandwidth_gbit": 1.0, "latency_us": 0.0}
+    how: dict[str, Any] = {"cluster": {"servers": servers, "network": network}, "stop": {"updates": 3}}
+    job = timing_job(workers=1, compression={"name": "fp16", "gbytes_per_s": 2e-6}, **how)
+    push = simulate(job, tmp_path / "t.h5").tables["pushes"][0]
+    assert (push["pull_s"], push["comm_s"], push["encode_s"]) == pytest.approx((1.0, 1.5, 2.0))
+    assert (push["wire_bytes"], push["begin_s"], push["end_s"], push["now_s"]) == pytest.approx((6000, 1, 2, 4.5))
+    plain = simulate(timing_job(workers=1, **how), tmp_path / "plain.h5").tables["pushes"][0]
+    assert (plain["comm_s"], plain["encode_s"], plain["wire_bytes"]) == pytest.approx((2.0, 0.0, 8000))
+
+
+def test_nobody_waits_for_a_time_that_does_not_pass(tmp_path):
+    job = timing_job(workers=2, seconds=[1.0, 0.0], paradigm=ADSP, cluster={"network": {"latency_us": 1.0}})
+    with pytest.raises(JobError, match='paradigm.name = "adsp": must not be simulated where iterations take 0 seconds'):
+        simulate(job, tmp_path / "t.h5")
+
+
+def test_a_stage_needs_losses(tmp_path):
+    """Without any it stays coarse; with a plateau as without one."""
+    paradigm = {**ASHL, "loss_preset": 1e9}
+    trace = simulate(timing_job(workers=2, paradigm=paradigm, stop={"updates": 80}), tmp_path / "t.h5")
+    rows = trace.tables["decisions"]
+    assert rows["chosen"][rows["controller"] == b"stage"].tolist() == [1.0]
+    assert math.isnan(rows["loss"][0])
+    assert failed(trace) == []
