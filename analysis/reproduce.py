@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
 from reproductions import first_k, first_k_real
 from reproductions import gossip as gossip_paper
@@ -60,6 +61,16 @@ def k_sync(
         first_k_real.reproduce(out or Path("reproductions/k-sync-real"), seeds, Console())
     else:
         first_k.reproduce(out or Path("reproductions/k-sync"), seeds, processes, Console())
+
+
+@app.command()
+def ashl(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = CORES,
+) -> None:
+    """ASHL (Shen et al., 2024) and ADSP (Hu, Wang and Wu, 2020)."""
+    ashl_paper.reproduce(out or Path("reproductions/ashl"), seeds, processes, Console())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,490 @@
+"""ASHL against ADSP, and both against those who wait: who is sooner where computing and links are unlike?
+
+Shen et al. (ASHL, IEEE Transactions on Computers 73(1), 2024) find at least 35 % less time than with ADSP, and a
+better model; Hu, Wang and Wu (ADSP, AAAI 2020) up to 62.4 % less than with what they call existing schemes, and hardly
+any waiting. Clusters of the same mean speed in virtual time, more or less uneven, whose links are uneven too; what the
+methods have of their own, and the cluster, is then varied one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import plotting
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from rich.console import Console
+
+from hpcsync import outputs
+from hpcsync.job import Job
+from hpcsync.traces.reading import Trace, load
+from reproductions.claims import Claim, Of, conclude, of, points, ratio
+from reproductions.simulating import simulate_all
+
+# ---- what is run ----
+
+# Workers, and how uneven they are: the mean of their speeds / the least. The first one is where things are varied.
+SETTINGS = ((10, 2.0), (10, 1.45), (10, 2.6), (10, 3.2), (4, 2.0), (4, 3.2), (18, 2.0), (18, 3.2))
+BASE = "10-2"
+MEAN_S, JITTER, BATCH = 0.02, 0.1, 16  # an iteration's seconds at the mean speed
+
+# The perceptron is small, and so are the bandwidths: to push all of it the worker with the slowest link takes as long
+# as so many iterations of mean speed, as ResNet-18 does at 2 to 10 Gbit/s beside iterations of 20 to 100 ms. The
+# fastest link is SPREAD times as fast, and the server's as fast as all of theirs together.
+PARAMETERS = 64 * 64 + 64 + 64 * 10 + 10
+SLOWEST, SPREAD = 2.0, 8.0
+LINKS = (0.125, 0.5, 2.0, 8.0, 32.0)
+PERIODS_S = (0.25, 0.5, 1.0, 2.0, 4.0)  # ADSP's check period; it commits at most six times in one
+PERIOD_S = 1.0
+
+# Steps are chosen for each family, with other seeds: local models are averaged, gradients are scaled by 1 / workers.
+LOCAL_LR, SERVER_LR = 0.2, 0.4
+RATES = {"half": 0.5, "double": 2.0}
+
+
+@dataclass(frozen=True)
+class Method:
+    """codec: of pushes, None for none. lr: a worker's, or the server's."""
+
+    paradigm: Mapping[str, Any]
+    codec: Mapping[str, Any] | None = None
+    lr: float = LOCAL_LR
+
+
+STEPS = 16
+TOP_K: dict[str, Any] = {"name": "top-k"}
+FEEDBACK = TOP_K | {"error_feedback": True}
+
+
+def ashl(codec: Mapping[str, Any] | None = TOP_K, **options: Any) -> Method:
+    return Method({"name": "ashl", "steps_coarse": STEPS, "warmup": 2, "profiled": 8, **options}, codec)
+
+
+def adsp(codec: Mapping[str, Any] | None = None, period_s: float = PERIOD_S, **options: Any) -> Method:
+    return Method({"name": "adsp", "check_period_s": period_s, **options}, codec)
+
+
+FIXED = 3  # commits a period, of COMMITS, with other seeds, the soonest to the accuracy and the second to the loss
+COMMITS = (1, 2, 3, 4, 6)
+METHODS = {
+    "BSP": Method({"name": "bsp"}, lr=SERVER_LR),
+    "ASP": Method({"name": "asp"}, lr=SERVER_LR),
+    "SSP": Method({"name": "ssp", "staleness": 3}, lr=SERVER_LR),
+    "local SGD": Method({"name": "local-sgd", "steps": STEPS}),
+    "ADSP": adsp(),
+    "ADSP, fixed": adsp(commits=FIXED),
+    "ADSP, top-k": adsp(TOP_K | {"ratio": 0.05}),
+    "ASHL": ashl(),
+    "ASHL, feedback": ashl(FEEDBACK),
+}
+WAITING = ("BSP", "SSP", "local SGD")
+SWEPT = ("ADSP", "ADSP, fixed", "ADSP, top-k", "ASHL", "ASHL, dense")  # where links are varied
+TUNED = ("BSP", "ASP", "ADSP", "ADSP, fixed", "ASHL")  # where steps are
+
+# ASHL with one thing another, by what it is about.
+PARTS = {
+    "H": {
+        **{f"coarse {n}": ashl(steps_coarse=n, steps_fine=min(n, 4)) for n in (4, 8, 32)},
+        **{f"fine {n}": ashl(steps_fine=n) for n in (1, 16)},
+    },
+    "switch": {
+        "never": ashl(loss_preset=0.0),
+        "at once": ashl(loss_preset=100.0),
+        "at loss 2.0": ashl(loss_preset=2.0),
+        "at loss 1.85": ashl(loss_preset=1.85),
+    },
+    "R": {
+        "dense": ashl(None),
+        **{f"{r:g}": ashl(ratio_coarse=r, ratio_fine=r) for r in (0.01, 0.05, 0.1)},
+        **{f"{r:g}, feedback": ashl(FEEDBACK, ratio_coarse=r, ratio_fine=r) for r in (0.01, 0.05, 0.1)},
+    },
+    "share": {"equal": ashl(share="equal")},
+    "profile": {"of 2 pushes": ashl(warmup=0, profiled=2), "of 30 pushes": ashl(warmup=10, profiled=20)},
+}
+VARIANTS = {f"ASHL, {name}": method for parts in PARTS.values() for name, method in parts.items()}
+EXTRA = {f"ADSP, {n} commits": adsp(commits=n) for n in COMMITS} | {"ADSP, released": adsp(rule="released")}
+
+ACCURACY, LOSSES = 0.96, (0.92, 0.88, 0.84)  # held out; "to the loss": the geometric mean of the times to these
+RELABELLED = 0.5  # of the labels drawn anew at every read: it takes some hundred iterations of each worker
+EVERY, SMOOTHED = 400, 5  # samples from one evaluation to the next; evaluations of which the mean is taken
+FIRST_SEED = 4  # 1 to 3 have been used to choose steps, commits, label noise, links and targets
+
+
+def jobs(seeds: int, length: float = 1.0) -> dict[str, Job]:
+    """Every run, by the name of its folder. length: of all runs, for a quick look."""
+    runs: dict[tuple[str, str, str], tuple[Method, int, float, float]] = {}
+    for workers, unevenness in SETTINGS:
+        for name, method in METHODS.items():
+            runs[setting_of(workers, unevenness), "main", name] = method, workers, unevenness, SLOWEST
+    workers, unevenness = SETTINGS[0]
+    every = METHODS | VARIANTS | EXTRA
+    for name, method in (VARIANTS | EXTRA).items():
+        runs[BASE, "main", name] = method, workers, unevenness, SLOWEST
+    for slowest in LINKS:
+        for name in SWEPT:
+            runs[BASE, arm_of("links", slowest), name] = every[name], workers, unevenness, slowest
+    for period_s in PERIODS_S:
+        runs[BASE, arm_of("period", period_s), "ADSP"] = adsp(period_s=period_s), workers, unevenness, SLOWEST
+    for rate, factor in RATES.items():
+        for name in TUNED:
+            method = replace(every[name], lr=factor * every[name].lr)
+            runs[BASE, rate, name] = method, workers, unevenness, SLOWEST
+    return {
+        name_of(*run, seed): job(f"{run[0]}-{run[1]}-{run[2]}", *made, seed, length)
+        for seed in range(FIRST_SEED, FIRST_SEED + seeds)
+        for run, made in runs.items()
+    }
+
+
+def setting_of(workers: int, unevenness: float) -> str:
+    return f"{workers}-{unevenness:g}"
+
+
+def arm_of(varied: str, value: float) -> str:
+    """What is as it is in "main" anyway is run once."""
+    return "main" if value == {"links": SLOWEST, "period": PERIOD_S}[varied] else f"{varied}-{value:g}"
+
+
+def name_of(setting: str, arm: str, method: str, seed: int) -> str:
+    return f"{setting}/{arm}/{method.replace(' ', '_')}/{seed}"
+
+
+def job(name: str, method: Method, workers: int, unevenness: float, slowest: float, seed: int, length: float) -> Job:
+    paradigm = dict(method.paradigm)
+    scaled = {} if paradigm["name"] in ("ashl", "adsp", "local-sgd") else {"async_lr_scale": "1/workers"}
+    table: dict[str, Any] = {
+        "name": name.replace(", ", "-").replace(" ", "-"),
+        "seed": seed,
+        "workload": {
+            "name": "reproductions.relabelled:perceptron",
+            "options": {"share": RELABELLED},
+            "batch_size": BATCH,
+        },
+        "optimizer": {"name": "sgd", "lr": method.lr, **scaled},
+        "stop": {"samples": round(length * samples_of(workers))},
+        "evaluation": {"every_samples": EVERY},
+        "paradigm": paradigm,
+        "cluster": cluster(workers, unevenness, slowest),
+    }
+    if paradigm["name"] == "local-sgd":
+        table["cluster"]["servers"] = 0
+    return Job.from_table(table | ({} if method.codec is None else {"compression": dict(method.codec)}))
+
+
+def samples_of(workers: int) -> int:
+    return 25_000 + 5_000 * workers
+
+
+def cluster(workers: int, unevenness: float, slowest: float) -> dict[str, Any]:
+    """Speeds from slow to fast in equal steps, links from slow to fast by equal factors, in an order of their own."""
+    seconds = MEAN_S * unevenness / np.linspace(1.0, 2 * unevenness - 1, workers)
+    rank = (3 * np.arange(1, workers + 1) - 1) % (workers + 1)  # of a worker's link; of 4, 10 and 18 a permutation
+    bytes_per_s = 4 * PARAMETERS / (slowest * MEAN_S) * np.geomspace(1.0, SPREAD, workers)[rank]
+    gbit = bytes_per_s * 8e-9
+    return {
+        "workers": workers,
+        "compute": {"model": "lognormal", "seconds": seconds.tolist(), "jitter": JITTER},
+        "network": {"bandwidth_gbit": gbit.tolist(), "server_bandwidth_gbit": float(gbit.sum())},
+    }
+
+
+# ---- what came of it ----
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """The results of a run.
+
+    accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then how
+    long the run was. waits: the share of the workers' time. waits_after: the same since the last search, if any, ended.
+    """
+    trace = load(folder / outputs.TRACE)
+    setting, arm, method, seed = folder.parts[-4:]
+    updates, evaluations = trace.tables["updates"], trace.frame("evaluations")
+    over_s = float(updates["now_s"][-1])  # what is still computed when the run is over counts for nothing
+    smooth = evaluations[["accuracy", "loss"]].rolling(SMOOTHED, 1, center=True).mean()
+    now_s = evaluations["now_s"]
+    losses = [first_s(now_s, smooth["loss"] <= loss) for loss in LOSSES]
+    times = {
+        "accuracy": first_s(now_s, smooth["accuracy"] >= ACCURACY),
+        "loss": float(np.exp(np.mean(np.log(losses)))),
+    }
+    row: dict[str, Any] = {"setting": setting, "arm": arm, "paradigm": method.replace("_", " "), "seed": int(seed)}
+    for by, time_s in times.items():
+        row |= {f"{by}_s": time_s, f"{by}_at_least_s": over_s if np.isnan(time_s) else time_s}
+    ends = evaluations["samples"] >= 0.9 * updates["samples"][-1]
+    rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+    rows = rows[rows["now_s"] <= over_s]
+    searched_s = end_of_search_s(trace)
+    return row | {
+        "error": 1 - evaluations["accuracy"][ends].mean(),
+        "duration_s": over_s,
+        "search_s": searched_s,
+        "samples": updates["samples"][-1],
+        "pushes": len(rows),
+        "megabytes": rows["wire_bytes"].sum() / 1e6,
+        "transfers": share_of("comm_s", rows),
+        "waits": share_of("wait_s", rows),
+        "waits_after": share_of("wait_s", rows[rows["now_s"] > searched_s]) if trace.job.has_servers else np.nan,
+        "fine_s": stage_s(trace, 2.0),
+    }
+
+
+def first_s(now_s: pd.Series, reached: pd.Series) -> float:
+    """When it was first so; NaN for never."""
+    return float(now_s[reached].min())
+
+
+def share_of(column: str, rows: np.ndarray) -> float:
+    spent_s = sum(float(rows[name].sum()) for name in ("compute_s", "wait_s", "comm_s"))
+    return float(rows[column].sum()) / spent_s if spent_s else np.nan
+
+
+def end_of_search_s(trace: Trace) -> float:
+    """0 without a search; NaN for one that goes on to the end of the run."""
+    paradigm, rows = trace.job.paradigm, trace.tables["decisions"]
+    if paradigm.name != "adsp" or paradigm.commits is not None:
+        return 0.0
+    return float(rows["now_s"][-1]) if len(rows) and rows["controller"][-1] == b"commits" else np.nan
+
+
+def stage_s(trace: Trace, stage: float) -> float:
+    """When ASHL's stage began; NaN for never."""
+    if trace.job.paradigm.name != "ashl":
+        return np.nan
+    rows = trace.tables["decisions"]
+    begins = rows["now_s"][(rows["controller"] == b"stage") & (rows["chosen"] == stage)]
+    return float(begins[0]) if len(begins) else np.nan
+
+
+# ---- what is claimed ----
+
+LESS, NO_LATER = 0.65, 1.1  # ASHL's time / ADSP's; times as long counts as no other
+FASTER = 1 - 0.624  # ADSP's time / that of who waits
+WAITS = 0.02  # counts as nearly no waiting
+
+
+def claims() -> list[Claim]:
+    found = []
+    for workers, unevenness in SETTINGS:
+        setting, words = setting_of(workers, unevenness), f"{workers} workers, H = {unevenness:g}"
+        for by in ("loss", "accuracy"):
+            for method in ("ASHL", "ASHL, feedback"):
+                says = f"{words}, by the {by}: {method}'s time / ADSP's"
+                found.append(Claim(says, "at most 0.65", time_ratio(method, "ADSP", setting, by=by), high=LESS))
+            says = f"{words}, by the {by}: ASHL's time / that of ADSP with fixed commits"
+            found.append(Claim(says, "(ours)", time_ratio("ASHL", "ADSP, fixed", setting, by=by), high=LESS))
+        better = points(of("error", setting, "main", "ADSP"), of("error", setting, "main", "ASHL"))
+        says = f"{words}: ADSP's error above ASHL's after as many samples"
+        found.append(Claim(says, "more than 0", better, low=0.0, unit=" points"))
+        for other in (*WAITING, "ASP"):
+            says = f"{words}, by the loss: ADSP's time / {other}'s"
+            published = "down to 0.38" if other in WAITING else "(ours)"
+            found.append(Claim(says, published, time_ratio("ADSP", other, setting), high=NO_LATER))
+        waits = of("waits_after", setting, "main", "ADSP")
+        found.append(Claim(f"{words}: share of time that ADSP's workers wait after its search", "0", waits, high=WAITS))
+        waits = of("waits", setting, "main", "ADSP")
+        found.append(Claim(f"{words}: the same with its search", "(ours)", waits, high=WAITS))
+        says = f"{words}: bytes moved by ASHL / by ADSP"
+        moved = ratio(of("megabytes", setting, "main", "ASHL"), of("megabytes", setting, "main", "ADSP"))
+        found.append(Claim(says, "(ours)", moved, high=1.0))
+    for other in WAITING:
+        says = f"least of ADSP's time / {other}'s, by the loss"
+        found.append(Claim(says, "down to 0.38", least_of_settings("ADSP", other), high=FASTER))
+    return found + variations()
+
+
+def variations() -> list[Claim]:
+    """What happens where one thing is another: all ours."""
+    found = []
+    for slowest in LINKS:
+        arm, words = arm_of("links", slowest), f"slowest link {slowest:g} iterations a push, by the loss"
+        for other in ("ADSP", "ADSP, fixed", "ADSP, top-k"):
+            number = time_ratio("ASHL", other, BASE, arm, arm)
+            found.append(Claim(f"{words}: ASHL's time / that of {other}", "at most 0.65", number, high=LESS))
+    for period_s in PERIODS_S:
+        number = time_ratio("ASHL", "ADSP", BASE, "main", arm_of("period", period_s))
+        says = f"ADSP with a check period of {period_s / MEAN_S:g} iterations, by the loss: ASHL's time / its"
+        found.append(Claim(says, "at most 0.65", number, high=LESS))
+    for words, varied, at, unit in (
+        ("how many iterations the slowest link must take for a push", "links", LINKS, 1.0),
+        ("how many iterations ADSP's check period must have", "period", PERIODS_S, MEAN_S),
+    ):
+        says = f"{words} for ASHL to need at most 0.65 of its time"
+        usual = {"links": SLOWEST, "period": PERIOD_S}[varied] / unit
+        found.append(Claim(says, "(any)", holds_from(varied, at, unit), high=usual))
+    for rate in RATES:
+        number = time_ratio("ASHL", "ADSP", BASE, rate, rate)
+        found.append(Claim(f"{rate} the step of both, by the loss: ASHL's time / ADSP's", "(ours)", number, high=LESS))
+        for method in TUNED:
+            number = time_ratio(method, method, BASE, rate)
+            found.append(Claim(f"{rate} the step: {method}'s time / with its own", "(ours)", number, low=1 / NO_LATER))
+    for method in VARIANTS:
+        number = time_ratio(method, "ASHL", BASE)
+        found.append(Claim(f"{method}: time / ASHL's, by the loss", "(ours)", number, 1 / NO_LATER, NO_LATER))
+    for method in EXTRA:
+        number = time_ratio(method, "ADSP", BASE)
+        found.append(Claim(f"{method}: time / ADSP's, by the loss", "(ours)", number, 1 / NO_LATER, NO_LATER))
+    return found
+
+
+def time_ratio(a: str, b: str, setting: str, arm: str = "main", other_arm: str = "main", by: str = "loss") -> Of:
+    """a's time to the target / b's, or what b has been given without reaching it: then it is even less."""
+    return ratio(of(f"{by}_s", setting, arm, a), of(f"{by}_at_least_s", setting, other_arm, b))
+
+
+def least_of_settings(a: str, b: str) -> Of:
+    each = [time_ratio(a, b, setting_of(*setting)) for setting in SETTINGS]
+    return lambda results: pd.concat([one(results) for one in each], axis=1).min(axis=1)
+
+
+def holds_from(varied: str, at: tuple[float, ...], unit: float) -> Of:
+    """The least of what was tried from which on the claim holds, in these units; not known if it holds at the last
+    one no more."""
+
+    def number(results: pd.DataFrame) -> pd.Series:
+        arms = [arm_of(varied, value) for value in at]
+        each = [time_ratio("ASHL", "ADSP", BASE, arm if varied == "links" else "main", arm)(results) for arm in arms]
+        ratios = pd.concat(each, axis=1)
+        holds = ratios.to_numpy() <= LESS
+        from_here = np.logical_and.accumulate(holds[:, ::-1], axis=1)[:, ::-1]
+        first = np.where(from_here.any(axis=1), np.array(at)[from_here.argmax(axis=1)] / unit, np.nan)
+        return pd.Series(first, index=ratios.index)
+
+    return number
+
+
+# ---- figures ----
+
+COLOURS = {
+    "BSP": plotting.PARADIGM_COLOURS["bsp"],
+    "ASP": plotting.PARADIGM_COLOURS["asp"],
+    "SSP": plotting.PARADIGM_COLOURS["ssp"],
+    "local SGD": plotting.PARADIGM_COLOURS["local-sgd"],
+    "ADSP": "#000000",
+    "ASHL": "#CC79A7",
+}
+CROSS = {"marker": "x", "ms": 4}
+
+
+def colour(method: str) -> str:
+    return COLOURS[method.split(",")[0]]
+
+
+def draw_times(results: pd.DataFrame, folder: Path) -> None:
+    """The time to the loss and the accuracy of every method and seed; a cross where a seed does not reach it."""
+    rows = list(METHODS)[::-1]
+    frame = results[(results["arm"] == "main") & results["paradigm"].isin(rows)]
+    figure, axes = plotting.panels(2, 4, height=4.4, sharey=True, sharex=True)
+    looks = {"loss": {"marker": "o"}, "accuracy": {"marker": "o", "markerfacecolor": "none"}}
+    right_s = 1.2 * frame[["loss_s", "accuracy_s"]].max().max()
+    for axis, (workers, unevenness) in zip(axes.flat, sorted(SETTINGS), strict=True):
+        runs = frame[frame["setting"] == setting_of(workers, unevenness)]
+        for height, (by, look) in zip((0.15, -0.15), looks.items(), strict=True):
+            for method in rows:
+                target_s = runs[f"{by}_s"][runs["paradigm"] == method]
+                at = rows.index(method) + height
+                style = {"color": colour(method), "ls": "", "ms": 3.5, "mew": 0.7}
+                axis.plot(target_s, [at] * len(target_s), **style, **look)
+                if target_s.isna().any():
+                    axis.plot(right_s, at, **style | CROSS)
+        axis.set(title=f"{workers} workers, H = {unevenness:g}", xscale="log")
+        axis.set_yticks(range(len(rows)), rows)
+        axis.tick_params(axis="y", length=0)
+        axis.set_axisbelow(True)
+        axis.grid(lw=0.3, axis="y")
+    seconds_at(axes[0, 0], right_s)
+    figure.supxlabel("virtual time to the target (s)", fontsize=8)
+    grey = {"color": plotting.GREY, "ls": "", "ms": 3.5, "mew": 0.7}
+    handles = [Line2D([], [], **grey, **look, label=f"to the {by}") for by, look in looks.items()]
+    handles.append(Line2D([], [], **grey | CROSS, label="not with every seed"))
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles))
+    plotting.save(figure, frame.round(4), folder, "ashl-times")
+
+
+def seconds_at(axis: Axes, right_s: float) -> None:
+    ticks = [t for t in (1, 2, 5, 10, 20, 50, 100) if t < right_s]
+    axis.set_xticks(ticks, labels=map(str, ticks))
+    axis.minorticks_off()
+
+
+OTHERS = {"ADSP": "-", "ADSP, fixed": plotting.DASHES[1], "ADSP, top-k": plotting.DASHES[2]}
+
+
+def draw_where(results: pd.DataFrame, folder: Path) -> None:
+    """ASHL's time / ADSP's, against how slow links are, how long ADSP's period is, how uneven workers are."""
+    figure, axes = plotting.panels(1, 3, height=2.4, sharey=True)
+    frames = []
+
+    def line(axis: Axes, words: str, at: list[float], other: str, numbers: list[pd.Series]) -> None:
+        frame = pd.concat(numbers, axis=1)
+        mean, least, largest = frame.mean(skipna=False), frame.min(skipna=False), frame.max(skipna=False)
+        label = {"ADSP": "ADSP", "ADSP, fixed": f"{FIXED} commits a period", "ADSP, top-k": "ADSP with top-k"}[other]
+        axis.fill_between(at, least, largest, color=COLOURS["ADSP"], alpha=0.1, lw=0)
+        axis.plot(at, mean, color=COLOURS["ADSP"], ls=OTHERS[other], marker="o", ms=3, label=label)
+        seen = {"varied": words, "at": at, "other": other, "mean": mean, "least": least, "largest": largest}
+        frames.append(pd.DataFrame(seen))
+
+    arms = [arm_of("links", slowest) for slowest in LINKS]
+    for other in OTHERS:
+        numbers = [time_ratio("ASHL", other, BASE, arm, arm)(results) for arm in arms]
+        line(axes[0, 0], "slowest link, iterations a push", list(LINKS), other, numbers)
+    numbers = [time_ratio("ASHL", "ADSP", BASE, "main", arm_of("period", each))(results) for each in PERIODS_S]
+    line(axes[0, 1], "check period of ADSP, iterations", [each / MEAN_S for each in PERIODS_S], "ADSP", numbers)
+    uneven = sorted(unevenness for workers, unevenness in SETTINGS if workers == SETTINGS[0][0])
+    for other in ("ADSP", "ADSP, fixed"):
+        numbers = [time_ratio("ASHL", other, setting_of(SETTINGS[0][0], each))(results) for each in uneven]
+        line(axes[0, 2], "H, mean / least speed", uneven, other, numbers)
+    for axis, frame in zip(axes[0], (frames[0], frames[3], frames[4]), strict=True):
+        at = frame["at"].to_list()
+        axis.axhline(1.0, lw=0.6, color=plotting.GREY, zorder=0)
+        axis.axhline(LESS, lw=0.8, ls=":", color=COLOURS["ASHL"], zorder=0)
+        axis.set(xlabel=frame["varied"][0], xscale="log")
+        axis.set_xticks(at, labels=[f"{each:g}" for each in at])
+        axis.minorticks_off()
+    axes[0, 0].set(ylabel="ASHL's time / ADSP's", ylim=(0, None))
+    axes[0, 2].text(uneven[0], LESS, "published", color=COLOURS["ASHL"], va="bottom", fontsize=7)
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    plotting.save(figure, pd.concat(frames).round(4), folder, "ashl-where")
+
+
+def draw_parts(results: pd.DataFrame, folder: Path) -> None:
+    """Of ASHL with one thing another, the time to the loss and the error at the end; its own as lines."""
+    labels = {f"ASHL, {name}": f"{part}: {name}" for part, parts in PARTS.items() for name in parts}
+    rows = ["ASHL", *labels][::-1]
+    runs = results[(results["setting"] == BASE) & (results["arm"] == "main") & results["paradigm"].isin(rows)]
+    figure, axes = plotting.panels(1, 2, height=4.0, sharey=True)
+    for axis, column in zip(axes[0], ("loss_s", "error"), strict=True):
+        axis.axvline(runs[column][runs["paradigm"] == "ASHL"].mean(), lw=0.8, color=plotting.GREY, zorder=0)
+        for method in rows:
+            numbers = runs[column][runs["paradigm"] == method]
+            at = rows.index(method)
+            axis.plot(numbers, [at] * len(numbers), "o", ms=3, mew=0.7, mfc="none", color=colour(method))
+            axis.plot(numbers.mean(skipna=False), at, "|", ms=9, color=colour(method))
+        axis.set_yticks(range(len(rows)), [labels.get(method, "ASHL") for method in rows])
+        axis.tick_params(axis="y", length=0)
+        axis.set_axisbelow(True)
+        axis.grid(lw=0.3, axis="y")
+    axes[0, 0].set(xlabel="virtual time to the loss (s)", xlim=(0, None))
+    axes[0, 1].set(xlabel="error after as many samples", xlim=(0, None))
+    axes[0, 1].xaxis.set_major_formatter(plotting.percent)
+    columns = ["paradigm", "seed", "loss_s", "accuracy_s", "error", "megabytes", "waits", "fine_s"]
+    plotting.save(figure, runs[columns].round(4), folder, "ashl-parts")
+
+
+# ---- all of it ----
+
+
+def reproduce(out: Path, seeds: int, processes: int, console: Console, length: float = 1.0) -> pd.DataFrame:
+    """Simulate what is missing in the folder, write results, claims and figures there, print the claims."""
+    todo = jobs(seeds, length)
+    simulate_all(todo, out / "runs", processes, console)
+    results = pd.DataFrame([measure(out / "runs" / name) for name in todo])
+    draw_times(results, out)
+    draw_where(results, out)
+    draw_parts(results, out)
+    return conclude(claims(), results, out, console, f"ASHL, virtual time, {seeds} seeds: mean (least to largest)")

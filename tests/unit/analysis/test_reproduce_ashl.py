@@ -1,0 +1,187 @@
+"""The reproduction about ASHL and ADSP: clusters are as uneven as they are called, verdicts say what results say."""
+
+import matplotlib
+import numpy as np
+import pandas as pd
+import pytest
+from reproductions import ashl
+from reproductions.claims import judged
+from rich.console import Console
+
+SEED = ashl.FIRST_SEED
+
+
+@pytest.fixture(scope="module")
+def jobs():
+    return ashl.jobs(1)
+
+
+def of(jobs, setting, arm, method):
+    return jobs[ashl.name_of(setting, arm, method, SEED)]
+
+
+# ---- jobs ----
+
+
+def test_all_methods_meet_the_same_cluster_and_data(jobs):
+    for run in {tuple(name.split("/")[:2]) for name in jobs}:
+        found = [job for name, job in jobs.items() if name.startswith("/".join(run) + "/")]
+        assert all(seen(job) == seen(found[0]) for job in found)
+
+
+def seen(job):
+    return job.cluster.compute, job.cluster.network, job.workload, job.stop, job.evaluation
+
+
+def test_steps_go_by_the_family_but_where_they_are_varied(jobs):
+    for name, job in jobs.items():
+        _, arm, method, _ = name.split("/")
+        lr = ashl.SERVER_LR if method in ("BSP", "ASP", "SSP") else ashl.LOCAL_LR
+        assert job.optimizer.lr == lr * ashl.RATES.get(arm, 1.0)
+
+
+def test_clusters_are_as_uneven_as_they_say_and_of_one_speed(jobs):
+    for workers, unevenness in ashl.SETTINGS:
+        job = of(jobs, ashl.setting_of(workers, unevenness), "main", "ASHL")
+        speeds = 1 / np.array(job.cluster.compute.seconds)
+        assert len(speeds) == job.cluster.workers == workers
+        assert speeds.mean() / speeds.min() == pytest.approx(unevenness)
+        assert speeds.mean() == pytest.approx(1 / ashl.MEAN_S)
+
+
+def test_links_are_as_slow_as_they_say_and_not_those_of_slow_workers(jobs):
+    for slowest in ashl.LINKS:
+        gbit = np.array(of(jobs, ashl.BASE, ashl.arm_of("links", slowest), "ASHL").cluster.network.bandwidth_gbit)
+        push_s = 4 * ashl.PARAMETERS * 8e-9 / gbit
+        assert push_s.max() == pytest.approx(slowest * ashl.MEAN_S)
+        assert push_s.max() / push_s.min() == pytest.approx(ashl.SPREAD)
+    for workers, unevenness in ashl.SETTINGS:
+        cluster = of(jobs, ashl.setting_of(workers, unevenness), "main", "ADSP").cluster
+        ranks = np.argsort(np.argsort(cluster.network.bandwidth_gbit))
+        assert abs(np.corrcoef(ranks, np.arange(workers))[0, 1]) < 0.4
+        assert cluster.network.server_bandwidth_gbit == pytest.approx(sum(cluster.network.bandwidth_gbit))
+
+
+def test_a_variant_is_ashl_with_one_thing_another(jobs):
+    whole = of(jobs, ashl.BASE, "main", "ASHL")
+    for part, variants in ashl.PARTS.items():
+        for name in variants:
+            job = of(jobs, ashl.BASE, "main", f"ASHL, {name}")
+            others = {key for key, value in job.paradigm if value != getattr(whole.paradigm, key)}
+            others |= {"codec"} if job.compression != whole.compression else set()
+            assert others <= ABOUT[part] and (others or name == "0.05"), name
+
+
+ABOUT = {
+    "H": {"steps_coarse", "steps_fine"},
+    "switch": {"loss_preset"},
+    "R": {"ratio_coarse", "ratio_fine", "codec"},
+    "share": {"share"},
+    "profile": {"warmup", "profiled"},
+}
+
+
+def test_what_is_as_usual_is_run_once(jobs):
+    arms = {name.split("/")[1] for name in jobs}
+    assert not arms & {f"links-{ashl.SLOWEST:g}", f"period-{ashl.PERIOD_S:g}"}
+    assert of(jobs, ashl.BASE, "period-4", "ADSP").paradigm.check_period_s == 4.0
+
+
+# ---- claims ----
+
+
+def results(jobs, seconds, error=lambda method: 0.02, waits=0.0):
+    """Results of all runs; seconds(arm, method) to the targets, NaN for never."""
+    rows = []
+    for name in jobs:
+        setting, arm, method, seed = name.split("/")
+        method = method.replace("_", " ")
+        time_s = seconds(arm, method)
+        at_least_s = 99.0 if np.isnan(time_s) else time_s
+        row = {"setting": setting, "arm": arm, "paradigm": method, "seed": int(seed), "error": error(method)}
+        row |= {
+            "accuracy_s": time_s,
+            "loss_s": time_s,
+            "accuracy_at_least_s": at_least_s,
+            "loss_at_least_s": at_least_s,
+        }
+        rows.append(row | {"waits": waits, "waits_after": waits, "megabytes": 1.0})
+    return pd.DataFrame(rows)
+
+
+def judge(frame, *says):
+    """All claims whose words have one of these in them."""
+    claims = [claim for claim in ashl.claims() if any(words in claim.says for words in says)]
+    return judged(claims, frame).set_index("claim")
+
+
+ONE_SETTING = "10 workers, H = 2,", "10 workers, H = 2:", "least of ADSP's time"
+
+
+def as_claimed(arm, method):
+    family = method.split(",")[0]
+    return {"ASHL": 6.0, "ADSP": 10.0}.get(family, 30.0)
+
+
+def test_were_it_as_claimed_every_published_claim_would_hold(jobs):
+    verdicts = judge(results(jobs, as_claimed, lambda method: 0.01 if "ASHL" in method else 0.02), *ONE_SETTING)
+    published = verdicts[verdicts["published"] != "(ours)"]
+    assert published["holds"].all() and len(published) == 12
+
+
+def test_were_all_alike_nobody_would_be_sooner_nor_wait(jobs):
+    verdicts = judge(results(jobs, lambda arm, method: 10.0), *ONE_SETTING)
+    assert not verdicts["holds"][verdicts["criterion"].isin(["≤ 0.65", "≤ 0.376"])].any()
+    assert verdicts["holds"][verdicts.index.str.contains("wait after")].all()
+    waiting = judge(results(jobs, lambda arm, method: 10.0, waits=0.1), "wait after")
+    assert len(waiting) == len(ashl.SETTINGS) and not waiting["holds"].any()
+
+
+def test_who_never_gets_there_beats_nobody_and_is_beaten(jobs):
+    says = "10 workers, H = 2, by the loss: ASHL's time / ADSP's"
+    for never, holds in (("ASHL", False), ("ADSP", True)):
+        frame = results(jobs, lambda arm, method, never=never: np.nan if method == never else 10.0)
+        verdict = judge(frame, says).loc[says]
+        assert verdict["holds"] == holds and verdict["unknown"] == (1 - holds)
+
+
+def test_a_worse_model_is_no_better(jobs):
+    says = "10 workers, H = 2: ADSP's error above ASHL's after as many samples"
+    worse = results(jobs, as_claimed, lambda method: 0.03 if method == "ASHL" else 0.02)
+    assert judge(results(jobs, as_claimed), says).loc[says, "holds"] and not judge(worse, says).loc[says, "holds"]
+
+
+def test_from_which_on_it_holds_counts_from_the_far_end(jobs):
+    says = "how many iterations ADSP's check period must have for ASHL to need at most 0.65 of its time"
+    far = {"period-2": 10.0, "period-4": 10.0}
+    for more, expected in (({}, 100.0), ({"period-0.25": 10.0}, 100.0), ({"period-4": 6.0}, np.nan)):
+        frame = results(jobs, lambda arm, method, more=more: (far | more).get(arm, 6.0))
+        found = judge(frame, says).loc[says]
+        assert not found["holds"] and found["mean"] == pytest.approx(expected, nan_ok=True)
+
+
+# ---- all of it, small ----
+
+
+def test_a_second_call_simulates_nothing_and_says_the_same(tmp_path, monkeypatch):
+    monkeypatch.setitem(matplotlib.rcParams, "savefig.dpi", 50)
+    every = ashl.jobs
+
+    def few(seeds, length):
+        names = [ashl.name_of(ashl.BASE, "main", m, SEED) for m in ("ADSP", "ADSP, fixed", "ASHL", "BSP", "local SGD")]
+        return {name: job for name, job in every(seeds, length).items() if name in names}
+
+    monkeypatch.setattr(ashl, "jobs", few)
+    console = Console(quiet=True)
+    first = ashl.reproduce(tmp_path, 1, 1, console, length=1 / 50)
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*") if path.is_file()}
+    for draw in ("draw_times", "draw_where", "draw_parts"):
+        monkeypatch.setattr(ashl, draw, lambda *_: None)
+    second = ashl.reproduce(tmp_path, 1, 1, console, length=1 / 50)
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+    pd.testing.assert_frame_equal(first, second)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"ashl-times.png", "ashl-where.csv", "ashl-parts.svg", "claims.csv", "results.csv"} <= names
+    found = pd.read_csv(tmp_path / "results.csv").set_index("paradigm")
+    assert found.loc["BSP", "waits"] > 0.3 and found.loc["ADSP, fixed", "waits"] < 0.01 < found.loc["BSP", "transfers"]
+    assert np.isnan(found.loc["ADSP", "search_s"]) and found.loc["ADSP, fixed", "search_s"] == 0
