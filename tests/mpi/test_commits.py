@@ -27,7 +27,7 @@ def job(
     workers: int,
     paradigm: Any,
     optimizer: Any = SGD,
-    updates: int = 40,
+    updates: int = 24,
     servers: int = 1,
     compression: Any = None,
     seconds: float = 0.001,
@@ -102,22 +102,18 @@ def test_stages_follow_each_other_and_fast_workers_make_more_steps(comm, needs, 
         assert set(dense.tolist()) <= {1.0, 0.05}
 
 
-def test_commits_come_when_it_is_time(comm, needs, folder):
-    """At the end of the step in which it is, not before and not a step later."""
+def test_nobody_commits_before_it_is_time(comm, needs, folder):
+    """How soon afterwards is exact only in virtual time: tests/unit/simulator/test_commits.py."""
     needs(2)
     on_some(comm, job(comm.size - 1, ADSP, updates=8 * (comm.size - 1)), folder)
     if comm.rank == 0:
         trace = load(folder / "trace.h5")
-        pushes, grants = trace.tables["pushes"], trace.tables["grants"]
-        asked = {(g["worker"], g["iteration"]): g["commit_s"] for g in grants}
-        later = [push for push in pushes if push["iteration"] > 1]
+        asked = {(g["worker"], g["iteration"]): g["commit_s"] for g in trace.tables["grants"]}
+        later = [push for push in trace.tables["pushes"] if push["iteration"] > 1]
         assert later
         for push in later:
-            step_s = push["compute_s"] / push["local_steps"]
-            took_s = push["end_s"] - push["begin_s"]
-            commit_s = asked[push["worker"], push["iteration"]]
-            assert commit_s - 0.002 <= took_s, "begun a moment after reading"
-            assert push["local_steps"] == 1 or took_s - 2.5 * step_s <= commit_s + 0.02
+            begun_after_s = 0.002  # reading
+            assert push["end_s"] - push["begin_s"] + begun_after_s >= asked[push["worker"], push["iteration"]]
 
 
 @pytest.mark.parametrize("paradigm", ["ashl", "adsp"])

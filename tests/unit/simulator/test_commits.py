@@ -33,14 +33,8 @@ def commits(trace: Trace, worker: int) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("paradigm", [ASHL, ADSP], ids=["ashl", "adsp"])
 def test_the_weights_are_those_of_the_commits_in_the_trace(tmp_path, paradigm, optimizer):
     """As plain torch makes them. Another weight is the control."""
-    job = timing_job(
-        workers=3,
-        seconds=[1.0, 3.0, 1.5],
-        workload=LINEAR,
-        optimizer=optimizer,
-        paradigm=paradigm,
-        stop={"updates": 40},
-    )
+    how = {"workload": LINEAR, "optimizer": optimizer, "paradigm": paradigm, "stop": {"updates": 40}}
+    job = timing_job(workers=3, seconds=[1.0, 3.0, 1.5], **how)
     workload = build(job)
     trace = simulate(job, tmp_path / "t.h5", workload)
     weights = torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
@@ -94,7 +88,7 @@ def test_local_steps_follow_speed_and_links(tmp_path):
     # Worker 1 needs 8 x 2 s and 2 s of transfers: 18 s, which are 16 steps of worker 0 and 10 of worker 2.
     assert chosen[b"local-steps"] == [16, 8, 10]
     assert chosen[b"share"] == [16 / 34, 8 / 34, 10 / 34]
-    # Dense pulls and a twentieth of a push leave nobody more than 18 - 0.95 s = 17.05 s, or 14 + 0.2 s.
+    # With a twentieth of their pushes they need 17.05, 17.05 and 14.2 s: the last one has 3.05 s for its push of 4.
     assert chosen[b"ratio"] == pytest.approx([0.05, 0.05, 3.05 / 4], rel=0.02)
     late = trace.tables["pushes"][-9:]
     sizes = {worker: int(late["wire_bytes"][late["worker"] == worker][0]) - 4000 for worker in range(3)}
