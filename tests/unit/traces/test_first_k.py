@@ -162,12 +162,12 @@ def test_only_who_may_stops_early(aborted):
 def test_only_what_is_late_stops_early(aborted):
     pushes = aborted.tables["pushes"]
     applied = int(np.flatnonzero(pushes["outcome"] == APPLIED)[6])
-    assert failed(edit(aborted, "pushes", applied, share=0.5)) == {CANCELLED}
+    assert failed(edit(aborted, "pushes", applied, share=0.5, wire_bytes=2000)) == {CANCELLED}
     at_the_end = record(k("k-sync", 3, 'cancel = "abort"'), SECONDS, stop_s=16.5)
     pushes = at_the_end.tables["pushes"]
     left_over = np.flatnonzero((pushes["outcome"] == DROPPED) & (pushes["staleness"] == 0))
     assert len(left_over)
-    assert failed(edit(at_the_end, "pushes", left_over[0], share=0.5)) == {CANCELLED}
+    assert failed(edit(at_the_end, "pushes", left_over[0], share=0.5, wire_bytes=2000)) == {CANCELLED}
 
 
 # ---- a k that changes ------------------------------------------------------------------------------------------------
