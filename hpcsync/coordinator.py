@@ -6,7 +6,8 @@ versions, the weight of each contribution, the learning rate, who computes how m
 stopping rule, and a row in the trace for each of them.
 
 The stopping rule, once true, stays true. From then on every answer to a worker is a stop: a reply of zero local steps.
-Held workers get theirs at once, computing ones when their next contribution arrives, which is dropped.
+Held workers get theirs at once, computing ones when their next contribution arrives, which is dropped; where that may
+take long, they are told to push what they have.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """Order: tell this worker that what it computes in this iteration will be dropped."""
+    """Order: tell this worker that what it computes in this iteration will be dropped, so that it may stop early."""
 
     worker: int
     iteration: int
@@ -142,6 +143,7 @@ class Coordinator:
         workers commit what they have changed.
     batch_total: samples that all workers together compute in an iteration each; None where nobody knows it beforehand.
     assignments: who computes how many samples next, and which.
+    cuts_short: whether who computes when the run ends is told to push what it has, and not only with its next answer.
 
     A contribution is the mean gradient of a worker's batch. Where an update is of one version of the weights, it is the
     mean over all its samples, whoever computed them. Where it is not, each contribution counts as many times as its
@@ -159,6 +161,7 @@ class Coordinator:
         stop: Stop,
         batch_total: int | None = None,
         assignments: Assignments | None = None,
+        cuts_short: bool = False,
     ) -> None:
         self.version = 0
         self.samples = 0
@@ -184,6 +187,8 @@ class Coordinator:
         self._pending: dict[int, _Contribution] = {}  # in their slots
         self._collected: list[tuple[_Contribution, float]] = []  # out of them, with their weights
         self._held: dict[int, tuple[float, Report]] = {}  # workers that wait for an answer
+        self._cuts_short = cuts_short
+        self._computing = set(range(n_workers))
         self._pushes = [0] * n_workers
 
     def pushed(self, now_s: float, report: Report) -> list[Order]:
@@ -191,6 +196,7 @@ class Coordinator:
         self._now_s = now_s
         self._pending[report.worker] = _Contribution(self._next_seq(), now_s, report)
         self._held[report.worker] = (now_s, report)
+        self._computing.discard(report.worker)
         self._pushes[report.worker] += 1
         self.last_loss = report.loss
         if not self.stopping:
@@ -205,6 +211,7 @@ class Coordinator:
         """Worker `worker` takes no further part."""
         self._now_s = now_s
         self._held.pop(worker, None)
+        self._computing.discard(worker)
         self._trace.append("membership", (self._next_seq(), now_s, worker, LEFT))
         self.active.remove(worker)
         if self.stopping:
@@ -231,7 +238,7 @@ class Coordinator:
         if self.stopping:
             return []
         self.stopping = True
-        return self._release_held(now_s)
+        return self._end(now_s)
 
     def close(self) -> None:
         """Contributions that no update will take any more are dropped, and the trace says so."""
@@ -267,7 +274,7 @@ class Coordinator:
                 case Drop(worker):
                     self._drop(worker)
         if self.stopping:
-            orders += self._release_held(event.now_s)
+            orders += self._end(event.now_s)
         return orders
 
     def _update(self, now_s: float, workers: tuple[int, ...], weights: tuple[float, ...]) -> Update:
@@ -327,6 +334,7 @@ class Coordinator:
         assignment = STOP
         if not self.stopping:
             assignment = self._assignments.next(grant, report.batch_size, report.local_steps)
+            self._computing.add(grant.worker)
         head = (self._next_seq(), now_s, grant.worker, grant.iteration, self.version)
         self._trace.append("grants", (*head, grant.gap_iters, grant.credits, grant.held_s, *assignment))
         return Reply(grant.worker, grant.iteration, self.version, assignment)
@@ -336,8 +344,11 @@ class Coordinator:
         slowest = min(self._pushes[w] for w in self.active)
         return Grant(worker, pushes + 1, pushes - slowest, 0, now_s - self._held[worker][0])
 
-    def _release_held(self, now_s: float) -> list[Order]:
-        return [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._held)]
+    def _end(self, now_s: float) -> list[Order]:
+        """The run has just ended: whoever waits hears of it, and where stretches are long who computes does too."""
+        told = sorted(self._computing) if self._cuts_short else []
+        replies = [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._held)]
+        return [*replies, *(Cancellation(worker, self._pushes[worker] + 1) for worker in told)]
 
     def _next_seq(self) -> int:
         self._seq += 1
@@ -354,6 +365,7 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
         stop=job.stop,
         batch_total=None if job.steps_on_workers else job.batch_total,
         assignments=create_assignments(job),
+        cuts_short=job.commits,
     )
 
 

@@ -288,6 +288,12 @@ class Job(Table):
     def _ends(self) -> Self:
         if not isinstance(self.workload, Script) and all(value is None for _, value in self.stop):
             raise JobError(f"stop: empty; must have at least one of {', '.join(Stop.model_fields)}")
+        first_s = self.paradigm.first_commit_s if isinstance(self.paradigm, Adsp) else 0.0
+        if self.stop.seconds is not None and self.stop.seconds <= first_s:
+            raise JobError(
+                f"stop.seconds = {self.stop.seconds:g}: must be greater than {first_s:g}: before that no worker pushes, "
+                "by paradigm.check_period_s, commits and interval_min_s"
+            )
         return self
 
     @model_validator(mode="after")

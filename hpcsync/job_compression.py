@@ -53,14 +53,14 @@ class TopK(Biased):
     """The largest elements, a share of `ratio` of them."""
 
     name: Literal["top-k"]
-    ratio: Share = 0.01
+    ratio: Share | None = 0.01  # None: the paradigm says it
 
 
 class RandomK(Biased):
     """Elements drawn at random, a share of `ratio` of them."""
 
     name: Literal["random-k"]
-    ratio: Share = 0.01
+    ratio: Share | None = 0.01  # None: the paradigm says it
 
 
 class Dgc(Codec):
@@ -133,10 +133,16 @@ UNCOMPRESSED = ("easgd", "local-sgd", "gossip")  # paradigms that exchange weigh
 
 
 def with_defaults(table: Any, paradigm: Any) -> Any:
-    """The table of a job with this [paradigm]: under ashl, what is not sent is lost unless error_feedback says so."""
+    """The table of a job with this [paradigm]: ashl gives every worker its ratio, and what is not sent is lost unless
+    error_feedback says so. Raises JobError for a ratio that would not be used."""
     takes_ratio = isinstance(table, dict) and table.get("name") in ("top-k", "random-k")
     if takes_ratio and isinstance(paradigm, dict) and paradigm.get("name") == "ashl":
-        return {"error_feedback": False, **table}
+        if table.get("ratio") is not None:
+            raise JobError(
+                f'compression.ratio = {shown(table["ratio"])}: must be left out with paradigm.name = "ashl", whose '
+                "ratio_coarse and ratio_fine say it"
+            )
+        return {"error_feedback": False, **table, "ratio": None}
     return table
 
 
@@ -147,10 +153,8 @@ def check(compression: Compression, paradigm: str, momentum: Any) -> None:
         return
     if paradigm in UNCOMPRESSED:
         raise JobError(f'{name}: must be "none" {having}, where weights travel, which must be whole')
-    if paradigm == "ashl" and not isinstance(compression, TopK | RandomK):
-        raise JobError(f"{name}: must be one of none, top-k, random-k {having}, which gives every worker its ratio")
     if isinstance(compression, Dgc):
-        if paradigm == "adsp":
+        if paradigm in ("ashl", "adsp"):
             raise JobError(f"{name}: must be another {having}, where no gradients travel: its momentum is for these")
         if momentum != 0:
             raise JobError(

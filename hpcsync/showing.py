@@ -12,6 +12,7 @@ from rich.table import Table
 
 from hpcsync.job import Job, Script
 from hpcsync.job_cluster import Change, Cluster, Network
+from hpcsync.job_compression import RandomK, TopK
 from hpcsync.job_paradigms import (
     Adsp,
     AllReduce,
@@ -89,7 +90,7 @@ def _sent(job: Job, parameters: Sequence[torch.nn.Parameter]) -> str:
     def about(ratio: float = math.nan) -> str:
         return f"about {sum(compression.nominal_bytes(shard, ratio) for shard in shards):,}"
 
-    if isinstance(job.paradigm, Ashl):
+    if isinstance(job.paradigm, Ashl) and isinstance(job.compression, TopK | RandomK):
         coarse, fine = (about(ratio) for ratio in (job.paradigm.ratio_coarse, job.paradigm.ratio_fine))
         return f"{coarse} ({job.compression.name}; in the fine stage {fine}) or more"
     return f"{about()} ({job.compression.name})"

@@ -46,6 +46,8 @@ class LocalStepsSession(WorkerSession):
     def _is_due(self, end_s: float) -> bool:
         """Whether the iteration that has ended is the last before a push."""
         assignment = self._engine.assignment
+        if self._engine.cancelled():  # the run is over
+            return True
         if assignment.local_steps == UNTIL:
             return end_s - self._engine.read_s >= assignment.commit_s
         return self._stretch.steps == assignment.local_steps

@@ -102,7 +102,7 @@ class WorkerSession(LinkedSession):
             self._link,
             *self._vectors(),
             self._estimator,
-            cancellable=self._job.aborts,
+            cancellable=self._job.aborts or self._job.commits,
             compressor=None if compression is None else compression.compressor(self.rank - self._job.cluster.servers),
         )
 

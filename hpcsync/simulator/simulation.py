@@ -192,6 +192,8 @@ class Simulation:
 
     def _is_due(self, state: _Worker) -> bool:
         """Whether the local step that has ended is the last before a push."""
+        if state.cancelled:
+            return True
         if state.assignment.local_steps == UNTIL:
             return self._loop.now_s - state.begin_s >= state.assignment.commit_s
         return state.computed == state.assignment.local_steps

@@ -88,7 +88,7 @@ def test_one_committing_worker_is_plain_training(comm, needs, folder):
 
 def test_stages_follow_each_other_and_fast_workers_make_more_steps(comm, needs, folder):
     needs(3)
-    compression = {"name": "top-k", "ratio": 0.5}
+    compression = {"name": "top-k"}
     on_some(comm, job(comm.size - 1, ASHL, updates=60, compression=compression, seconds=0.003), folder)
     if comm.rank == 0:
         trace = load(folder / "trace.h5")

@@ -655,9 +655,9 @@ def test_the_rows_of_random_runs_are_consistent(name, options):
 class Forgetful(Coordinator):
     """Leaves one held worker without an answer at the end."""
 
-    def _release_held(self, now_s):
+    def _end(self, now_s):
         self._held.pop(min(self._held, default=None), None)
-        return super()._release_held(now_s)
+        return super()._end(now_s)
 
 
 class CountsPushes(Coordinator):

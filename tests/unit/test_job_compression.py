@@ -168,15 +168,16 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         )
         for name, codec in zip(EXCHANGED, ("top-k", "fp16", "dgc"), strict=True)
     ),
-    *(
-        (
-            codec,
-            {"paradigm": "ashl"},
-            f'compression.name = "{codec}": must be one of none, top-k, random-k with paradigm.name = "ashl", which '
-            "gives every worker its ratio",
-        )
-        for codec in DEFAULTS
-        if codec not in ("top-k", "random-k")
+    (
+        "top-k",
+        {"paradigm": "ashl", "ratio": 0.5},
+        'compression.ratio = 0.5: must be left out with paradigm.name = "ashl", whose ratio_coarse and ratio_fine say it',
+    ),
+    (
+        "dgc",
+        {"paradigm": "ashl"},
+        'compression.name = "dgc": must be another with paradigm.name = "ashl", where no gradients travel: its '
+        "momentum is for these",
     ),
     (
         "dgc",

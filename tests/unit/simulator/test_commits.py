@@ -12,6 +12,7 @@ import torch
 from hpcsync.job_errors import JobError
 from hpcsync.learning.workloads import build
 from hpcsync.traces.reading import Trace
+from hpcsync.traces.schema import DROPPED
 from tests.plain import committed
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.running import failed, simulate, timing_job
@@ -47,7 +48,7 @@ def test_the_weights_are_those_of_the_commits_in_the_trace(tmp_path, paradigm, o
 
 def test_a_worker_commits_with_the_first_step_that_ends_when_it_is_time(tmp_path):
     """4 s after reading: with steps of 1.5 s after the third, with steps of 1 s after the fourth, of 5 s after one."""
-    job = timing_job(workers=3, seconds=[1.5, 1.0, 5.0], paradigm=ADSP, stop={"seconds": 11.0})
+    job = timing_job(workers=3, seconds=[1.5, 1.0, 5.0], paradigm=ADSP, stop={"seconds": 13.0})
     trace = simulate(job, tmp_path / "t.h5")
     assert commits(trace, 0)[:2] == [(3, 0.0, 4.5), (3, 4.5, 9.0)]
     assert commits(trace, 1)[:2] == [(4, 0.0, 4.0), (4, 4.0, 8.0)]
@@ -62,6 +63,15 @@ def test_who_leaves_commits_what_it_has(tmp_path):
     trace = simulate(job, tmp_path / "t.h5")
     assert commits(trace, 1) == [(4, 0.0, 4.0), (1, 4.0, 5.0)]
     assert trace.tables["membership"]["now_s"][0] == 5.0
+    assert failed(trace) == []
+
+
+def test_who_computes_when_the_run_ends_is_told_to_stop(tmp_path):
+    """At 13.5 s, in the middle of a stretch: the step that is under way is its last, and the commit is dropped."""
+    trace = simulate(timing_job(workers=2, seconds=[1.0, 2.0], paradigm=ADSP, stop={"seconds": 13.5}), tmp_path / "t.h5")
+    assert commits(trace, 0)[-1] == (2, 12.0, 14.0)
+    assert commits(trace, 1)[-1] == (1, 12.0, 14.0)
+    assert trace.tables["pushes"]["outcome"][-2:].tolist() == [DROPPED, DROPPED]
     assert failed(trace) == []
 
 
