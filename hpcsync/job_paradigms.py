@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, ValidationInfo, field_validator
 
 from hpcsync.job_errors import JobError
 from hpcsync.job_table import Count, NotNegative, Positive, Share, Table
+from hpcsync.planning.commit_rate import most_commits
 
 # ---- with a parameter server ----
 
@@ -265,13 +266,17 @@ class Adsp(Served):
     def _as_many_as_fit(cls, commits: int | None, info: ValidationInfo) -> int | None:
         if commits is not None and {"check_period_s", "interval_min_s"} <= info.data.keys():
             period_s, interval_s = info.data["check_period_s"], info.data["interval_min_s"]
-            most = math.floor(period_s / interval_s * (1 + 1e-12))  # a sixth of a period fits six times
-            if commits > most:
+            if commits > (most := most_commits(period_s, interval_s)):
                 raise ValueError(
                     f"must be at most {most}: commits are paradigm.interval_min_s = {interval_s:g} apart, "
                     f"in paradigm.check_period_s = {period_s:g}"
                 )
         return commits
+
+    @property
+    def first_commit_s(self) -> float:
+        """Seconds after which the first pushes are due."""
+        return max(self.interval_min_s, self.check_period_s / (self.commits or 1))
 
 
 # ---- without ----

@@ -12,12 +12,15 @@ from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.paradigms import Decision, Grant, Paradigm, Pushed, create
 
 WORKERS = (4, 64, 1024)
-PARADIGMS: dict[str, dict[str, int | str]] = {
+PARADIGMS: dict[str, dict[str, float | str]] = {
     "asp": {},
     "ssp": {"staleness": 3},
     "dssp": {"staleness_min": 3, "staleness_max": 15},
     "k-sync": {"k": "state"},
     "k-batch-async": {"k": "state"},
+    # Through all stages, and with a search about half of the time.
+    "ashl": {"warmup": 5, "profiled": 10},
+    "adsp": {"check_period_s": 10.0, "interval_min_s": 2.0, "search_every_s": 20.0},
 }
 
 
@@ -31,7 +34,7 @@ def measure(workers: Sequence[int] = WORKERS, pushes_per_worker: int = 100, repe
 
 
 def _measure(
-    name: str, options: dict[str, int | str], workers: Sequence[int], pushes_per_worker: int, repetitions: int
+    name: str, options: dict[str, float | str], workers: Sequence[int], pushes_per_worker: int, repetitions: int
 ) -> list[Figure]:
     makes = [partial(create, name, n, **options) for n in workers]
     schedules = [schedule(make(), max(200, n) * pushes_per_worker) for n, make in zip(workers, makes, strict=True)]
@@ -72,7 +75,8 @@ def schedule(paradigm: Paradigm, pushes: int) -> tuple[list[Pushed], set[int]]:
     """So many pushes in virtual time, and in which of them a controller was consulted.
 
     The slowest quarter of the workers takes twice as long as the fastest, all with some jitter, so that bounds are
-    reached, workers held, and controllers asked.
+    reached, workers held, and controllers asked. The loss stays what it is, and every push
+    is of one step, whatever was granted.
     """
     jitter = random.Random(1)
     seconds = [1.0 + worker % 4 / 3 for worker in range(paradigm.n_workers)]
@@ -83,7 +87,7 @@ def schedule(paradigm: Paradigm, pushes: int) -> tuple[list[Pushed], set[int]]:
     consulted = set()
     while len(events) < pushes:
         now_s, worker = heapq.heappop(due)
-        events.append(Pushed(now_s, worker, iteration_s=drawn_s[worker]))
+        events.append(Pushed(now_s, worker, iteration_s=drawn_s[worker], loss=1.0))
         for action in paradigm.handle(events[-1]):
             if isinstance(action, Grant):
                 drawn_s[action.worker] = seconds[action.worker] * jitter.uniform(0.8, 1.2)

@@ -56,8 +56,8 @@ def create(name: str, n_workers: int, **options: Any) -> Paradigm:
     options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; easgd `synchronous`; the k family `k`,
     `k_min`, `k_start`, and k-sync and k-batch-sync `cancel`, k-async and k-batch-async `staleness_max` and
     `staleness_weight`; ashl `steps_coarse`, `steps_fine`, `staleness`, `ratio_coarse`, `ratio_fine`, `loss_preset`,
-    `plateau`, `share`, `warmup`, `profiled`; adsp `check_period_s`, `interval_min_s`, `rule`, `commits`,
-    `search_every_s`, `loss_rise`, `loss_target`; bsp and asp have none.
+    `plateau`, `share`, `warmup`, `profiled`; adsp `check_period_s`, `interval_min_s`, `search_every_s`, which are
+    needed, `rule`, `commits`, `loss_rise`, `loss_target`; bsp and asp have none.
 
     Raises ValueError for an unknown name or a value that is not allowed, TypeError for an option that the
     paradigm does not have or that is missing.

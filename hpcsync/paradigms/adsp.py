@@ -38,7 +38,8 @@ from dataclasses import replace
 
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.protocol import UNTIL, Action, Apply, Decision, Grant, Pushed
-from hpcsync.planning.commit_rate import Search, reward
+from hpcsync.planning.commit_rate import Search, most_commits, reward
+from hpcsync.planning.numbers import is_number, is_whole
 
 RULES = ("cumulative", "released")
 
@@ -49,11 +50,11 @@ class ADSP(Paradigm):
     """Commit rates by worker, equal commits for all.
 
     check_period_s: seconds of a check period, and of a trial.
-    interval_min_s: least time between two commits of a worker, up to the period. None: a sixth of it.
+    interval_min_s: least time between two commits of a worker, up to the period.
+    search_every_s: a search begins so long after the last one's end,
+    loss_rise:      and when from one check to the next the loss has risen by this share.
     rule:           "cumulative" or "released".
     commits:        of each worker in a period, up to as many as interval_min_s has room for. None: searched for.
-    search_every_s: a search begins so long after the last one's end. None: 1000 / 60 periods.
-    loss_rise:      and when from one check to the next the loss has risen by this share.
     loss_target:    a trial's reward is one over the time to it. None: to 0.9 times the loss that the trial began with.
 
     With a search, Decisions tell of each trial's end, "reward", its c with what it was worth and the losses from which
@@ -68,44 +69,27 @@ class ADSP(Paradigm):
         self,
         n_workers: int,
         *,
-        check_period_s: float = 60.0,
-        interval_min_s: float | None = None,
+        check_period_s: float,
+        interval_min_s: float,
+        search_every_s: float,
         rule: str = "cumulative",
         commits: int | None = None,
-        search_every_s: float | None = None,
         loss_rise: float = 0.3,
         loss_target: float | None = None,
     ) -> None:
         super().__init__(n_workers)
-        if not (_is_number(check_period_s) and 0 < check_period_s < math.inf):
-            raise ValueError(f"check_period_s is {check_period_s}; a finite number above 0 is needed")
-        if interval_min_s is None:
-            interval_min_s = check_period_s / 6
-        if not (_is_number(interval_min_s) and 0 < interval_min_s <= check_period_s):
-            raise ValueError(
-                f"interval_min_s is {interval_min_s}; a number above 0 and up to check_period_s, {check_period_s}, or "
-                "None, is needed"
-            )
+        _must_be_allowed(check_period_s, interval_min_s, search_every_s, loss_rise, loss_target)
         if rule not in RULES:
             raise ValueError(f"rule is {rule!r}; one of {', '.join(RULES)} is needed")
-        most = math.floor(check_period_s / interval_min_s * (1 + 1e-12))
-        if commits is not None and not (isinstance(commits, int) and not isinstance(commits, bool) and commits >= 1):
-            raise ValueError(f"commits is {commits}; a whole number from 1 on, or None, is needed")
-        if commits is not None and commits > most:
-            raise ValueError(f"commits is {commits}, more than the {most} that intervals of {interval_min_s} s allow")
-        if search_every_s is None:
-            search_every_s = check_period_s * 1000 / 60
-        for name, value in (("search_every_s", search_every_s), ("loss_rise", loss_rise)):
-            if not (_is_number(value) and value > 0):
-                raise ValueError(f"{name} is {value}; a number above 0 is needed")
-        if loss_target is not None and not (_is_number(loss_target) and math.isfinite(loss_target)):
-            raise ValueError(f"loss_target is {loss_target}; a finite number or None is needed")
+        self._most = most_commits(check_period_s, interval_min_s)
+        if commits is not None and not (is_whole(commits) and 1 <= commits <= self._most):
+            room = f"the {self._most} that intervals of {interval_min_s} s allow"
+            raise ValueError(f"commits is {commits}; a whole number from 1 to {room}, or None, is needed")
         self.commits = commits or 1  # of each worker in a period
         self._searches = commits is None
         self._period_s = check_period_s
         self._interval_min_s = interval_min_s
         self._cumulative = rule == "cumulative"
-        self._most = most
         self._search_every_s = search_every_s
         self._loss_rise = loss_rise
         self._loss_target = loss_target
@@ -125,9 +109,7 @@ class ADSP(Paradigm):
         self._points: list[tuple[float, float]] = []
         self._stop_s = math.inf
         if self._searches:  # (e)
-            self._search = Search(1, most)
-            self._trial_s = 0.0
-            self._stop_s = check_period_s
+            self._search, self._trial_s, self._stop_s = Search(1, self._most), 0.0, check_period_s
 
     def first(self, worker: int) -> Grant:
         return Grant(worker, 1, 0, 0, 0.0, local_steps=UNTIL, commit_s=self._commit_s(worker, 0.0))
@@ -202,8 +184,8 @@ class ADSP(Paradigm):
 
     def _sample(self, from_s: float) -> None:
         """(c) Take a point of the trial if it is so old, and a loss is known."""
-        age_s, loss = self._now_s - self._trial_s, self._loss()
-        if age_s >= from_s and not math.isnan(loss):
+        age_s = self._now_s - self._trial_s
+        if age_s >= from_s and not math.isnan(loss := self._loss()):
             self._points.append((age_s, loss))
 
     def _loss(self) -> float:
@@ -239,5 +221,16 @@ class ADSP(Paradigm):
         return rows
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+def _must_be_allowed(
+    check_period_s: float, interval_min_s: float, search_every_s: float, loss_rise: float, loss_target: float | None
+) -> None:
+    if not (is_number(check_period_s) and 0 < check_period_s < math.inf):
+        raise ValueError(f"check_period_s is {check_period_s}; a finite number above 0 is needed")
+    if not (is_number(interval_min_s) and 0 < interval_min_s <= check_period_s):
+        up_to = f"up to check_period_s, {check_period_s}"
+        raise ValueError(f"interval_min_s is {interval_min_s}; a number above 0 and {up_to}, is needed")
+    for name, value in (("search_every_s", search_every_s), ("loss_rise", loss_rise)):
+        if not (is_number(value) and value > 0):
+            raise ValueError(f"{name} is {value}; a number above 0 is needed")
+    if loss_target is not None and not (is_number(loss_target) and math.isfinite(loss_target)):
+        raise ValueError(f"loss_target is {loss_target}; a finite number or None is needed")

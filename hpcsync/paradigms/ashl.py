@@ -29,10 +29,12 @@ from collections import deque
 from dataclasses import replace
 from statistics import median
 
+from hpcsync.paradigms.gate import Gate
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.progress import Progress
 from hpcsync.paradigms.protocol import Action, Apply, Decision, Grant, Pushed
 from hpcsync.planning.local_steps import Profile, local_steps, ratios, shares
+from hpcsync.planning.numbers import is_number, is_whole
 
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
 SHARES = ("data", "equal")
@@ -89,27 +91,23 @@ class ASHL(Paradigm):
             ("warmup", warmup, 0),
             ("profiled", profiled, 2),
         ):
-            if not (_is_whole(value) and value >= least):
+            if not (is_whole(value) and value >= least):
                 raise ValueError(f"{name} is {value}; a whole number from {least} on is needed")
         if steps_fine > steps_coarse:
             raise ValueError(f"steps_fine is {steps_fine}, more than steps_coarse, {steps_coarse}")
-        if staleness != math.inf and not (_is_whole(staleness) and staleness >= 0):
-            raise ValueError(f"staleness is {staleness}; a whole number from 0 on, or inf, is needed")
         for name, ratio in (("ratio_coarse", ratio_coarse), ("ratio_fine", ratio_fine)):
-            if ratio is not None and not (_is_number(ratio) and 0 < ratio <= 1):
+            if ratio is not None and not (is_number(ratio) and 0 < ratio <= 1):
                 raise ValueError(f"{name} is {ratio}; a number above 0 and up to 1, or None, is needed")
         if (ratio_coarse is None) != (ratio_fine is None):
             raise ValueError(f"ratio_coarse is {ratio_coarse} and ratio_fine {ratio_fine}; both or none are needed")
-        if loss_preset is not None and not _is_number(loss_preset):
+        if loss_preset is not None and not is_number(loss_preset):
             raise ValueError(f"loss_preset is {loss_preset}; a number or None is needed")
-        if not (_is_number(plateau) and 0 < plateau < 1):
+        if not (is_number(plateau) and 0 < plateau < 1):
             raise ValueError(f"plateau is {plateau}; a number above 0 and below 1 is needed")
         if share not in SHARES:
             raise ValueError(f"share is {share!r}; one of {', '.join(SHARES)} is needed")
         self.stage = PROFILE
-        self.staleness = staleness
         self._presets = {COARSE: (steps_coarse, ratio_coarse), FINE: (steps_fine, ratio_fine)}
-        self._ratio_coarse = ratio_coarse
         self._loss_preset = loss_preset
         self._plateau = plateau
         self._by_data = share == "data"
@@ -126,6 +124,7 @@ class ASHL(Paradigm):
         self._checked: deque[float] = deque(maxlen=CHECKS + 1)
         self._begun: set[int] = set()  # workers that have been granted something in the fine stage
         self._fine = Progress(n_workers)  # commits of what was granted there
+        self._gate = Gate(self._fine, staleness)
 
     def first(self, worker: int) -> Grant:
         return Grant(worker, 1, 0, 0, 0.0, local_steps=1, ratio=self._profile_ratio(1))
@@ -147,14 +146,7 @@ class ASHL(Paradigm):
         if self.stage != FINE:
             assert not held, f"workers {sorted(held)} are held outside of the fine stage"
             assert not any(fine), f"commits of {fine} outside of the fine stage"
-        least = min((fine[worker] for worker in active), default=0)
-        for worker in active:
-            gap = fine[worker] - least
-            if worker in held:
-                assert gap > self.staleness, f"worker {worker} is held {gap} commits ahead: needlessly"
-                assert gap <= self.staleness + 1, f"worker {worker} has committed at a gap of {gap}"
-            else:
-                assert gap <= self.staleness, f"worker {worker} goes on {gap} commits ahead"
+        self._gate.check(held, self._gate.staleness)
 
     def _pushed(self, event: Pushed) -> list[Action]:
         worker = event.worker
@@ -162,35 +154,27 @@ class ASHL(Paradigm):
         share = 1 / len(self._progress.active) if self.stage == PROFILE else self._shares[worker]  # (c)
         if self.stage == COARSE:
             self._observe_loss(event.loss)
-        before = self._fine.min_iters
         if worker in self._begun:  # (d)
             self._fine.push(worker)
-        return [Apply((worker,), (share,)), *self._advance(worker), *self._answer(worker), *self._release(before)]
+        rows = self._advance(worker)
+        return [Apply((worker,), (share,)), *rows, *self._answer(worker), *self._gate.release(self._go_on)]
 
     def _left(self, worker: int) -> list[Action]:
-        before = self._fine.min_iters
         self._fine.leave(worker)
         for plan in (self._steps, self._shares, self._ratios):
             plan.pop(worker, None)
         if not self._progress.active:
             return []
         rows = self._advance(worker) if self.stage == PROFILE else self._share()  # (g)
-        return [*rows, *self._release(before)]
+        return [*rows, *self._gate.release(self._go_on)]
 
     def _answer(self, worker: int) -> list[Action]:
         """Grant or hold the worker that has just pushed."""
-        if self._fine.gap(worker) > self.staleness:
-            self._hold(worker)
-            return []
-        return [self._go_on(worker)]
-
-    def _release(self, before: int) -> list[Grant]:
-        """Grant those that the slowest, `before` commits far until now, has come close enough to."""
-        fine = self._fine
-        if fine.min_iters == before:
-            return []
-        near = [worker for worker in self._held_since_s if fine.gap(worker) <= self.staleness]
-        return [self._go_on(worker) for worker in sorted(near, key=lambda worker: (fine.pushes[worker], worker))]
+        if self._gate.is_open(worker):
+            return [self._go_on(worker)]
+        self._hold(worker)
+        self._gate.hold(worker)
+        return []
 
     def _go_on(self, worker: int) -> Grant:
         if self.stage == PROFILE:
@@ -204,12 +188,13 @@ class ASHL(Paradigm):
     def _is_sparse(self, iteration: int) -> bool:
         """Whether this push of the profile measures compressing and not the link."""
         since = iteration - self._warmup
-        return self._ratio_coarse is not None and since > 0 and since % 2 == 0
+        return self._presets[COARSE][1] is not None and since > 0 and since % 2 == 0
 
     def _profile_ratio(self, iteration: int) -> float:
-        if self._ratio_coarse is None:
+        _, ratio = self._presets[COARSE]
+        if ratio is None:
             return math.nan
-        return self._ratio_coarse if self._is_sparse(iteration) else 1.0
+        return ratio if self._is_sparse(iteration) else 1.0
 
     def _measure(self, event: Pushed) -> None:
         iteration = self._progress.pushes[event.worker]
@@ -278,11 +263,3 @@ class ASHL(Paradigm):
         parts = shares([self._steps[i] if self._by_data else 1 for i in active])
         self._shares = dict(zip(active, parts, strict=True))
         return [Decision("share", i, part, (*_NO_TIMES, math.nan)) for i, part in self._shares.items()]
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)

@@ -31,6 +31,7 @@ import math
 
 from hpcsync.paradigms.protocol import Action, Decision, Grant
 from hpcsync.paradigms.ssp import SSP
+from hpcsync.planning.numbers import is_whole
 
 MODES = ("bounded", "paper")
 
@@ -70,7 +71,7 @@ class DSSP(SSP):
 
     def __init__(self, n_workers: int, *, staleness_min: int, staleness_max: int, mode: str = "bounded") -> None:
         for name, value in (("staleness_min", staleness_min), ("staleness_max", staleness_max)):
-            if not (isinstance(value, int) and value >= 0):
+            if not (is_whole(value) and value >= 0):
                 raise ValueError(f"{name} is {value}; a whole number from 0 on is needed")
         if staleness_max < staleness_min:
             raise ValueError(f"staleness_max is {staleness_max}, less than staleness_min, {staleness_min}")
@@ -111,10 +112,10 @@ class DSSP(SSP):
         if self._credits[worker] > 0:  # line 3
             self._credits[worker] -= 1
             return [self._grant(worker, self._credits[worker])]
-        gap_iters = self._progress.gap(worker)
         # (k) Line 8 says `<=`, the text and figure 2 would stop at a gap of s_L. SSP's reads mean `<=` too.
-        if gap_iters <= self.staleness:
+        if self._gate.is_open(worker):
             return [self._grant(worker)]
+        gap_iters = self._progress.gap(worker)
         # (f) Equally fast workers are all the fastest.
         is_fastest = self._progress.pushes[worker] == self._progress.max_iters
         credits_max = self._credits_max(gap_iters)

@@ -28,6 +28,7 @@ import math
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.protocol import Action, Apply, Cancel, Collect, Decision, Drop, Grant, Pushed
 from hpcsync.planning.adaptive_k import POLICIES, KController, staleness_bound
+from hpcsync.planning.numbers import is_number, is_whole
 
 CANCELS = ("drop", "abort")
 STALENESS_WEIGHTS = ("none", "inverse")
@@ -58,7 +59,7 @@ class FirstK(Paradigm):
             self._controller = KController(n_workers, policy=k, distinct=self.distinct, k_min=k_min, k_start=k_start)
             self.decision_fields = KController.decision_fields
             k = self._controller.k
-        elif not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        elif not is_whole(k) or k < 1:
             raise ValueError(f"k is {k}; a whole number from 1 on or one of {', '.join(POLICIES)} is needed")
         elif k > n_workers:
             raise ValueError(f"k is {k}, more than the {n_workers} workers")
@@ -193,8 +194,7 @@ class KAsync(FirstK):
         staleness_max: float | None = math.inf,
         staleness_weight: str = "none",
     ) -> None:
-        is_number = isinstance(staleness_max, int | float) and not isinstance(staleness_max, bool)
-        if staleness_max is not None and not (is_number and staleness_max >= 0):
+        if staleness_max is not None and not (is_number(staleness_max) and staleness_max >= 0):
             raise ValueError(f"staleness_max is {staleness_max}; a number from 0 on, inf or None is needed")
         if staleness_weight not in STALENESS_WEIGHTS:
             needed = ", ".join(STALENESS_WEIGHTS)

@@ -13,11 +13,9 @@ first c - staleness iterations, and all of its own.
 
 from __future__ import annotations
 
-import heapq
-import math
-
+from hpcsync.paradigms.gate import Gate
 from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Grant, Pushed
+from hpcsync.paradigms.protocol import Action, Apply, Pushed
 
 
 class SSP(Paradigm):
@@ -34,61 +32,32 @@ class SSP(Paradigm):
 
     def __init__(self, n_workers: int, *, staleness: float) -> None:
         super().__init__(n_workers)
-        if staleness != math.inf and not (isinstance(staleness, int) and staleness >= 0):
-            raise ValueError(f"staleness is {staleness}; a whole number from 0 on, or inf, is needed")
-        self.staleness = staleness
-        # (pushes, worker) of the held. A held worker pushes nothing, so an entry goes stale only when its
-        # worker leaves; such entries are dropped when they come up.
-        self._held_by_pushes: list[tuple[int, int]] = []
+        self._gate = Gate(self._progress, staleness)
 
     def check(self) -> None:
-        """Assert the invariants: those of every paradigm, the bounds, and that nobody is held needlessly.
-
-        A grant's start gap is checked at every later event as well: until its next push a worker's gap only
-        shrinks.
-        """
+        """Assert the invariants: those of every paradigm, the bounds, and that nobody is held needlessly."""
         super().check()
-        pushes, held = self._progress.pushes, self._held_since_s
-        bound_iters = self._start_gap_max_iters()
-        min_iters = min((pushes[worker] for worker in self._progress.active), default=0)
-        for worker in self._progress.active:
-            gap_iters = pushes[worker] - min_iters
-            if worker in held:
-                assert gap_iters > self.staleness, f"worker {worker} is held at gap {gap_iters}: needlessly"
-                assert gap_iters <= bound_iters + 1, f"worker {worker} has pushed at gap {gap_iters}"
-            else:
-                assert gap_iters <= bound_iters, f"worker {worker} has started at gap {gap_iters}"
-        waiting = sorted(entry for entry in self._held_by_pushes if entry[1] in self._progress.active)
-        assert waiting == sorted((pushes[worker], worker) for worker in held), "the queue is not that of the held"
+        self._gate.check(self._held_since_s, self._start_gap_max_iters())
 
     def _start_gap_max_iters(self) -> float:
-        return self.staleness
+        return self._gate.staleness
 
     def _pushed(self, event: Pushed) -> list[Action]:
         # DSSP's ambiguity m, the same here: the papers leave open whether pushes that meet are merged. They
         # are not: each is applied when it arrives and counts as one update.
-        return [Apply((event.worker,)), *self._answer(event.worker), *self._release()]
+        return [Apply((event.worker,)), *self._answer(event.worker), *self._gate.release(self._grant)]
 
     def _left(self, worker: int) -> list[Action]:
         # DSSP's ambiguity n, the same here: a departure can raise the minimum as a push does.
-        return [*self._release()]
+        return [*self._gate.release(self._grant)]
 
     def _answer(self, worker: int) -> list[Action]:
         """Grant or hold the worker that has just pushed."""
-        if self._progress.gap(worker) <= self.staleness:
+        if self._gate.is_open(worker):
             return [self._grant(worker)]
         self._hold(worker)
         return []
 
     def _hold(self, worker: int) -> None:
         super()._hold(worker)
-        heapq.heappush(self._held_by_pushes, (self._progress.pushes[worker], worker))
-
-    def _release(self) -> list[Grant]:
-        """Grant the held workers that the slowest has come close enough to."""
-        queue, grants = self._held_by_pushes, []
-        while queue and queue[0][0] - self._progress.min_iters <= self.staleness:
-            _, worker = heapq.heappop(queue)
-            if worker in self._held_since_s:
-                grants.append(self._grant(worker))
-        return grants
+        self._gate.hold(worker)

@@ -3,5 +3,5 @@
 Pure like the paradigms, which may use it: the standard library and NumPy, no clocks, no files, no communication.
 `speed` predicts how fast a worker will be, `batches` divides a step's samples by it, `adaptive_k` chooses how many
 contributions an update waits for, `local_steps` how many steps a worker makes between pushes and how much of a push it
-sends, `commit_rate` how often workers push.
+sends, `commit_rate` how often workers push. `numbers` says what counts as one.
 """

@@ -22,6 +22,8 @@ from collections.abc import Collection, Sequence
 from statistics import median_low
 from typing import ClassVar
 
+from hpcsync.planning.numbers import is_whole
+
 POLICIES = ("state", "loss", "min")
 
 INTERVAL = 20  # updates
@@ -102,11 +104,11 @@ class KController:
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"the policy of k is {policy!r}; one of {', '.join(POLICIES)} is needed")
-        if not (_is_whole(k_min) and 1 <= k_min <= n_workers):
+        if not (is_whole(k_min) and 1 <= k_min <= n_workers):
             raise ValueError(f"k_min is {k_min}; a whole number from 1 to the {n_workers} workers is needed")
         if k_start is None:
             k_start = n_workers if policy == "state" else k_min
-        if not (_is_whole(k_start) and k_min <= k_start <= n_workers):
+        if not (is_whole(k_start) and k_min <= k_start <= n_workers):
             raise ValueError(f"k_start is {k_start}; a whole number from k_min, {k_min}, to {n_workers} is needed")
         self.k = k_start
         self.k_min = k_min
@@ -169,7 +171,3 @@ class KController:
         stuck = {worker for worker in active if version - read_versions[worker] > bound}
         slow = {worker for worker in active if self._time_s[worker] > THETA * median_s}  # not so where it is NaN
         return float(len(active) - len(stuck | slow)), median_s, float(len(stuck))
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

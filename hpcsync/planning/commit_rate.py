@@ -13,6 +13,11 @@ from collections.abc import Sequence
 TARGET_SHARE = 0.9  # of a trial's first loss, where no target is given
 
 
+def most_commits(period_s: float, interval_s: float) -> int:
+    """How many commits a period has room for that are so far apart: whatever the rounding, n of an n-th part of it."""
+    return math.floor(period_s / interval_s * (1 + 1e-12))
+
+
 def reward(times_s: Sequence[float], losses: Sequence[float], loss_target: float | None) -> float:
     """One over the seconds after which the loss reaches its target, by the curve through these three points.
 

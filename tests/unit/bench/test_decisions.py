@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import pytest
+
 from hpcsync.bench import decisions
-from hpcsync.paradigms import create
+from hpcsync.paradigms import Decision, Grant, create
 
 
 def test_figures_are_positive_and_the_controller_is_asked():
@@ -25,3 +27,19 @@ def test_a_replay_meets_no_illegal_event():
 def test_without_a_controller_nobody_is_asked():
     _, consulted = decisions.schedule(create("ssp", 4, staleness=1), 400)
     assert consulted == set()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("ashl", {"stage", "local-steps", "share", "ratio"}), ("adsp", {"reward", "commits"})]
+)
+def test_what_is_measured_of_commits_has_all_of_their_decisions_and_waits(name, told):
+    options = decisions.PARADIGMS[name]
+    events, consulted = decisions.schedule(create(name, 4, **options), 400)
+    paradigm, rows, waits = create(name, 4, **options), set(), 0
+    for event in events:
+        actions = paradigm.handle(event)
+        rows |= {action.controller for action in actions if isinstance(action, Decision)}
+        waits += any(isinstance(action, Grant) and action.held_s > 0 for action in actions)
+    assert rows == told
+    assert waits > 5
+    assert 0 < len(consulted) < 100

@@ -18,7 +18,7 @@ OPTIONS = {
     "k-async": {"k": "state", "staleness_max": None},
     "k-batch-async": {"k": 1, "staleness_weight": "inverse"},
     "ashl": {"loss_preset": 0.5, "share": "equal"},
-    "adsp": {"rule": "released"},
+    "adsp": {"check_period_s": 60.0, "interval_min_s": 10.0, "search_every_s": 1000.0, "rule": "released"},
 }
 
 
@@ -60,6 +60,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones():
         ("k-sync", {"k": 2, "staleness_max": 3}),
         ("k-batch-async", {"k": 2, "cancel": "drop"}),
         ("ashl", {"local_steps": 4}),
+        ("adsp", {"check_period_s": 60.0, "interval_min_s": 10.0}),
     ],
 )
 def test_options_that_do_not_fit_are_refused(name, options):

@@ -12,6 +12,7 @@ from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.ssp import SSP
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
 
+ADSP = {"check_period_s": 4.0, "interval_min_s": 0.5}
 ALL = {
     "bsp": ("bsp", {}),
     "asp": ("asp", {}),
@@ -34,8 +35,8 @@ ALL = {
         "ashl",
         {"warmup": 0, "profiled": 2, "plateau": 0.9, "staleness": 0, "ratio_coarse": None, "ratio_fine": None},
     ),
-    "adsp": ("adsp", {"check_period_s": 4.0, "search_every_s": 8.0}),
-    "adsp-fixed": ("adsp", {"check_period_s": 4.0, "commits": 3, "rule": "released"}),
+    "adsp": ("adsp", {**ADSP, "search_every_s": 8.0}),
+    "adsp-fixed": ("adsp", {**ADSP, "search_every_s": 99.0, "commits": 3, "rule": "released"}),
 }
 every_paradigm = pytest.mark.parametrize("which", ALL)
 
@@ -161,8 +162,9 @@ class ForgetsDepartures(SSP):
 
 
 class NeverReleases(SSP):
-    def _release(self):
-        return []
+    def __init__(self, n_workers, *, staleness):
+        super().__init__(n_workers, staleness=staleness)
+        self._gate.release = lambda grant: []
 
 
 class HoldsEverybody(BSP):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms.gate import Gate
 from hpcsync.paradigms.ssp import SSP
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
@@ -126,54 +127,57 @@ def test_any_finite_bound_ends_at_the_rate_of_the_slowest(staleness):
     assert max(referee.pushes) <= 200 + staleness + 1
 
 
-class HoldsLate(SSP):
-    def _answer(self, worker):
-        if self._progress.gap(worker) == self.staleness + 1:
-            return [self._grant(worker)]
-        return super()._answer(worker)
+class HoldsLate(Gate):
+    def is_open(self, worker):
+        return self._progress.gap(worker) <= self.staleness + 1
 
 
-class HoldsEarly(SSP):
-    def _answer(self, worker):
-        if self._progress.gap(worker) == self.staleness:
-            self._hold(worker)
-            return []
-        return super()._answer(worker)
+class HoldsEarly(Gate):
+    def is_open(self, worker):
+        return self._progress.gap(worker) < self.staleness
 
-    def _release(self):
-        return super()._release() if self._progress.gap(0) < self.staleness else []
+    def release(self, grant):
+        return super().release(grant) if self._progress.gap(0) < self.staleness else []
 
 
-class ReleasesEarly(SSP):
-    def _release(self):
-        return [self._grant(worker) for worker in sorted(self._held_since_s)]
+class ReleasesEarly(Gate):
+    def release(self, grant):
+        grants = [grant(worker) for _, worker in sorted(self._waiting)]
+        self._waiting.clear()
+        return grants
 
 
-class ForgetsToReleaseOnDeparture(SSP):
-    def _left(self, worker):
-        return []
+class ForgetsDepartures(Gate):
+    def release(self, grant):
+        return super().release(grant) if len(self._progress.active) == 3 else []
+
+
+def behind(gate, n_workers):
+    ssp = SSP(n_workers, staleness=3)
+    ssp._gate = gate(ssp._progress, 3)
+    return ssp
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("gate", "message"),
     [
         (HoldsLate, "has started at gap 4"),
         (HoldsEarly, "needlessly"),
         (ReleasesEarly, "has started at gap 4"),
-        (ForgetsToReleaseOnDeparture, "every active worker is held|slowest|needlessly"),
+        (ForgetsDepartures, "every active worker is held|slowest|needlessly"),
     ],
 )
-def test_check_sees(kind, message):
+def test_check_sees(gate, message):
     schedule = Schedule([[1.0] * 20, [1.0] * 20, [3.0] * 20], {2: 10.5})
-    run(SSP(3, staleness=3), schedule)
+    run(behind(Gate, 3), schedule)
     with pytest.raises(AssertionError, match=message):
-        run(kind(3, staleness=3), schedule)
+        run(behind(gate, 3), schedule)
 
 
-@pytest.mark.parametrize("kind", [HoldsLate, ReleasesEarly])
-def test_the_referee_sees(kind):
+@pytest.mark.parametrize("gate", [HoldsLate, ReleasesEarly])
+def test_the_referee_sees(gate):
     with pytest.raises(AssertionError, match="beyond the bound of 3"):
-        run(kind(2, staleness=3), fixed(1.0, 3.0, until_s=40.0), bound_iters=3, check=False)
+        run(behind(gate, 2), fixed(1.0, 3.0, until_s=40.0), bound_iters=3, check=False)
 
 
 def test_check_sees_a_push_gap_beyond_the_bound():
@@ -189,12 +193,12 @@ def test_check_sees_a_queue_that_lost_a_held_worker():
     ssp = SSP(2, staleness=0)
     ssp.handle(Pushed(1.0, 0))
     ssp.check()
-    ssp._held_by_pushes.clear()
+    ssp._gate._waiting.clear()
     with pytest.raises(AssertionError, match="queue"):
         ssp.check()
 
 
-@pytest.mark.parametrize("staleness", [-1, 2.5, math.nan, -math.inf, "3"])
+@pytest.mark.parametrize("staleness", [-1, 2.5, math.nan, -math.inf, "3", True])
 def test_a_bound_that_is_none_is_refused(staleness):
     with pytest.raises(ValueError, match="staleness is"):
         create("ssp", 2, staleness=staleness)

@@ -6,9 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.commit_rate import TARGET_SHARE, Search, reward
+from hpcsync.planning.commit_rate import TARGET_SHARE, Search, most_commits, reward
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
+
+
+def test_a_period_has_room_for_n_of_its_n_th_parts_whatever_the_rounding():
+    rounded_down = 0
+    for period_s in (0.1, 0.3, 0.7, 3.3, 60.0, 1e9):
+        for n in range(1, 200):
+            assert most_commits(period_s, period_s / n) == n
+            rounded_down += math.floor(period_s / (period_s / n)) < n
+    assert rounded_down
+    assert most_commits(60.0, 25.0) == 2
+    assert most_commits(60.0, 60.0) == 1
 
 
 def curve(a_squared, b, d):

@@ -1,0 +1,67 @@
+"""The gate by itself, on counts made by hand; how it bounds whole schedules is tested with SSP and ASHL."""
+
+import math
+
+import pytest
+
+from hpcsync.paradigms import Grant
+from hpcsync.paradigms.gate import Gate
+from hpcsync.paradigms.progress import Progress
+
+
+def grant(worker):
+    return Grant(worker, 1, 0, 0, 0.0)
+
+
+def closed(pushes, staleness=0):
+    """A gate at which all those wait that are too far ahead, who came in reverse order."""
+    progress = Progress(len(pushes))
+    gate = Gate(progress, staleness)
+    for worker in reversed(range(len(pushes))):
+        for _ in range(pushes[worker]):
+            progress.push(worker)
+    for worker in reversed(range(len(pushes))):
+        if not gate.is_open(worker):
+            gate.hold(worker)
+    return progress, gate
+
+
+def test_it_is_open_up_to_the_bound():
+    _, gate = closed([0, 2, 3, 9], staleness=2)
+    assert [gate.is_open(worker) for worker in range(4)] == [True, True, False, False]
+    gate.check({2, 3}, math.inf)
+    assert gate.release(grant) == []
+
+
+def test_the_furthest_behind_come_first_and_equals_in_worker_order():
+    progress, gate = closed([0, 2, 1, 2, 1])
+    progress.leave(0)
+    assert [one.worker for one in gate.release(grant)] == [2, 4]
+    for worker in (2, 4):
+        progress.push(worker)
+    assert [one.worker for one in gate.release(grant)] == [1, 3]
+    assert gate.release(grant) == []
+
+
+def test_who_has_left_is_not_granted():
+    progress, gate = closed([0, 1, 1])
+    progress.leave(1)
+    gate.check({2}, 0)
+    progress.push(0)
+    assert gate.release(grant) == [grant(2)]
+
+
+@pytest.mark.parametrize(
+    ("held", "start_gap_max", "message"),
+    [
+        ({1, 2, 3}, 2, "worker 1 is held at gap 1: needlessly"),
+        ({2, 3}, 1, "worker 3 has pushed at gap 3"),
+        ({2}, 2, "worker 3 has started at gap 3"),
+        ({2}, 3, "the queue is not that of the held"),
+    ],
+)
+def test_check_sees(held, start_gap_max, message):
+    _, gate = closed([0, 1, 2, 3], staleness=1)
+    gate.check({2, 3}, 2)
+    with pytest.raises(AssertionError, match=message):
+        gate.check(held, start_gap_max)

@@ -1,0 +1,22 @@
+"""What is a number, and what only looks like one."""
+
+import math
+
+import pytest
+
+from hpcsync.planning.numbers import is_number, is_whole
+
+
+@pytest.mark.parametrize("value", [0, -3, 10**30])
+def test_whole_numbers_are_both(value):
+    assert is_whole(value) and is_number(value)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0, -1.5, math.inf])
+def test_others_are_numbers(value):
+    assert is_number(value) and not is_whole(value)
+
+
+@pytest.mark.parametrize("value", [True, False, math.nan, "3", None, [1]])
+def test_what_is_none(value):
+    assert not is_number(value) and not is_whole(value)
