@@ -35,7 +35,7 @@ def _measure(name: str, n: int, repetitions: int) -> list[Figure]:
     encode_s, decode_s, copy_s = in_turn(
         repetitions,
         lambda: _seconds(_payload, codec, vector),
-        lambda: _seconds(codec.decode, payload, 0, n),
+        lambda: _seconds(codec.decode, payload, 0, n, copied),
         lambda: _seconds(np.copyto, copied, vector),
     )
     what, limit, limits = f"{name}, {n / 1e6:g} M elements", "a copy of the vector", _rates(vector.nbytes, copy_s)

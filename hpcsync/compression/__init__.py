@@ -44,7 +44,7 @@ def create(
 ) -> Codec:
     """Make the codec of this name for vectors of this layout.
 
-    error_feedback: None: where the codec is biased.
+    error_feedback: None: where the codec `feeds_back`.
     options: top-k and random-k `ratio`; dgc `ratio`, `momentum`, `nesterov`, `clip`, `warmup`, `warmup_ratios`; qsgd
     `levels`, `bucket`; powersgd `rank`; one-bit, sign, fp16 and bf16 have none.
 
@@ -53,5 +53,9 @@ def create(
     """
     if name not in CODECS:
         raise ValueError(f"there is no codec {name!r}, only {', '.join(CODECS)}")
-    codec = CODECS[name](layout, dtype, seed=seed, **options)
-    return ErrorFeedback(codec) if (codec.biased if error_feedback is None else error_feedback) else codec
+    kind = CODECS[name]
+    fed_back = kind.feeds_back if error_feedback is None else error_feedback
+    if kind is RandomK:
+        options["rescaled"] = not fed_back
+    codec = kind(layout, dtype, seed=seed, **options)
+    return ErrorFeedback(codec) if fed_back else codec

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -62,12 +63,9 @@ class Layout:
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
         """What of each tensor lies between these elements; tensors of which nothing does are left out."""
-        found = []
-        for tensor, (first, size) in enumerate(zip(self.begins, self.sizes, strict=True)):
-            low, high = max(begin, first), min(end, first + size)
-            if low < high:
-                found.append(Piece(tensor, low, high))
-        return found
+        within = range(max(0, bisect_right(self.begins, begin) - 1), bisect_left(self.begins, end))
+        cut = (Piece(i, max(begin, self.begins[i]), min(end, self.begins[i] + self.sizes[i])) for i in within)
+        return [piece for piece in cut if piece.begin < piece.end]
 
 
 class Encoded(ABC):
@@ -88,15 +86,16 @@ class Codec(ABC):
     nothing is remembered. Elements decoded in pieces have the same bits as decoded at once.
     """
 
-    biased: bool  # what is left out or distorted must be sent later: error feedback, unless it is declined
+    feeds_back: bool = False  # what is left out or distorted must be sent later: error feedback, unless it is declined
     takes_ratio: bool = False  # the share of elements to send can be told for each vector
     keeps_rest: bool = False  # it remembers itself what it has not sent
+    averages: bool = False  # the mean of all ranks' vectors is a product of mean factors, and not a mean of products
+    factor_sizes: tuple[int, int] = (0, 0)  # elements of the left ones, and of the right ones
 
     def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0) -> None:
         self.layout = layout
         self.dtype = np.dtype(dtype)
         self.seed = seed
-        self.fed_back = False  # whether an ErrorFeedback adds to the next vector what this one leaves out
         if self.dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
             raise ValueError(f"dtype is {self.dtype}; float32 or float64 is needed")
 
@@ -116,14 +115,16 @@ class Codec(ABC):
 
     def subtract(self, encoded: Encoded, vector: Array) -> None:
         """Take from the vector, in place, what `encoded` decodes to."""
-        vector -= self.decode(encoded.payload(0, self.layout.size), 0, self.layout.size)
+        decoded = namespace(vector).empty(self.layout.size, self.dtype)
+        self.decode(encoded.payload(0, self.layout.size), 0, self.layout.size, decoded)
+        vector -= decoded
 
     @abstractmethod
     def _encode(self, vector: Array, ratio: float) -> Encoded: ...
 
     @abstractmethod
-    def decode(self, payload: Array, begin: int, end: int) -> Array:
-        """Elements begin to end. The payload may be followed by anything."""
+    def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
+        """Fill `out`, shape (end - begin,), with elements begin to end. The payload may be followed by anything."""
 
     @abstractmethod
     def capacity(self, begin: int, end: int) -> int:
@@ -132,6 +133,20 @@ class Codec(ABC):
     def nominal_bytes(self, begin: int, end: int, ratio: float = math.nan) -> int:
         """How many it takes as a rule."""
         return self.capacity(begin, end)
+
+    # ---- where it averages: three steps that all ranks make, each with the mean of what the one before gave them ----
+
+    def left_factors(self, vector: Array) -> Array:
+        """Of a vector that stays as it is until the last step; 1-D, in memory of its own."""
+        raise TypeError(f"{type(self).__name__} takes no means")
+
+    def right_factors(self, mean: Array) -> Array:
+        """1-D, in memory of its own; there may be none. The mean is the codec's to keep."""
+        raise NotImplementedError
+
+    def product(self, mean: Array, out: Array) -> None:
+        """Fill `out`, which may be the vector, with the mean of all vectors. The mean is the codec's to keep."""
+        raise NotImplementedError
 
 
 def must_be_share(name: str, value: float) -> None:

@@ -25,8 +25,7 @@ class DGC(Sparse):
     is so large that everything is sent.
     """
 
-    biased = False  # v is its error feedback
-    keeps_rest = True
+    keeps_rest = True  # v
 
     def __init__(
         self,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from hpcsync.compression.codec import Array, Codec, Encoded, namespace
-from hpcsync.compression.powersgd import Averaging, PowerSGD
 
 
 class ErrorFeedback(Codec):
@@ -14,14 +13,15 @@ class ErrorFeedback(Codec):
     residual: e, once something was encoded.
     """
 
+    keeps_rest = True
+
     def __init__(self, codec: Codec) -> None:
         super().__init__(codec.layout, codec.dtype, seed=codec.seed)
-        if codec.keeps_rest or codec.fed_back:
+        if codec.keeps_rest:
             raise ValueError(f"{type(codec).__name__} keeps what it does not send itself: it takes no error feedback")
-        codec.fed_back = self.fed_back = True
         self.codec = codec
-        self.biased = codec.biased
         self.takes_ratio = codec.takes_ratio
+        self.averages, self.factor_sizes = codec.averages, codec.factor_sizes
         self.residual: Array | None = None
 
     def _encode(self, vector: Array, ratio: float) -> Encoded:
@@ -37,17 +37,20 @@ class ErrorFeedback(Codec):
         self.residual += vector
         return self.residual
 
-    def averaging(self, vector: Array) -> Averaging[Array]:
-        """The mean of all ranks' vectors as PowerSGD finds it; what is kept is this rank's own less that mean."""
-        if not isinstance(self.codec, PowerSGD):
-            raise TypeError(f"{type(self.codec).__name__} takes no means")
-        corrected = self._corrected(vector)
-        found = yield from self.codec.averaging(corrected)
-        corrected -= found
-        return found
+    def left_factors(self, vector: Array) -> Array:
+        return self.codec.left_factors(self._corrected(vector))
 
-    def decode(self, payload: Array, begin: int, end: int) -> Array:
-        return self.codec.decode(payload, begin, end)
+    def right_factors(self, mean: Array) -> Array:
+        return self.codec.right_factors(mean)
+
+    def product(self, mean: Array, out: Array) -> None:
+        """What is kept is this rank's own less the mean of all (Algorithm 2 of Vogels et al., NeurIPS 2019)."""
+        assert self.residual is not None
+        self.codec.product(mean, out)
+        self.residual -= out
+
+    def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
+        self.codec.decode(payload, begin, end, out)
 
     def capacity(self, begin: int, end: int) -> int:
         return self.codec.capacity(begin, end)

@@ -9,7 +9,7 @@ import numpy as np
 from hpcsync.compression.codec import Array, Codec, Encoded, blocks, namespace
 
 
-class Bits(Encoded):
+class Rounded(Encoded):
     """A payload is 16 bits for each element."""
 
     def __init__(self, bits: Array) -> None:
@@ -22,20 +22,16 @@ class Bits(Encoded):
 class Halves(Codec):
     """Codecs that round every element to two bytes: to the nearest, and of two the even one. NaN stays NaN."""
 
-    biased = False  # by a rounding
-
     def _encode(self, vector: Array, ratio: float) -> Encoded:
         bits = namespace(vector).empty(len(vector), np.uint16)
         for block in blocks(len(vector)):
             bits[block] = self._rounded(vector[block])
-        return Bits(bits)
+        return Rounded(bits)
 
-    def decode(self, payload: Array, begin: int, end: int) -> Array:
+    def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
         bits = payload[: 2 * (end - begin)].view(np.uint16)
-        vector = namespace(payload).empty(len(bits), self.dtype)
         for block in blocks(len(bits)):
-            vector[block] = self._widened(bits[block])
-        return vector
+            out[block] = self._widened(bits[block])
 
     def capacity(self, begin: int, end: int) -> int:
         return 2 * (end - begin)

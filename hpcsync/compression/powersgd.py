@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import Any, TypeVar
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -12,17 +14,13 @@ from hpcsync.compression.codec import BLOCK, Array, Codec, Encoded, Layout, Piec
 
 RATE_MIN = 2  # a matrix is sent in parts if these have fewer elements by this factor
 
-T = TypeVar("T")
-Averaging = Generator[Array, Array, T]  # out comes what every rank has one of, in goes the mean
-Parts = list[tuple[Array, ...]]  # of each tensor: P and Q, or its elements where it is sent as it is
-
 
 class Factors(Encoded):
     """A payload is, for each tensor, the rows of P that it touches and Q, or its elements."""
 
-    def __init__(self, codec: PowerSGD, parts: Parts) -> None:
+    def __init__(self, codec: PowerSGD, parts: Sequence[tuple[Array, ...]]) -> None:
         self.codec = codec
-        self.parts = parts
+        self.parts = parts  # of each tensor: P and Q, or its elements where it is sent as it is
 
     def payload(self, begin: int, end: int) -> Array:
         arrays = [self.parts[0][0][:0]]
@@ -45,7 +43,8 @@ class PowerSGD(Codec):
     seed: of the first Q, the same for all who take means of factors.
     """
 
-    biased = True
+    feeds_back = True
+    averages = True
 
     def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, rank: int = 2) -> None:
         super().__init__(layout, dtype, seed=seed)
@@ -53,7 +52,15 @@ class PowerSGD(Codec):
             raise ValueError(f"rank is {rank}; 1 or more is needed")
         self.rank = rank
         self._ranks = [self._rank(tensor) for tensor in range(len(layout.sizes))]
+        self._low = [tensor for tensor, rank in enumerate(self._ranks) if rank]
+        self._left_shapes = [
+            (self._matrix(i)[0], rank) if rank else (layout.sizes[i],) for i, rank in enumerate(self._ranks)
+        ]
+        self._right_shapes = [(self._matrix(i)[1], self._ranks[i]) for i in self._low]
+        self.factor_sizes = sum(map(math.prod, self._left_shapes)), sum(map(math.prod, self._right_shapes))
         self._qs: dict[int, Array] = {}
+        self._matrices: dict[int, Array] = {}  # of the vector that is being sent
+        self._lefts: list[Array] = []  # of its mean, orthonormal; the elements of what is sent as it is
 
     def _rank(self, tensor: int) -> int:
         """0: it is sent as it is."""
@@ -74,28 +81,30 @@ class PowerSGD(Codec):
         return (piece.begin - first) // width, -(-(piece.end - first) // width)
 
     def _encode(self, vector: Array, ratio: float) -> Encoded:
-        return Factors(self, carried_out(self._parts(vector), lambda values: values))
+        return self._factors(self.right_factors(self.left_factors(vector)))
 
-    def averaging(self, vector: Array) -> Averaging[Array]:
-        """What all ranks' vectors are in the mean, of the rank: the same for all of them.
-
-        Twice a vector comes out of which every rank has its own, and their mean is to be sent in, to keep.
-        """
-        encoded = Factors(self, (yield from self._parts(vector)))
-        return self.decode(encoded.payload(0, self.layout.size), 0, self.layout.size)
-
-    def _parts(self, vector: Array) -> Averaging[Parts]:
-        """P of each tensor in the mean and orthonormal, and Q in the mean; the mean of what is sent as it is."""
-        xp, tensors = namespace(vector), range(len(self._ranks))
+    def left_factors(self, vector: Array) -> Array:
+        """M Q of every matrix, and the elements of what is sent as it is."""
         of = [vector[begin : begin + n] for begin, n in zip(self.layout.begins, self.layout.sizes, strict=True)]
-        low = [tensor for tensor in tensors if self._ranks[tensor]]
-        matrices = {tensor: of[tensor].reshape(self._matrix(tensor)) for tensor in low}
-        firsts = [matrices[i] @ self._orthonormal_q(i, xp) if i in matrices else of[i] for i in tensors]
-        firsts = yield from _in_one(firsts, xp)
-        ps = {tensor: xp.linalg.qr(firsts[tensor])[0] for tensor in low}
-        qs = yield from _in_one([matrices[tensor].T @ ps[tensor] for tensor in low], xp)
-        self._qs = dict(zip(low, qs, strict=True))
-        return [(ps[i], self._qs[i]) if i in matrices else (firsts[i],) for i in tensors]
+        self._matrices = {i: of[i].reshape(self._matrix(i)) for i in self._low}
+        for i, matrix in self._matrices.items():
+            of[i] = matrix @ self._orthonormal_q(i, namespace(vector))
+        return _in_one(vector[:0], of)
+
+    def right_factors(self, mean: Array) -> Array:
+        """M^T P, of the mean's P made orthonormal."""
+        self._lefts = _apart(mean, self._left_shapes)
+        for i in self._low:
+            self._lefts[i] = namespace(mean).linalg.qr(self._lefts[i])[0]
+        return _in_one(mean[:0], [matrix.T @ self._lefts[i] for i, matrix in self._matrices.items()])
+
+    def product(self, mean: Array, out: Array) -> None:
+        self.decode(self._factors(mean).payload(0, self.layout.size), 0, self.layout.size, out)
+
+    def _factors(self, mean: Array) -> Factors:
+        self._qs = dict(zip(self._low, _apart(mean, self._right_shapes), strict=True))
+        self._matrices = {}
+        return Factors(self, [(p, self._qs[i]) if i in self._qs else (p,) for i, p in enumerate(self._lefts)])
 
     def _orthonormal_q(self, tensor: int, xp: Any) -> Array:
         """The last Q, or a random one: of its columns' span, so that small gradients do not vanish in products."""
@@ -105,18 +114,16 @@ class PowerSGD(Codec):
             self._qs[tensor] = xp.asarray(drawn.standard_normal(shape).astype(self.dtype))
         return xp.linalg.qr(self._qs[tensor])[0]
 
-    def decode(self, payload: Array, begin: int, end: int) -> Array:
-        vector = namespace(payload).empty(end - begin, self.dtype)
+    def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
         for piece in self.layout.pieces(begin, end):
             n_values = self._values(piece)
             values = payload[: n_values * self.dtype.itemsize].view(self.dtype)
             payload = payload[n_values * self.dtype.itemsize :]
-            here = vector[piece.begin - begin : piece.end - begin]
+            here = out[piece.begin - begin : piece.end - begin]
             if self._ranks[piece.tensor]:
                 self._multiply(values, piece, here)
             else:
                 here[:] = values
-        return vector
 
     def _multiply(self, values: Array, piece: Piece, result: Array) -> None:
         """Row by row and one column of P after the other: the bits do not depend on what rows are asked for."""
@@ -145,20 +152,12 @@ class PowerSGD(Codec):
         return sum(self._values(piece) for piece in self.layout.pieces(begin, end)) * self.dtype.itemsize
 
 
-def carried_out(steps: Averaging[T], all_mean: Callable[[Array], Array]) -> T:
-    """What comes of it where this gives the mean, over all ranks, of a vector that each of them has."""
-    try:
-        given = next(steps)
-        while True:
-            given = steps.send(all_mean(given))
-    except StopIteration as end:
-        return end.value
+def _in_one(nothing: Array, arrays: Sequence[Array]) -> Array:
+    """A copy of all elements of these; `nothing` is of their type."""
+    return namespace(nothing).concatenate([nothing, *(array.reshape(-1) for array in arrays)])
 
 
-def _in_one(arrays: list[Array], xp: Any) -> Averaging[list[Array]]:
-    """The means of all of these as one vector."""
-    if not arrays:
-        return []
-    means = yield xp.concatenate([array.reshape(-1) for array in arrays])
-    ends = list(np.cumsum([array.size for array in arrays]))
-    return [means[end - a.size : end].reshape(a.shape) for a, end in zip(arrays, ends, strict=True)]
+def _apart(vector: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+    """Its elements in these shapes: views."""
+    ends = pairwise(accumulate(map(math.prod, shapes), initial=0))
+    return [vector[begin:end].reshape(shape) for (begin, end), shape in zip(ends, shapes, strict=True)]

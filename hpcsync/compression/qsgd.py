@@ -31,8 +31,6 @@ class QSGD(Codec):
             (Lemma 3.1). Buckets do not care for tensors.
     """
 
-    biased = False
-
     def __init__(
         self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, levels: int = 127, bucket: int = 512
     ) -> None:
@@ -69,18 +67,16 @@ class QSGD(Codec):
             levels[block] = scaled.reshape(-1)[:length]
         return Levels(norms, levels, self.bucket)
 
-    def decode(self, payload: Array, begin: int, end: int) -> Array:
-        xp = namespace(payload)
+    def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
         first, last = touched(begin, end, self.bucket)
-        norms_end = 4 * (last - first)
-        levels = payload[norms_end : norms_end + (end - begin) * self._type.itemsize].view(self._type)
-        vector = xp.empty((last - first, self.bucket), self.dtype)
-        flat, skipped = vector.reshape(-1), begin - first * self.bucket
-        flat[:skipped] = 0
-        flat[skipped + end - begin :] = 0
-        flat[skipped : skipped + end - begin] = levels
-        vector *= (payload[:norms_end].view(np.float32).astype(self.dtype) / self.levels)[:, None]
-        return flat[skipped : skipped + end - begin]
+        norms_end, n = 4 * (last - first), end - begin
+        units = payload[:norms_end].view(np.float32).astype(self.dtype) / self.levels
+        out[:] = payload[norms_end : norms_end + n * self._type.itemsize].view(self._type)
+        head = min(-begin % self.bucket, n)  # elements of a bucket that began before
+        whole = out[head : n - (n - head) % self.bucket].reshape(-1, self.bucket)
+        of_whole = units[min(head, 1) :][: len(whole), None]
+        for part, unit in (out[:head], units[:1]), (whole, of_whole), (out[head + whole.size :], units[-1:]):
+            part *= unit
 
     def capacity(self, begin: int, end: int) -> int:
         first, last = touched(begin, end, self.bucket)

@@ -37,7 +37,7 @@ class Bits(Encoded):
 class Signs(Codec):
     """Codecs that send whether an element is negative. 0 is not. Small tensors are sent as they are."""
 
-    biased = True
+    feeds_back = True
 
     def _encode(self, vector: Array, ratio: float) -> Encoded:
         xp = namespace(vector)
@@ -52,9 +52,8 @@ class Signs(Codec):
     def _measure(self, tensor: Array, bits: Array, stands_for: Array) -> None:
         """Write into the last what a cleared bit and a set one stand for."""
 
-    def decode(self, payload: Array, begin: int, end: int) -> Array:
+    def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
         xp, itemsize = namespace(payload), self.dtype.itemsize
-        vector = xp.empty(end - begin, self.dtype)
         pieces = list(self._pieces(begin, end))
         bits_begin = sum(n_values for _, n_values in pieces) * itemsize
         values, packed = payload[:bits_begin].view(self.dtype), payload[bits_begin:]
@@ -62,13 +61,12 @@ class Signs(Codec):
         for piece, n_values in pieces:
             low, high = piece.begin - begin, piece.end - begin
             if self.layout.is_small(piece.tensor):
-                vector[low:high] = values[:n_values]
+                out[low:high] = values[:n_values]
             else:
                 eights = values[bits_of].reshape(256, 8)  # elements for each byte
                 of_bytes = xp.take(eights, packed[low // 8 : -(-high // 8)], axis=0)
-                vector[low:high] = of_bytes.reshape(-1)[low % 8 :][: high - low]
+                out[low:high] = of_bytes.reshape(-1)[low % 8 :][: high - low]
             values = values[n_values:]
-        return vector
 
     def capacity(self, begin: int, end: int) -> int:
         n_values = sum(n_values for _, n_values in self._pieces(begin, end))

@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 
 from hpcsync.compression.codec import Array, Codec, Encoded, Layout, joined, must_be_share, namespace
 
+TOO_MANY = 1 << 31  # elements: int32 has no more positions
 ALL = -1  # instead of a count: the values of all elements follow
 SAMPLED = 0.01  # of a tensor's elements, from which the k-th largest magnitude is guessed
 LOWER, LOWERED = 0.8, 10  # a guess that was too high becomes so many times as high; and how often
@@ -45,6 +46,8 @@ class Sparse(Codec):
     def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01) -> None:
         super().__init__(layout, dtype, seed=seed)
         must_be_share("ratio", ratio)
+        if layout.size >= TOO_MANY:
+            raise ValueError(f"the vector has {layout.size} elements; fewer than {TOO_MANY} are needed")
         self.ratio = ratio
 
     def counts(self, ratio: float) -> list[int] | None:
@@ -83,16 +86,14 @@ class Sparse(Codec):
     def _select(self, tensor: Array, count: int) -> Array:
         """The positions, ascending, of the elements to send: so many, or fewer if all others are 0."""
 
-    def decode(self, payload: Array, begin: int, end: int) -> Array:
-        xp, itemsize = namespace(payload), self.dtype.itemsize
-        count = int(payload[:8].view(np.int64)[0])
-        body = payload[8:]
+    def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
+        count, body, itemsize = int(payload[:8].view(np.int64)[0]), payload[8:], self.dtype.itemsize
         if count == ALL:
-            return body[: (end - begin) * itemsize].view(self.dtype).copy()
-        vector = xp.zeros(end - begin, self.dtype)
-        indices = body[count * itemsize : count * (itemsize + 4)].view(np.int32)
-        vector[indices] = body[: count * itemsize].view(self.dtype)
-        return vector
+            out[:] = body[: (end - begin) * itemsize].view(self.dtype)
+        else:
+            out.fill(0)
+            indices = body[count * itemsize : count * (itemsize + 4)].view(np.int32)
+            out[indices] = body[: count * itemsize].view(self.dtype)
 
     def capacity(self, begin: int, end: int) -> int:
         return 8 + (end - begin) * self.dtype.itemsize
@@ -109,7 +110,7 @@ class Sparse(Codec):
 class TopK(Sparse):
     """The elements of largest magnitude (Aji and Heafield, EMNLP 2017). NaN counts as the largest: it shows."""
 
-    biased = True
+    feeds_back = True
     takes_ratio = True
 
     def _select(self, tensor: Array, count: int) -> Array:
@@ -119,15 +120,19 @@ class TopK(Sparse):
 class RandomK(Sparse):
     """As many elements, any equally likely (Stich et al., NeurIPS 2018).
 
-    With error feedback they are sent as they are. Without it n / k times as large, so that the mean over many draws is
-    the vector; but a single one is about sqrt(n / k) times as long, for which few learning rates are small enough.
+    With error feedback they are sent as they are. Without it `rescaled`, n / k times as large, so that the mean over
+    many draws is the vector; but a single one is about sqrt(n / k) times as long, for which few learning rates are
+    small enough.
     """
 
-    biased = True
+    feeds_back = True
     takes_ratio = True
 
-    def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01) -> None:
+    def __init__(
+        self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01, rescaled: bool = False
+    ) -> None:
         super().__init__(layout, dtype, seed=seed, ratio=ratio)
+        self.rescaled = rescaled
         self._generator = np.random.default_rng(seed)
 
     def _select(self, tensor: Array, count: int) -> Array:
@@ -136,7 +141,7 @@ class RandomK(Sparse):
         return namespace(tensor).asarray(chosen)
 
     def _value(self, values: Array, size: int) -> Array:
-        return values if self.fed_back else values * (size / max(1, len(values)))
+        return values * (size / max(1, len(values))) if self.rescaled else values
 
 
 def largest(tensor: Array, count: int) -> Array:

@@ -26,15 +26,18 @@ class Compressor:
         self.codec = codec
 
     def encode(self, vector: torch.Tensor, shards: Sequence[slice], ratio: float = math.nan) -> list[torch.Tensor]:
-        """Of a flat vector, shape (size,), what the holder of each shard is to be given: tensors of the vector's type
-        that are in truth only bytes. ratio: see `compression.Codec.encode`."""
+        """Of a flat vector, shape (size,), what the holder of each shard is to be given: bytes, as many as whole
+        elements of the vector take. ratio: see `compression.Codec.encode`."""
         encoded = self.codec.encode(as_array(vector), ratio)
-        return [_as_elements(encoded.payload(shard.start, shard.stop), vector) for shard in shards]
+        return [_filled(as_tensor(encoded.payload(s.start, s.stop)), vector.itemsize) for s in shards]
 
 
 class Compression:
     """All that is alike on all ranks. shapes: of the model's tensors, in the order in which they lie in the flat
-    vector, which is of type `dtype`."""
+    vector, which is of type `dtype`.
+
+    whole: the flat vector. averages: see `Codec`.
+    """
 
     def __init__(self, job: Job, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
         assert not isinstance(job.compression, Dense)
@@ -42,11 +45,17 @@ class Compression:
         self._layout, self._dtype = Layout(shapes), dtype
         self._seed = job.seed
         self._decoder = self._create(seed=0)
+        self.whole = slice(0, self._layout.size)
+        self.averages = self._decoder.averages
 
     def compressor(self, worker: int) -> Compressor:
         """Of a worker that begins; what it draws differs from what others draw."""
         seed = int(np.random.SeedSequence([self._seed, 4, worker]).generate_state(1)[0])
         return Compressor(self._create(seed=seed))
+
+    def averager(self) -> Codec:
+        """Of a worker that begins, where its codec `averages`: all draw the same."""
+        return self.compressor(0).codec
 
     def slot_size(self, shard: slice) -> int:
         """Elements that have room for any payload of the shard."""
@@ -54,12 +63,23 @@ class Compression:
 
     def nominal_bytes(self, shard: slice, ratio: float = math.nan) -> int:
         """What its payload takes as a rule."""
-        return _padded(self._decoder.nominal_bytes(shard.start, shard.stop, ratio), self._dtype.itemsize)
+        n_bytes = self._decoder.nominal_bytes(shard.start, shard.stop, ratio)
+        return n_bytes + -n_bytes % self._dtype.itemsize
 
     def decode(self, payload: torch.Tensor, into: torch.Tensor, shard: slice) -> None:
-        """Fill a shard, shape (stop - start,), with what this payload says; there may be anything behind it."""
-        octets = as_array(payload.view(torch.uint8))
-        into.copy_(as_tensor(self._decoder.decode(octets, shard.start, shard.stop)))
+        """Fill a shard, shape (stop - start,), with what these bytes say; there may be anything behind them."""
+        self._decoder.decode(as_array(payload), shard.start, shard.stop, as_array(into))
+
+    def decode_mean(self, payloads: Sequence[torch.Tensor], into: torch.Tensor) -> None:
+        """Fill `into` with the mean of what these payloads of whole vectors say, added up in this order."""
+        self.decode(payloads[0], into, self.whole)
+        if len(payloads) == 1:
+            return
+        one = torch.empty_like(into)
+        for payload in payloads[1:]:
+            self.decode(payload, one, self.whole)
+            into.add_(one)
+        into.div_(len(payloads))
 
     def _create(self, seed: int) -> Codec:
         return compression.create(self._name, self._layout, _numpy_dtype(self._dtype), seed=seed, **self._options)
@@ -73,7 +93,7 @@ def of_job(job: Job, parameters: Sequence[torch.nn.Parameter]) -> Compression | 
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """The same memory as an array of NumPy, or of CuPy where it is a GPU's."""
+    """The same memory as an array of NumPy, or of CuPy where it is a GPU's; both work on its default stream."""
     if not tensor.is_cuda:
         return tensor.numpy()
     import cupy
@@ -85,16 +105,10 @@ def as_tensor(array: Any) -> torch.Tensor:
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
 
 
-def _as_elements(octets: Any, like: torch.Tensor) -> torch.Tensor:
-    """Bytes, followed by some more if that is needed, as a tensor of another one's type."""
-    tensor = as_tensor(octets)
-    if missing := _padded(len(tensor), like.itemsize) - len(tensor):
-        tensor = torch.nn.functional.pad(tensor, (0, missing))
-    return tensor.view(like.dtype)
-
-
-def _padded(n_bytes: int, itemsize: int) -> int:
-    return -(-n_bytes // itemsize) * itemsize
+def _filled(octets: torch.Tensor, itemsize: int) -> torch.Tensor:
+    """Bytes, followed by some more if that is needed."""
+    missing = -len(octets) % itemsize
+    return torch.nn.functional.pad(octets, (0, missing)) if missing else octets
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:

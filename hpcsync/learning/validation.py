@@ -8,6 +8,7 @@ import torch
 
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError, did_you_mean, shown
+from hpcsync.learning import compressing
 from hpcsync.learning.data import whole_batches
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
@@ -69,6 +70,7 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
     """The model can be trained in flat shards, one for each server, and evaluated if it is to be. Raises JobError."""
     try:
         size = sum(parameter.numel() for parameter in trainable(model))
+        compressing.of_job(job, trainable(model))  # where its gradients can be
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}

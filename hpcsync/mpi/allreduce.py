@@ -71,7 +71,7 @@ class MeanVector(ABC):
 
     @property
     def sent_bytes(self) -> int:
-        """That this rank has sent for the latest mean of the whole vector: as in a ring, also where nobody did."""
+        """The bytes that a ring would send from this rank for the latest mean of the whole vector."""
         return sent_in_a_ring(self.vector.nbytes, self.n_ranks)
 
     @abstractmethod

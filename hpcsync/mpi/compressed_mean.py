@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.learning.compressed_mean import Factors, has_factors, mean_of_payloads, next_of
-from hpcsync.learning.compressing import Compression
+from hpcsync.compression import ErrorFeedback
+from hpcsync.compression.codec import Array
+from hpcsync.learning.compressing import Compression, as_array, as_tensor
 from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import LINE_BYTES, Agreed, MeanVector, Said, agreed, mean_vector
 from hpcsync.mpi.patience import Patience
@@ -30,7 +31,7 @@ class CompressedMean(MeanVector):
     ) -> None:
         self.n_ranks = comm.size
         self.vector = torch.zeros(size, dtype=dtype, device=transport.device)
-        self._compression, self._whole = compression, slice(0, size)
+        self._compression = compression
         self._comm = comm.Dup()
         self._patience = Patience(self._comm)
 
@@ -76,7 +77,7 @@ class GatheredMean(CompressedMean):
         return sent_to_all(self._payload.nbytes, self.n_ranks)
 
     def _prepare(self) -> int:
-        self._payload = self._compressor.encode(self.vector, [self._whole])[0].view(torch.uint8)
+        self._payload = self._compressor.encode(self.vector, [self._compression.whole])[0]
         return self._payload.nbytes
 
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
@@ -93,7 +94,7 @@ class GatheredMean(CompressedMean):
         here = self._image[:end].to(self.vector.device)
         parts = zip(begins.tolist(), sizes.tolist(), strict=True)
         payloads = [here[begin : begin + size] for begin, size in parts if size]
-        mean_of_payloads(self._compression, payloads, self.vector)
+        self._compression.decode_mean(payloads, self.vector)
 
 
 class FactorsMean(CompressedMean):
@@ -106,39 +107,42 @@ class FactorsMean(CompressedMean):
         self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
     ) -> None:
         super().__init__(comm, size, dtype, transport, compression)
-        self._transport = transport
-        self._factors = Factors(compression)
-        self._means: dict[int, MeanVector] = {}  # of so many elements
+        self._codec = compression.averager()
+        self._means = [mean_vector(self._comm, max(1, n), dtype, transport) for n in self._codec.factor_sizes]
 
     @property
     def sent_bytes(self) -> int:
-        return sent_in_a_ring(self._compression.nominal_bytes(self._whole), self.n_ranks)
+        return sent_in_a_ring(self._compression.nominal_bytes(self._compression.whole), self.n_ranks)
 
     def _prepare(self) -> int:
         return 0
 
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
-        part, mean = self._factors.averaging(self.vector, contributing), None
-        while (given := next_of(part, mean)) is not None:
-            mean = self._mean_of(given, contributing)
-
-    def _mean_of(self, factors: torch.Tensor, contributing: bool) -> torch.Tensor:
-        size = len(factors)
-        if (of := self._means.get(size)) is None:
-            of = self._means[size] = mean_vector(self._comm, size, self.vector.dtype, self._transport)
-        of.vector.copy_(factors)
-        of.mean(0, size, Said(int(contributing)))
-        return of.vector.clone()
+        """A rank that does not contribute has zeros, and keeps what it has kept."""
+        codec, vector, said = self._codec, as_array(self.vector), Said(int(contributing))
+        if not contributing and isinstance(codec, ErrorFeedback):
+            codec = codec.codec
+        left, right = self._means
+        lefts = _formed(left, codec.left_factors(vector), said)
+        codec.product(_formed(right, codec.right_factors(lefts), said), vector)
 
     def free(self) -> None:
-        for of in self._means.values():
+        for of in self._means:
             of.free()
         super().free()
+
+
+def _formed(mean: MeanVector, factors: Array, said: Said) -> Array:
+    """Of what each rank has, which may be nothing."""
+    n = len(factors)
+    mean.vector[:n].copy_(as_tensor(factors))
+    mean.mean(0, n, said)
+    return as_array(mean.vector[:n].clone())
 
 
 def compressed_mean(
     comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
 ) -> CompressedMean:
     """Of `size` zeros on every rank, as `mean_vector`; collective. Each rank's compressor begins with it."""
-    kind = FactorsMean if has_factors(compression) else GatheredMean
+    kind = FactorsMean if compression.averages else GatheredMean
     return kind(comm, size, dtype, transport, compression)

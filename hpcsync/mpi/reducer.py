@@ -27,14 +27,12 @@ class Reduced(NamedTuple):
     """What one reduction cost this rank.
 
     waited_s: how long `finish` took; absent_s: how much of that others were not there yet; comm_s: how long means were
-    being formed, waiting included, hidden behind the backward pass or not. n_bytes: of the gradient; sent_bytes: that
-    this rank has sent (`MeanVector.sent_bytes`).
+    being formed, waiting included, hidden behind the backward pass or not. sent_bytes: see `MeanVector.sent_bytes`.
     """
 
     waited_s: float = 0.0
     absent_s: float = 0.0
     comm_s: float = 0.0
-    n_bytes: int = 0
     sent_bytes: int = 0
 
 
@@ -185,8 +183,7 @@ class Reducer:
             agreed = self._reduce(begin, end, Said(int(contributing), n_samples, stop))
         waited_s = time.perf_counter() - begin_s
         absent_s = min(waited_s, self._mean.absent_s - absent_s)
-        bytes_ = self._flat.gradient.nbytes, self._mean.sent_bytes
-        self.reduced = Reduced(waited_s, absent_s, self._comm_s, *bytes_)
+        self.reduced = Reduced(waited_s, absent_s, self._comm_s, self._mean.sent_bytes)
         self._begin_anew()
         return agreed
 

@@ -51,7 +51,7 @@ class Shard:
         self._slot_spans = [(begin, begin + slot_size) for begin in range(buffers.numel(), len(local), slot_size)]
         buffers[:, len(mine) :] = 0
         buffers[0, : len(mine)] = mine
-        self._put = put  # as it lies there
+        self._put = put.view(torch.uint8)  # as it lies there
         self._slots = put if link.compression is None else buffers.new_zeros(len(put), row_size)
         self._slots[:, len(mine) :] = 0
         self.store = Store(buffers, self._slots, link.done.local, rule, len(mine))

@@ -106,7 +106,8 @@ class Worker:
         link, pieces = self._link, self._contribution
         begin_s = link.clock.now()
         if self._compressor is not None:
-            pieces = self._compressor.encode(self._whole, link.shards, self.assignment.ratio)
+            payloads = self._compressor.encode(self._whole, link.shards, self.assignment.ratio)
+            pieces = [payload.view(self._whole.dtype) for payload in payloads]  # as a window takes them
             cuda.ready(self._whole)
             encoded_s = link.clock.now()
             self._encode_s, begin_s = encoded_s - begin_s, encoded_s

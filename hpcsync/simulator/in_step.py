@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from hpcsync.coordinator import Recorder
 from hpcsync.devices import encode_s
 from hpcsync.job import Job
-from hpcsync.job_compression import PowerSgd
 from hpcsync.job_paradigms import Gossip, LocalSgd
+from hpcsync.learning import compressing
+from hpcsync.learning.flat import trainable
 from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
@@ -120,7 +121,8 @@ class AllReduceSimulation(_InStep):
         self._lr = learning_rate(job)
         self._division = create_division(job)
         self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
-        self._has_factors = isinstance(job.compression, PowerSgd)
+        compression = compressing.of_job(job, trainable(workload.model))
+        self._averages = compression is not None and compression.averages
         self._encode_s = encode_s(job, self._links.size_bytes)
         self._given_bytes: dict[int, int] = {}  # of compressed gradients: worker -> bytes that it gives the others
 
@@ -145,7 +147,7 @@ class AllReduceSimulation(_InStep):
 
     def _encoded(self) -> None:
         given = [self._given_bytes.get(worker, 0) for worker in range(len(self._workers))]
-        if self._has_factors:
+        if self._averages:
             self._links.all_reduce_twice(max(given), self._reduced)
         else:
             self._links.all_gather(given, self._reduced)
@@ -153,7 +155,7 @@ class AllReduceSimulation(_InStep):
     def _moved_bytes(self, worker: int) -> int:
         if not self._given_bytes:
             return super()._moved_bytes(worker)
-        sent = sent_in_a_ring if self._has_factors else sent_to_all
+        sent = sent_in_a_ring if self._averages else sent_to_all
         return sent(self._given_bytes[worker], len(self._workers))
 
     def _reduced(self) -> None:

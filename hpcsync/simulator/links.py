@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from hpcsync.devices import Device, device, takes_no_time
@@ -33,13 +34,13 @@ class Links:
         self._n_workers = n_workers
         self._network: Network | None = None
         self._rates: Sequence[float] = ()
-        self._latency_s = self._all_reduce_s = 0.0
+        self._latency_s = 0.0
         if table is not None:
             rates = self._rates = table.rates(0, n_workers)
             self._latency_s = 1e-6 * table.latency_us
             self._network = Network(loop, rates, rates, self._latency_s)
-            # Nothing else is under way during an all-reduce, so that one takes as long as another.
-            self._all_reduce_s = ring_alone_s(rates, size_bytes, self._latency_s)
+        # Nothing else is under way during an all-reduce, so that one takes as long as another.
+        self._ring_s = cache(lambda n: ring_alone_s(self._rates, n, self._latency_s) if self._rates else 0.0)
 
     def message(self, then: Then, *args: Any) -> None:
         """A request, or an acknowledgement."""
@@ -54,13 +55,12 @@ class Links:
 
     def all_reduce(self, then: Then, *args: Any) -> None:
         """All workers sum what each of them has, in a ring; those that have left pass on what others have."""
-        self._loop.after(self._all_reduce_s, then, *args)
+        self._loop.after(self._ring_s(self.size_bytes), then, *args)
 
     def all_reduce_twice(self, size_bytes: int, then: Then, *args: Any) -> None:
         """Two sums, one after the other, of so many bytes together."""
         half = size_bytes // 2
-        parts = (half, size_bytes - half) if self._rates else ()
-        self._loop.after(sum(ring_alone_s(self._rates, part, self._latency_s) for part in parts), then, *args)
+        self._loop.after(self._ring_s(half) + self._ring_s(size_bytes - half), then, *args)
 
     def all_gather(self, sizes_bytes: Sequence[int], then: Then, *args: Any) -> None:
         """Every worker is given what each of them has, so many bytes, in a ring."""

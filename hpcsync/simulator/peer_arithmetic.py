@@ -121,10 +121,8 @@ class NothingTogether(_Nothing):
     """Compressed gradients take what they take as a rule."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        parameters = trainable(workload.model)
-        compression = compressing.of_job(job, parameters)
-        size = sum(p.numel() for p in parameters)
-        self._sizes = () if compression is None else (compression.nominal_bytes(slice(0, size)),)
+        compression = compressing.of_job(job, trainable(workload.model))
+        self._sizes = () if compression is None else (compression.nominal_bytes(compression.whole),)
 
     def contribute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:
         return math.nan

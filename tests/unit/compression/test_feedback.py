@@ -63,12 +63,12 @@ def test_without_error_feedback_small_gradients_are_never_heard():
     assert (descended(create("top-k", layout, np.float64, ratio=0.1, error_feedback=False)) == 1.0).all()
 
 
-def test_it_is_there_where_the_codec_is_biased_unless_it_is_declined():
+def test_it_is_there_where_the_codec_wants_it_unless_it_is_declined():
     for name, codec in CODECS.items():
-        assert isinstance(create(name, LAYOUT, np.float32), ErrorFeedback) == codec.biased
+        assert isinstance(create(name, LAYOUT, np.float32), ErrorFeedback) == codec.feeds_back
         assert not isinstance(create(name, LAYOUT, np.float32, error_feedback=False), ErrorFeedback)
 
 
 def test_a_second_is_refused():
-    with pytest.raises(ValueError, match="keeps what it does not send"):
+    with pytest.raises(ValueError, match="ErrorFeedback keeps what it does not send itself"):
         ErrorFeedback(create("top-k", LAYOUT, np.float32))

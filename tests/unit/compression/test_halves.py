@@ -6,6 +6,7 @@ import torch
 
 from hpcsync.compression import Layout, create
 from hpcsync.compression.halves import Bf16
+from tests.unit.compression.vectors import decoded
 
 CASTS = [("fp16", torch.float16), ("bf16", torch.bfloat16)]
 
@@ -22,7 +23,7 @@ def awkward():
 
 def casts(codec, dtype, given):
     """What the codec makes of it and what torch's own cast does."""
-    came = codec.decode(codec.encode(given).payload(0, len(given)), 0, len(given))
+    came = decoded(codec, codec.encode(given))
     return came, torch.from_numpy(given).to(dtype).to(torch.float32).numpy().astype(given.dtype)
 
 

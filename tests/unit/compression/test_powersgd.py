@@ -98,16 +98,12 @@ def test_of_the_rows_of_p_only_those_that_are_touched_are_sent():
 
 def in_ranks(codecs, vectors):
     """The mean that each rank finds."""
-    parts = [codec.averaging(vector) for codec, vector in zip(codecs, vectors, strict=True)]
-    mean, found = None, []
-    while not found:
-        given = []
-        for part in parts:
-            try:
-                given.append(part.send(mean))
-            except StopIteration as end:
-                found.append(end.value)
-        mean = np.mean(given, axis=0) if given else None
+    left = np.mean([codec.left_factors(vector) for codec, vector in zip(codecs, vectors, strict=True)], axis=0)
+    right = np.mean([codec.right_factors(left) for codec in codecs], axis=0)
+    assert (len(left), len(right)) == codecs[0].factor_sizes
+    found = [np.full_like(vector, np.nan) for vector in vectors]
+    for codec, out in zip(codecs, found, strict=True):
+        codec.product(right, out)
     return found
 
 
@@ -133,6 +129,18 @@ def test_the_mean_is_exact_if_it_has_the_rank():
     assert found[0] == pytest.approx(np.mean(given, axis=0), abs=1e-12)
 
 
+@pytest.mark.parametrize("feedback", [True, False])
+def test_without_matrices_it_is_the_mean(feedback):
+    layout = Layout([(5,), (2, 2)])
+    codecs = [create("powersgd", layout, np.float64, error_feedback=feedback) for _ in range(2)]
+    assert codecs[0].factor_sizes == (9, 0)
+    for step in range(2):
+        given = [vector(10 * step + rank, np.float64, layout) for rank in range(2)]
+        kept = [getattr(codec, "residual", None) for codec in codecs]
+        expected = sum(given) / 2 + (0 if kept[0] is None else sum(kept) / 2)
+        assert in_ranks(codecs, given)[1] == pytest.approx(expected, abs=1e-15)
+
+
 def test_ranks_with_other_seeds_would_be_caught():
     codecs = [create("powersgd", MATRIX, np.float64, rank=2, seed=seed) for seed in range(2)]
     given = [of_rank(2, 1), of_rank(2, 1) * 0.5 + 0.1 * of_rank(2, 7)]
@@ -143,7 +151,7 @@ def test_ranks_with_other_seeds_would_be_caught():
 
 def test_a_codec_without_factors_takes_no_means():
     with pytest.raises(TypeError, match="TopK takes no means"):
-        next(create("top-k", LAYOUT, np.float32).averaging(vector()))
+        create("top-k", LAYOUT, np.float32).left_factors(vector())
 
 
 def test_a_rank_of_none_is_refused():

@@ -95,6 +95,13 @@ def test_random_k_is_unbiased_without_error_feedback():
     assert set(np.count_nonzero(sent, axis=1)) == {14}
 
 
+@pytest.mark.parametrize("name", ["top-k", "random-k", "dgc"])
+def test_positions_that_would_not_fit_are_refused(name):
+    create(name, Layout([(2**31 - 1,)]), np.float32)
+    with pytest.raises(ValueError, match="the vector has 2147483648 elements; fewer than 2147483648 are needed"):
+        create(name, Layout([(2**16, 2**15)]), np.float32)
+
+
 def test_random_k_with_error_feedback_sends_what_is_there():
     codec = create("random-k", LAYOUT, np.float32, ratio=0.1, error_feedback=True)
     given = vector()

@@ -28,4 +28,11 @@ def vector(seed=1, dtype=np.float32, layout=LAYOUT):
 def decoded(codec, encoded, cut=None):
     """All of it, out of the payloads of these shards."""
     cut = cut or (0, codec.layout.size)
-    return np.concatenate([codec.decode(encoded.payload(a, b), a, b) for a, b in pairwise(cut)])
+    return np.concatenate([shard(codec, encoded.payload(a, b), a, b) for a, b in pairwise(cut)])
+
+
+def shard(codec, payload, begin, end):
+    """Elements begin to end, in a vector that was full of something else."""
+    out = np.full(end - begin, np.nan, codec.dtype)
+    codec.decode(payload, begin, end, out)
+    return out

@@ -152,6 +152,14 @@ def test_a_model_is_on_one_device_that_ranks_can_compute_on(layers, found):
         check_model(make_job(), torch.nn.Sequential(*layers), "mine", evaluated=False)
 
 
+def test_a_model_of_more_elements_than_positions_is_not_made_sparse():
+    model = torch.nn.Linear(2**16, 2**15, device="meta")
+    with pytest.raises(JobError, match="mine: the vector has 2147516416 elements; fewer than 2147483648 are needed"):
+        check_model(make_job(compression={"name": "top-k"}), model, "mine", evaluated=False)
+    with pytest.raises(JobError, match="not on meta"):
+        check_model(make_job(compression={"name": "fp16"}), model, "mine", evaluated=False)
+
+
 def test_running_statistics_cannot_be_evaluated():
     workload = {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": True}}
     assert refused(workload=workload).startswith(f'workload.name = "mine:normalised": {STATISTICS}')

@@ -96,9 +96,9 @@ def test_factors_of_the_mean_are_averaged_and_not_products():
     assert mean.form([0, 1, 2], vectors) == [8 * 18] * 3
     for vector in vectors:
         np.testing.assert_allclose(vector.numpy(), low.ravel(), rtol=1e-9)
-    for factors, part in zip(mean._factors, parts, strict=True):
-        assert isinstance(factors._codec, ErrorFeedback)
-        np.testing.assert_allclose(factors._codec.residual, (part - low).ravel(), rtol=1e-7, atol=1e-12)
+    for codec, part in zip(mean._codecs, parts, strict=True):
+        assert isinstance(codec, ErrorFeedback)
+        np.testing.assert_allclose(codec.residual, (part - low).ravel(), rtol=1e-7, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["qsgd", "random-k", "powersgd"])
