@@ -158,7 +158,7 @@ def largest(tensor: Array, count: int) -> Array:
     if (excess := len(candidates) - count) <= 0:
         return candidates
     smallest = xp.partition(magnitudes, excess)[excess]
-    above = xp.flatnonzero(~(magnitudes <= smallest))  # NaN is above
+    above = xp.flatnonzero(~(magnitudes <= smallest))[:count]  # NaN is above, and may be too many
     equal = xp.flatnonzero(magnitudes == smallest)[: max(0, count - len(above))]
     return candidates[xp.sort(xp.concatenate([above, equal]))]
 

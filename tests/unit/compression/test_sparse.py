@@ -126,3 +126,10 @@ def test_a_codec_that_sends_the_smallest_would_be_caught():
     codec = Smallest(Layout([(10, 10)]), np.float64, ratio=0.1)
     given = np.random.default_rng(1).standard_normal(100)
     assert np.flatnonzero(decoded(codec, codec.encode(given))).tolist() != by_sorting(given, 10).tolist()
+
+
+def test_of_too_many_that_are_not_numbers_no_more_are_sent_than_of_others():
+    given = np.random.default_rng(1).standard_normal(10_000)
+    given[::50] = np.nan
+    codec = create("top-k", Layout([(100, 100)]), np.float64, ratio=0.01, error_feedback=False)
+    assert np.count_nonzero(decoded(codec, codec.encode(given))) == 100
