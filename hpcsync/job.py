@@ -291,8 +291,8 @@ class Job(Table):
         first_s = self.paradigm.first_commit_s if isinstance(self.paradigm, Adsp) else 0.0
         if self.stop.seconds is not None and self.stop.seconds <= first_s:
             raise JobError(
-                f"stop.seconds = {self.stop.seconds:g}: must be greater than {first_s:g}: before that no worker pushes, "
-                "by paradigm.check_period_s, commits and interval_min_s"
+                f"stop.seconds = {self.stop.seconds:g}: must be greater than {first_s:g}, before which no worker "
+                "pushes, by paradigm.check_period_s, commits and interval_min_s"
             )
         return self
 

@@ -16,13 +16,13 @@ commits each, stop, and so on with c + 1 as long as the loss falls better. This 
 
 Where texts and code leave it open, a letter in this file marks the branch that settles it:
 
-    a  the global loss is the mean over the active workers of what each said last, in its latest commit; losses that are
-       not finite say nothing
+    a  the global loss is the mean over the active workers of what each said last, in its latest commit, once all have
+       said one; losses that are not finite say nothing
     b  time is known when a push comes: checks and ends of trials are at the first push at or after their time, and
        periods that have passed unnoticed are made up for at once
-    c  a trial's points are the loss at its start, at the first push from its middle on, and when all have stopped. With
-       c = 1 nobody pushes in between, so that its reward is that of nothing, and c = 2 is better if the loss falls at
-       all
+    c  a trial's points are the loss at its start, at the first push from its middle on that is not at its end, and when
+       all have stopped. With c = 1 nobody pushes in between, so that its reward is that of nothing, and c = 2 is better
+       if the loss falls at all
     d  in a trial nobody is sent on for longer than what is left of it, so that all are back soon after its end
     e  the run begins with a trial of 1, for which nobody has to stop; a later search begins with the present number
     f  a search that finds no loss at all ends with its first trial
@@ -38,7 +38,7 @@ from dataclasses import replace
 
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.protocol import UNTIL, Action, Apply, Decision, Grant, Pushed
-from hpcsync.planning.commit_rate import Search, most_commits, reward
+from hpcsync.planning.commit_rate import Search, halved, most_commits, reward
 from hpcsync.planning.numbers import is_number, is_whole
 
 RULES = ("cumulative", "released")
@@ -55,7 +55,8 @@ class ADSP(Paradigm):
     loss_rise:      and when from one check to the next the loss has risen by this share.
     rule:           "cumulative" or "released".
     commits:        of each worker in a period, up to as many as interval_min_s has room for. None: searched for.
-    loss_target:    a trial's reward is one over the time to it. None: to 0.9 times the loss that the trial began with.
+    loss_target:    a trial's reward is one over the time to it. None: to half the loss that the search began with, and
+                    half as much again for trials that begin below.
 
     With a search, Decisions tell of each trial's end, "reward", its c with what it was worth and the losses from which
     (what is missing is NaN, -inf a reward of nothing); and of the search's, "commits", what was chosen. They are of
@@ -102,11 +103,12 @@ class ADSP(Paradigm):
         self._target = self.commits
         self._counted = [0] * n_workers
         self._loss_at_check = math.nan
-        # In a search: when the trial began, NaN before the first; its points, seconds since then and loss; and from
-        # when on everybody stops.
+        # In a search: when the trial began, NaN before the first; its points, seconds since then and loss; the target
+        # of the one before, if none is given; and from when on everybody stops.
         self._search: Search | None = None
         self._trial_s = math.nan
         self._points: list[tuple[float, float]] = []
+        self._halved = math.nan
         self._stop_s = math.inf
         if self._searches:  # (e)
             self._search, self._trial_s, self._stop_s = Search(1, self._most), 0.0, check_period_s
@@ -143,7 +145,7 @@ class ADSP(Paradigm):
         apply = Apply((worker,), (1 / self.n_workers,))
         if self._search is None:
             self._check_if_due(worker)
-        elif len(self._points) < 2:
+        elif len(self._points) < 2 and self._now_s < self._stop_s:
             self._sample(len(self._points) * self._period_s / 2)
         if self._now_s < self._stop_s:
             return [apply, self._go_on(worker)]
@@ -180,7 +182,7 @@ class ADSP(Paradigm):
             self._loss_at_check = now
         if self._searches and (rose or self._now_s - self._begun_s >= self._search_every_s):
             self._search = Search(self.commits, self._most)  # (e)
-            self._trial_s, self._points, self._stop_s = math.nan, [], self._now_s
+            self._trial_s, self._points, self._halved, self._stop_s = math.nan, [], math.nan, self._now_s
 
     def _sample(self, from_s: float) -> None:
         """(c) Take a point of the trial if it is so old, and a loss is known."""
@@ -190,8 +192,8 @@ class ADSP(Paradigm):
 
     def _loss(self) -> float:
         """(a)"""
-        known = [loss for i in self._progress.active if not math.isnan(loss := self._losses[i])]
-        return math.fsum(known) / len(known) if known else math.nan
+        said = [self._losses[i] for i in self._progress.active]
+        return math.fsum(said) / len(said) if said else math.nan
 
     def _pass_barrier(self, worker: int) -> list[Action]:
         """Send everybody on once all stand still: into the next trial, or with the number that was found."""
@@ -207,7 +209,10 @@ class ADSP(Paradigm):
         c = search.next_to_evaluate
         self._sample(self._period_s)
         losses = [loss for _, loss in self._points]
-        worth = reward([time_s for time_s, _ in self._points], losses, self._loss_target)
+        target = self._loss_target
+        if target is None:
+            target = self._halved = halved(self._halved, losses[0]) if losses else math.nan
+        worth = reward([time_s for time_s, _ in self._points], losses, target)
         inputs = (worth, *losses, *[math.nan] * (3 - len(losses)))
         rows = [Decision("reward", worker, float(c), inputs)]
         if search.evaluated(worth) or not losses:  # (f)

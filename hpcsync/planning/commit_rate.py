@@ -10,20 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-TARGET_SHARE = 0.9  # of a trial's first loss, where no target is given
-
 
 def most_commits(period_s: float, interval_s: float) -> int:
     """How many commits a period has room for that are so far apart: whatever the rounding, n of an n-th part of it."""
     return math.floor(period_s / interval_s * (1 + 1e-12))
 
 
-def reward(times_s: Sequence[float], losses: Sequence[float], loss_target: float | None) -> float:
+def halved(target: float, loss: float) -> float:
+    """What a trial that begins with this loss is to aim at, where nobody says it, after a target of the same search:
+    the same one, so that trials are measured alike, but half as much again while the loss is there already. NaN before
+    the first: half of its loss."""
+    target = loss / 2 if math.isnan(target) else target
+    while 0 < loss <= target:
+        target /= 2
+    return target
+
+
+def reward(times_s: Sequence[float], losses: Sequence[float], loss_target: float) -> float:
     """One over the seconds after which the loss reaches its target, by the curve through these three points.
 
     times_s:     of the points, counted from where the trial began: so are the seconds to the target.
-    loss_target: None: TARGET_SHARE times the first loss.
-
     -inf, less than any other reward, where there is no such time: the points are not three, not finite or not at
     different times, the loss does not fall from each to the next, is below the target from the start, or never comes
     down to it. (On a straight line, where d is infinite, the time is that of the line.)
@@ -31,14 +37,13 @@ def reward(times_s: Sequence[float], losses: Sequence[float], loss_target: float
     if len(times_s) != 3 or not all(map(math.isfinite, (*times_s, *losses))):
         return -math.inf
     (t0, t1, t2), (l0, l1, l2) = times_s, losses
-    target = TARGET_SHARE * l0 if loss_target is None else loss_target
-    if not (t0 < t1 < t2 and l0 > l1 > l2 and target < l0):
+    if not (t0 < t1 < t2 and l0 > l1 > l2 and loss_target < l0):
         return -math.inf
     # Solving (l0 - l1) (t2 - t1) (l2 - d) = (l1 - l2) (t1 - t0) (l0 - d) for d, then for a^2 and b, loses all digits
     # near a straight line. The curve keeps cross ratios, (t - t0) (t1 - t2) / ((t - t2) (t1 - t0)) is the same in l,
     # so that the t of l = target is (q t0 - p t2) / (q - p):
-    p = (target - l0) * (l1 - l2) * (t1 - t0)
-    q = (target - l2) * (l1 - l0) * (t1 - t2)
+    p = (loss_target - l0) * (l1 - l2) * (t1 - t0)
+    q = (loss_target - l2) * (l1 - l0) * (t1 - t2)
     per, seconds = q - p, q * t0 - p * t2
     if not (per > 0 and seconds > 0):  # the loss tends to a d that is not below the target
         return -math.inf

@@ -18,7 +18,6 @@ from hpcsync.traces.counting import NEVER, Recount
 from hpcsync.traces.schema import APPLIED
 
 POINTS = ("loss_start", "loss_middle", "loss_end")
-TARGET_SHARE = 0.9  # of a trial's first loss, where no target is given
 SHORTEST = 1e-6  # of a period: the least time until a commit
 SAME = 1e-9  # relative difference of numbers that are computed in another order
 SAME_TIME_S = 1e-6
@@ -86,6 +85,7 @@ class _Due(NamedTuple):
     chosen: float
     losses: tuple[float, ...]
     times_s: tuple[float, ...]
+    target: float = math.nan  # of the loss
 
 
 class _Account:
@@ -108,6 +108,7 @@ class _Account:
         self.active = np.ones(n, bool)
         self.held: dict[int, int] = {}  # worker -> row of its push
         self.points: list[tuple[float, float]] = []
+        self.aim = math.nan  # of the search's last trial, if no target is given
         # What there must be: the event that answers each push, each grant's commit_s, and decisions.
         self.released = np.full(len(recount.pushes), NEVER)
         self.commit_s = np.full(len(recount.pushes), np.nan)  # of the grant that answers each push
@@ -155,9 +156,9 @@ class _Account:
         self.overhead_s[worker] = math.fsum(time_s for time_s in spent_s if 0 <= time_s < math.inf)
         if math.isfinite(loss):
             self.losses[worker] = loss
-        if self.searching and len(self.points) < 2:  # its start, and its middle
+        if self.searching and len(self.points) < 2 and now_s < self.stop_s:  # its start, and its middle
             self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
-        elif not self.searching:
+        if not self.searching:
             self._check(now_s)
         self.pushes[worker] += 1
 
@@ -174,11 +175,12 @@ class _Account:
             self.loss_before = self._loss()
         if paradigm.commits is None and (rose or now_s - self.begun_s >= paradigm.search_every_s):
             self.searching, self.best, self.best_reward = True, self.commits, math.nan
+            self.aim = math.nan
             self.trial_s, self.points, self.stop_s = math.nan, [], now_s
 
     def _loss(self) -> float:
-        """The mean over the active workers that have said one."""
-        losses = self.losses[self.active & ~np.isnan(self.losses)]
+        """The mean over the active workers, once all have said one."""
+        losses = self.losses[self.active]
         return math.fsum(losses) / len(losses) if len(losses) else math.nan
 
     def _sample(self, now_s: float, from_s: float) -> None:
@@ -186,13 +188,23 @@ class _Account:
         if now_s - self.trial_s >= from_s and not math.isnan(loss := self._loss()):
             self.points.append((now_s - self.trial_s, loss))
 
+    def _aim(self, losses: tuple[float, ...]) -> float:
+        """The trial's target: half the loss that the search began with, and half as much again while that is passed."""
+        if self.paradigm.loss_target is not None:
+            return self.paradigm.loss_target
+        if losses:
+            first = losses[0] / 2 if math.isnan(self.aim) else self.aim
+            halvings = math.floor(math.log2(first / losses[0])) + 1 if 0 < losses[0] <= first else 0
+            self.aim = first / 2**halvings
+        return self.aim
+
     def _pass_barrier(self, number: int, worker: int, now_s: float) -> None:
         """All are held: they go on into the next trial, or out of the search."""
         paradigm = self.paradigm
         if not math.isnan(self.trial_s):
             self._sample(now_s, paradigm.check_period_s)
             times_s, losses = (tuple(point[i] for point in self.points) for i in (0, 1))
-            self.due.append(_Due("reward", worker, self.commits, losses, times_s))
+            self.due.append(_Due("reward", worker, self.commits, losses, times_s, self._aim(losses)))
             reward = next(self._rewards, math.nan)
             better = math.isnan(self.best_reward) or reward > self.best_reward
             if better:
@@ -275,7 +287,7 @@ class _Account:
         if len(due.losses) < 3:
             return reward == -math.inf
         (t0, t1, t2), (l0, l1, l2) = due.times_s, due.losses
-        target = TARGET_SHARE * l0 if self.paradigm.loss_target is None else self.paradigm.loss_target
+        target = due.target
         falls = t0 < t1 < t2 and l0 > l1 > l2 and target < l0
         if not falls:
             return reward == -math.inf

@@ -171,7 +171,8 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (
         "top-k",
         {"paradigm": "ashl", "ratio": 0.5},
-        'compression.ratio = 0.5: must be left out with paradigm.name = "ashl", whose ratio_coarse and ratio_fine say it',
+        'compression.ratio = 0.5: must be left out with paradigm.name = "ashl", whose ratio_coarse and ratio_fine '
+        "say it",
     ),
     (
         "dgc",

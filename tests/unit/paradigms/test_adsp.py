@@ -256,11 +256,21 @@ def test_the_points_of_a_trial_are_at_its_start_its_middle_and_its_end(monkeypat
         actions = paradigm.handle(Pushed(now_s, 0, loss=loss))
     first, second = seen
     # A first trial, in which nothing is known before its end, and one that begins with what was known then.
-    assert first == ([60.0, 60.0], [8.0, 8.0], 0.25)
+    assert first == ([60.0], [8.0], 0.25)
     assert second == ([0.0, 31.0, 60.5], [8.0, 7.0, 6.0], 0.25)
     (row,) = [action for action in actions if isinstance(action, Decision)]
     assert (row.controller, row.worker, row.chosen) == ("reward", 0, 2.0)
     assert row.inputs == (2.0, 8.0, 7.0, 6.0)
+
+
+def test_a_trial_without_a_push_before_its_end_is_worth_nothing():
+    """Whoever comes back first: the workers' losses, as they come in, are no curve."""
+    for losses in ((2.2, 2.1, 2.0), (2.0, 2.1, 2.2)):
+        paradigm = make(3)
+        for worker, loss in enumerate(losses):
+            actions = paradigm.handle(Pushed(60.0 + 0.3 * worker, worker, loss=loss))
+        (row,) = [action for action in actions if isinstance(action, Decision)]
+        assert row.inputs[:2] == (-math.inf, pytest.approx(2.1))
 
 
 def test_grants_of_a_trial_end_with_it():
@@ -269,7 +279,7 @@ def test_grants_of_a_trial_end_with_it():
     assert commit_seconds(paradigm.handle(Pushed(25.0, 0))) == {0: 35.0}
     (short,) = commit_seconds(paradigm.handle(Pushed(59.999999999, 0))).values()
     assert 0 < short < 1e-3
-    assert commit_seconds(paradigm.handle(Pushed(60.0, 0))) == {}
+    assert commit_seconds(paradigm.handle(Pushed(60.0, 0, loss=1.0))) == {}
     assert commit_seconds(paradigm.handle(Pushed(61.0, 1, loss=1.0))) == {0: 30.0, 1: 30.0}
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.commit_rate import TARGET_SHARE, Search, most_commits, reward
+from hpcsync.planning.commit_rate import Search, halved, most_commits, reward
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
@@ -29,8 +29,8 @@ def curve(a_squared, b, d):
 def test_a_reward_worked_out_by_hand():
     # l(t) = 1 / (t / 2 + 1 / 2) + 1: 3, 2, 5/3. It is 1.5 where t / 2 + 1 / 2 = 2.
     assert reward((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 1.5) == pytest.approx(1 / 3)
-    # 0.9 * 3 = 2.7 where t / 2 + 1 / 2 = 10 / 17.
-    assert reward((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), None) == pytest.approx(17 / 3)
+    # 2.7 where t / 2 + 1 / 2 = 10 / 17.
+    assert reward((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 2.7) == pytest.approx(17 / 3)
     # The target is met at the last point.
     assert reward((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 5 / 3) == pytest.approx(1 / 2)
 
@@ -61,30 +61,34 @@ def test_nearly_straight_lines_are_no_trouble(slope, bend):
 @pytest.mark.parametrize(
     ("times_s", "losses", "loss_target"),
     [
-        ((), (), None),
-        ((0.0, 1.0), (3.0, 2.0), None),
-        ((0.0, 1.0, 2.0), (math.nan, 2.0, 1.0), None),
-        ((0.0, 1.0, 2.0), (3.0, math.inf, 1.0), None),
-        ((0.0, 1.0, 1.0), (3.0, 2.0, 2.0), None),  # two points at the same time
-        ((0.0, 1.0, 1.0), (3.0, 2.0, 1.0), None),
-        ((0.0, 1.0, 2.0), (3.0, 3.0, 3.0), None),
-        ((0.0, 1.0, 2.0), (3.0, 2.0, 2.0), None),
-        ((0.0, 1.0, 2.0), (1.0, 2.0, 3.0), None),
-        ((0.0, 1.0, 2.0), (3.0, 1.0, 2.0), None),
+        ((), (), 0.5),
+        ((0.0, 1.0), (3.0, 2.0), 0.5),
+        ((0.0, 1.0, 2.0), (math.nan, 2.0, 1.0), 0.5),
+        ((0.0, 1.0, 2.0), (3.0, math.inf, 1.0), 0.5),
+        ((0.0, 1.0, 1.0), (3.0, 2.0, 2.0), 0.5),  # two points at the same time
+        ((0.0, 1.0, 1.0), (3.0, 2.0, 1.0), 0.5),
+        ((0.0, 1.0, 2.0), (3.0, 3.0, 3.0), 0.5),
+        ((0.0, 1.0, 2.0), (3.0, 2.0, 2.0), 0.5),
+        ((0.0, 1.0, 2.0), (1.0, 2.0, 3.0), 0.5),
+        ((0.0, 1.0, 2.0), (3.0, 1.0, 2.0), 0.5),
         ((0.0, 1.0, 2.0), (3.0, 3.5, 1.0), 2.0),  # a pole between the points
         ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 3.0),  # there from the start
         ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 1.0),  # the curve's d
         ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 0.5),
-        ((0.0, 1.0, 2.0), (-1.0, -2.0, -2.5), None),  # 0.9 times it is more
-        ((0.0, 1.0, 2.0), (3e200, 2e200, 1e200), None),
+        ((0.0, 1.0, 2.0), (-1.0, -2.0, -2.5), 0.5),  # there from the start
+        ((0.0, 1.0, 2.0), (3e200, 2e200, 1e200), 2.7e200),
     ],
 )
 def test_what_says_nothing_is_worth_less_than_anything(times_s, losses, loss_target):
     assert reward(times_s, losses, loss_target) == -math.inf
 
 
-def test_the_default_target_is_below_the_first_loss():
-    assert 0 < TARGET_SHARE < 1
+def test_the_target_of_a_search_stays_until_it_is_passed():
+    targets = [math.nan]
+    for loss in (8.0, 5.0, 4.5, 4.0, 0.9):
+        targets.append(halved(targets[-1], loss))
+    assert targets[1:] == [4.0, 4.0, 4.0, 2.0, 0.5]
+    assert halved(math.nan, -1.0) == -0.5 > -1.0, "which no loss comes down to: such losses need a target"
 
 
 # ---- the search ----

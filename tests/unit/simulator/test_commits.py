@@ -68,7 +68,9 @@ def test_who_leaves_commits_what_it_has(tmp_path):
 
 def test_who_computes_when_the_run_ends_is_told_to_stop(tmp_path):
     """At 13.5 s, in the middle of a stretch: the step that is under way is its last, and the commit is dropped."""
-    trace = simulate(timing_job(workers=2, seconds=[1.0, 2.0], paradigm=ADSP, stop={"seconds": 13.5}), tmp_path / "t.h5")
+    trace = simulate(
+        timing_job(workers=2, seconds=[1.0, 2.0], paradigm=ADSP, stop={"seconds": 13.5}), tmp_path / "t.h5"
+    )
     assert commits(trace, 0)[-1] == (2, 12.0, 14.0)
     assert commits(trace, 1)[-1] == (1, 12.0, 14.0)
     assert trace.tables["pushes"]["outcome"][-2:].tolist() == [DROPPED, DROPPED]

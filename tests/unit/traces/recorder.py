@@ -170,7 +170,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
             if isinstance(order, Reply):
                 if order.assignment.local_steps:
                     start(order_s, order, wait_s=order_s - pushed_s[order.worker])
-            elif isinstance(order, Cancellation):
+            elif isinstance(order, Cancellation) and not job.commits:  # whose workers hear of the end too late here
                 cancel(order_s, order)
             elif isinstance(order, Update) and coordinator.version % evaluate_every == 0:
                 version, samples = coordinator.version, coordinator.samples

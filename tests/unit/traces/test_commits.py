@@ -258,27 +258,26 @@ def test_decisions_too_few_or_too_many(adsp):
     assert TRIALS in failing(with_job(adsp, f"{SEARCHING}\ncommits = 2"))
 
 
-def account(loss_target=None):
-    target = "" if loss_target is None else f"\nloss_target = {loss_target}"
-    trace = with_job(record(FIXED, updates=1), SEARCHING + target)
-    return _Account(Recount(trace), trace.job.paradigm)
-
-
 @pytest.mark.parametrize(("a2", "b", "d"), [(0.5, 0.5, 0.25), (0.01, 1.0, -3.0), (3.0, 1.0, 0.0)])
 def test_rewards_of_a_known_curve(a2, b, d):
     """l(t) = 1 / (a^2 t + b) + d is at the target after so many seconds; or never, at or below d."""
     times_s = (0.0, 1.5, 3.25)
-    due = _Due("reward", 0, 1.0, tuple(1 / (a2 * t + b) + d for t in times_s), times_s)
+    losses = tuple(1 / (a2 * t + b) + d for t in times_s)
+    account = _Account(Recount(record(FIXED, updates=1)), record(FIXED, updates=1).job.paradigm)
+
+    def is_reward(reward, target, losses=losses):
+        return account._is_reward(reward, _Due("reward", 0, 1.0, losses, times_s, target))
+
     for then_s in (0.25, 2.0, 40.0):
         target = 1 / (a2 * then_s + b) + d
-        assert account(target)._is_reward(1 / then_s, due)
-        assert not account(target)._is_reward(1.0001 / then_s, due)
-        assert not account(target)._is_reward(-math.inf, due)
-    assert account(d - 0.5)._is_reward(-math.inf, due)
-    assert not account(d - 0.5)._is_reward(0.1, due)
-    assert account(due.losses[0] + 1)._is_reward(-math.inf, due), "it is below from the start"
-    assert account()._is_reward(-math.inf, due._replace(losses=due.losses[:2]))
-    assert account()._is_reward(-math.inf, due._replace(losses=due.losses[::-1])), "the loss rises"
+        assert is_reward(1 / then_s, target)
+        assert not is_reward(1.0001 / then_s, target)
+        assert not is_reward(-math.inf, target)
+    assert is_reward(-math.inf, d - 0.5)
+    assert not is_reward(0.1, d - 0.5)
+    assert is_reward(-math.inf, losses[0] + 1), "it is below from the start"
+    assert is_reward(-math.inf, target, losses[:2])
+    assert is_reward(-math.inf, target, losses[::-1]), "the loss rises"
 
 
 def test_unfinished_traces_of_searches(adsp):
