@@ -242,7 +242,7 @@ class Adsp(Served):
     for, every search_every_s seconds and whenever the average loss has risen by the share loss_rise over a period.
     interval_min_s: the least time between two commits of a worker. rule: "cumulative" makes up for commits that were
     missed, as the paper has it; "released" asks all for the same, as the authors' code does.
-    loss_target: the loss that a search wants to reach soon; without it 0.9 of what the search began with.
+    loss_target: the loss that a search wants to reach soon; without it half of what the search began with.
     """
 
     name: Literal["adsp"]

@@ -33,7 +33,7 @@ from hpcsync.paradigms.gate import Gate
 from hpcsync.paradigms.paradigm import Paradigm
 from hpcsync.paradigms.progress import Progress
 from hpcsync.paradigms.protocol import Action, Apply, Decision, Grant, Pushed
-from hpcsync.planning.local_steps import Profile, local_steps, ratios, shares
+from hpcsync.planning.local_steps import INDEXED, Profile, local_steps, ratios, shares
 from hpcsync.planning.numbers import is_number, is_whole
 
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
@@ -250,7 +250,7 @@ class ASHL(Paradigm):
         ]
         rows += self._share()
         if ratio_preset is not None:
-            self._ratios = dict(zip(active, ratios(profiles, steps, ratio_preset), strict=True))
+            self._ratios = dict(zip(active, ratios(profiles, steps, ratio_preset, INDEXED), strict=True))
             rows += [
                 Decision("ratio", i, self._ratios[i], (*profile, math.nan))
                 for i, profile in zip(active, profiles, strict=True)

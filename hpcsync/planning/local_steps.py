@@ -2,8 +2,8 @@
 
 Algorithms 1 and 2 of ASHL (Shen et al., IEEE Transactions on Computers 73(1), 2024): the worker that would be the last
 to finish makes the fewest steps that are allowed and sends the least; the others fill the time until then, first with
-steps, and what is left of it with a larger part of what they push. So slow workers make fewer steps, and those behind
-slow links send less.
+steps, and what is left of it with a larger part of what they push. So workers behind slow links make fewer steps, as
+slow ones do, and whoever would be the last then sends the least.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
+
+INDEXED = 2.0  # cost of an element that is sent with its index: four bytes each
 
 
 class Profile(NamedTuple):
@@ -48,16 +50,16 @@ def shares(steps: Sequence[int]) -> list[float]:
     return [one / total for one in steps]
 
 
-def ratios(profiles: Sequence[Profile], steps: Sequence[int], preset: float) -> list[float]:
+def ratios(profiles: Sequence[Profile], steps: Sequence[int], preset: float, cost: float = 1.0) -> list[float]:
     """Algorithm 2: each worker's R, the part of a push's elements that it sends, when it makes so many steps.
 
-    With them all need as long as the last, which sends `preset`, within 0 to 1. Clamped into `preset` to 1: above
-    because no more than everything can be sent, as in the paper, below against errors of rounding only. A worker
-    whose pushes take no time sends everything.
+    With them all need as long as the last, which sends `preset`. 1 is for who has time for all of a push, as it is, or
+    whose pushes take none. cost: bytes that a chosen element takes, over those that it takes in a whole push. In the
+    paper that is 1, and R the part of the time; with INDEXED a sparse push takes what it does.
     """
     rest_s = [one.iteration_s * n + one.encode_s + one.pull_s for one, n in zip(profiles, steps, strict=True)]
-    last_s = max(rest + one.push_s * preset for one, rest in zip(profiles, rest_s, strict=True))
-    return [
-        min(max((last_s - rest) / one.push_s, preset), 1.0) if one.push_s > 0 else 1.0
-        for one, rest in zip(profiles, rest_s, strict=True)
-    ]
+    least = min(cost * preset, 1.0)
+    last_s = max(rest + one.push_s * least for one, rest in zip(profiles, rest_s, strict=True))
+    times = [(last_s - rest, one.push_s) for one, rest in zip(profiles, rest_s, strict=True)]
+    # Below `preset` only by an error of rounding.
+    return [max(left_s / (cost * push_s), preset) if left_s < push_s else 1.0 for left_s, push_s in times]

@@ -236,11 +236,13 @@ def algorithm_1(times: np.ndarray, preset: int) -> np.ndarray:
 
 
 def algorithm_2(times: np.ndarray, steps: np.ndarray, preset: float) -> np.ndarray:
-    """R: what can be sent in the time that is left until the worker is through that is last with `preset`."""
+    """R: what can be sent in the time that is left until the worker is through that is last with `preset`; an element
+    with its index takes as long as two."""
     step_s, push_s, pull_s, encode_s = times.T
     rest_s = step_s * steps + encode_s + pull_s
-    left_s = (rest_s + push_s * preset).max() - rest_s
-    return np.clip(np.divide(left_s, push_s, out=np.ones_like(left_s), where=push_s > 0), preset, 1.0)
+    left_s = (rest_s + push_s * min(2.0 * preset, 1.0)).max() - rest_s
+    part = np.divide(left_s, 2.0 * push_s, out=np.ones_like(left_s), where=push_s > 0)
+    return np.where(left_s < push_s, np.maximum(part, preset), 1.0)
 
 
 def _wrong_shares(stages: Stages, rows: np.ndarray, steps: np.ndarray) -> str:

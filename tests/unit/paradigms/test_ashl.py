@@ -119,7 +119,7 @@ def test_the_plan_of_the_coarse_stage_is_the_golden_one():
     assert [row.worker for row in others] == [0, 1, 2] * 3
     assert rows(decisions, "local-steps") == {0: 2, 1: 6, 2: 16}
     assert rows(decisions, "share") == pytest.approx({0: 1 / 12, 1: 1 / 4, 2: 2 / 3})
-    assert rows(decisions, "ratio") == pytest.approx({0: 0.7, 1: 0.55, 2: 0.1})
+    assert rows(decisions, "ratio") == pytest.approx({0: 11 / 30, 1: 0.3, 2: 0.1})
     for row in others[:3] + others[6:]:
         assert row.inputs[:4] == GOLDEN[row.worker]
         assert math.isnan(row.inputs[4])
@@ -128,7 +128,7 @@ def test_the_plan_of_the_coarse_stage_is_the_golden_one():
     # The others hear of it with their next grants, and what they commit counts their shares.
     apply, grant = driver.push(0)
     assert apply == Apply((0,), (pytest.approx(1 / 12),))
-    assert (grant.local_steps, grant.ratio) == (2, pytest.approx(0.7))
+    assert (grant.local_steps, grant.ratio) == (2, pytest.approx(11 / 30))
 
 
 def test_a_profiled_worker_goes_on_as_before_until_all_are():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.local_steps import Profile, local_steps, ratios, shares
+from hpcsync.planning.local_steps import INDEXED, Profile, local_steps, ratios, shares
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
@@ -28,6 +28,14 @@ def test_the_golden_steps_and_shares():
 def test_the_golden_ratios():
     """T_update = 4*2 + 1 + 0.6 + 6, 2*6 + 1 + 0.4 + 4, 1*16 + 1 + 0.2 + 2; what is left of 19.2 s over the push."""
     assert ratios(GOLDEN, [2, 6, 16], 0.1) == pytest.approx([0.70, 0.55, 0.10])
+
+
+def test_elements_with_their_indices_take_twice_their_time():
+    """Three workers with 10, 9 and 6 s of steps and pushes of 4 s: the last sends an eighth of it in 1 s."""
+    many = [Profile(iteration_s, 4.0, 0.0, 0.0) for iteration_s in (10.0, 9.0, 6.0)]
+    assert ratios(many, [1, 1, 1], 0.125, INDEXED) == [0.125, 0.25, 1.0]
+    assert ratios(many, [1, 1, 1], 0.125) == [0.125, 0.375, 1.0], "the control: as in the paper"
+    assert ratios(many, [1, 1, 1], 0.75, INDEXED) == [1.0, 1.0, 1.0], "so many elements are sent as they are"
 
 
 def test_a_slow_link_gets_a_small_ratio():

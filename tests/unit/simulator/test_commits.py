@@ -100,11 +100,12 @@ def test_local_steps_follow_speed_and_links(tmp_path):
     # Worker 1 needs 8 x 2 s and 2 s of transfers: 18 s, which are 16 steps of worker 0 and 10 of worker 2.
     assert chosen[b"local-steps"] == [16, 8, 10]
     assert chosen[b"share"] == [16 / 34, 8 / 34, 10 / 34]
-    # With a twentieth of their pushes they need 17.05, 17.05 and 14.2 s: the last one has 3.05 s for its push of 4.
-    assert chosen[b"ratio"] == pytest.approx([0.05, 0.05, 3.05 / 4], rel=0.02)
+    # With a twentieth of their elements, and indices, they need 17.1, 17.1 and 14.4 s: the last one has 3.1 s for its
+    # push of 4.
+    assert chosen[b"ratio"] == pytest.approx([0.05, 0.05, 3.1 / 8], rel=0.02)
     late = trace.tables["pushes"][-9:]
     sizes = {worker: int(late["wire_bytes"][late["worker"] == worker][0]) - 4000 for worker in range(3)}
-    assert sizes == {0: 8 + 8 * 50, 1: 8 + 8 * 50, 2: 8 + 4000}
+    assert sizes == {0: 8 + 8 * 50, 1: 8 + 8 * 50, 2: 8 + 8 * int(1000 * chosen[b"ratio"][2])}
 
 
 @pytest.mark.parametrize("servers", [1, 2])

@@ -157,12 +157,14 @@ def test_somebody_is_held_in_the_profile(ashl):
 
 def test_the_algorithms_by_hand():
     """A step of 1 s, one of 2 s; pushes of 1 s and 4 s, pulls of 1 s each. With 2 steps of the slow one 4 + 5 s: in 9 s
-    the fast one makes 7. To send half then takes 4 + 1 + 2 s of it, what is left of 8 + 0.5 s for the other: none."""
+    the fast one makes 7. To send an eighth of the elements with their indices takes the slow one 1 of 6.5 s, and the
+    fast one 0.25 of 8.75 s, the longest."""
     times = np.array([[1.0, 1.0, 1.0, 0.5], [2.0, 4.0, 1.0, 0.5]])
     assert algorithm_1(times, 2).tolist() == [7, 2]
-    assert algorithm_2(times, np.array([7, 2]), 0.5).tolist() == [0.5, 0.875]
+    assert algorithm_2(times, np.array([7, 2]), 0.125).tolist() == [0.125, 3.25 / 8]
+    assert algorithm_2(times, np.array([7, 2]), 0.5).tolist() == [1.0, 1.0], "all elements take no longer"
     assert algorithm_1(np.zeros((2, 4)), 3).tolist() == [3, 3], "nothing was measured"
-    assert algorithm_2(np.zeros((2, 4)), np.array([3, 3]), 0.5).tolist() == [1, 1]
+    assert algorithm_2(np.zeros((2, 4)), np.array([3, 3]), 0.125).tolist() == [1, 1]
 
 
 # ---- ADSP ----
