@@ -154,7 +154,7 @@ def test_alone_all_samples_that_are_given_out_are_its_own(model):
 def test_alone_nothing_is_sent_and_so_nothing_is_compressed(model, paradigm):
     twin = torch.nn.Linear(3, 1)
     twin.load_state_dict(model.state_dict())
-    assert train(model, paradigm=paradigm, epochs=1, seed=7, compression={"name": "top-k", "ratio": 0.2}) == 6
+    assert train(model, paradigm=paradigm, epochs=1, seed=7, compression={"name": "top-k"}) == 6
     assert torch.equal(model.weight, train_plainly(twin, 6, seed=7))
 
 
