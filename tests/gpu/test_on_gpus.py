@@ -1,6 +1,11 @@
 """What tests/mpi shows of tensors in host memory, shown of tensors in a GPU's."""
 
 from tests.mpi.test_batches import test_any_split_is_the_whole_batch as test_any_split_under_bsp  # noqa: F401
+from tests.mpi.test_commits import test_the_weights_are_those_of_the_commits_in_the_trace  # noqa: F401
+from tests.mpi.test_compression import (  # noqa: F401
+    test_other_paradigms_with_compressed_pushes,
+    test_what_is_not_sent_is_sent_later_only_with_feedback,
+)
 from tests.mpi.test_exposure import (  # noqa: F401
     test_everybody_reads_everybody,
     test_no_read_is_mixed_and_serial_numbers_never_go_back,

@@ -17,8 +17,8 @@ from hpcsync.job_errors import JobError
 from hpcsync.planning.batches import Allocator
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import APPLIED
-from tests.mpi.training import failures, first_of, on_some, recomputed
-from tests.plain import on_samples, whole_batches
+from tests.mpi.training import failures, on_some, recomputed
+from tests.plain import first_of, on_samples, whole_batches
 
 PARADIGMS = {
     "bsp": {},

@@ -125,7 +125,7 @@ def test_a_server_that_decodes_another_shard_is_noticed(comm, needs, folder, mon
         assert not np.allclose(wrong, simulated(job(comm.size - 1, 1, CODECS["fp16"])), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("paradigm", ["ssp", "dssp", "k-sync", "k-async"])
+@pytest.mark.parametrize("paradigm", ["ssp", "dssp", "k-sync", "k-async", "allreduce"])
 def test_other_paradigms_with_compressed_pushes(comm, needs, folder, paradigm):
     needs(2)
     options: dict[str, Any] = {
@@ -133,8 +133,10 @@ def test_other_paradigms_with_compressed_pushes(comm, needs, folder, paradigm):
         "dssp": {"staleness_min": 1, "staleness_max": 3},
         "k-sync": {"k": 1, "cancel": "abort"},
         "k-async": {"k": 1},
+        "allreduce": {},
     }[paradigm]
-    this = job(comm.size - 1, 1, CODECS["one-bit"], updates=20, name=paradigm, **options)
+    servers = int(paradigm != "allreduce")
+    this = job(comm.size - servers, servers, CODECS["one-bit"], updates=20, name=paradigm, **options)
     weights = on_some(comm, this, folder)
     if comm.rank == 0:
         assert failures(folder / "trace.h5") == []
