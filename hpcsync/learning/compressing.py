@@ -106,9 +106,13 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 
 def _filled(octets: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Bytes, followed by some more if that is needed."""
+    """Bytes, as many and lying as whole elements do: MPI takes no others for elements."""
     missing = -len(octets) % itemsize
-    return torch.nn.functional.pad(octets, (0, missing)) if missing else octets
+    if missing == 0 and octets.data_ptr() % itemsize == 0:
+        return octets
+    filled = octets.new_zeros(len(octets) + missing)
+    filled[: len(octets)] = octets
+    return filled
 
 
 def _numpy_dtype(dtype: torch.dtype) -> np.dtype:
