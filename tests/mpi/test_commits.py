@@ -119,9 +119,11 @@ def test_nobody_commits_before_it_is_time(comm, needs, folder):
             assert push["end_s"] - push["begin_s"] + begun_after_s >= asked[push["worker"], push["iteration"]]
 
 
-@pytest.mark.parametrize("paradigm", ["ashl", "adsp"])
-def test_a_script_of_its_own(comm, folder, paradigm):
+@pytest.mark.parametrize("paradigm", ["easgd", "ashl", "adsp"])
+def test_a_script_whose_workers_step_by_themselves(comm, folder, paradigm):
+    """On one rank too, where there is nobody to meet."""
     options: dict[str, Any] = {
+        "easgd": {"period": 4, "alpha": 0.2},
         "ashl": {"warmup": 1, "profiled": 2, "steps_coarse": 4, "steps_fine": 2, "loss_preset": 1.0},
         "adsp": {"commits": 1},
     }[paradigm]

@@ -206,25 +206,3 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
     if shard:
         shard.free()
     link.free()
-
-
-def test_a_script_of_its_own(comm, folder):
-    """On one rank too, where there is nobody to be drawn to."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(256, 6, generator=generator)
-    data = torch.utils.data.TensorDataset(x, (x @ torch.arange(6.0)).unsqueeze(1))
-    torch.manual_seed(5)
-    model = torch.nn.Linear(6, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
-    with library.connect(model, optimizer, "easgd", period=4, alpha=0.2, out=folder / "run", comm=comm) as sync:
-        for _ in range(30):
-            for features, targets in sync.shard(data, batch_size=16):
-                loss = torch.nn.functional.mse_loss(model(features), targets)
-                optimizer.zero_grad()
-                loss.backward()
-                sync.step(loss)
-    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert all(torch.equal(weights, other) for other in comm.allgather(weights))
-    assert torch.allclose(model.weight, torch.arange(6.0), atol=0.1)
-    if comm.rank == 0 and comm.size > 1:
-        assert all(found.passed for found in audit(folder / "run" / "trace.h5"))

@@ -83,7 +83,8 @@ def test_one_at_a_time_is_asp(comm, needs, folder, name):
         trace = load(folder / "all" / "trace.h5")
         assert (trace.tables["updates"]["n_contributions"] == 1).all()
         taken = pushes(folder / "all", outcome=APPLIED)
-        assert len(taken) == 30 and np.mean(taken["staleness"]) == pytest.approx(workers - 1, abs=0.5)
+        assert len(taken) == 30  # how stale is exact only in virtual time: tests/unit/simulator/test_first_k.py
+        assert (taken["staleness"].max() > 0) == (workers > 1)
         assert np.allclose(weights, recomputed(job(workers, seconds=0.005, name=name, k=1), trace), rtol=1e-11)
 
 
