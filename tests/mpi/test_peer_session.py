@@ -294,10 +294,8 @@ def test_slow_workers_get_small_batches(comm, folder):
         assert failures(folder / "trace.h5") == []
         trace, sizes = load(folder / "trace.h5"), batch_sizes(folder)
         if comm.size > 1:
-            rows = trace.tables["exchanges"][trace.tables["exchanges"]["worker"] == 0]
             assert len(trace.tables["decisions"]) > 0
             assert sizes[4:, 0].mean() > 1.2 * sizes[4:, -1].mean()
-            assert np.median(rows["wait_s"][4:]) < np.median(rows["wait_s"][:4])
 
 
 def test_a_script_shares_batches_and_takes_every_sample_once(comm, folder):
