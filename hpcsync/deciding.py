@@ -10,6 +10,7 @@ from hpcsync import paradigms
 from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import Ashl, Served
 from hpcsync.paradigms import Grant, Paradigm
+from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.planning.batches import Allocator
 
 
@@ -32,6 +33,11 @@ class Assignment(NamedTuple):
     def of_a_step(self) -> int:
         """Samples of each local step."""
         return self.batch_size // max(1, self.local_steps)
+
+    def is_done(self, n_steps: int, since_read_s: float) -> bool:
+        """Whether the local step that has just ended is the last before a push: the worker has made so many, and its
+        weights were read so long ago."""
+        return since_read_s >= self.commit_s if self.local_steps == UNTIL else n_steps == self.local_steps
 
 
 STOP = Assignment(local_steps=0)

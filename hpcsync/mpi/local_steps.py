@@ -15,7 +15,6 @@ from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.session import WorkerSession
-from hpcsync.paradigms.protocol import UNTIL
 
 
 class LocalStepsSession(WorkerSession):
@@ -44,13 +43,9 @@ class LocalStepsSession(WorkerSession):
         self._step(end_s, lr)
 
     def _is_due(self, end_s: float) -> bool:
-        """Whether the iteration that has ended is the last before a push."""
-        assignment = self._engine.assignment
-        if self._engine.cancelled():  # the run is over
-            return True
-        if assignment.local_steps == UNTIL:
-            return end_s - self._engine.read_s >= assignment.commit_s
-        return self._stretch.steps == assignment.local_steps
+        """Whether the iteration that has ended is the last before a push; when the run is over, any is."""
+        engine = self._engine
+        return engine.cancelled() or engine.assignment.is_done(self._stretch.steps, end_s - engine.read_s)
 
     def _push(self, end_s: float) -> None:
         stretch, self._stretch = self._stretch, _Stretch()

@@ -103,7 +103,7 @@ class WorkerSession(LinkedSession):
             *self._vectors(),
             self._estimator,
             cancellable=self._job.aborts or self._job.commits,
-            compressor=None if compression is None else compression.compressor(self.rank - self._job.cluster.servers),
+            compressor=None if compression is None else compression.compressor(self._link.roles.worker(self.rank)),
         )
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:

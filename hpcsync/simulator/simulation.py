@@ -28,7 +28,6 @@ from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Workload
 from hpcsync.paradigms import Paradigm
-from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.planning.speed import Estimator
 from hpcsync.simulator.arithmetic import arithmetic
 from hpcsync.simulator.cluster import Cluster
@@ -177,10 +176,10 @@ class Simulation:
             return  # it was cancelled
         state.under_way = False
         state.computed += 1
-        if not self._is_due(state):
+        if state.cancelled or state.assignment.is_done(state.computed, self._loop.now_s - state.begin_s):
+            self._send(worker)
+        else:
             self._compute(worker)
-            return
-        self._send(worker)
 
     def _send(self, worker: int) -> None:
         """The worker compresses and pushes what it has computed."""
@@ -189,14 +188,6 @@ class Simulation:
             self._loop.after(self._encode_s, self._push, worker, sizes_bytes)
         else:
             self._push(worker, sizes_bytes)
-
-    def _is_due(self, state: _Worker) -> bool:
-        """Whether the local step that has ended is the last before a push."""
-        if state.cancelled:
-            return True
-        if state.assignment.local_steps == UNTIL:
-            return self._loop.now_s - state.begin_s >= state.assignment.commit_s
-        return state.computed == state.assignment.local_steps
 
     def _contribute(self, worker: int) -> Sequence[int]:
         """The worker has computed its contribution: so many bytes to each server."""
