@@ -7,6 +7,7 @@ key, the value and what is allowed. No torch and no MPI here: what depends on th
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from pydantic import (
     Field,
     Tag,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -32,6 +35,7 @@ from hpcsync.job_optimizer import Optimizer, Schedule
 from hpcsync.job_paradigms import (
     WITHOUT_SERVER,
     Adsp,
+    AllReduce,
     Ashl,
     Easgd,
     FirstK,
@@ -40,8 +44,10 @@ from hpcsync.job_paradigms import (
     LocalSgd,
     Paradigm,
     Served,
+    Stanza,
 )
 from hpcsync.job_table import Count, NotNegative, Positive, Table
+from hpcsync.planning.groups import Groups
 
 
 def _matching(pattern: str, what: str) -> AfterValidator:
@@ -94,11 +100,24 @@ class Text(Table):
 
 
 class Timing(Table):
-    """No arithmetic: a vector of this many float32 parameters travels, for schedules and measurements."""
+    """No arithmetic: a vector of this many float32 parameters travels, for schedules and measurements.
+
+    For layer separation at "classifier": so many of them belong to the fully-connected layers, and so many float32
+    activations of a sample cross the cut.
+    """
 
     name: Literal["timing"]
     batch_size: Count = 32
     parameters: Count = 1000
+    classifier: Annotated[int, Field(ge=0)] = 0
+    activations: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("classifier")
+    @classmethod
+    def _not_all(cls, classifier: int, info: ValidationInfo) -> int:
+        if classifier >= (parameters := info.data.get("parameters", math.inf)):
+            raise ValueError(f"must be less than workload.parameters = {parameters}")
+        return classifier
 
 
 class Function(Table):
@@ -218,14 +237,14 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _tables_suit_each_other(self) -> Self:
-        if isinstance(self.paradigm, Easgd | FirstK):
+        if isinstance(self.paradigm, Easgd | FirstK | Stanza):
             self.paradigm.check(self.cluster.workers)
         job_compression.check(self.compression, self.paradigm.name, self.optimizer.options.get("momentum", 0))
         return self
 
     @model_validator(mode="after")
     def _batches_can_be_given_out(self) -> Self:
-        if self.batches.policy != "equal" and isinstance(self.paradigm, Ashl | Adsp | LocalSgd | Gossip):
+        if self.batches.policy != "equal" and isinstance(self.paradigm, Ashl | Adsp | LocalSgd | Gossip | Stanza):
             given_out = "servers give batches out, or all workers together under allreduce"
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
@@ -233,6 +252,41 @@ class Job(Table):
             )
         self.batches.check(self.batch_total, self.cluster.workers)
         return self
+
+    @model_validator(mode="after")
+    def _layers_can_be_separated(self) -> Self:
+        if not isinstance(self.paradigm, Stanza):
+            return self
+        pieces = self.paradigm.micro_batches
+        if isinstance(self.workload, Script):
+            if pieces > 1:
+                raise JobError(
+                    f"paradigm.micro_batches = {pieces}: must be 1 in a training script, whose loop computes a batch "
+                    "as a whole"
+                )
+        elif self.workload.batch_size % pieces:
+            raise JobError(
+                f"workload.batch_size = {self.workload.batch_size}: must be a multiple of paradigm.micro_batches = "
+                f"{pieces}"
+            )
+        for i, event in enumerate(self.cluster.events):
+            if event.change == "leave":
+                raise JobError(
+                    f'cluster.events[{i}].change = "leave": must be another with paradigm.name = "stanza", where '
+                    "nobody can go on without the others"
+                )
+        return self
+
+    @property
+    def groups(self) -> Groups:
+        """Under layer separation, once it is chosen how many train the fully-connected layers: who is what."""
+        assert isinstance(self.paradigm, Stanza)
+        return self.paradigm.groups(self.cluster.workers)
+
+    @property
+    def together(self) -> bool:
+        """Whether all workers make the same step at once, where there is no server."""
+        return isinstance(self.paradigm, AllReduce | Stanza)
 
     @property
     def batch_total(self) -> int | None:

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, ValidationInfo, field_validator
 from hpcsync.job_errors import JobError
 from hpcsync.job_table import Count, NotNegative, Positive, Share, Table
 from hpcsync.planning.commit_rate import most_commits
+from hpcsync.planning.groups import Groups
 
 # ---- with a parameter server ----
 
@@ -331,6 +332,48 @@ class Gossip(Table):
         return include_self
 
 
+class Stanza(Table):
+    """Convolution workers and fully-connected workers train one model; fully-connected weights stay where they are.
+
+    cut: the submodule, by its name, with which the fully-connected layers begin. fc_workers: how many of the workers,
+    the first ones, train these; "auto": as many as give the most samples a second, by `planning.node_assignment`.
+    micro_batches: pieces of a batch, so that the fully-connected workers compute one while the next is under way.
+    [cluster.compute] says what an iteration of the whole model takes, of which fully-connected layers have the share
+    fc_share, for each batch that they are given (unless it is said, by their floating-point operations), and the
+    convolutions the rest, forward_share of it for the forward pass.
+    bucket_mb: as under all-reduce.
+    """
+
+    name: Literal["stanza"]
+    cut: Annotated[str, Field(min_length=1)] = Field(description="the name of a submodule, such as classifier")
+    fc_workers: int | Literal["auto"] = Field(default=1, description='a whole number of at least 1, or "auto"')
+    micro_batches: Count = 1
+    fc_share: Annotated[float, Field(ge=0, le=1)] | None = None
+    forward_share: Annotated[float, Field(ge=0, le=1)] = 1 / 3
+    bucket_mb: Positive = 25.0
+
+    @field_validator("fc_workers", mode="before")
+    @classmethod
+    def _whole_or_chosen(cls, fc_workers: Any) -> Any:
+        if fc_workers != "auto" and (type(fc_workers) is not int or fc_workers < 1):
+            raise ValueError('must be a whole number of at least 1, or "auto"')
+        return fc_workers
+
+    def groups(self, n_workers: int) -> Groups:
+        """Who is what, once that is chosen."""
+        assert self.fc_workers != "auto"
+        return Groups(n_workers, self.fc_workers)
+
+    def check(self, n_workers: int) -> None:
+        """Raises JobError where a group would be empty."""
+        fewest = 1 if self.fc_workers == "auto" else self.fc_workers
+        if n_workers <= fewest:
+            raise JobError(
+                f"cluster.workers = {n_workers}: must be at least {fewest + 1} with paradigm.fc_workers = "
+                f"{self.fc_workers}: there must be convolution workers too"
+            )
+
+
 Paradigm = Annotated[
     Bsp
     | Asp
@@ -345,8 +388,9 @@ Paradigm = Annotated[
     | Adsp
     | AllReduce
     | LocalSgd
-    | Gossip,
+    | Gossip
+    | Stanza,
     Discriminator("name"),
 ]
 
-WITHOUT_SERVER = (AllReduce, LocalSgd, Gossip)
+WITHOUT_SERVER = (AllReduce, LocalSgd, Gossip, Stanza)
