@@ -18,6 +18,8 @@ class Iterations:
     """The batches of one worker, in the job's data order, with each iteration padded to what its device takes.
 
     now: the clock, in seconds since the start of the run.
+    place: the worker's number among those that take batches, and how many do; by default its own, of all workers.
+    n_batches: an iteration is of so many batches, those of others.
     handed_out: (first, n_samples) of the run's sequence of samples for the worker's next iteration, where batch sizes
     are given out; None where all batches are alike.
     leave: called when the worker leaves before its next batch, because the job says so.
@@ -32,10 +34,15 @@ class Iterations:
         leave: Callable[[], None] = lambda: None,
         while_padding: Callable[[], None] | None = None,
         handed_out: Callable[[], tuple[int, int]] | None = None,
+        place: tuple[int, int] | None = None,
+        n_batches: int = 1,
     ) -> None:
         self.batch_size = 0
+        self.computed_s = 0.0
+        """Of the iteration that has ended."""
         self._job = job
-        self._worker = worker
+        self._place = place or (worker, job.cluster.workers)
+        self._n_batches = n_batches
         self._now = now
         self._leave = leave
         self._while_padding = while_padding
@@ -43,6 +50,8 @@ class Iterations:
         self._training_epochs = 0
         self._begin_s: float | None = None  # of the batch that has been handed out, until its step
         self._device_s = 0.0  # what the device takes for it
+        self._resumed_s: float | None = None  # when the part of its computation began that is under way
+        self._in_parts = False
         self._device = device(job, worker)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]) -> Iterator[Any]:
@@ -65,6 +74,7 @@ class Iterations:
             except StopIteration:
                 return
             self._begin_s = begin_s
+            self._in_parts, self.computed_s = False, 0.0
             self._device_s = self._device.seconds(begin_s, self.batch_size / batch_size)
             yield batch
 
@@ -80,13 +90,26 @@ class Iterations:
         if self._device_s:
             self._pad(self._begin_s + share * self._device_s)
 
+    def resume(self) -> None:
+        """A part of the computation begins, of an iteration that is computed in parts and waits between them."""
+        self._resumed_s, self._in_parts = self._now(), True
+
+    def rest(self, share: float) -> None:
+        """It ends: let it have taken this share of what the iteration takes the device."""
+        assert self._resumed_s is not None
+        self._pad(self._resumed_s + share * self._device_s)
+        self.computed_s += self._now() - self._resumed_s
+
     def end(self, share: float = 1.0) -> tuple[float, float]:
-        """The iteration ends with this share of its batch; when it began and ended, padded. Raises RuntimeError where
-        none has begun."""
-        self.pad(share)
+        """The iteration ends with this share of its batch; when it began and ended, padded unless its parts were.
+        Raises RuntimeError where none has begun."""
+        self.pad(0.0 if self._in_parts else share)
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
-        return begin_s, self._now()
+        end_s = self._now()
+        if not self._in_parts:
+            self.computed_s = end_s - begin_s
+        return begin_s, end_s
 
     def _pad(self, end_s: float) -> None:
         while (left_s := end_s - self._now()) > 0:
@@ -98,9 +121,9 @@ class Iterations:
 
     def _alike(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
         if dataset is None:
-            return iter(lambda: (batch_size, ()), None)  # without end
-        n_workers, seed = self._job.cluster.workers, self._job.seed
-        mine = batches(dataset, seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs)
+            return iter(lambda: (self._n_batches * batch_size, ()), None)  # without end
+        number, n_takers = self._place
+        mine = batches(dataset, self._job.seed, number, n_workers=n_takers, batch_size=batch_size, epochs=epochs)
         return ((batch_size, batch) for batch in mine)
 
     def _next_ones(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:

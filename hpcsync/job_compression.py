@@ -153,6 +153,8 @@ def check(compression: Compression, paradigm: str, momentum: Any) -> None:
         return
     if paradigm in UNCOMPRESSED:
         raise JobError(f'{name}: must be "none" {having}, where weights travel, which must be whole')
+    if paradigm == "stanza":
+        raise JobError(f'{name}: must be "none" {having}, where activations travel, which must be whole')
     if isinstance(compression, Dgc):
         if paradigm in ("ashl", "adsp"):
             raise JobError(f"{name}: must be another {having}, where no gradients travel: its momentum is for these")

@@ -3,8 +3,8 @@
 Workers report every iteration of theirs, and wait for no answer. From the reports follow the versions, the stopping
 rule, and the rows of the trace. With whom a worker exchanges what is decided elsewhere, before the run: in the seed.
 
-An update is a step of the model. Under all-reduce all workers make the same one together; otherwise every step of a
-worker is one, of its own replica.
+An update is a step of the model. Under all-reduce, and where layers are separated, all workers make the same one
+together; otherwise every step of a worker is one, of its own replica.
 
 The stopping rule, once true, stays true. Workers that run freely are told; those in step count for themselves what the
 reports will say (`Lockstep`), so that all of them end with the same iteration.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from hpcsync.coordinator import Recorder
 from hpcsync.deciding import create_allocator
 from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import AllReduce, Gossip
+from hpcsync.job_paradigms import Gossip, Stanza
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.batches import Allocated, Allocator, Estimate
@@ -87,7 +87,7 @@ class Lockstep:
         self.updates = 0
         self._n_contributing = job.cluster.workers
         self._batch_size = None if isinstance(job.workload, Script) else job.workload.batch_size
-        self._together = isinstance(job.paradigm, AllReduce)
+        self._together = job.together
         self._stop = job.stop
 
     def exchanged(self, n_contributing: int, n_steps: int, n_samples: int) -> None:
@@ -181,10 +181,14 @@ class PeerCoordinator:
         self._stop = job.stop
         self._n_workers = n_workers
         self._lr, self._rate = learning_rate(job), worker_rate(job)
-        self._together = isinstance(job.paradigm, AllReduce)
+        self._together = job.together
+        everybody = range(n_workers)
+        # Under layer separation the same samples pass through both groups, and the second one has the loss.
+        separated = isinstance(job.paradigm, Stanza)
+        self._counting, self._judging = (job.groups.convolution, job.groups.fc) if separated else (everybody, everybody)
         self._own_samples = [0] * n_workers
         self._iterations = [0] * n_workers
-        self._round: dict[int, list[Exchanged]] = {}  # of all-reduce: iteration -> who has reported it
+        self._round: dict[int, list[Exchanged]] = {}  # of all together: iteration -> who has reported it
         self._seq = 0
 
     def exchanged(self, now_s: float, report: Exchanged) -> None:
@@ -200,7 +204,8 @@ class PeerCoordinator:
         if r.batch_size == 0:
             return
         self._iterations[r.worker] = r.iteration
-        self.last_loss = r.loss
+        if r.worker in self._judging:
+            self.last_loss = r.loss
         if self._together:
             reports = self._round.setdefault(r.iteration, [])
             reports.append(r)
@@ -240,7 +245,7 @@ class PeerCoordinator:
         self.stopping = True
 
     def _end_rounds(self, now_s: float) -> None:
-        """All-reduce: an iteration is an update once everybody who still takes part has reported it."""
+        """All together: an iteration is an update once everybody who still takes part has reported it."""
         for iteration in sorted(self._round):
             if all(self._iterations[worker] >= iteration for worker in self.active):
                 self._update(now_s, self._round.pop(iteration))
@@ -253,8 +258,9 @@ class PeerCoordinator:
             lr = self._rate(self._own_samples[worker], iteration - 1)
         self.version += 1
         self.updated_s = now_s
-        for report in reports:
+        counted = [report for report in reports if report.worker in self._counting]
+        for report in counted:
             self.samples += report.batch_size
             self._own_samples[report.worker] += report.batch_size
-        self._trace.append("updates", (self.version, now_s, len(reports), lr, self.samples))
+        self._trace.append("updates", (self.version, now_s, len(counted), lr, self.samples))
         self.stopping = self.stopping or self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)

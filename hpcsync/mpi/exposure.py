@@ -38,7 +38,7 @@ class Exposure:
 
     comm:  collective over it, `free` too. A reader is a number: each rank's own, and comm.size for one more on any one
            rank (an evaluator's thread). Readers may be threads beside the one that publishes, if MPI supports that.
-    size:  elements of a replica, the same on all ranks.
+    size:  elements of this rank's replica.
     dtype: theirs.
 
     Before the first publication there is one of zeros, with serial number 0.
@@ -46,7 +46,8 @@ class Exposure:
 
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
         self._rank, self._readers = comm.rank, comm.size + 1
-        self._size, self._n_rows = size, min(comm.size + 2, ROWS)
+        self._sizes, self._n_rows = comm.allgather(size), min(comm.size + 2, ROWS)
+        self._size = size
         self._rows = transport.window(comm, self._n_rows * (size + 1), dtype)  # the weight comes last
         self._words = Window(comm, 1 + self._readers, np.int64)
         self._rows.local[:size] = 0  # only what is shown: rows that are never needed are never committed
@@ -68,7 +69,7 @@ class Exposure:
         False where no row is free, because slow readers still hold all the others: the last publication stands. Raises
         ValueError for another shape or dtype, or a serial number that is not greater.
         """
-        self._check(vector)
+        self._check(vector, self._size)
         row = self._free_row()
         serial = self.serial + 1 if serial is None else serial
         if serial <= self.serial:
@@ -83,13 +84,13 @@ class Exposure:
         return True
 
     def read(self, peer: int, into: torch.Tensor, reader: int | None = None, weight: torch.Tensor | None = None) -> int:
-        """Copy the publication of `peer` into `into`, shape (size,); its serial number, which never goes back.
+        """Copy the publication of `peer` into `into`, shape (size of its replica,); its serial number, which never goes back.
 
         weight: shape (1,), for what is shown beside it. reader: who reads, this rank by default; one reader may not
         read the same peer in two threads at once. Raises ValueError for another shape or dtype, or a reader that there
         is not.
         """
-        self._check(into)
+        self._check(into, self._sizes[peer])
         reader = self._rank if reader is None else reader
         if not 0 <= reader < self._readers:
             raise ValueError(f"reader {reader} is none of 0 to {self._readers - 1}")
@@ -148,9 +149,10 @@ class Exposure:
         self._words.flush(peer)
 
     def _copy(self, peer: int, row: int, into: torch.Tensor, weight: torch.Tensor | None = None) -> None:
-        self._rows.get(into, peer, row * (self._size + 1))
+        size = self._sizes[peer]
+        self._rows.get(into, peer, row * (size + 1))
         if weight is not None:
-            self._rows.get(weight, peer, row * (self._size + 1) + self._size)
+            self._rows.get(weight, peer, row * (size + 1) + size)
         self._rows.flush(peer)
 
     # ---- both ----
@@ -159,10 +161,10 @@ class Exposure:
         """(serial, row)."""
         return divmod(int(word), self._n_rows)
 
-    def _check(self, vector: torch.Tensor) -> None:
+    def _check(self, vector: torch.Tensor, size: int) -> None:
         dtype = self._rows.local.dtype
-        if vector.shape != (self._size,) or vector.dtype != dtype:
-            raise ValueError(f"{vector.dtype}{list(vector.shape)} is not {dtype}[{self._size}]")
+        if vector.shape != (size,) or vector.dtype != dtype:
+            raise ValueError(f"{vector.dtype}{list(vector.shape)} is not {dtype}[{size}]")
 
     def free(self) -> None:
         """Collective, and harmless when repeated; nobody may be reading any more."""

@@ -15,7 +15,6 @@ from mpi4py import MPI
 from hpcsync import outputs
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.job_paradigms import AllReduce
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean
 from hpcsync.learning.prediction import estimator
@@ -159,7 +158,7 @@ class PeerSession(RankSession):
 
     def _next_rate(self) -> float:
         """Of one model's next step, or of this replica's, for which the others count as being as far as it is."""
-        if isinstance(self._job.paradigm, AllReduce):
+        if self._job.together:
             return self._lr(self._lockstep.samples, self._lockstep.updates, self.n_workers)
         return self._own_lr(self._samples, self._iteration)
 
