@@ -1,0 +1,296 @@
+"""A model in two halves, cut before one of its submodules, for workers that train one half each: layer separation
+(Stanza: Wu, Xu, Li and Xiong, arXiv 1812.10624).
+
+The model's forward is followed with torch.fx, down to the submodule and no further: whatever does not contain it stays
+as it is and runs as ever. What Python alone does on the way (draws from `random`, counters) is done once, then.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpcsync.job_errors import did_you_mean
+from hpcsync.learning.flat import trainable
+from hpcsync.learning.replica import Loss
+
+
+class Halves(NamedTuple):
+    """below: from a batch's first tensor to the activations that enter the submodule. above: from those to the model's
+    output.
+
+    They hold the model's own submodules, parameters and buffers: training a half trains the model, and `train()` and
+    `eval()` of the model reach its halves. A deep copy of a half is on its own.
+    """
+
+    below: nn.Module
+    above: nn.Module
+
+
+class _Mode(nn.Module):
+    """`self.training` in the forward of a module that was followed: a half calls it, and does not contain it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._module = [module]  # in a list, so as not to hold its parameters
+
+    def forward(self) -> bool:
+        return self._module[0].training
+
+    def train(self, mode: bool = True) -> _Mode:
+        self._module[0].training = mode
+        return super().train(mode)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Mode:
+        return _Mode(nn.Module()).train(self())
+
+
+class _Tracer(fx.Tracer):
+    """Follows the forward of these modules, each of which contains the next, and of no other."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, followed: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.followed = followed
+        self.modes: dict[str, _Mode] = {}  # by the names that nodes have as their target
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return all(m is not module for module in self.followed)
+
+    def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
+        """One argument, whatever else forward has a default for; and what `self.training` is from now on."""
+        x = self.create_proxy("placeholder", "x", (), {})
+        for i, module in enumerate(self.followed):
+            self.modes[f"_training_{i}"] = _Mode(module)
+            module.__dict__["training"] = self.create_proxy("call_module", f"_training_{i}", (), {})
+        return root_fn, [self.root, x]
+
+    def create_arg(self, a: Any) -> Any:
+        if isinstance(a, torch.Tensor) and all(a is not t for t in (*self.root.parameters(), *self.root.buffers())):
+            raise ValueError("it uses a tensor that is neither a parameter nor a buffer of the model")
+        return super().create_arg(a)
+
+
+def cut(model: nn.Module, name: str) -> Halves:
+    """The halves of a model. The submodule `name` is the first of the upper half; all that follows it belongs there.
+
+    Raises ValueError, with the reason in one line, for a model that cannot be cut there.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if name not in modules or not name:
+        top = ", ".join(child for child, _ in model.named_children()) or "none, the model has no submodules"
+        raise ValueError(f"must be the name of a submodule (at the top: {top}){did_you_mean(name, modules)}")
+    parts = name.split(".")
+    tracer = _Tracer([modules[".".join(parts[:depth])] for depth in range(len(parts))])
+    graph = _follow(model, tracer)
+    held = {**modules, **tracer.modes, **dict(model.named_parameters()), **dict(model.named_buffers())}
+    nodes = list(graph.nodes)
+    calls = [i for i, node in enumerate(nodes) if node.op == "call_module" and held[node.target] is modules[name]]
+    if len(calls) != 1:
+        raise ValueError(f"must be called once by the model's forward, not {len(calls)} times")
+    call, given, result = nodes[calls[0]], nodes[0], nodes[-1].args[0]
+    # Parameters, buffers and modes may be looked up by both halves, wherever forward does it first.
+    looked_up = {node for node in nodes if node.op == "get_attr" or node.target in tracer.modes}
+    entering = call.args[0] if len(call.args) == 1 and not call.kwargs else None
+    if not isinstance(entering, fx.Node) or entering in looked_up:
+        raise ValueError("must be called with one tensor, which comes from the batch, and with nothing else")
+    if not isinstance(result, fx.Node) or result in looked_up:
+        raise ValueError("the model must return one tensor and nothing else")
+    before = [node for node in nodes[: calls[0]] if node not in looked_up and node is not given]
+    after = [node for node in nodes[calls[0] : -1] if node not in looked_up]
+    for node in (*after, nodes[-1]):
+        for source in node.all_input_nodes:
+            if source is not entering and source not in looked_up and source not in after:
+                what = "the batch itself" if source is given else f"{source.name}, which is computed before it,"
+                raise ValueError(f"{what} is used after it: what is below may pass on only the tensor that enters it")
+    halves = Halves(
+        _half(model, held, before, given=given, result=entering),
+        _half(model, held, after, given=entering, result=result),
+    )
+    _check_shares(model, halves)
+    return halves
+
+
+_HELD = ("_parameters", "_buffers", "_modules")  # where torch keeps those of a module
+
+
+def _follow(model: nn.Module, tracer: _Tracer) -> fx.Graph:
+    """What the model's forward does with x. It is called with what is no tensor, of which nothing must stay behind."""
+    before = [
+        {key: value.copy() if key in _HELD else value for key, value in vars(module).items()}
+        for module in tracer.followed
+    ]
+    try:
+        graph = tracer.trace(model)
+        if any(isinstance(buffer, fx.Proxy) for module in tracer.followed for buffer in module._buffers.values()):
+            raise ValueError("it assigns to a buffer, which it may only change in place")
+    except Exception as error:  # whatever becomes of the user's forward then
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"the model's forward cannot be followed by torch.fx: {reason}") from None
+    finally:
+        for module, attributes in zip(tracer.followed, before, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+    for node in list(graph.nodes):
+        if node.target in tracer.modes and not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+def _half(
+    model: nn.Module, held: dict[str, Any], nodes: Sequence[fx.Node], *, given: fx.Node, result: fx.Node
+) -> fx.GraphModule:
+    """The module that does what these nodes do, from one node's value to another's."""
+    graph = fx.Graph()
+    copies = {given: graph.placeholder("x")}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if source not in copies:
+                copies[source] = graph.node_copy(source)
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(copies[result])
+    targets = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
+    half = fx.GraphModule(nn.Module(), fx.Graph())
+    for name, module in held.items():  # in the model's order, for so are its parameters
+        if name in targets and isinstance(module, nn.Module):
+            half.add_submodule(name, module)
+        elif isinstance(module, nn.Module):
+            for key, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+                if f"{name}.{key}".removeprefix(".") in targets:
+                    _hold(half, name, key, tensor)
+    half.graph = graph
+    return half
+
+
+def _hold(half: fx.GraphModule, name: str, key: str, tensor: torch.Tensor) -> None:
+    """Let the half hold a tensor of the module `name`, of whose forward it does a part."""
+    if name and name not in dict(half.named_modules(remove_duplicate=False)):
+        half.add_submodule(name, nn.Module())
+    module = half.get_submodule(name)
+    if isinstance(tensor, nn.Parameter):
+        module.register_parameter(key, tensor)
+    else:
+        module.register_buffer(key, tensor)
+
+
+def _check_shares(model: nn.Module, halves: Halves) -> None:
+    """Every parameter that is trained belongs to one half, and each has one."""
+    below, above = ({id(t) for t in (*half.parameters(), *half.buffers())} for half in halves)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if id(tensor) in below and id(tensor) in above:
+            raise ValueError(f"{name} is used both before it and after it, and can be in one half only")
+        if tensor.requires_grad and id(tensor) not in below | above:
+            raise ValueError(f"{name} takes no part in the model's forward, so that nobody would train it")
+    for half, where in zip(halves, ("before it", "from it on"), strict=True):
+        if not any(parameter.requires_grad for parameter in half.parameters()):
+            raise ValueError(f"the model has no trainable parameters {where}")
+
+
+def positions(model: nn.Module, half: nn.Module) -> list[slice]:
+    """Where the half's trainable parameters, in its own order, are among the model's: in a flat vector of each.
+
+    Neighbours are one slice, so that there is one for a half whose parameters the model has side by side.
+    """
+    at, begin = {}, 0
+    for parameter in trainable(model):
+        at[id(parameter)] = slice(begin, begin := begin + parameter.numel())
+    found: list[slice] = []
+    for parameter in trainable(half):
+        here = at[id(parameter)]
+        if found and found[-1].stop == here.start:
+            here = slice(found.pop().start, here.stop)
+        found.append(here)
+    return found
+
+
+# ---- what the halves are like ----
+
+
+def _on_meta(half: nn.Module) -> nn.Module:
+    """A copy in evaluation mode that has shapes and no numbers."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in half.parameters()
+    }
+    memo |= {id(buffer): torch.empty_like(buffer, device="meta") for buffer in half.buffers()}
+    return copy.deepcopy(half, memo).eval()
+
+
+def activation_shape(below: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
+    """Of one sample, where the model is cut; x: any batch's first tensor. Nothing is computed.
+
+    Raises ValueError unless a batch has one row of floating-point numbers a sample there.
+    """
+    with torch.no_grad():
+        try:
+            h = _on_meta(below)(x.to("meta"))
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(f"what enters it has a shape that cannot be told: {reason}") from None
+    if not isinstance(h, torch.Tensor) or not h.is_floating_point():
+        what = str(h.dtype) if isinstance(h, torch.Tensor) else type(h).__name__
+        raise ValueError(f"what enters it must be one tensor of floating-point numbers, not {what}")
+    if h.ndim == 0 or len(h) != len(x):
+        raise ValueError(
+            f"what enters it must have one row a sample: of {len(x)} samples it has shape {tuple(h.shape)}"
+        )
+    return tuple(h.shape[1:])
+
+
+def flops(half: nn.Module, x: torch.Tensor) -> int:
+    """Floating-point operations of a forward pass of x, of which only the shape and the type matter."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        _on_meta(half)(x.to("meta"))
+    return int(counter.get_total_flops())
+
+
+def check_cut(model: nn.Module, halves: Halves, loss: Loss, batch: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError unless the halves have the model's loss and gradient on this batch, in evaluation mode.
+
+    That the loss is a mean over samples, as everywhere, is not looked at.
+    """
+    x, *rest = batch
+    lower, upper = (trainable(half) for half in halves)
+
+    def whole() -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        value = loss(model, x, *rest)
+        return value, torch.autograd.grad(value, [*lower, *upper], allow_unused=True)
+
+    def in_halves() -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
+        h = halves.below(x)
+        value = loss(halves.above, entering := h.detach().requires_grad_(), *rest)
+        back, *of_upper = torch.autograd.grad(value, [entering, *upper], allow_unused=True)
+        return value, (*torch.autograd.grad(h, lower, back, allow_unused=True), *of_upper)
+
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        expected = _numbers(whole)
+        try:
+            found = _numbers(in_halves)
+        except Exception as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise ValueError(f"the loss cannot be computed from what enters it: {reason}") from None
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    for what, a, b in zip(("loss", *("gradient" for _ in (*lower, *upper))), expected, found, strict=True):
+        if not math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6):
+            raise ValueError(
+                f"the {what} of a batch must be the model's when computed from what enters it, and is another: does "
+                "the loss do more than call the model once, with the batch's first tensor?"
+            )
+
+
+def _numbers(compute: Callable[[], tuple[torch.Tensor, Sequence[torch.Tensor | None]]]) -> list[float]:
+    """The loss and the norm of each gradient; what is drawn on the way is the same every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        value, gradients = compute()
+        return [float(value.detach()), *(0.0 if g is None else float(g.norm()) for g in gradients)]
