@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import islice, repeat
 from typing import Any
 
 from hpcsync.devices import device
 from hpcsync.job import Job
-from hpcsync.learning.data import batches, fetch, sequence_indices
+from hpcsync.job_paradigms import Stanza
+from hpcsync.learning.data import batches, fetch, sequence_indices, whole_batches
 
 CALL_S = 5e-4  # from one call while padding to the next
 
@@ -18,8 +20,6 @@ class Iterations:
     """The batches of one worker, in the job's data order, with each iteration padded to what its device takes.
 
     now: the clock, in seconds since the start of the run.
-    place: the worker's number among those that take batches, and how many do; by default its own, of all workers.
-    n_batches: an iteration is of so many batches, those of others.
     handed_out: (first, n_samples) of the run's sequence of samples for the worker's next iteration, where batch sizes
     are given out; None where all batches are alike.
     leave: called when the worker leaves before its next batch, because the job says so.
@@ -34,15 +34,12 @@ class Iterations:
         leave: Callable[[], None] = lambda: None,
         while_padding: Callable[[], None] | None = None,
         handed_out: Callable[[], tuple[int, int]] | None = None,
-        place: tuple[int, int] | None = None,
-        n_batches: int = 1,
     ) -> None:
         self.batch_size = 0
         self.computed_s = 0.0
         """Of the iteration that has ended."""
         self._job = job
-        self._place = place or (worker, job.cluster.workers)
-        self._n_batches = n_batches
+        self._worker = worker
         self._now = now
         self._leave = leave
         self._while_padding = while_padding
@@ -120,11 +117,25 @@ class Iterations:
                 time.sleep(min(left_s, CALL_S))
 
     def _alike(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
+        if isinstance(self._job.paradigm, Stanza):
+            return self._by_group(dataset, batch_size, epochs)
         if dataset is None:
-            return iter(lambda: (self._n_batches * batch_size, ()), None)  # without end
-        number, n_takers = self._place
-        mine = batches(dataset, self._job.seed, number, n_workers=n_takers, batch_size=batch_size, epochs=epochs)
+            return iter(lambda: (batch_size, ()), None)  # without end
+        n_workers, seed = self._job.cluster.workers, self._job.seed
+        mine = batches(dataset, seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs)
         return ((batch_size, batch) for batch in mine)
+
+    def _by_group(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
+        """Under layer separation all make as many iterations; batches that not all convolution workers have are left
+        out. A fully-connected worker takes none, and computes with those of others."""
+        groups, seed = self._job.groups, self._job.seed
+        n_batches = len(epochs) * whole_batches(batch_size, len(dataset))
+        n_iterations = min(n_batches // groups.n_convolution, sys.maxsize)
+        if groups.is_fc(self._worker):
+            return repeat((batch_size * len(groups.served(self._worker)), ()), n_iterations)
+        number, n_takers = self._worker - groups.n_fc, groups.n_convolution
+        mine = batches(dataset, seed, number, n_workers=n_takers, batch_size=batch_size, epochs=epochs)
+        return ((batch_size, batch) for batch in islice(mine, n_iterations))
 
     def _next_ones(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:
         """A batch that reaches over the end of a training epoch belongs to the one in which it begins."""

@@ -258,6 +258,8 @@ class Job(Table):
         if not isinstance(self.paradigm, Stanza):
             return self
         pieces = self.paradigm.micro_batches
+        if isinstance(self.workload, Timing):
+            self._check_what_crosses(self.workload, self.paradigm)
         if isinstance(self.workload, Script):
             if pieces > 1:
                 raise JobError(
@@ -276,6 +278,15 @@ class Job(Table):
                     "nobody can go on without the others"
                 )
         return self
+
+    @staticmethod
+    def _check_what_crosses(workload: Timing, paradigm: Stanza) -> None:
+        """Of a model that is nothing but its sizes."""
+        for key in ("classifier", "activations"):
+            if getattr(workload, key) == 0:
+                raise JobError(f'workload.{key} = 0: must be at least 1 with paradigm.name = "stanza"')
+        if paradigm.cut != "classifier":
+            raise JobError(f'paradigm.cut = {shown(paradigm.cut)}: must be "classifier" with workload.name = "timing"')
 
     @property
     def groups(self) -> Groups:
@@ -337,6 +348,12 @@ class Job(Table):
     def n_pieces(self) -> int:
         """In how many pieces a batch is computed; between them a worker looks whether it has been cancelled."""
         return self.paradigm.micro_batches if self.aborts and isinstance(self.paradigm, FirstKOfAVersion) else 1
+
+    def n_pieces_of(self, worker: int) -> int:
+        """In how many pieces this worker's loop computes a batch. (A convolution worker's model does it by itself.)"""
+        if isinstance(self.paradigm, Stanza):
+            return self.paradigm.micro_batches if self.groups.is_fc(worker) else 1
+        return self.n_pieces
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
@@ -423,6 +440,11 @@ def refuse_simulated(job: Job) -> None:
         raise JobError(
             f"cluster.times_from = {shown(trace)}: must not be given to run: real ranks take their own times; "
             "hpcsync simulate takes it"
+        )
+    if isinstance(job.workload, Timing) and isinstance(job.paradigm, Stanza):
+        raise JobError(
+            'workload.name = "timing": must be another with paradigm.name = "stanza" to run: there are no layers to '
+            "compute; hpcsync simulate takes it"
         )
 
 

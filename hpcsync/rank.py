@@ -19,6 +19,7 @@ from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import build, import_beside
 from hpcsync.library import agree, join, world
+from hpcsync.separating import resolved
 from hpcsync.session import Session
 
 if TYPE_CHECKING:
@@ -50,16 +51,16 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     """This rank's part of the job. Collective."""
     jobs.refuse_simulated(job)
     # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
-    agree(comm, lambda: bool(check(job)))
+    job = agree(comm, lambda: resolved(job, check(job)))
     workload = build(job)
     workload.model.to(_device(comm, job))
     assert not isinstance(job.workload, Script), "such a job has no workload"
     optimizer = OptimizerSpec.of_job(job)
     torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
     with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
-        replica = Replica(sync.flat, workload.loss)
+        replica, n_pieces = Replica(sync.flat, workload.loss), job.n_pieces_of(sync.worker or 0)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
-            sync.step(replica.compute_in_pieces(batch, job.n_pieces, sync.cancelled))
+            sync.step(replica.compute_in_pieces(batch, n_pieces, sync.cancelled))
     return sync
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
+import numpy as np
 import torch
 
-from hpcsync.job import Job, Script
+from hpcsync.job import Job, Script, Timing
 from hpcsync.job_errors import JobError, did_you_mean, shown
+from hpcsync.job_paradigms import Stanza
 from hpcsync.learning import compressing
-from hpcsync.learning.data import whole_batches
+from hpcsync.learning.cutting import check_cut, cut
+from hpcsync.learning.data import fetch, whole_batches
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
 from hpcsync.learning.workloads import Workload, build
+
+CUT_SAMPLES = 2  # with which the halves of a model are tried
 
 
 def optimizer_spec(job: Job) -> OptimizerSpec:
@@ -53,12 +59,16 @@ def check(job: Job) -> Workload:
     name = f"workload.name = {shown(job.workload.name)}"
     check_model(job, workload.model, name, evaluated=workload.evaluate is not None)
     assert not isinstance(job.workload, Script), "such a job has no workload"
-    if workload.train is not None:
+    if workload.train is not None and workload.loss is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
         try:
             whole_batches(batch_size, samples)
         except ValueError as error:
             raise JobError(f"workload.{error}") from None
+        if isinstance(job.paradigm, Stanza):
+            some = fetch(workload.train, np.arange(min(samples, CUT_SAMPLES)))
+            model, loss = workload.model, workload.loss
+            _cut(job.paradigm.cut, lambda name: check_cut(model, cut(model, name), loss, some))
     if workload.evaluate is None:
         for key in ("target_accuracy", "target_loss"):
             if getattr(job.stop, key) is not None:
@@ -73,6 +83,8 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
         compressing.of_job(job, trainable(model))  # where its gradients can be
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
+    if isinstance(job.paradigm, Stanza) and not isinstance(job.workload, Timing):
+        _cut(job.paradigm.cut, lambda name: cut(model, name))
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or {device.partition(":")[0] for device in devices} - {"cpu", "cuda"}:
         raise JobError(f"{name}: must be on the CPU or on one GPU as a whole, not on {', '.join(sorted(devices))}")
@@ -83,6 +95,14 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
             f"{name}: the model must have no running statistics to be evaluated during the run (GroupNorm instead of "
             "BatchNorm): they live on the workers, evaluation is on the servers' weights or the mean of the workers'"
         )
+
+
+def _cut(name: str, divide: Callable[[str], object]) -> None:
+    """Divide the model before this submodule. Raises JobError where it cannot be."""
+    try:
+        divide(name)
+    except ValueError as error:
+        raise JobError(f"paradigm.cut = {shown(name)}: {error}") from None
 
 
 def has_running_statistics(model: torch.nn.Module) -> bool:

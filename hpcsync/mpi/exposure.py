@@ -84,7 +84,7 @@ class Exposure:
         return True
 
     def read(self, peer: int, into: torch.Tensor, reader: int | None = None, weight: torch.Tensor | None = None) -> int:
-        """Copy the publication of `peer` into `into`, shape (size of its replica,); its serial number, which never goes back.
+        """Copy the publication of `peer` into `into`, of its replica's size; its serial number, which never goes back.
 
         weight: shape (1,), for what is shown beside it. reader: who reads, this rank by default; one reader may not
         read the same peer in two threads at once. Raises ValueError for another shape or dtype, or a reader that there

@@ -9,11 +9,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
 from hpcsync.learning import compressing
@@ -43,11 +44,13 @@ class Exchange(ABC):
     """A worker's weights, its steps, and its exchanges. Gradients are in the model's flat buffer.
 
     in_step: whether all workers make their exchanges together.
+    one_sided: whether others put and get while this worker computes.
     period:  iterations from one exchange to the next.
     agreed:  of those in step, at the last exchange; None before the first one.
     """
 
     in_step = False
+    one_sided = False
     period = 1
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
@@ -57,8 +60,12 @@ class Exchange(ABC):
         self._flat = flat
         self._n_bytes = flat.size * flat.weights.element_size()
 
-    def begin(self) -> None:  # noqa: B027
-        """A batch has been handed out: a gradient will be computed."""
+    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> None:  # noqa: B027
+        """A loop over these samples begins; the first time, collective."""
+
+    def begin(self, batch: Any) -> Any:
+        """A batch has been handed out: what a gradient will be computed from."""
+        return batch
 
     def end_computation(self, n_samples: int, stop: bool) -> None:  # noqa: B027
         """The gradient of so many samples is there, padding included."""
@@ -78,6 +85,9 @@ class Exchange(ABC):
     def show(self, serial: int) -> bool:
         """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
         return self._link.exposure.publish(self.peer.shown(), serial, self.peer.weight)
+
+    def end(self, *, early: bool) -> None:  # noqa: B027
+        """The loop is over; early: before it was agreed that the run is."""
 
     def settle(self) -> int:
         """When nobody sends any more: take in what has come. The number of models."""
@@ -126,10 +136,11 @@ class AllReducing(Exchange):
         self._division = division
         self._outcome: Outcome | None = None
 
-    def begin(self) -> None:
+    def begin(self, batch: Any) -> Any:
         self._reducer.overlap = self._may_overlap
         if self._division is not None:
             self._reducer.weight = self._division.weight(self._link.comm.rank)
+        return batch
 
     def end_computation(self, n_samples: int, stop: bool) -> None:
         self._reduce(n_samples, stop)
@@ -259,6 +270,8 @@ class Permuting(_Rounds):
 
 class _Gossiping(Exchange):
     """Every `period` iterations an exchange with a peer that this worker draws."""
+
+    one_sided = True
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)

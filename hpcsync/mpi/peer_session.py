@@ -15,6 +15,8 @@ from mpi4py import MPI
 from hpcsync import outputs
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
+from hpcsync.job_paradigms import Stanza
+from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Mean
 from hpcsync.learning.prediction import estimator
@@ -22,12 +24,14 @@ from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.evaluator import Evaluator
+from hpcsync.mpi.layers import Layers, SeparatedLayers
 from hpcsync.mpi.monitor import Monitor
-from hpcsync.mpi.peer_exchange import Outcome, exchange
+from hpcsync.mpi.peer_exchange import Exchange, Outcome, exchange
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
+from hpcsync.mpi.separated import Separated
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.progress import Progress, console
@@ -41,14 +45,20 @@ class PeerSession(RankSession):
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
     ) -> None:
         self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
-        super().__init__(comm, job, model)
+        layers = _layers(comm, job, model)
+        super().__init__(comm, job, model, source_of_statistics=layers.first_below, layers=layers)
         self.worker = comm.rank
         self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
         self._division = create_division(job)
-        self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward, self._division)
+        self._exchange: Exchange
+        if isinstance(layers, SeparatedLayers):
+            self._exchange = Separated(job, self._link, self.flat, optimizer, layers)
+        else:
+            self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward, self._division)
         self._exchange.show(1)
-        # Those in step are all in MPI when something moves between them; only an evaluation may have to wait there.
-        self._progression = None if self._exchange.in_step else choose(self._link.comm, transport=placement.transport)
+        # Others are all in MPI when something moves between them; only an evaluation may have to wait there.
+        one_sided = self._exchange.one_sided
+        self._progression = choose(self._link.comm, transport=placement.transport) if one_sided else None
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start()
@@ -70,9 +80,9 @@ class PeerSession(RankSession):
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
+        self._exchange.prepare(dataset, batch_size, self._iterations)
         for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped):
-            self._exchange.begin()
-            yield batch
+            yield self._exchange.begin(batch)
 
     def step(self, loss: torch.Tensor | float) -> bool:
         self._refuse_step()
@@ -94,7 +104,7 @@ class PeerSession(RankSession):
             peer=outcome.peer,
             begin_s=begin_s,
             end_s=end_s,
-            compute_s=end_s - begin_s,
+            compute_s=self._iterations.computed_s,
             wait_s=outcome.wait_s,
             comm_s=outcome.comm_s,
             batch_size=self._iterations.batch_size,
@@ -194,7 +204,8 @@ class PeerSession(RankSession):
     def _part(self) -> None:
         if self._times is not None:  # the script left between `backward` and `step`, and the others have this gradient
             self._end_iteration(math.nan)
-        while self._in_step:
+        self._exchange.end(early=self._in_step)
+        while self._in_step and not isinstance(self._exchange, Separated):  # there nobody goes on without the others
             self._advance(0)
             self._share_out(None)
         self._link.say(wire.ENDED)
@@ -226,6 +237,12 @@ class PeerSession(RankSession):
             self._progression.close()
         self._exchange.free()
         self._link.free()
+
+
+def _layers(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> Layers:
+    if isinstance(job.paradigm, Stanza):
+        return SeparatedLayers(comm, model, job.paradigm.cut, job.groups)
+    return Layers(comm, model)
 
 
 class BookkeeperSession(PeerSession):
@@ -273,14 +290,34 @@ class BookkeeperSession(PeerSession):
 
     def _mean(self, into: torch.Tensor, reader: int, serial: int | None = None) -> float | None:
         """The mean of all replicas; their consensus distance. None where one shows a later one than `serial`."""
+        if isinstance(self._layers, SeparatedLayers):
+            return 0.0 if self._join(self._layers.shown(into), reader, serial) else None
         mean, replica, weight = Mean(into), torch.empty_like(into), into.new_empty(1)
         for worker in range(self._link.comm.size):
-            while (found := self._link.exposure.read(worker, replica, reader, weight)) != (serial or found):
-                if found > (serial or 0):
-                    return None
-                time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
+            if not self._read_one(worker, replica, weight, reader, serial):
+                return None
             mean.add(replica, float(weight[0]))
         return mean.distance
+
+    def _join(self, halves: Sequence[tuple[int, Sequence[torch.Tensor]]], reader: int, serial: int | None) -> bool:
+        """Fill the parts of each half from what its worker shows."""
+        for worker, parts in halves:
+            half = torch.cat(list(parts))
+            if not self._read_one(worker, half, None, reader, serial):
+                return False
+            for part, values in zip(parts, half.split([len(part) for part in parts]), strict=True):
+                part.copy_(values)
+        return True
+
+    def _read_one(
+        self, worker: int, into: torch.Tensor, weight: torch.Tensor | None, reader: int, serial: int | None
+    ) -> bool:
+        """What this worker shows; False where that is a later one than `serial`."""
+        while (found := self._link.exposure.read(worker, into, reader, weight)) != (serial or found):
+            if found > (serial or 0):
+                return False
+            time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
+        return True
 
     def _finish_training(self) -> None:
         """While the others wait patiently: evaluate the mean of the final weights, which is safe before that."""
@@ -289,6 +326,8 @@ class BookkeeperSession(PeerSession):
         self._progress.close()
         with on_signals(interrupt):
             self._trace.flush()
+            if isinstance(self._layers, SeparatedLayers):
+                self.flat = FlatModel(self._model)  # it has trained a half of it
             distance = self._mean(self.flat.weights, self.rank)
             assert distance is not None
             if self._evaluate is not None:

@@ -19,12 +19,12 @@ from hpcsync import outputs
 from hpcsync.deciding import decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
+from hpcsync.mpi.layers import Layers
 from hpcsync.session import Session
 from hpcsync.signals import Interrupted
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
-BCAST_BYTES = 1 << 30
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
 
 
@@ -65,20 +65,29 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
 class RankSession(Session):
     """What all ranks have in common: one model to begin and to end with, and an end in which nobody is left behind.
 
-    All of rank 0's model becomes everybody's. Running statistics are not synchronised during the run, and end as those
-    of the rank `source_of_statistics`.
+    All of rank 0's model becomes everybody's, of the `layers` that a rank has. Running statistics are not synchronised
+    during the run, and end as those of the rank `source_of_statistics`.
     """
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, *, source_of_statistics: int = 0) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        *,
+        source_of_statistics: int = 0,
+        layers: Layers | None = None,
+    ) -> None:
         self._comm = comm
         self._job = job
         self._model = model
         self._source_of_statistics = source_of_statistics
-        self.flat = FlatModel(model)
+        self._layers = layers or Layers(comm, model)
+        self.flat = FlatModel(self._layers.trained)
+        self.flat.model = model  # it is called as a whole
         self._optimizer: torch.optim.Optimizer | None = None
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
-        self._share([p.detach() for p in model.parameters()], 0)
-        self._share(model.buffers(), 0)
+        self._layers.share()
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -132,8 +141,9 @@ class RankSession(Session):
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
                 self._part()
-                self._share_final_state()
+                self._layers.share(self._source_of_statistics)
                 self._free()
+                self._layers.free()
                 self._conclude()
                 self._give_back()
                 return
@@ -143,21 +153,6 @@ class RankSession(Session):
         sys.stdout.flush()
         sys.stderr.flush()
         self._comm.Abort(1)
-
-    def _share_final_state(self) -> None:
-        """Everybody ends with the weights that rank 0 has."""
-        self._share([self.flat.weights], 0)
-        self._share(self._model.buffers(), self._source_of_statistics)
-
-    def _share(self, tensors: Iterable[torch.Tensor], root: int) -> None:
-        """Give everybody the root's values, of any type, through host memory: MPI's collectives get no other."""
-        for tensor in tensors:
-            values = tensor.detach().cpu().contiguous()  # the tensor's own memory, if it can be
-            octets = values.reshape(-1).view(torch.uint8).numpy()
-            for begin in range(0, len(octets), BCAST_BYTES):  # Open MPI takes less than 2^31 of anything
-                self._comm.Bcast(octets[begin : begin + BCAST_BYTES], root)
-            if values.data_ptr() != tensor.data_ptr():
-                tensor.copy_(values)
 
     def _conclude(self) -> None:
         """After the last rank has finished."""

@@ -9,6 +9,8 @@ Where there are no servers, rank 0's monitor has the part of server 0:
 
 worker -> rank 0             PEER_REPORT  I have made an iteration / I make no more / nothing is left for me / I failed
 rank 0 -> worker             PEER_ORDER   stop / all have ended
+worker -> worker             CROSSED      where layers are separated: a piece's activations, or their gradients, are in
+                             your window / I make no more
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from hpcsync.deciding import Assignment
 TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
 TAG_MODEL = 6  # 5 is the clock's
 TAG_CANCELLATION = 7
+TAG_CROSSED = 8
 
 PUSHED, LEFT, FAILED = 0, 1, 2  # of FAILED, `worker` is the rank
 
@@ -114,6 +117,11 @@ PEER_REPORT = np.dtype(
 
 STOP, ALL_ENDED = 0, 1
 PEER_ORDER = np.dtype([("kind", "i1")])
+
+
+# `last`: nobody makes an iteration after this one. After GONE the sender sends nothing more.
+PIECE, GONE = 0, 1
+CROSSED = np.dtype([("kind", "i1"), ("worker", "i4"), ("piece", "i4"), ("last", "i1")])
 
 
 class OrderRecord(NamedTuple):

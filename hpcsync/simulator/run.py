@@ -20,6 +20,7 @@ from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import PeerCoordinator
 from hpcsync.progress import Progress
+from hpcsync.separating import resolved
 from hpcsync.signals import Interrupted, interrupt, on_signals
 from hpcsync.simulator import cluster, links, peers
 from hpcsync.simulator.simulation import Simulation
@@ -40,6 +41,7 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     """
     torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
     workload = check(job)
+    job = resolved(job, workload)
     begin = prepare(job, workload)
     folder = outputs.choose(job, out)
     status = _simulate(job, workload, begin, folder, console)

@@ -1,0 +1,217 @@
+"""Layer separation (Stanza) on a rank: how a training loop that knows nothing of it computes one half of the model.
+
+While the run lasts the model's forward is replaced. On a convolution worker it computes the layers below the cut and
+sends what comes out; what it returns stands for the output, and holds no numbers, because the output comes about
+elsewhere, and so does the loss. The backward pass that begins there waits for the gradients of the activations and goes
+on with them. A fully-connected worker's batches are the activations and labels that have come; its forward computes
+the layers above the cut, and at the end of its backward pass the activations' gradients go back, before anything else.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hpcsync.iterations import Iterations
+from hpcsync.job import Job
+from hpcsync.job_paradigms import Stanza
+from hpcsync.learning.cutting import activation_shape
+from hpcsync.learning.data import fetch
+from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.mpi import cuda
+from hpcsync.mpi.allreduce import Agreed
+from hpcsync.mpi.crossing import Crossing, Rows
+from hpcsync.mpi.layers import SeparatedLayers
+from hpcsync.mpi.peer_exchange import Exchange, Outcome
+from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.reducer import Reducer
+from hpcsync.traces.schema import EVERYBODY
+
+
+class Separated(Exchange):
+    """One half of the model, whose gradient is summed within the group that has it.
+
+    Made in two steps: what crosses the cut is known when the loop begins (`prepare`).
+
+    An end that somebody was told of is agreed on by the fully-connected workers, and said with the next gradients that
+    go back: after that iteration all end.
+    """
+
+    in_step = True
+    one_sided = True
+
+    def __init__(
+        self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec, layers: SeparatedLayers
+    ) -> None:
+        assert isinstance(job.paradigm, Stanza)
+        super().__init__(job, link, flat, optimizer)
+        self._layers, self._groups, self._pieces = layers, layers.groups, job.paradigm.micro_batches
+        fc_share = job.paradigm.fc_share or 0.0
+        forward = (1.0 - fc_share) * job.paradigm.forward_share
+        # Of what an iteration takes the device, that of a piece.
+        self._fc_share, self._forward_share = fc_share / self._pieces, forward / self._pieces
+        self._backward_share = (1.0 - fc_share - forward) / self._pieces
+        bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
+        self._reducer = Reducer(layers.group, flat, bucket_bytes, overlap=False, transport=link.transport)
+        self._may_overlap = job.cluster.compute is None and not layers.is_fc
+        self._crossing: Crossing
+        self._iterations: Iterations | None = None
+        self._labels: Sequence[torch.Tensor] = ()  # of a convolution worker's batch
+        self._under_way: list[torch.Tensor] = []  # its activations, with what autograd knows of them
+        self._piece = 0  # of a fully-connected worker: that is computed next
+        self._stop = False  # agreed on by the fully-connected workers: the next iteration is the last
+
+    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> None:
+        if self._iterations is not None:
+            return
+        layers, groups = self._layers, self._groups
+        sample, *labels = fetch(dataset, np.zeros(1, np.int64))
+        activations = Rows(activation_shape(layers.below, sample), self._flat.weights.dtype)
+        others = [Rows(tuple(label.shape[1:]), label.dtype) for label in labels]
+        self._crossing = Crossing(self._link, groups, batch_size, self._pieces, activations, others)
+        if layers.is_fc:  # its gradient counts as the samples that it is given
+            self._reducer.weight = self._crossing.n_served * groups.n_fc / groups.n_convolution
+        else:
+            self._output = Rows(activation_shape(layers.above, torch.empty(1, *activations.shape)), activations.dtype)
+        self._iterations = iterations
+        layers.model.forward = self._compute_above if layers.is_fc else self._compute_below
+
+    # ---- an iteration ----
+
+    def begin(self, batch: Any) -> Any:
+        self._crossing.waited_s = 0.0
+        self._piece = 0
+        if self._layers.is_fc:
+            self._crossing.wait(0)
+            return self._crossing.tensors()
+        self._under_way, self._labels = [], batch[1:]
+        return batch
+
+    def _compute_below(self, x: torch.Tensor) -> torch.Tensor:
+        """The convolution worker's forward pass, of the batch that was handed out."""
+        if not torch.is_grad_enabled() or self._under_way or not self._labels or len(x) != len(self._labels[0]):
+            raise RuntimeError(
+                "the model: where layers are separated a convolution worker has not all of them; it can be called once "
+                "for each batch of the session's shard, with gradients"
+            )
+        assert self._iterations is not None
+        for piece, rows in enumerate(x.tensor_split(self._pieces)):
+            self._iterations.resume()
+            activations = self._layers.below(rows)
+            cuda.ready(activations)
+            self._iterations.rest(self._forward_share)
+            self._crossing.send(piece, activations, [label.tensor_split(self._pieces)[piece] for label in self._labels])
+            self._under_way.append(activations)
+        anchor = x.new_full((len(x), *self._output.shape), math.nan, dtype=self._output.dtype)
+        return _Elsewhere.apply(anchor.requires_grad_(), self)
+
+    def go_on_below(self) -> None:
+        """The convolution worker's backward pass, from the gradients of its activations on."""
+        assert self._iterations is not None
+        for piece, activations in enumerate(self._under_way):
+            gradient = self._crossing.gradient(piece)
+            self._reducer.overlap = self._may_overlap and piece == self._pieces - 1
+            self._iterations.resume()
+            torch.autograd.backward(activations, gradient)
+            cuda.ready(self._flat.gradient)
+            self._iterations.rest(self._backward_share)
+        self._reducer.overlap = False
+        self._labels = ()
+
+    def _compute_above(self, activations: torch.Tensor) -> torch.Tensor:
+        """The fully-connected worker's forward pass, of the next piece of what was handed out."""
+        if not torch.is_grad_enabled():
+            return self._layers.above(activations)
+        if self._piece == self._pieces:
+            raise RuntimeError("the model: where layers are separated it can be called once for each batch")
+        assert self._iterations is not None
+        if self._piece > 0:
+            self._crossing.wait(self._piece)
+        self._iterations.resume()
+        arrived: torch.Tensor = _Arrived.apply(activations.detach().requires_grad_(), self)
+        return self._layers.above(arrived)
+
+    def give_back(self, gradient: torch.Tensor) -> None:
+        """The fully-connected worker's backward pass is over: of the mean over all rows of the piece. Each convolution
+        worker gets that of the mean over its own batch."""
+        assert self._iterations is not None
+        cuda.ready(gradient)
+        self._iterations.rest(self._fc_share)
+        if (factor := self._crossing.n_served * (1 / self._pieces)) != 1.0:
+            gradient = gradient * factor
+        self._crossing.give_back(self._piece, gradient, self._stop)
+        self._piece += 1
+
+    def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        is_fc = self._layers.is_fc
+        agreed = self._reducer.finish(n_samples=n_samples, stop=stop and is_fc)
+        self.peer.step(self._flat.gradient, lr)
+        last = self._stop if is_fc else self._crossing.last
+        self._stop = self._stop or agreed.stop
+        n_steps = self._groups.n_convolution
+        self.agreed = Agreed(n_steps, n_steps, agreed.n_samples, last)
+
+    def exchange(self, round: int) -> Outcome:
+        begin_s = time.perf_counter()
+        self._crossing.finish()
+        sending_s = time.perf_counter() - begin_s
+        cost, crossing, worker = self._reducer.reduced, self._crossing, self._link.comm.rank
+        return Outcome(
+            peer=EVERYBODY if self._layers.is_fc else self._groups.fc_of(worker),
+            wait_s=crossing.waited_s + cost.absent_s,
+            comm_s=cost.waited_s - cost.absent_s + sending_s,
+            wire_bytes=crossing.sent_bytes + cost.sent_bytes,
+            n_received=self._layers.group.size - 1,
+        )
+
+    # ---- around it ----
+
+    def show(self, serial: int) -> bool:
+        """One of each group shows its half, which all of the group have."""
+        is_first = self._layers.group.rank == 0
+        return not is_first or self._link.exposure.publish(self._flat.weights, serial)
+
+    def end(self, *, early: bool) -> None:
+        if self._iterations is not None:
+            del self._layers.model.forward
+            if early:
+                self._crossing.leave()
+
+    def free(self) -> None:
+        self._reducer.close()
+        if self._iterations is not None:
+            self._crossing.free()
+
+
+class _Elsewhere(torch.autograd.Function):
+    """Stands for an output that comes about on another rank."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, exchange: Separated) -> torch.Tensor:
+        ctx.exchange = exchange
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.exchange.go_on_below()
+        return None, None
+
+
+class _Arrived(torch.autograd.Function):
+    """Made before everything else of a forward pass, so that autograd comes to it after everything else."""
+
+    @staticmethod
+    def forward(ctx: Any, activations: torch.Tensor, exchange: Separated) -> torch.Tensor:
+        ctx.exchange = exchange
+        return activations.view_as(activations)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        ctx.exchange.give_back(gradient)
+        return None, None
