@@ -16,6 +16,7 @@ import torch
 from hpcsync import gpus, launcher, outputs
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
+from hpcsync.job_paradigms import AllReduce, Stanza
 from hpcsync.learning.flat import device_of
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.validation import check_model
@@ -107,9 +108,11 @@ def connect(
     comm = comm or world()
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
-    n_workers = 1 if comm is None or comm.size == 1 else comm.size - servers
     if comm is None or comm.size == 1:
+        comm, n_workers = None, 2 if paradigm == "stanza" else 1
         options, batches = _alone(options, batches)
+    else:
+        n_workers = comm.size - servers
     spec = _spec(optimizer, model)
     job = Job.from_table(
         {
@@ -140,8 +143,11 @@ def connect(
     )
     if evaluate is None:
         _refuse_targets(job)
-    if comm is None or comm.size == 1:
+    if comm is None:
         check_model(job, model, "model", evaluated=False)  # its running statistics are all here
+        if isinstance(job.paradigm, Stanza):  # with all the layers there is nobody to share them with
+            one = job.cluster.model_copy(update={"workers": 1})
+            job = job.model_copy(update={"paradigm": AllReduce(name="allreduce"), "cluster": one})
         return LocalSession(job, model, optimizer, evaluate)
     session = join(comm, job, model, spec, evaluate, out)
     session.take_over(optimizer)
@@ -332,11 +338,12 @@ def _spec(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Optimizer
 def _alone(
     options: dict[str, Any], batches: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Of a paradigm's options and of [batches] what one process can keep to: k, and limits, are for several workers."""
+    """Of a paradigm's options and of [batches] what one process can keep to: k, the size of a group, and limits, are
+    for several workers."""
     k = options.get("k")
     if type(k) is int and k > 1:
         options = {**options, "k": 1}
-    options = {key: value for key, value in options.items() if key not in ("k_min", "k_start")}
+    options = {key: value for key, value in options.items() if key not in ("k_min", "k_start", "fc_workers")}
     return options, batches and {key: batches[key] for key in ("policy", "total") if key in batches}
 
 

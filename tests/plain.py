@@ -43,7 +43,8 @@ def whole_batches(job: Job, iterations: int) -> list[np.ndarray]:
 
 
 def _trained(job: Job, workload: Workload, steps: Iterable[np.ndarray]) -> np.ndarray:
-    optimizer = torch.optim.SGD(workload.model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
+    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[job.optimizer.name]
+    optimizer = kind(workload.model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
     assert workload.loss is not None
     for indices in steps:
         at = torch.from_numpy(indices)

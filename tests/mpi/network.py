@@ -1,4 +1,5 @@
-"""A workload with tensors of several shapes: matrices that can be factored, and vectors that are sent as they are."""
+"""Workloads with tensors of several shapes: matrices that can be factored, vectors that are sent as they are, and images
+whose layers can be separated."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpcsync.learning.workloads import Workload
+from hpcsync.learning.workloads import Workload, classification, cross_entropy
 
 
 def regression(dtype: str = "float64") -> Workload:
@@ -18,3 +19,22 @@ def regression(dtype: str = "float64") -> Workload:
         return nn.functional.mse_loss(model(x), y)
 
     return Workload(model, loss, TensorDataset(x, y), None)
+
+
+class Convolutional(nn.Module):
+    """Two halves, of 76 and 323 parameters; 36 numbers of a sample lie between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2))
+        self.classifier = nn.Sequential(nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.classifier(self.features(x).flatten(1))
+
+
+def convolutional(dtype: str = "float64") -> Workload:
+    model = Convolutional().to(getattr(torch, dtype))
+    x = torch.randn(96, 2, 6, 6, dtype=model.classifier[0].weight.dtype)
+    y = x.sum((2, 3)).argmax(1) + (x[:, 0, 0, 0] > 0)
+    return Workload(model, cross_entropy, TensorDataset(x, y), classification(x, y))

@@ -1,0 +1,232 @@
+"""Separated layers on real ranks: the weights of one process, and what travels to whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hpcsync
+from hpcsync.job import Job
+from hpcsync.learning.validation import check
+from hpcsync.mpi import layers, tensor_window
+from hpcsync.mpi.crossing import Crossing
+from hpcsync.mpi.tensor_window import TensorWindow
+from hpcsync.rank import train
+from hpcsync.simulator.run import prepare
+from hpcsync.traces.reading import load
+from tests.mpi.training import Nothing, failures, one_process
+
+NESTEROV = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}
+ADAM = {"name": "adam", "lr": 0.01}
+BELOW, ABOVE, CUT = 76, 323, 36  # numbers of the workload's layers, and of a sample between them
+
+
+def job(workers: int, optimizer: Any = NESTEROV, updates: int = 5, pieces: int = 1, **tables: Any) -> Job:
+    """With as many fully-connected workers as leave more than as many others: two of five."""
+    return Job.from_table(
+        {
+            "name": "test",
+            "seed": 3,
+            "workload": {"name": "tests.mpi.network:convolutional", "batch_size": 4},
+            "optimizer": optimizer,
+            "stop": {"updates": updates},
+            "evaluation": {"every_samples": 0},
+            "paradigm": {
+                "name": "stanza",
+                "cut": "classifier",
+                "fc_workers": max(1, (workers - 1) // 2),
+                "fc_share": 0.3,
+                "micro_batches": pieces,
+            },
+            "cluster": {"workers": workers, "compute": {"model": "constant", "seconds": 0.0005}},
+            **tables,
+        }
+    )
+
+
+def run(comm: Any, this: Job, folder: Any) -> tuple[Any, list[np.ndarray]]:
+    """This rank's session, and what every rank has of the model in the end, as one vector."""
+    session = train(comm, this, folder)
+    weights = torch.cat([p.detach().flatten() for p in session._model.parameters()]).numpy()
+    return session, comm.allgather(weights)
+
+
+def simulated(this: Job) -> np.ndarray:
+    workload = check(this)
+    prepare(this, workload)(Nothing(), lambda now_s, coordinator: None).run()
+    return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("optimizer", [NESTEROV, ADAM], ids=["nesterov", "adam"])
+def test_the_weights_are_those_of_one_process_and_of_the_simulation(comm, needs, folder, optimizer, pieces):
+    """Of the first to a rounding, of the second to the bit. One batch fewer, or of fully-connected workers too, is the
+    control."""
+    needs(2)
+    this = job(comm.size, optimizer, pieces=pieces)
+    _, weights = run(comm, this, folder)
+    if comm.rank == 0:
+        assert failures(folder / "trace.h5") == []
+        n_convolution = this.groups.n_convolution
+        assert np.allclose(weights[0], one_process(this, n_convolution), rtol=1e-10, atol=1e-14)
+        assert not np.allclose(weights[0], one_process(this, n_convolution + 1), rtol=1e-6, atol=1e-9)
+        assert np.array_equal(weights[0], simulated(this))
+
+
+def test_a_wrong_factor_would_be_seen(comm, needs, folder, monkeypatch):
+    """The negative control of the exactness: gradients of the mean over all rows, as if each were of its own batch."""
+    needs(3)
+    this = job(comm.size)
+    give_back = Crossing.give_back
+    monkeypatch.setattr(
+        Crossing, "give_back", lambda self, piece, g, last: give_back(self, piece, g / self.n_served, last)
+    )
+    _, weights = run(comm, this, folder)
+    served = len(this.groups.served(0))
+    if comm.rank == 0 and served > 1:
+        assert not np.allclose(weights[0], one_process(this, this.groups.n_convolution), rtol=1e-6, atol=1e-9)
+
+
+def test_whoever_trains_a_half_has_the_same_and_no_convolution_worker_the_upper_one(comm, needs, folder):
+    needs(2)
+    this = job(comm.size, ADAM)
+    session, weights = run(comm, this, folder)
+    start = torch.cat([p.detach().flatten() for p in check(this).model.parameters()]).numpy()
+    for worker in this.groups.fc:
+        assert np.array_equal(weights[worker], weights[0])
+    for worker in this.groups.convolution:
+        assert np.array_equal(weights[worker][:BELOW], weights[0][:BELOW])
+        assert np.array_equal(weights[worker][BELOW:], start[BELOW:]), "as its own process has made it"
+    assert session.flat.size == (BELOW + ABOVE if comm.rank == 0 else ABOVE if comm.rank in this.groups.fc else BELOW)
+
+
+def test_what_travels_is_what_the_trace_counts_and_the_formula_says(comm, needs, folder, monkeypatch):
+    """As the windows see it. Nobody is given a fully-connected parameter who has not that half."""
+    needs(2)
+    put: list[tuple[int, int, int]] = []  # to whom, how many bytes, how many numbers
+    for kind in {kind for kind in vars(tensor_window).values() if isinstance(kind, type)}:
+        if issubclass(kind, TensorWindow) and "put" in vars(kind) and kind is not TensorWindow:
+            monkeypatch.setattr(kind, "put", _recorded(kind.put, put))
+    shared: list[tuple[int, int]] = []  # ranks of the communicator, numbers
+    share = layers.share
+    monkeypatch.setattr(
+        layers,
+        "share",
+        lambda tensors, comm, root: share(
+            [shared.append((comm.size, tensor.numel())) or tensor for tensor in tensors], comm, root
+        ),
+    )
+    this, updates = job(comm.size, pieces=2, updates=6), 6
+    groups, b = this.groups, 4
+    run(comm, this, folder)
+    assert all(n_ranks == groups.n_fc for n_ranks, n in shared if n in (36 * 8, 8 * 3)), "weights of upper layers"
+    sent = comm.gather((sum(n_bytes for _, n_bytes, _ in put), max((n for *_, n in put), default=0)))
+    if comm.rank == 0:
+        rows = load(folder / "trace.h5").tables["exchanges"]
+        for worker, (n_bytes, largest) in enumerate(sent):
+            n, size = (groups.n_fc, ABOVE) if groups.is_fc(worker) else (groups.n_convolution, BELOW)
+            ring = 2 * (n - 1) * 8 * size // n
+            mine = rows[rows["worker"] == worker]
+            assert len(mine) == updates
+            assert (mine["wire_bytes"] - ring).sum() == n_bytes
+            assert largest <= b * CUT, "a part of the activations, or of their gradients; labels are octets"
+        n_c, n_f = groups.n_convolution, groups.n_fc
+        a_step = 2 * (n_c - 1) * BELOW * 8 + 2 * (n_f - 1) * ABOVE * 8 + 2 * n_c * b * CUT * 8 + n_c * b * 8  # labels
+        assert abs(rows["wire_bytes"].sum() - updates * a_step) < updates * comm.size  # a ring's parts differ by a byte
+
+
+def _recorded(put: Any, into: list[tuple[int, int, int]]) -> Any:
+    def wrapped(self: Any, source: torch.Tensor, rank: int, offset: int) -> None:
+        into.append((rank, source.nbytes, source.numel()))
+        put(self, source, rank, offset)
+
+    return wrapped
+
+
+def test_every_window_gives_the_same_bits(comm, needs, folder, through):
+    needs(2)
+    this = job(comm.size, pieces=2, updates=3)
+    _, weights = run(comm, this, folder)
+    if comm.rank == 0:
+        assert failures(folder / "trace.h5") == []
+        assert np.array_equal(weights[0], simulated(this))
+
+
+def test_all_end_after_the_same_iteration_whatever_ends_them(comm, needs, folder):
+    """Time, and a target that an evaluation finds: rank 0 hears of it first."""
+    needs(2)
+    for stop in ({"seconds": 0.2}, {"target_loss": 1.0}):
+        this = job(comm.size, stop=stop, evaluation={"every_samples": 40})
+        run(comm, this, folder / "-".join(stop))
+        if comm.rank == 0:
+            trace = load(folder / "-".join(stop) / "trace.h5")
+            assert failures(folder / "-".join(stop) / "trace.h5") == []
+            rows = trace.tables["exchanges"]
+            last = {int(rows["iteration"][rows["worker"] == worker].max()) for worker in range(comm.size)}
+            assert len(last) == 1 and last.pop() == len(trace.tables["updates"]) > 1
+            assert len(trace.tables["evaluations"])
+
+
+def test_evaluations_are_of_both_halves(comm, needs, folder):
+    """Of the version that they name: one process finds the same loss."""
+    needs(2)
+    this = job(comm.size, updates=8, evaluation={"every_samples": 8 * comm.size})
+    run(comm, this, folder)
+    if comm.rank == 0:
+        evaluations = load(folder / "trace.h5").tables["evaluations"]
+        assert len(evaluations) >= 2
+        workload = check(this)
+        for evaluation in evaluations:
+            some = job(comm.size, updates=int(evaluation["version"]))
+            weights = torch.from_numpy(one_process(some, some.groups.n_convolution))
+            torch.nn.utils.vector_to_parameters(weights, workload.model.parameters())
+            assert workload.evaluate is not None
+            assert workload.evaluate(workload.model)[0] == pytest.approx(evaluation["loss"], rel=1e-9)
+
+
+def test_a_script_trains_its_model_in_two_halves(comm, folder):
+    """Its loop knows nothing of it; as a single process it is plain training."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(100, 2, 6, 6, generator=generator, dtype=torch.float64)
+    y = x.sum((2, 3)).argmax(1)
+    data = torch.utils.data.TensorDataset(x, y)
+    torch.manual_seed(5)
+    model = check(job(2)).model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected, seen = _plainly(model, data, n_batches=max(1, comm.size - 1)), 0
+    options = {"cut": "classifier"}
+    with hpcsync.connect(model, optimizer, "stanza", out=folder / "run", comm=comm, **options) as sync:
+        for _ in range(2):
+            for features, targets in sync.shard(data, batch_size=8):
+                loss = torch.nn.functional.cross_entropy(model(features), targets)
+                optimizer.zero_grad()
+                loss.backward()
+                assert torch.isnan(loss) == (comm.size > 1 and sync.worker != 0), "the loss is known elsewhere"
+                sync.step(loss)
+                seen += 1
+    assert seen == 2 * 12 // max(1, comm.size - 1)
+    if comm.rank == 0:
+        assert comm.size == 1 or failures(folder / "run" / "trace.h5") == []
+        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+        assert torch.allclose(weights, expected, rtol=1e-10, atol=1e-14)
+        assert model(x[:2]).isfinite().all(), "all of it is here again"
+
+
+def _plainly(model: torch.nn.Module, data: Any, n_batches: int) -> torch.Tensor:
+    """The script of one process, with so many batches at once; those of the last, smaller group are left out."""
+    import copy
+
+    from hpcsync.learning.data import batch_indices
+
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2 * 12 // n_batches):
+        numbers = range(step * n_batches, (step + 1) * n_batches)
+        rows = torch.from_numpy(np.concatenate([batch_indices(0, k, batch_size=8, size=100) for k in numbers]))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(data.tensors[0][rows]), data.tensors[1][rows]).backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
