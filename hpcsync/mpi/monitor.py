@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcsync.mpi import cuda, wire
@@ -19,6 +19,7 @@ from hpcsync.mpi.rank_session import RankFailed
 from hpcsync.peers import Exchanged, PeerCoordinator
 from hpcsync.planning.batches import Allocated
 from hpcsync.signals import interrupt
+from hpcsync.traces.writer import TraceWriter
 
 
 class Monitor:
@@ -66,6 +67,10 @@ class Monitor:
     def allocated(self, iteration: int, allocated: Sequence[Allocated]) -> None:
         """From rank 0's own worker: what all workers have agreed on after this iteration."""
         self._wishes.put(lambda: self._coordinator.allocated(self._link.clock.now(), iteration, allocated))
+
+    def describe(self, trace: TraceWriter, attributes: Mapping[str, Any]) -> None:
+        """From rank 0's own worker: what is known of the run when its loop begins."""
+        self._wishes.put(lambda: trace.describe(attributes))
 
     def join(self) -> None:
         """Until every rank is settled; the trace is then the caller's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,8 +60,10 @@ class Exchange(ABC):
         self._flat = flat
         self._n_bytes = flat.size * flat.weights.element_size()
 
-    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> None:  # noqa: B027
-        """A loop over these samples begins; the first time, collective."""
+    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
+        """A loop over these samples begins; the first time, collective, and then the attributes that the trace is to
+        have of it."""
+        return {}
 
     def begin(self, batch: Any) -> Any:
         """A batch has been handed out: what a gradient will be computed from."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,12 @@ class PeerSession(RankSession):
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
-        self._exchange.prepare(dataset, batch_size, self._iterations)
+        self._describe(self._exchange.prepare(dataset, batch_size, self._iterations))
         for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped):
             yield self._exchange.begin(batch)
+
+    def _describe(self, attributes: Mapping[str, int]) -> None:
+        """More of the run is known."""
 
     def step(self, loss: torch.Tensor | float) -> bool:
         self._refuse_step()
@@ -277,6 +280,9 @@ class BookkeeperSession(PeerSession):
     def _chores(self, now_s: float) -> None:
         self._trace.flush_if_due(now_s)
         self._progress.show(now_s, self._coordinator)
+
+    def _describe(self, attributes: Mapping[str, int]) -> None:
+        self._monitor.describe(self._trace, attributes)
 
     def _shown(self) -> None:
         self._monitor.evaluate(self._lockstep.updates, self._lockstep.samples)

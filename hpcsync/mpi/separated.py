@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from hpcsync.job import Job
 from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.cutting import activation_shape
 from hpcsync.learning.data import fetch
-from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed
@@ -31,7 +31,7 @@ from hpcsync.mpi.layers import SeparatedLayers
 from hpcsync.mpi.peer_exchange import Exchange, Outcome
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.traces.schema import EVERYBODY
+from hpcsync.traces.schema import EVERYBODY, SEPARATED
 
 
 class Separated(Exchange):
@@ -67,9 +67,9 @@ class Separated(Exchange):
         self._piece = 0  # of a fully-connected worker: that is computed next
         self._stop = False  # agreed on by the fully-connected workers: the next iteration is the last
 
-    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> None:
+    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
         if self._iterations is not None:
-            return
+            return {}
         layers, groups = self._layers, self._groups
         sample, *labels = fetch(dataset, np.zeros(1, np.int64))
         activations = Rows(activation_shape(layers.below, sample), self._flat.weights.dtype)
@@ -81,6 +81,8 @@ class Separated(Exchange):
             self._output = Rows(activation_shape(layers.above, torch.empty(1, *activations.shape)), activations.dtype)
         self._iterations = iterations
         layers.model.forward = self._compute_above if layers.is_fc else self._compute_below
+        halves = (sum(p.nbytes for p in trainable(half)) for half in (layers.below, layers.above))
+        return dict(zip(SEPARATED, (*halves, activations.n_bytes, sum(other.n_bytes for other in others)), strict=True))
 
     # ---- an iteration ----
 

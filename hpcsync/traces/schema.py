@@ -142,6 +142,10 @@ MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("ch
 
 CLOCKS = np.dtype([("rank", "<i4"), ("host", "S64"), ("offset_s", "<f8"), ("uncertainty_s", "<f8")])
 
+# Root attributes of a run that separates layers, in bytes: of the weights below the cut and above it, and of what a
+# sample sends across, activations and labels.
+SEPARATED = ("stanza_conv_bytes", "stanza_fc_bytes", "stanza_activation_bytes", "stanza_label_bytes")
+
 TABLES = {
     "pushes": PUSHES,
     "grants": GRANTS,

@@ -97,6 +97,11 @@ class TraceWriter:
             self.path.unlink()
             raise
 
+    def describe(self, attributes: Mapping[str, Any]) -> None:
+        """More root attributes, which are only known now; in the file with the next flush."""
+        if self._file:
+            self._file.attrs.update(attributes)
+
     def append(self, table: str, row: Sequence[Any]) -> None:
         """Add one row, its values in the order of the table's columns; text columns take str.
 

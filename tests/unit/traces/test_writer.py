@@ -173,6 +173,15 @@ def test_flushing_is_due_every_few_seconds(path):
         assert on_disk() == 2
 
 
+def test_what_is_known_later_is_described_later(path):
+    with TraceWriter(path, ATTRIBUTES) as trace:
+        trace.describe({"answer": 42})
+        trace.describe({})
+    assert reading.load(path).attributes["answer"] == 42
+    trace.describe({"answer": 43})  # closed: nobody is there to hear
+    assert reading.load(path).attributes["answer"] == 42
+
+
 FILL_DISK = """
 import sys
 from hpcsync.traces.writer import TraceWriter
