@@ -20,7 +20,7 @@ MADE_FROM = setup.cfg pyproject.toml constraints.txt
 .venv/ready: $(MADE_FROM)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
 	test -x .venv/bin/pip || $(PYTHON) -m venv --clear .venv
-	.venv/bin/python $(PIP) --constraint constraints.txt --editable '.[mpi,analysis,dev]'
+	.venv/bin/python $(PIP) --constraint constraints.txt --editable '.[mpi,analysis,models,dev]'
 	touch $@
 
 # The other MPI. Two MPIs from PyPI do not share an environment, but everything else may: a .pth file lends it.

@@ -121,6 +121,51 @@ def bench(
         sys.exit(benchmark.main(targets or [], json, device))
 
 
+plan = typer.Typer(
+    help="What a way to train would cost on a cluster that is not at hand.", no_args_is_help=True, rich_markup_mode=None
+)
+app.add_typer(plan, name="plan")
+
+
+@plan.command()
+def stanza(
+    model: Annotated[str, typer.Option(metavar="NAME", help="A well-known network, such as vgg16.")],
+    nodes: Annotated[int, typer.Option(metavar="N", help="Of the cluster, at least 2.")],
+    bandwidth_gbit: Annotated[float, typer.Option(metavar="B", help="Of every node's link, up and down each.")],
+    batch: Annotated[int, typer.Option(metavar="b", help="Samples of a worker's batch.")],
+    latency_us: Annotated[float, typer.Option(metavar="L", help="Of a message.")] = 50.0,
+    micro_batches: Annotated[int, typer.Option(metavar="M", help="Pieces of a batch, one after the other.")] = 1,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML: conv_forward_ms, conv_backward_ms, fc_ms of a batch, perhaps fc_fixed_ms; or else:",
+            show_default=False,
+        ),
+    ] = None,
+    samples_per_second: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="That a node trains the whole model with; or else it is measured here.",
+            show_default=False,
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write all numbers into this file.", show_default=False)
+    ] = None,
+) -> None:
+    """How many nodes should train the fully-connected layers, beside parameter servers and all-reduce."""
+    from hpcsync import plans
+
+    with told_in_one_line():
+        plans.stanza(
+            plans.Asked(
+                model, nodes, bandwidth_gbit, batch, latency_us, micro_batches, profile, samples_per_second, json
+            )
+        )
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"hpcsync {__version__}")

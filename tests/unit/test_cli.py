@@ -88,4 +88,4 @@ def test_usage() -> None:
     assert run("run").exit_code == 2
     commands = run("--help").stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert names == ["run", "simulate", "show", "audit", "doctor", "bench"]
+    assert names == ["run", "simulate", "show", "audit", "doctor", "bench", "plan"]

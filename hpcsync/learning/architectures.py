@@ -1,0 +1,102 @@
+"""Well-known convolutional networks, for planning: their sizes and operations. They are torchvision's, and have no
+weights: everything is on the meta device unless it is to be measured."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hpcsync.job_errors import JobError, did_you_mean, shown
+from hpcsync.learning.cutting import Halves, activation_shape, cut, flops
+
+
+class Architecture(NamedTuple):
+    """cut: the submodule with which the fully-connected layers begin. image: channels, height and width."""
+
+    cut: str
+    image: tuple[int, int, int] = (3, 224, 224)
+
+
+ARCHITECTURES = {
+    "alexnet": Architecture("classifier"),
+    "vgg16": Architecture("classifier"),
+    "vgg19": Architecture("classifier"),
+    "inception_v3": Architecture("fc", (3, 299, 299)),
+    "resnet50": Architecture("fc"),
+    "resnet152": Architecture("fc"),
+}
+
+
+class Shape(NamedTuple):
+    """parameters: of the trainable ones below and above the cut. activations: numbers at the cut, of a sample.
+    flops: of a sample's forward pass."""
+
+    conv_parameters: int
+    fc_parameters: int
+    activations: int
+    conv_flops: int
+    fc_flops: int
+
+    @property
+    def fc_share(self) -> float:
+        """Of an iteration's computation, by operations; backward passes have as many times those of forward ones."""
+        return self.fc_flops / (self.conv_flops + self.fc_flops)
+
+
+@functools.cache
+def shape(name: str) -> Shape:
+    """Of a network, by the meta device. Raises JobError, as `build` does."""
+    halves = build(name)
+    x = torch.empty(1, *ARCHITECTURES[name].image, device="meta")
+    at_cut = activation_shape(halves.below, x)
+    conv, fc = (sum(p.numel() for p in half.parameters() if p.requires_grad) for half in halves)
+    entering = torch.empty(1, *at_cut, device="meta")
+    return Shape(conv, fc, math.prod(at_cut), flops(halves.below, x), flops(halves.above, entering))
+
+
+def build(name: str, device: str = "meta") -> Halves:
+    """A network's halves; off the meta device with random weights. Raises JobError for a name that is none, or without
+    torchvision."""
+    if name not in ARCHITECTURES:
+        raise JobError(
+            f"--model {shown(name)}: must be one of {', '.join(ARCHITECTURES)}{did_you_mean(name, ARCHITECTURES)}"
+        )
+    architecture = ARCHITECTURES[name]
+    models = _torchvision_models(name)
+    with torch.device(device):
+        model: nn.Module = _inception_v3(models) if name == "inception_v3" else getattr(models, name)()
+    return cut(model, architecture.cut)
+
+
+def _inception_v3(models: Any) -> nn.Module:
+    """Without the auxiliary classifier. Its forward asks whether the model trains, for the sake of that alone, and
+    could not be followed; this one does the rest."""
+
+    class InceptionV3(models.Inception3):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h: torch.Tensor = self._forward(x)[0]
+            return h
+
+    return InceptionV3(aux_logits=False, init_weights=False)
+
+
+def _torchvision_models(name: str) -> Any:
+    try:
+        return importlib.import_module("torchvision.models")
+    except ModuleNotFoundError:
+        raise JobError(f"--model {shown(name)}: needs torchvision: pip install 'hpcsync[models]'") from None
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):
+            raise
+        # Its operators were compiled for another torch (with CUDA, beside one without) and have not loaded, and it
+        # looks for two of them at once. The networks use none.
+        for operator in ("nms", "qnms"):
+            torch.library.define(
+                f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+        return importlib.import_module("torchvision.models")

@@ -1,0 +1,75 @@
+"""What a batch takes on this machine in each half of a model that is cut in two."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+
+from hpcsync.learning.cutting import Halves
+
+REPEATED = 3, 9  # times at least and at most, after one to warm up
+ENOUGH_S = 10.0  # within the most
+
+
+class Times(NamedTuple):
+    """fc_s: forward and backward pass above the cut; fc_fixed_s of it is the same for any number of samples."""
+
+    conv_forward_s: float
+    conv_backward_s: float
+    fc_s: float
+    fc_fixed_s: float = 0.0
+
+
+MORE = 4  # times as many samples, to tell what is the same for any number of them
+
+
+def measured(halves: Halves, shape: Sequence[int], batch: int) -> Times:
+    """Medians on the CPU in one thread; of random samples of this shape, with classes to predict."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        x = torch.randn(batch, *shape)
+        with torch.no_grad():
+            h = halves.below(x)
+        forward_s, backward_s = _medians(lambda: _below(halves, x, h))
+        (fc_s,) = _medians(lambda: _above(halves, h))
+        (more_s,) = _medians(lambda: _above(halves, torch.cat([h] * MORE)))
+    finally:
+        torch.set_num_threads(threads)
+    return Times(forward_s, backward_s, fc_s, fixed(fc_s, more_s))
+
+
+def fixed(one_s: float, more_s: float) -> float:
+    """What does not depend on how many samples there are, if so many take this long and MORE times as many that."""
+    return min(max(0.0, (MORE * one_s - more_s) / (MORE - 1)), one_s)
+
+
+def _medians(measure: Callable[[], tuple[float, ...]]) -> list[float]:
+    measure()
+    begin, times = time.perf_counter(), [measure()]
+    while len(times) < REPEATED[0] or (len(times) < REPEATED[1] and time.perf_counter() - begin < ENOUGH_S):
+        times.append(measure())
+    return [median(column) for column in zip(*times, strict=True)]
+
+
+def _below(halves: Halves, x: torch.Tensor, gradient: torch.Tensor) -> tuple[float, float]:
+    halves.below.zero_grad()
+    begin = time.perf_counter()
+    h = halves.below(x)
+    between = time.perf_counter()
+    h.backward(gradient)
+    return between - begin, time.perf_counter() - between
+
+
+def _above(halves: Halves, h: torch.Tensor) -> tuple[float]:
+    halves.above.zero_grad()
+    entering = h.detach().requires_grad_()
+    labels = torch.zeros(len(h), dtype=torch.long)
+    begin = time.perf_counter()
+    functional.cross_entropy(halves.above(entering), labels).backward()
+    return (time.perf_counter() - begin,)

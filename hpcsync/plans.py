@@ -1,0 +1,208 @@
+"""`hpcsync plan`: what a way to train would cost on a cluster that is not at hand, worked out and not run."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import Field, ValidationError
+from rich.console import Console
+from rich.table import Table as Shown
+
+from hpcsync.bench.machine import machine
+from hpcsync.job_errors import JobError, in_one_line, shown
+from hpcsync.job_table import NotNegative, Positive, Table
+from hpcsync.learning import architectures
+from hpcsync.learning.profiling import Times, measured
+from hpcsync.planning.node_assignment import Layout, Links, Plan, Profile, choose, faster, without_separation
+
+MILLISECONDS = "milliseconds of a batch"
+
+
+class Recorded(Table):
+    """The file that --profile names."""
+
+    conv_forward_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} below the cut, forward")
+    conv_backward_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} below the cut, backward")
+    fc_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} above the cut, forward and backward")
+    fc_fixed_ms: NotNegative = 0.0
+
+
+class Asked(NamedTuple):
+    """The options of `hpcsync plan stanza`."""
+
+    model: str
+    nodes: int
+    bandwidth_gbit: float
+    batch: int
+    latency_us: float = 50.0
+    micro_batches: int = 1
+    profile: Path | None = None
+    samples_per_second: float | None = None
+    json: Path | None = None
+
+
+def stanza(asked: Asked) -> None:
+    """Print how many nodes should train the fully-connected layers, and what else they could do. Raises JobError."""
+    _check(asked)
+    console = Console(highlight=False)
+    times, source = _times(asked, console)
+    shape = architectures.shape(asked.model)
+    profile = Profile(
+        times.conv_forward_s,
+        times.conv_backward_s,
+        times.fc_s,
+        shape.conv_parameters,
+        shape.fc_parameters,
+        shape.activations,
+        asked.batch,
+        fc_fixed_s=times.fc_fixed_s,
+    )
+    links = Links(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
+    plan = choose(profile, links, asked.nodes, micro_batches=asked.micro_batches)
+    others = without_separation(profile, links, asked.nodes)
+    for line in _about(asked, shape, times, source):
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(_table(plan, others))
+    for line in _conclusion(plan, others):
+        console.print(line, markup=False, soft_wrap=True)
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(_numbers(asked, shape, times, source, plan, others), indent=2) + "\n")
+
+
+# ---- what was asked for ----
+
+
+def _check(asked: Asked) -> None:
+    for option, value, right, must in (
+        ("nodes", asked.nodes, asked.nodes >= 2, "a whole number of at least 2"),
+        ("bandwidth-gbit", asked.bandwidth_gbit, 0 < asked.bandwidth_gbit < math.inf, "a number greater than 0"),
+        ("batch", asked.batch, asked.batch >= 1, "a whole number of at least 1: samples of a worker's batch"),
+        ("latency-us", asked.latency_us, 0 <= asked.latency_us < math.inf, "a number of at least 0"),
+        (
+            "micro-batches",
+            asked.micro_batches,
+            1 <= asked.micro_batches <= asked.batch,
+            f"a whole number from 1 to --batch {asked.batch}",
+        ),
+    ):
+        if not right:
+            raise JobError(f"--{option} {value}: must be {must}")
+    rate = asked.samples_per_second
+    if rate is not None and not 0 < rate < math.inf:
+        raise JobError(f"--samples-per-second {rate}: must be a number greater than 0")
+    if rate is not None and asked.profile is not None:
+        raise JobError(f"--samples-per-second {rate}: must be left out beside --profile {asked.profile}")
+    architectures.shape(asked.model)
+    if asked.json is not None:
+        try:
+            asked.json.touch()
+        except OSError as error:
+            raise JobError(f"--json {asked.json}: {error.strerror}") from None
+
+
+def _times(asked: Asked, console: Console) -> tuple[Times, str]:
+    """What a batch takes, and where that comes from."""
+    if asked.profile is not None:
+        return _read(asked.profile), f"from {asked.profile}"
+    if asked.samples_per_second is not None:
+        batch_s = asked.batch / asked.samples_per_second
+        fc_s = architectures.shape(asked.model).fc_share * batch_s
+        forward_s = (batch_s - fc_s) / 3
+        how = "shared out by floating-point operations, backward passes counted twice"
+        return Times(forward_s, 2 * forward_s, fc_s), f"of {asked.samples_per_second:g} samples/s, {how}"
+    console.print(f"measuring {asked.model} ...", markup=False)
+    halves = architectures.build(asked.model, "cpu")
+    times = measured(halves, architectures.ARCHITECTURES[asked.model].image, asked.batch)
+    return times, f"measured here, on this machine: {machine()}, one thread"
+
+
+def _read(path: Path) -> Times:
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        read = Recorded.model_validate(table)
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"--profile {path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"--profile {path}: must be TOML: {str(error).splitlines()[0]}") from None
+    except ValidationError as error:
+        raise JobError(f"--profile {path}: {in_one_line(error, table, {})}") from None
+    if read.fc_fixed_ms > read.fc_ms:
+        most = f"must be at most fc_ms = {shown(read.fc_ms)}, of which it is a part"
+        raise JobError(f"--profile {path}: fc_fixed_ms = {shown(read.fc_fixed_ms)}: {most}")
+    in_ms = read.conv_forward_ms, read.conv_backward_ms, read.fc_ms, read.fc_fixed_ms
+    return Times(*(ms / 1e3 for ms in in_ms))
+
+
+# ---- what is said ----
+
+
+def _about(asked: Asked, shape: architectures.Shape, times: Times, source: str) -> list[str]:
+    pieces = f", in {asked.micro_batches} pieces" if asked.micro_batches > 1 else ""
+    fixed = f" (of which {_ms(times.fc_fixed_s)} for any number of samples)" if times.fc_fixed_s else ""
+    return [
+        f"{asked.model}: {shape.conv_parameters:,} parameters below the cut and {shape.fc_parameters:,} above it; "
+        f"{shape.activations:,} numbers of a sample pass it",
+        f"a batch of {asked.batch}{pieces}: forward {_ms(times.conv_forward_s)} and backward "
+        f"{_ms(times.conv_backward_s)} below the cut, {_ms(times.fc_s)} above it{fixed}\n  {source}",
+        f"{asked.nodes} nodes, links of {asked.bandwidth_gbit:g} Gbit/s, {asked.latency_us:g} us a message",
+    ]
+
+
+def _table(plan: Plan, others: Sequence[Layout]) -> Shown:
+    result = Shown(box=None, pad_edge=False)
+    result.add_column("layout", no_wrap=True)
+    for column in ("batches", "iteration", "samples/s", "MB sent", "MB in a link"):
+        result.add_column(column, justify="right", no_wrap=True)
+    for row in (*plan.rows, *others):
+        chosen = row is plan.best
+        result.add_row(
+            f"{_in_words(row)}{' *' if chosen else ''}",
+            str(row.batches),
+            _ms(row.seconds),
+            f"{row.samples_per_s:,.0f}" if row.samples_per_s >= 100 else f"{row.samples_per_s:.3g}",
+            f"{row.n_bytes / 1e6:,.1f}",
+            f"{row.link_bytes / 1e6:,.1f}",
+            style="bold" if chosen else "",
+        )
+    return result
+
+
+def _in_words(row: Layout) -> str:
+    return f"stanza, {row.n_fc} FC" if row.n_fc else row.name
+
+
+def _conclusion(plan: Plan, others: Sequence[Layout]) -> list[str]:
+    best = plan.best
+    workers = "1 fully-connected worker" if best.n_fc == 1 else f"{best.n_fc} fully-connected workers"
+    convolution = "1 convolution worker" if best.batches == 1 else f"{best.batches} convolution workers"
+    next_best = ""
+    if len(plan.rows) > 1:
+        second = max((row for row in plan.rows if row is not best), key=lambda row: (row.samples_per_s, -row.n_fc))
+        next_best = f", {100 * plan.margin:.1f} % more samples a second than with {second.n_fc}"
+    ratios = ", ".join(f"{1 + faster(best, row):.2f} times {row.name}" for row in others)
+    return [f"* {workers} (FC) and {convolution}{next_best}", f"  in samples a second: {ratios}"]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f} ms"
+
+
+def _numbers(
+    asked: Asked, shape: architectures.Shape, times: Times, source: str, plan: Plan, others: Sequence[Layout]
+) -> dict[str, Any]:
+    paths = {"profile", "json"}
+    return {
+        "asked": {key: value for key, value in asked._asdict().items() if key not in paths},
+        "shape": {**shape._asdict(), "fc_share": shape.fc_share},
+        "times": {**times._asdict(), "source": source},
+        "stanza": [row._asdict() for row in plan.rows],
+        "others": [row._asdict() for row in others],
+        "best_n_fc": plan.best.n_fc,
+        "margin": plan.margin if math.isfinite(plan.margin) else None,
+        "faster_than": {row.name: faster(plan.best, row) for row in others},
+    }

@@ -1,0 +1,136 @@
+"""`hpcsync plan stanza`: what it works out, prints and writes, and how mistakes end."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from hpcsync import cli, plans
+from hpcsync.learning.profiling import Times
+from hpcsync.planning.groups import Groups
+from hpcsync.planning.node_assignment import Links, Profile, choose, stanza_s, without_separation
+
+ASKED = {"--model": "alexnet", "--nodes": "10", "--bandwidth-gbit": "10", "--batch": "128"}
+TOML = "conv_forward_ms = 20\nconv_backward_ms = 40.5\nfc_ms = 8\nfc_fixed_ms = 5\n"
+RECORDED = Times(0.02, 0.0405, 0.008, 0.005)
+ALEXNET = (2_469_696, 58_631_144, 9_216)
+LINKS = Links(1.25e9, 50e-6)
+
+
+def plan(**changed: str) -> Result:
+    """With these options more or otherwise, by their names with _ for -."""
+    options = ASKED | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    return CliRunner().invoke(cli.app, ["plan", "stanza", *(word for pair in options.items() for word in pair)])
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> str:
+    path = tmp_path / "times.toml"
+    path.write_text(TOML)
+    return str(path)
+
+
+def numbers(tmp_path: Path, **changed: str) -> dict:
+    result = plan(json=str(tmp_path / "plan.json"), **changed)
+    assert result.exit_code == 0, result.output
+    return json.loads((tmp_path / "plan.json").read_text())
+
+
+def test_the_numbers_are_the_planners(recorded: str, tmp_path: Path) -> None:
+    found = numbers(tmp_path, profile=recorded)
+    profile = Profile(0.02, 0.0405, 0.008, *ALEXNET, 128, fc_fixed_s=0.005)
+    expected = choose(profile, LINKS, 10)
+    assert found["stanza"] == [row._asdict() for row in expected.rows]
+    assert found["others"] == [row._asdict() for row in without_separation(profile, LINKS, 10)]
+    assert (found["best_n_fc"], found["margin"]) == (expected.best.n_fc, expected.margin)
+    gained = expected.best.samples_per_s / found["others"][2]["samples_per_s"] - 1
+    assert found["faster_than"]["ring all-reduce"] == pytest.approx(gained)
+    assert found["stanza"] != numbers(tmp_path, profile=recorded, latency_us="500")["stanza"], "the control"
+
+
+def test_options_reach_the_planner(recorded: str, tmp_path: Path) -> None:
+    changed = {"latency_us": "7", "micro_batches": "3", "bandwidth_gbit": "1", "batch": "64", "nodes": "3"}
+    found = numbers(tmp_path, profile=recorded, **changed)
+    profile = Profile(0.02, 0.0405, 0.008, *ALEXNET, 64, fc_fixed_s=0.005)
+    seconds = [stanza_s(profile, Links(1.25e8, 7e-6), Groups(3, n_fc), micro_batches=3) for n_fc in (1, 2)]
+    assert [row["seconds"] for row in found["stanza"]] == seconds
+
+
+def test_samples_per_second_are_shared_out_by_operations(tmp_path: Path) -> None:
+    found = numbers(tmp_path, samples_per_second="2560")
+    times, share = found["times"], found["shape"]["fc_share"]
+    assert share == pytest.approx(0.08208, abs=1e-5)
+    assert times["fc_s"] == pytest.approx(share * 128 / 2560)
+    assert times["conv_backward_s"] == pytest.approx(2 * times["conv_forward_s"])
+    assert sum(times[f"{part}_s"] for part in ("conv_forward", "conv_backward", "fc")) == pytest.approx(128 / 2560)
+
+
+def test_without_either_it_is_measured_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stand_in(halves: object, shape: object, batch: int) -> Times:
+        assert (shape, batch) == ((3, 224, 224), 128)
+        return RECORDED
+
+    monkeypatch.setattr(plans, "measured", stand_in)
+    found = numbers(tmp_path)
+    source = found["times"].pop("source")
+    assert source.startswith("measured here, on this machine: ") and source.endswith(", one thread")
+    assert found["times"] == RECORDED._asdict()
+
+
+def test_the_table(recorded: str) -> None:
+    lines = plan(profile=recorded, nodes="4").output.splitlines()
+    assert [line.split()[0] for line in lines[5:]] == ["stanza,"] * 3 + ["dedicated", "sharded", "ring", "*", "in"]
+    assert [line for line in lines if " FC *" in line] == [lines[5]], "the choice is marked"
+    assert all(len(line) <= 80 for line in lines[4:11])
+    assert lines[-2].startswith("* 1 fully-connected worker (FC) and 3 convolution workers, ")
+    assert lines[-2].endswith(" % more samples a second than with 2")
+    assert plan(profile=recorded, nodes="2").output.splitlines()[-2].endswith(" and 1 convolution worker")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model": "vgg"}, '--model "vgg": must be one of alexnet, vgg16, vgg19, inception_v3, resnet50, resnet152'),
+        ({"nodes": "1"}, "--nodes 1: must be a whole number of at least 2"),
+        ({"bandwidth_gbit": "0"}, "--bandwidth-gbit 0.0: must be a number greater than 0"),
+        ({"bandwidth_gbit": "nan"}, "--bandwidth-gbit nan: must be a number greater than 0"),
+        ({"batch": "0"}, "--batch 0: must be a whole number of at least 1: samples of a worker's batch"),
+        ({"latency_us": "inf"}, "--latency-us inf: must be a number of at least 0"),
+        ({"micro_batches": "129"}, "--micro-batches 129: must be a whole number from 1 to --batch 128"),
+        ({"samples_per_second": "-1"}, "--samples-per-second -1.0: must be a number greater than 0"),
+        ({"samples_per_second": "9", "profile": "p"}, "--samples-per-second 9.0: must be left out beside --profile p"),
+        ({"profile": "none.toml"}, "--profile none.toml: No such file or directory"),
+        ({"profile": "none.toml", "json": "none/x.json"}, "--json none/x.json: No such file or directory"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    changed: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = plan(**changed)
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"hpcsync: {message}") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("conv_forward_ms = 'x'\nconv_backward_ms = 1\nfc_ms = 1", 'conv_forward_ms = "x": must be a number'),
+        ("conv_forward_ms = 1\nconv_backward_ms = 0\nfc_ms = 1", "conv_backward_ms = 0: must be greater than 0"),
+        (
+            "conv_forward_ms = 1\nconv_backward_ms = 1",
+            "fc_ms: missing; must be a number greater than 0: milliseconds of a batch above the cut, forward and ",
+        ),
+        (f"{TOML}fc_msx = 1", "fc_msx = 1: unknown key; must be one of conv_forward_ms, "),
+        (TOML.replace("= 5", "= 9"), "fc_fixed_ms = 9.0: must be at most fc_ms = 8.0, of which it is a part"),
+        ("conv_forward_ms", "must be TOML: "),
+    ],
+)
+def test_mistakes_in_a_profile_are_told_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "times.toml"
+    path.write_text(text)
+    result = plan(profile=str(path))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"hpcsync: --profile {path}: {message}") and result.stderr.count("\n") == 1
