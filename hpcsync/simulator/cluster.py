@@ -10,7 +10,7 @@ from hpcsync.devices import Device, device, takes_no_time
 from hpcsync.job import Job
 from hpcsync.job_cluster import Change
 from hpcsync.job_errors import JobError, shown
-from hpcsync.job_paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp
+from hpcsync.job_paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp, Stanza
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
@@ -83,7 +83,7 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
             f'paradigm.name = "adsp": must not be simulated where iterations take 0 seconds, as worker '
             f"{list(idle).index(True)}'s do by {key}: it is time that ends a worker's local steps"
         )
-    bounded = isinstance(paradigm, Bsp | AllReduce | LocalSgd)
+    bounded = isinstance(paradigm, Bsp | AllReduce | LocalSgd | Stanza)
     bounded = bounded or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)
     bounded = bounded or (isinstance(paradigm, Dssp) and paradigm.mode == "bounded")
     bounded = bounded or (isinstance(paradigm, Easgd) and paradigm.synchronous)

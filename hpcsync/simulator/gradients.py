@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from hpcsync.job import Job, Script
 from hpcsync.learning.data import batches, fetch, sequence_indices
@@ -44,55 +46,75 @@ class Gradients:
     """One model that stands for every worker's, in turn. flat: of the workload's own model."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
+        assert workload.train is not None
+        n_workers = job.cluster.workers
         self.flat = FlatModel(workload.model)
+        self._dataset, self._seed = workload.train, job.seed
         self._replica = Replica(self.flat, workload.loss)
-        self._own = [_Own(workload, job, worker) for worker in range(job.cluster.workers)]
+        self._own = [Own(workload.model, job.seed, worker) for worker in range(n_workers)]
+        self._batches = [own_batches(job, workload, worker, n_workers) for worker in range(n_workers)]
 
     def compute(self, worker: int, weights: torch.Tensor, work: Work = NEXT) -> float:
         """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
-        own = self._own[worker]
         self.flat.weights.copy_(weights)
-        torch.set_rng_state(own.generator)
-        if own.statistics:
-            _copy(own.statistics, self.flat.model.buffers())
         share = work.share
-        loss = self._replica.compute_in_pieces(own.take(work), work.n_pieces, lambda done: done >= share)
-        if own.statistics:
-            _copy(self.flat.model.buffers(), own.statistics)
-        own.generator = torch.get_rng_state()
-        return loss
+        with self._own[worker].in_use():  # a data set may draw too
+            return self._replica.compute_in_pieces(self._take(worker, work), work.n_pieces, lambda done: done >= share)
+
+    def _take(self, worker: int, work: Work) -> Any:
+        if work.first_sample < 0:
+            return next(self._batches[worker])
+        size = len(self._dataset)  # type: ignore[arg-type]
+        return fetch(self._dataset, sequence_indices(self._seed, work.first_sample, work.n_samples, size=size))
 
     def finish(self, weights: torch.Tensor) -> None:
         """Leave these weights in the workload's model. Running statistics end as worker 0's, as on real ranks."""
         self.flat.weights.copy_(weights)
-        _copy(self._own[0].statistics, self.flat.model.buffers())
+        self._own[0].leave()
 
 
-class _Own:
-    """What a worker has for itself: its batches, its generator, its running statistics."""
-
-    def __init__(self, workload: Workload, job: Job, worker: int) -> None:
-        assert not isinstance(job.workload, Script) and workload.train is not None
-        self._dataset, self._seed = workload.train, job.seed
-        self._batches: Iterator[Any] = batches(
-            workload.train,
-            job.seed,
-            worker,
-            n_workers=job.cluster.workers,
-            batch_size=job.workload.batch_size,
-            epochs=range(sys.maxsize),
-        )
-        self.generator = torch.Generator().manual_seed(worker_seed(job.seed, worker)).get_state()
-        self.statistics = [buffer.clone() for buffer in workload.model.buffers()]
-
-    def take(self, work: Work) -> Any:
-        if work.first_sample < 0:
-            return next(self._batches)
-        size = len(self._dataset)  # type: ignore[arg-type]
-        return fetch(self._dataset, sequence_indices(self._seed, work.first_sample, work.n_samples, size=size))
+def own_batches(job: Job, workload: Workload, number: int, n_takers: int) -> Iterator[Any]:
+    """Those of the worker of this number, among so many that take batches: one after the other, without end."""
+    assert not isinstance(job.workload, Script) and workload.train is not None
+    size, epochs = job.workload.batch_size, range(sys.maxsize)
+    return batches(workload.train, job.seed, number, n_workers=n_takers, batch_size=size, epochs=epochs)
 
 
-def _copy(source: Iterable[torch.Tensor], target: Iterable[torch.Tensor]) -> None:
-    """Of a model's buffers only the names last: a forward pass may put new tensors in their places."""
-    for a, b in zip(source, target, strict=True):
-        b.copy_(a)
+class Own:
+    """What a worker has for itself where one model stands for every worker's: generator and running statistics."""
+
+    def __init__(self, model: nn.Module, seed: int, worker: int) -> None:
+        self._model = model
+        self._generator = torch.Generator().manual_seed(worker_seed(seed, worker)).get_state()
+        clones: dict[int, torch.Tensor] = {}
+        self._statistics = {name: clones.setdefault(id(b), b.clone()) for name, b in _buffers(model).items()}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """The model is this worker's: its own tensors are the model's buffers, not copies of them, which would change
+        under a backward pass that another worker has yet to make."""
+        torch.set_rng_state(self._generator)
+        if not self._statistics:
+            yield
+        else:
+            others = _buffers(self._model)
+            _put(self._statistics, self._model)
+            yield
+            self._statistics = _buffers(self._model)  # a forward pass may put new tensors in their places
+            _put(others, self._model)
+        self._generator = torch.get_rng_state()
+
+    def leave(self) -> None:
+        """Leave the worker's running statistics in the model."""
+        for name, buffer in _buffers(self._model).items():
+            buffer.copy_(self._statistics[name])
+
+
+def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_buffers(remove_duplicate=False))
+
+
+def _put(buffers: dict[str, torch.Tensor], model: nn.Module) -> None:
+    for name, buffer in buffers.items():
+        owner, _, own_name = name.rpartition(".")
+        setattr(model.get_submodule(owner), own_name, buffer)

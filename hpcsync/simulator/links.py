@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,11 +12,12 @@ from hpcsync.devices import Device, device, takes_no_time
 from hpcsync.job import Job
 from hpcsync.job_cluster import Network as NetworkTable
 from hpcsync.job_errors import JobError, shown
+from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import sent_in_a_ring
 from hpcsync.simulator.cluster import refuse_standstill
-from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_alone_s
+from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce, ring_alone_s
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network
 
@@ -39,7 +41,7 @@ class Links:
             rates = self._rates = table.rates(0, n_workers)
             self._latency_s = 1e-6 * table.latency_us
             self._network = Network(loop, rates, rates, self._latency_s)
-        # Nothing else is under way during an all-reduce, so that one takes as long as another.
+        # Nothing else is under way during an all-reduce of all, so that one takes as long as another.
         self._ring_s = cache(lambda n: ring_alone_s(self._rates, n, self._latency_s) if self._rates else 0.0)
 
     def message(self, then: Then, *args: Any) -> None:
@@ -52,6 +54,17 @@ class Links:
             self._loop.after(0.0, then, *args)
         else:
             self._network.send(source, target, self.size_bytes, then, *args)
+
+    def in_order(self, source: int, target: int) -> InOrder:
+        """A way from one worker to another."""
+        return InOrder(self._loop, self._network, self._latency_s, source, target)
+
+    def all_reduce_among(self, workers: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
+        """These workers sum so many bytes, in a ring, beside whatever else is under way."""
+        if self._network is None:
+            self._loop.after(0.0, then, *args)
+        else:
+            ring_allreduce(self._network, workers, size_bytes, then, *args)
 
     def all_reduce(self, then: Then, *args: Any) -> None:
         """All workers sum what each of them has, in a ring; those that have left pass on what others have."""
@@ -71,6 +84,44 @@ class Links:
     def all_reduce_bytes(self) -> int:
         """That each worker sends."""
         return sent_in_a_ring(self.size_bytes, self._n_workers)
+
+
+class InOrder:
+    """Messages from one worker to another: each waits for its own latency, but for the bytes of those before it."""
+
+    def __init__(self, loop: Loop, network: Network | None, latency_s: float, source: int, target: int) -> None:
+        self._loop, self._network, self._latency_s = loop, network, latency_s
+        self._ends = source, target
+        self._waiting: deque[tuple[int, Then, tuple[Any, ...]]] = deque()  # the first one flows
+
+    def send(self, size_bytes: int, then: Then, *args: Any) -> None:
+        self._loop.after(self._latency_s, self._follow, size_bytes, then, args)
+
+    def _follow(self, size_bytes: int, then: Then, args: tuple[Any, ...]) -> None:
+        if self._network is None:
+            then(*args)
+            return
+        self._waiting.append((size_bytes, then, args))
+        if len(self._waiting) == 1:
+            self._flow()
+
+    def _flow(self) -> None:
+        assert self._network is not None
+        self._network.send(*self._ends, self._waiting[0][0], self._arrived, latency_s=0.0)
+
+    def _arrived(self) -> None:
+        _, then, args = self._waiting.popleft()
+        if self._waiting:
+            self._flow()
+        then(*args)
+
+
+def own_share(job: Job, worker: int) -> float:
+    """Of what an iteration of the whole model takes, what this worker's own part does: all of it, or of one half."""
+    if not isinstance(job.paradigm, Stanza):
+        return 1.0
+    assert job.paradigm.fc_share is not None
+    return job.paradigm.fc_share if job.groups.is_fc(worker) else 1.0 - job.paradigm.fc_share
 
 
 @dataclass(frozen=True)
@@ -96,7 +147,10 @@ def build(job: Job, workload: Workload) -> Workers:
     if cluster.compute is None:
         raise JobError("cluster.compute: missing; a simulation must have it: it says how long iterations take")
     if cluster.network is None or cluster.workers == 1:
-        idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
+        idle = [
+            takes_no_time(cluster.compute, worker, cluster.workers) or not own_share(job, worker)
+            for worker in range(cluster.workers)
+        ]
         refuse_standstill(job, "cluster.compute", idle)
     parameters = trainable(workload.model)
     size_bytes = sum(p.numel() for p in parameters) * parameters[0].element_size()

@@ -60,20 +60,31 @@ class Network:
         self._settling = False
         self._next_end_s = math.inf
 
-    def send(self, source: int, target: int, size_bytes: float, then: Callable[..., object], *args: Any) -> None:
+    def send(
+        self,
+        source: int,
+        target: int,
+        size_bytes: float,
+        then: Callable[..., object],
+        *args: Any,
+        latency_s: float | None = None,
+    ) -> None:
         """Call then(*args) when the last byte has arrived: the first begins to flow after the latency.
 
-        What has no size, or only links of infinite capacity, takes the latency and nobody's share.
+        What has no size, or only links of infinite capacity, takes the latency and nobody's share. latency_s: of this
+        transfer, where it is another one.
         """
         if source == target or not (0 <= source < self.n_hosts and 0 <= target < self.n_hosts):
             raise ValueError(f"there is no way from host {source} to host {target} of {self.n_hosts}")
         if not 0.0 <= size_bytes < math.inf:
             raise ValueError(f"{size_bytes} bytes cannot be sent")
+        if latency_s is None:
+            latency_s = self._latency_s
         up, down = source, self.n_hosts + target
         if size_bytes == 0 or self._capacities[up] == self._capacities[down] == math.inf:
-            self.loop.after(self._latency_s, then, *args)
+            self.loop.after(latency_s, then, *args)
         else:
-            self.loop.after(self._latency_s, self._begin, up, down, size_bytes, then, args)
+            self.loop.after(latency_s, self._begin, up, down, size_bytes, then, args)
 
     def _begin(self, up: int, down: int, size_bytes: float, then: Callable[..., object], args: tuple[Any, ...]) -> None:
         flow = _Flow(self._begun, (up, down), then, args)

@@ -108,7 +108,7 @@ class _Inbox:
 # ---- without arithmetic ----
 
 
-class _Nothing:
+class Nothing:
     """Of a workload whose vector only travels."""
 
     def evaluate(self) -> tuple[float, float, float]:
@@ -117,7 +117,7 @@ class _Nothing:
     def finish(self) -> None: ...
 
 
-class NothingTogether(_Nothing):
+class NothingTogether(Nothing):
     """Compressed gradients take what they take as a rule."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
@@ -133,7 +133,7 @@ class NothingTogether(_Nothing):
     def step(self, workers: Sequence[int], lr: float, correction: float = 1.0) -> None: ...
 
 
-class NothingApart(_Nothing):
+class NothingApart(Nothing):
     """Parcels are counted and weighed all the same."""
 
     def __init__(self, job: Job) -> None:
@@ -172,7 +172,7 @@ class NothingApart(_Nothing):
 # ---- with it ----
 
 
-class _Evaluation:
+class Evaluation:
     """The workload's evaluation, on a model of its own."""
 
     def __init__(self, workload: Workload) -> None:
@@ -190,7 +190,7 @@ class OneReplica:
     process would have, look-ahead included."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        self._evaluation = _Evaluation(workload)
+        self._evaluation = Evaluation(workload)
         self._gradients = Gradients(job, workload)
         start = self._gradients.flat.weights
         self._weights = torch.nn.Parameter(start.clone())
@@ -229,7 +229,7 @@ class Replicas:
 
     def __init__(self, job: Job, workload: Workload) -> None:
         n_workers, spec = job.cluster.workers, OptimizerSpec.of_job(job)
-        self._evaluation = _Evaluation(workload)
+        self._evaluation = Evaluation(workload)
         self._gradients = Gradients(job, workload)
         start = self._gradients.flat.weights
         self._push_sum = _push_sum(job)

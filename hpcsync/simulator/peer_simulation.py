@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from hpcsync.coordinator import Recorder
 from hpcsync.devices import Device
@@ -42,7 +42,10 @@ class PeerSimulation(ABC):
     """One run of a job.
 
     watch: called after every iteration, for whoever wants to show how far the run is, or to end it by raising.
+    attributes: that a trace is to have besides those of every run.
     """
+
+    attributes: Mapping[str, int] = {}
 
     def __init__(
         self,
@@ -138,14 +141,15 @@ class PeerSimulation(ABC):
 
     def _report(self, worker: int, peer: int, wire_bytes: int, n_received: int, waited_until_s: float) -> Exchanged:
         now_s, state = self._loop.now_s, self._workers[worker]
+        computed_s, waited_s = self._spent(worker)
         report = Exchanged(
             worker=worker,
             iteration=state.iteration,
             peer=peer,
             begin_s=state.begin_s,
             end_s=state.end_s,
-            compute_s=state.end_s - state.begin_s,
-            wait_s=waited_until_s - state.end_s,
+            compute_s=computed_s,
+            wait_s=waited_s + (waited_until_s - state.end_s),
             comm_s=now_s - waited_until_s,
             batch_size=self._n_samples(worker),
             loss=state.loss,
@@ -156,6 +160,11 @@ class PeerSimulation(ABC):
         self.coordinator.exchanged(now_s, report)
         self._watch(now_s, self.coordinator)
         return report
+
+    def _spent(self, worker: int) -> tuple[float, float]:
+        """Seconds that the worker has computed in its iteration, and that it has waited before the end of that."""
+        state = self._workers[worker]
+        return state.end_s - state.begin_s, 0.0
 
     def _weight(self, worker: int) -> float:
         return 1.0

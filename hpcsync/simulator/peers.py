@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hpcsync.coordinator import Recorder
 from hpcsync.job import Job
-from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
+from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gossiping import PullSimulation, PushSimulation
 from hpcsync.simulator.in_step import AllReduceSimulation, AveragingSimulation, PermutationSimulation
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
+from hpcsync.simulator.stanza import StanzaSimulation
 
 __all__ = ["PeerSimulation", "simulation"]
 
@@ -26,6 +27,8 @@ def simulation(
     match job.paradigm:
         case AllReduce():
             kind = AllReduceSimulation
+        case Stanza():
+            kind = StanzaSimulation
         case LocalSgd():
             kind = AveragingSimulation
         case Gossip(mode="permutation"):

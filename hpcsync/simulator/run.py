@@ -75,7 +75,10 @@ def _simulate(
         watch = _Watch(trace, Progress(console))
         try:
             with on_signals(watch.received.append):
-                begin(trace, watch).run()
+                simulation = begin(trace, watch)
+                if isinstance(simulation, peers.PeerSimulation):
+                    trace.describe(simulation.attributes)
+                simulation.run()
             outputs.save_weights(folder, workload.model)
         except BaseException as error:
             status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

@@ -55,7 +55,9 @@ def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
     begin = prepare(job, workload)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
     with TraceWriter(path, attributes, decision_fields(job)) as trace:
-        begin(trace, lambda now_s, coordinator: None).run()
+        simulation = begin(trace, lambda now_s, coordinator: None)
+        trace.describe(getattr(simulation, "attributes", {}))
+        simulation.run()
     return load(path)
 
 

@@ -56,3 +56,50 @@ def test_alone_there_is_nobody_to_wait_for():
 @pytest.mark.parametrize(("n_workers", "sent"), [(1, 0), (2, SIZE), (4, SIZE * 3 // 2), (3, SIZE * 4 // 3)])
 def test_what_a_worker_sends_in_a_ring(n_workers, sent):
     assert Links(Loop(), None, n_workers, SIZE).all_reduce_bytes == sent
+
+
+def ends(begin, table=None, n_workers=4):
+    """When everything is over that `begin` begins, called with what lies between workers and what is to be called."""
+    loop, found = Loop(), []
+    begin(Links(loop, table, n_workers, SIZE), lambda: found.append(loop.now_s))
+    loop.run()
+    return found
+
+
+def test_messages_in_order_share_no_link_with_each_other():
+    def in_order(links, over):
+        way = links.in_order(0, 1)
+        for _ in range(3):
+            way.send(SIZE, over)
+
+    def at_once(links, over):
+        for _ in range(3):
+            links.send(0, 1, over)
+
+    each_s = SIZE / GBIT
+    assert ends(in_order, network()) == pytest.approx([LATENCY_S + n * each_s for n in (1, 2, 3)])
+    assert ends(at_once, network()) == pytest.approx([LATENCY_S + 3 * each_s] * 3)
+    assert ends(in_order) == [0.0] * 3
+
+
+def test_a_message_in_order_waits_for_its_own_latency():
+    def begin(links, over):
+        way = links.in_order(0, 1)
+        way.send(SIZE, way.send, SIZE, over)
+
+    assert ends(begin, network()) == pytest.approx([2 * (LATENCY_S + SIZE / GBIT)])
+
+
+def test_some_of_the_workers_have_a_ring_of_their_own():
+    def begin(links, over):
+        links.all_reduce_among([0, 2, 3, 1], SIZE, over)
+
+    def beside(links, over):
+        links.all_reduce_among([0, 1], SIZE, over)
+        links.all_reduce_among([2, 3], SIZE, over)
+
+    for n, start in ((4, begin), (2, beside)):
+        alone_s = ring_allreduce_s(n, SIZE, LATENCY_S, GBIT)
+        assert ends(start, network()) == pytest.approx([alone_s] * (1 if n == 4 else 2), rel=1e-9)
+    assert ends(begin) == [0.0]
+    assert ends(lambda links, over: links.all_reduce_among([2], SIZE, over), network()) == [0.0]

@@ -1,0 +1,176 @@
+"""What the workers of a run with separated layers compute, in one process: halves of an iteration, and its two steps.
+
+It is the arithmetic of real ranks. Within a group all have the same weights, bit for bit, so that one model stands for
+all of them; batches, generators and running statistics are each worker's own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from hpcsync.job import Job, Timing
+from hpcsync.job_paradigms import Stanza
+from hpcsync.learning.cutting import activation_shape, cut
+from hpcsync.learning.data import fetch
+from hpcsync.learning.flat import FlatModel, trainable
+from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.replica import Replica
+from hpcsync.learning.rules import Descent
+from hpcsync.learning.workloads import Workload
+from hpcsync.simulator.gradients import Own, own_batches
+from hpcsync.simulator.peer_arithmetic import Evaluation, Judged, Nothing
+
+LABEL_BYTES = 8  # of a sample, where there is no arithmetic
+
+
+class Sizes(NamedTuple):
+    """Bytes, in the order of a trace's attributes `SEPARATED`: of the weights below the cut and above it; of a sample's
+    activations there, and of its labels.
+    """
+
+    below: int
+    above: int
+    activations: int
+    labels: int
+
+
+class Separated(Judged, Protocol):
+    """The numbers of one iteration after the other.
+
+    Of an iteration all convolution workers go forward, then fully-connected workers compute, then the former go back.
+    """
+
+    sizes: Sizes
+
+    def forward(self, worker: int) -> None:
+        """The activations of this convolution worker's next batch."""
+
+    def compute(self, fc: int) -> float:
+        """The gradient of this fully-connected worker, and those of the activations that it is given; its mean loss."""
+
+    def backward(self, worker: int) -> None:
+        """The gradient of this convolution worker."""
+
+    def step(self, lr: float, *, above: bool) -> None:
+        """The step of all workers of one group."""
+
+
+class NothingSeparated(Nothing):
+    def __init__(self, job: Job) -> None:
+        assert isinstance(job.workload, Timing)
+        above, itemsize = job.workload.classifier, torch.float32.itemsize
+        below = job.workload.parameters - above
+        self.sizes = Sizes(below * itemsize, above * itemsize, job.workload.activations * itemsize, LABEL_BYTES)
+
+    def forward(self, worker: int) -> None: ...
+
+    def compute(self, fc: int) -> float:
+        return math.nan
+
+    def backward(self, worker: int) -> None: ...
+
+    def step(self, lr: float, *, above: bool) -> None: ...
+
+
+class _Half:
+    """One half of the model, and what each of those workers that train it has for itself."""
+
+    def __init__(self, model: nn.Module, job: Job, workers: range) -> None:
+        self.model, self.flat = model, FlatModel(model)
+        self.own = {worker: Own(model, job.seed, worker) for worker in workers}
+        self._slots = {worker: torch.empty_like(self.flat.weights) for worker in workers}
+        self._rule = Descent(OptimizerSpec.of_job(job))
+        self._rule.bind(nn.Parameter(self.flat.weights))  # in the same memory
+
+    @property
+    def n_bytes(self) -> int:
+        return self.flat.weights.nbytes
+
+    def contribute(self, worker: int, weight: float = 1.0) -> None:
+        """The flat gradient is the worker's, and counts so many times in the mean."""
+        slot = self._slots[worker].copy_(self.flat.gradient)
+        if weight != 1.0:
+            slot.mul_(weight)  # as a rank does before it gives it away
+
+    def step(self, lr: float) -> None:
+        slots = list(self._slots.values())
+        self._rule.update(slots, lr, [1.0] * len(slots), len(slots))
+
+
+class Halves:
+    """Both halves of the model. Memory: beside them, what autograd keeps of all workers' batches at once."""
+
+    def __init__(self, job: Job, workload: Workload) -> None:
+        assert isinstance(job.paradigm, Stanza) and workload.train is not None
+        self._groups, self._n_pieces = job.groups, job.paradigm.micro_batches
+        self._parameters = trainable(workload.model)
+        self._evaluation = Evaluation(workload)
+        below, above = cut(workload.model, job.paradigm.cut)
+        self._below = _Half(below, job, self._groups.convolution)
+        self._above = _Half(above, job, self._groups.fc)
+        self._replica = Replica(self._above.flat, workload.loss)
+        takers = enumerate(self._groups.convolution)
+        self._batches = {
+            worker: own_batches(job, workload, number, self._groups.n_convolution) for number, worker in takers
+        }
+        self._crossing: dict[int, list[torch.Tensor]] = {}  # convolution worker -> activations of each piece
+        self._labels: dict[int, list[tuple[torch.Tensor, ...]]] = {}  # so
+        self._back: dict[int, list[torch.Tensor]] = {}  # so: the activations' gradients
+        self.sizes = self._sizes(fetch(workload.train, np.zeros(1, np.int64)))
+
+    def _sizes(self, sample: Any) -> Sizes:
+        x, *labels = sample
+        activations = math.prod(activation_shape(self._below.model, x)) * self._below.flat.weights.itemsize
+        return Sizes(self._below.n_bytes, self._above.n_bytes, activations, sum(label.nbytes for label in labels))
+
+    def forward(self, worker: int) -> None:
+        with self._below.own[worker].in_use():
+            pieces = [tensor.tensor_split(self._n_pieces) for tensor in next(self._batches[worker])]
+            self._crossing[worker] = [self._below.model(x) for x in pieces[0]]
+            self._labels[worker] = list(zip(*pieces[1:], strict=True))
+
+    def compute(self, fc: int) -> float:
+        served, n_pieces = self._groups.served(fc), self._n_pieces
+        order = [(worker, piece) for piece in range(n_pieces) for worker in served]
+        activations = torch.cat([self._crossing[worker][piece].detach() for worker, piece in order]).requires_grad_()
+        labels = [torch.cat(parts) for parts in zip(*(self._labels[w][piece] for w, piece in order), strict=True)]
+        with self._above.own[fc].in_use():
+            loss = self._replica.compute_in_pieces((activations, *labels), n_pieces, lambda done: False)
+        groups, n_served = self._groups, len(served)
+        self._above.contribute(fc, n_served * groups.n_fc / groups.n_convolution)
+        assert activations.grad is not None
+        # Of a convolution worker's own mean loss over its whole batch: of the pieces' means over all rows they are.
+        gradients = (n_served * (1 / n_pieces) * activations.grad).tensor_split(len(order))
+        for (worker, _), gradient in zip(order, gradients, strict=True):
+            self._back.setdefault(worker, []).append(gradient)
+        return loss
+
+    def backward(self, worker: int) -> None:
+        flat = self._below.flat
+        flat.zero_gradient()
+        with self._below.own[worker].in_use():
+            for activations, gradient in zip(self._crossing.pop(worker), self._back.pop(worker), strict=True):
+                activations.backward(gradient)
+        flat.gather_gradient()
+        self._below.contribute(worker)
+
+    def step(self, lr: float, *, above: bool) -> None:
+        (self._above if above else self._below).step(lr)
+
+    def evaluate(self) -> tuple[float, float, float]:
+        return (*self._evaluation(nn.utils.parameters_to_vector(self._parameters).detach()), 0.0)
+
+    def finish(self) -> None:
+        """The weights are in the workload's model. Running statistics end as each group's first worker's."""
+        for half in (self._below, self._above):
+            next(iter(half.own.values())).leave()
+
+
+def separated(job: Job, workload: Workload) -> Separated:
+    """The arithmetic of this job, whose workload is `workload`."""
+    return NothingSeparated(job) if workload.loss is None else Halves(job, workload)

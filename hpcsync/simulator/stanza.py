@@ -1,0 +1,221 @@
+"""Layer separation in virtual time (Stanza: Wu, Xu, Li and Xiong, arXiv 1812.10624; which messages there are, and when,
+is our own reading, because only its abstract and introduction could be read).
+
+A convolution worker computes all pieces of its batch forward, and sends away the activations of each when it is there.
+A fully-connected worker takes the next piece when it has come from all whom it serves, and gives back its gradients,
+with which they compute backward, piece after piece. Each group then has an all-reduce of its own, and goes on: the
+fully-connected workers' may run while the convolution workers still compute.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from hpcsync.coordinator import Recorder
+from hpcsync.job import Job
+from hpcsync.job_paradigms import Stanza
+from hpcsync.learning.schedule import learning_rate
+from hpcsync.learning.workloads import Workload
+from hpcsync.peers import sent_in_a_ring
+from hpcsync.simulator.links import Workers, own_share
+from hpcsync.simulator.peer_arithmetic import Judged
+from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
+from hpcsync.simulator.separated_arithmetic import separated
+from hpcsync.traces.schema import EVERYBODY, SEPARATED
+
+
+class _Pieces:
+    """Where a worker is in what it computes with what comes from others: of the whole run's pieces, one by one.
+
+    come:  of each worker from which they come, how many have. taken: how many it has computed with.
+    ready: whether it would compute with the next one now.
+    free_s: since when it has been in this iteration; compute_s: what that takes it, without waiting.
+    """
+
+    __slots__ = ("come", "compute_s", "free_s", "ready", "taken")
+
+    def __init__(self, sources: Iterable[int]) -> None:
+        self.come = dict.fromkeys(sources, 0)
+        self.taken = 0
+        self.ready = False
+        self.free_s = self.compute_s = 0.0
+
+
+class _Group:
+    """Workers that have the same half, above the cut (is_fc) or below it.
+
+    size_bytes: of its weights. row_bytes: of what its workers send of a sample. n_computing: how many have yet to come
+    to the next all-reduce. n_steps: made.
+    """
+
+    def __init__(self, workers: range, size_bytes: int, row_bytes: int, *, is_fc: bool) -> None:
+        self.is_fc = is_fc
+        self.workers = workers
+        self.size_bytes, self.row_bytes = size_bytes, row_bytes
+        self.n_computing = len(workers)
+        self.n_steps = 0
+
+
+class StanzaSimulation(PeerSimulation):
+    """All end after the same iteration. A stop that somebody is told of, because time is up or a target reached, is
+    agreed on in the fully-connected workers' all-reduce, and one more iteration is made."""
+
+    def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
+        super().__init__(job, workload, workers, trace, watch)
+        assert isinstance(job.paradigm, Stanza)
+        self._separated = separated(job, workload)
+        self._lr = learning_rate(job)
+        groups, sizes = job.groups, self._separated.sizes
+        self.attributes = dict(zip(SEPARATED, sizes, strict=True))
+        self._n_convolution = groups.n_convolution
+        self._fc = _Group(groups.fc, sizes.above, sizes.activations, is_fc=True)
+        self._convolution = _Group(groups.convolution, sizes.below, sizes.activations + sizes.labels, is_fc=False)
+        self._group_of = [self._fc if groups.is_fc(worker) else self._convolution for worker in range(groups.n_workers)]
+        self._partners = [groups.served(fc) for fc in groups.fc]  # of each worker: to whom it sends
+        self._partners += [range(fc := groups.fc_of(worker), fc + 1) for worker in groups.convolution]
+        self._pieces = [_Pieces(partners) for partners in self._partners]
+        self._ways = {
+            (source, target): self._links.in_order(source, target)
+            for source, partners in enumerate(self._partners)
+            for target in partners
+        }
+        self._n_pieces, self._forward_share = job.paradigm.micro_batches, job.paradigm.forward_share
+        self._shares = [own_share(job, worker) for worker in range(groups.n_workers)]
+        self._last = math.inf  # iteration
+
+    @property
+    def _numbers(self) -> Judged:
+        return self._separated
+
+    def _n_samples(self, worker: int) -> int:
+        return self._batch_size * (len(self._partners[worker]) if self._group_of[worker].is_fc else 1)
+
+    # ---- an iteration ----
+
+    def _begin(self, worker: int) -> None:
+        pieces = self._pieces[worker]
+        self._workers[worker].iteration += 1
+        pieces.free_s = self._loop.now_s
+        if self._group_of[worker].is_fc:
+            pieces.ready = True
+            self._take(worker)
+        else:
+            self._separated.forward(worker)
+            self._draw(worker)
+            self._forward(worker, 1)
+
+    def _draw(self, worker: int) -> None:
+        """The worker's computation begins: how long it will take."""
+        state = self._workers[worker]
+        state.begin_s = now_s = self._loop.now_s
+        load = self._n_samples(worker) / self._batch_size
+        self._pieces[worker].compute_s = self._shares[worker] * state.device.seconds(now_s, load)
+
+    def _forward(self, worker: int, piece: int) -> None:
+        """A convolution worker computes a piece, the first is 1, of its batch."""
+        piece_s = self._forward_share * self._pieces[worker].compute_s / self._n_pieces
+        self._loop.after(piece_s, self._forwarded, worker, piece)
+
+    def _forwarded(self, worker: int, piece: int) -> None:
+        self._send(worker)
+        if piece < self._n_pieces:
+            self._forward(worker, piece + 1)
+        else:
+            self._pieces[worker].ready = True
+            self._take(worker)
+
+    def _send(self, worker: int) -> None:
+        """The worker has computed a piece, and what comes of it goes to the other group."""
+        size_bytes = self._batch_size // self._n_pieces * self._group_of[worker].row_bytes
+        for partner in self._partners[worker]:
+            self._ways[worker, partner].send(size_bytes, self._came, worker, partner)
+
+    def _came(self, source: int, worker: int) -> None:
+        pieces = self._pieces[worker]
+        pieces.come[source] += 1
+        self._take(worker)
+
+    def _take(self, worker: int) -> None:
+        """Compute with the next piece, if it is there and the worker is free."""
+        pieces, is_fc = self._pieces[worker], self._group_of[worker].is_fc
+        if pieces.ready and min(pieces.come.values()) > pieces.taken:
+            pieces.ready = False
+            if is_fc and pieces.taken % self._n_pieces == 0:
+                self._draw(worker)
+            share = 1.0 if is_fc else 1.0 - self._forward_share
+            self._loop.after(share * pieces.compute_s / self._n_pieces, self._taken, worker)
+
+    def _taken(self, worker: int) -> None:
+        pieces = self._pieces[worker]
+        pieces.taken += 1
+        if self._group_of[worker].is_fc:
+            self._send(worker)
+        if pieces.taken % self._n_pieces == 0:
+            self._computed(worker)
+        else:
+            pieces.ready = True
+            self._take(worker)
+
+    def _learn(self, worker: int, lr: float) -> float:
+        if self._group_of[worker].is_fc:
+            return self._separated.compute(worker)
+        self._separated.backward(worker)
+        return math.nan
+
+    # ---- its end ----
+
+    def _exchange(self, worker: int) -> None:
+        """When all of the group have computed, their gradients are summed."""
+        group = self._group_of[worker]
+        group.n_computing -= 1
+        if group.n_computing == 0:
+            group.n_computing = len(group.workers)
+            if group.is_fc and self.coordinator.stopping:
+                self._last = min(self._last, self._workers[worker].iteration + 1)
+            self._links.all_reduce_among(group.workers, group.size_bytes, self._reduced, group, self._loop.now_s)
+
+    def _reduced(self, group: _Group, began_s: float) -> None:
+        """The all-reduce, which began then, is over for all of the group at the same time."""
+        rate = self._lr(self._samples(group.n_steps), group.n_steps, len(self._workers))
+        self._separated.step(rate, above=group.is_fc)
+        group.n_steps += 1
+        self._look()
+        for worker in group.workers:
+            peer = EVERYBODY if group.is_fc else self._partners[worker][0]
+            self._report(worker, peer, self._sent_bytes(worker), len(group.workers) - 1, began_s)
+        for worker in group.workers:
+            self._go_on(worker)
+
+    def _samples(self, iterations: int) -> int:
+        """Of so many iterations of all."""
+        return iterations * self._n_convolution * self._batch_size
+
+    def _sent_bytes(self, worker: int) -> int:
+        """In an iteration."""
+        group = self._group_of[worker]
+        return self._n_samples(worker) * group.row_bytes + sent_in_a_ring(group.size_bytes, len(group.workers))
+
+    def _spent(self, worker: int) -> tuple[float, float]:
+        pieces, state = self._pieces[worker], self._workers[worker]
+        return pieces.compute_s, max(0.0, state.end_s - pieces.free_s - pieces.compute_s)
+
+    def _is_last(self, iteration: int) -> bool:
+        reached = self._job.stop.reached(samples=self._samples(iteration), updates=iteration)
+        return reached or iteration >= self._last
+
+    def _enough(self, worker: int) -> bool:
+        return self._is_last(self._workers[worker].iteration)
+
+    def _evaluate_if_due(self) -> None:
+        """Not whenever somebody reports."""
+
+    def _look(self) -> None:
+        """At the weights, if both halves have made the same steps, an evaluation is due, and this is not the end."""
+        version = self._fc.n_steps
+        samples = self._samples(version)
+        if self._convolution.n_steps != version or self._is_last(version):
+            return
+        if self._evaluations.begin_if_due(samples):
+            judged = self._separated.evaluate()
+            self.coordinator.evaluated(self._loop.now_s, version, samples, *judged)
