@@ -10,6 +10,7 @@ this process ends, however it does, that input ends, and with it the host, its p
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -137,6 +138,12 @@ class Hosts:
             timeout=timeout_s,
             check=False,
         )
+
+    def received_bytes(self, number: int) -> int:
+        """What has come to host n{number} through its cable so far."""
+        line = f"nsenter --target {self._head} --net ip -json -stats link show to-n{number}".split()
+        (port,) = json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
+        return int(port["stats64"]["tx"]["bytes"])
 
     def processes(self, number: int) -> list[psutil.Process]:
         """What runs on host n{number}, besides the host itself."""

@@ -44,6 +44,20 @@ stop = {updates = 12}
 paradigm = {name = "gossip", mode = "pull", include_self = false}
 cluster = {workers = 3, compute = {model = "constant", seconds = 1.0}}
 """
+SEPARATED = """
+name = "separated"
+seed = 1
+optimizer = {{name = "sgd", lr = 0.1}}
+stop = {{updates = 2}}
+paradigm = {paradigm}
+cluster = {{workers = 3}}
+
+[workload]
+name = "tests.mpi.network:convolutional"
+batch_size = 4
+options = {{hidden = 50_000}}
+"""
+FC_BYTES = 8 * 2_000_003
 WIRE_S = 0.3  # a push and a read of 4 MB each at 1 Gbit/s for two workers at once, and Open MPI sends a read twice
 SLOW_S = 0.5
 SLACK_S = 0.5  # the machine's other business
@@ -128,6 +142,23 @@ def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) ->
     print(f"{trace.attributes['progression']}: reads took {np.sort(exchanges['comm_s'])} s")
     assert np.median(exchanges["comm_s"]) < WIRE_S
     assert exchanges["comm_s"].max() < 0.9
+
+
+@pytest.mark.once
+def test_no_fully_connected_parameter_comes_to_a_convolution_worker(hosts: Hosts, tmp_path: Path) -> None:
+    """As their cables count it. Under all-reduce, which is the control, all of them do."""
+    received = {}
+    for name, paradigm in (("stanza", '{name = "stanza", cut = "classifier"}'), ("allreduce", '{name = "allreduce"}')):
+        job = tmp_path / f"{name}.toml"
+        job.write_text(SEPARATED.format(paradigm=paradigm))
+        before = [hosts.received_bytes(number) for number in (2, 3)]
+        program = [sys.executable, "-m", "hpcsync", "run", str(job), "--out", name]
+        run(hosts, tmp_path, program, MPIEXEC=shlex.join(hosts.mpiexec([1, 2, 3])))
+        trace_of(tmp_path / name)
+        received[name] = [hosts.received_bytes(number) - n for number, n in zip((2, 3), before, strict=True)]
+    print(received)
+    assert max(received["stanza"]) < FC_BYTES / 3
+    assert min(received["allreduce"]) > FC_BYTES
 
 
 def hosts_of(trace: Trace) -> list[str]:

@@ -1,5 +1,5 @@
-"""Workloads with tensors of several shapes: matrices that can be factored, vectors that are sent as they are, and images
-whose layers can be separated."""
+"""Workloads with tensors of several shapes: matrices that can be factored, vectors that are sent as they are; and images,
+for layers that can be separated."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def regression(dtype: str = "float64") -> Workload:
 
 
 class Convolutional(nn.Module):
-    """Two halves, of 76 and 323 parameters; 36 numbers of a sample lie between them."""
+    """Two halves, of 76 and 40 hidden + 3 parameters; 36 numbers of a sample lie between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
         self.features = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), nn.MaxPool2d(2))
-        self.classifier = nn.Sequential(nn.Linear(36, 8), nn.Tanh(), nn.Linear(8, 3))
+        self.classifier = nn.Sequential(nn.Linear(36, hidden), nn.Tanh(), nn.Linear(hidden, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.features(x).flatten(1))
 
 
-def convolutional(dtype: str = "float64") -> Workload:
-    model = Convolutional().to(getattr(torch, dtype))
+def convolutional(dtype: str = "float64", hidden: int = 8) -> Workload:
+    model = Convolutional(hidden).to(getattr(torch, dtype))
     x = torch.randn(96, 2, 6, 6, dtype=model.classifier[0].weight.dtype)
     y = x.sum((2, 3)).argmax(1) + (x[:, 0, 0, 0] > 0)
     return Workload(model, cross_entropy, TensorDataset(x, y), classification(x, y))
