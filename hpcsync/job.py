@@ -7,24 +7,13 @@ key, the value and what is allowed. No torch and no MPI here: what depends on th
 
 from __future__ import annotations
 
-import math
-import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Self, get_args
 
 import tomli_w
-from pydantic import (
-    AfterValidator,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, ValidationError, model_validator
 
 from hpcsync import job_compression
 from hpcsync.job_batches import Batches
@@ -46,113 +35,11 @@ from hpcsync.job_paradigms import (
     Served,
     Stanza,
 )
-from hpcsync.job_table import Count, NotNegative, Positive, Table
+from hpcsync.job_table import Count, Positive, Table, matching
+from hpcsync.job_workloads import WORKLOADS, Cifar, Script, Timing, Workload
 from hpcsync.planning.groups import Groups
 
-
-def _matching(pattern: str, what: str) -> AfterValidator:
-    def check(text: str) -> str:
-        if not re.fullmatch(pattern, text):
-            raise ValueError(f"must be {what}")
-        return text
-
-    return AfterValidator(check)
-
-
-# ---- what is trained, and how ----
-
-
-class Digits(Table):
-    """Handwritten digits (8 x 8 pixels) and a small convolutional network."""
-
-    name: Literal["digits"]
-    batch_size: Count = 32
-
-
-class Linear(Table):
-    """Least squares in float64 with a known optimum."""
-
-    name: Literal["linear"]
-    batch_size: Count = 32
-    features: Count = 10
-    samples: Count = 1000
-    noise: NotNegative = 0.1
-
-
-class Text(Table):
-    """The source of Python's standard library, character by character, and a small transformer in float32.
-
-    batch_size: sequences, of `context` characters each. width: of the transformer, shared among its `heads`.
-    """
-
-    name: Literal["text"]
-    batch_size: Count = 16
-    context: Annotated[int, Field(ge=1, le=4096)] = 64
-    layers: Count = 2
-    width: Count = 96
-    heads: Count = 4
-
-    @model_validator(mode="after")
-    def _heads_are_alike(self) -> Self:
-        if self.width % self.heads != 0:
-            raise JobError(f"workload.width = {self.width}: must be a multiple of workload.heads = {self.heads}")
-        return self
-
-
-class Timing(Table):
-    """No arithmetic: a vector of this many float32 parameters travels, for schedules and measurements.
-
-    For layer separation at "classifier": so many of them belong to the fully-connected layers, and so many float32
-    activations of a sample cross the cut.
-    """
-
-    name: Literal["timing"]
-    batch_size: Count = 32
-    parameters: Count = 1000
-    classifier: Annotated[int, Field(ge=0)] = 0
-    activations: Annotated[int, Field(ge=0)] = 0
-
-    @field_validator("classifier")
-    @classmethod
-    def _not_all(cls, classifier: int, info: ValidationInfo) -> int:
-        if classifier >= (parameters := info.data.get("parameters", math.inf)):
-            raise ValueError(f"must be less than workload.parameters = {parameters}")
-        return classifier
-
-
-class Function(Table):
-    """A workload of the user's own: `name` is "package.module:function", called with the options."""
-
-    name: Annotated[str, _matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", '"package.module:function"')]
-    batch_size: Count = 32
-    options: dict[str, Any] = {}
-
-
-class Script(Table):
-    """A training script that connects by itself: model and data are its own. Only traces hold such jobs."""
-
-    name: Literal["script"]
-
-
-WORKLOADS = ("digits", "linear", "text", "timing")
-
-
-def _workload_tag(table: Any) -> str | None:
-    name = table.get("name") if isinstance(table, dict) else getattr(table, "name", None)
-    if isinstance(name, str) and ":" in name:
-        return "function"
-    return name if name in (*WORKLOADS, "script") else None
-
-
-Workload = Annotated[
-    Annotated[Digits, Tag("digits")]
-    | Annotated[Linear, Tag("linear")]
-    | Annotated[Text, Tag("text")]
-    | Annotated[Timing, Tag("timing")]
-    | Annotated[Script, Tag("script")]
-    | Annotated[Function, Tag("function")],
-    Discriminator(_workload_tag),
-]
+# ---- how it is trained ----
 
 
 class Stop(Table):
@@ -191,7 +78,7 @@ A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as di
 
 
 class Job(Table):
-    name: Annotated[str, _matching(r"[A-Za-z0-9][A-Za-z0-9._+-]*", A_NAME)] = Field(description=A_NAME)
+    name: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._+-]*", A_NAME)] = Field(description=A_NAME)
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0  # what HDF5 can hold
     workload: Workload = Field(description="a table")
     optimizer: Optimizer = Field(description="a table")
@@ -431,7 +318,8 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
     job = Job.from_table(table)
     if isinstance(job.workload, Script):
         raise JobError(f'workload.name = "script": must be one of {", ".join(KINDS["workload"])}')
-    return job.model_copy(update={"cluster": job.cluster.found(path.parent)})
+    workload = job.workload.found(path.parent) if isinstance(job.workload, Cifar) else job.workload
+    return job.model_copy(update={"workload": workload, "cluster": job.cluster.found(path.parent)})
 
 
 def refuse_simulated(job: Job) -> None:

@@ -18,13 +18,17 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from hpcsync.job import Digits, Function, Job, Linear, Script, Text, Timing
+from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
-from hpcsync.learning import text
+from hpcsync.job_workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
+from hpcsync.learning import cifar, images, text
 from hpcsync.learning.flat import device_of
 from hpcsync.learning.replica import Loss
+from hpcsync.learning.vgg import Vgg
 
 Evaluate = Callable[[nn.Module], tuple[float, float]]
+
+EVALUATED_AT_ONCE = 1000  # images, for the memory that their activations take
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ def build(job: Job) -> Workload:
         match job.workload:
             case Digits():
                 return _digits()
+            case Images() as settings:
+                return _images(settings, job.seed)
+            case Cifar() as settings:
+                return _cifar(settings)
             case Linear() as settings:
                 return _linear(settings, job.seed)
             case Text() as settings:
@@ -99,7 +107,7 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
         model.eval()
         targets = y.to(device_of(model))
         with torch.no_grad():
-            logits = model(x.to(targets.device))
+            logits = torch.cat([model(part) for part in x.to(targets.device).split(EVALUATED_AT_ONCE)])
         loss = functional.cross_entropy(logits, targets)
         return float(loss), float((logits.argmax(1) == targets).double().mean())
 
@@ -111,9 +119,9 @@ def _digits() -> Workload:
     1437 to 360 by a fixed permutation; a convolutional network of 13,706 parameters."""
     from sklearn.datasets import load_digits
 
-    images, labels = load_digits(return_X_y=True)
+    pixels, labels = load_digits(return_X_y=True)
     order = np.random.default_rng(0).permutation(len(labels))
-    x = torch.from_numpy(images[order].astype(np.float32) / 16.0).reshape(-1, 1, 8, 8)
+    x = torch.from_numpy(pixels[order].astype(np.float32) / 16.0).reshape(-1, 1, 8, 8)
     y = torch.from_numpy(labels[order].astype(np.int64))
     n_train = 1437
     model = nn.Sequential(
@@ -130,6 +138,35 @@ def _digits() -> Workload:
     )
     train = TensorDataset(x[:n_train], y[:n_train])
     return Workload(model, cross_entropy, train, classification(x[n_train:], y[n_train:]))
+
+
+def _images(settings: Images, seed: int) -> Workload:
+    """Drawn ones, 500 more of which are held out."""
+    x, y = images.draw(settings.samples + 500, settings.size, seed)
+    training, held_out = (slice(settings.samples), slice(settings.samples, None))
+    return _vgg(settings, images.CLASSES, (x[training], y[training]), (x[held_out], y[held_out]))
+
+
+def _cifar(settings: Cifar) -> Workload:
+    """50,000 images of 32 x 32 pixels to train on and 10,000 to judge by, of 10 or 100 classes; no augmentation."""
+    training, test = cifar.read(settings.name, Path(settings.folder))
+    return _vgg(settings, cifar.ARCHIVES[settings.name].classes, training, test)
+
+
+def _vgg(settings: Images | Cifar, classes: int, training: cifar.Samples, held_out: cifar.Samples) -> Workload:
+    """Images stay bytes until the model standardises them, by the training data's mean and standard deviation."""
+    x, y = training
+    mean, std = images.mean_and_std(x)
+    model = Vgg(
+        x.shape[-1],
+        classes,
+        mean=mean,
+        std=std,
+        width=settings.width,
+        hidden=settings.hidden,
+        dropout=settings.dropout,
+    )
+    return Workload(model, cross_entropy, TensorDataset(x, y), classification(*held_out))
 
 
 def half_squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

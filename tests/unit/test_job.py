@@ -236,7 +236,8 @@ def test_ranks_are_servers_and_workers(path: Path) -> None:
 SECONDS = "must be a number of at least 0, or a list of them, one per worker"
 MILESTONES = "must be a list of whole numbers of at least 1, each greater than the one before"
 PARADIGMS = (
-    "bsp, asp, ssp, dssp, k-sync, k-batch-sync, k-async, k-batch-async, easgd, ashl, adsp, allreduce, local-sgd, gossip"
+    "bsp, asp, ssp, dssp, k-sync, k-batch-sync, k-async, k-batch-async, easgd, ashl, adsp, allreduce, local-sgd, "
+    "gossip, stanza"
 )
 CODECS = "none, top-k, random-k, dgc, qsgd, one-bit, sign, powersgd, fp16, bf16"
 A_NAME = "must be letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
@@ -263,13 +264,13 @@ MISTAKES = {
     "paradigm.name=dsp": f'paradigm.name = "dsp": must be one of {PARADIGMS}; did you mean dssp?',
     "paradigm.name=3": f"paradigm.name = 3: must be one of {PARADIGMS}",
     "paradigm={}": f"paradigm.name: missing; must be one of {PARADIGMS}",
-    "workload.name=digit": 'workload.name = "digit": must be one of digits, linear, text, timing, '
-    '"package.module:function"; did you mean digits?',
-    "workload.name=script": 'workload.name = "script": must be one of digits, linear, text, timing, '
-    '"package.module:function"',
+    "workload.name=digit": 'workload.name = "digit": must be one of digits, images, cifar10, cifar100, linear, '
+    'text, timing, "package.module:function"; did you mean digits?',
+    "workload.name=script": 'workload.name = "script": must be one of digits, images, cifar10, cifar100, linear, '
+    'text, timing, "package.module:function"',
     "workload.name=:f": 'workload.name = ":f": must be "package.module:function"',
-    "workload.name=texts": 'workload.name = "texts": must be one of digits, linear, text, timing, '
-    '"package.module:function"; did you mean text?',
+    "workload.name=texts": 'workload.name = "texts": must be one of digits, images, cifar10, cifar100, linear, '
+    'text, timing, "package.module:function"; did you mean text?',
     "optimizer.schedule.name=step": 'optimizer.schedule.name = "step": must be one of multistep, cosine'
     "; did you mean multistep?",
     "cluster.compute.model=normal": 'cluster.compute.model = "normal": must be one of constant, lognormal, '
@@ -395,7 +396,16 @@ def test_every_kind_is_named_where_one_is_missing() -> None:
     assert KINDS["compression"] == CODECS.split(", ")
     assert KINDS["compute"] == ["constant", "lognormal", "exponential", "table"]
     assert KINDS["schedule"] == ["multistep", "cosine"]
-    assert KINDS["workload"] == ["digits", "linear", "text", "timing", '"package.module:function"']
+    assert KINDS["workload"] == [
+        "digits",
+        "images",
+        "cifar10",
+        "cifar100",
+        "linear",
+        "text",
+        "timing",
+        '"package.module:function"',
+    ]
 
 
 # ---- files that a job names ----

@@ -23,7 +23,7 @@ def numbers_of(workload: Workload) -> list[torch.Tensor]:
     return [FlatModel(workload.model).weights, *data]
 
 
-@pytest.mark.parametrize("name", ["digits", "linear", "text", "timing"])
+@pytest.mark.parametrize("name", ["digits", "images", "linear", "text", "timing"])
 def test_the_same_job_gives_the_same_numbers(name):
     before = torch.random.get_rng_state()
     a, b = numbers_of(make(name)), numbers_of(make(name))
@@ -31,7 +31,7 @@ def test_the_same_job_gives_the_same_numbers(name):
     assert torch.equal(torch.random.get_rng_state(), before)  # the program's own numbers are left alone
 
 
-@pytest.mark.parametrize("name", ["digits", "linear", "text"])
+@pytest.mark.parametrize("name", ["digits", "images", "linear", "text"])
 def test_another_seed_gives_other_weights(name):
     assert not torch.equal(numbers_of(make(name, seed=1))[0], numbers_of(make(name, seed=2))[0])
 

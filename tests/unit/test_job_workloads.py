@@ -1,0 +1,42 @@
+"""Workloads of images: their tables and what is refused."""
+
+import pytest
+
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError
+from hpcsync.job_workloads import Cifar, Images
+from tests.unit.jobs import make_job
+
+
+def test_defaults():
+    job = make_job(workload={"name": "images"})
+    assert job.workload == Images(name="images", batch_size=32, samples=2000, size=16, width=8, hidden=256, dropout=0.0)
+    assert Job.from_toml(job.to_toml()) == job
+    for name in ("cifar10", "cifar100"):
+        job = make_job(workload={"name": name})
+        assert job.workload == Cifar(name=name, batch_size=64, folder="data", width=16, hidden=512, dropout=0.0)
+        assert Job.from_toml(job.to_toml()) == job
+
+
+IMAGES = "name, batch_size, samples, size, width, hidden, dropout"
+CIFAR = "name, batch_size, folder, width, hidden, dropout"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"name": "images", "size": 12}, "workload.size = 12: must be a multiple of 8"),
+        ({"name": "images", "size": 0}, "workload.size = 0: must be at least 8"),
+        ({"name": "images", "dropout": 1.0}, "workload.dropout = 1.0: must be less than 1"),
+        ({"name": "images", "folder": "."}, f'workload.folder = ".": unknown key; must be one of {IMAGES}'),
+        ({"name": "cifar10", "size": 8}, f"workload.size = 8: unknown key; must be one of {CIFAR}"),
+        ({"name": "cifar100", "hidden": 0}, "workload.hidden = 0: must be at least 1"),
+        ({"name": "cifar100", "folder": 3}, "workload.folder = 3: must be a string"),
+        ({"name": "cifar"}, 'workload.name = "cifar": must be one of digits, images, cifar10, cifar100, '),
+    ],
+)
+def test_mistakes_are_told_in_one_line(settings, message):
+    with pytest.raises(JobError) as caught:
+        make_job(workload=settings)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
