@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcsync.job import Script
 from hpcsync.job_compression import Dgc, TopK
-from hpcsync.job_paradigms import Gossip
+from hpcsync.job_paradigms import Gossip, Stanza
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.traces.agreed_sizes import check_agreed_sizes
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
@@ -22,6 +22,7 @@ from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
 from hpcsync.traces.schema import CHANGES, EVERYBODY, NOBODY
+from hpcsync.traces.separation import check_separation
 
 OF_SERVERS = ("pushes", "grants")
 TIMES = ("now_s", "begin_s", "end_s")
@@ -37,7 +38,8 @@ def check_exchanges(trace: Trace) -> list[Check]:
     run = Reports(trace)
     in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
     shares = [] if run.job.batches.policy == "equal" else check_agreed_sizes(run)
-    return [first, *(check(run) for check in CHECKS), *in_step, *shares]
+    separated = [] if run.groups is None else check_separation(run, run.groups)
+    return [first, *(check(run) for check in CHECKS), *in_step, *shares, *separated]
 
 
 def values_are_possible(trace: Trace) -> Check:
@@ -48,6 +50,9 @@ def values_are_possible(trace: Trace) -> Check:
         (np.array([len(trace.tables[table]) > 0]), lambda _, table=table: f"/{table} has rows, without a server")  # type: ignore[misc]
         for table in (*OF_SERVERS, *(["decisions"] if trace.job.batches.policy == "equal" else []))
     ]
+    paradigm = trace.job.paradigm
+    unresolved = isinstance(paradigm, Stanza) and paradigm.fc_workers == "auto"
+    parts.append((np.array([unresolved]), lambda _: "the job does not say how many workers are fully-connected ones"))
     exist = (rows["worker"] >= 0) & (rows["worker"] < n_workers) & (rows["iteration"] >= 0)
     exist &= (rows["peer"] >= NOBODY) & (rows["peer"] < n_workers)
     for name in TIMES:
@@ -76,7 +81,7 @@ def iterations_count_steps(run: Reports) -> Check:
         "iterations count a worker's steps",
         (
             run.steps["iteration"] != run.count,
-            lambda i: f"{_step(run, i)} is number {run.count[i]} of its worker",
+            lambda i: f"{run.told(i)} is number {run.count[i]} of its worker",
         ),
         (resumed, lambda i: f"/exchanges row {i}: worker {run.rows['worker'][i]} goes on after its end"),
         (absorbing, lambda i: f"/exchanges row {i} has batch size 0, where nothing comes for one that has ended"),
@@ -84,11 +89,13 @@ def iterations_count_steps(run: Reports) -> Check:
 
 
 def times_are_in_order(run: Reports) -> Check:
-    """A worker computes, reports, and only then begins again; reports are heard one after the other."""
+    """A worker computes, reports, and only then begins again; reports are heard one after the other. Only where layers
+    are separated does it wait while it computes."""
     steps, rows = run.steps, run.rows
     before = previous(steps["worker"])
     begun = steps["begin_s"] < np.append(steps["end_s"], -np.inf)[before] - SAME_TIME_S  # row -1, none before, is -inf
     took_s = steps["end_s"] - steps["begin_s"]
+    idle_s = took_s - steps["compute_s"]
     return check_all(
         "times are in order",
         (
@@ -96,14 +103,14 @@ def times_are_in_order(run: Reports) -> Check:
             lambda i: f"/exchanges row {i + 1} is at {rows['now_s'][i + 1]} s, the one before at {rows['now_s'][i]} s",
         ),
         (
-            (took_s < 0) | ~(np.abs(steps["compute_s"] - took_s) < SAME_TIME_S),
-            lambda i: f"{_step(run, i)} computes for {steps['compute_s'][i]} s in {took_s[i]} s",
+            (took_s < 0) | (idle_s <= -SAME_TIME_S) | ((idle_s >= SAME_TIME_S) & (run.groups is None)),
+            lambda i: f"{run.told(i)} computes for {steps['compute_s'][i]} s in {took_s[i]} s",
         ),
         (
             steps["end_s"] > steps["now_s"] + run.uncertain_s,
-            lambda i: f"{_step(run, i)} ends at {steps['end_s'][i]} s and is reported at {steps['now_s'][i]} s",
+            lambda i: f"{run.told(i)} ends at {steps['end_s'][i]} s and is reported at {steps['now_s'][i]} s",
         ),
-        (begun, lambda i: f"{_step(run, i)} begins at {steps['begin_s'][i]} s, before the one before has ended"),
+        (begun, lambda i: f"{run.told(i)} begins at {steps['begin_s'][i]} s, before the one before has ended"),
     )
 
 
@@ -112,7 +119,7 @@ def peers_are_as_drawn(run: Reports) -> Check:
     peer, absorbed = run.steps["peer"], run.rows[~run.is_step]
     return check_all(
         "peers are those of the job and its seed",
-        (peer != run.peer, lambda i: f"{_step(run, i)} is with {_peer(peer[i])}, not with {_peer(run.peer[i])}"),
+        (peer != run.peer, lambda i: f"{run.told(i)} is with {_peer(peer[i])}, not with {_peer(run.peer[i])}"),
         (absorbed["peer"] != NOBODY, lambda i: f"worker {absorbed['worker'][i]} exchanges after its end"),
     )
 
@@ -125,14 +132,16 @@ def given_is_received(run: Reports) -> Check:
         if run.mode == "permutation":
             gives = np.argsort(run.permutations, axis=1)[run.count // run.period, steps["worker"]]
             given *= gives != steps["worker"]
+        elif run.groups is not None:
+            given *= np.where(run.is_fc, run.groups.n_fc, run.groups.n_convolution) - 1
         elif run.mode != "pull":
             given *= run.n_contributing[run.count] - 1
         # Of all workers' exchange in a run that did not finish, not everybody's report need be there.
-        sure = run.finished | run.known(run.count) | ~run.exchanged | (run.mode in ("pull", "permutation"))
+        sure = run.finished | run.known(run.count) | ~run.exchanged | (run.mode in ("pull", "permutation", "stanza"))
         return check_rows(
             name,
             np.where(sure, steps["n_received"] != given, steps["n_received"] < given),
-            lambda i: f"{_step(run, i)} received {steps['n_received'][i]}, {given[i]} were given",
+            lambda i: f"{run.told(i)} received {steps['n_received'][i]}, {given[i]} were given",
         )
     n_given, n_received = int(run.exchanged.sum()), int(run.rows["n_received"].sum())
     # Of a run that did not finish, each worker's report of what was received already may be missing.
@@ -177,7 +186,7 @@ def bytes_are_those_of_an_exchange(run: Reports) -> Check:
     absorbed = run.rows[~run.is_step]
     return check_all(
         "like exchanges move as many bytes",
-        (moved != expected, lambda i: f"{_step(run, i)} moved {moved[i]} bytes, such a one moves {expected[i]}"),
+        (moved != expected, lambda i: f"{run.told(i)} moved {moved[i]} bytes, such a one moves {expected[i]}"),
         (
             absorbed["wire_bytes"] != 0,
             lambda i: f"worker {absorbed['worker'][i]} moved {absorbed['wire_bytes'][i]} bytes after its end",
@@ -186,16 +195,18 @@ def bytes_are_those_of_an_exchange(run: Reports) -> Check:
 
 
 def exchanges_of_all_keep_in_step(run: Reports) -> Check:
-    """After an exchange of all, nobody computes before everybody has computed what was exchanged."""
-    latest_s = np.full(len(run.n_contributing), -np.inf)
-    np.maximum.at(latest_s, run.count, run.steps["end_s"] - run.uncertain_s)
+    """After an exchange of all, or of all of a group, nobody of them computes before everybody of them has computed
+    what was exchanged."""
+    group = run.is_fc.astype(int)
+    latest_s = np.full((2, len(run.n_contributing)), -np.inf)
+    np.maximum.at(latest_s, (group, run.count), run.steps["end_s"] - run.uncertain_s)
     before = run.count - 1
-    wrong = (before % run.period == 0) & (run.steps["begin_s"] + run.uncertain_s < latest_s[before])
+    wrong = (before % run.period == 0) & (run.steps["begin_s"] + run.uncertain_s < latest_s[group, before])
     return check_rows(
         "nobody begins before all have exchanged",
         wrong,
         lambda i: (
-            f"{_step(run, i)} begins at {run.steps['begin_s'][i]} s, when not everybody has ended iteration {before[i]}"
+            f"{run.told(i)} begins at {run.steps['begin_s'][i]} s, when not everybody has ended iteration {before[i]}"
         ),
     )
 
@@ -204,7 +215,7 @@ def updates_are_the_steps(run: Reports) -> Check:
     """Versions are 1, 2, 3, ...: all-reduce's are iterations of all, others a worker's step, made when reported."""
     updates, due_s = run.updates, run.updated_s
     n = min(len(updates), len(due_s))
-    taken = np.bincount(run.update_of, minlength=n + 1)[1 : n + 1]
+    taken = np.bincount(run.update_of, run.samples > 0, minlength=n + 1)[1 : n + 1].astype(int)
     last_s = max(float(table["now_s"].max(initial=-np.inf)) for table in (run.rows, run.membership))
     missing_s = due_s[n:]
     return check_all(
@@ -231,7 +242,7 @@ def updates_are_the_steps(run: Reports) -> Check:
 
 def rates_are_of_the_schedule(run: Reports) -> Check:
     """An update's learning rate is that of its worker, which counts its own samples and iterations."""
-    if run.mode == "allreduce":
+    if run.one_model:
         return _rates_are_of_one_model(run)
     rate, steps, first = worker_rate(run.job), run.steps, run.first_step_of[: len(run.updates)]
     own = np.zeros(len(steps), np.int64)  # samples of the worker before the step
@@ -267,7 +278,7 @@ def samples_add_up(run: Reports) -> Check:
     updates, evaluations = run.updates, run.evaluations
     order = np.argsort(run.update_of, kind="stable")
     last = np.searchsorted(run.update_of[order], np.arange(1, min(len(updates), len(run.updated_s)) + 1), side="right")
-    counted = np.cumsum(run.steps["batch_size"][order], dtype=np.int64)[last - 1]
+    counted = np.cumsum(run.samples[order], dtype=np.int64)[last - 1]
     if run.together and not run.finished:
         evaluations = evaluations[evaluations["version"] <= len(updates)]
     known = (evaluations["version"] >= 0) & (evaluations["version"] <= len(updates))
@@ -291,8 +302,8 @@ def samples_add_up(run: Reports) -> Check:
 
 
 def distances_are_possible(run: Reports) -> Check:
-    """A distance is not negative, known where a loss is, and 0 under all-reduce, where all make the same updates."""
-    distance, agree = run.evaluations["consensus_distance"], run.mode == "allreduce"
+    """A distance is not negative, known where a loss is, and 0 where all make the same updates of one model."""
+    distance, agree = run.evaluations["consensus_distance"], run.one_model
     unknown = np.isnan(distance) & np.isfinite(run.evaluations["loss"])
     return check_rows(
         "the workers' weights are the same" if agree else "consensus distances are possible",
@@ -312,7 +323,7 @@ def nobody_acts_after_leaving(run: Reports) -> Check:
         (running_count(departures) > 1, lambda i: f"worker {departures[i]} leaves twice"),
         (
             steps["now_s"] > run.left_s[steps["worker"]],
-            lambda i: f"{_step(run, i)} is reported after its worker left",
+            lambda i: f"{run.told(i)} is reported after its worker left",
         ),
     )
 
@@ -333,7 +344,7 @@ def the_rule_ends_the_run(run: Reports) -> Check:
     ended = stop.reached(seconds=last_s) or any(stop.satisfied(*outcome) for outcome in outcomes)
     most, uneven, late = int(run.made.max(initial=0)), np.zeros(run.n_workers, bool), False
     if run.together and remains.any():
-        n_updates = np.arange(1, most + 1) if run.mode == "allreduce" else run.steps_as_counted[1:]
+        n_updates = np.arange(1, most + 1) if run.one_model else run.steps_as_counted[1:]
         counts = zip(run.samples_as_counted[1:].tolist(), n_updates.tolist(), strict=True)
         enough = [stop.reached(samples=samples, updates=updates) for samples, updates in counts]
         ended = ended or any(enough[-1:])
@@ -363,11 +374,6 @@ CHECKS: tuple[Callable[[Reports], Check], ...] = (
     nobody_acts_after_leaving,
     the_rule_ends_the_run,
 )
-
-
-def _step(run: Reports, row: int) -> str:
-    step = run.steps[row]
-    return f"iteration {step['iteration']} of worker {step['worker']}"
 
 
 def _peer(peer: int) -> str:

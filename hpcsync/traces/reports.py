@@ -10,8 +10,9 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcsync.job_paradigms import Gossip, LocalSgd
+from hpcsync.job_paradigms import Gossip, LocalSgd, Stanza
 from hpcsync.paradigms.gossip import Peers
+from hpcsync.planning.groups import Groups
 from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import EVERYBODY, NOBODY
@@ -37,6 +38,7 @@ class Reports:
 
     def __init__(self, trace: Trace) -> None:
         self.job, self.finished, self.n_workers = trace.job, trace.finished, trace.n_workers
+        self.attributes = trace.attributes
         self.rows, self.updates, self.evaluations, self.membership, clocks = (
             trace.tables[table] for table in ("exchanges", "updates", "evaluations", "membership", "clocks")
         )
@@ -62,7 +64,29 @@ class Reports:
     @property
     def together(self) -> bool:
         """Whether workers exchange at the same iteration, all of them."""
-        return self.mode in ("allreduce", "local-sgd", "permutation")
+        return self.one_model or self.mode in ("local-sgd", "permutation")
+
+    @property
+    def one_model(self) -> bool:
+        """Whether an iteration of all is one update; otherwise every step is one."""
+        return self.job.together
+
+    @cached_property
+    def groups(self) -> Groups | None:
+        """Where layers are separated: who trains which."""
+        paradigm = self.job.paradigm
+        return paradigm.groups(self.n_workers) if isinstance(paradigm, Stanza) else None
+
+    @cached_property
+    def is_fc(self) -> np.ndarray:
+        """Which steps are of layers above the cut; where layers are not separated, none. Shape (n_steps,)."""
+        return self.steps["worker"] < (self.groups.n_fc if self.groups else 0)
+
+    @cached_property
+    def samples(self) -> np.ndarray:
+        """Of each step, by how many more samples the model has been trained. Those of a convolution worker pass through
+        a fully-connected worker too, where they do not count again. Shape (n_steps,)."""
+        return np.where(self.is_fc, 0, self.steps["batch_size"])
 
     @property
     def period(self) -> int:
@@ -76,6 +100,9 @@ class Reports:
     def peer(self) -> np.ndarray:
         """Whom each step's exchange is with, as the job says. Shape (n_steps,)."""
         exchanges, workers = self.count % self.period == 0, self.steps["worker"]
+        if self.groups is not None:
+            fc_of = [EVERYBODY if self.groups.is_fc(w) else self.groups.fc_of(w) for w in range(self.n_workers)]
+            return np.array(fc_of)[workers]
         if not isinstance(self.job.paradigm, Gossip):
             return np.where(exchanges, EVERYBODY, NOBODY)
         peer = np.full(len(self.count), NOBODY)
@@ -138,7 +165,7 @@ class Reports:
         """The samples of `steps_as_counted`. Between exchanges, batches are alike. Shape (1 + n_iterations,)."""
         iterations = np.arange(len(self.n_contributing))
         exchange = iterations // self.period * self.period
-        sizes = self.steps["batch_size"]
+        sizes = self.samples
         made = np.cumsum(np.bincount(self.count, sizes, minlength=len(iterations)).astype(np.int64))[exchange]
         return made + (iterations - exchange) * self.n_contributing * int(sizes.max(initial=0))
 
@@ -151,17 +178,21 @@ class Reports:
         """Whether everybody's report of these iterations is there, but for those who had left."""
         return iteration <= self.made[self.going_on].min(initial=np.iinfo(np.int64).max)
 
+    def told(self, row: int) -> str:
+        """Which step it is."""
+        return f"iteration {self.steps['iteration'][row]} of worker {self.steps['worker'][row]}"
+
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def update_of(self) -> np.ndarray:
         """Of each step: the version that it should have made or contributed to, from 1 on. Shape (n_steps,)."""
-        return self.count if self.mode == "allreduce" else np.arange(1, len(self.steps) + 1)
+        return self.count if self.one_model else np.arange(1, len(self.steps) + 1)
 
     @cached_property
     def updated_s(self) -> np.ndarray:
         """Of each version that should be there: when all that it takes was known. Shape (n_versions,)."""
-        if self.mode != "allreduce":
+        if not self.one_model:
             return self.steps["now_s"]
         known_s = np.full(len(self.n_contributing), -np.inf)
         np.maximum.at(known_s, self.count, self.steps["now_s"])

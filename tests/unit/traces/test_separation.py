@@ -1,0 +1,244 @@
+"""Audits of runs with separated layers: correct traces pass, wherever they end; one thing changed, and what must notice
+does, and nothing else."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from hpcsync.job import Script
+from hpcsync.traces.audit import audit
+from hpcsync.traces.schema import EVERYBODY, SEPARATED
+from tests.unit.traces.peer_recorder import in_memory, peer_job, simulated
+from tests.unit.traces.recorder import as_trace, attributes, edit, with_rows, with_status
+
+TIMING = {"name": "timing", "batch_size": 4, "parameters": 1000, "classifier": 799, "activations": 30}
+SIZES = dict(zip(SEPARATED, (4 * 201, 4 * 799, 4 * 30, 8), strict=True))
+
+POSSIBLE = "values are possible"
+TIMES = "times are in order"
+PEERS = "peers are those of the job and its seed"
+GIVEN = "what is given is received"
+ALIKE = "like exchanges move as many bytes"
+UPDATES = "updates are the workers' steps"
+SAMPLES = "samples add up"
+IN_STEP = "nobody begins before all have exchanged"
+END = "the stopping rule ended the run"
+BATCHES = "batches are those of the groups"
+LOSSES = "only fully-connected workers know a loss"
+PARTS = "iterations last as long as their parts"
+THERE = "nobody computes with what is not there"
+BYTES = "bytes are those of the layers' sizes"
+
+
+def failing(trace):
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+def job(n_workers=5, fc_workers=2, micro_batches=2, **tables):
+    """By default fully-connected workers 0 and 1 serve 2, and 3 and 4."""
+    paradigm = {"name": "stanza", "cut": "classifier", "fc_share": 0.3}
+    paradigm |= {"fc_workers": fc_workers, "micro_batches": micro_batches}
+    return peer_job(paradigm, (1.0, 1.3, 2.1, 0.7, 1.6)[:n_workers], **{"workload": TIMING, "samples": 120, **tables})
+
+
+def described(trace):
+    return dataclasses.replace(trace, attributes={**trace.attributes, **SIZES})
+
+
+def record(**how):
+    made = job(**how)
+    return described(in_memory(made, simulated(made)))
+
+
+def find(trace, **values):
+    rows = trace.tables["exchanges"]
+    return int(np.flatnonzero(np.logical_and.reduce([rows[column] == value for column, value in values.items()]))[0])
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return record()
+
+
+HOWS = [
+    {},
+    {"n_workers": 2, "fc_workers": 1},
+    {"n_workers": 5, "fc_workers": 1, "micro_batches": 1},
+    {"n_workers": 4, "fc_workers": 2},
+    {"network": False, "jitter": 0.0},
+    {"stop": {"updates": 7}},
+    {"stop": {"seconds": 9.0}},
+    {"optimizer": {"name": "sgd", "lr": 0.1, "schedule": {"name": "cosine", "total": 100}}},
+]
+
+
+@pytest.mark.parametrize("how", HOWS, ids=str)
+def test_correct_traces_pass(how):
+    assert failing(record(**how)) == set()
+
+
+def test_a_trace_that_ends_after_any_row_passes():
+    made = job(samples=60)
+    rows = simulated(made)
+    for n_rows in range(len(rows) + 1):
+        assert failing(described(as_trace(made, rows[:n_rows], status="running"))) == set(), n_rows
+
+
+def test_every_check_has_a_name_of_its_own(trace):
+    checks = [check for check in audit(trace) if check.name != "the workers' weights are the same"]  # not evaluated
+    assert len({check.name for check in checks}) == len(checks) == 18
+    assert all(check.n_checked for check in checks)
+
+
+# ---- negative controls -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("worker", "others"), [(0, (2, 1)), (2, (EVERYBODY, 1, 3)), (4, (0, EVERYBODY))])
+def test_peers(trace, worker, others):
+    for other in others:
+        assert failing(edit(trace, "exchanges", find(trace, worker=worker, iteration=3), peer=other)) == {PEERS}
+
+
+@pytest.mark.parametrize(("worker", "n_others"), [(0, 1), (3, 2)])
+def test_gradients_come_from_the_group(trace, worker, n_others):
+    row = find(trace, worker=worker, iteration=3)
+    assert trace.tables["exchanges"]["n_received"][row] == n_others
+    for other in (0, n_others + 1, trace.n_workers - 1):
+        assert GIVEN in failing(edit(trace, "exchanges", row, n_received=other)) <= {GIVEN, ALIKE}
+    assert GIVEN in failing(edit(with_status(trace, "failed"), "exchanges", row, n_received=n_others + 1))
+
+
+@pytest.mark.parametrize(("worker", "size"), [(0, 4), (1, 8), (3, 4)])
+def test_batches(trace, worker, size):
+    row = find(trace, worker=worker, iteration=3)
+    assert trace.tables["exchanges"]["batch_size"][row] == size
+    found = {BATCHES, BYTES} | ({SAMPLES} if worker >= 2 else set())
+    for other in (1, size + 4):
+        assert found <= failing(edit(trace, "exchanges", row, batch_size=other)) <= found | {END}
+    rows = trace.tables["exchanges"].copy()
+    rows["batch_size"] *= 2  # of all alike, but not of the job
+    assert {BATCHES, BYTES, SAMPLES} <= failing(with_rows(trace, "exchanges", rows))
+
+
+def test_batches_of_a_script_are_alike():
+    trace = record(micro_batches=1)
+    script = trace.job.model_copy(update={"workload": Script(name="script")})
+    of_script = dataclasses.replace(trace, attributes={**trace.attributes, **attributes(script)})
+    assert failing(of_script) == set()
+    row = find(of_script, worker=3, iteration=3)
+    assert failing(edit(of_script, "exchanges", row, batch_size=5)) == {BATCHES, BYTES, SAMPLES}
+    assert failing(edit(of_script, "exchanges", row, loss=0.5)) == set()  # its loop may say what it likes
+
+
+def test_samples_and_contributions_are_those_of_convolution_workers(trace):
+    updates = trace.tables["updates"]
+    assert (updates["n_contributions"] == 3).all()
+    assert (updates["samples"] == 12 * updates["version"]).all()
+    assert failing(edit(trace, "updates", 2, n_contributions=5)) == {UPDATES}
+    assert SAMPLES in failing(edit(trace, "updates", 2, samples=2 * updates["samples"][2]))
+    both = updates.copy()
+    both["samples"] = 24 * updates["version"]  # as if those of fully-connected workers counted again
+    assert SAMPLES in failing(with_rows(trace, "updates", both))
+
+
+def test_only_fully_connected_workers_know_a_loss(trace):
+    assert failing(edit(trace, "exchanges", find(trace, worker=0, iteration=3), loss=0.5)) == set()
+    assert failing(edit(trace, "exchanges", find(trace, worker=2, iteration=3), loss=0.5)) == {LOSSES}
+    assert failing(edit(trace, "exchanges", find(trace, worker=2, iteration=3), loss=math.inf)) == {LOSSES}
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+@pytest.mark.parametrize("column", ["compute_s", "wait_s", "comm_s"])
+def test_parts_fit(trace, worker, column):
+    row = find(trace, worker=worker, iteration=3)
+    changed = edit(trace, "exchanges", row, **{column: trace.tables["exchanges"][column][row] + 0.01})
+    assert PARTS in failing(changed) <= {PARTS, TIMES, THERE}
+    clocks = trace.tables["clocks"].copy()
+    clocks["uncertainty_s"] = 0.02
+    assert PARTS not in failing(with_rows(changed, "clocks", clocks))
+
+
+def test_no_more_is_computed_than_there_is_time_and_less_may_be(trace):
+    rows = trace.tables["exchanges"]
+    row = find(trace, worker=2, iteration=3)
+    took_s = rows["end_s"][row] - rows["begin_s"][row]
+    assert rows["compute_s"][row] < took_s - 0.1
+    assert TIMES in failing(edit(trace, "exchanges", row, compute_s=took_s + 0.01))
+    assert failing(edit(trace, "exchanges", row, compute_s=0.0)) == set()
+
+
+@pytest.mark.parametrize(("group", "slower"), [(range(2), 1), (range(2, 5), 2)])
+def test_a_group_keeps_in_step(trace, group, slower):
+    """Nobody begins before the slowest of the own group has ended; of the other group he need not know."""
+    rows = trace.tables["exchanges"]
+    latest_s = max(rows["end_s"][find(trace, worker=worker, iteration=3)] for worker in group)
+    other = next(worker for worker in group if worker != slower)
+    row = find(trace, worker=other, iteration=4)
+    begin_s = max(latest_s - 1e-3, rows["end_s"][find(trace, worker=other, iteration=3)])
+    assert begin_s < latest_s
+    assert failing(edit(trace, "exchanges", row, begin_s=begin_s)) == {IN_STEP}
+
+
+def test_gradients_are_not_there_before_they_are_computed(trace):
+    rows = trace.tables["exchanges"]
+    above, below = find(trace, worker=1, iteration=3), find(trace, worker=4, iteration=3)
+    computed_s = rows["begin_s"][above] + rows["compute_s"][above]
+    assert rows["end_s"][below] > computed_s
+    early = {"end_s": computed_s - 1e-3, "compute_s": 0.0, "wait_s": 0.0}
+    assert failing(edit(trace, "exchanges", below, **early)) == {THERE}
+
+
+def test_nothing_is_computed_with_before_it_is_begun(trace):
+    rows = trace.tables["exchanges"]
+    above, below = find(trace, worker=0, iteration=1), find(trace, worker=2, iteration=1)
+    begin_s = rows["end_s"][above] + 1e-3
+    assert begin_s < rows["end_s"][below]
+    late = {"begin_s": begin_s, "compute_s": 0.0, "wait_s": 0.0}
+    assert failing(edit(trace, "exchanges", below, **late)) == {THERE}
+
+
+@pytest.mark.parametrize("worker", range(5))
+def test_bytes(trace, worker):
+    row = find(trace, worker=worker, iteration=3)
+    moved = trace.tables["exchanges"]["wire_bytes"][row]
+    assert failing(edit(trace, "exchanges", row, wire_bytes=moved + 4)) == {ALIKE, BYTES}
+    rows = trace.tables["exchanges"].copy()
+    rows["wire_bytes"][rows["worker"] == worker] += 4  # always alike
+    assert failing(with_rows(trace, "exchanges", rows)) == {BYTES}
+
+
+def test_bytes_are_counted_from_the_sizes(trace):
+    rows = trace.tables["exchanges"]
+    moved = [rows["wire_bytes"][find(trace, worker=worker)] for worker in (0, 1, 2)]
+    assert moved == [4 * 120 + 799 * 4, 8 * 120 + 799 * 4, 4 * 128 + 4 * 804 // 3]
+    for attribute in SEPARATED:
+        other = {**trace.attributes, attribute: SIZES[attribute] + 3}
+        assert failing(dataclasses.replace(trace, attributes=other)) == {BYTES}
+        lacking = {name: value for name, value in trace.attributes.items() if name != attribute}
+        assert failing(dataclasses.replace(trace, attributes=lacking)) == {BYTES}
+        assert failing(dataclasses.replace(trace, attributes={**lacking, attribute: "x"})) == {BYTES}
+
+
+def test_all_make_as_many_iterations(trace):
+    kept = trace.tables["exchanges"]
+    kept = np.delete(kept, find(trace, worker=0, iteration=kept["iteration"].max()))
+    assert END in failing(with_rows(trace, "exchanges", kept))
+
+
+def test_a_job_that_leaves_its_groups_open_is_all_that_is_told(trace):
+    table = trace.attributes["job"].replace("fc_workers = 2", 'fc_workers = "auto"')
+    assert failing(dataclasses.replace(trace, attributes={**trace.attributes, "job": table})) == {POSSIBLE}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_damage_is_reported_and_never_raises(trace, seed):
+    rng = np.random.default_rng(seed)
+    for table in ("exchanges", "updates", "clocks"):
+        rows = trace.tables[table].copy()
+        rows = rows[rng.integers(len(rows), size=rng.integers(len(rows) + 1))]
+        columns = [name for name in rows.dtype.names if name != "host"]
+        rows[rng.choice(columns)] = rng.integers(0, 5, len(rows))
+        for status in ("finished", "running"):
+            assert audit(with_status(with_rows(trace, table, rows), status))
