@@ -148,11 +148,7 @@ class Job(Table):
         if isinstance(self.workload, Timing):
             self._check_what_crosses(self.workload, self.paradigm)
         if isinstance(self.workload, Script):
-            if pieces > 1:
-                raise JobError(
-                    f"paradigm.micro_batches = {pieces}: must be 1 in a training script, whose loop computes a batch "
-                    "as a whole"
-                )
+            self._check_script(self.paradigm)
         elif self.workload.batch_size % pieces:
             raise JobError(
                 f"workload.batch_size = {self.workload.batch_size}: must be a multiple of paradigm.micro_batches = "
@@ -165,6 +161,18 @@ class Job(Table):
                     "nobody can go on without the others"
                 )
         return self
+
+    def _check_script(self, paradigm: Stanza) -> None:
+        """Before a training script's first batch nothing is known of what its model computes."""
+        if paradigm.micro_batches > 1:
+            raise JobError(
+                f"paradigm.micro_batches = {paradigm.micro_batches}: must be 1 in a training script, whose loop "
+                "computes a batch as a whole"
+            )
+        if paradigm.fc_workers == "auto":
+            raise JobError('paradigm.fc_workers = "auto": must be a number in a training script')
+        if paradigm.fc_share is None and self.cluster.compute is not None:
+            raise JobError("paradigm.fc_share: missing; a training script must give it beside compute")
 
     @staticmethod
     def _check_what_crosses(workload: Timing, paradigm: Stanza) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_errors import JobError
+from hpcsync.job_errors import JobError, shown
 from hpcsync.job_table import Count, NotNegative, Positive, Share, Table
 from hpcsync.planning.commit_rate import most_commits
 from hpcsync.planning.groups import Groups
@@ -359,18 +359,26 @@ class Stanza(Table):
             raise ValueError('must be a whole number of at least 1, or "auto"')
         return fc_workers
 
+    @property
+    def shares(self) -> tuple[float, float, float]:
+        """Of what an iteration of the whole model takes: the forward pass below the cut, the backward pass there, and
+        what is above it. A script that does not pad its iterations need not know them."""
+        above = self.fc_share or 0.0
+        forward = (1.0 - above) * self.forward_share
+        return forward, 1.0 - above - forward, above
+
     def groups(self, n_workers: int) -> Groups:
         """Who is what, once that is chosen."""
         assert self.fc_workers != "auto"
         return Groups(n_workers, self.fc_workers)
 
     def check(self, n_workers: int) -> None:
-        """Raises JobError where a group would be empty."""
-        fewest = 1 if self.fc_workers == "auto" else self.fc_workers
-        if n_workers <= fewest:
+        """Raises JobError where a fully-connected worker would be given nothing."""
+        fewest = 2 if self.fc_workers == "auto" else 2 * self.fc_workers
+        if n_workers < fewest:
             raise JobError(
-                f"cluster.workers = {n_workers}: must be at least {fewest + 1} with paradigm.fc_workers = "
-                f"{self.fc_workers}: there must be convolution workers too"
+                f"cluster.workers = {n_workers}: must be at least {fewest} with paradigm.fc_workers = "
+                f"{shown(self.fc_workers)}: each of them needs a convolution worker of its own"
             )
 
 

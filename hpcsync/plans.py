@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from pydantic import Field, ValidationError
 from rich.console import Console
 from rich.table import Table as Shown
@@ -18,6 +19,7 @@ from hpcsync.job_errors import JobError, in_one_line, shown
 from hpcsync.job_table import NotNegative, Positive, Table
 from hpcsync.learning import architectures
 from hpcsync.learning.profiling import Times, measured
+from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.node_assignment import Layout, Links, Plan, Profile, choose, faster, without_separation
 
 MILLISECONDS = "milliseconds of a batch"
@@ -117,7 +119,8 @@ def _times(asked: Asked, console: Console) -> tuple[Times, str]:
         return Times(forward_s, 2 * forward_s, fc_s), f"of {asked.samples_per_second:g} samples/s, {how}"
     console.print(f"measuring {asked.model} ...", markup=False)
     halves = architectures.build(asked.model, "cpu")
-    times = measured(halves, architectures.ARCHITECTURES[asked.model].image, asked.batch)
+    images = torch.randn(asked.batch, *architectures.ARCHITECTURES[asked.model].image)
+    times = measured(halves, cross_entropy, (images, torch.zeros(asked.batch, dtype=torch.long)))
     return times, f"measured here, on this machine: {machine()}, one thread"
 
 

@@ -14,6 +14,7 @@ from hpcsync import gpus
 from hpcsync import job as jobs
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError
+from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.validation import check
@@ -49,9 +50,12 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
 
 def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     """This rank's part of the job. Collective."""
+    from hpcsync.mpi.measured_links import measured_links
+
     jobs.refuse_simulated(job)
+    links = measured_links(comm) if isinstance(job.paradigm, Stanza) and job.paradigm.fc_workers == "auto" else None
     # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
-    job = agree(comm, lambda: resolved(job, check(job)))
+    job = agree(comm, lambda: resolved(job, check(job), links))
     workload = build(job)
     workload.model.to(_device(comm, job))
     assert not isinstance(job.workload, Script), "such a job has no workload"

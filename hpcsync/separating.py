@@ -17,6 +17,7 @@ from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.cutting import Halves, activation_shape, cut, flops
 from hpcsync.learning.data import fetch
 from hpcsync.learning.flat import trainable
+from hpcsync.learning.profiling import Times, measured
 from hpcsync.learning.workloads import Workload
 from hpcsync.planning.node_assignment import Links, Profile, choose
 
@@ -59,19 +60,9 @@ def _share_above(job: Job, paradigm: Stanza, workload: Workload) -> float:
 
 
 def _profile(job: Job, paradigm: Stanza, workload: Workload, fc_share: float) -> Profile:
-    """What a node takes, by the job's [cluster.compute]."""
+    """What a node takes for a batch, and what it is of."""
     assert not isinstance(job.workload, Script)
-    compute, n_workers = job.cluster.compute, job.cluster.workers
-    if compute is None:
-        raise JobError('paradigm.fc_workers = "auto": must come with [cluster.compute]')
-    batch_s = mean(
-        seconds
-        for worker in range(n_workers)
-        for seconds in islice(iteration_seconds(compute, job.seed, worker, n_workers), ITERATIONS)
-    )
-    conv_s, fixed_s = (1.0 - fc_share) * batch_s, fc_share * compute.fixed_share * batch_s
-    forward_s = paradigm.forward_share * conv_s
-    sizes = {}
+    times, sizes = _times(job, paradigm, workload, fc_share), {}
     if isinstance(job.workload, Timing):
         n_fc, activations = job.workload.classifier, job.workload.activations
         n_conv = job.workload.parameters - n_fc
@@ -81,9 +72,24 @@ def _profile(job: Job, paradigm: Stanza, workload: Workload, fc_share: float) ->
         activations = _activations(halves, x)[0].numel()
         sizes["label_bytes"] = sum(label[0].nbytes for label in labels)
         sizes["itemsize"] = trainable(workload.model)[0].element_size()
-    batch = job.workload.batch_size
-    times = (forward_s, conv_s - forward_s, fc_share * batch_s)
-    return Profile(*times, n_conv, n_fc, activations, batch, fc_fixed_s=fixed_s, **sizes)
+    *halves_s, fixed_s = times
+    return Profile(*halves_s, n_conv, n_fc, activations, job.workload.batch_size, fc_fixed_s=fixed_s, **sizes)
+
+
+def _times(job: Job, paradigm: Stanza, workload: Workload, fc_share: float) -> Times:
+    """By the job's [cluster.compute], or else as this process takes them."""
+    compute, n_workers = job.cluster.compute, job.cluster.workers
+    if compute is None:
+        assert workload.loss is not None
+        return measured(cut(workload.model, paradigm.cut), workload.loss, _batch(job, workload))
+    batch_s = mean(
+        seconds
+        for worker in range(n_workers)
+        for seconds in islice(iteration_seconds(compute, job.seed, worker, n_workers), ITERATIONS)
+    )
+    conv_s, fc_s = (1.0 - fc_share) * batch_s, fc_share * batch_s
+    forward_s = paradigm.forward_share * conv_s
+    return Times(forward_s, conv_s - forward_s, fc_s, compute.fixed_share * fc_s)
 
 
 def _batch(job: Job, workload: Workload) -> Sequence[torch.Tensor]:

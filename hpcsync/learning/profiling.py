@@ -8,9 +8,9 @@ from statistics import median
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 from hpcsync.learning.cutting import Halves
+from hpcsync.learning.replica import Loss
 
 REPEATED = 3, 9  # times at least and at most, after one to warm up
 ENOUGH_S = 10.0  # within the most
@@ -28,17 +28,17 @@ class Times(NamedTuple):
 MORE = 4  # times as many samples, to tell what is the same for any number of them
 
 
-def measured(halves: Halves, shape: Sequence[int], batch: int) -> Times:
-    """Medians on the CPU in one thread; of random samples of this shape, with classes to predict."""
+def measured(halves: Halves, loss: Loss, batch: Sequence[torch.Tensor]) -> Times:
+    """Medians in one thread, where the model is on the CPU. batch: samples, and what else the loss needs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        x = torch.randn(batch, *shape)
+        x, *rest = batch
         with torch.no_grad():
             h = halves.below(x)
         forward_s, backward_s = _medians(lambda: _below(halves, x, h))
-        (fc_s,) = _medians(lambda: _above(halves, h))
-        (more_s,) = _medians(lambda: _above(halves, torch.cat([h] * MORE)))
+        (fc_s,) = _medians(lambda: _above(halves, loss, h, rest))
+        (more_s,) = _medians(lambda: _above(halves, loss, *_more(h, rest)))
     finally:
         torch.set_num_threads(threads)
     return Times(forward_s, backward_s, fc_s, fixed(fc_s, more_s))
@@ -66,10 +66,13 @@ def _below(halves: Halves, x: torch.Tensor, gradient: torch.Tensor) -> tuple[flo
     return between - begin, time.perf_counter() - between
 
 
-def _above(halves: Halves, h: torch.Tensor) -> tuple[float]:
+def _more(h: torch.Tensor, rest: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    return torch.cat([h] * MORE), [torch.cat([tensor] * MORE) for tensor in rest]
+
+
+def _above(halves: Halves, loss: Loss, h: torch.Tensor, rest: Sequence[torch.Tensor]) -> tuple[float]:
     halves.above.zero_grad()
     entering = h.detach().requires_grad_()
-    labels = torch.zeros(len(h), dtype=torch.long)
     begin = time.perf_counter()
-    functional.cross_entropy(halves.above(entering), labels).backward()
+    loss(halves.above, entering, *rest).backward()
     return (time.perf_counter() - begin,)

@@ -52,11 +52,10 @@ class Separated(Exchange):
         assert isinstance(job.paradigm, Stanza)
         super().__init__(job, link, flat, optimizer)
         self._layers, self._groups, self._pieces = layers, layers.groups, job.paradigm.micro_batches
-        fc_share = job.paradigm.fc_share or 0.0
-        forward = (1.0 - fc_share) * job.paradigm.forward_share
-        # Of what an iteration takes the device, that of a piece.
-        self._fc_share, self._forward_share = fc_share / self._pieces, forward / self._pieces
-        self._backward_share = (1.0 - fc_share - forward) / self._pieces
+        # What a piece takes: of what an iteration takes the device.
+        forward, backward, above = job.paradigm.shares
+        self._forward_share, self._backward_share = forward / self._pieces, backward / self._pieces
+        self._fc_share = above / self._pieces
         bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
         self._reducer = Reducer(layers.group, flat, bucket_bytes, overlap=False, transport=link.transport)
         self._may_overlap = job.cluster.compute is None and not layers.is_fc
@@ -71,14 +70,17 @@ class Separated(Exchange):
         if self._iterations is not None:
             return {}
         layers, groups = self._layers, self._groups
-        sample, *labels = fetch(dataset, np.zeros(1, np.int64))
-        activations = Rows(activation_shape(layers.below, sample), self._flat.weights.dtype)
+        with torch.random.fork_rng(devices=[]):  # what a data set draws for it is not of the run
+            sample, *labels = fetch(dataset, np.zeros(1, np.int64))
+        dtype = self._flat.weights.dtype
+        activations = Rows(activation_shape(layers.below, sample), dtype)
         others = [Rows(tuple(label.shape[1:]), label.dtype) for label in labels]
         self._crossing = Crossing(self._link, groups, batch_size, self._pieces, activations, others)
         if layers.is_fc:  # its gradient counts as the samples that it is given
             self._reducer.weight = self._crossing.n_served * groups.n_fc / groups.n_convolution
         else:
-            self._output = Rows(activation_shape(layers.above, torch.empty(1, *activations.shape)), activations.dtype)
+            entering = torch.empty(1, *activations.shape, dtype=dtype)
+            self._output = Rows(activation_shape(layers.above, entering), dtype)
         self._iterations = iterations
         layers.model.forward = self._compute_above if layers.is_fc else self._compute_below
         halves = (sum(p.nbytes for p in trainable(half)) for half in (layers.below, layers.above))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Groups(NamedTuple):
-    """n_workers: all of them; n_fc: those that train fully-connected layers, at least one and not all."""
+    """n_workers: all; n_fc: those that train fully-connected layers, at least one and no more than the others."""
 
     n_workers: int
     n_fc: int

@@ -253,12 +253,13 @@ def choose(
     micro_batches: int = 1,
     memory_bytes: float = math.inf,
 ) -> Plan:
-    """How many of n_nodes, at least 2, should train the fully-connected layers: 1 to n_nodes - 1 are all tried.
+    """How many of n_nodes, at least 2, should train the fully-connected layers: 1 to n_nodes / 2 are all tried. More
+    would be given nothing.
 
     memory_bytes: what an FC worker has (`fc_memory_bytes`); layouts that need more are none of the rows. ValueError
     where none is left.
     """
-    every = [Groups(n_nodes, n_fc) for n_fc in range(1, n_nodes)]
+    every = [Groups(n_nodes, n_fc) for n_fc in range(1, n_nodes // 2 + 1)]
     rows = tuple(
         stanza(profile, links, groups, overlap, micro_batches)
         for groups in every

@@ -30,16 +30,16 @@ class _Pieces:
 
     come:  of each worker from which they come, how many have. taken: how many it has computed with.
     ready: whether it would compute with the next one now.
-    free_s: since when it has been in this iteration; compute_s: what that takes it, without waiting.
+    compute_s: what an iteration takes it, without waiting.
     """
 
-    __slots__ = ("come", "compute_s", "free_s", "ready", "taken")
+    __slots__ = ("come", "compute_s", "ready", "taken")
 
     def __init__(self, sources: Iterable[int]) -> None:
         self.come = dict.fromkeys(sources, 0)
         self.taken = 0
         self.ready = False
-        self.free_s = self.compute_s = 0.0
+        self.compute_s = 0.0
 
 
 class _Group:
@@ -94,11 +94,11 @@ class StanzaSimulation(PeerSimulation):
     # ---- an iteration ----
 
     def _begin(self, worker: int) -> None:
-        pieces = self._pieces[worker]
-        self._workers[worker].iteration += 1
-        pieces.free_s = self._loop.now_s
+        state = self._workers[worker]
+        state.iteration += 1
+        state.begin_s = self._loop.now_s
         if self._group_of[worker].is_fc:
-            pieces.ready = True
+            self._pieces[worker].ready = True
             self._take(worker)
         else:
             self._separated.forward(worker)
@@ -107,10 +107,9 @@ class StanzaSimulation(PeerSimulation):
 
     def _draw(self, worker: int) -> None:
         """The worker's computation begins: how long it will take."""
-        state = self._workers[worker]
-        state.begin_s = now_s = self._loop.now_s
         load = self._n_samples(worker) / self._batch_size
-        self._pieces[worker].compute_s = self._shares[worker] * state.device.seconds(now_s, load)
+        device_s = self._workers[worker].device.seconds(self._loop.now_s, load)
+        self._pieces[worker].compute_s = self._shares[worker] * device_s
 
     def _forward(self, worker: int, piece: int) -> None:
         """A convolution worker computes a piece, the first is 1, of its batch."""
@@ -198,7 +197,7 @@ class StanzaSimulation(PeerSimulation):
 
     def _spent(self, worker: int) -> tuple[float, float]:
         pieces, state = self._pieces[worker], self._workers[worker]
-        return pieces.compute_s, max(0.0, state.end_s - pieces.free_s - pieces.compute_s)
+        return pieces.compute_s, max(0.0, state.end_s - state.begin_s - pieces.compute_s)
 
     def _is_last(self, iteration: int) -> bool:
         reached = self._job.stop.reached(samples=self._samples(iteration), updates=iteration)

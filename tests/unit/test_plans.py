@@ -1,9 +1,11 @@
 """`hpcsync plan stanza`: what it works out, prints and writes, and how mistakes end."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
@@ -51,10 +53,10 @@ def test_the_numbers_are_the_planners(recorded: str, tmp_path: Path) -> None:
 
 
 def test_options_reach_the_planner(recorded: str, tmp_path: Path) -> None:
-    changed = {"latency_us": "7", "micro_batches": "3", "bandwidth_gbit": "1", "batch": "64", "nodes": "3"}
+    changed = {"latency_us": "7", "micro_batches": "3", "bandwidth_gbit": "1", "batch": "64", "nodes": "4"}
     found = numbers(tmp_path, profile=recorded, **changed)
     profile = Profile(0.02, 0.0405, 0.008, *ALEXNET, 64, fc_fixed_s=0.005)
-    seconds = [stanza_s(profile, Links(1.25e8, 7e-6), Groups(3, n_fc), micro_batches=3) for n_fc in (1, 2)]
+    seconds = [stanza_s(profile, Links(1.25e8, 7e-6), Groups(4, n_fc), micro_batches=3) for n_fc in (1, 2)]
     assert [row["seconds"] for row in found["stanza"]] == seconds
 
 
@@ -68,8 +70,8 @@ def test_samples_per_second_are_shared_out_by_operations(tmp_path: Path) -> None
 
 
 def test_without_either_it_is_measured_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def stand_in(halves: object, shape: object, batch: int) -> Times:
-        assert (shape, batch) == ((3, 224, 224), 128)
+    def stand_in(halves: object, loss: object, batch: Sequence[torch.Tensor]) -> Times:
+        assert [tuple(tensor.shape) for tensor in batch] == [(128, 3, 224, 224), (128,)]
         return RECORDED
 
     monkeypatch.setattr(plans, "measured", stand_in)
@@ -81,9 +83,9 @@ def test_without_either_it_is_measured_here(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_the_table(recorded: str) -> None:
     lines = plan(profile=recorded, nodes="4").output.splitlines()
-    assert [line.split()[0] for line in lines[5:]] == ["stanza,"] * 3 + ["dedicated", "sharded", "ring", "*", "in"]
+    assert [line.split()[0] for line in lines[5:]] == ["stanza,"] * 2 + ["dedicated", "sharded", "ring", "*", "in"]
     assert [line for line in lines if " FC *" in line] == [lines[5]], "the choice is marked"
-    assert all(len(line) <= 80 for line in lines[4:11])
+    assert all(len(line) <= 80 for line in lines[4:10])
     assert lines[-2].startswith("* 1 fully-connected worker (FC) and 3 convolution workers, ")
     assert lines[-2].endswith(" % more samples a second than with 2")
     assert plan(profile=recorded, nodes="2").output.splitlines()[-2].endswith(" and 1 convolution worker")

@@ -9,6 +9,7 @@ from torch import nn
 from hpcsync.learning import profiling
 from hpcsync.learning.cutting import Halves
 from hpcsync.learning.profiling import Times, fixed, measured
+from hpcsync.learning.workloads import cross_entropy
 
 
 class Clock:
@@ -50,7 +51,8 @@ def test_times_of_halves(enough_s: float, times: int, monkeypatch: pytest.Monkey
     monkeypatch.setattr(profiling, "ENOUGH_S", enough_s)
     halves = Halves(Timed(clock, 3, 4, 2.0), Timed(clock, 4, 2, 1.0, 0.5))
     before = torch.get_num_threads()
-    assert measured(halves, [3], 6) == Times(2.0, 2.0, 2 * (1.0 + 6 * 0.5), 2 * 1.0)
+    batch = (torch.randn(6, 3), torch.zeros(6, dtype=torch.long))
+    assert measured(halves, cross_entropy, batch) == Times(2.0, 2.0, 2 * (1.0 + 6 * 0.5), 2 * 1.0)
     assert torch.get_num_threads() == before and set(halves.below.threads + halves.above.threads) == {1}
     assert len(halves.below.threads) == 1 + 1 + times, "for the activations, to warm up, and what counts"
 

@@ -190,6 +190,7 @@ def brute_force(profile, links, n, overlap=0.0, pieces=1, time_s=pipeline_s):
     rates = {
         n_fc: (n - n_fc) * profile.batch / time_s(profile, links, Groups(n, n_fc), overlap, pieces)
         for n_fc in range(1, n)
+        if n_fc <= n - n_fc
     }
     return [n_fc for n_fc in rates if rates[n_fc] >= max(rates.values()) * (1 - 1e-9)], rates
 
@@ -224,13 +225,13 @@ def test_a_choice_by_shortest_iteration_is_found_out():
 
 
 def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
-    """Two workers serve one, or one serves two: as many samples a second if an iteration takes twice as long."""
-    at = {1: 2.0, 2: 1.0}
+    """Two workers serve two, or one serves three: as many samples a second if an iteration takes half as long again."""
+    at = {1: 3.0, 2: 2.0}
     monkeypatch.setattr(node_assignment, "stanza_s", lambda _, __, groups, *rest: at[groups.n_fc])
-    plan = choose(sized(1, 1, 1), Links(1.0, 0.0), 3)
+    plan = choose(sized(1, 1, 1), Links(1.0, 0.0), 4)
     assert (plan.best.n_fc, plan.margin) == (1, 0.0)
-    at[2] = 0.999
-    assert choose(sized(1, 1, 1), Links(1.0, 0.0), 3).best.n_fc == 2, "the control"
+    at[2] = 1.999
+    assert choose(sized(1, 1, 1), Links(1.0, 0.0), 4).best.n_fc == 2, "the control"
 
 
 def test_only_what_fits():
@@ -239,8 +240,8 @@ def test_only_what_fits():
     one, two = (fc_memory_bytes(profile, Groups(7, n_fc)) for n_fc in (1, 2))
     assert (one, two) == (3 * 4 + 6 * 2 * 200, 3 * 4 + 3 * 2 * 200)
     assert fc_memory_bytes(profile, Groups(7, 1), micro_batches=4) == 3 * 4 + 3 * 200
-    assert [row.n_fc for row in choose(profile, links, 7, memory_bytes=two).rows] == [2, 3, 4, 5, 6]
-    assert [row.n_fc for row in choose(profile, links, 7, memory_bytes=one).rows] == [1, 2, 3, 4, 5, 6]
+    assert [row.n_fc for row in choose(profile, links, 7, memory_bytes=two).rows] == [2, 3]
+    assert [row.n_fc for row in choose(profile, links, 7, memory_bytes=one).rows] == [1, 2, 3]
     with pytest.raises(ValueError, match="no number of FC workers is possible"):
         choose(profile, links, 7, memory_bytes=100)
 

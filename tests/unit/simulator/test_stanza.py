@@ -275,7 +275,7 @@ def test_an_iteration_takes_what_its_parts_do(n_convolution, n_fc, seconds, piec
     assert later["comm_s"][~is_fc] == pytest.approx(ring_s)
     if pieces == 1:
         span = later["end_s"] - later["begin_s"]
-        assert span[is_fc] == pytest.approx(fc_s) and span[~is_fc] == pytest.approx(done_s)
+        assert (span[is_fc] > fc_s + parts[0]).all() and span[~is_fc] == pytest.approx(done_s)
 
 
 def test_pieces_are_computed_while_others_are_under_way():
