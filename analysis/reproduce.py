@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 from reproductions import ashl as ashl_paper
 from reproductions import dssp as dssp_paper
-from reproductions import first_k, first_k_real
+from reproductions import first_k, first_k_real, stanza_real
 from reproductions import gossip as gossip_paper
+from reproductions import stanza as stanza_paper
 from rich.console import Console
 
 CORES = len(os.sched_getaffinity(0))
@@ -71,6 +72,20 @@ def ashl(
 ) -> None:
     """ASHL (Shen et al., 2024) and ADSP (Hu, Wang and Wu, 2020)."""
     ashl_paper.reproduce(out or Path("reproductions/ashl"), seeds, processes, Console())
+
+
+@app.command()
+def stanza(
+    out: Out = None,
+    seeds: Seeds = 3,
+    processes: Processes = CORES,
+    real: Annotated[bool, typer.Option("--real", help="On four hosts with slow links, one run at a time.")] = False,
+) -> None:
+    """Stanza (Wu, Xu, Li and Xiong, 2018)."""
+    if real:
+        stanza_real.reproduce(out or Path("reproductions/stanza-real"), seeds, Console())
+    else:
+        stanza_paper.reproduce(out or Path("reproductions/stanza"), seeds, processes, Console())
 
 
 if __name__ == "__main__":

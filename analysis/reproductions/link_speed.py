@@ -1,0 +1,46 @@
+"""The link between two hosts: python -m mpi4py link_speed.py OUT.json
+
+Half of a round trip of a few bytes, and bytes per second of large messages; medians.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+SMALL, LARGE = 8, 4_000_000  # bytes
+SMALL_TIMES, LARGE_TIMES = 500, 9
+
+
+def one_way_s(comm: MPI.Intracomm, n_bytes: int, times: int) -> float:
+    data = np.zeros(n_bytes, np.uint8)
+    found = []
+    for _ in range(times):
+        comm.Barrier()
+        begin_s = time.perf_counter()
+        if comm.rank == 0:
+            comm.Send(data, 1)
+            comm.Recv(data, 1)
+        else:
+            comm.Recv(data, 0)
+            comm.Send(data, 0)
+        found.append((time.perf_counter() - begin_s) / 2)
+    return statistics.median(found)
+
+
+def main(out: str) -> None:
+    comm = MPI.COMM_WORLD
+    latency_s = one_way_s(comm, SMALL, SMALL_TIMES)
+    large_s = one_way_s(comm, LARGE, LARGE_TIMES)
+    if comm.rank == 0:
+        gbit = 8e-9 * LARGE / (large_s - latency_s)
+        Path(out).write_text(json.dumps({"latency_us": 1e6 * latency_s, "bandwidth_gbit": gbit}))
+
+
+main(*sys.argv[1:])
