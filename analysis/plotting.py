@@ -31,6 +31,7 @@ PARADIGM_COLOURS = {
     "allreduce": "#000000",
     "local-sgd": "#56B4E9",
     "gossip": "#E69F00",
+    "stanza": "#661100",
     "k-sync": "#117733",
     "k-batch-sync": "#999933",
     "k-async": "#AA4499",
@@ -77,6 +78,8 @@ def label(trace: Trace) -> str:
         case "local-sgd":
             is_mean = (paradigm.outer_lr, paradigm.outer_momentum) == (1.0, 0.0)
             text = f"{'local SGD' if is_mean else 'DiLoCo'}, {paradigm.steps} steps"
+        case "stanza":
+            text = f"Stanza, {paradigm.fc_workers} fully-connected"
         case "gossip":
             text = f"gossip, {paradigm.mode}"
             text += f", {paradigm.topology}" if paradigm.topology != "complete" else ""

@@ -3,8 +3,10 @@
 Computation and waits are drawn as recorded. With a server the trace holds one number of an iteration's transfers,
 reading the weights before it plus putting the gradient after it; both carry the model once, so half of it is drawn on
 either side of the computation (less where that does not fit). Without one the exchange follows the computation: first
-the wait for others, then the transfer. What the trace does not tell stays white: a script's own work between
-iterations, and what follows a worker's last transfer.
+the wait for others, then the transfer. Where layers are separated, waiting lies within the computation too: a
+convolution worker's is drawn after its forward pass, whose share the job says, a fully-connected worker's before its
+computation, in however many pieces either is made. What the trace does not tell stays white: a script's own work
+between iterations, and what follows a worker's last transfer.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0
         reports = plotting.iterations(trace)
         shown = plotting.pick(range(trace.n_workers), workers)
         drawn = bars if trace.job.has_servers else bars_of_exchanges
+        if trace.job.paradigm.name == "stanza":
+            drawn = partial(bars_of_halves, first=first_shares(trace))
         frames.append(drawn(reports[reports["worker"].isin(shown)]).assign(trace=name))
         rows.append({worker: row for row, worker in enumerate(shown)})
         if len(shown) < trace.n_workers:
@@ -97,6 +101,28 @@ def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
         ("transfer", rows["iteration"], waited_s, moved_s),
     ]
     return in_order(rows["worker"], parts)
+
+
+def first_shares(trace: Trace) -> np.ndarray:
+    """Where layers are separated: what share of its computation a worker makes before it waits. Shape (n_workers,)."""
+    is_fc = np.arange(trace.n_workers) < trace.job.groups.n_fc
+    return np.where(is_fc, 0.0, trace.job.paradigm.forward_share)
+
+
+def bars_of_halves(rows: pd.DataFrame, first: np.ndarray) -> pd.DataFrame:
+    """The same where workers also wait within it, after this share of their computation, shape (n_workers,)."""
+    within_s = rows["end_s"] - rows["begin_s"] - rows["compute_s"]
+    others = bars_of_exchanges(rows.assign(wait_s=(rows["wait_s"] - within_s).clip(lower=0)))
+    share = first[rows["worker"]]
+    waits_s = rows["begin_s"] + share * rows["compute_s"]
+    goes_on_s = rows["end_s"] - (1 - share) * rows["compute_s"]
+    parts = [
+        ("compute", rows["iteration"], rows["begin_s"], waits_s),
+        ("wait", rows["iteration"], waits_s, goes_on_s),
+        ("compute", rows["iteration"], goes_on_s, rows["end_s"]),
+    ]
+    frame = pd.concat([others[others["activity"] != "compute"], in_order(rows["worker"], parts)])
+    return frame.sort_values(["worker", "begin_s"], ignore_index=True)
 
 
 def in_order(worker: pd.Series, parts: list[tuple[str, pd.Series, pd.Series, pd.Series]]) -> pd.DataFrame:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpcsync.job import Job, Script
+from hpcsync.job import Job, Script, Timing
 from hpcsync.job_cluster import Change, Cluster, Network
 from hpcsync.job_compression import RandomK, TopK
 from hpcsync.job_paradigms import (
@@ -32,10 +33,16 @@ from hpcsync.job_paradigms import (
     LocalSgd,
     Paradigm,
     Ssp,
+    Stanza,
 )
 from hpcsync.learning import compressing
+from hpcsync.learning.cutting import activation_shape, cut
+from hpcsync.learning.data import fetch
+from hpcsync.learning.flat import trainable
 from hpcsync.learning.validation import check
+from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
+from hpcsync.separating import resolved
 
 EVENTS_SHOWN = 5
 
@@ -52,14 +59,15 @@ def print_job(job: Job) -> None:
 
 def rows(job: Job) -> list[tuple[str, str]]:
     assert not isinstance(job.workload, Script), "jobs come from files here"
-    parameters = [p for p in check(job).model.parameters() if p.requires_grad]
+    workload = check(job)
+    parameters = trainable(workload.model)
     size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
     return [
         ("paradigm", f"{job.paradigm.name}: {in_words(job)}"),
-        ("ranks", f"{job.cluster.ranks}: {_who_is_who(job.cluster)}"),
+        ("ranks", f"{job.cluster.ranks}: {_who_is_who(job, workload)}"),
         ("parameters", f"{size:,} of {itemsize} bytes ({str(parameters[0].dtype).removeprefix('torch.')})"),
         *_shard_rows(job.cluster, size),
-        _moves(job, size * itemsize, _sent(job, parameters)),
+        *_move_rows(job, workload, size * itemsize, parameters),
         *_k_rows(job.paradigm, job.cluster.workers),
         *_commit_rows(job.paradigm),
         ("samples an iteration", _samples(job, job.workload.batch_size)),
@@ -68,7 +76,16 @@ def rows(job: Job) -> list[tuple[str, str]]:
     ]
 
 
-def _who_is_who(cluster: Cluster) -> str:
+def _who_is_who(job: Job, workload: Workload) -> str:
+    cluster, paradigm = job.cluster, job.paradigm
+    if isinstance(paradigm, Stanza):
+        auto = paradigm.fc_workers == "auto"
+        if auto and cluster.compute is None:
+            return "workers, of which as many as then seem best are fully-connected ones (chosen when the run starts)"
+        groups = resolved(job, workload).groups
+        above, below = (_ranks("worker", group.start, len(group)) for group in (groups.fc, groups.convolution))
+        chosen = f" (auto: {groups.n_fc} here; a run measures its links, and then chooses)" if auto else ""
+        return f"{above} fully-connected, {below} convolution{chosen}"
     workers = _ranks("worker", cluster.servers, cluster.workers)
     return f"{_ranks('server', 0, cluster.servers)}, {workers}" if cluster.servers else workers
 
@@ -94,6 +111,48 @@ def _sent(job: Job, parameters: Sequence[torch.nn.Parameter]) -> str:
         coarse, fine = (about(ratio) for ratio in (job.paradigm.ratio_coarse, job.paradigm.ratio_fine))
         return f"{coarse} ({job.compression.name}; in the fine stage {fine}) or more"
     return f"{about()} ({job.compression.name})"
+
+
+def _move_rows(
+    job: Job, workload: Workload, size_bytes: int, parameters: Sequence[torch.nn.Parameter]
+) -> list[tuple[str, str]]:
+    if isinstance(job.paradigm, Stanza):
+        return _crossing_rows(job, job.paradigm, workload)
+    return [_moves(job, size_bytes, _sent(job, parameters))]
+
+
+def _crossing_rows(job: Job, paradigm: Stanza, workload: Workload) -> list[tuple[str, str]]:
+    """Where layers are separated."""
+    assert not isinstance(job.workload, Script)
+    itemsize = trainable(workload.model)[0].element_size()
+    if isinstance(job.workload, Timing):
+        n_above, activations, label_bytes = job.workload.classifier, job.workload.activations, np.int64().nbytes
+        n_below = job.workload.parameters - n_above
+    else:
+        assert workload.train is not None
+        halves = cut(workload.model, paradigm.cut)
+        x, *labels = fetch(workload.train, np.zeros(1, np.int64))
+        n_below, n_above = (sum(p.numel() for p in trainable(half)) for half in halves)
+        activations = math.prod(activation_shape(halves.below, x))
+        label_bytes = sum(label.nbytes for label in labels)
+    one_fc = job.model_copy(update={"paradigm": paradigm.model_copy(update={"fc_workers": 1})})  # no matter how many
+    share = getattr(resolved(one_fc, workload).paradigm, "fc_share", math.nan)
+    back = job.workload.batch_size * activations * itemsize
+    there = back + job.workload.batch_size * label_bytes
+    pieces = "" if paradigm.micro_batches == 1 else f", in {paradigm.micro_batches} pieces"
+    return [
+        ("the cut", f"{paradigm.cut}: {n_above:,} parameters from there on, {100 * share:.3g} % of the computation"),
+        (
+            "an iteration moves",
+            f"{there:,} bytes of activations and labels from each convolution worker, and {back:,} of their gradients "
+            f"to it{pieces}",
+        ),
+        (
+            "gradients",
+            f"{n_below * itemsize:,} bytes, summed among convolution workers, and {n_above * itemsize:,}, among "
+            "fully-connected ones",
+        ),
+    ]
 
 
 def _moves(job: Job, size_bytes: int, sent: str) -> tuple[str, str]:
@@ -166,6 +225,10 @@ def _steps(n: int) -> str:
 
 def _samples(job: Job, batch_size: int) -> str:
     batches, workers = job.batches, job.cluster.workers
+    if isinstance(job.paradigm, Stanza):
+        if job.paradigm.fc_workers == "auto":
+            return f"{batch_size} a convolution worker"
+        return f"{batch_size} a convolution worker, {batch_size * job.groups.n_convolution} together"
     if batches.policy == "equal":
         return f"{batch_size} a worker, {batch_size * workers} together"
     limits = f"at least {batches.minimum} a worker"
@@ -257,6 +320,8 @@ def in_words(job: Job) -> str:
             return "workers push how local steps have changed their weights, equally often, and go on without waiting"
         case AllReduce():
             return "every update is the mean of all workers' gradients, which they sum among themselves"
+        case Stanza():
+            return "one model, its layers separated; every update is the mean of all convolution workers' batches"
         case LocalSgd(steps=steps, outer_lr=1.0, outer_momentum=0.0):
             return f"every {steps} iterations all workers' weights become their mean"
         case LocalSgd(steps=steps, outer_lr=lr, outer_momentum=momentum):

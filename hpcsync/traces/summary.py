@@ -7,6 +7,7 @@ that took little memory does not take much at its end, however long it was.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,13 +30,14 @@ class WorkerSummary(BaseModel):
     staleness_mean, staleness_max: over applied pushes, in updates. start_gap_max_iters: pushes ahead of the slowest
     when an iteration began; push_gap_max_iters: right after a push. These, and pushes and what was dropped of them,
     only exist with a server; exchanges with other workers only without one. batch_size: the last that it was given,
-    where batches are given out. local_steps, data_share, ratio: what ASHL planned for it last, of the data that all
-    compute and of a push's elements.
+    where batches are given out. layers: those that it trains, where they are separated. local_steps, data_share, ratio:
+    what ASHL planned for it last, of the data that all compute and of a push's elements.
     """
 
     model_config = ConfigDict(frozen=True)
 
     worker: int
+    layers: str | None
     iterations: int
     pushes: int | None
     dropped: int | None
@@ -166,6 +168,7 @@ def _workers(tally: Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSumma
     for worker in range(len(tally.iterations)):
         yield WorkerSummary(
             worker=worker,
+            layers=tally.layers[worker],
             start_gap_max_iters=int(tally.start_gap_max[worker]) if push_gaps is not None else None,
             push_gap_max_iters=int(push_gaps[worker]) if push_gaps is not None else None,
             batch_size=tally.last_batch_size(worker),
@@ -262,7 +265,7 @@ def _head(summary: Summary) -> RenderableType:
     head.add_column()
     head.add_row("run", Text.assemble((summary.name, "bold"), ", ", status))
     mode = f" ({summary.mode})" if summary.mode else ""
-    head.add_row("paradigm", f"{summary.paradigm}{mode}, {servers}{summary.n_workers} workers")
+    head.add_row("paradigm", f"{summary.paradigm}{mode}, {servers}{summary.n_workers} workers{_groups(summary)}")
     if summary.target:
         reached = "not reached" if summary.time_to_target_s is None else f"after {summary.time_to_target_s:.2f} s"
         head.add_row("target", f"{summary.target} {reached}")
@@ -298,6 +301,12 @@ def _head(summary: Summary) -> RenderableType:
     return head
 
 
+def _groups(summary: Summary) -> str:
+    """How many workers train which layers."""
+    counts = Counter(worker.layers for worker in summary.workers if worker.layers is not None)
+    return ": " + ", ".join(f"{n} {layers}" for layers, n in counts.items()) if counts else ""
+
+
 def _drops(summary: Summary) -> str:
     """How many contributions are in no update, and why."""
     known = [("late", summary.late), ("discarded", summary.discarded), ("cancelled", summary.cancelled)]
@@ -324,10 +333,12 @@ def _shown(workers: Sequence[WorkerSummary]) -> Sequence[WorkerSummary]:
 def _worker_table(summary: Summary) -> Table:
     workers = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     columns, caption = (_PUSHING, _ABOUT_PUSHING) if summary.exchanges is None else (_EXCHANGING, _ABOUT_EXCHANGING)
+    if any(worker.layers is not None for worker in summary.workers):
+        columns, caption = _SEPARATED, _ABOUT_SEPARATED
     if summary.coarse_s is not None:
         columns, caption = _COMMITTING, _ABOUT_COMMITTING
     for name in columns:
-        workers.add_column(name, justify="left" if name == "worker" else "right", no_wrap=True)
+        workers.add_column(name, justify="left" if name in ("worker", "layers") else "right", no_wrap=True)
     for row in _shown(summary.workers):
         workers.add_row(*(cell(row) for cell in columns.values()))
     if len(summary.workers) > MANY_WORKERS:
@@ -376,6 +387,12 @@ _EXCHANGING: dict[str, Callable[[WorkerSummary], str]] = {
     **_SHARES,
     "kB moved": lambda row: f"{1e-3 * row.wire_bytes:,.0f}",
 }
+_SEPARATED: dict[str, Callable[[WorkerSummary], str]] = {
+    "worker": lambda row: str(row.worker),
+    "layers": lambda row: row.layers or "-",
+    **{name: cell for name, cell in _EXCHANGING.items() if name not in ("worker", "exchanges")},
+}
 _ABOUT_PUSHING = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
 _ABOUT_COMMITTING = "staleness: mean (largest), in updates; steps, of data, sent: as last planned"
 _ABOUT_EXCHANGING = "exchanges: with another worker, or all of them"
+_ABOUT_SEPARATED = "wait: for the other side of the cut, or the group; comm: sums"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.job_paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion
+from hpcsync.job_paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion, Stanza
 from hpcsync.traces.allocations import sizes_at_first
 from hpcsync.traces.reading import Trace, TraceFile
 from hpcsync.traces.schema import DROPPED, NOBODY
@@ -20,8 +20,9 @@ class Tally:
     together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the seconds in each part of an
     iteration; outdated: pushes that were computed to the end and dropped before the last update; ks: every k that there
     was, in order; batch_size: as given last, where batches are; chosen: as ASHL chose for each worker last, NaN where
-    it did not, and began_s: when its stages began; commits: of a period, as ADSP chose last; encode_s: compressing,
-    None where nobody does. Row is added to row, so how the trace is sliced does not change a sum.
+    it did not, and began_s: when its stages began; layers: that each worker trains, where they are separated; commits:
+    of a period, as ADSP chose last; encode_s: compressing, None where nobody does. Row is added to row, so how the
+    trace is sliced does not change a sum.
     """
 
     def __init__(self, trace: Trace | TraceFile) -> None:
@@ -33,6 +34,10 @@ class Tally:
             np.zeros(n_workers, np.int64) for _ in range(5)
         )
         self.paradigm = trace.job.paradigm
+        self.layers: list[str | None] = [None] * n_workers
+        if isinstance(self.paradigm, Stanza):
+            groups = self.paradigm.groups(n_workers)
+            self.layers = ["fully-connected" if groups.is_fc(w) else "convolution" for w in range(n_workers)]
         self.outdated, self.cancelled = 0, 0
         self.samples_computed, self.samples_dropped = np.zeros(n_workers), np.zeros(n_workers)
         self.ks = [self.paradigm.k_at_first(n_workers)] if isinstance(self.paradigm, FirstK) else []

@@ -265,6 +265,40 @@ def test_every_paradigm_has_words(paradigm: dict, words: str) -> None:
     assert words in in_words(job(paradigm))
 
 
+SEPARATED = {"name": "timing", "parameters": 1001, "classifier": 900, "activations": 30, "batch_size": 4}
+
+
+def separated(workers: int = 4, compute: bool = True, workload: dict | None = None, **paradigm: object) -> Job:
+    paradigm = {"name": "stanza", "cut": "classifier", **paradigm}
+    cluster = {"workers": workers, **({"compute": CONSTANT} if compute else {})}
+    return job(paradigm, cluster=cluster, workload=workload or SEPARATED)
+
+
+def test_separated_layers() -> None:
+    shown = dict(rows(separated(fc_share=0.25, fc_workers=2, micro_batches=2)))
+    assert shown["paradigm"].startswith("stanza: one model, its layers separated; ")
+    assert shown["ranks"] == "4: workers 0 to 1 fully-connected, workers 2 to 3 convolution"
+    assert shown["the cut"] == "classifier: 900 parameters from there on, 25 % of the computation"
+    assert shown["an iteration moves"] == (
+        "512 bytes of activations and labels from each convolution worker, and 480 of their gradients to it, "
+        "in 2 pieces"
+    )
+    assert shown["gradients"] == "404 bytes, summed among convolution workers, and 3,600, among fully-connected ones"
+    assert shown["samples an iteration"] == "4 a convolution worker, 8 together"
+
+
+def test_what_a_job_leaves_open_is_chosen_or_will_be() -> None:
+    chosen = dict(rows(separated(fc_share=0.5, fc_workers="auto")))
+    assert chosen["ranks"].startswith("4: workers 0 to 1 fully-connected, ")  # half of the work for half of them
+    assert "(auto: 2 here; " in chosen["ranks"]
+    assert chosen["samples an iteration"] == "4 a convolution worker"
+    digits = {"name": "digits", "batch_size": 4}
+    later = dict(rows(separated(compute=False, workload=digits, cut="7", fc_workers="auto")))
+    assert later["ranks"].endswith("(chosen when the run starts)")
+    assert later["the cut"] == "7: 8,906 parameters from there on, 9.62 % of the computation"
+    assert later["an iteration moves"].startswith("2,080 bytes of activations and labels")
+
+
 def test_the_resolved_job_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     asp = job({"name": "asp"})
     print_job(asp)

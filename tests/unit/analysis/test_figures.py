@@ -323,6 +323,32 @@ def test_timeline_draws_the_exchange_after_the_computation(tmp_path, gossip):
     ]
 
 
+def test_timeline_draws_waits_across_the_cut_within_the_computation(tmp_path):
+    layers = {"name": "stanza", "cut": "classifier", "fc_share": 0.5}
+    sizes = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
+    separated = peer_recorder.record(layers, (1.0, 1.0), workload=sizes, samples=8)
+    # now_s w it peer bytes comp wait comm loss b begin end n weight
+    rows = [
+        (4.0, 0, 1, -1, 8, 1.0, 2.5, 0.5, 1.0, 4, 0.0, 3.0, 0, 1.0),
+        (5.0, 1, 1, 0, 8, 3.0, 1.25, 0.25, math.nan, 4, 0.0, 4.0, 0, 1.0),
+    ]
+    run = write(tmp_path, with_rows(separated, "exchanges", np.array(rows, TABLES["exchanges"])))
+    frame = draw("timeline", tmp_path, run, "--to", 20)
+    assert frame["trace"].unique().tolist() == ["Stanza, 1 fully-connected"]
+    drawn = frame[["worker", "activity", "begin_s", "end_s"]].values.tolist()
+    assert drawn == [
+        [0, "wait", 0.0, 2.0],
+        [0, "compute", 2.0, 3.0],
+        [0, "wait", 3.0, 3.5],
+        [0, "transfer", 3.5, 4.0],
+        [1, "compute", 0.0, 1.0],  # a third of it: forward
+        [1, "wait", 1.0, 2.0],
+        [1, "compute", 2.0, 4.0],
+        [1, "wait", 4.0, 4.25],
+        [1, "transfer", 4.25, 4.5],
+    ]
+
+
 def test_accuracy_of_workers_with_weights_of_their_own(tmp_path):
     run = write(tmp_path, peer_recorder.record("local-sgd"))
     frame = draw("accuracy", tmp_path, run)

@@ -435,6 +435,21 @@ def test_its_table():
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_run_with_separated_layers():
+    layers = {"name": "stanza", "cut": "classifier", "fc_workers": 2, "fc_share": 0.3}
+    sizes = {"name": "timing", "batch_size": 4, "parameters": 100, "classifier": 90, "activations": 5}
+    job = peer_recorder.peer_job(layers, (1.0,) * 5, workload=sizes, samples=60)
+    summary = summarize(peer_recorder.in_memory(job, peer_recorder.simulated(job)))
+    assert (summary.iterations, summary.updates, summary.samples) == (25, 5, 60)  # of three convolution workers
+    assert [worker.layers for worker in summary.workers] == ["fully-connected"] * 2 + ["convolution"] * 3
+    shown = text(summary)
+    assert "stanza, 5 workers: 2 fully-connected, 3 convolution" in shown
+    assert "wait: for the other side of the cut" in shown
+    assert "exchanges" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "layers" not in text(summarize(gossip()))
+
+
 def test_one_that_did_nothing():
     summary = summarize(gossip(exchanges=[], updates=[], evaluations=[]))
     assert (summary.iterations, summary.exchanges, summary.consensus_distance) == (0, 0, None)
