@@ -49,3 +49,32 @@ def test_it_trains_alone_and_leaves_nothing(tmp_path: Path) -> None:
     assert program.status == 0, program.err
     assert accuracies(program.out)[0] > 0.9
     assert list(tmp_path.iterdir()) == []
+
+
+SEPARATED = """
+import torch, hpcsync
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(200, 8), torch.randint(0, 3, (200,)))
+with hpcsync.connect(model, optimizer, "stanza", cut="2", out="out") as sync:
+    for i, (x, y) in enumerate(sync.shard(data, batch_size=8, epochs=3)):
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        sync.step(loss)
+        if i == 4 and sync.rank == {leaver}:
+            break
+"""
+
+
+@pytest.mark.once
+def test_whoever_needs_a_worker_that_has_left_says_so(tmp_path: Path) -> None:
+    """Where layers are separated nobody can go on without the others."""
+    leaver = 0
+    script = tmp_path / "script.py"
+    script.write_text(SEPARATED.format(leaver=leaver))
+    program = ended(mpiexec(3, script), cwd=tmp_path, environ=launcher.environment())
+    assert program.status != 0
+    assert f"worker {leaver} makes no further iteration, but this one does" in program.err
+    assert load(tmp_path / "out" / "trace.h5").status == "failed"
