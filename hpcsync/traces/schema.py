@@ -102,9 +102,10 @@ DECISIONS = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), (
 
 # One row per iteration of a worker that has weights of its own and no server, and the exchange with others that ended
 # it: `peer` is the other one, or EVERYBODY, or NOBODY in an iteration without an exchange. `compute_s` is the
-# computation between `begin_s` and `end_s` with its padding, `wait_s` the wait for others, `comm_s` the transfers,
-# `wire_bytes` what they moved. `n_received` models (or gradients) of others came into the worker's; `weight` is its
-# push-sum weight afterwards. A row with batch size 0 is no iteration: what had come for a worker that had ended.
+# computation between `begin_s` and `end_s` with its padding (where layers are separated, a part of the time between
+# them: there a worker also waits), `wait_s` the wait for others, `comm_s` the transfers, `wire_bytes` what they moved.
+# `n_received` models (or gradients) of others came into the worker's; `weight` is its push-sum weight afterwards. A row
+# with batch size 0 is no iteration: what had come for a worker that had ended.
 EVERYBODY, NOBODY = -1, -2
 EXCHANGES = np.dtype(
     [
