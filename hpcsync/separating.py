@@ -62,7 +62,8 @@ def _share_above(job: Job, paradigm: Stanza, workload: Workload) -> float:
 def _profile(job: Job, paradigm: Stanza, workload: Workload, fc_share: float) -> Profile:
     """What a node takes for a batch, and what it is of."""
     assert not isinstance(job.workload, Script)
-    times, sizes = _times(job, paradigm, workload, fc_share), {}
+    times = _times(job, paradigm, workload, fc_share)
+    label_bytes, itemsize = 8, 4
     if isinstance(job.workload, Timing):
         n_fc, activations = job.workload.classifier, job.workload.activations
         n_conv = job.workload.parameters - n_fc
@@ -70,10 +71,10 @@ def _profile(job: Job, paradigm: Stanza, workload: Workload, fc_share: float) ->
         halves, (x, *labels) = cut(workload.model, paradigm.cut), _batch(job, workload)
         n_conv, n_fc = (sum(p.numel() for p in trainable(half)) for half in halves)
         activations = _activations(halves, x)[0].numel()
-        sizes["label_bytes"] = sum(label[0].nbytes for label in labels)
-        sizes["itemsize"] = trainable(workload.model)[0].element_size()
-    *halves_s, fixed_s = times
-    return Profile(*halves_s, n_conv, n_fc, activations, job.workload.batch_size, fc_fixed_s=fixed_s, **sizes)
+        label_bytes = sum(label[0].nbytes for label in labels)
+        itemsize = trainable(workload.model)[0].element_size()
+    sizes = (n_conv, n_fc, activations, job.workload.batch_size, label_bytes, itemsize)
+    return Profile(*times[:3], *sizes, times.fc_fixed_s)
 
 
 def _times(job: Job, paradigm: Stanza, workload: Workload, fc_share: float) -> Times:

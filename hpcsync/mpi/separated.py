@@ -59,29 +59,32 @@ class Separated(Exchange):
         bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
         self._reducer = Reducer(layers.group, flat, bucket_bytes, overlap=False, transport=link.transport)
         self._may_overlap = job.cluster.compute is None and not layers.is_fc
+        self._prepared: tuple[int, Rows, list[Rows]] | None = None  # what a batch is: rows, at the cut, and beside them
         self._crossing: Crossing
-        self._iterations: Iterations | None = None
+        self._iterations: Iterations
         self._labels: Sequence[torch.Tensor] = ()  # of a convolution worker's batch
         self._under_way: list[torch.Tensor] = []  # its activations, with what autograd knows of them
         self._piece = 0  # of a fully-connected worker: that is computed next
         self._stop = False  # agreed on by the fully-connected workers: the next iteration is the last
 
     def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
-        if self._iterations is not None:
-            return {}
-        layers, groups = self._layers, self._groups
+        layers, groups, dtype = self._layers, self._groups, self._flat.weights.dtype
         with torch.random.fork_rng(devices=[]):  # what a data set draws for it is not of the run
             sample, *labels = fetch(dataset, np.zeros(1, np.int64))
-        dtype = self._flat.weights.dtype
         activations = Rows(activation_shape(layers.below, sample), dtype)
         others = [Rows(tuple(label.shape[1:]), label.dtype) for label in labels]
+        crossing = (batch_size, activations, others)
+        if self._prepared is not None:
+            if crossing != self._prepared:
+                raise RuntimeError("shard: where layers are separated all loops must have batches of the same shape")
+            return {}
+        self._prepared, self._iterations = crossing, iterations
         self._crossing = Crossing(self._link, groups, batch_size, self._pieces, activations, others)
         if layers.is_fc:  # its gradient counts as the samples that it is given
             self._reducer.weight = self._crossing.n_served * groups.n_fc / groups.n_convolution
         else:
             entering = torch.empty(1, *activations.shape, dtype=dtype)
             self._output = Rows(activation_shape(layers.above, entering), dtype)
-        self._iterations = iterations
         layers.model.forward = self._compute_above if layers.is_fc else self._compute_below
         halves = (sum(p.nbytes for p in trainable(half)) for half in (layers.below, layers.above))
         return dict(zip(SEPARATED, (*halves, activations.n_bytes, sum(other.n_bytes for other in others)), strict=True))
@@ -104,7 +107,6 @@ class Separated(Exchange):
                 "the model: where layers are separated a convolution worker has not all of them; it can be called once "
                 "for each batch of the session's shard, with gradients"
             )
-        assert self._iterations is not None
         for piece, rows in enumerate(x.tensor_split(self._pieces)):
             self._iterations.resume()
             activations = self._layers.below(rows)
@@ -117,7 +119,6 @@ class Separated(Exchange):
 
     def go_on_below(self) -> None:
         """The convolution worker's backward pass, from the gradients of its activations on."""
-        assert self._iterations is not None
         for piece, activations in enumerate(self._under_way):
             gradient = self._crossing.gradient(piece)
             self._reducer.overlap = self._may_overlap and piece == self._pieces - 1
@@ -134,7 +135,6 @@ class Separated(Exchange):
             return self._layers.above(activations)
         if self._piece == self._pieces:
             raise RuntimeError("the model: where layers are separated it can be called once for each batch")
-        assert self._iterations is not None
         if self._piece > 0:
             self._crossing.wait(self._piece)
         self._iterations.resume()
@@ -144,7 +144,6 @@ class Separated(Exchange):
     def give_back(self, gradient: torch.Tensor) -> None:
         """The fully-connected worker's backward pass is over: of the mean over all rows of the piece. Each convolution
         worker gets that of the mean over its own batch."""
-        assert self._iterations is not None
         cuda.ready(gradient)
         self._iterations.rest(self._fc_share)
         if (factor := self._crossing.n_served * (1 / self._pieces)) != 1.0:
@@ -182,14 +181,14 @@ class Separated(Exchange):
         return not is_first or self._link.exposure.publish(self._flat.weights, serial)
 
     def end(self, *, early: bool) -> None:
-        if self._iterations is not None:
+        if self._prepared is not None:
             del self._layers.model.forward
             if early:
                 self._crossing.leave()
 
     def free(self) -> None:
         self._reducer.close()
-        if self._iterations is not None:
+        if self._prepared is not None:
             self._crossing.free()
 
 

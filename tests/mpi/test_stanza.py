@@ -207,6 +207,9 @@ def test_a_script_trains_its_model_in_two_halves(comm, folder):
                 assert torch.isnan(loss) == (comm.size > 1 and sync.worker != 0), "the loss is known elsewhere"
                 sync.step(loss)
                 seen += 1
+        if comm.size > 1:
+            with pytest.raises(RuntimeError, match="batches of the same shape"):
+                next(sync.shard(data, batch_size=4))
     assert seen == 2 * 12 // max(1, comm.size - 1)
     if comm.rank == 0:
         assert comm.size == 1 or failures(folder / "run" / "trace.h5") == []
