@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,10 @@ from rich.console import Console
 
 from hpcsync import launcher, outputs
 from hpcsync.job import Job
+from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.workloads import build
 from hpcsync.separating import resolved
+from hpcsync.traces.reading import load
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import finished, simulate_all
 from reproductions.stanza import STANZA, measure, path_of
@@ -39,6 +41,7 @@ METHODS: dict[str, tuple[dict[str, Any], int]] = {  # the paradigm, and how many
     IN_PIECES: ({"name": "stanza", "cut": "classifier", "micro_batches": PIECES}, 0),
 }
 FIRST_SEED = 1
+CABLES = "cables.json"  # in a run's folder: bytes that all hosts have sent
 UPDATES, LEFT_OUT = 16, 4  # of a run; of these, at the beginning
 TIMEOUT_S = 300.0
 
@@ -95,18 +98,46 @@ def run(hosts: Any, asked: Job, folder: Path) -> None:
     file.write_text(asked.to_toml(), encoding="utf-8")
     mpiexec = shlex.join(hosts.mpiexec(range(1, HOSTS + 1)))
     line = [sys.executable, "-m", "hpcsync", "run", str(file), "--out", str(folder)]
+    before = sent_bytes(hosts)
     succeed(hosts, line, os.environ | {"PYTHONPATH": str(ROOT), "MPIEXEC": mpiexec})
+    (folder / CABLES).write_text(json.dumps(sent_bytes(hosts) - before))
 
 
-def succeed(hosts: Any, line: list[str], environ: dict[str, str]) -> None:
+def sent_bytes(hosts: Any) -> int:
+    """By all hosts together, as their cables have counted."""
+    lines = succeed(hosts, ["cat", "/proc/net/dev"], os.environ).splitlines()
+    return sum(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("to-n"))
+
+
+def succeed(hosts: Any, line: list[str], environ: Mapping[str, str]) -> str:
+    """What the program has written."""
     done = hosts.run(line, ROOT, environ, TIMEOUT_S)
     if done.returncode != 0:
         raise subprocess.CalledProcessError(done.returncode, line, done.stdout, done.stderr)
+    return str(done.stdout)
+
+
+def computing(folder: Path) -> dict[str, float]:
+    """How long the slowest worker's iteration has computed, of what it had to: 1, where the machine keeps up."""
+    trace = load(folder / outputs.TRACE)
+    rows = trace.frame("pushes" if trace.job.has_servers else "exchanges")
+    compute_s = rows[rows["iteration"] > LEFT_OUT].groupby("worker")["compute_s"].median()
+    return {"slowed": float(compute_s.max()) / max_s(trace.job)}
+
+
+def max_s(asked: Job) -> float:
+    """What the worker with most to compute has to."""
+    if not isinstance(asked.paradigm, Stanza):
+        return SECONDS
+    share = asked.paradigm.fc_share or 0.0
+    return SECONDS * max(1 - share, share * asked.groups.n_convolution)
 
 
 # ---- what is claimed ----
 
 AS_SIMULATED = 0.15
+WRAPPING = 0.1  # headers, the start and the end of a run
+SLOWED = 0.05
 
 
 def speed_up(rate: str, engine: str, ours: str, other: str) -> Of:
@@ -120,6 +151,11 @@ def claims() -> list[Claim]:
             measured, simulated = (of("samples_per_s", rate, engine, method) for engine in ("real", "simulated"))
             says = f"{words}, {method}: measured samples a second / simulated"
             found.append(Claim(says, "(ours)", ratio(measured, simulated), 1 - AS_SIMULATED, 1 + AS_SIMULATED))
+            counted, said = (of(column, rate, "real", method) for column in ("cable_bytes", "bytes"))
+            says = f"{words}, {method}: bytes counted at the cables / in the trace"
+            found.append(Claim(says, "(ours)", ratio(counted, said), 1.0, 1 + WRAPPING))
+            says = f"{words}, {method}: seconds computed / padded to"
+            found.append(Claim(says, "(ours)", of("slowed", rate, "real", method), 1.0, 1 + SLOWED))
         for ours in (STANZA, IN_PIECES):
             for other in (SERVER, RING):
                 for engine in ("real", "simulated"):
@@ -141,7 +177,11 @@ def reproduce(out: Path, seeds: int, console: Console) -> pd.DataFrame:
             path_of(rate, "simulated", method, seed): job(method, seed, network) for seed in each for method in METHODS
         }
         simulate_all(simulated, out, 1, console)
-        real = [path_of(rate, "real", method, seed) for seed in each for method in METHODS]
-        rows += [measure(out / name, LEFT_OUT) | network for name in (*real, *simulated)]
+        for seed in each:
+            for method in METHODS:
+                real = out / path_of(rate, "real", method, seed)
+                cables = {"cable_bytes": json.loads((real / CABLES).read_text()) / UPDATES}
+                rows += [measure(real, LEFT_OUT) | network | cables | computing(real)]
+                rows += [measure(out / path_of(rate, "simulated", method, seed), LEFT_OUT) | network]
     results = pd.DataFrame(rows)
     return conclude(claims(), results, out, console, f"Stanza, four hosts, {seeds} seeds: mean (least to largest)")
