@@ -38,3 +38,15 @@ class Groups(NamedTuple):
     def fc_of(self, worker: int) -> int:
         """The fully-connected worker that takes this convolution worker's activations."""
         return next(fc for fc in self.fc if worker in self.served(fc))
+
+    # What both engines multiply gradients by, so that they round alike.
+
+    def weight(self, fc: int) -> float:
+        """How often this fully-connected worker's gradient counts in the mean of theirs: as often as it serves more
+        convolution workers than they do on the average, so that the mean is that over all samples."""
+        return len(self.served(fc)) * self.n_fc / self.n_convolution
+
+    def own_mean(self, fc: int, n_pieces: int) -> float:
+        """Of the mean loss over all that this fully-connected worker is given of a piece, of so many, activations have
+        a gradient; so many times that is the one of the mean over the whole batch of their own convolution worker."""
+        return len(self.served(fc)) * (1 / n_pieces)

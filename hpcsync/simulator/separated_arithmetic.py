@@ -141,11 +141,9 @@ class Halves:
         labels = [torch.cat(parts) for parts in zip(*(self._labels[w][piece] for w, piece in order), strict=True)]
         with self._above.own[fc].in_use():
             loss = self._replica.compute_in_pieces((activations, *labels), n_pieces, lambda done: False)
-        groups, n_served = self._groups, len(served)
-        self._above.contribute(fc, n_served * groups.n_fc / groups.n_convolution)
+        self._above.contribute(fc, self._groups.weight(fc))
         assert activations.grad is not None
-        # Of a convolution worker's own mean loss over its whole batch: of the pieces' means over all rows they are.
-        gradients = (n_served * (1 / n_pieces) * activations.grad).tensor_split(len(order))
+        gradients = (self._groups.own_mean(fc, n_pieces) * activations.grad).tensor_split(len(order))
         for (worker, _), gradient in zip(order, gradients, strict=True):
             self._back.setdefault(worker, []).append(gradient)
         return loss
