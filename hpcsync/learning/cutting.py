@@ -222,17 +222,23 @@ def _on_meta(half: nn.Module) -> nn.Module:
     return copy.deepcopy(half, memo).eval()
 
 
+def without_values(half: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What the half makes of x in evaluation mode, on the meta device: nothing is computed."""
+    with torch.no_grad():
+        found: torch.Tensor = _on_meta(half)(x.to("meta"))
+    return found
+
+
 def activation_shape(below: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
     """Of one sample, where the model is cut; x: any batch's first tensor. Nothing is computed.
 
     Raises ValueError unless a batch has one row of floating-point numbers a sample there.
     """
-    with torch.no_grad():
-        try:
-            h = _on_meta(below)(x.to("meta"))
-        except Exception as error:
-            reason = str(error).partition("\n")[0] or type(error).__name__
-            raise ValueError(f"what enters it has a shape that cannot be told: {reason}") from None
+    try:
+        h = without_values(below, x)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"what enters it has a shape that cannot be told: {reason}") from None
     if not isinstance(h, torch.Tensor) or not h.is_floating_point():
         what = str(h.dtype) if isinstance(h, torch.Tensor) else type(h).__name__
         raise ValueError(f"what enters it must be one tensor of floating-point numbers, not {what}")
