@@ -2,36 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from mpi4py import MPI
 from torch import nn
 
 from hpcsync.learning.cutting import cut, positions
+from hpcsync.learning.flat import FlatModel, trainable
+from hpcsync.learning.peer import Mean
 from hpcsync.planning.groups import Groups
 
 BCAST_BYTES = 1 << 30
 
 
+# Fills a tensor, shape (size,), from what a worker shows, and another, shape (1,), with its weight; False: it cannot.
+Read = Callable[[int, torch.Tensor, torch.Tensor | None], bool]
+
+
 class Layers:
     """All of them, on every rank.
 
-    model:       the whole one. trained: what of it this rank trains.
-    first_below: the first rank that has the layers into which the samples go.
+    model: the whole one. trained: what of it this rank trains.
+    first: the first rank that trains the layers into which samples go; running statistics end as its own.
     """
 
-    first_below = 0
-
-    def __init__(self, comm: MPI.Intracomm, model: nn.Module) -> None:
+    def __init__(self, comm: MPI.Intracomm, model: nn.Module, first: int = 0) -> None:
         self._comm = comm
         self.model = model
         self.trained = model
+        self.first = first
 
-    def share(self, source_of_statistics: int = 0) -> None:
+    def share(self, statistics_of: int = 0) -> None:
         """Rank 0's weights become everybody's, and the running statistics of this rank; collective."""
         share([p.detach() for p in self.model.parameters()], self._comm, 0)
-        share(self.model.buffers(), self._comm, source_of_statistics)
+        share(self.model.buffers(), self._comm, statistics_of)
+
+    def read(self, into: torch.Tensor, read: Read) -> float | None:
+        """The mean of what all ranks show, into a flat vector of the whole model, shape (size,); their consensus
+        distance. None where one cannot be read."""
+        mean, replica, weight = Mean(into), torch.empty_like(into), into.new_empty(1)
+        for worker in range(self._comm.size):
+            if not read(worker, replica, weight):
+                return None
+            mean.add(replica, float(weight[0]))
+        return mean.distance
+
+    def complete(self, flat: FlatModel, read: Read) -> float:
+        """At the end: let the model, whose trained part is `flat`, be that mean; their consensus distance."""
+        distance = self.read(flat.weights, read)
+        assert distance is not None
+        return distance
 
     def free(self) -> None:
         """Collective, and harmless when repeated."""
@@ -46,29 +67,44 @@ class SeparatedLayers(Layers):
     """
 
     def __init__(self, comm: MPI.Intracomm, model: nn.Module, name: str, groups: Groups) -> None:
-        super().__init__(comm, model)
+        super().__init__(comm, model, groups.n_fc)
         self.groups = groups
-        self.first_below = groups.n_fc
         self.is_fc = groups.is_fc(comm.rank)
         self.below, self.above = cut(model, name)
         self.trained = self.above if self.is_fc else self.below
         self.group: MPI.Intracomm = comm.Split(int(self.is_fc))  # type: ignore[assignment]
 
-    def share(self, source_of_statistics: int = 0) -> None:
+    def share(self, statistics_of: int = 0) -> None:
         share([p.detach() for p in self.below.parameters()], self._comm, 0)
-        share(self.below.buffers(), self._comm, source_of_statistics)
+        share(self.below.buffers(), self._comm, statistics_of)
         if self.is_fc:
             share([*(p.detach() for p in self.above.parameters()), *self.above.buffers()], self.group, 0)
 
-    def shown(self, into: torch.Tensor) -> list[tuple[int, list[torch.Tensor]]]:
-        """The first worker of each group, and the parts of a flat vector of the whole model, shape (size,), that it
-        trains, in the order of its own."""
-        halves = ((0, self.above), (self.first_below, self.below))
-        return [(worker, [into[part] for part in positions(self.model, half)]) for worker, half in halves]
+    def read(self, into: torch.Tensor, read: Read) -> float | None:
+        """All of a group have the same: of each half, what its first worker shows."""
+        for worker, half in ((0, self.above), (self.first, self.below)):
+            if not _read_parts([into[part] for part in positions(self.model, half)], worker, read):
+                return None
+        return 0.0
+
+    def complete(self, flat: FlatModel, read: Read) -> float:
+        """On rank 0, which has the upper half."""
+        assert _read_parts([p.detach().view(-1) for p in trainable(self.below)], self.first, read)
+        return 0.0
 
     def free(self) -> None:
         if self.group != MPI.COMM_NULL:
             self.group.Free()
+
+
+def _read_parts(parts: Sequence[torch.Tensor], worker: int, read: Read) -> bool:
+    """Fill these parts, in this order, from what the worker shows."""
+    vector = torch.cat(list(parts))
+    if not read(worker, vector, None):
+        return False
+    for part, values in zip(parts, vector.split([len(part) for part in parts]), strict=True):
+        part.copy_(values)
+    return True
 
 
 def share(tensors: Iterable[torch.Tensor], comm: MPI.Intracomm, root: int) -> None:

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from mpi4py import MPI
 
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd
+from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.learning import compressing
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -88,8 +89,10 @@ class Exchange(ABC):
         """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
         return self._link.exposure.publish(self.peer.shown(), serial, self.peer.weight)
 
-    def end(self, *, early: bool) -> None:  # noqa: B027
-        """The loop is over; early: before it was agreed that the run is."""
+    def end(self, *, early: bool) -> bool:
+        """The loop is over; early: before it was agreed that the run is. Whether this worker goes along, contributing
+        nothing, until all have ended."""
+        return early
 
     def settle(self) -> int:
         """When nobody sends any more: take in what has come. The number of models."""
@@ -107,13 +110,11 @@ class Exchange(ABC):
 # ---- in step ----
 
 
-class AllReducing(Exchange):
-    """Synchronous SGD: the mean of all gradients, formed while the backward pass runs; after it if they are compressed,
-    as the job may say.
+class Summing(Exchange):
+    """Replicas that stay equal: every step is along the mean gradient of all ranks of `comm`.
 
     at_end_of_backward: as of `Reducer`. With padded iterations nothing is sent before the padding is over: to the
     others, only then the gradient is there.
-    division: of the samples, where batches are given out.
     """
 
     in_step = True
@@ -124,17 +125,41 @@ class AllReducing(Exchange):
         link: PeerLink,
         flat: FlatModel,
         optimizer: OptimizerSpec,
-        at_end_of_backward: Callable[[], None],
-        division: Division | None = None,
+        comm: MPI.Intracomm,
+        at_end_of_backward: Callable[[], None] | None = None,
     ) -> None:
-        assert isinstance(job.paradigm, AllReduce)
+        assert isinstance(job.paradigm, AllReduce | Stanza)
         super().__init__(job, link, flat, optimizer)
         bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
         self._reducer = Reducer(
-            link.comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport,
+            comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport,
             compression=compressing.of_job(job, flat.parameters),
         )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
+
+    def show(self, serial: int) -> bool:
+        """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
+        return self._link.exposure.publish(self._flat.weights, serial)
+
+    def free(self) -> None:
+        self._reducer.close()
+
+
+class AllReducing(Summing):
+    """Synchronous SGD: the mean of all gradients, formed while the backward pass runs; after it if they are compressed,
+    as the job may say. division: of the samples, where batches are given out.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        link: PeerLink,
+        flat: FlatModel,
+        optimizer: OptimizerSpec,
+        at_end_of_backward: Callable[[], None],
+        division: Division | None = None,
+    ) -> None:
+        super().__init__(job, link, flat, optimizer, link.comm, at_end_of_backward)
         self._division = division
         self._outcome: Outcome | None = None
 
@@ -158,13 +183,6 @@ class AllReducing(Exchange):
         outcome, self._outcome = self._outcome, None
         assert outcome is not None
         return outcome
-
-    def show(self, serial: int) -> bool:
-        """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
-        return self._link.exposure.publish(self._flat.weights, serial)
-
-    def free(self) -> None:
-        self._reducer.close()
 
     def _reduce(self, n_samples: int, stop: bool) -> None:
         self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples)
@@ -358,28 +376,3 @@ class PushSumming(Pushing):
             x.add_(parcel.total)
             self.peer.weight += parcel.weight
         return parcel.count
-
-
-def exchange(
-    job: Job,
-    link: PeerLink,
-    flat: FlatModel,
-    optimizer: OptimizerSpec,
-    at_end_of_backward: Callable[[], None],
-    division: Division | None = None,
-) -> Exchange:
-    """The job's; collective."""
-    match job.paradigm:
-        case AllReduce():
-            return AllReducing(job, link, flat, optimizer, at_end_of_backward, division)
-        case LocalSgd():
-            return Averaging(job, link, flat, optimizer)
-        case Gossip(mode=mode):
-            kinds: dict[str, Callable[..., Exchange]] = {
-                "pull": Pulling,
-                "push": Pushing,
-                "push-sum": PushSumming,
-                "permutation": Permuting,
-            }
-            return kinds[mode](job, link, flat, optimizer)
-    raise ValueError(f"{job.paradigm.name} has servers")

@@ -15,23 +15,20 @@ from mpi4py import MPI
 from hpcsync import outputs
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
-from hpcsync.job_paradigms import Stanza
-from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import Mean
 from hpcsync.learning.prediction import estimator
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.evaluator import Evaluator
-from hpcsync.mpi.layers import Layers, SeparatedLayers
+from hpcsync.mpi.exchanges import exchange, layers
+from hpcsync.mpi.layers import Read
 from hpcsync.mpi.monitor import Monitor
-from hpcsync.mpi.peer_exchange import Exchange, Outcome, exchange
+from hpcsync.mpi.peer_exchange import Outcome
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
-from hpcsync.mpi.separated import Separated
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.progress import Progress, console
@@ -45,16 +42,13 @@ class PeerSession(RankSession):
         self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
     ) -> None:
         self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
-        layers = _layers(comm, job, model)
-        super().__init__(comm, job, model, source_of_statistics=layers.first_below, layers=layers)
+        super().__init__(comm, job, layers(comm, job, model))
         self.worker = comm.rank
         self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
         self._division = create_division(job)
-        self._exchange: Exchange
-        if isinstance(layers, SeparatedLayers):
-            self._exchange = Separated(job, self._link, self.flat, optimizer, layers)
-        else:
-            self._exchange = exchange(job, self._link, self.flat, optimizer, self._end_of_backward, self._division)
+        self._exchange = exchange(
+            job, self._link, self.flat, optimizer, self._layers, self._end_of_backward, self._division
+        )
         self._exchange.show(1)
         # Others are all in MPI when something moves between them; only an evaluation may have to wait there.
         one_sided = self._exchange.one_sided
@@ -207,8 +201,8 @@ class PeerSession(RankSession):
     def _part(self) -> None:
         if self._times is not None:  # the script left between `backward` and `step`, and the others have this gradient
             self._end_iteration(math.nan)
-        self._exchange.end(early=self._in_step)
-        while self._in_step and not isinstance(self._exchange, Separated):  # there nobody goes on without the others
+        goes_along = self._exchange.end(early=self._in_step)
+        while self._in_step and goes_along:
             self._advance(0)
             self._share_out(None)
         self._link.say(wire.ENDED)
@@ -240,12 +234,6 @@ class PeerSession(RankSession):
             self._progression.close()
         self._exchange.free()
         self._link.free()
-
-
-def _layers(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> Layers:
-    if isinstance(job.paradigm, Stanza):
-        return SeparatedLayers(comm, model, job.paradigm.cut, job.groups)
-    return Layers(comm, model)
 
 
 class BookkeeperSession(PeerSession):
@@ -292,38 +280,20 @@ class BookkeeperSession(PeerSession):
 
     def _read(self, version: int, into: torch.Tensor) -> float | None:
         """For the evaluator: the mean of what all workers show; in step, of this version."""
-        return self._mean(into, self._link.comm.size, 2 + version if self._exchange.in_step else None)
+        serial = 2 + version if self._exchange.in_step else None
+        return self._layers.read(into, self._reading(self._link.comm.size, serial))
 
-    def _mean(self, into: torch.Tensor, reader: int, serial: int | None = None) -> float | None:
-        """The mean of all replicas; their consensus distance. None where one shows a later one than `serial`."""
-        if isinstance(self._layers, SeparatedLayers):
-            return 0.0 if self._join(self._layers.shown(into), reader, serial) else None
-        mean, replica, weight = Mean(into), torch.empty_like(into), into.new_empty(1)
-        for worker in range(self._link.comm.size):
-            if not self._read_one(worker, replica, weight, reader, serial):
-                return None
-            mean.add(replica, float(weight[0]))
-        return mean.distance
+    def _reading(self, reader: int, serial: int | None = None) -> Read:
+        """How this reader sees what a worker shows; it cannot where that is a later one than `serial`."""
 
-    def _join(self, halves: Sequence[tuple[int, Sequence[torch.Tensor]]], reader: int, serial: int | None) -> bool:
-        """Fill the parts of each half from what its worker shows."""
-        for worker, parts in halves:
-            half = torch.cat(list(parts))
-            if not self._read_one(worker, half, None, reader, serial):
-                return False
-            for part, values in zip(parts, half.split([len(part) for part in parts]), strict=True):
-                part.copy_(values)
-        return True
+        def read(worker: int, into: torch.Tensor, weight: torch.Tensor | None) -> bool:
+            while (found := self._link.exposure.read(worker, into, reader, weight)) != (serial or found):
+                if found > (serial or 0):
+                    return False
+                time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
+            return True
 
-    def _read_one(
-        self, worker: int, into: torch.Tensor, weight: torch.Tensor | None, reader: int, serial: int | None
-    ) -> bool:
-        """What this worker shows; False where that is a later one than `serial`."""
-        while (found := self._link.exposure.read(worker, into, reader, weight)) != (serial or found):
-            if found > (serial or 0):
-                return False
-            time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
-        return True
+        return read
 
     def _finish_training(self) -> None:
         """While the others wait patiently: evaluate the mean of the final weights, which is safe before that."""
@@ -332,10 +302,7 @@ class BookkeeperSession(PeerSession):
         self._progress.close()
         with on_signals(interrupt):
             self._trace.flush()
-            if isinstance(self._layers, SeparatedLayers):
-                self.flat = FlatModel(self._model)  # it has trained a half of it
-            distance = self._mean(self.flat.weights, self.rank)
-            assert distance is not None
+            distance = self._layers.complete(self.flat, self._reading(self.rank))
             if self._evaluate is not None:
                 outputs.save_weights(self.folder, self._model)
                 coordinator = self._coordinator

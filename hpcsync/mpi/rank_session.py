@@ -65,29 +65,19 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
 class RankSession(Session):
     """What all ranks have in common: one model to begin and to end with, and an end in which nobody is left behind.
 
-    All of rank 0's model becomes everybody's, of the `layers` that a rank has. Running statistics are not synchronised
-    during the run, and end as those of the rank `source_of_statistics`.
+    All of rank 0's model becomes everybody's, of the layers that a rank has. Running statistics are not synchronised
+    during the run.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        *,
-        source_of_statistics: int = 0,
-        layers: Layers | None = None,
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, job: Job, layers: Layers) -> None:
         self._comm = comm
         self._job = job
-        self._model = model
-        self._source_of_statistics = source_of_statistics
-        self._layers = layers or Layers(comm, model)
-        self.flat = FlatModel(self._layers.trained)
-        self.flat.model = model  # it is called as a whole
+        self._layers, self._model = layers, layers.model
+        self.flat = FlatModel(layers.trained)
+        self.flat.model = layers.model  # it is called as a whole
         self._optimizer: torch.optim.Optimizer | None = None
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
-        self._layers.share()
+        layers.share()
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
 
@@ -141,7 +131,7 @@ class RankSession(Session):
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
                 self._part()
-                self._layers.share(self._source_of_statistics)
+                self._layers.share(self._layers.first)
                 self._free()
                 self._layers.free()
                 self._conclude()

@@ -20,7 +20,7 @@ import torch
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Stanza
-from hpcsync.learning.cutting import activation_shape
+from hpcsync.learning.cutting import activation_shape, without_values
 from hpcsync.learning.data import fetch
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -28,13 +28,12 @@ from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed
 from hpcsync.mpi.crossing import Crossing, Rows
 from hpcsync.mpi.layers import SeparatedLayers
-from hpcsync.mpi.peer_exchange import Exchange, Outcome
+from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.mpi.reducer import Reducer
 from hpcsync.traces.schema import EVERYBODY, SEPARATED
 
 
-class Separated(Exchange):
+class Separated(Summing):
     """One half of the model, whose gradient is summed within the group that has it.
 
     Made in two steps: what crosses the cut is known when the loop begins (`prepare`).
@@ -43,23 +42,19 @@ class Separated(Exchange):
     go back: after that iteration all end.
     """
 
-    in_step = True
     one_sided = True
 
     def __init__(
         self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec, layers: SeparatedLayers
     ) -> None:
         assert isinstance(job.paradigm, Stanza)
-        super().__init__(job, link, flat, optimizer)
+        super().__init__(job, link, flat, optimizer, layers.group)
         self._layers, self._groups, self._pieces = layers, layers.groups, job.paradigm.micro_batches
         # What a piece takes: of what an iteration takes the device.
         forward, backward, above = job.paradigm.shares
         self._forward_share, self._backward_share = forward / self._pieces, backward / self._pieces
         self._fc_share = above / self._pieces
-        bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
-        self._reducer = Reducer(layers.group, flat, bucket_bytes, overlap=False, transport=link.transport)
-        self._may_overlap = job.cluster.compute is None and not layers.is_fc
-        self._prepared: tuple[int, Rows, list[Rows]] | None = None  # what a batch is: rows, at the cut, and beside them
+        self._prepared: list[Any] | None = None  # for batches of these tensors
         self._crossing: Crossing
         self._iterations: Iterations
         self._labels: Sequence[torch.Tensor] = ()  # of a convolution worker's batch
@@ -68,26 +63,25 @@ class Separated(Exchange):
         self._stop = False  # agreed on by the fully-connected workers: the next iteration is the last
 
     def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
-        layers, groups, dtype = self._layers, self._groups, self._flat.weights.dtype
         with torch.random.fork_rng(devices=[]):  # what a data set draws for it is not of the run
-            sample, *labels = fetch(dataset, np.zeros(1, np.int64))
-        activations = Rows(activation_shape(layers.below, sample), dtype)
-        others = [Rows(tuple(label.shape[1:]), label.dtype) for label in labels]
-        crossing = (batch_size, activations, others)
+            sample = fetch(dataset, np.zeros(1, np.int64))
+        batch = [(batch_size, *tensor.shape[1:], tensor.dtype) for tensor in sample]
         if self._prepared is not None:
-            if crossing != self._prepared:
+            if batch != self._prepared:
                 raise RuntimeError("shard: where layers are separated all loops must have batches of the same shape")
             return {}
-        self._prepared, self._iterations = crossing, iterations
-        self._crossing = Crossing(self._link, groups, batch_size, self._pieces, activations, others)
+        self._prepared, self._iterations = batch, iterations
+        layers, groups, dtype = self._layers, self._groups, self._flat.weights.dtype
+        activations = Rows(activation_shape(layers.below, sample[0]), dtype)
+        labels = [Rows(tuple(label.shape[1:]), label.dtype) for label in sample[1:]]
+        self._crossing = Crossing(self._link, groups, batch_size, self._pieces, activations, labels)
         if layers.is_fc:  # its gradient counts as the samples that it is given
             self._reducer.weight = self._crossing.n_served * groups.n_fc / groups.n_convolution
         else:
-            entering = torch.empty(1, *activations.shape, dtype=dtype)
-            self._output = Rows(activation_shape(layers.above, entering), dtype)
+            self._output = without_values(layers.above, torch.empty(batch_size, *activations.shape, dtype=dtype))
         layers.model.forward = self._compute_above if layers.is_fc else self._compute_below
         halves = (sum(p.nbytes for p in trainable(half)) for half in (layers.below, layers.above))
-        return dict(zip(SEPARATED, (*halves, activations.n_bytes, sum(other.n_bytes for other in others)), strict=True))
+        return dict(zip(SEPARATED, (*halves, activations.n_bytes, sum(label.n_bytes for label in labels)), strict=True))
 
     # ---- an iteration ----
 
@@ -114,7 +108,7 @@ class Separated(Exchange):
             self._iterations.rest(self._forward_share)
             self._crossing.send(piece, activations, [label.tensor_split(self._pieces)[piece] for label in self._labels])
             self._under_way.append(activations)
-        anchor = x.new_full((len(x), *self._output.shape), math.nan, dtype=self._output.dtype)
+        anchor = x.new_full(self._output.shape, math.nan, dtype=self._output.dtype)
         return _Elsewhere.apply(anchor.requires_grad_(), self)
 
     def go_on_below(self) -> None:
@@ -177,17 +171,18 @@ class Separated(Exchange):
 
     def show(self, serial: int) -> bool:
         """One of each group shows its half, which all of the group have."""
-        is_first = self._layers.group.rank == 0
-        return not is_first or self._link.exposure.publish(self._flat.weights, serial)
+        return self._layers.group.rank > 0 or super().show(serial)
 
-    def end(self, *, early: bool) -> None:
+    def end(self, *, early: bool) -> bool:
+        """Nobody can go on without the others."""
         if self._prepared is not None:
             del self._layers.model.forward
             if early:
                 self._crossing.leave()
+        return False
 
     def free(self) -> None:
-        self._reducer.close()
+        super().free()
         if self._prepared is not None:
             self._crossing.free()
 

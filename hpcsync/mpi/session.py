@@ -24,6 +24,7 @@ from hpcsync.learning.prediction import estimator
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda
 from hpcsync.mpi.evaluator import Evaluator
+from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.placement import Placement
@@ -40,7 +41,7 @@ class LinkedSession(RankSession):
 
     def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
         roles = Roles(job.cluster.servers, job.cluster.workers)
-        super().__init__(comm, job, model, source_of_statistics=roles.rank_of(0))
+        super().__init__(comm, job, Layers(comm, model, roles.rank_of(0)))
         contributors_read = isinstance(job.paradigm, Easgd)
         weights = self.flat.weights
         self._link = Link(

@@ -16,7 +16,9 @@ from mpi4py import MPI
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.validation import optimizer_spec
-from hpcsync.mpi.peer_exchange import Exchange, Pushing, exchange
+from hpcsync.mpi.exchanges import exchange
+from hpcsync.mpi.layers import Layers
+from hpcsync.mpi.peer_exchange import Exchange, Pushing
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.peers import drawing
 
@@ -45,7 +47,7 @@ def worker(comm: MPI.Intracomm, job: Job) -> Iterator[tuple[Exchange, torch.Tens
     """This rank's exchange, and its weights."""
     flat = FlatModel(torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64))
     link = PeerLink(comm, flat.size, flat.weights.dtype)
-    made = exchange(job, link, flat, optimizer_spec(job), lambda: None)
+    made = exchange(job, link, flat, optimizer_spec(job), Layers(comm, flat.model), lambda: None)
     yield made, flat.weights
     comm.Barrier()
     made.free()
