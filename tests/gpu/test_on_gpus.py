@@ -26,6 +26,11 @@ from tests.mpi.test_peer_session import (  # noqa: F401
     test_any_split_is_the_whole_batch,
     test_averaging_after_every_step_is_synchronous_sgd,
 )
+from tests.mpi.test_stanza import (  # noqa: F401
+    test_evaluations_are_of_both_halves,
+    test_the_weights_are_those_of_one_process_and_of_the_simulation,
+    test_whoever_trains_a_half_has_the_same_and_no_convolution_worker_the_upper_one,
+)
 from tests.mpi.test_tensor_window import (  # noqa: F401
     test_ranks_may_expose_different_sizes_and_nothing,
     test_runs_in_step_have_the_same_bits,
