@@ -11,6 +11,7 @@ from hpcsync.job_errors import JobError, shown
 from hpcsync.job_table import Count, NotNegative, Positive, Share, Table
 from hpcsync.planning.commit_rate import most_commits
 from hpcsync.planning.groups import Groups
+from hpcsync.planning.halves import Times
 
 # ---- with a parameter server ----
 
@@ -363,9 +364,7 @@ class Stanza(Table):
     def shares(self) -> tuple[float, float, float]:
         """Of what an iteration of the whole model takes: the forward pass below the cut, the backward pass there, and
         what is above it. A script that does not pad its iterations need not know them."""
-        above = self.fc_share or 0.0
-        forward = (1.0 - above) * self.forward_share
-        return forward, 1.0 - above - forward, above
+        return Times.of(1.0, self.fc_share or 0.0, self.forward_share)[:3]
 
     def groups(self, n_workers: int) -> Groups:
         """Who is what, once that is chosen."""

@@ -10,6 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator,
 
 from hpcsync.job_errors import JobError
 from hpcsync.job_table import Count, NotNegative, Table, matching
+from hpcsync.planning.halves import Shape
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 
@@ -103,6 +104,10 @@ class Timing(Table):
         if classifier >= (parameters := info.data.get("parameters", math.inf)):
             raise ValueError(f"must be less than workload.parameters = {parameters}")
         return classifier
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.parameters - self.classifier, self.classifier, self.activations)
 
 
 class Function(Table):

@@ -18,8 +18,9 @@ from hpcsync.bench.machine import machine
 from hpcsync.job_errors import JobError, in_one_line, shown
 from hpcsync.job_table import NotNegative, Positive, Table
 from hpcsync.learning import architectures
-from hpcsync.learning.profiling import Times, measured
+from hpcsync.learning.profiling import measured
 from hpcsync.learning.workloads import cross_entropy
+from hpcsync.planning.halves import Shape, Times
 from hpcsync.planning.node_assignment import Layout, Links, Plan, Profile, choose, faster, without_separation
 
 MILLISECONDS = "milliseconds of a batch"
@@ -54,16 +55,7 @@ def stanza(asked: Asked) -> None:
     console = Console(highlight=False)
     times, source = _times(asked, console)
     shape = architectures.shape(asked.model)
-    profile = Profile(
-        times.conv_forward_s,
-        times.conv_backward_s,
-        times.fc_s,
-        shape.conv_parameters,
-        shape.fc_parameters,
-        shape.activations,
-        asked.batch,
-        fc_fixed_s=times.fc_fixed_s,
-    )
+    profile = Profile.of(times, shape, asked.batch)
     links = Links(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
     plan = choose(profile, links, asked.nodes, micro_batches=asked.micro_batches)
     others = without_separation(profile, links, asked.nodes)
@@ -112,11 +104,9 @@ def _times(asked: Asked, console: Console) -> tuple[Times, str]:
     if asked.profile is not None:
         return _read(asked.profile), f"from {asked.profile}"
     if asked.samples_per_second is not None:
-        batch_s = asked.batch / asked.samples_per_second
-        fc_s = architectures.shape(asked.model).fc_share * batch_s
-        forward_s = (batch_s - fc_s) / 3
+        times = Times.of(asked.batch / asked.samples_per_second, architectures.shape(asked.model).fc_share)
         how = "shared out by floating-point operations, backward passes counted twice"
-        return Times(forward_s, 2 * forward_s, fc_s), f"of {asked.samples_per_second:g} samples/s, {how}"
+        return times, f"of {asked.samples_per_second:g} samples/s, {how}"
     console.print(f"measuring {asked.model} ...", markup=False)
     halves = architectures.build(asked.model, "cpu")
     images = torch.randn(asked.batch, *architectures.ARCHITECTURES[asked.model].image)
@@ -144,7 +134,7 @@ def _read(path: Path) -> Times:
 # ---- what is said ----
 
 
-def _about(asked: Asked, shape: architectures.Shape, times: Times, source: str) -> list[str]:
+def _about(asked: Asked, shape: Shape, times: Times, source: str) -> list[str]:
     pieces = f", in {asked.micro_batches} pieces" if asked.micro_batches > 1 else ""
     fixed = f" (of which {_ms(times.fc_fixed_s)} for any number of samples)" if times.fc_fixed_s else ""
     return [
@@ -196,7 +186,7 @@ def _ms(seconds: float) -> str:
 
 
 def _numbers(
-    asked: Asked, shape: architectures.Shape, times: Times, source: str, plan: Plan, others: Sequence[Layout]
+    asked: Asked, shape: Shape, times: Times, source: str, plan: Plan, others: Sequence[Layout]
 ) -> dict[str, Any]:
     paths = {"profile", "json"}
     return {

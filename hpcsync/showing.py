@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpcsync.job import Job, Script, Timing
+from hpcsync.job import Job, Script
 from hpcsync.job_cluster import Change, Cluster, Network
 from hpcsync.job_compression import RandomK, TopK
 from hpcsync.job_paradigms import (
@@ -36,13 +35,11 @@ from hpcsync.job_paradigms import (
     Stanza,
 )
 from hpcsync.learning import compressing
-from hpcsync.learning.cutting import activation_shape, cut
-from hpcsync.learning.data import fetch
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
-from hpcsync.separating import resolved
+from hpcsync.separating import divided, fc_share, resolved
 
 EVENTS_SHOWN = 5
 
@@ -124,24 +121,16 @@ def _move_rows(
 def _crossing_rows(job: Job, paradigm: Stanza, workload: Workload) -> list[tuple[str, str]]:
     """Where layers are separated."""
     assert not isinstance(job.workload, Script)
-    itemsize = trainable(workload.model)[0].element_size()
-    if isinstance(job.workload, Timing):
-        n_above, activations, label_bytes = job.workload.classifier, job.workload.activations, np.int64().nbytes
-        n_below = job.workload.parameters - n_above
-    else:
-        assert workload.train is not None
-        halves = cut(workload.model, paradigm.cut)
-        x, *labels = fetch(workload.train, np.zeros(1, np.int64))
-        n_below, n_above = (sum(p.numel() for p in trainable(half)) for half in halves)
-        activations = math.prod(activation_shape(halves.below, x))
-        label_bytes = sum(label.nbytes for label in labels)
-    one_fc = job.model_copy(update={"paradigm": paradigm.model_copy(update={"fc_workers": 1})})  # no matter how many
-    share = getattr(resolved(one_fc, workload).paradigm, "fc_share", math.nan)
-    back = job.workload.batch_size * activations * itemsize
-    there = back + job.workload.batch_size * label_bytes
+    shape = divided(job, workload).shape
+    share = fc_share(job, shape)
+    back = job.workload.batch_size * shape.activation_bytes
+    there = back + job.workload.batch_size * shape.label_bytes
     pieces = "" if paradigm.micro_batches == 1 else f", in {paradigm.micro_batches} pieces"
     return [
-        ("the cut", f"{paradigm.cut}: {n_above:,} parameters from there on, {100 * share:.3g} % of the computation"),
+        (
+            "the cut",
+            f"{paradigm.cut}: {shape.fc_parameters:,} parameters from there on, {100 * share:.3g} % of the computation",
+        ),
         (
             "an iteration moves",
             f"{there:,} bytes of activations and labels from each convolution worker, and {back:,} of their gradients "
@@ -149,7 +138,7 @@ def _crossing_rows(job: Job, paradigm: Stanza, workload: Workload) -> list[tuple
         ),
         (
             "gradients",
-            f"{n_below * itemsize:,} bytes, summed among convolution workers, and {n_above * itemsize:,}, among "
+            f"{shape.conv_bytes:,} bytes, summed among convolution workers, and {shape.fc_bytes:,}, among "
             "fully-connected ones",
         ),
     ]

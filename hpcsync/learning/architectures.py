@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from hpcsync.job_errors import JobError, did_you_mean, shown
-from hpcsync.learning.cutting import Halves, activation_shape, cut, flops
+from hpcsync.learning import cutting
+from hpcsync.planning.halves import Shape
 
 
 class Architecture(NamedTuple):
@@ -32,34 +32,15 @@ ARCHITECTURES = {
 }
 
 
-class Shape(NamedTuple):
-    """parameters: of the trainable ones below and above the cut. activations: numbers at the cut, of a sample.
-    flops: of a sample's forward pass."""
-
-    conv_parameters: int
-    fc_parameters: int
-    activations: int
-    conv_flops: int
-    fc_flops: int
-
-    @property
-    def fc_share(self) -> float:
-        """Of an iteration's computation, by operations; backward passes have as many times those of forward ones."""
-        return self.fc_flops / (self.conv_flops + self.fc_flops)
-
-
 @functools.cache
 def shape(name: str) -> Shape:
-    """Of a network, by the meta device. Raises JobError, as `build` does."""
+    """Of a network, by the meta device; its labels are numbers of classes. Raises JobError, as `build` does."""
     halves = build(name)
-    x = torch.empty(1, *ARCHITECTURES[name].image, device="meta")
-    at_cut = activation_shape(halves.below, x)
-    conv, fc = (sum(p.numel() for p in half.parameters() if p.requires_grad) for half in halves)
-    entering = torch.empty(1, *at_cut, device="meta")
-    return Shape(conv, fc, math.prod(at_cut), flops(halves.below, x), flops(halves.above, entering))
+    image = torch.empty(1, *ARCHITECTURES[name].image, device="meta")
+    return cutting.shape(halves, (image, torch.zeros(1, dtype=torch.long)))
 
 
-def build(name: str, device: str = "meta") -> Halves:
+def build(name: str, device: str = "meta") -> cutting.Halves:
     """A network's halves; off the meta device with random weights. Raises JobError for a name that is none, or without
     torchvision."""
     if name not in ARCHITECTURES:
@@ -70,7 +51,7 @@ def build(name: str, device: str = "meta") -> Halves:
     models = _torchvision_models(name)
     with torch.device(device):
         model: nn.Module = _inception_v3(models) if name == "inception_v3" else getattr(models, name)()
-    return cut(model, architecture.cut)
+    return cutting.cut(model, architecture.cut)
 
 
 def _inception_v3(models: Any) -> nn.Module:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpcsync.job_errors import did_you_mean
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.replica import Loss
+from hpcsync.planning.halves import Shape
 
 
 class Halves(NamedTuple):
@@ -254,6 +255,22 @@ def flops(half: nn.Module, x: torch.Tensor) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         _on_meta(half)(x.to("meta"))
     return int(counter.get_total_flops())
+
+
+def shape(halves: Halves, batch: Sequence[torch.Tensor]) -> Shape:
+    """How large they are. batch: samples, and what else the loss needs. Raises ValueError, as `activation_shape`."""
+    x, *labels = (tensor[:1] for tensor in batch)
+    below, above = (trainable(half) for half in halves)
+    at_cut = activation_shape(halves.below, x)
+    return Shape(
+        sum(p.numel() for p in below),
+        sum(p.numel() for p in above),
+        math.prod(at_cut),
+        sum(label.nbytes for label in labels),
+        below[0].element_size(),
+        flops(halves.below, x),
+        flops(halves.above, torch.empty(1, *at_cut, dtype=below[0].dtype, device="meta")),
+    )
 
 
 def check_cut(model: nn.Module, halves: Halves, loss: Loss, batch: Sequence[torch.Tensor]) -> None:

@@ -5,24 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
 
 import torch
 
 from hpcsync.learning.cutting import Halves
 from hpcsync.learning.replica import Loss
+from hpcsync.planning.halves import Times
 
 REPEATED = 3, 9  # times at least and at most, after one to warm up
 ENOUGH_S = 10.0  # within the most
-
-
-class Times(NamedTuple):
-    """fc_s: forward and backward pass above the cut; fc_fixed_s of it is the same for any number of samples."""
-
-    conv_forward_s: float
-    conv_backward_s: float
-    fc_s: float
-    fc_fixed_s: float = 0.0
 
 
 MORE = 4  # times as many samples, to tell what is the same for any number of them

@@ -43,6 +43,7 @@ import math
 from typing import NamedTuple
 
 from hpcsync.planning.groups import Groups
+from hpcsync.planning.halves import LABEL_BYTES, Shape, Times
 
 
 class Profile(NamedTuple):
@@ -59,9 +60,14 @@ class Profile(NamedTuple):
     fc_parameters: int
     activations: int
     batch: int
-    label_bytes: int = 8
+    label_bytes: int = LABEL_BYTES
     itemsize: int = 4
     fc_fixed_s: float = 0.0
+
+    @classmethod
+    def of(cls, times: Times, shape: Shape, batch: int) -> Profile:
+        sizes = (shape.conv_parameters, shape.fc_parameters, shape.activations)
+        return cls(*times[:3], *sizes, batch, shape.label_bytes, shape.itemsize, times.fc_fixed_s)
 
     @property
     def batch_s(self) -> float:

@@ -7,16 +7,14 @@ all of them; batches, generators and running statistics are each worker's own.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
-from hpcsync.job import Job, Timing
+from hpcsync.job import Job
 from hpcsync.job_paradigms import Stanza
-from hpcsync.learning.cutting import activation_shape, cut
-from hpcsync.learning.data import fetch
+from hpcsync.learning import cutting
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica
@@ -25,27 +23,12 @@ from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gradients import Own, own_batches
 from hpcsync.simulator.peer_arithmetic import Evaluation, Judged, Nothing
 
-LABEL_BYTES = 8  # of a sample, where there is no arithmetic
-
-
-class Sizes(NamedTuple):
-    """Bytes, in the order of a trace's attributes `SEPARATED`: of the weights below the cut and above it; of a sample's
-    activations there, and of its labels.
-    """
-
-    below: int
-    above: int
-    activations: int
-    labels: int
-
 
 class Separated(Judged, Protocol):
     """The numbers of one iteration after the other.
 
     Of an iteration all convolution workers go forward, then fully-connected workers compute, then the former go back.
     """
-
-    sizes: Sizes
 
     def forward(self, worker: int) -> None:
         """The activations of this convolution worker's next batch."""
@@ -61,12 +44,6 @@ class Separated(Judged, Protocol):
 
 
 class NothingSeparated(Nothing):
-    def __init__(self, job: Job) -> None:
-        assert isinstance(job.workload, Timing)
-        above, itemsize = job.workload.classifier, torch.float32.itemsize
-        below = job.workload.parameters - above
-        self.sizes = Sizes(below * itemsize, above * itemsize, job.workload.activations * itemsize, LABEL_BYTES)
-
     def forward(self, worker: int) -> None: ...
 
     def compute(self, fc: int) -> float:
@@ -87,10 +64,6 @@ class _Half:
         self._rule = Descent(OptimizerSpec.of_job(job))
         self._rule.bind(nn.Parameter(self.flat.weights))  # in the same memory
 
-    @property
-    def n_bytes(self) -> int:
-        return self.flat.weights.nbytes
-
     def contribute(self, worker: int, weight: float = 1.0) -> None:
         """The flat gradient is the worker's, and counts so many times in the mean."""
         slot = self._slots[worker].copy_(self.flat.gradient)
@@ -105,14 +78,13 @@ class _Half:
 class Halves:
     """Both halves of the model. Memory: beside them, what autograd keeps of all workers' batches at once."""
 
-    def __init__(self, job: Job, workload: Workload) -> None:
-        assert isinstance(job.paradigm, Stanza) and workload.train is not None
+    def __init__(self, job: Job, workload: Workload, halves: cutting.Halves) -> None:
+        assert isinstance(job.paradigm, Stanza)
         self._groups, self._n_pieces = job.groups, job.paradigm.micro_batches
         self._parameters = trainable(workload.model)
         self._evaluation = Evaluation(workload)
-        below, above = cut(workload.model, job.paradigm.cut)
-        self._below = _Half(below, job, self._groups.convolution)
-        self._above = _Half(above, job, self._groups.fc)
+        self._below = _Half(halves.below, job, self._groups.convolution)
+        self._above = _Half(halves.above, job, self._groups.fc)
         self._replica = Replica(self._above.flat, workload.loss)
         takers = enumerate(self._groups.convolution)
         self._batches = {
@@ -121,12 +93,6 @@ class Halves:
         self._crossing: dict[int, list[torch.Tensor]] = {}  # convolution worker -> activations of each piece
         self._labels: dict[int, list[tuple[torch.Tensor, ...]]] = {}  # so
         self._back: dict[int, list[torch.Tensor]] = {}  # so: the activations' gradients
-        self.sizes = self._sizes(fetch(workload.train, np.zeros(1, np.int64)))
-
-    def _sizes(self, sample: Any) -> Sizes:
-        x, *labels = sample
-        activations = math.prod(activation_shape(self._below.model, x)) * self._below.flat.weights.itemsize
-        return Sizes(self._below.n_bytes, self._above.n_bytes, activations, sum(label.nbytes for label in labels))
 
     def forward(self, worker: int) -> None:
         with self._below.own[worker].in_use():
@@ -167,8 +133,3 @@ class Halves:
         """The weights are in the workload's model. Running statistics end as each group's first worker's."""
         for half in (self._below, self._above):
             next(iter(half.own.values())).leave()
-
-
-def separated(job: Job, workload: Workload) -> Separated:
-    """The arithmetic of this job, whose workload is `workload`."""
-    return NothingSeparated(job) if workload.loss is None else Halves(job, workload)

@@ -18,11 +18,12 @@ from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import sent_in_a_ring
+from hpcsync.separating import divided
 from hpcsync.simulator.links import Workers, own_share
 from hpcsync.simulator.peer_arithmetic import Judged
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
-from hpcsync.simulator.separated_arithmetic import separated
-from hpcsync.traces.schema import EVERYBODY, SEPARATED
+from hpcsync.simulator.separated_arithmetic import Halves, NothingSeparated, Separated
+from hpcsync.traces.schema import EVERYBODY
 
 
 class _Pieces:
@@ -64,13 +65,15 @@ class StanzaSimulation(PeerSimulation):
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
         assert isinstance(job.paradigm, Stanza)
-        self._separated = separated(job, workload)
+        model = divided(job, workload)
+        self._separated: Separated = NothingSeparated() if model.halves is None else Halves(job, workload, model.halves)
         self._lr = learning_rate(job)
-        groups, sizes = job.groups, self._separated.sizes
-        self.attributes = dict(zip(SEPARATED, sizes, strict=True))
+        groups, shape = job.groups, model.shape
+        self.attributes = shape.attributes()
         self._n_convolution = groups.n_convolution
-        self._fc = _Group(groups.fc, sizes.above, sizes.activations, is_fc=True)
-        self._convolution = _Group(groups.convolution, sizes.below, sizes.activations + sizes.labels, is_fc=False)
+        self._fc = _Group(groups.fc, shape.fc_bytes, shape.activation_bytes, is_fc=True)
+        row_bytes = shape.activation_bytes + shape.label_bytes
+        self._convolution = _Group(groups.convolution, shape.conv_bytes, row_bytes, is_fc=False)
         self._group_of = [self._fc if groups.is_fc(worker) else self._convolution for worker in range(groups.n_workers)]
         self._partners = [groups.served(fc) for fc in groups.fc]  # of each worker: to whom it sends
         self._partners += [range(fc := groups.fc_of(worker), fc + 1) for worker in groups.convolution]

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hpcsync.planning.halves import SEPARATED as SEPARATED
+
 FORMAT = "hpcsync-trace"
 FORMAT_VERSION = 4
 
@@ -142,10 +144,6 @@ EVALUATIONS = np.dtype(
 MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("change", "<i1")])
 
 CLOCKS = np.dtype([("rank", "<i4"), ("host", "S64"), ("offset_s", "<f8"), ("uncertainty_s", "<f8")])
-
-# Root attributes of a run that separates layers, in bytes: of the weights below the cut and above it, and of what a
-# sample sends across, activations and labels.
-SEPARATED = ("stanza_conv_bytes", "stanza_fc_bytes", "stanza_activation_bytes", "stanza_label_bytes")
 
 TABLES = {
     "pushes": PUSHES,

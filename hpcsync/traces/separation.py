@@ -12,9 +12,9 @@ import numpy as np
 
 from hpcsync.job import Script
 from hpcsync.planning.groups import Groups
+from hpcsync.planning.halves import SEPARATED
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.reports import Reports
-from hpcsync.traces.schema import SEPARATED
 
 
 class Crossing(NamedTuple):

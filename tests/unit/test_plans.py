@@ -10,8 +10,8 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hpcsync import cli, plans
-from hpcsync.learning.profiling import Times
 from hpcsync.planning.groups import Groups
+from hpcsync.planning.halves import Times
 from hpcsync.planning.node_assignment import Links, Profile, choose, stanza_s, without_separation
 
 ASKED = {"--model": "alexnet", "--nodes": "10", "--bandwidth-gbit": "10", "--batch": "128"}

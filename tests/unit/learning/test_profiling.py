@@ -8,8 +8,9 @@ from torch import nn
 
 from hpcsync.learning import profiling
 from hpcsync.learning.cutting import Halves
-from hpcsync.learning.profiling import Times, fixed, measured
+from hpcsync.learning.profiling import fixed, measured
 from hpcsync.learning.workloads import cross_entropy
+from hpcsync.planning.halves import Times
 
 
 class Clock:

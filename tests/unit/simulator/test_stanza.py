@@ -17,11 +17,12 @@ from hpcsync.learning.data import batch_indices, batches
 from hpcsync.learning.replica import worker_seed
 from hpcsync.learning.workloads import Workload, build, half_squared_error
 from hpcsync.planning import node_assignment
+from hpcsync.planning.halves import SEPARATED
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.simulator.run import prepare
 from hpcsync.simulator.separated_arithmetic import Halves, _Half
-from hpcsync.traces.schema import EVERYBODY, SEPARATED, TABLES
+from hpcsync.traces.schema import EVERYBODY, TABLES
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import simulate
 from tests.unit.simulator.test_peers import Recorder

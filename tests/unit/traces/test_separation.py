@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from hpcsync.job import Script
+from hpcsync.planning.halves import SEPARATED
 from hpcsync.traces.audit import audit
-from hpcsync.traces.schema import EVERYBODY, SEPARATED
+from hpcsync.traces.schema import EVERYBODY
 from tests.unit.traces.peer_recorder import in_memory, peer_job, simulated
 from tests.unit.traces.recorder import as_trace, attributes, edit, with_rows, with_status
 
