@@ -120,8 +120,8 @@ def own_share(job: Job, worker: int) -> float:
     """Of what an iteration of the whole model takes, what this worker's own part does: all of it, or of one half."""
     if not isinstance(job.paradigm, Stanza):
         return 1.0
-    assert job.paradigm.fc_share is not None
-    return job.paradigm.fc_share if job.groups.is_fc(worker) else 1.0 - job.paradigm.fc_share
+    forward, backward, above = job.paradigm.shares
+    return above if job.groups.is_fc(worker) else forward + backward
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import sent_in_a_ring
 from hpcsync.separating import divided
-from hpcsync.simulator.links import Workers, own_share
+from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
 from hpcsync.simulator.separated_arithmetic import Halves, NothingSeparated, Separated
@@ -31,27 +31,31 @@ class _Pieces:
 
     come:  of each worker from which they come, how many have. taken: how many it has computed with.
     ready: whether it would compute with the next one now.
-    compute_s: what an iteration takes it, without waiting.
+    device_s: what an iteration of the whole model takes it.
     """
 
-    __slots__ = ("come", "compute_s", "ready", "taken")
+    __slots__ = ("come", "device_s", "ready", "taken")
 
     def __init__(self, sources: Iterable[int]) -> None:
         self.come = dict.fromkeys(sources, 0)
         self.taken = 0
         self.ready = False
-        self.compute_s = 0.0
+        self.device_s = 0.0
 
 
 class _Group:
     """Workers that have the same half, above the cut (is_fc) or below it.
 
-    size_bytes: of its weights. row_bytes: of what its workers send of a sample. n_computing: how many have yet to come
-    to the next all-reduce. n_steps: made.
+    size_bytes: of its weights. row_bytes: of what its workers send of a sample. before, after: shares of what an
+    iteration of the whole model takes: computed before it needs what comes from others, and with that. n_computing: how
+    many have yet to come to the next all-reduce. n_steps: made.
     """
 
-    def __init__(self, workers: range, size_bytes: int, row_bytes: int, *, is_fc: bool) -> None:
+    def __init__(
+        self, workers: range, size_bytes: int, row_bytes: int, before: float, after: float, *, is_fc: bool
+    ) -> None:
         self.is_fc = is_fc
+        self.before, self.after = before, after
         self.workers = workers
         self.size_bytes, self.row_bytes = size_bytes, row_bytes
         self.n_computing = len(workers)
@@ -71,9 +75,10 @@ class StanzaSimulation(PeerSimulation):
         groups, shape = job.groups, model.shape
         self.attributes = shape.attributes()
         self._n_convolution = groups.n_convolution
-        self._fc = _Group(groups.fc, shape.fc_bytes, shape.activation_bytes, is_fc=True)
-        row_bytes = shape.activation_bytes + shape.label_bytes
-        self._convolution = _Group(groups.convolution, shape.conv_bytes, row_bytes, is_fc=False)
+        forward, backward, above = job.paradigm.shares
+        there, back = shape.activation_bytes + shape.label_bytes, shape.activation_bytes
+        self._fc = _Group(groups.fc, shape.fc_bytes, back, 0.0, above, is_fc=True)
+        self._convolution = _Group(groups.convolution, shape.conv_bytes, there, forward, backward, is_fc=False)
         self._group_of = [self._fc if groups.is_fc(worker) else self._convolution for worker in range(groups.n_workers)]
         self._partners = [groups.served(fc) for fc in groups.fc]  # of each worker: to whom it sends
         self._partners += [range(fc := groups.fc_of(worker), fc + 1) for worker in groups.convolution]
@@ -83,8 +88,7 @@ class StanzaSimulation(PeerSimulation):
             for source, partners in enumerate(self._partners)
             for target in partners
         }
-        self._n_pieces, self._forward_share = job.paradigm.micro_batches, job.paradigm.forward_share
-        self._shares = [own_share(job, worker) for worker in range(groups.n_workers)]
+        self._n_pieces = job.paradigm.micro_batches
         self._last = math.inf  # iteration
 
     @property
@@ -111,12 +115,11 @@ class StanzaSimulation(PeerSimulation):
     def _draw(self, worker: int) -> None:
         """The worker's computation begins: how long it will take."""
         load = self._n_samples(worker) / self._batch_size
-        device_s = self._workers[worker].device.seconds(self._loop.now_s, load)
-        self._pieces[worker].compute_s = self._shares[worker] * device_s
+        self._pieces[worker].device_s = self._workers[worker].device.seconds(self._loop.now_s, load)
 
     def _forward(self, worker: int, piece: int) -> None:
         """A convolution worker computes a piece, the first is 1, of its batch."""
-        piece_s = self._forward_share * self._pieces[worker].compute_s / self._n_pieces
+        piece_s = self._group_of[worker].before * self._pieces[worker].device_s / self._n_pieces
         self._loop.after(piece_s, self._forwarded, worker, piece)
 
     def _forwarded(self, worker: int, piece: int) -> None:
@@ -140,13 +143,12 @@ class StanzaSimulation(PeerSimulation):
 
     def _take(self, worker: int) -> None:
         """Compute with the next piece, if it is there and the worker is free."""
-        pieces, is_fc = self._pieces[worker], self._group_of[worker].is_fc
+        pieces, group = self._pieces[worker], self._group_of[worker]
         if pieces.ready and min(pieces.come.values()) > pieces.taken:
             pieces.ready = False
-            if is_fc and pieces.taken % self._n_pieces == 0:
+            if group.is_fc and pieces.taken % self._n_pieces == 0:
                 self._draw(worker)
-            share = 1.0 if is_fc else 1.0 - self._forward_share
-            self._loop.after(share * pieces.compute_s / self._n_pieces, self._taken, worker)
+            self._loop.after(group.after * pieces.device_s / self._n_pieces, self._taken, worker)
 
     def _taken(self, worker: int) -> None:
         pieces = self._pieces[worker]
@@ -199,8 +201,9 @@ class StanzaSimulation(PeerSimulation):
         return self._n_samples(worker) * group.row_bytes + sent_in_a_ring(group.size_bytes, len(group.workers))
 
     def _spent(self, worker: int) -> tuple[float, float]:
-        pieces, state = self._pieces[worker], self._workers[worker]
-        return pieces.compute_s, max(0.0, state.end_s - state.begin_s - pieces.compute_s)
+        group, state = self._group_of[worker], self._workers[worker]
+        compute_s = (group.before + group.after) * self._pieces[worker].device_s
+        return compute_s, max(0.0, state.end_s - state.begin_s - compute_s)
 
     def _is_last(self, iteration: int) -> bool:
         reached = self._job.stop.reached(samples=self._samples(iteration), updates=iteration)
