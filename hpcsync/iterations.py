@@ -10,7 +10,6 @@ from typing import Any
 
 from hpcsync.devices import device
 from hpcsync.job import Job
-from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.data import batches, fetch, sequence_indices, whole_batches
 
 CALL_S = 5e-4  # from one call while padding to the next
@@ -117,24 +116,15 @@ class Iterations:
                 time.sleep(min(left_s, CALL_S))
 
     def _alike(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
-        if isinstance(self._job.paradigm, Stanza):
-            return self._by_group(dataset, batch_size, epochs)
         if dataset is None:
             return iter(lambda: (batch_size, ()), None)  # without end
-        n_workers, seed = self._job.cluster.workers, self._job.seed
-        mine = batches(dataset, seed, self._worker, n_workers=n_workers, batch_size=batch_size, epochs=epochs)
-        return ((batch_size, batch) for batch in mine)
-
-    def _by_group(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
-        """Under layer separation all make as many iterations; batches that not all convolution workers have are left
-        out. A fully-connected worker takes none, and computes with those of others."""
-        groups, seed = self._job.groups, self._job.seed
-        n_batches = len(epochs) * whole_batches(batch_size, len(dataset))
-        n_iterations = min(n_batches // groups.n_convolution, sys.maxsize)
-        if groups.is_fc(self._worker):
-            return repeat((batch_size * len(groups.served(self._worker)), ()), n_iterations)
-        number, n_takers = self._worker - groups.n_fc, groups.n_convolution
-        mine = batches(dataset, seed, number, n_workers=n_takers, batch_size=batch_size, epochs=epochs)
+        job, takers, n_iterations = self._job, self._job.takers, sys.maxsize
+        if len(takers) < job.cluster.workers:  # all make as many iterations: what not all takers have is left out
+            n_iterations = min(len(epochs) * whole_batches(batch_size, len(dataset)) // len(takers), sys.maxsize)
+        if self._worker not in takers:  # it computes with those of others
+            return repeat((batch_size * len(job.groups.served(self._worker)), ()), n_iterations)
+        number, n_takers = takers.index(self._worker), len(takers)
+        mine = batches(dataset, job.seed, number, n_workers=n_takers, batch_size=batch_size, epochs=epochs)
         return ((batch_size, batch) for batch in islice(mine, n_iterations))
 
     def _next_ones(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:

@@ -190,7 +190,12 @@ class Job(Table):
         return self.paradigm.groups(self.cluster.workers)
 
     @property
-    def together(self) -> bool:
+    def takers(self) -> range:
+        """The workers that take batches: all, or under layer separation the convolution workers."""
+        return self.groups.convolution if isinstance(self.paradigm, Stanza) else range(self.cluster.workers)
+
+    @property
+    def one_model(self) -> bool:
         """Whether all workers make the same step at once, where there is no server."""
         return isinstance(self.paradigm, AllReduce | Stanza)
 

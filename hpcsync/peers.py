@@ -19,7 +19,7 @@ from typing import NamedTuple
 from hpcsync.coordinator import Recorder
 from hpcsync.deciding import create_allocator
 from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import Gossip, Stanza
+from hpcsync.job_paradigms import Gossip
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.batches import Allocated, Allocator, Estimate
@@ -30,7 +30,8 @@ class Exchanged(NamedTuple):
     """A worker's iteration, and the exchange that ended it. Seconds are on worker 0's clock, from the start of the run.
 
     peer:       the other worker; itself if it drew itself; EVERYBODY or NOBODY of `traces.schema`.
-    begin_s, end_s: the worker's own computation, padding included (compute_s is their difference).
+    begin_s, end_s: of the worker's own computation. compute_s: that, padding included; less than their difference where
+    layers are separated, and the worker also waits in between.
     wait_s:     for others; comm_s: transfers.
     wire_bytes: that this worker's transfers moved.
     n_received: models, or gradients, of others that came into its weights.
@@ -85,16 +86,16 @@ class Lockstep:
     def __init__(self, job: Job) -> None:
         self.samples = 0
         self.updates = 0
-        self._n_contributing = job.cluster.workers
+        self._n_contributing = len(job.takers)
         self._batch_size = None if isinstance(job.workload, Script) else job.workload.batch_size
-        self._together = job.together
+        self._one_model = job.one_model
         self._stop = job.stop
 
     def exchanged(self, n_contributing: int, n_steps: int, n_samples: int) -> None:
         """What all have done together since the exchange before."""
         self._n_contributing = n_contributing
         self.samples += n_samples
-        self.updates += min(1, n_steps) if self._together else n_steps
+        self.updates += min(1, n_steps) if self._one_model else n_steps
 
     def enough(self, since: int = 0) -> bool:
         """Whether training is over so many iterations after the last exchange."""
@@ -181,11 +182,10 @@ class PeerCoordinator:
         self._stop = job.stop
         self._n_workers = n_workers
         self._lr, self._rate = learning_rate(job), worker_rate(job)
-        self._together = job.together
-        everybody = range(n_workers)
-        # Under layer separation the same samples pass through both groups, and the second one has the loss.
-        separated = isinstance(job.paradigm, Stanza)
-        self._counting, self._judging = (job.groups.convolution, job.groups.fc) if separated else (everybody, everybody)
+        self._one_model = job.one_model
+        # Under layer separation the samples of those who take batches pass through the others too, who have the loss.
+        self._counting = job.takers
+        self._judging = range(self._counting.start) or self._counting
         self._own_samples = [0] * n_workers
         self._iterations = [0] * n_workers
         self._round: dict[int, list[Exchanged]] = {}  # of all together: iteration -> who has reported it
@@ -206,7 +206,7 @@ class PeerCoordinator:
         self._iterations[r.worker] = r.iteration
         if r.worker in self._judging:
             self.last_loss = r.loss
-        if self._together:
+        if self._one_model:
             reports = self._round.setdefault(r.iteration, [])
             reports.append(r)
             if len(reports) >= len(self.active):  # otherwise one of them is missing
@@ -252,7 +252,7 @@ class PeerCoordinator:
 
     def _update(self, now_s: float, reports: list[Exchanged]) -> None:
         worker, iteration = reports[0].worker, reports[0].iteration
-        if self._together:
+        if self._one_model:
             lr = self._lr(self.samples, self.version, self._n_workers)
         else:
             lr = self._rate(self._own_samples[worker], iteration - 1)

@@ -165,7 +165,7 @@ class PeerSession(RankSession):
 
     def _next_rate(self) -> float:
         """Of one model's next step, or of this replica's, for which the others count as being as far as it is."""
-        if self._job.together:
+        if self._job.one_model:
             return self._lr(self._lockstep.samples, self._lockstep.updates, self.n_workers)
         return self._own_lr(self._samples, self._iteration)
 

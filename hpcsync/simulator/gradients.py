@@ -52,7 +52,7 @@ class Gradients:
         self._dataset, self._seed = workload.train, job.seed
         self._replica = Replica(self.flat, workload.loss)
         self._own = [Own(workload.model, job.seed, worker) for worker in range(n_workers)]
-        self._batches = [own_batches(job, workload, worker, n_workers) for worker in range(n_workers)]
+        self._batches = [own_batches(job, workload, worker) for worker in range(n_workers)]
 
     def compute(self, worker: int, weights: torch.Tensor, work: Work = NEXT) -> float:
         """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
@@ -73,11 +73,12 @@ class Gradients:
         self._own[0].leave()
 
 
-def own_batches(job: Job, workload: Workload, number: int, n_takers: int) -> Iterator[Any]:
-    """Those of the worker of this number, among so many that take batches: one after the other, without end."""
+def own_batches(job: Job, workload: Workload, worker: int) -> Iterator[Any]:
+    """Those of one of the workers that take batches: one after the other, without end."""
     assert not isinstance(job.workload, Script) and workload.train is not None
-    size, epochs = job.workload.batch_size, range(sys.maxsize)
-    return batches(workload.train, job.seed, number, n_workers=n_takers, batch_size=size, epochs=epochs)
+    takers, size, epochs = job.takers, job.workload.batch_size, range(sys.maxsize)
+    number = takers.index(worker)
+    return batches(workload.train, job.seed, number, n_workers=len(takers), batch_size=size, epochs=epochs)
 
 
 class Own:

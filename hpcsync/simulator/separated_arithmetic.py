@@ -14,7 +14,7 @@ from torch import nn
 
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Stanza
-from hpcsync.learning import cutting
+from hpcsync.learning.cutting import Halves
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica
@@ -24,7 +24,7 @@ from hpcsync.simulator.gradients import Own, own_batches
 from hpcsync.simulator.peer_arithmetic import Evaluation, Judged, Nothing
 
 
-class Separated(Judged, Protocol):
+class InHalves(Judged, Protocol):
     """The numbers of one iteration after the other.
 
     Of an iteration all convolution workers go forward, then fully-connected workers compute, then the former go back.
@@ -43,7 +43,7 @@ class Separated(Judged, Protocol):
         """The step of all workers of one group."""
 
 
-class NothingSeparated(Nothing):
+class NothingInHalves(Nothing):
     def forward(self, worker: int) -> None: ...
 
     def compute(self, fc: int) -> float:
@@ -75,10 +75,10 @@ class _Half:
         self._rule.update(slots, lr, [1.0] * len(slots), len(slots))
 
 
-class Halves:
+class TwoHalves:
     """Both halves of the model. Memory: beside them, what autograd keeps of all workers' batches at once."""
 
-    def __init__(self, job: Job, workload: Workload, halves: cutting.Halves) -> None:
+    def __init__(self, job: Job, workload: Workload, halves: Halves) -> None:
         assert isinstance(job.paradigm, Stanza)
         self._groups, self._n_pieces = job.groups, job.paradigm.micro_batches
         self._parameters = trainable(workload.model)
@@ -86,10 +86,7 @@ class Halves:
         self._below = _Half(halves.below, job, self._groups.convolution)
         self._above = _Half(halves.above, job, self._groups.fc)
         self._replica = Replica(self._above.flat, workload.loss)
-        takers = enumerate(self._groups.convolution)
-        self._batches = {
-            worker: own_batches(job, workload, number, self._groups.n_convolution) for number, worker in takers
-        }
+        self._batches = {worker: own_batches(job, workload, worker) for worker in job.takers}
         self._crossing: dict[int, list[torch.Tensor]] = {}  # convolution worker -> activations of each piece
         self._labels: dict[int, list[tuple[torch.Tensor, ...]]] = {}  # so
         self._back: dict[int, list[torch.Tensor]] = {}  # so: the activations' gradients

@@ -17,12 +17,12 @@ from hpcsync.job import Job
 from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
-from hpcsync.peers import sent_in_a_ring
+from hpcsync.peers import Lockstep, sent_in_a_ring
 from hpcsync.separating import divided
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
-from hpcsync.simulator.separated_arithmetic import Halves, NothingSeparated, Separated
+from hpcsync.simulator.separated_arithmetic import InHalves, NothingInHalves, TwoHalves
 from hpcsync.traces.schema import EVERYBODY
 
 
@@ -48,18 +48,18 @@ class _Group:
 
     size_bytes: of its weights. row_bytes: of what its workers send of a sample. before, after: shares of what an
     iteration of the whole model takes: computed before it needs what comes from others, and with that. n_computing: how
-    many have yet to come to the next all-reduce. n_steps: made.
+    many have yet to come to the next all-reduce.
     """
 
     def __init__(
-        self, workers: range, size_bytes: int, row_bytes: int, before: float, after: float, *, is_fc: bool
+        self, job: Job, workers: range, size_bytes: int, row_bytes: int, before: float, after: float, *, is_fc: bool
     ) -> None:
+        self.lockstep = Lockstep(job)
         self.is_fc = is_fc
         self.before, self.after = before, after
         self.workers = workers
         self.size_bytes, self.row_bytes = size_bytes, row_bytes
         self.n_computing = len(workers)
-        self.n_steps = 0
 
 
 class StanzaSimulation(PeerSimulation):
@@ -70,15 +70,16 @@ class StanzaSimulation(PeerSimulation):
         super().__init__(job, workload, workers, trace, watch)
         assert isinstance(job.paradigm, Stanza)
         model = divided(job, workload)
-        self._separated: Separated = NothingSeparated() if model.halves is None else Halves(job, workload, model.halves)
+        self._in_halves: InHalves = (
+            NothingInHalves() if model.halves is None else TwoHalves(job, workload, model.halves)
+        )
         self._lr = learning_rate(job)
         groups, shape = job.groups, model.shape
         self.attributes = shape.attributes()
-        self._n_convolution = groups.n_convolution
         forward, backward, above = job.paradigm.shares
         there, back = shape.activation_bytes + shape.label_bytes, shape.activation_bytes
-        self._fc = _Group(groups.fc, shape.fc_bytes, back, 0.0, above, is_fc=True)
-        self._convolution = _Group(groups.convolution, shape.conv_bytes, there, forward, backward, is_fc=False)
+        self._fc = _Group(job, groups.fc, shape.fc_bytes, back, 0.0, above, is_fc=True)
+        self._convolution = _Group(job, groups.convolution, shape.conv_bytes, there, forward, backward, is_fc=False)
         self._group_of = [self._fc if groups.is_fc(worker) else self._convolution for worker in range(groups.n_workers)]
         self._partners = [groups.served(fc) for fc in groups.fc]  # of each worker: to whom it sends
         self._partners += [range(fc := groups.fc_of(worker), fc + 1) for worker in groups.convolution]
@@ -93,7 +94,7 @@ class StanzaSimulation(PeerSimulation):
 
     @property
     def _numbers(self) -> Judged:
-        return self._separated
+        return self._in_halves
 
     def _n_samples(self, worker: int) -> int:
         return self._batch_size * (len(self._partners[worker]) if self._group_of[worker].is_fc else 1)
@@ -108,7 +109,7 @@ class StanzaSimulation(PeerSimulation):
             self._pieces[worker].ready = True
             self._take(worker)
         else:
-            self._separated.forward(worker)
+            self._in_halves.forward(worker)
             self._draw(worker)
             self._forward(worker, 1)
 
@@ -163,8 +164,8 @@ class StanzaSimulation(PeerSimulation):
 
     def _learn(self, worker: int, lr: float) -> float:
         if self._group_of[worker].is_fc:
-            return self._separated.compute(worker)
-        self._separated.backward(worker)
+            return self._in_halves.compute(worker)
+        self._in_halves.backward(worker)
         return math.nan
 
     # ---- its end ----
@@ -181,19 +182,16 @@ class StanzaSimulation(PeerSimulation):
 
     def _reduced(self, group: _Group, began_s: float) -> None:
         """The all-reduce, which began then, is over for all of the group at the same time."""
-        rate = self._lr(self._samples(group.n_steps), group.n_steps, len(self._workers))
-        self._separated.step(rate, above=group.is_fc)
-        group.n_steps += 1
+        lockstep, n = group.lockstep, len(self._convolution.workers)
+        rate = self._lr(lockstep.samples, lockstep.updates, len(self._workers))
+        self._in_halves.step(rate, above=group.is_fc)
+        lockstep.exchanged(n, n, n * self._batch_size)
         self._look()
         for worker in group.workers:
             peer = EVERYBODY if group.is_fc else self._partners[worker][0]
             self._report(worker, peer, self._sent_bytes(worker), len(group.workers) - 1, began_s)
         for worker in group.workers:
             self._go_on(worker)
-
-    def _samples(self, iterations: int) -> int:
-        """Of so many iterations of all."""
-        return iterations * self._n_convolution * self._batch_size
 
     def _sent_bytes(self, worker: int) -> int:
         """In an iteration."""
@@ -205,22 +203,20 @@ class StanzaSimulation(PeerSimulation):
         compute_s = (group.before + group.after) * self._pieces[worker].device_s
         return compute_s, max(0.0, state.end_s - state.begin_s - compute_s)
 
-    def _is_last(self, iteration: int) -> bool:
-        reached = self._job.stop.reached(samples=self._samples(iteration), updates=iteration)
-        return reached or iteration >= self._last
-
     def _enough(self, worker: int) -> bool:
-        return self._is_last(self._workers[worker].iteration)
+        return self._all_done(self._group_of[worker].lockstep)
+
+    def _all_done(self, lockstep: Lockstep) -> bool:
+        return lockstep.enough() or lockstep.updates >= self._last
 
     def _evaluate_if_due(self) -> None:
         """Not whenever somebody reports."""
 
     def _look(self) -> None:
         """At the weights, if both halves have made the same steps, an evaluation is due, and this is not the end."""
-        version = self._fc.n_steps
-        samples = self._samples(version)
-        if self._convolution.n_steps != version or self._is_last(version):
+        above, below = self._fc.lockstep, self._convolution.lockstep
+        if above.updates != below.updates or self._all_done(above):
             return
-        if self._evaluations.begin_if_due(samples):
-            judged = self._separated.evaluate()
-            self.coordinator.evaluated(self._loop.now_s, version, samples, *judged)
+        if self._evaluations.begin_if_due(above.samples):
+            judged = self._in_halves.evaluate()
+            self.coordinator.evaluated(self._loop.now_s, above.updates, above.samples, *judged)

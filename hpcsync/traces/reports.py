@@ -69,7 +69,7 @@ class Reports:
     @property
     def one_model(self) -> bool:
         """Whether an iteration of all is one update; otherwise every step is one."""
-        return self.job.together
+        return self.job.one_model
 
     @cached_property
     def groups(self) -> Groups | None:

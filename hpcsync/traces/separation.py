@@ -17,7 +17,7 @@ from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.reports import Reports
 
 
-class Crossing(NamedTuple):
+class Pairs(NamedTuple):
     """Steps of convolution workers, and of each the step of its fully-connected worker in the same iteration; those of
     which both are reported. Shape (n_pairs,)."""
 
@@ -31,7 +31,7 @@ def check_separation(run: Reports, groups: Groups) -> list[Check]:
         batches_are_of_the_groups(run, groups),
         losses_are_known_above(run),
         parts_fit(run),
-        both_sides_wait(run, _crossing(run, groups)),
+        both_sides_wait(run, _pairs(run, groups)),
         bytes_are_of_the_sizes(run, groups),
     ]
 
@@ -75,10 +75,10 @@ def parts_fit(run: Reports) -> Check:
     )
 
 
-def both_sides_wait(run: Reports, crossing: Crossing) -> Check:
+def both_sides_wait(run: Reports, pairs: Pairs) -> Check:
     """A fully-connected worker ends when what it computes with has been begun, at the earliest; a convolution worker
     when the former can have computed."""
-    (below, above), steps = crossing, run.steps
+    (below, above), steps = pairs, run.steps
     uncertain_s = run.uncertain_s[below] + run.uncertain_s[above]
     possible_s = (steps["begin_s"] + steps["compute_s"])[above]
     early = steps["end_s"][above] + uncertain_s < steps["begin_s"][below]
@@ -118,10 +118,10 @@ def _n_batches(run: Reports, groups: Groups) -> np.ndarray:
     return n_batches[run.steps["worker"]]
 
 
-def _crossing(run: Reports, groups: Groups) -> Crossing:
+def _pairs(run: Reports, groups: Groups) -> Pairs:
     step_of = np.full((run.n_workers, len(run.n_contributing)), -1)
     step_of[run.steps["worker"], run.count] = np.arange(len(run.steps))
     fc_of = np.array([worker if groups.is_fc(worker) else groups.fc_of(worker) for worker in range(run.n_workers)])
     below = np.flatnonzero(~run.is_fc)
     above = step_of[fc_of[run.steps["worker"][below]], run.count[below]]
-    return Crossing(below[above >= 0], above[above >= 0])
+    return Pairs(below[above >= 0], above[above >= 0])

@@ -21,7 +21,7 @@ from hpcsync.planning.halves import SEPARATED
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.simulator.run import prepare
-from hpcsync.simulator.separated_arithmetic import Halves, _Half
+from hpcsync.simulator.separated_arithmetic import TwoHalves, _Half
 from hpcsync.traces.schema import EVERYBODY, TABLES
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import simulate
@@ -133,7 +133,7 @@ def unweighted(monkeypatch):
 
 
 def of_the_wrong_mean(factor):
-    compute = Halves.compute
+    compute = TwoHalves.compute
 
     def scaled(self, fc):
         loss = compute(self, fc)
@@ -141,7 +141,7 @@ def of_the_wrong_mean(factor):
             self._back[worker] = [gradient * factor(self, fc) for gradient in self._back[worker]]
         return loss
 
-    return lambda monkeypatch: monkeypatch.setattr(Halves, "compute", scaled)
+    return lambda monkeypatch: monkeypatch.setattr(TwoHalves, "compute", scaled)
 
 
 @pytest.mark.parametrize(
