@@ -62,7 +62,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     optimizer = OptimizerSpec.of_job(job)
     torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
     with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
-        replica, n_pieces = Replica(sync.flat, workload.loss), job.n_pieces_of(sync.worker or 0)
+        replica, n_pieces = Replica(sync.flat, sync.loss_here(workload.loss)), job.n_pieces_of(sync.worker or 0)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
             sync.step(replica.compute_in_pieces(batch, n_pieces, sync.cancelled))
     return sync

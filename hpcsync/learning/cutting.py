@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -273,12 +274,47 @@ def shape(halves: Halves, batch: Sequence[torch.Tensor]) -> Shape:
     )
 
 
+def tensors_of(batch: Any) -> Sequence[torch.Tensor]:
+    """The batch. Raises ValueError unless it is a tuple of tensors with one row a sample."""
+    tensors = isinstance(batch, tuple | list) and all(isinstance(item, torch.Tensor) and item.ndim for item in batch)
+    if not tensors or len({len(item) for item in batch}) != 1:
+        raise ValueError("a sample must be a tuple of tensors, of which the first is what the model is called with")
+    return batch
+
+
+def check_halves(model: nn.Module, halves: Halves, x: torch.Tensor) -> None:
+    """Raises ValueError unless the halves make of x what the model does, in evaluation mode, and the upper one leaves
+    what enters it as it is."""
+    with _evaluating(model), torch.no_grad():
+        expected = model(x)
+        entering = halves.below(x)
+        version = entering._version
+        found = halves.above(entering)
+    if entering._version != version:
+        raise ValueError("what follows must not change what enters it in place, as modules with inplace=True do")
+    if not torch.allclose(expected, found, rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise ValueError("the model computes something else than its halves do: is its forward one of its class?")
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, and afterwards as it was, every module of its own."""
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
 def check_cut(model: nn.Module, halves: Halves, loss: Loss, batch: Sequence[torch.Tensor]) -> None:
     """Raises ValueError unless the halves have the model's loss and gradient on this batch, in evaluation mode.
 
     That the loss is a mean over samples, as everywhere, is not looked at.
     """
-    x, *rest = batch
+    x, *rest = tensors_of(batch)
+    check_halves(model, halves, x)
     lower, upper = (trainable(half) for half in halves)
 
     def whole() -> tuple[torch.Tensor, Sequence[torch.Tensor | None]]:
@@ -291,18 +327,13 @@ def check_cut(model: nn.Module, halves: Halves, loss: Loss, batch: Sequence[torc
         back, *of_upper = torch.autograd.grad(value, [entering, *upper], allow_unused=True)
         return value, (*torch.autograd.grad(h, lower, back, allow_unused=True), *of_upper)
 
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
+    with _evaluating(model):
         expected = _numbers(whole)
         try:
             found = _numbers(in_halves)
         except Exception as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(f"the loss cannot be computed from what enters it: {reason}") from None
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
     for what, a, b in zip(("loss", *("gradient" for _ in (*lower, *upper))), expected, found, strict=True):
         if not math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6):
             raise ValueError(

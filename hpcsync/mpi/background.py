@@ -23,6 +23,10 @@ class Background:
     def wait(self) -> None:
         """Until all calls are made; raise what one of them raised."""
         self._calls.join()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a call has raised so far."""
         if self._error is not None:
             raise self._error
 

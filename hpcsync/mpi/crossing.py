@@ -86,6 +86,12 @@ class Crossing:
         fc = self._others[0]
         place = piece * self.n_served + self._groups.served(fc).index(self._comm.rank)
         # Tensors are held until they are put: the thread's calls hold them.
+        for tensor, rows in zip((activations, *labels), (self._activations, *self._labels), strict=True):
+            if (len(tensor), *Rows(tuple(tensor.shape[1:]), tensor.dtype)) != (self._rows, *rows):
+                raise RuntimeError(
+                    f"a batch has {tensor.dtype}{list(tensor.shape)} where others have "
+                    f"{rows.dtype}{[self._rows, *rows.shape]}: where layers are separated all must be alike"
+                )
         vector = activations.detach().contiguous().view(-1)
         octets = [label.detach().contiguous().view(-1).view(torch.uint8) for label in labels]
         cuda.ready(vector)
@@ -155,6 +161,7 @@ class Crossing:
         begin_s, needed = time.perf_counter(), len(self._others)
 
         def complete() -> bool | None:
+            self._background.check()  # what cannot be sent is not answered
             self._hear()
             if self._come[piece] < needed and self._gone is not None:
                 raise RuntimeError(

@@ -22,6 +22,7 @@ from hpcsync.learning import compressing
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import Outer, Peer, absorb, average
+from hpcsync.learning.replica import Loss
 from hpcsync.mpi import wire
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.parcels import Parcels
@@ -65,6 +66,10 @@ class Exchange(ABC):
         """A loop over these samples begins; the first time, collective, and then the attributes that the trace is to
         have of it."""
         return {}
+
+    def loss_here(self, loss: Loss | None) -> Loss | None:
+        """What a job's loop computes with the model, if its loss is this."""
+        return loss
 
     def begin(self, batch: Any) -> Any:
         """A batch has been handed out: what a gradient will be computed from."""

@@ -17,6 +17,7 @@ from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
+from hpcsync.learning.replica import Loss
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda, wire
@@ -71,6 +72,9 @@ class PeerSession(RankSession):
         return [p.register_post_accumulate_grad_hook(lambda _: poll()) for p in self.flat.parameters]
 
     # ---- training ----
+
+    def loss_here(self, loss: Loss | None) -> Loss | None:
+        return self._exchange.loss_here(loss)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()

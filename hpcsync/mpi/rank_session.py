@@ -19,6 +19,7 @@ from hpcsync import outputs
 from hpcsync.deciding import decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.replica import Loss
 from hpcsync.mpi.layers import Layers
 from hpcsync.session import Session
 from hpcsync.signals import Interrupted
@@ -86,6 +87,10 @@ class RankSession(Session):
         self._excepthook(kind, error, trace)
         sys.stderr.flush()
         self._comm.Abort(1)
+
+    def loss_here(self, loss: Loss | None) -> Loss | None:
+        """What a job's loop computes on this rank with the model, if its loss is this."""
+        return loss
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Until the end the script's calls must neither undo what is set up here nor seem to do what a session does."""

@@ -18,12 +18,14 @@ import numpy as np
 import torch
 
 from hpcsync.iterations import Iterations
-from hpcsync.job import Job
+from hpcsync.job import Job, Script
+from hpcsync.job_errors import JobError, shown
 from hpcsync.job_paradigms import Stanza
-from hpcsync.learning.cutting import activation_shape, without_values
+from hpcsync.learning.cutting import Halves, activation_shape, check_halves, tensors_of, without_values
 from hpcsync.learning.data import fetch
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.learning.replica import Loss
 from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed
 from hpcsync.mpi.crossing import Crossing, Rows
@@ -50,6 +52,7 @@ class Separated(Summing):
         assert isinstance(job.paradigm, Stanza)
         super().__init__(job, link, flat, optimizer, layers.group)
         self._layers, self._groups, self._pieces = layers, layers.groups, job.paradigm.micro_batches
+        self._cut = job.paradigm.cut
         # What a piece takes: of what an iteration takes the device.
         forward, backward, above = job.paradigm.shares
         self._forward_share, self._backward_share = forward / self._pieces, backward / self._pieces
@@ -57,14 +60,16 @@ class Separated(Summing):
         self._prepared: list[Any] | None = None  # for batches of these tensors
         self._crossing: Crossing
         self._iterations: Iterations
-        self._labels: Sequence[torch.Tensor] = ()  # of a convolution worker's batch
-        self._under_way: list[torch.Tensor] = []  # its activations, with what autograd knows of them
-        self._piece = 0  # of a fully-connected worker: that is computed next
+        self._is_script = isinstance(job.workload, Script)
+        self._may_overlap = job.cluster.compute is None and not layers.is_fc and not self._is_script
+        self._batch: Sequence[torch.Tensor] = ()  # that was handed out, until its step
+        self._version = 0  # of its first tensor, then
+        self._computed = 0  # pieces of it, backward passes too
+        self._under_way: list[torch.Tensor] = []  # a convolution worker's activations, with what autograd knows of them
         self._stop = False  # agreed on by the fully-connected workers: the next iteration is the last
 
     def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
-        with torch.random.fork_rng(devices=[]):  # what a data set draws for it is not of the run
-            sample = fetch(dataset, np.zeros(1, np.int64))
+        sample = self._sample(dataset)
         batch = [(batch_size, *tensor.shape[1:], tensor.dtype) for tensor in sample]
         if self._prepared is not None:
             if batch != self._prepared:
@@ -76,39 +81,66 @@ class Separated(Summing):
         labels = [Rows(tuple(label.shape[1:]), label.dtype) for label in sample[1:]]
         self._crossing = Crossing(self._link, groups, batch_size, self._pieces, activations, labels)
         if layers.is_fc:  # its gradient counts as the samples that it is given
-            self._reducer.weight = self._crossing.n_served * groups.n_fc / groups.n_convolution
+            self._reducer.weight = groups.weight(self._link.comm.rank)
         else:
             self._output = without_values(layers.above, torch.empty(batch_size, *activations.shape, dtype=dtype))
         layers.model.forward = self._compute_above if layers.is_fc else self._compute_below
         halves = (sum(p.nbytes for p in trainable(half)) for half in (layers.below, layers.above))
         return dict(zip(SEPARATED, (*halves, activations.n_bytes, sum(label.n_bytes for label in labels)), strict=True))
 
+    def _sample(self, dataset: Any) -> Sequence[torch.Tensor]:
+        """One of them, with which the halves have been tried. Raises JobError where they are not the model."""
+        layers = self._layers
+        with torch.random.fork_rng(devices=[]):  # what is drawn for it is not of the run
+            batch = fetch(dataset, np.zeros(1, np.int64))
+            try:
+                sample = tensors_of(batch)
+                if self._is_script and self._prepared is None:
+                    x = sample[0].to(self._flat.weights.device)
+                    check_halves(layers.model, Halves(layers.below, layers.above), x)
+            except ValueError as error:
+                raise JobError(f"paradigm.cut = {shown(self._cut)}: {error}") from None
+        return sample
+
     # ---- an iteration ----
 
     def begin(self, batch: Any) -> Any:
+        if self._batch:
+            raise RuntimeError(
+                "shard: where layers are separated every batch must be computed and stepped, for the other side waits "
+                "for it (on a convolution worker the loss is never a number)"
+            )
         self._crossing.waited_s = 0.0
-        self._piece = 0
+        self._computed = 0
         if self._layers.is_fc:
             self._crossing.wait(0)
-            return self._crossing.tensors()
-        self._under_way, self._labels = [], batch[1:]
+            batch = self._crossing.tensors()
+            if self._is_script:  # which may keep them, or look at them when the next ones have come
+                batch = tuple(tensor.clone() for tensor in batch)
+        self._batch, self._version = batch, batch[0]._version
         return batch
 
-    def _compute_below(self, x: torch.Tensor) -> torch.Tensor:
+    def loss_here(self, loss: Loss | None) -> Loss | None:
+        """No loss comes about on a convolution worker: what its model returns leads to the backward pass at once."""
+        return loss if self._layers.is_fc else lambda model, x, *rest: model(x).sum()
+
+    def _compute_below(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """The convolution worker's forward pass, of the batch that was handed out."""
-        if not torch.is_grad_enabled() or self._under_way or not self._labels or len(x) != len(self._labels[0]):
+        if not torch.is_grad_enabled() or self._under_way or not self._batch or len(inputs) != 1 or options:
             raise RuntimeError(
                 "the model: where layers are separated a convolution worker has not all of them; it can be called once "
-                "for each batch of the session's shard, with gradients"
+                "for each batch of the session's shard, with the batch's first tensor alone, and with gradients"
             )
-        for piece, rows in enumerate(x.tensor_split(self._pieces)):
+        labels = [label.tensor_split(self._pieces) for label in self._batch[1:]]
+        for piece, rows in enumerate(inputs[0].tensor_split(self._pieces)):
             self._iterations.resume()
             activations = self._layers.below(rows)
             cuda.ready(activations)
             self._iterations.rest(self._forward_share)
-            self._crossing.send(piece, activations, [label.tensor_split(self._pieces)[piece] for label in self._labels])
+            sent = activations.to(self._flat.weights.dtype)  # which autocast may have left
+            self._crossing.send(piece, sent, [label[piece] for label in labels])
             self._under_way.append(activations)
-        anchor = x.new_full(self._output.shape, math.nan, dtype=self._output.dtype)
+        anchor = torch.full_like(self._output, math.nan, device=activations.device)
         return _Elsewhere.apply(anchor.requires_grad_(), self)
 
     def go_on_below(self) -> None:
@@ -117,35 +149,52 @@ class Separated(Summing):
             gradient = self._crossing.gradient(piece)
             self._reducer.overlap = self._may_overlap and piece == self._pieces - 1
             self._iterations.resume()
-            torch.autograd.backward(activations, gradient)
+            torch.autograd.backward(activations, gradient.to(activations.dtype))
             cuda.ready(self._flat.gradient)
             self._iterations.rest(self._backward_share)
+            self._computed += 1
         self._reducer.overlap = False
-        self._labels = ()
+        self._under_way = []
 
-    def _compute_above(self, activations: torch.Tensor) -> torch.Tensor:
+    def _compute_above(self, *inputs: Any, **options: Any) -> torch.Tensor:
         """The fully-connected worker's forward pass, of the next piece of what was handed out."""
         if not torch.is_grad_enabled():
-            return self._layers.above(activations)
-        if self._piece == self._pieces:
-            raise RuntimeError("the model: where layers are separated it can be called once for each batch")
-        if self._piece > 0:
-            self._crossing.wait(self._piece)
+            return self._layers.above(*inputs)
+        activations, piece = inputs[0], self._computed
+        if not self._is_next(activations) or len(inputs) != 1 or options:
+            raise RuntimeError(
+                "the model: where layers are separated a fully-connected worker's can be called once for each batch, "
+                "with the batch's first tensor as it was handed out: what is to be done to samples before belongs into "
+                "the data set or the model"
+            )
+        if piece > 0:
+            self._crossing.wait(piece)
         self._iterations.resume()
         arrived: torch.Tensor = _Arrived.apply(activations.detach().requires_grad_(), self)
         return self._layers.above(arrived)
+
+    def _is_next(self, activations: torch.Tensor) -> bool:
+        """Whether this is the next piece of the batch, and nothing was done to it."""
+        if not self._batch or self._computed == self._pieces:
+            return False
+        rows = self._batch[0].tensor_split(self._pieces)[self._computed]
+        changed = self._is_script and activations._version != self._version
+        return (activations.data_ptr(), activations.shape) == (rows.data_ptr(), rows.shape) and not changed
 
     def give_back(self, gradient: torch.Tensor) -> None:
         """The fully-connected worker's backward pass is over: of the mean over all rows of the piece. Each convolution
         worker gets that of the mean over its own batch."""
         cuda.ready(gradient)
         self._iterations.rest(self._fc_share)
-        if (factor := self._crossing.n_served * (1 / self._pieces)) != 1.0:
+        if (factor := self._groups.own_mean(self._link.comm.rank, self._pieces)) != 1.0:
             gradient = gradient * factor
-        self._crossing.give_back(self._piece, gradient, self._stop)
-        self._piece += 1
+        self._crossing.give_back(self._computed, gradient, self._stop)
+        self._computed += 1
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        if self._computed != self._pieces:
+            raise RuntimeError("step: where layers are separated it must follow a backward pass through the model")
+        self._batch = ()
         is_fc = self._layers.is_fc
         agreed = self._reducer.finish(n_samples=n_samples, stop=stop and is_fc)
         self.peer.step(self._flat.gradient, lr)
