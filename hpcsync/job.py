@@ -36,7 +36,7 @@ from hpcsync.job_paradigms import (
     Stanza,
 )
 from hpcsync.job_table import Count, Positive, Table, matching
-from hpcsync.job_workloads import WORKLOADS, Cifar, Script, Timing, Workload
+from hpcsync.job_workloads import WORKLOADS, Cifar, Script, Workload
 from hpcsync.planning.groups import Groups
 
 # ---- how it is trained ----
@@ -124,8 +124,10 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _tables_suit_each_other(self) -> Self:
-        if isinstance(self.paradigm, Easgd | FirstK | Stanza):
+        if isinstance(self.paradigm, Easgd | FirstK):
             self.paradigm.check(self.cluster.workers)
+        if isinstance(self.paradigm, Stanza):
+            self.paradigm.check(self.workload, self.cluster)
         job_compression.check(self.compression, self.paradigm.name, self.optimizer.options.get("momentum", 0))
         return self
 
@@ -139,49 +141,6 @@ class Job(Table):
             )
         self.batches.check(self.batch_total, self.cluster.workers)
         return self
-
-    @model_validator(mode="after")
-    def _layers_can_be_separated(self) -> Self:
-        if not isinstance(self.paradigm, Stanza):
-            return self
-        pieces = self.paradigm.micro_batches
-        if isinstance(self.workload, Timing):
-            self._check_what_crosses(self.workload, self.paradigm)
-        if isinstance(self.workload, Script):
-            self._check_script(self.paradigm)
-        elif self.workload.batch_size % pieces:
-            raise JobError(
-                f"workload.batch_size = {self.workload.batch_size}: must be a multiple of paradigm.micro_batches = "
-                f"{pieces}"
-            )
-        for i, event in enumerate(self.cluster.events):
-            if event.change == "leave":
-                raise JobError(
-                    f'cluster.events[{i}].change = "leave": must be another with paradigm.name = "stanza", where '
-                    "nobody can go on without the others"
-                )
-        return self
-
-    def _check_script(self, paradigm: Stanza) -> None:
-        """Before a training script's first batch nothing is known of what its model computes."""
-        if paradigm.micro_batches > 1:
-            raise JobError(
-                f"paradigm.micro_batches = {paradigm.micro_batches}: must be 1 in a training script, whose loop "
-                "computes a batch as a whole"
-            )
-        if paradigm.fc_workers == "auto":
-            raise JobError('paradigm.fc_workers = "auto": must be a number in a training script')
-        if paradigm.fc_share is None and self.cluster.compute is not None:
-            raise JobError("paradigm.fc_share: missing; a training script must give it beside compute")
-
-    @staticmethod
-    def _check_what_crosses(workload: Timing, paradigm: Stanza) -> None:
-        """Of a model that is nothing but its sizes."""
-        for key in ("classifier", "activations"):
-            if getattr(workload, key) == 0:
-                raise JobError(f'workload.{key} = 0: must be at least 1 with paradigm.name = "stanza"')
-        if paradigm.cut != "classifier":
-            raise JobError(f'paradigm.cut = {shown(paradigm.cut)}: must be "classifier" with workload.name = "timing"')
 
     @property
     def groups(self) -> Groups:
@@ -342,11 +301,8 @@ def refuse_simulated(job: Job) -> None:
             f"cluster.times_from = {shown(trace)}: must not be given to run: real ranks take their own times; "
             "hpcsync simulate takes it"
         )
-    if isinstance(job.workload, Timing) and isinstance(job.paradigm, Stanza):
-        raise JobError(
-            'workload.name = "timing": must be another with paradigm.name = "stanza" to run: there are no layers to '
-            "compute; hpcsync simulate takes it"
-        )
+    if isinstance(job.paradigm, Stanza):
+        job.paradigm.refuse_simulated(job.workload)
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_errors import JobError, shown
+from hpcsync.job_errors import JobError
+from hpcsync.job_separation import Stanza
 from hpcsync.job_table import Count, NotNegative, Positive, Share, Table
 from hpcsync.planning.commit_rate import most_commits
-from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import Times
 
 # ---- with a parameter server ----
 
@@ -331,54 +330,6 @@ class Gossip(Table):
         if include_self and info.data.get("topology") == "exponential":
             raise ValueError('must be false with paradigm.topology = "exponential", which visits the others in turn')
         return include_self
-
-
-class Stanza(Table):
-    """Convolution workers and fully-connected workers train one model; fully-connected weights stay where they are.
-
-    cut: the submodule, by its name, with which the fully-connected layers begin. fc_workers: how many of the workers,
-    the first ones, train these; "auto": as many as give the most samples a second, by `planning.node_assignment`.
-    micro_batches: pieces of a batch, so that the fully-connected workers compute one while the next is under way.
-    [cluster.compute] says what an iteration of the whole model takes, of which fully-connected layers have the share
-    fc_share, for each batch that they are given (unless it is said, by their floating-point operations), and the
-    convolutions the rest, forward_share of it for the forward pass.
-    bucket_mb: as under all-reduce.
-    """
-
-    name: Literal["stanza"]
-    cut: Annotated[str, Field(min_length=1)] = Field(description="the name of a submodule, such as classifier")
-    fc_workers: int | Literal["auto"] = Field(default=1, description='a whole number of at least 1, or "auto"')
-    micro_batches: Count = 1
-    fc_share: Annotated[float, Field(ge=0, le=1)] | None = None
-    forward_share: Annotated[float, Field(ge=0, le=1)] = 1 / 3
-    bucket_mb: Positive = 25.0
-
-    @field_validator("fc_workers", mode="before")
-    @classmethod
-    def _whole_or_chosen(cls, fc_workers: Any) -> Any:
-        if fc_workers != "auto" and (type(fc_workers) is not int or fc_workers < 1):
-            raise ValueError('must be a whole number of at least 1, or "auto"')
-        return fc_workers
-
-    @property
-    def shares(self) -> tuple[float, float, float]:
-        """Of what an iteration of the whole model takes: the forward pass below the cut, the backward pass there, and
-        what is above it. A script that does not pad its iterations need not know them."""
-        return Times.of(1.0, self.fc_share or 0.0, self.forward_share)[:3]
-
-    def groups(self, n_workers: int) -> Groups:
-        """Who is what, once that is chosen."""
-        assert self.fc_workers != "auto"
-        return Groups(n_workers, self.fc_workers)
-
-    def check(self, n_workers: int) -> None:
-        """Raises JobError where a fully-connected worker would be given nothing."""
-        fewest = 2 if self.fc_workers == "auto" else 2 * self.fc_workers
-        if n_workers < fewest:
-            raise JobError(
-                f"cluster.workers = {n_workers}: must be at least {fewest} with paradigm.fc_workers = "
-                f"{shown(self.fc_workers)}: each of them needs a convolution worker of its own"
-            )
 
 
 Paradigm = Annotated[

@@ -8,9 +8,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hpcsync.job import Job, Script, Timing
+from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError, did_you_mean, shown
 from hpcsync.job_paradigms import Stanza
+from hpcsync.job_workloads import Timing
 from hpcsync.learning import compressing
 from hpcsync.learning.cutting import check_cut, cut
 from hpcsync.learning.data import fetch, whole_batches
