@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from hpcsync.job_errors import JobError, did_you_mean, shown
 from hpcsync.job_paradigms import Stanza
 from hpcsync.job_workloads import Timing
 from hpcsync.learning import compressing
-from hpcsync.learning.cutting import check_cut, cut
+from hpcsync.learning.cutting import Halves, check_cut, cut
 from hpcsync.learning.data import fetch, whole_batches
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
@@ -58,7 +59,7 @@ def check(job: Job) -> Workload:
     optimizer_spec(job)
     workload = build(job)
     name = f"workload.name = {shown(job.workload.name)}"
-    check_model(job, workload.model, name, evaluated=workload.evaluate is not None)
+    halves = check_model(job, workload.model, name, evaluated=workload.evaluate is not None)
     assert not isinstance(job.workload, Script), "such a job has no workload"
     if workload.train is not None and workload.loss is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
@@ -66,10 +67,10 @@ def check(job: Job) -> Workload:
             whole_batches(batch_size, samples)
         except ValueError as error:
             raise JobError(f"workload.{error}") from None
-        if isinstance(job.paradigm, Stanza):
+        if halves is not None:
             some = fetch(workload.train, np.arange(min(samples, CUT_SAMPLES)))
-            model, loss = workload.model, workload.loss
-            _cut(job.paradigm.cut, lambda name: check_cut(model, cut(model, name), loss, some))
+            with _of_the_cut(job):
+                check_cut(workload.model, halves, workload.loss, some)
     if workload.evaluate is None:
         for key in ("target_accuracy", "target_loss"):
             if getattr(job.stop, key) is not None:
@@ -77,15 +78,18 @@ def check(job: Job) -> Workload:
     return workload
 
 
-def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool) -> None:
-    """The model can be trained in flat shards, one for each server, and evaluated if it is to be. Raises JobError."""
+def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool) -> Halves | None:
+    """The model can be trained in flat shards, one for each server, and evaluated if it is to be; its halves, where
+    layers are separated. Raises JobError."""
     try:
         size = sum(parameter.numel() for parameter in trainable(model))
         compressing.of_job(job, trainable(model))  # where its gradients can be
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
+    halves = None
     if isinstance(job.paradigm, Stanza) and not isinstance(job.workload, Timing):
-        _cut(job.paradigm.cut, lambda name: cut(model, name))
+        with _of_the_cut(job):
+            halves = cut(model, job.paradigm.cut)
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
     if len(devices) > 1 or {device.partition(":")[0] for device in devices} - {"cpu", "cuda"}:
         raise JobError(f"{name}: must be on the CPU or on one GPU as a whole, not on {', '.join(sorted(devices))}")
@@ -96,14 +100,17 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
             f"{name}: the model must have no running statistics to be evaluated during the run (GroupNorm instead of "
             "BatchNorm): they live on the workers, evaluation is on the servers' weights or the mean of the workers'"
         )
+    return halves
 
 
-def _cut(name: str, divide: Callable[[str], object]) -> None:
-    """Divide the model before this submodule. Raises JobError where it cannot be."""
+@contextmanager
+def _of_the_cut(job: Job) -> Iterator[None]:
+    """What is wrong is where the model is cut."""
     try:
-        divide(name)
+        yield
     except ValueError as error:
-        raise JobError(f"paradigm.cut = {shown(name)}: {error}") from None
+        assert isinstance(job.paradigm, Stanza)
+        raise JobError(f"paradigm.cut = {shown(job.paradigm.cut)}: {error}") from None
 
 
 def has_running_statistics(model: torch.nn.Module) -> bool:
