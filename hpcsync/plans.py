@@ -174,9 +174,8 @@ def _conclusion(plan: Plan, others: Sequence[Layout]) -> list[str]:
     workers = "1 fully-connected worker" if best.n_fc == 1 else f"{best.n_fc} fully-connected workers"
     convolution = "1 convolution worker" if best.batches == 1 else f"{best.batches} convolution workers"
     next_best = ""
-    if len(plan.rows) > 1:
-        second = max((row for row in plan.rows if row is not best), key=lambda row: (row.samples_per_s, -row.n_fc))
-        next_best = f", {100 * plan.margin:.1f} % more samples a second than with {second.n_fc}"
+    if plan.second is not None:
+        next_best = f", {100 * plan.margin:.1f} % more samples a second than with {plan.second.n_fc}"
     ratios = ", ".join(f"{1 + faster(best, row):.2f} times {row.name}" for row in others)
     return [f"* {workers} (FC) and {convolution}{next_best}", f"  in samples a second: {ratios}"]
 

@@ -29,8 +29,7 @@ and is back after B; the last one after A' and B'; the chain is over after C, an
     B = A + alpha + d                    B' = B + (M - 1) max(c, u, f, d)
     C = max(max(B, M c) + M g, B' + g)   T = max(C + T_ring(n_c, P_c s), A' + T_ring(n_f, P_f s))
 
-for FC workers may sum their gradients while those of the activations travel. A share `overlap` of what follows a
-backward pass (the convolutions' ring, the ring of all, pushes) may hide behind it.
+for FC workers may sum their gradients while those of the activations travel. Nothing hides behind a backward pass.
 
 What this leaves out: noise, and that everybody waits for whoever is slowest in an iteration; nodes and links that are
 not all alike; what optimizers, copies and summing take; that the FC workers' ring and the gradients of activations
@@ -121,11 +120,16 @@ class Layout(NamedTuple):
 
 class Plan(NamedTuple):
     """rows: Stanza's layouts, by n_fc. best: the one with the most samples a second, of equals with the fewest FC
-    workers. lead: how much faster it is than the next best, as a share of that; inf where there is no other."""
+    workers. second: the next best, if there is another."""
 
     rows: tuple[Layout, ...]
     best: Layout
-    margin: float
+    second: Layout | None
+
+    @property
+    def margin(self) -> float:
+        """How much faster the best one is than the second, as a share of that; inf without."""
+        return math.inf if self.second is None else faster(self.best, self.second)
 
 
 # ---- bytes ----
@@ -178,7 +182,7 @@ def ring_s(links: Links, n_workers: int, n_bytes: int) -> float:
     return 2 * (n_workers - 1) * (links.latency_s + n_bytes / n_workers / links.bandwidth)
 
 
-def stanza_s(profile: Profile, links: Links, groups: Groups, overlap: float = 0.0, micro_batches: int = 1) -> float:
+def stanza_s(profile: Profile, links: Links, groups: Groups, micro_batches: int = 1) -> float:
     m, pieces = most_served(groups), micro_batches
     forward, backward = profile.conv_forward_s / pieces, profile.conv_backward_s / pieces
     above = profile.above_s(m) / pieces
@@ -190,38 +194,38 @@ def stanza_s(profile: Profile, links: Links, groups: Groups, overlap: float = 0.
     last_back = first_back + (pieces - 1) * max(forward, up, above, down)
     chain = max(max(first_back, pieces * forward) + pieces * backward, last_back + backward)
     return max(
-        chain + (1 - overlap) * ring_s(links, groups.n_convolution, profile.conv_bytes),
+        chain + ring_s(links, groups.n_convolution, profile.conv_bytes),
         last_above + ring_s(links, groups.n_fc, profile.fc_bytes),
     )
 
 
-def all_reduce_s(profile: Profile, links: Links, n_nodes: int, overlap: float = 0.0) -> float:
-    return profile.batch_s + (1 - overlap) * ring_s(links, n_nodes, profile.model_bytes)
+def all_reduce_s(profile: Profile, links: Links, n_nodes: int) -> float:
+    return profile.batch_s + ring_s(links, n_nodes, profile.model_bytes)
 
 
-def dedicated_server_s(profile: Profile, links: Links, n_nodes: int, overlap: float = 0.0) -> float:
+def dedicated_server_s(profile: Profile, links: Links, n_nodes: int) -> float:
     """One of the nodes is the server, through whose link all push and read: n_nodes - 1 compute."""
-    return profile.batch_s + (2 - overlap) * (links.latency_s + (n_nodes - 1) * profile.model_bytes / links.bandwidth)
+    return profile.batch_s + 2 * (links.latency_s + (n_nodes - 1) * profile.model_bytes / links.bandwidth)
 
 
-def sharded_server_s(profile: Profile, links: Links, n_nodes: int, overlap: float = 0.0) -> float:
+def sharded_server_s(profile: Profile, links: Links, n_nodes: int) -> float:
     """Every node computes, and is the server of an equal shard."""
     once = ring_link_bytes(profile.model_bytes, n_nodes) / 2
-    return profile.batch_s + (2 - overlap) * (links.latency_s + once / links.bandwidth)
+    return profile.batch_s + 2 * (links.latency_s + once / links.bandwidth)
 
 
 # ---- layouts ----
 
 
-def stanza(profile: Profile, links: Links, groups: Groups, overlap: float = 0.0, micro_batches: int = 1) -> Layout:
-    seconds = stanza_s(profile, links, groups, overlap, micro_batches)
+def stanza(profile: Profile, links: Links, groups: Groups, micro_batches: int = 1) -> Layout:
+    seconds = stanza_s(profile, links, groups, micro_batches)
     link_bytes = max(convolution_link_bytes(profile, groups), fc_link_bytes(profile, groups))
     batches, labels = groups.n_convolution, label_bytes(profile, groups)
     per_s = _per_s(profile, batches, seconds)
     return Layout("stanza", groups.n_fc, batches, seconds, per_s, stanza_bytes(profile, groups), labels, link_bytes)
 
 
-def without_separation(profile: Profile, links: Links, n_nodes: int, overlap: float = 0.0) -> tuple[Layout, ...]:
+def without_separation(profile: Profile, links: Links, n_nodes: int) -> tuple[Layout, ...]:
     """On the same number of nodes: one parameter server with n_nodes - 1 workers, a parameter server in shards on
     n_nodes workers, and ring all-reduce among n_nodes workers."""
     n, sent = n_nodes, ring_bytes(profile, n_nodes)
@@ -230,12 +234,12 @@ def without_separation(profile: Profile, links: Links, n_nodes: int, overlap: fl
     def layout(name: str, batches: int, seconds: float, n_bytes: int, link_bytes: float) -> Layout:
         return Layout(name, 0, batches, seconds, _per_s(profile, batches, seconds), n_bytes, 0, link_bytes)
 
-    dedicated_s = dedicated_server_s(profile, links, n, overlap)
+    dedicated_s = dedicated_server_s(profile, links, n)
     through_server = parameter_server_bytes(profile, n - 1)
     return (
         layout("dedicated server", n - 1, dedicated_s, through_server, through_server / 2),
-        layout("sharded server", n, sharded_server_s(profile, links, n, overlap), sent, link),
-        layout("ring all-reduce", n, all_reduce_s(profile, links, n, overlap), sent, link),
+        layout("sharded server", n, sharded_server_s(profile, links, n), sent, link),
+        layout("ring all-reduce", n, all_reduce_s(profile, links, n), sent, link),
     )
 
 
@@ -243,38 +247,13 @@ def _per_s(profile: Profile, batches: int, seconds: float) -> float:
     return batches * profile.batch / seconds if seconds > 0 else math.inf
 
 
-def fc_memory_bytes(profile: Profile, groups: Groups, micro_batches: int = 1) -> int:
-    """Of an FC worker: its weights, their gradient and one number for each that its optimizer remembers, and what it
-    was sent of a piece with its gradient; not what lies between its layers."""
-    pieces = -(-most_served(groups) * 2 * profile.cut_bytes // micro_batches)
-    return 3 * profile.fc_bytes + pieces
-
-
-def choose(
-    profile: Profile,
-    links: Links,
-    n_nodes: int,
-    *,
-    overlap: float = 0.0,
-    micro_batches: int = 1,
-    memory_bytes: float = math.inf,
-) -> Plan:
+def choose(profile: Profile, links: Links, n_nodes: int, *, micro_batches: int = 1) -> Plan:
     """How many of n_nodes, at least 2, should train the fully-connected layers: 1 to n_nodes / 2 are all tried. More
-    would be given nothing.
-
-    memory_bytes: what an FC worker has (`fc_memory_bytes`); layouts that need more are none of the rows. ValueError
-    where none is left.
-    """
+    would be given nothing."""
     every = [Groups(n_nodes, n_fc) for n_fc in range(1, n_nodes // 2 + 1)]
-    rows = tuple(
-        stanza(profile, links, groups, overlap, micro_batches)
-        for groups in every
-        if fc_memory_bytes(profile, groups, micro_batches) <= memory_bytes
-    )
-    if not rows:
-        raise ValueError(f"{n_nodes} nodes with {memory_bytes:g} bytes of memory: no number of FC workers is possible")
-    first, *others = sorted(rows, key=lambda row: (-row.samples_per_s, row.n_fc))
-    return Plan(rows, first, faster(first, others[0]) if others else math.inf)
+    rows = tuple(stanza(profile, links, groups, micro_batches) for groups in every)
+    best, *others = sorted(rows, key=lambda row: (-row.samples_per_s, row.n_fc))
+    return Plan(rows, best, others[0] if others else None)
 
 
 def faster(one: Layout, other: Layout) -> float:

@@ -17,7 +17,6 @@ from hpcsync.planning.node_assignment import (
     convolution_link_bytes,
     dedicated_server_s,
     fc_link_bytes,
-    fc_memory_bytes,
     label_bytes,
     parameter_server_bytes,
     ring_bytes,
@@ -106,7 +105,7 @@ def test_the_break_even_tells_a_ring_from_a_parameter_server():
 # ---- times ----
 
 
-def pipeline_s(profile, links, groups, overlap=0.0, pieces=1, stages=("forward", "up", "above", "down")):
+def pipeline_s(profile, links, groups, pieces=1, stages=("forward", "up", "above", "down")):
     """By going through the pieces one after the other, on the node that serves the most."""
     m = -(-groups.n_convolution // groups.n_fc)
     wire_s = m * profile.batch * profile.activations * profile.itemsize / pieces / links.bandwidth
@@ -131,7 +130,7 @@ def pipeline_s(profile, links, groups, overlap=0.0, pieces=1, stages=("forward",
         sum(links.latency_s + n_bytes / n / links.bandwidth for _ in range(2 * (n - 1)))
         for n, n_bytes in ((groups.n_convolution, profile.conv_bytes), (groups.n_fc, profile.fc_bytes))
     ]
-    return max(now_s + (1 - overlap) * rings_s[0], free_s["above"] + rings_s[1])
+    return max(now_s + rings_s[0], free_s["above"] + rings_s[1])
 
 
 seconds = st.floats(1e-4, 10.0)
@@ -149,10 +148,10 @@ groups = st.integers(2, 24).flatmap(lambda n: st.builds(Groups, st.just(n), st.i
 
 
 @PROPERTY
-@given(profiles(), links, groups, st.floats(0, 1), st.integers(1, 8))
-def test_an_iteration_takes_what_its_pieces_take_one_by_one(profile, links, groups, overlap, pieces):
-    stepwise = pipeline_s(profile, links, groups, overlap, pieces)
-    assert stanza_s(profile, links, groups, overlap, pieces) == pytest.approx(stepwise)
+@given(profiles(), links, groups, st.integers(1, 8))
+def test_an_iteration_takes_what_its_pieces_take_one_by_one(profile, links, groups, pieces):
+    stepwise = pipeline_s(profile, links, groups, pieces)
+    assert stanza_s(profile, links, groups, pieces) == pytest.approx(stepwise)
 
 
 BY_HAND = Profile(1.0, 2.0, 0.25, 100, 1000, 10, 5, label_bytes=0, itemsize=4)
@@ -165,12 +164,10 @@ def test_times_by_hand():
     assert stanza_s(BY_HAND, SLOW, Groups(7, 2)) == 1 + 6.5 + 0.75 + 2 * (0.5 + 4000 / 2 / 100) == 49.25
     few = BY_HAND._replace(fc_parameters=1)
     assert stanza_s(few, SLOW, Groups(7, 2)) == chain_s + 8 * (0.5 + 400 / 5 / 100)
-    assert stanza_s(few, SLOW, Groups(7, 2), overlap=1.0) == chain_s
     assert stanza_s(few, SLOW, Groups(2, 1)) == 1 + 2.5 + 0.25 + 2.5 + 2, "nobody to sum with: split training"
     assert all_reduce_s(BY_HAND, SLOW, 4) == 3.25 + 6 * (0.5 + 4400 / 4 / 100)
     assert dedicated_server_s(BY_HAND, SLOW, 4) == 3.25 + 2 * (0.5 + 3 * 44)
     assert sharded_server_s(BY_HAND, SLOW, 4) == 3.25 + 2 * (0.5 + 0.75 * 44)
-    assert sharded_server_s(BY_HAND, SLOW, 4, overlap=1.0) == 3.25 + 0.5 + 0.75 * 44, "reading hides behind nothing"
 
 
 def test_pieces_hide_what_is_not_the_slowest():
@@ -185,19 +182,19 @@ def test_pieces_hide_what_is_not_the_slowest():
 # ---- the choice ----
 
 
-def brute_force(profile, links, n, overlap=0.0, pieces=1, time_s=pipeline_s):
+def brute_force(profile, links, n, pieces=1):
     """The numbers of FC workers whose samples a second no other's exceed, and all samples a second."""
     rates = {
-        n_fc: (n - n_fc) * profile.batch / time_s(profile, links, Groups(n, n_fc), overlap, pieces)
+        n_fc: (n - n_fc) * profile.batch / pipeline_s(profile, links, Groups(n, n_fc), pieces)
         for n_fc in range(1, n)
         if n_fc <= n - n_fc
     }
     return [n_fc for n_fc in rates if rates[n_fc] >= max(rates.values()) * (1 - 1e-9)], rates
 
 
-def assert_best(choose, profile, links, n, overlap, pieces):
-    best, rates = brute_force(profile, links, n, overlap, pieces)
-    plan = choose(profile, links, n, overlap=overlap, micro_batches=pieces)
+def assert_best(choose, profile, links, n, pieces):
+    best, rates = brute_force(profile, links, n, pieces)
+    plan = choose(profile, links, n, micro_batches=pieces)
     assert plan.best.n_fc in best
     assert [row.n_fc for row in plan.rows] == list(rates)
     assert [row.samples_per_s for row in plan.rows] == pytest.approx(list(rates.values()))
@@ -206,9 +203,9 @@ def assert_best(choose, profile, links, n, overlap, pieces):
 
 
 @PROPERTY
-@given(profiles(), links, st.integers(2, 16), st.floats(0, 1), st.integers(1, 4))
-def test_no_number_of_fc_workers_is_better(profile, links, n, overlap, pieces):
-    assert_best(choose, profile, links, n, overlap, pieces)
+@given(profiles(), links, st.integers(2, 16), st.integers(1, 4))
+def test_no_number_of_fc_workers_is_better(profile, links, n, pieces):
+    assert_best(choose, profile, links, n, pieces)
 
 
 def test_a_choice_by_shortest_iteration_is_found_out():
@@ -218,7 +215,7 @@ def test_a_choice_by_shortest_iteration_is_found_out():
         plan = choose(*arguments, **options)
         return plan._replace(best=min(plan.rows, key=lambda row: row.seconds))
 
-    case = (sized(*VGG_16), Links(1.25e9, 50e-6), 10, 0.0, 1)
+    case = (sized(*VGG_16), Links(1.25e9, 50e-6), 10, 1)
     assert_best(choose, *case)
     with pytest.raises(AssertionError):
         assert_best(shortest, *case)
@@ -232,18 +229,6 @@ def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
     assert (plan.best.n_fc, plan.margin) == (1, 0.0)
     at[2] = 1.999
     assert choose(sized(1, 1, 1), Links(1.0, 0.0), 4).best.n_fc == 2, "the control"
-
-
-def test_only_what_fits():
-    profile, links = BY_HAND._replace(fc_s=9.0, fc_parameters=1), SLOW
-    assert choose(profile, links, 7).best.n_fc > 1
-    one, two = (fc_memory_bytes(profile, Groups(7, n_fc)) for n_fc in (1, 2))
-    assert (one, two) == (3 * 4 + 6 * 2 * 200, 3 * 4 + 3 * 2 * 200)
-    assert fc_memory_bytes(profile, Groups(7, 1), micro_batches=4) == 3 * 4 + 3 * 200
-    assert [row.n_fc for row in choose(profile, links, 7, memory_bytes=two).rows] == [2, 3]
-    assert [row.n_fc for row in choose(profile, links, 7, memory_bytes=one).rows] == [1, 2, 3]
-    with pytest.raises(ValueError, match="no number of FC workers is possible"):
-        choose(profile, links, 7, memory_bytes=100)
 
 
 def rising(choose, profile, links, n, factors=(1.0, 1.5, 2.5, 6.0, 20.0)):
