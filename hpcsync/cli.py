@@ -159,11 +159,18 @@ def stanza(
     from hpcsync import plans
 
     with told_in_one_line():
-        plans.stanza(
-            plans.Asked(
-                model, nodes, bandwidth_gbit, batch, latency_us, micro_batches, profile, samples_per_second, json
-            )
+        asked = plans.Asked(
+            model=model,
+            nodes=nodes,
+            bandwidth_gbit=bandwidth_gbit,
+            batch=batch,
+            latency_us=latency_us,
+            micro_batches=micro_batches,
+            profile=profile,
+            samples_per_second=samples_per_second,
+            json=json,
         )
+        plans.stanza(asked)
 
 
 def _version(wanted: bool) -> None:

@@ -74,8 +74,8 @@ def _torchvision_models(name: str) -> Any:
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-        # Its operators were compiled for another torch (with CUDA, beside one without) and have not loaded, and it
-        # looks for two of them at once. The networks use none.
+        # Its operators were compiled for another torch and have not loaded, as those of PyPI's torchvision beside a
+        # torch without CUDA; it looks for two of them at once. The networks use none: so these stand in for them.
         for operator in ("nms", "qnms"):
             torch.library.define(
                 f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"

@@ -95,14 +95,11 @@ class Own:
         """The model is this worker's: its own tensors are the model's buffers, not copies of them, which would change
         under a backward pass that another worker has yet to make."""
         torch.set_rng_state(self._generator)
-        if not self._statistics:
-            yield
-        else:
-            others = _buffers(self._model)
-            _put(self._statistics, self._model)
-            yield
-            self._statistics = _buffers(self._model)  # a forward pass may put new tensors in their places
-            _put(others, self._model)
+        others = _buffers(self._model)
+        _put(self._statistics, self._model)
+        yield
+        self._statistics = _buffers(self._model)  # a forward pass may put new tensors in their places
+        _put(others, self._model)
         self._generator = torch.get_rng_state()
 
     def leave(self) -> None:

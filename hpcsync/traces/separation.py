@@ -31,7 +31,7 @@ def check_separation(run: Reports, groups: Groups) -> list[Check]:
         batches_are_of_the_groups(run, groups),
         losses_are_known_above(run),
         parts_fit(run),
-        both_sides_wait(run, _pairs(run, groups)),
+        both_sides_wait(run, _pairs(run)),
         bytes_are_of_the_sizes(run, groups),
     ]
 
@@ -118,10 +118,9 @@ def _n_batches(run: Reports, groups: Groups) -> np.ndarray:
     return n_batches[run.steps["worker"]]
 
 
-def _pairs(run: Reports, groups: Groups) -> Pairs:
+def _pairs(run: Reports) -> Pairs:
     step_of = np.full((run.n_workers, len(run.n_contributing)), -1)
     step_of[run.steps["worker"], run.count] = np.arange(len(run.steps))
-    fc_of = np.array([worker if groups.is_fc(worker) else groups.fc_of(worker) for worker in range(run.n_workers)])
     below = np.flatnonzero(~run.is_fc)
-    above = step_of[fc_of[run.steps["worker"][below]], run.count[below]]
+    above = step_of[run.peer[below], run.count[below]]
     return Pairs(below[above >= 0], above[above >= 0])
