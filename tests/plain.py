@@ -21,7 +21,7 @@ def on_batches(job: Job, steps: Iterable[Iterable[int]]) -> np.ndarray:
     """The weights after one step on each of these groups of batches together."""
     workload = check(job)
     shape = {"batch_size": job.workload.batch_size, "size": len(workload.train)}
-    return _trained(
+    return trained(
         job, workload, (np.concatenate([batch_indices(job.seed, j, **shape) for j in numbers]) for numbers in steps)
     )
 
@@ -29,7 +29,7 @@ def on_batches(job: Job, steps: Iterable[Iterable[int]]) -> np.ndarray:
 def on_samples(job: Job, steps: Iterable[np.ndarray]) -> np.ndarray:
     """The weights after one step on each of these groups of samples of the run's sequence together."""
     workload = check(job)
-    return _trained(job, workload, (sequence(job, numbers, len(workload.train)) for numbers in steps))
+    return trained(job, workload, (sequence(job, numbers, len(workload.train)) for numbers in steps))
 
 
 def sequence(job: Job, numbers: np.ndarray, size: int) -> np.ndarray:
@@ -42,7 +42,8 @@ def whole_batches(job: Job, iterations: int) -> list[np.ndarray]:
     return list(np.arange(job.batch_total * iterations).reshape(iterations, -1))
 
 
-def _trained(job: Job, workload: Workload, steps: Iterable[np.ndarray]) -> np.ndarray:
+def trained(job: Job, workload: Workload, steps: Iterable[np.ndarray]) -> np.ndarray:
+    """The weights after one step on each of these groups of samples of the data set."""
     kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[job.optimizer.name]
     optimizer = kind(workload.model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
     assert workload.loss is not None

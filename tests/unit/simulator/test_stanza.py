@@ -1,247 +1,34 @@
-"""Separated layers in virtual time: the numbers of one process, those of ranks to the bit, closed forms, and ends."""
+"""Separated layers in virtual time: closed forms, what is written down, and ends."""
 
 from __future__ import annotations
 
-import copy
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from hpcsync.job import Job
 from hpcsync.job_errors import JobError
-from hpcsync.learning.data import batch_indices, batches
-from hpcsync.learning.replica import worker_seed
-from hpcsync.learning.workloads import Workload, build, half_squared_error
+from hpcsync.learning.data import batch_indices
+from hpcsync.learning.workloads import build
 from hpcsync.planning import node_assignment
 from hpcsync.planning.halves import SEPARATED
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
-from hpcsync.simulator.run import prepare
-from hpcsync.simulator.separated_arithmetic import TwoHalves, _Half
 from hpcsync.traces.schema import EVERYBODY, TABLES
-from tests.unit.jobs import make_job
 from tests.unit.simulator.running import simulate
-from tests.unit.simulator.test_peers import Recorder
-
-LR = 0.1
-NESTEROV = {"name": "sgd", "lr": LR, "momentum": 0.9, "nesterov": True}
-GBIT, LATENCY_S = 125e6, 1e-3
-NETWORK = {"bandwidth_gbit": 1.0, "latency_us": 1e6 * LATENCY_S}
-TIMING = {"name": "timing", "batch_size": 8, "parameters": 3_000_000, "classifier": 1_000_000, "activations": 50_000}
-FC_SHARE = 0.2
-ALEXNET = {"name": "timing", "batch_size": 128, "activations": 9216, "classifier": 58_631_144}
-ALEXNET |= {"parameters": 2_469_696 + ALEXNET["classifier"]}
-
-
-def separated(n_convolution: int, n_fc: int, *, pieces: int = 1, cluster: Any = (), **tables: Any) -> Job:
-    options = {"cut": "classifier", "fc_workers": n_fc, "fc_share": FC_SHARE, "micro_batches": pieces}
-    compute = {"compute": {"model": "constant", "seconds": tables.pop("seconds", 1.0)}}
-    return make_job(
-        **{
-            "paradigm": {"name": "stanza", **options, **tables.pop("options", {})},
-            "optimizer": NESTEROV,
-            "stop": {"updates": 6},
-            "cluster": {"workers": n_convolution + n_fc, **compute, **dict(cluster)},
-            **tables,
-        }
-    )
-
-
-class Net(nn.Module):
-    def __init__(self, *, noisy: bool, dtype: torch.dtype) -> None:
-        super().__init__()
-        norm, dropout = (nn.BatchNorm1d(6), nn.Dropout(0.3)) if noisy else (nn.Identity(), nn.Identity())
-        self.features = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), norm, nn.Linear(6, 4))
-        self.classifier = nn.Sequential(nn.Tanh(), dropout, nn.Linear(4, 1))
-        self.to(dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.classifier(self.features(x))
-
-
-def workload(job: Job, *, noisy: bool = False, dtype: torch.dtype = torch.float64) -> Workload:
-    torch.manual_seed(job.seed)
-    linear, net = build(job), Net(noisy=noisy, dtype=dtype)
-    linear.train.tensors = tuple(tensor.to(dtype) for tensor in linear.train.tensors)
-    return Workload(net, half_squared_error, linear.train, None if noisy else linear.evaluate)
-
-
-class Run:
-    def __init__(self, job: Job, training: Workload | None = None) -> None:
-        self.workload = training or Workload(nn.Linear(1, 1), None, None, None)  # of which nothing is looked at
-        self.trace = Recorder()
-        self.simulation: Any = prepare(job, self.workload)(self.trace, lambda now_s, _: None)
-        self.simulation.run()
-
-    @property
-    def weights(self) -> np.ndarray:
-        return flat(self.workload.model)
-
-    def iteration_s(self) -> float:
-        """What the iterations take that are all alike."""
-        took = np.diff(self.trace["updates"]["now_s"])
-        assert np.allclose(took, took[0], rtol=1e-9)
-        return float(took[0])
-
-
-def flat(model: nn.Module) -> np.ndarray:
-    return nn.utils.parameters_to_vector(model.parameters()).detach().numpy().copy()
-
-
-def trained(job: Job) -> np.ndarray:
-    return Run(job, workload(job)).weights
-
-
-def in_one_process(job: Job) -> np.ndarray:
-    """The weights that a plain PyTorch loop comes to with the batches of all convolution workers together."""
-    training, n = workload(job), job.groups.n_convolution
-    kind = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[job.optimizer.name]
-    optimizer = kind(training.model.parameters(), lr=LR, **job.optimizer.options)
-    for iteration in range(job.stop.updates):
-        numbers = range(iteration * n, (iteration + 1) * n)
-        at = torch.from_numpy(np.concatenate([batch_indices(job.seed, j, batch_size=4, size=60) for j in numbers]))
-        optimizer.zero_grad()
-        training.loss(training.model, *(tensor[at] for tensor in training.train.tensors)).backward()
-        optimizer.step()
-    return flat(training.model)
-
-
-def close(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool(np.allclose(a, b, rtol=1e-10, atol=1e-13))
-
-
-# ---- what is computed ----
-
-
-@pytest.mark.parametrize("optimizer", [NESTEROV, {"name": "adam", "lr": LR}], ids=["nesterov", "adam"])
-@pytest.mark.parametrize("pieces", [1, 2])
-@pytest.mark.parametrize(("n_convolution", "n_fc"), [(1, 1), (2, 1), (3, 2)])
-def test_it_is_one_process_with_a_larger_batch(n_convolution, n_fc, pieces, optimizer):
-    job = separated(n_convolution, n_fc, pieces=pieces, optimizer=optimizer)
-    assert close(trained(job), in_one_process(job))
-    longer = job.model_copy(update={"stop": job.stop.model_copy(update={"updates": 7})})
-    assert not close(trained(longer), in_one_process(job))
-
-
-def unweighted(monkeypatch):
-    contribute = _Half.contribute
-    monkeypatch.setattr(_Half, "contribute", lambda self, worker, weight=1.0: contribute(self, worker))
-
-
-def of_the_wrong_mean(factor):
-    compute = TwoHalves.compute
-
-    def scaled(self, fc):
-        loss = compute(self, fc)
-        for worker in self._groups.served(fc):
-            self._back[worker] = [gradient * factor(self, fc) for gradient in self._back[worker]]
-        return loss
-
-    return lambda monkeypatch: monkeypatch.setattr(TwoHalves, "compute", scaled)
-
-
-@pytest.mark.parametrize(
-    "broken",
-    [
-        unweighted,
-        of_the_wrong_mean(lambda halves, fc: 1 / len(halves._groups.served(fc))),
-        of_the_wrong_mean(lambda halves, fc: halves._n_pieces),
-    ],
-    ids=["fully-connected workers' weights", "workers served", "pieces"],
+from tests.unit.simulator.separated import (
+    ALEXNET,
+    FC_SHARE,
+    GBIT,
+    LATENCY_S,
+    NETWORK,
+    TIMING,
+    Run,
+    separated,
+    trained,
+    workload,
 )
-def test_a_factor_that_is_wrong_leads_elsewhere(broken, monkeypatch):
-    job = separated(3, 2, pieces=2)
-    broken(monkeypatch)
-    assert not np.allclose(trained(job), in_one_process(job), rtol=1e-4)
-
-
-@pytest.mark.parametrize("pieces", [1, 4])
-def test_the_first_layer_has_the_gradient_of_the_whole_model(pieces):
-    job = separated(3, 2, pieces=pieces, stop={"updates": 1}, optimizer={"name": "sgd", "lr": LR})
-    start, first = flat(workload(job).model), slice(0, 5 * 6)
-    gradient = (start - in_one_process(job))[first] / LR
-    assert np.abs(gradient).min() > 1e-6
-    assert np.allclose((start - trained(job))[first] / LR, gradient, rtol=1e-8)
-
-
-class Rank:
-    """A worker with everything of its own, as there would be one a process."""
-
-    def __init__(self, job: Job, worker: int, number: int, whole: nn.Module) -> None:
-        model = copy.deepcopy(whole)
-        self.model = model.classifier if job.groups.is_fc(worker) else model.features
-        self.batches = batches(
-            workload(job, dtype=torch.float32).train, job.seed, number,
-            n_workers=job.groups.n_convolution, batch_size=job.workload.batch_size, epochs=range(99),
-        )  # fmt: skip
-        self.generator = torch.Generator().manual_seed(worker_seed(job.seed, worker)).get_state()
-        self.flat = nn.Parameter(nn.utils.parameters_to_vector(self.model.parameters()).detach())
-        self.optimizer = torch.optim.SGD([self.flat], lr=LR, fused=True, **job.optimizer.options)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        torch.set_rng_state(self.generator)
-        found = self.model(x)
-        self.generator = torch.get_rng_state()
-        return found
-
-    def gradient(self) -> torch.Tensor:
-        found = nn.utils.parameters_to_vector([p.grad for p in self.model.parameters()]).clone()
-        self.model.zero_grad()
-        return found
-
-    def step(self, gradient: torch.Tensor) -> None:
-        self.flat.grad = gradient
-        self.optimizer.step()
-        nn.utils.vector_to_parameters(self.flat.data.clone(), self.model.parameters())
-
-
-def by_ranks(job: Job) -> list[Rank]:
-    """What ranks do, written down anew."""
-    groups, pieces = job.groups, job.paradigm.micro_batches
-    whole = workload(job, noisy=True, dtype=torch.float32).model
-    ranks = [Rank(job, worker, worker - groups.n_fc, whole) for worker in range(groups.n_workers)]
-    for _ in range(job.stop.updates):
-        parts = {w: [t.split(len(t) // pieces) for t in next(ranks[w].batches)] for w in groups.convolution}
-        crossing = {w: [ranks[w](x) for x in parts[w][0]] for w in groups.convolution}
-        above = []
-        for fc in groups.fc:
-            total: Any = 0.0
-            for piece in range(pieces):
-                h = torch.cat([crossing[w][piece].detach() for w in groups.served(fc)]).requires_grad_()
-                half_squared_error(ranks[fc], h, torch.cat([parts[w][1][piece] for w in groups.served(fc)])).backward()
-                total = ranks[fc].gradient() / pieces + total
-                back = len(groups.served(fc)) * (1 / pieces) * h.grad
-                for w, rows in zip(groups.served(fc), back.chunk(len(groups.served(fc))), strict=True):
-                    crossing[w][piece] = (crossing[w][piece], rows)
-            above.append(total * (len(groups.served(fc)) * groups.n_fc / groups.n_convolution))
-        below = []
-        for w in groups.convolution:
-            for h, rows in crossing[w]:
-                h.backward(rows)
-            below.append(ranks[w].gradient())
-        for group, gradients in ((groups.fc, above), (groups.convolution, below)):
-            mean = sum(gradients[1:], gradients[0]) / len(gradients)
-            for w in group:
-                ranks[w].step(mean.clone())
-    return ranks
-
-
-@pytest.mark.parametrize("pieces", [1, 2])  # a half is exact
-@pytest.mark.parametrize(("n_convolution", "n_fc"), [(1, 1), (3, 2)])
-def test_generators_and_running_statistics_are_each_workers_own(n_convolution, n_fc, pieces):
-    job = separated(n_convolution, n_fc, pieces=pieces)
-    run, ranks = Run(job, workload(job, noisy=True, dtype=torch.float32)), by_ranks(job)
-    model, first = run.workload.model, job.groups.convolution[0]
-    for half, rank in ((model.classifier, ranks[0]), (model.features, ranks[first])):
-        assert np.array_equal(flat(half), rank.flat.detach().numpy())
-        for ours, theirs in zip(half.buffers(), rank.model.buffers(), strict=True):
-            assert torch.equal(ours, theirs)
-    assert model.features[2].num_batches_tracked == 6 * pieces
-
 
 # ---- how long it takes ----
 
