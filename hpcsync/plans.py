@@ -21,7 +21,7 @@ from hpcsync.learning import architectures
 from hpcsync.learning.profiling import measured
 from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.halves import Shape, Times
-from hpcsync.planning.node_assignment import Layout, Links, Plan, Profile, choose, faster, without_separation
+from hpcsync.planning.node_assignment import Layout, Link, Plan, Profile, choose, faster, without_separation
 
 MILLISECONDS = "milliseconds of a batch"
 
@@ -56,9 +56,9 @@ def stanza(asked: Asked) -> None:
     times, source = _times(asked, console)
     shape = architectures.shape(asked.model)
     profile = Profile.of(times, shape, asked.batch)
-    links = Links(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
-    plan = choose(profile, links, asked.nodes, micro_batches=asked.micro_batches)
-    others = without_separation(profile, links, asked.nodes)
+    link = Link(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
+    plan = choose(profile, link, asked.nodes, micro_batches=asked.micro_batches)
+    others = without_separation(profile, link, asked.nodes)
     for line in _about(asked, shape, times, source):
         console.print(line, markup=False, soft_wrap=True)
     console.print(_table(plan, others))

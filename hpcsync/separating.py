@@ -21,7 +21,7 @@ from hpcsync.learning.data import fetch
 from hpcsync.learning.profiling import Times, measured
 from hpcsync.learning.workloads import Workload
 from hpcsync.planning.halves import Shape
-from hpcsync.planning.node_assignment import Links, Profile, choose
+from hpcsync.planning.node_assignment import Link, Profile, choose
 
 ITERATIONS = 32  # of each worker, of which a mean is formed
 
@@ -61,10 +61,10 @@ def fc_share(job: Job, shape: Shape) -> float:
     return shape.fc_share
 
 
-def resolved(job: Job, workload: Workload, links: Links | None = None) -> Job:
+def resolved(job: Job, workload: Workload, link: Link | None = None) -> Job:
     """The job with the share of its model that lies above the cut, and the number of workers that train it.
 
-    links: between its ranks, where the job does not say what they are; by default nothing takes time there. A job of
+    link: of every rank, where the job does not say what it is; by default nothing takes time there. A job of
     another paradigm stays as it is. Raises JobError for a share that cannot be found.
     """
     paradigm = job.paradigm
@@ -75,7 +75,7 @@ def resolved(job: Job, workload: Workload, links: Links | None = None) -> Job:
     if paradigm.fc_workers == "auto":
         assert not isinstance(job.workload, Script)
         profile = Profile.of(_times(job, paradigm, workload, model), model.shape, job.workload.batch_size)
-        plan = choose(profile, links or _links(job), job.cluster.workers, micro_batches=paradigm.micro_batches)
+        plan = choose(profile, link or _link(job), job.cluster.workers, micro_batches=paradigm.micro_batches)
         paradigm = paradigm.model_copy(update={"fc_workers": plan.best.n_fc})
     return job.model_copy(update={"paradigm": paradigm})
 
@@ -95,8 +95,8 @@ def _times(job: Job, paradigm: Stanza, workload: Workload, model: Divided) -> Ti
     return Times(forward, backward, above, compute.fixed_share * above)
 
 
-def _links(job: Job) -> Links:
+def _link(job: Job) -> Link:
     network = job.cluster.network
     if network is None:
-        return Links(math.inf, 0.0)
-    return Links(min(network.rates(0, job.cluster.workers)), 1e-6 * network.latency_us)
+        return Link(math.inf, 0.0)
+    return Link(min(network.rates(0, job.cluster.workers)), 1e-6 * network.latency_us)

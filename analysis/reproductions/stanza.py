@@ -22,7 +22,7 @@ from hpcsync.job import Job
 from hpcsync.learning import architectures
 from hpcsync.planning import node_assignment
 from hpcsync.planning.groups import Groups
-from hpcsync.planning.node_assignment import Links, Profile
+from hpcsync.planning.node_assignment import Link, Profile
 from hpcsync.traces.reading import load
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import simulate_all
@@ -98,8 +98,8 @@ class Point(NamedTuple):
         return self.batch / (speed.fast if self.arm == "fast" else speed.rate)
 
     @property
-    def links(self) -> Links:
-        return Links(self.gbit * 1e9 / 8, 1e-6 * LATENCY_US)
+    def links(self) -> Link:
+        return Link(self.gbit * 1e9 / 8, 1e-6 * LATENCY_US)
 
     @property
     def profile(self) -> Profile:

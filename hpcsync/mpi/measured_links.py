@@ -9,19 +9,19 @@ import numpy as np
 from mpi4py import MPI
 
 from hpcsync.mpi.trial import farthest
-from hpcsync.planning.node_assignment import Links
+from hpcsync.planning.node_assignment import Link
 
 SMALL, LARGE = 8, 1 << 22  # bytes
 REPEATED = 5
 
 
-def measured_links(comm: MPI.Intracomm) -> Links:
+def measured_links(comm: MPI.Intracomm) -> Link:
     """From rank 0 to the rank farthest from it, by messages there and back; collective, and the same on all ranks."""
     if comm.size == 1:
-        return Links(float("inf"), 0.0)
+        return Link(float("inf"), 0.0)
     target = farthest(comm)
     small_s, large_s = (_there_s(comm, target, n_bytes) for n_bytes in (SMALL, LARGE))
-    return comm.bcast(Links(LARGE / max(large_s - small_s, 1e-9), small_s))
+    return comm.bcast(Link(LARGE / max(large_s - small_s, 1e-9), small_s))
 
 
 def _there_s(comm: MPI.Intracomm, target: int, n_bytes: int) -> float:

@@ -94,8 +94,8 @@ class Profile(NamedTuple):
         return self.batch * self.activations * self.itemsize
 
 
-class Links(NamedTuple):
-    """bandwidth: bytes per second of every node, up and down each; latency_s: of a message."""
+class Link(NamedTuple):
+    """Of every node. bandwidth: bytes per second, up and down each; latency_s: of a message."""
 
     bandwidth: float
     latency_s: float
@@ -177,69 +177,69 @@ def most_served(groups: Groups) -> int:
     return max(len(groups.served(fc)) for fc in groups.fc)
 
 
-def ring_s(links: Links, n_workers: int, n_bytes: int) -> float:
+def ring_s(link: Link, n_workers: int, n_bytes: int) -> float:
     """Summing so many bytes on equal links, which nobody else uses."""
-    return 2 * (n_workers - 1) * (links.latency_s + n_bytes / n_workers / links.bandwidth)
+    return 2 * (n_workers - 1) * (link.latency_s + n_bytes / n_workers / link.bandwidth)
 
 
-def stanza_s(profile: Profile, links: Links, groups: Groups, micro_batches: int = 1) -> float:
+def stanza_s(profile: Profile, link: Link, groups: Groups, micro_batches: int = 1) -> float:
     m, pieces = most_served(groups), micro_batches
     forward, backward = profile.conv_forward_s / pieces, profile.conv_backward_s / pieces
     above = profile.above_s(m) / pieces
-    down = m * profile.cut_bytes / pieces / links.bandwidth
-    up = down + m * profile.batch * profile.label_bytes / pieces / links.bandwidth
-    first_above = forward + links.latency_s + up + above
-    first_back = first_above + links.latency_s + down
+    down = m * profile.cut_bytes / pieces / link.bandwidth
+    up = down + m * profile.batch * profile.label_bytes / pieces / link.bandwidth
+    first_above = forward + link.latency_s + up + above
+    first_back = first_above + link.latency_s + down
     last_above = first_above + (pieces - 1) * max(forward, up, above)
     last_back = first_back + (pieces - 1) * max(forward, up, above, down)
     chain = max(max(first_back, pieces * forward) + pieces * backward, last_back + backward)
     return max(
-        chain + ring_s(links, groups.n_convolution, profile.conv_bytes),
-        last_above + ring_s(links, groups.n_fc, profile.fc_bytes),
+        chain + ring_s(link, groups.n_convolution, profile.conv_bytes),
+        last_above + ring_s(link, groups.n_fc, profile.fc_bytes),
     )
 
 
-def all_reduce_s(profile: Profile, links: Links, n_nodes: int) -> float:
-    return profile.batch_s + ring_s(links, n_nodes, profile.model_bytes)
+def all_reduce_s(profile: Profile, link: Link, n_nodes: int) -> float:
+    return profile.batch_s + ring_s(link, n_nodes, profile.model_bytes)
 
 
-def dedicated_server_s(profile: Profile, links: Links, n_nodes: int) -> float:
+def dedicated_server_s(profile: Profile, link: Link, n_nodes: int) -> float:
     """One of the nodes is the server, through whose link all push and read: n_nodes - 1 compute."""
-    return profile.batch_s + 2 * (links.latency_s + (n_nodes - 1) * profile.model_bytes / links.bandwidth)
+    return profile.batch_s + 2 * (link.latency_s + (n_nodes - 1) * profile.model_bytes / link.bandwidth)
 
 
-def sharded_server_s(profile: Profile, links: Links, n_nodes: int) -> float:
+def sharded_server_s(profile: Profile, link: Link, n_nodes: int) -> float:
     """Every node computes, and is the server of an equal shard."""
     once = ring_link_bytes(profile.model_bytes, n_nodes) / 2
-    return profile.batch_s + 2 * (links.latency_s + once / links.bandwidth)
+    return profile.batch_s + 2 * (link.latency_s + once / link.bandwidth)
 
 
 # ---- layouts ----
 
 
-def stanza(profile: Profile, links: Links, groups: Groups, micro_batches: int = 1) -> Layout:
-    seconds = stanza_s(profile, links, groups, micro_batches)
+def stanza(profile: Profile, link: Link, groups: Groups, micro_batches: int = 1) -> Layout:
+    seconds = stanza_s(profile, link, groups, micro_batches)
     link_bytes = max(convolution_link_bytes(profile, groups), fc_link_bytes(profile, groups))
     batches, labels = groups.n_convolution, label_bytes(profile, groups)
     per_s = _per_s(profile, batches, seconds)
     return Layout("stanza", groups.n_fc, batches, seconds, per_s, stanza_bytes(profile, groups), labels, link_bytes)
 
 
-def without_separation(profile: Profile, links: Links, n_nodes: int) -> tuple[Layout, ...]:
+def without_separation(profile: Profile, link: Link, n_nodes: int) -> tuple[Layout, ...]:
     """On the same number of nodes: one parameter server with n_nodes - 1 workers, a parameter server in shards on
     n_nodes workers, and ring all-reduce among n_nodes workers."""
     n, sent = n_nodes, ring_bytes(profile, n_nodes)
-    link = ring_link_bytes(profile.model_bytes, n)
+    through_link = ring_link_bytes(profile.model_bytes, n)
 
     def layout(name: str, batches: int, seconds: float, n_bytes: int, link_bytes: float) -> Layout:
         return Layout(name, 0, batches, seconds, _per_s(profile, batches, seconds), n_bytes, 0, link_bytes)
 
-    dedicated_s = dedicated_server_s(profile, links, n)
+    dedicated_s = dedicated_server_s(profile, link, n)
     through_server = parameter_server_bytes(profile, n - 1)
     return (
         layout("dedicated server", n - 1, dedicated_s, through_server, through_server / 2),
-        layout("sharded server", n, sharded_server_s(profile, links, n), sent, link),
-        layout("ring all-reduce", n, all_reduce_s(profile, links, n), sent, link),
+        layout("sharded server", n, sharded_server_s(profile, link, n), sent, through_link),
+        layout("ring all-reduce", n, all_reduce_s(profile, link, n), sent, through_link),
     )
 
 
@@ -247,11 +247,11 @@ def _per_s(profile: Profile, batches: int, seconds: float) -> float:
     return batches * profile.batch / seconds if seconds > 0 else math.inf
 
 
-def choose(profile: Profile, links: Links, n_nodes: int, *, micro_batches: int = 1) -> Plan:
+def choose(profile: Profile, link: Link, n_nodes: int, *, micro_batches: int = 1) -> Plan:
     """How many of n_nodes, at least 2, should train the fully-connected layers: 1 to n_nodes / 2 are all tried. More
     would be given nothing."""
     every = [Groups(n_nodes, n_fc) for n_fc in range(1, n_nodes // 2 + 1)]
-    rows = tuple(stanza(profile, links, groups, micro_batches) for groups in every)
+    rows = tuple(stanza(profile, link, groups, micro_batches) for groups in every)
     best, *others = sorted(rows, key=lambda row: (-row.samples_per_s, row.n_fc))
     return Plan(rows, best, others[0] if others else None)
 

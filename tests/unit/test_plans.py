@@ -12,13 +12,13 @@ from typer.testing import CliRunner
 from hpcsync import cli, plans
 from hpcsync.planning.groups import Groups
 from hpcsync.planning.halves import Times
-from hpcsync.planning.node_assignment import Links, Profile, choose, stanza_s, without_separation
+from hpcsync.planning.node_assignment import Link, Profile, choose, stanza_s, without_separation
 
 ASKED = {"--model": "alexnet", "--nodes": "10", "--bandwidth-gbit": "10", "--batch": "128"}
 TOML = "conv_forward_ms = 20\nconv_backward_ms = 40.5\nfc_ms = 8\nfc_fixed_ms = 5\n"
 RECORDED = Times(0.02, 0.0405, 0.008, 0.005)
 ALEXNET = (2_469_696, 58_631_144, 9_216)
-LINKS = Links(1.25e9, 50e-6)
+LINKS = Link(1.25e9, 50e-6)
 
 
 def plan(**changed: str) -> Result:
@@ -56,7 +56,7 @@ def test_options_reach_the_planner(recorded: str, tmp_path: Path) -> None:
     changed = {"latency_us": "7", "micro_batches": "3", "bandwidth_gbit": "1", "batch": "64", "nodes": "4"}
     found = numbers(tmp_path, profile=recorded, **changed)
     profile = Profile(0.02, 0.0405, 0.008, *ALEXNET, 64, fc_fixed_s=0.005)
-    seconds = [stanza_s(profile, Links(1.25e8, 7e-6), Groups(4, n_fc), micro_batches=3) for n_fc in (1, 2)]
+    seconds = [stanza_s(profile, Link(1.25e8, 7e-6), Groups(4, n_fc), micro_batches=3) for n_fc in (1, 2)]
     assert [row["seconds"] for row in found["stanza"]] == seconds
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hpcsync.planning import node_assignment
 from hpcsync.planning.groups import Groups
 from hpcsync.planning.node_assignment import (
-    Links,
+    Link,
     Profile,
     all_reduce_s,
     choose,
@@ -143,7 +143,7 @@ def profiles(draw):
     return Profile(draw(seconds), draw(seconds), fc_s, *sizes, fc_fixed_s=draw(st.floats(0, 1)) * fc_s)
 
 
-links = st.builds(Links, st.floats(1e6, 1e11), st.floats(0, 1e-2))
+links = st.builds(Link, st.floats(1e6, 1e11), st.floats(0, 1e-2))
 groups = st.integers(2, 24).flatmap(lambda n: st.builds(Groups, st.just(n), st.integers(1, n - 1)))
 
 
@@ -155,7 +155,7 @@ def test_an_iteration_takes_what_its_pieces_take_one_by_one(profile, links, grou
 
 
 BY_HAND = Profile(1.0, 2.0, 0.25, 100, 1000, 10, 5, label_bytes=0, itemsize=4)
-SLOW = Links(100.0, 0.5)  # a batch's 200 bytes at the cut take 2 s
+SLOW = Link(100.0, 0.5)  # a batch's 200 bytes at the cut take 2 s
 
 
 def test_times_by_hand():
@@ -172,11 +172,9 @@ def test_times_by_hand():
 
 def test_pieces_hide_what_is_not_the_slowest():
     even = Profile(4.0, 4.0, 4.0, 1, 1, 100, 1, label_bytes=0, itemsize=4)
-    of = [stanza_s(even, Links(100.0, 0.0), Groups(2, 1), micro_batches=pieces) for pieces in (1, 2, 4)]
+    of = [stanza_s(even, Link(100.0, 0.0), Groups(2, 1), micro_batches=pieces) for pieces in (1, 2, 4)]
     assert of == [20.0, 12.0, 8.0]
-    assert pipeline_s(even, Links(100.0, 0.0), Groups(2, 1), pieces=2, stages=("forward", "above")) == 8.0, (
-        "the control"
-    )
+    assert pipeline_s(even, Link(100.0, 0.0), Groups(2, 1), pieces=2, stages=("forward", "above")) == 8.0, "the control"
 
 
 # ---- the choice ----
@@ -215,7 +213,7 @@ def test_a_choice_by_shortest_iteration_is_found_out():
         plan = choose(*arguments, **options)
         return plan._replace(best=min(plan.rows, key=lambda row: row.seconds))
 
-    case = (sized(*VGG_16), Links(1.25e9, 50e-6), 10, 1)
+    case = (sized(*VGG_16), Link(1.25e9, 50e-6), 10, 1)
     assert_best(choose, *case)
     with pytest.raises(AssertionError):
         assert_best(shortest, *case)
@@ -225,10 +223,10 @@ def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
     """Two workers serve two, or one serves three: as many samples a second if an iteration takes half as long again."""
     at = {1: 3.0, 2: 2.0}
     monkeypatch.setattr(node_assignment, "stanza_s", lambda _, __, groups, *rest: at[groups.n_fc])
-    plan = choose(sized(1, 1, 1), Links(1.0, 0.0), 4)
+    plan = choose(sized(1, 1, 1), Link(1.0, 0.0), 4)
     assert (plan.best.n_fc, plan.margin) == (1, 0.0)
     at[2] = 1.999
-    assert choose(sized(1, 1, 1), Links(1.0, 0.0), 4).best.n_fc == 2, "the control"
+    assert choose(sized(1, 1, 1), Link(1.0, 0.0), 4).best.n_fc == 2, "the control"
 
 
 def rising(choose, profile, links, n, factors=(1.0, 1.5, 2.5, 6.0, 20.0)):
@@ -254,7 +252,7 @@ def test_the_longer_the_layers_above_take_the_more_workers_are_chosen_for_them(p
     """Unless latencies or the convolutions' ring rule: then four workers may serve five, two at most, where three would
     serve six, two at most."""
     backward_s = max(profile.conv_backward_s, profile.conv_bytes / bandwidth)
-    chosen = rising(choose, profile._replace(conv_backward_s=backward_s), Links(bandwidth, 0.0), n)
+    chosen = rising(choose, profile._replace(conv_backward_s=backward_s), Link(bandwidth, 0.0), n)
     assert chosen == sorted(chosen)
 
 
@@ -262,7 +260,7 @@ def test_a_choice_that_takes_fast_layers_for_slow_ones_is_found_out():
     def contrary(profile, links, n):
         return choose(profile._replace(fc_s=1 / profile.fc_s), links, n)
 
-    case = (sized(*VGG_16), Links(1.25e9, 0.0), 10)
+    case = (sized(*VGG_16), Link(1.25e9, 0.0), 10)
     assert rising(choose, *case) == [2, 2, 5, 5, 5]
     chosen = rising(contrary, *case)
     assert chosen != sorted(chosen)
@@ -272,7 +270,7 @@ def test_a_choice_that_takes_fast_layers_for_slow_ones_is_found_out():
 
 
 def test_the_others_use_as_many_nodes():
-    profile, links = sized(*VGG_16), Links(1.25e9, 50e-6)
+    profile, links = sized(*VGG_16), Link(1.25e9, 50e-6)
     dedicated, sharded, ring = without_separation(profile, links, 10)
     assert [row.batches for row in (dedicated, sharded, ring)] == [9, 10, 10]
     assert dedicated.n_bytes == parameter_server_bytes(profile, 9) == ring_bytes(profile, 10) == ring.n_bytes

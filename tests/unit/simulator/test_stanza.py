@@ -48,7 +48,7 @@ def test_an_iteration_takes_what_its_parts_do(n_convolution, n_fc, seconds, piec
     parts = convolution_s / 3, convolution_s * 2 / 3, FC_SHARE * seconds
     profile = node_assignment.Profile(*parts, below // 4, 1, 50_000, batch=8)
     ring_s = ring_allreduce_s(n_convolution, below, LATENCY_S, GBIT)
-    links = node_assignment.Links(GBIT, LATENCY_S)
+    links = node_assignment.Link(GBIT, LATENCY_S)
     done_s = node_assignment.stanza_s(profile, links, job.groups, micro_batches=pieces) - ring_s
     run = Run(job)
     assert run.iteration_s() == pytest.approx(done_s + ring_s, rel=1e-6)
