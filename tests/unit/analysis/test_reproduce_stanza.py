@@ -10,9 +10,9 @@ from reproductions.stanza import COLOCATED, FC_LIGHT, SERVER, SPEEDS, Point
 from rich.console import Console
 
 from hpcsync.learning import architectures
-from hpcsync.learning.architectures import Shape
+from hpcsync.planning.halves import Shape
 
-MODELS = {model: Shape(2_000, 50_000, 40, 9_000, 1_000) for model in SPEEDS}
+MODELS = {model: Shape(2_000, 50_000, 40, conv_flops=9_000, fc_flops=1_000) for model in SPEEDS}
 
 
 @pytest.fixture(autouse=True)
