@@ -12,8 +12,8 @@ import hpcsync
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.mpi import layers, tensor_window
-from hpcsync.mpi.crossing import Crossing
 from hpcsync.mpi.tensor_window import TensorWindow
+from hpcsync.planning.groups import Groups
 from hpcsync.rank import train
 from hpcsync.simulator.run import prepare
 from hpcsync.traces.reading import load
@@ -76,14 +76,13 @@ def test_the_weights_are_those_of_one_process_and_of_the_simulation(comm, needs,
         assert session.flat.weights.is_cuda or np.array_equal(weights[0], simulated(this))
 
 
-def test_a_wrong_factor_would_be_seen(comm, needs, folder, monkeypatch):
-    """The negative control of the exactness: gradients of the mean over all rows, as if each were of its own batch."""
-    needs(3)
+@pytest.mark.parametrize("factor", ["own_mean", "weight"])
+def test_a_wrong_factor_would_be_seen(comm, needs, folder, monkeypatch, factor):
+    """The negative controls of the exactness: without what makes a gradient that of its own batch, or makes a group
+    with more to compute count more."""
+    needs(3 if factor == "own_mean" else 5)
     this = job(comm.size)
-    give_back = Crossing.give_back
-    monkeypatch.setattr(
-        Crossing, "give_back", lambda self, piece, g, last: give_back(self, piece, g / self.n_served, last)
-    )
+    monkeypatch.setattr(Groups, factor, lambda self, *_: 1.0)
     _, weights = run(comm, this, folder)
     if comm.rank == 0:
         assert not np.allclose(weights[0], one_process(this, this.groups.n_convolution), rtol=1e-6, atol=1e-9)
