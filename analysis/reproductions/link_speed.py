@@ -1,6 +1,6 @@
 """The link between two hosts: python -m mpi4py link_speed.py OUT.json
 
-Half of a round trip of a few bytes, and bytes per second of large messages; medians.
+Half of a round trip of a few bytes, and Gbit/s of large messages, one way at a time and both at once; medians.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-SMALL, LARGE = 8, 4_000_000  # bytes
-SMALL_TIMES, LARGE_TIMES = 500, 9
+SMALL, LARGE = 8, 16_000_000  # bytes
+SMALL_TIMES, LARGE_TIMES = 500, 5
 
 
 def one_way_s(comm: MPI.Intracomm, n_bytes: int, times: int) -> float:
@@ -34,13 +34,26 @@ def one_way_s(comm: MPI.Intracomm, n_bytes: int, times: int) -> float:
     return statistics.median(found)
 
 
+def both_ways_s(comm: MPI.Intracomm, n_bytes: int, times: int) -> float:
+    sent, come = np.zeros(n_bytes, np.uint8), np.zeros(n_bytes, np.uint8)
+    found = []
+    for _ in range(times):
+        comm.Barrier()
+        begin_s = time.perf_counter()
+        comm.Sendrecv(sent, 1 - comm.rank, recvbuf=come, source=1 - comm.rank)
+        found.append(time.perf_counter() - begin_s)
+    return statistics.median(found)
+
+
 def main(out: str) -> None:
     comm = MPI.COMM_WORLD
     latency_s = one_way_s(comm, SMALL, SMALL_TIMES)
     large_s = one_way_s(comm, LARGE, LARGE_TIMES)
+    both_s = both_ways_s(comm, LARGE, LARGE_TIMES)
     if comm.rank == 0:
-        gbit = 8e-9 * LARGE / (large_s - latency_s)
-        Path(out).write_text(json.dumps({"latency_us": 1e6 * latency_s, "bandwidth_gbit": gbit}))
+        gbit, both_gbit = (8e-9 * LARGE / (seconds - latency_s) for seconds in (large_s, both_s))
+        found = {"latency_us": 1e6 * latency_s, "bandwidth_gbit": gbit, "both_ways_gbit": both_gbit}
+        Path(out).write_text(json.dumps(found))
 
 
 main(*sys.argv[1:])

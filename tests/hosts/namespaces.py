@@ -122,7 +122,8 @@ class Hosts:
         if "HYDRA" in version:
             return [*line, "-launcher", "ssh", "-launcher-exec", str(AGENT), "-hosts", ",".join(names), "-ppn", "1"]
         hosts = ",".join(f"{name}:1" for name in names)
-        return [*line, "--prtemca", "plm_ssh_agent", str(AGENT), "-x", "PYTHONPATH", "--host", hosts]
+        given = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS")  # the hosts share this machine's cores
+        return [*line, "--prtemca", "plm_ssh_agent", str(AGENT), *given, "--host", hosts]
 
     def run(
         self, line: Sequence[str], cwd: Path, environ: Mapping[str, str], timeout_s: float = 60.0
