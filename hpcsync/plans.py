@@ -80,8 +80,8 @@ def _check(asked: Asked) -> None:
         (
             "micro-batches",
             asked.micro_batches,
-            1 <= asked.micro_batches <= asked.batch,
-            f"a whole number from 1 to --batch {asked.batch}",
+            asked.micro_batches >= 1 and asked.batch % asked.micro_batches == 0,
+            f"a divisor of --batch {asked.batch}",
         ),
     ):
         if not right:
@@ -94,7 +94,7 @@ def _check(asked: Asked) -> None:
     architectures.shape(asked.model)
     if asked.json is not None:
         try:
-            asked.json.touch()
+            asked.json.open("a").close()
         except OSError as error:
             raise JobError(f"--json {asked.json}: {error.strerror}") from None
 

@@ -64,8 +64,8 @@ def fc_share(job: Job, shape: Shape) -> float:
 def resolved(job: Job, workload: Workload, link: Link | None = None) -> Job:
     """The job with the share of its model that lies above the cut, and the number of workers that train it.
 
-    link: of every rank, where the job does not say what it is; by default nothing takes time there. A job of
-    another paradigm stays as it is. Raises JobError for a share that cannot be found.
+    link: of every rank, as it was measured; by default what the job says of the network, and where that is nothing no
+    transfer takes time. A job of another paradigm stays as it is. Raises JobError for what cannot be found.
     """
     paradigm = job.paradigm
     if not isinstance(paradigm, Stanza) or (paradigm.fc_share is not None and paradigm.fc_workers != "auto"):
@@ -85,6 +85,11 @@ def _times(job: Job, paradigm: Stanza, workload: Workload, model: Divided) -> Ti
     compute, n_workers = job.cluster.compute, job.cluster.workers
     if compute is None:
         assert model.halves is not None and workload.loss is not None
+        if job.cluster.device != "cpu" and torch.cuda.is_available():
+            raise JobError(
+                'paradigm.fc_workers = "auto": must come with [cluster.compute] where ranks compute on GPUs: only CPUs '
+                "are measured"
+            )
         return measured(model.halves, workload.loss, model.batch)
     batch_s = mean(
         seconds

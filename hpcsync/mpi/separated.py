@@ -32,7 +32,8 @@ from hpcsync.mpi.crossing import Crossing, Rows
 from hpcsync.mpi.layers import SeparatedLayers
 from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.traces.schema import EVERYBODY, SEPARATED
+from hpcsync.planning.halves import SEPARATED
+from hpcsync.traces.schema import EVERYBODY
 
 
 class Separated(Summing):

@@ -95,7 +95,7 @@ class TwoHalves:
         with self._below.own[worker].in_use():
             pieces = [tensor.tensor_split(self._n_pieces) for tensor in next(self._batches[worker])]
             self._crossing[worker] = [self._below.model(x) for x in pieces[0]]
-            self._labels[worker] = list(zip(*pieces[1:], strict=True))
+            self._labels[worker] = list(zip(*pieces[1:], strict=True)) or [()] * self._n_pieces
 
     def compute(self, fc: int) -> float:
         served, n_pieces = self._groups.served(fc), self._n_pieces

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpcsync.planning.halves import SEPARATED as SEPARATED
-
 FORMAT = "hpcsync-trace"
 FORMAT_VERSION = 4
 
