@@ -136,7 +136,7 @@ def max_s(asked: Job) -> float:
 # ---- what is claimed ----
 
 AS_SIMULATED = 0.15
-WRAPPING = 0.1  # headers, the start and the end of a run
+WRAPPING = 0.2  # headers, the start and the end of a run, which weigh most where little is sent
 SLOWED = 0.05
 
 
