@@ -55,7 +55,7 @@ def stanza(asked: Asked) -> None:
     console = Console(highlight=False)
     times, source = _times(asked, console)
     shape = architectures.shape(asked.model)
-    profile = Profile.of(times, shape, asked.batch)
+    profile = Profile(times, shape, asked.batch)
     link = Link(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
     plan = choose(profile, link, asked.nodes, micro_batches=asked.micro_batches)
     others = without_separation(profile, link, asked.nodes)

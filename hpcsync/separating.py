@@ -74,7 +74,7 @@ def resolved(job: Job, workload: Workload, link: Link | None = None) -> Job:
     paradigm = paradigm.model_copy(update={"fc_share": fc_share(job, model.shape)})
     if paradigm.fc_workers == "auto":
         assert not isinstance(job.workload, Script)
-        profile = Profile.of(_times(job, paradigm, workload, model), model.shape, job.workload.batch_size)
+        profile = Profile(_times(job, paradigm, workload, model), model.shape, job.workload.batch_size)
         plan = choose(profile, link or _link(job), job.cluster.workers, micro_batches=paradigm.micro_batches)
         paradigm = paradigm.model_copy(update={"fc_workers": plan.best.n_fc})
     return job.model_copy(update={"paradigm": paradigm})

@@ -22,6 +22,7 @@ from hpcsync.job import Job
 from hpcsync.learning import architectures
 from hpcsync.planning import node_assignment
 from hpcsync.planning.groups import Groups
+from hpcsync.planning.halves import Times
 from hpcsync.planning.node_assignment import Link, Profile
 from hpcsync.traces.reading import load
 from reproductions.claims import Claim, Of, conclude, of, ratio
@@ -104,17 +105,7 @@ class Point(NamedTuple):
     @property
     def profile(self) -> Profile:
         shape = architectures.shape(self.model)
-        fc_s = shape.fc_share * self.seconds
-        forward_s = (self.seconds - fc_s) / 3
-        return Profile(
-            forward_s,
-            2 * forward_s,
-            fc_s,
-            shape.conv_parameters,
-            shape.fc_parameters,
-            shape.activations,
-            batch=self.batch,
-        )
+        return Profile(Times.of(self.seconds, shape.fc_share), shape, self.batch)
 
     @property
     def n_fc(self) -> int:
@@ -354,20 +345,20 @@ def batch_for(model: str, layout: str, aim: float) -> Of:
 def with_share(point: Point, share: float) -> Of:
     """Times the samples a second of a server in shards that gets this share of its links; Stanza gets all of them."""
     per_s = of("samples_per_s", point.setting, point.arm, CHOSEN)
-    their_s = (point.profile.batch_s + transfers_s(point) / share) / (point.nodes * point.batch)
+    their_s = (point.profile.times.batch_s + transfers_s(point) / share) / (point.nodes * point.batch)
     return _times(per_s, their_s)
 
 
 def link_share(point: Point, aim: float) -> Of:
     """The share with which that is so many times."""
     per_s = of("samples_per_s", point.setting, point.arm, CHOSEN)
-    samples, batch_s = point.nodes * point.batch, point.profile.batch_s
+    samples, batch_s = point.nodes * point.batch, point.profile.times.batch_s
     return lambda results: transfers_s(point) / (samples * aim / per_s(results) - batch_s)
 
 
 def transfers_s(point: Point) -> float:
     """Of an iteration with a server in shards."""
-    return node_assignment.sharded_server_s(point.profile, point.links, point.nodes) - point.profile.batch_s
+    return node_assignment.sharded_server_s(point.profile, point.links, point.nodes) - point.profile.times.batch_s
 
 
 def volumes(title: str, point: Point) -> list[Claim]:

@@ -38,6 +38,10 @@ class Shape(NamedTuple):
         return self.fc_parameters * self.itemsize
 
     @property
+    def model_bytes(self) -> int:
+        return self.conv_bytes + self.fc_bytes
+
+    @property
     def activation_bytes(self) -> int:
         return self.activations * self.itemsize
 
@@ -55,6 +59,15 @@ class Times(NamedTuple):
     conv_backward_s: float
     fc_s: float
     fc_fixed_s: float = 0.0
+
+    @property
+    def batch_s(self) -> float:
+        """Of the whole model on one node."""
+        return self.conv_forward_s + self.conv_backward_s + self.fc_s
+
+    def above_s(self, n_batches: int) -> float:
+        """Above the cut, of so many batches together."""
+        return self.fc_fixed_s + n_batches * (self.fc_s - self.fc_fixed_s) if n_batches else 0.0
 
     @classmethod
     def of(cls, batch_s: float, fc_share: float, forward_share: float = 1 / 3) -> Times:

@@ -42,56 +42,20 @@ import math
 from typing import NamedTuple
 
 from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import LABEL_BYTES, Shape, Times
+from hpcsync.planning.halves import Shape, Times
 
 
 class Profile(NamedTuple):
-    """What a node takes for a batch, and how large everything is.
+    """What a node takes for a batch, of so many samples, and how large everything is."""
 
-    fc_s: forward and backward pass above the cut, of one batch; of n together fc_fixed_s + n (fc_s - fc_fixed_s).
-    conv_parameters, fc_parameters: below and above it. activations: numbers at the cut, of a sample.
-    """
-
-    conv_forward_s: float
-    conv_backward_s: float
-    fc_s: float
-    conv_parameters: int
-    fc_parameters: int
-    activations: int
+    times: Times
+    shape: Shape
     batch: int
-    label_bytes: int = LABEL_BYTES
-    itemsize: int = 4
-    fc_fixed_s: float = 0.0
-
-    @classmethod
-    def of(cls, times: Times, shape: Shape, batch: int) -> Profile:
-        sizes = (shape.conv_parameters, shape.fc_parameters, shape.activations)
-        return cls(*times[:3], *sizes, batch, shape.label_bytes, shape.itemsize, times.fc_fixed_s)
-
-    @property
-    def batch_s(self) -> float:
-        """Of the whole model on one node."""
-        return self.conv_forward_s + self.conv_backward_s + self.fc_s
-
-    def above_s(self, n_batches: int) -> float:
-        return self.fc_fixed_s + n_batches * (self.fc_s - self.fc_fixed_s) if n_batches else 0.0
-
-    @property
-    def conv_bytes(self) -> int:
-        return self.conv_parameters * self.itemsize
-
-    @property
-    def fc_bytes(self) -> int:
-        return self.fc_parameters * self.itemsize
-
-    @property
-    def model_bytes(self) -> int:
-        return self.conv_bytes + self.fc_bytes
 
     @property
     def cut_bytes(self) -> int:
         """The activations of a batch, and as much their gradients."""
-        return self.batch * self.activations * self.itemsize
+        return self.batch * self.shape.activation_bytes
 
 
 class Link(NamedTuple):
@@ -137,22 +101,22 @@ class Plan(NamedTuple):
 
 def parameter_server_bytes(profile: Profile, n_workers: int) -> int:
     """n workers send a gradient and are sent the weights. Servers are on nodes of their own, however many."""
-    return 2 * n_workers * profile.model_bytes
+    return 2 * n_workers * profile.shape.model_bytes
 
 
 def ring_bytes(profile: Profile, n_workers: int) -> int:
     """The same for a parameter server that lies in shards on the n workers, who need send nobody their own shard's."""
-    return 2 * (n_workers - 1) * profile.model_bytes
+    return 2 * (n_workers - 1) * profile.shape.model_bytes
 
 
 def stanza_bytes(profile: Profile, groups: Groups) -> int:
     """Without labels: `label_bytes`."""
-    rings = (groups.n_convolution - 1) * profile.conv_bytes + (groups.n_fc - 1) * profile.fc_bytes
+    rings = (groups.n_convolution - 1) * profile.shape.conv_bytes + (groups.n_fc - 1) * profile.shape.fc_bytes
     return 2 * (rings + groups.n_convolution * profile.cut_bytes)
 
 
 def label_bytes(profile: Profile, groups: Groups) -> int:
-    return groups.n_convolution * profile.batch * profile.label_bytes
+    return groups.n_convolution * profile.batch * profile.shape.label_bytes
 
 
 def ring_link_bytes(n_bytes: int, n_workers: int) -> float:
@@ -162,12 +126,12 @@ def ring_link_bytes(n_bytes: int, n_workers: int) -> float:
 
 def convolution_link_bytes(profile: Profile, groups: Groups) -> float:
     """What a convolution worker sends, labels not counted in, and receives."""
-    return ring_link_bytes(profile.conv_bytes, groups.n_convolution) + profile.cut_bytes
+    return ring_link_bytes(profile.shape.conv_bytes, groups.n_convolution) + profile.cut_bytes
 
 
 def fc_link_bytes(profile: Profile, groups: Groups) -> float:
     """What the FC worker that serves the most sends, and receives, labels not counted in."""
-    return ring_link_bytes(profile.fc_bytes, groups.n_fc) + most_served(groups) * profile.cut_bytes
+    return ring_link_bytes(profile.shape.fc_bytes, groups.n_fc) + most_served(groups) * profile.cut_bytes
 
 
 # ---- seconds ----
@@ -184,34 +148,34 @@ def ring_s(link: Link, n_workers: int, n_bytes: int) -> float:
 
 def stanza_s(profile: Profile, link: Link, groups: Groups, micro_batches: int = 1) -> float:
     m, pieces = most_served(groups), micro_batches
-    forward, backward = profile.conv_forward_s / pieces, profile.conv_backward_s / pieces
-    above = profile.above_s(m) / pieces
+    forward, backward = profile.times.conv_forward_s / pieces, profile.times.conv_backward_s / pieces
+    above = profile.times.above_s(m) / pieces
     down = m * profile.cut_bytes / pieces / link.bandwidth
-    up = down + m * profile.batch * profile.label_bytes / pieces / link.bandwidth
+    up = down + m * profile.batch * profile.shape.label_bytes / pieces / link.bandwidth
     first_above = forward + link.latency_s + up + above
     first_back = first_above + link.latency_s + down
     last_above = first_above + (pieces - 1) * max(forward, up, above)
     last_back = first_back + (pieces - 1) * max(forward, up, above, down)
     chain = max(max(first_back, pieces * forward) + pieces * backward, last_back + backward)
     return max(
-        chain + ring_s(link, groups.n_convolution, profile.conv_bytes),
-        last_above + ring_s(link, groups.n_fc, profile.fc_bytes),
+        chain + ring_s(link, groups.n_convolution, profile.shape.conv_bytes),
+        last_above + ring_s(link, groups.n_fc, profile.shape.fc_bytes),
     )
 
 
 def all_reduce_s(profile: Profile, link: Link, n_nodes: int) -> float:
-    return profile.batch_s + ring_s(link, n_nodes, profile.model_bytes)
+    return profile.times.batch_s + ring_s(link, n_nodes, profile.shape.model_bytes)
 
 
 def dedicated_server_s(profile: Profile, link: Link, n_nodes: int) -> float:
     """One of the nodes is the server, through whose link all push and read: n_nodes - 1 compute."""
-    return profile.batch_s + 2 * (link.latency_s + (n_nodes - 1) * profile.model_bytes / link.bandwidth)
+    return profile.times.batch_s + 2 * (link.latency_s + (n_nodes - 1) * profile.shape.model_bytes / link.bandwidth)
 
 
 def sharded_server_s(profile: Profile, link: Link, n_nodes: int) -> float:
     """Every node computes, and is the server of an equal shard."""
-    once = ring_link_bytes(profile.model_bytes, n_nodes) / 2
-    return profile.batch_s + 2 * (link.latency_s + once / link.bandwidth)
+    once = ring_link_bytes(profile.shape.model_bytes, n_nodes) / 2
+    return profile.times.batch_s + 2 * (link.latency_s + once / link.bandwidth)
 
 
 # ---- layouts ----
@@ -229,7 +193,7 @@ def without_separation(profile: Profile, link: Link, n_nodes: int) -> tuple[Layo
     """On the same number of nodes: one parameter server with n_nodes - 1 workers, a parameter server in shards on
     n_nodes workers, and ring all-reduce among n_nodes workers."""
     n, sent = n_nodes, ring_bytes(profile, n_nodes)
-    through_link = ring_link_bytes(profile.model_bytes, n)
+    through_link = ring_link_bytes(profile.shape.model_bytes, n)
 
     def layout(name: str, batches: int, seconds: float, n_bytes: int, link_bytes: float) -> Layout:
         return Layout(name, 0, batches, seconds, _per_s(profile, batches, seconds), n_bytes, 0, link_bytes)

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from hpcsync import cli, plans
 from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import Times
+from hpcsync.planning.halves import Shape, Times
 from hpcsync.planning.node_assignment import Link, Profile, choose, stanza_s, without_separation
 
 ASKED = {"--model": "alexnet", "--nodes": "10", "--bandwidth-gbit": "10", "--batch": "128"}
@@ -42,7 +42,7 @@ def numbers(tmp_path: Path, **changed: str) -> dict:
 
 def test_the_numbers_are_the_planners(recorded: str, tmp_path: Path) -> None:
     found = numbers(tmp_path, profile=recorded)
-    profile = Profile(0.02, 0.0405, 0.008, *ALEXNET, 128, fc_fixed_s=0.005)
+    profile = Profile(RECORDED, Shape(*ALEXNET), 128)
     expected = choose(profile, LINKS, 10)
     assert found["stanza"] == [row._asdict() for row in expected.rows]
     assert found["others"] == [row._asdict() for row in without_separation(profile, LINKS, 10)]
@@ -55,7 +55,7 @@ def test_the_numbers_are_the_planners(recorded: str, tmp_path: Path) -> None:
 def test_options_reach_the_planner(recorded: str, tmp_path: Path) -> None:
     changed = {"latency_us": "7", "micro_batches": "4", "bandwidth_gbit": "1", "batch": "64", "nodes": "4"}
     found = numbers(tmp_path, profile=recorded, **changed)
-    profile = Profile(0.02, 0.0405, 0.008, *ALEXNET, 64, fc_fixed_s=0.005)
+    profile = Profile(RECORDED, Shape(*ALEXNET), 64)
     seconds = [stanza_s(profile, Link(1.25e8, 7e-6), Groups(4, n_fc), micro_batches=4) for n_fc in (1, 2)]
     assert [row["seconds"] for row in found["stanza"]] == seconds
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hpcsync.planning import node_assignment
 from hpcsync.planning.groups import Groups
+from hpcsync.planning.halves import Shape, Times
 from hpcsync.planning.node_assignment import (
     Link,
     Profile,
@@ -33,7 +34,7 @@ TEN = Groups(10, 1)
 
 
 def sized(conv, fc, activations, batch=32):
-    return Profile(1.0, 2.0, 0.5, conv, fc, activations, batch)
+    return Profile(Times(1.0, 2.0, 0.5), Shape(conv, fc, activations), batch)
 
 
 ALEXNET = (2_469_696, 58_631_144, 9_216)
@@ -58,7 +59,7 @@ def megabytes(profile, groups=TEN):
     return (
         parameter_server_bytes(profile, groups.n_workers),
         stanza_bytes(profile, groups),
-        ring_link_bytes(profile.model_bytes, groups.n_workers),
+        ring_link_bytes(profile.shape.model_bytes, groups.n_workers),
         convolution_link_bytes(profile, groups),
         fc_link_bytes(profile, groups),
     )
@@ -69,7 +70,7 @@ def test_the_bytes_of_ten_workers(profile, row):
     assert [round(n / 1e6, 1) for n in megabytes(profile)] == row
     # Controls: as many convolution workers as workers, and activations that travel one way.
     (_, sent, *_), alone = megabytes(profile), profile.cut_bytes
-    assert round((sent + 2 * profile.conv_bytes) / 1e6, 1) != row[1] != round((sent - 9 * alone) / 1e6, 1)
+    assert round((sent + 2 * profile.shape.conv_bytes) / 1e6, 1) != row[1] != round((sent - 9 * alone) / 1e6, 1)
 
 
 def test_bytes_are_whole_and_labels_apart():
@@ -86,8 +87,8 @@ shapes = st.builds(sized, st.integers(1, 10**8), st.integers(1, 10**8), st.integ
 
 def break_even(profile, n):
     """n_c b a < N P_f + (N - n_c + 1) P_c with n_c = N - 1."""
-    numbers = (n - 1) * profile.batch * profile.activations
-    return numbers < n * profile.fc_parameters + 2 * profile.conv_parameters
+    numbers = (n - 1) * profile.batch * profile.shape.activations
+    return numbers < n * profile.shape.fc_parameters + 2 * profile.shape.conv_parameters
 
 
 @PROPERTY
@@ -108,11 +109,11 @@ def test_the_break_even_tells_a_ring_from_a_parameter_server():
 def pipeline_s(profile, links, groups, pieces=1, stages=("forward", "up", "above", "down")):
     """By going through the pieces one after the other, on the node that serves the most."""
     m = -(-groups.n_convolution // groups.n_fc)
-    wire_s = m * profile.batch * profile.activations * profile.itemsize / pieces / links.bandwidth
+    wire_s = m * profile.batch * profile.shape.activations * profile.shape.itemsize / pieces / links.bandwidth
     takes_s = {
-        "forward": profile.conv_forward_s / pieces,
-        "up": wire_s + m * profile.batch * profile.label_bytes / pieces / links.bandwidth,
-        "above": (profile.fc_fixed_s + m * (profile.fc_s - profile.fc_fixed_s)) / pieces,
+        "forward": profile.times.conv_forward_s / pieces,
+        "up": wire_s + m * profile.batch * profile.shape.label_bytes / pieces / links.bandwidth,
+        "above": (profile.times.fc_fixed_s + m * (profile.times.fc_s - profile.times.fc_fixed_s)) / pieces,
         "down": wire_s,
     }
     free_s = dict.fromkeys(takes_s, 0.0)  # when a stage has done with the piece before
@@ -125,10 +126,10 @@ def pipeline_s(profile, links, groups, pieces=1, stages=("forward", "up", "above
         arrived_s.append(at_s)
     now_s = free_s["forward"]
     for at_s in arrived_s:
-        now_s = max(now_s, at_s) + profile.conv_backward_s / pieces
+        now_s = max(now_s, at_s) + profile.times.conv_backward_s / pieces
     rings_s = [
         sum(links.latency_s + n_bytes / n / links.bandwidth for _ in range(2 * (n - 1)))
-        for n, n_bytes in ((groups.n_convolution, profile.conv_bytes), (groups.n_fc, profile.fc_bytes))
+        for n, n_bytes in ((groups.n_convolution, profile.shape.conv_bytes), (groups.n_fc, profile.shape.fc_bytes))
     ]
     return max(now_s + rings_s[0], free_s["above"] + rings_s[1])
 
@@ -139,8 +140,9 @@ seconds = st.floats(1e-4, 10.0)
 @st.composite
 def profiles(draw):
     fc_s = draw(seconds)
-    sizes = draw(st.tuples(st.integers(1, 10**8), st.integers(1, 10**8), st.integers(1, 10**5), st.integers(1, 512)))
-    return Profile(draw(seconds), draw(seconds), fc_s, *sizes, fc_fixed_s=draw(st.floats(0, 1)) * fc_s)
+    times = Times(draw(seconds), draw(seconds), fc_s, draw(st.floats(0, 1)) * fc_s)
+    sizes = draw(st.tuples(st.integers(1, 10**8), st.integers(1, 10**8), st.integers(1, 10**5)))
+    return Profile(times, Shape(*sizes), draw(st.integers(1, 512)))
 
 
 links = st.builds(Link, st.floats(1e6, 1e11), st.floats(0, 1e-2))
@@ -154,7 +156,11 @@ def test_an_iteration_takes_what_its_pieces_take_one_by_one(profile, links, grou
     assert stanza_s(profile, links, groups, pieces) == pytest.approx(stepwise)
 
 
-BY_HAND = Profile(1.0, 2.0, 0.25, 100, 1000, 10, 5, label_bytes=0, itemsize=4)
+def retimed(profile, **times):
+    return profile._replace(times=profile.times._replace(**times))
+
+
+BY_HAND = Profile(Times(1.0, 2.0, 0.25), Shape(100, 1000, 10, label_bytes=0), 5)
 SLOW = Link(100.0, 0.5)  # a batch's 200 bytes at the cut take 2 s
 
 
@@ -162,7 +168,7 @@ def test_times_by_hand():
     """Seven workers, of which two serve three and two, each batch 200 bytes."""
     chain_s = 1 + (0.5 + 6) + 0.75 + (0.5 + 6) + 2
     assert stanza_s(BY_HAND, SLOW, Groups(7, 2)) == 1 + 6.5 + 0.75 + 2 * (0.5 + 4000 / 2 / 100) == 49.25
-    few = BY_HAND._replace(fc_parameters=1)
+    few = BY_HAND._replace(shape=BY_HAND.shape._replace(fc_parameters=1))
     assert stanza_s(few, SLOW, Groups(7, 2)) == chain_s + 8 * (0.5 + 400 / 5 / 100)
     assert stanza_s(few, SLOW, Groups(2, 1)) == 1 + 2.5 + 0.25 + 2.5 + 2, "nobody to sum with: split training"
     assert all_reduce_s(BY_HAND, SLOW, 4) == 3.25 + 6 * (0.5 + 4400 / 4 / 100)
@@ -171,7 +177,7 @@ def test_times_by_hand():
 
 
 def test_pieces_hide_what_is_not_the_slowest():
-    even = Profile(4.0, 4.0, 4.0, 1, 1, 100, 1, label_bytes=0, itemsize=4)
+    even = Profile(Times(4.0, 4.0, 4.0), Shape(1, 1, 100, label_bytes=0), 1)
     of = [stanza_s(even, Link(100.0, 0.0), Groups(2, 1), micro_batches=pieces) for pieces in (1, 2, 4)]
     assert of == [20.0, 12.0, 8.0]
     assert pipeline_s(even, Link(100.0, 0.0), Groups(2, 1), pieces=2, stages=("forward", "above")) == 8.0, "the control"
@@ -231,7 +237,7 @@ def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
 
 def rising(choose, profile, links, n, factors=(1.0, 1.5, 2.5, 6.0, 20.0)):
     """The numbers of FC workers that are chosen as the layers above take longer."""
-    return [choose(profile._replace(fc_s=profile.fc_s * by), links, n).best.n_fc for by in factors]
+    return [choose(retimed(profile, fc_s=profile.times.fc_s * by), links, n).best.n_fc for by in factors]
 
 
 def load(n, n_fc):
@@ -251,14 +257,14 @@ def test_the_longer_the_layers_above_take_the_less_of_them_is_one_workers(profil
 def test_the_longer_the_layers_above_take_the_more_workers_are_chosen_for_them(profile, bandwidth, n):
     """Unless latencies or the convolutions' ring rule: then four workers may serve five, two at most, where three would
     serve six, two at most."""
-    backward_s = max(profile.conv_backward_s, profile.conv_bytes / bandwidth)
-    chosen = rising(choose, profile._replace(conv_backward_s=backward_s), Link(bandwidth, 0.0), n)
+    backward_s = max(profile.times.conv_backward_s, profile.shape.conv_bytes / bandwidth)
+    chosen = rising(choose, retimed(profile, conv_backward_s=backward_s), Link(bandwidth, 0.0), n)
     assert chosen == sorted(chosen)
 
 
 def test_a_choice_that_takes_fast_layers_for_slow_ones_is_found_out():
     def contrary(profile, links, n):
-        return choose(profile._replace(fc_s=1 / profile.fc_s), links, n)
+        return choose(retimed(profile, fc_s=1 / profile.times.fc_s), links, n)
 
     case = (sized(*VGG_16), Link(1.25e9, 0.0), 10)
     assert rising(choose, *case) == [2, 2, 5, 5, 5]
@@ -274,6 +280,6 @@ def test_the_others_use_as_many_nodes():
     dedicated, sharded, ring = without_separation(profile, links, 10)
     assert [row.batches for row in (dedicated, sharded, ring)] == [9, 10, 10]
     assert dedicated.n_bytes == parameter_server_bytes(profile, 9) == ring_bytes(profile, 10) == ring.n_bytes
-    assert dedicated.link_bytes == 9 * profile.model_bytes and ring.link_bytes == sharded.link_bytes
+    assert dedicated.link_bytes == 9 * profile.shape.model_bytes and ring.link_bytes == sharded.link_bytes
     assert ring.samples_per_s == 10 * 32 / ring.seconds
     assert sharded.seconds < ring.seconds, "fewer latencies"

@@ -12,7 +12,7 @@ from hpcsync.job_errors import JobError
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.workloads import build
 from hpcsync.planning import node_assignment
-from hpcsync.planning.halves import SEPARATED
+from hpcsync.planning.halves import SEPARATED, Shape, Times
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.traces.schema import EVERYBODY, TABLES
@@ -46,7 +46,7 @@ def test_an_iteration_takes_what_its_parts_do(n_convolution, n_fc, seconds, piec
     n_served = n_convolution // n_fc
     convolution_s, fc_s = (1 - FC_SHARE) * seconds, FC_SHARE * seconds * n_served
     parts = convolution_s / 3, convolution_s * 2 / 3, FC_SHARE * seconds
-    profile = node_assignment.Profile(*parts, below // 4, 1, 50_000, batch=8)
+    profile = node_assignment.Profile(Times(*parts), Shape(below // 4, 1, 50_000), 8)
     ring_s = ring_allreduce_s(n_convolution, below, LATENCY_S, GBIT)
     links = node_assignment.Link(GBIT, LATENCY_S)
     done_s = node_assignment.stanza_s(profile, links, job.groups, micro_batches=pieces) - ring_s
