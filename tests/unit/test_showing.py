@@ -283,7 +283,7 @@ def test_separated_layers() -> None:
         "512 bytes of activations and labels from each convolution worker, and 480 of their gradients to it, "
         "in 2 pieces"
     )
-    assert shown["gradients"] == "404 bytes, summed among convolution workers, and 3,600, among fully-connected ones"
+    assert shown["gradients"] == "404 bytes summed among convolution workers, 3,600 among fully-connected ones"
     assert shown["samples an iteration"] == "4 a convolution worker, 8 together"
 
 
