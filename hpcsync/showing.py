@@ -138,7 +138,8 @@ def _crossing_rows(job: Job, paradigm: Stanza, workload: Workload) -> list[tuple
         ),
         (
             "gradients",
-            f"{shape.conv_bytes:,} bytes summed among convolution workers, {shape.fc_bytes:,} among fully-connected ones",
+            f"{shape.conv_bytes:,} bytes summed among convolution workers, {shape.fc_bytes:,} among fully-connected "
+            "ones",
         ),
     ]
 
