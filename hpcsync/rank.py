@@ -50,12 +50,12 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
 
 def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     """This rank's part of the job. Collective."""
-    from hpcsync.mpi.measured_links import measured_links
+    from hpcsync.mpi.measured_link import measured_link
 
     jobs.refuse_simulated(job)
-    links = measured_links(comm) if isinstance(job.paradigm, Stanza) and job.paradigm.fc_workers == "auto" else None
+    link = measured_link(comm) if isinstance(job.paradigm, Stanza) and job.paradigm.fc_workers == "auto" else None
     # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
-    job = agree(comm, lambda: resolved(job, check(job), links))
+    job = agree(comm, lambda: resolved(job, check(job), link))
     workload = build(job)
     workload.model.to(_device(comm, job))
     assert not isinstance(job.workload, Script), "such a job has no workload"

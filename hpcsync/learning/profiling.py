@@ -14,8 +14,6 @@ from hpcsync.planning.halves import Times
 
 REPEATED = 3, 9  # times at least and at most, after one to warm up
 ENOUGH_S = 10.0  # within the most
-
-
 MORE = 4  # times as many samples, to tell what is the same for any number of them
 
 

@@ -61,13 +61,14 @@ def check(job: Job) -> Workload:
     name = f"workload.name = {shown(job.workload.name)}"
     halves = check_model(job, workload.model, name, evaluated=workload.evaluate is not None)
     assert not isinstance(job.workload, Script), "such a job has no workload"
-    if workload.train is not None and workload.loss is not None:
+    if workload.train is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
         try:
             whole_batches(batch_size, samples)
         except ValueError as error:
             raise JobError(f"workload.{error}") from None
         if halves is not None:
+            assert workload.loss is not None
             some = fetch(workload.train, np.arange(min(samples, CUT_SAMPLES)))
             with _of_the_cut(job):
                 check_cut(workload.model, halves, workload.loss, some)

@@ -61,13 +61,13 @@ class Crossing:
         self._is_fc = groups.is_fc(worker)
         fc = worker if self._is_fc else groups.fc_of(worker)
         self._others: Sequence[int] = groups.served(fc) if self._is_fc else [fc]
-        self.n_served = len(groups.served(fc))
+        self._n_served = len(groups.served(fc))
         n_here = len(self._others) if self._is_fc else 1
         count = n_here * rows * activations.size
         self._window = link.transport.window(link.comm, count, activations.dtype)
         self._label_begins = [0]
         for label in labels:
-            size = self.n_served * rows * label.n_bytes
+            size = self._n_served * rows * label.n_bytes
             self._label_begins.append(self._label_begins[-1] + -(-size // ALIGNED) * ALIGNED)
         n_octets = self._label_begins[-1] if self._is_fc else 0
         self._label_window = link.transport.window(link.comm, n_octets, torch.uint8)
@@ -84,7 +84,7 @@ class Crossing:
     def send(self, piece: int, activations: torch.Tensor, labels: Sequence[torch.Tensor]) -> None:
         """This piece's rows, shape (rows / pieces, *activations), and their labels, to the fully-connected worker."""
         fc = self._others[0]
-        place = piece * self.n_served + self._groups.served(fc).index(self._comm.rank)
+        place = piece * self._n_served + self._groups.served(fc).index(self._comm.rank)
         # Tensors are held until they are put: the thread's calls hold them.
         for tensor, rows in zip((activations, *labels), (self._activations, *self._labels), strict=True):
             if (len(tensor), *Rows(tuple(tensor.shape[1:]), tensor.dtype)) != (self._rows, *rows):
@@ -119,7 +119,7 @@ class Crossing:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """Activations and labels of all pieces, in the window, the first dimension their rows: piece after piece, and
         within it worker after worker. What is there of a piece is to be waited for."""
-        n_rows = len(self._come) * self.n_served * self._rows
+        n_rows = len(self._come) * self._n_served * self._rows
         found = [self._window.local.view(n_rows, *self._activations.shape)]
         for begin, label in zip(self._label_begins, self._labels, strict=False):
             octets = self._label_window.local[begin : begin + n_rows * label.n_bytes]
@@ -129,14 +129,14 @@ class Crossing:
     def wait(self, piece: int) -> None:
         """Until all rows of this piece are there."""
         self._await(piece)
-        size = self.n_served * self._rows * self._activations.size
+        size = self._n_served * self._rows * self._activations.size
         self._window.acquire(piece * size, (piece + 1) * size)
         self._label_window.acquire(0, len(self._label_window.local))
 
     def give_back(self, piece: int, gradients: torch.Tensor, last: bool) -> None:
         """The gradients of this piece's rows, of their shape, to whom they belong. Nobody reads the rows any more."""
         size = self._rows * self._activations.size
-        parts = gradients.contiguous().view(self.n_served, size)
+        parts = gradients.contiguous().view(self._n_served, size)
         cuda.ready(parts)
 
         def put() -> None:
@@ -155,7 +155,7 @@ class Crossing:
     def sent_bytes(self) -> int:
         """That this worker sends across in an iteration."""
         per_row = self._activations.n_bytes + (0 if self._is_fc else sum(label.n_bytes for label in self._labels))
-        return len(self._come) * self._rows * per_row * (self.n_served if self._is_fc else 1)
+        return len(self._come) * self._rows * per_row * (self._n_served if self._is_fc else 1)
 
     def _await(self, piece: int) -> None:
         begin_s, needed = time.perf_counter(), len(self._others)

@@ -32,7 +32,7 @@ from hpcsync.mpi.crossing import Crossing, Rows
 from hpcsync.mpi.layers import SeparatedLayers
 from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.planning.halves import SEPARATED
+from hpcsync.planning.halves import Shape
 from hpcsync.traces.schema import EVERYBODY
 
 
@@ -86,8 +86,9 @@ class Separated(Summing):
         else:
             self._output = without_values(layers.above, torch.empty(batch_size, *activations.shape, dtype=dtype))
         layers.model.forward = self._compute_above if layers.is_fc else self._compute_below
-        halves = (sum(p.nbytes for p in trainable(half)) for half in (layers.below, layers.above))
-        return dict(zip(SEPARATED, (*halves, activations.n_bytes, sum(label.n_bytes for label in labels)), strict=True))
+        n_below, n_above = (sum(p.numel() for p in trainable(half)) for half in (layers.below, layers.above))
+        label_bytes = sum(label.n_bytes for label in labels)
+        return Shape(n_below, n_above, activations.size, label_bytes, dtype.itemsize).attributes()
 
     def _sample(self, dataset: Any) -> Sequence[torch.Tensor]:
         """One of them, with which the halves have been tried. Raises JobError where they are not the model."""

@@ -15,7 +15,7 @@ SMALL, LARGE = 8, 1 << 22  # bytes
 REPEATED = 5
 
 
-def measured_links(comm: MPI.Intracomm) -> Link:
+def measured_link(comm: MPI.Intracomm) -> Link:
     """From rank 0 to the rank farthest from it, by messages there and back; collective, and the same on all ranks."""
     if comm.size == 1:
         return Link(float("inf"), 0.0)
