@@ -17,6 +17,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from hpcsync import job_compression
 from hpcsync.job_batches import Batches
+from hpcsync.job_checkpoint import Checkpoint
 from hpcsync.job_cluster import Cluster, Compute
 from hpcsync.job_compression import Compression, Dense, RandomK, TopK
 from hpcsync.job_errors import JobError, in_one_line, shown
@@ -84,6 +85,7 @@ class Job(Table):
     optimizer: Optimizer = Field(description="a table")
     stop: Stop = Field(description="a table")
     evaluation: Evaluation = Evaluation()
+    checkpoint: Checkpoint = Checkpoint()
     paradigm: Paradigm = Field(description="a table")
     batches: Batches = Batches(policy="equal")
     compression: Compression = Dense(name="none")

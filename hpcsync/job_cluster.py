@@ -145,12 +145,16 @@ class Cluster(Table):
     `device`: what ranks compute on; "auto" is a GPU where there is one. `window`: how tensors move between
     ranks. "host" is an MPI window in host memory, "mpi" one in a GPU's, "ipc" a GPU's memory that the ranks of its node
     open, "staged" page-locked host memory, into and out of which a GPU copies; "auto" is the fastest that serves.
+    `placement`: "packed" servers are the first ranks that were started, "spread" ones are each on a node of its own as
+    far as there are as many. `on_death`: what the others do when a worker's process dies.
     """
 
     servers: Annotated[int, Field(ge=0)] = 1  # unless the job's paradigm has none
     workers: Count = 3
     device: Literal["auto", "cpu", "cuda"] = "auto"
     window: Literal["auto", "host", "mpi", "ipc", "staged"] = "auto"
+    placement: Literal["packed", "spread"] = "packed"
+    on_death: Literal["end", "continue"] = "end"
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None

@@ -45,7 +45,7 @@ def begin_trace(
     attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in rows])
     trace = TraceWriter(folder / outputs.TRACE, {**attributes, **measured}, decision_fields(job))
     for row in rows:
-        trace.append("clocks", row)
+        trace.append("clocks", (0, *row))
     trace.flush()
     return trace
 

@@ -70,7 +70,7 @@ def _simulate(
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
     with TraceWriter(folder / outputs.TRACE, attributes, decision_fields(job)) as trace:
         for rank in range(job.cluster.ranks):
-            trace.append("clocks", (rank, "virtual", 0.0, 0.0))
+            trace.append("clocks", (0, rank, "virtual", 0.0, 0.0))
         trace.flush()
         watch = _Watch(trace, Progress(console))
         try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from hpcsync.traces.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, STATUSES, TABLES
+from hpcsync.traces.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, PHASES, STATUSES, TABLES
 
 if TYPE_CHECKING:
     import pandas
@@ -24,6 +24,7 @@ SLICE_ROWS = 100_000  # of the widest table 14 MB
 _WORDS = {
     "outcome": {code: word for word, code in OUTCOMES.items()},
     "change": {code: word for word, code in CHANGES.items()},
+    "phase": {code: word for word, code in PHASES.items()},
 }
 
 

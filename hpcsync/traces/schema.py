@@ -11,13 +11,16 @@ from collections.abc import Sequence
 import numpy as np
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 APPLIED, DROPPED = 0, 1
 OUTCOMES = {"applied": APPLIED, "dropped": DROPPED}
 
-LEFT = 0
-CHANGES = {"left": LEFT}
+LEFT, JOINED, DIED = 0, 1, 2
+CHANGES = {"left": LEFT, "joined": JOINED, "died": DIED}
+
+UNKNOWN, WAITING, READING, COMPUTING, PUSHING = 0, 1, 2, 3, 4
+PHASES = {"unknown": UNKNOWN, "waiting": WAITING, "reading": READING, "computing": COMPUTING, "pushing": PUSHING}
 
 STATUSES = ("running", "finished", "failed", "interrupted")
 
@@ -141,7 +144,26 @@ EVALUATIONS = np.dtype(
 
 MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("change", "<i1")])
 
-CLOCKS = np.dtype([("rank", "<i4"), ("host", "S64"), ("offset_s", "<f8"), ("uncertainty_s", "<f8")])
+# One row per start of the run: its number, from 0, and where it goes on, `now_s` and `seq` of the last row before it.
+# `created` is when, in UTC; `job_id` the batch system's.
+STARTS = np.dtype([("start", "<i4"), ("now_s", "<f8"), ("seq", "<i8"), ("created", "S25"), ("job_id", "S64")])
+
+# One row per stall: an iteration that has lasted `lasted_s`, longer than the `deadline_s` that its worker's own
+# iterations lead one to expect. `phase` is what the worker was doing, `n_waiting` how many others were held.
+STALLS = np.dtype(
+    [
+        ("now_s", "<f8"),
+        ("worker", "<i4"),
+        ("iteration", "<i8"),
+        ("phase", "<i1"),
+        ("lasted_s", "<f8"),
+        ("deadline_s", "<f8"),
+        ("n_waiting", "<i4"),
+    ]
+)
+
+# Of every start of the run.
+CLOCKS = np.dtype([("start", "<i4"), ("rank", "<i4"), ("host", "S64"), ("offset_s", "<f8"), ("uncertainty_s", "<f8")])
 
 TABLES = {
     "pushes": PUSHES,
@@ -151,6 +173,8 @@ TABLES = {
     "exchanges": EXCHANGES,
     "evaluations": EVALUATIONS,
     "membership": MEMBERSHIP,
+    "starts": STARTS,
+    "stalls": STALLS,
     "clocks": CLOCKS,
 }
 

@@ -30,6 +30,7 @@ from hpcsync.traces.schema import (
     FORMAT,
     FORMAT_VERSION,
     OUTCOMES,
+    PHASES,
     STATUSES,
     TABLES,
     decisions_dtype,
@@ -40,7 +41,7 @@ CHUNK_BYTES = 65536  # a chunk is written whole, so not larger than a few second
 FLUSH_INTERVAL_S = 2.0
 
 _STRUCT_CODES = {"<i1": "b", "<i4": "i", "<i8": "q", "<f8": "d", "|i1": "b"}
-_ENUMS = {"outcome": OUTCOMES, "change": CHANGES}
+_ENUMS = {"outcome": OUTCOMES, "change": CHANGES, "phase": PHASES}
 
 
 class _Ring:

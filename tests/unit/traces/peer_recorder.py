@@ -46,7 +46,7 @@ def simulated(job):
     """The rows of its tables, in their order."""
     trace, workload = Rows(), build(job)
     for rank in range(job.cluster.ranks):
-        trace.append("clocks", (rank, b"virtual", 0.0, 0.0))
+        trace.append("clocks", (0, rank, b"virtual", 0.0, 0.0))
     simulation(job, workload, links.build(job, workload), trace).run()
     return trace.rows
 

@@ -54,7 +54,7 @@ def test_frame_has_words_for_codes(path):
 def test_frame_has_text_for_bytes(tmp_path):
     pytest.importorskip("pandas")
     with TraceWriter(tmp_path / "t.h5", attributes(make_job("asp"))) as trace:
-        trace.append("clocks", (0, "node-0", 0.0, 0.0))
+        trace.append("clocks", (0, 0, "node-0", 0.0, 0.0))
         trace.append("membership", (1, 0.5, 0, 0))
     trace = reading.load(tmp_path / "t.h5")
     assert trace.frame("clocks")["host"].tolist() == ["node-0"]

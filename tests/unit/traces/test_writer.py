@@ -42,7 +42,9 @@ def test_rows_come_back_as_they_were_appended(path):
         "exchanges": (0.6, 1, 1, 0, 4096, 0.3, 0.0, 0.1, 2.5, 32, 0.1, 0.4, 1, 1.0),
         "evaluations": (0.5, 1, 32, 0.7, 0.9, 0.25),
         "membership": (4, 0.7, 0, 0),
-        "clocks": (1, "node-1", 1e-3, 1e-6),
+        "starts": (0, 0.0, 0, "2026-01-01T00:00:00+00:00", ""),
+        "stalls": (2.5, 1, 7, 3, 2.0, 0.5, 2),
+        "clocks": (0, 1, "node-1", 1e-3, 1e-6),
     }
     assert rows.keys() == TABLES.keys()
     with TraceWriter(path, ATTRIBUTES, ("gap_iters", "limit")) as trace:
@@ -59,7 +61,7 @@ def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
         assert reading.load(path).attributes == {
             "format": "hpcsync-trace",
-            "format_version": 4,
+            "format_version": 5,
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",
