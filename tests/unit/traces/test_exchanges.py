@@ -161,7 +161,7 @@ def test_every_check_has_a_name_of_its_own(trace):
         ("updates", {"n_contributions": 0}),
         ("updates", {"now_s": math.nan}),
         ("membership", {"worker": 7}),
-        ("membership", {"change": 1}),
+        ("membership", {"change": 3}),
     ],
 )
 def test_impossible_values_are_all_that_is_told(trace, table, values):
