@@ -125,13 +125,18 @@ class Hosts:
         given = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS")  # the hosts share this machine's cores
         return [*line, "--prtemca", "plm_ssh_agent", str(AGENT), *given, "--host", hosts]
 
+    def inside(self, host: str, cwd: Path, line: Sequence[str]) -> list[str]:
+        """What runs this program on this host: n1 and so on, or head."""
+        spaces = ["--net", "--uts", "--mount", *(["--ipc", "--pid"] if host != "head" else [])]
+        pid = (self._folder / host).read_text()
+        return ["nsenter", "--target", pid, *spaces, "env", f"--chdir={cwd}", *line]
+
     def run(
         self, line: Sequence[str], cwd: Path, environ: Mapping[str, str], timeout_s: float = 60.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a program on head to its end. Raises subprocess.TimeoutExpired, the program killed."""
-        inside = ["nsenter", "--target", str(self._head), "--net", "--uts", "--mount", "env", f"--chdir={cwd}"]
         return subprocess.run(
-            [*inside, *line],
+            self.inside("head", cwd, line),
             env={**environ, "HPCSYNC_TEST_HOSTS": str(self._folder)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
