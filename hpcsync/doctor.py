@@ -7,7 +7,6 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from rich.console import Console
@@ -15,11 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync import launcher
+from hpcsync.mpi import shared_memory as windows
 from hpcsync.probes import ProbeError, probe
 from hpcsync.rehearsal import Rehearsed, fastest, reason, rehearse
 
 PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
-SHM = Path("/dev/shm")
 SHM_BYTES = 256 * 2**20
 
 Verdict = Literal["ok", "note", "bad"]
@@ -66,8 +65,8 @@ def examine() -> Iterator[Finding]:
         yield from launching(library["library"])
         yield from gpus()
     yield cores(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    if SHM.exists():
-        yield shared_memory(shutil.disk_usage(SHM).free)
+    if windows.directory().exists():
+        yield shared_memory(shutil.disk_usage(windows.directory()).free)
 
 
 # ---- what is looked at ----
@@ -163,7 +162,7 @@ def cores(n: int) -> Finding:
 
 
 def shared_memory(free: int) -> Finding:
-    found = f"{free / 2**20:,.0f} MiB free in {SHM}, where windows live"
+    found = f"{free / 2**20:,.0f} MiB free in {windows.directory()}, where windows live"
     if free >= SHM_BYTES:
         return Finding("shared memory", "ok", found)
     return Finding(

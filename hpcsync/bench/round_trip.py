@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 
@@ -11,15 +10,14 @@ from mpi4py import MPI
 
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.job_errors import JobError
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi import cuda
-from hpcsync.mpi.allreduce import SHM
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 
 SIZES = {"cpu": (25_000_000,), "cuda": (25_000_000, 100_000_000, 500_000_000)}
 VECTORS = 12  # of both ranks: two buffers, slot, gradient, weights, momentum; gradient, weights, and the passes' four
-IMAGES = 3  # of the server's rows, in host memory, if they are staged
 AIM = 1.5  # in host memory
 OPTIMIZERS = {
     "sgd": OptimizerSpec("sgd", 0.05),
@@ -44,12 +42,10 @@ def measure(
 
 
 def _too_large(comm: MPI.Intracomm, transport: Transport, size: int) -> str:
-    """Why there is no room on the GPU, which may be one for both ranks, or for images of it; "" if there is."""
-    device, images = transport.device, 4 * IMAGES * size
+    """Why there is no room on the GPU, which may be one for both ranks; "" if there is."""
+    device = transport.device
     if device.type == "cpu":
         return ""
-    if transport.kind == "staged" and SHM.exists() and (free := shutil.disk_usage(SHM).free) < images:
-        return f"needs {images / 1e9:.1f} GB in {SHM}, {free / 1e9:.1f} GB are free"
     torch.cuda.empty_cache()  # what this process keeps does not count as free
     comm.Barrier()
     free, needed = comm.allreduce(torch.cuda.mem_get_info(device)[0], MPI.MIN), 4 * VECTORS * size
@@ -57,8 +53,15 @@ def _too_large(comm: MPI.Intracomm, transport: Transport, size: int) -> str:
 
 
 def _measure(comm: MPI.Intracomm, transport: Transport, size: int, repetitions: int) -> list[Figure]:
-    if why := _too_large(comm, transport, size):
-        return [Figure(f"{size:,} float32: {why}", "ms", [])] if comm.rank == 1 else []
+    try:
+        if why := _too_large(comm, transport, size):
+            raise JobError(why)
+        return _figures(comm, transport, size, repetitions)
+    except JobError as why_not:  # of both ranks
+        return [Figure(f"{size:,} float32: {why_not}", "ms", [])] if comm.rank == 1 else []
+
+
+def _figures(comm: MPI.Intracomm, transport: Transport, size: int, repetitions: int) -> list[Figure]:
     figures = []
     aim = AIM if transport.device.type == "cpu" else None
     for name, optimizer in OPTIMIZERS.items():

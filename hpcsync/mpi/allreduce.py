@@ -11,24 +11,20 @@ host memory that are, and slices are copied there and back: MPI's collectives ne
 
 from __future__ import annotations
 
-import shutil
 import time
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi import cuda
+from hpcsync.mpi import cuda, shared_memory
 from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import HOST, NodeWindow, Transport
 from hpcsync.peers import sent_in_a_ring
 
-SHM = Path("/dev/shm")  # where both MPIs keep shared windows on Linux
-SPARE_BYTES = 16 << 20  # of it, left to MPI's own needs
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin with a cache line: no two ranks write to the same one
 WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: a line for each counter, and one for what it says
@@ -91,15 +87,9 @@ def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: T
     """Of `size` zeros on every rank, float32 or float64; collective. The fastest way that this communicator allows."""
     patience = Patience(comm)
     in_shm = 0 if transport.kind == "ipc" else size * dtype.itemsize
-    if comm.size > 1 and patience.one_node and _has_room(comm, in_shm):
+    if comm.size > 1 and patience.one_node and not shared_memory.lacking(comm, in_shm):
         return SharedMean(comm, size, dtype, transport, patience)
     return MpiMean(comm, size, dtype, transport, patience)
-
-
-def _has_room(comm: MPI.Intracomm, vector_bytes: int) -> bool:
-    """Whether the node's shared memory holds all vectors. A window that does not fit may end a rank by a signal."""
-    enough = not SHM.exists() or shutil.disk_usage(SHM).free > comm.size * vector_bytes + SPARE_BYTES
-    return comm.allreduce(enough, MPI.LAND)
 
 
 class MpiMean(MeanVector):

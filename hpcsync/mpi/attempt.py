@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
+from hpcsync.job_errors import JobError
 from hpcsync.mpi.node_memory import MemoryUnreachable
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import Transport
@@ -33,7 +34,7 @@ def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> At
     times, right = [], True
     try:
         window = transport.window(comm, 2 * count, torch.float32)
-    except MemoryUnreachable as error:
+    except (MemoryUnreachable, JobError) as error:
         return Attempt(failure=str(error))
     patience = Patience(comm, passive=transport.passive)  # as the ranks of a run wait
     here = torch.zeros(count, device=transport.device)

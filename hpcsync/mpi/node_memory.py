@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi import cuda
+from hpcsync.mpi import cuda, shared_memory
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
@@ -47,11 +47,15 @@ def node_memory(comm: MPI.Intracomm, count: int, dtype: torch.dtype, device: tor
 
 
 class HostMemory(NodeMemory):
-    """A window that MPI lets all ranks share. page_lock: for a GPU that is to copy there and from there by itself."""
+    """A window that MPI lets all ranks share. page_lock: for a GPU that is to copy there and from there by itself.
+
+    Raises JobError, on all ranks, where the node has no room for it.
+    """
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype, *, page_lock: bool = False) -> None:
         counts = comm.allgather(count)
         n_bytes = -(-count * dtype.itemsize // cuda.PAGE_BYTES) * cuda.PAGE_BYTES
+        self._taken = shared_memory.take(comm, n_bytes)
         self._win: MPI.Win | None = MPI.Win.Allocate_shared(n_bytes, 1, comm=comm)
         memories = [self._win.Shared_query(rank)[0] for rank in range(comm.size)]
         arrays = [np.frombuffer(memory, np.uint8, len(memory)) for memory in memories]  # type: ignore[call-overload]
@@ -77,6 +81,7 @@ class HostMemory(NodeMemory):
                 self._page_lock.free()
             win.Unlock_all()
             win.Free()
+            shared_memory.give_back(self._taken)
 
 
 class DeviceMemory(NodeMemory):

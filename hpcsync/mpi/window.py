@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hpcsync.mpi import shared_memory
+
 
 class Window:
     """An RMA window, locked by everybody for its whole life; ordering comes from `flush`.
@@ -19,13 +21,17 @@ class Window:
     count:  elements that this rank exposes, zero allowed.
     memory: where these lie, a contiguous buffer of any kind that mpi4py takes, and `local` is empty. By default MPI
             allocates it, and only then transfers are passive.
+
+    Raises JobError, on all ranks, where a node has no room for it.
     """
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: Any, memory: Any = None) -> None:
         self._dtype = np.dtype(dtype)
         itemsize = self._dtype.itemsize
         self._win: MPI.Win | None
+        self._taken = 0
         if memory is None:
+            self._taken = shared_memory.take(comm, count * itemsize)
             self._win = MPI.Win.Allocate(count * itemsize, itemsize, comm=comm)
             self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)  # type: ignore[call-overload]
             """This rank's exposed memory, shape (count,)."""
@@ -78,6 +84,7 @@ class Window:
             self.local = np.empty(0, self._dtype)
             win.Unlock_all()
             win.Free()
+            shared_memory.give_back(self._taken)
 
     def __enter__(self) -> Window:
         return self

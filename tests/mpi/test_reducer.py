@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import nn
 
 from hpcsync.learning.flat import FlatModel
-from hpcsync.mpi import allreduce, reducer
+from hpcsync.mpi import allreduce, reducer, shared_memory
 from hpcsync.mpi.allreduce import Agreed, MpiMean, Said, SharedMean
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.reducer import Reducer
@@ -363,7 +363,7 @@ def test_shared_memory_is_used_on_one_node_if_there_is_room(comm, monkeypatch):
     mean.free()
     mean = allreduce.mean_vector(comm, 10, torch.float32)
     mean.free()
-    monkeypatch.setattr(allreduce, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(shared_memory, "SPARE_BYTES", 1 << 60)
     mean = allreduce.mean_vector(comm, 10, torch.float32)
     assert type(mean) is MpiMean
     mean.free()
