@@ -1,0 +1,130 @@
+"""Which workers stall: whose iteration has lasted longer than their own iterations lead one to expect.
+
+A worker's deadline follows from the durations of its last `WINDOW` iterations alone:
+
+    deadline = median + max(SPREAD * 1.4826 * MAD, SHARE * median, SLACK_S)
+
+MAD, their median absolute deviation from their median, times 1.4826 is the standard deviation where they are normally
+distributed. Neither it nor the median is moved by a few stalls among them, as a mean and a standard deviation are; so
+the second stall is noticed like the first. `SHARE` and `SLACK_S` are for workers whose iterations all take the same
+time, whose MAD is 0: nobody wants to hear of less. Of fewer than `KNOWN` iterations nothing is concluded.
+
+Times come in with the calls, in seconds on one clock; nothing here reads one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+WINDOW = 50
+KNOWN = 5
+SPREAD = 20.0  # of exponentially distributed times, the widest that are usual, one in 100,000 is above the deadline
+SHARE = 2.0  # so the deadline is at least three times the median
+SLACK_S = 1.0
+NORMAL = 1.4826
+LOOK_S = 0.1  # from one look to the next
+AWAY_S = 1.0  # after so long without one, what was said in the meantime has to be heard first
+
+
+class Stall(NamedTuple):
+    """An iteration that has lasted longer than its deadline. usual_s: the median of its worker's last ones. ended:
+    whether it is over; `lasted_s` is then what it took."""
+
+    worker: int
+    iteration: int
+    lasted_s: float
+    deadline_s: float
+    usual_s: float
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Iteration:
+    number: int
+    since_s: float
+    size: float
+    waited_s: float = 0.0  # of that: for others
+    told_s: float = 0.0  # how long it had lasted when that was told last
+
+
+@dataclass(slots=True)
+class _Durations:
+    """Of a worker's last iterations, each per unit of its size: as they came, and in order."""
+
+    latest: deque[float] = field(default_factory=deque)
+    ordered: list[float] = field(default_factory=list)
+
+    def add(self, duration: float) -> None:
+        if len(self.latest) == WINDOW:
+            del self.ordered[bisect_left(self.ordered, self.latest.popleft())]
+        self.latest.append(duration)
+        insort(self.ordered, duration)
+
+
+class Stalls:
+    """Keeps the durations of every worker's own iterations, and says which one is overdue.
+
+    An iteration is told of once it is, again whenever it has lasted twice as long as when it was told of last, and when
+    such a one ends. What a worker waits for others is not its own, and never makes it overdue.
+    """
+
+    def __init__(self) -> None:
+        self._durations: dict[int, _Durations] = {}
+        self._running: dict[int, _Iteration] = {}
+        self._over: list[Stall] = []
+        self._looked_s = 0.0
+
+    def began(self, worker: int, iteration: int, now_s: float, size: float = 1.0) -> None:
+        """From now on the worker is at this iteration. size: to which its duration is in proportion, in any unit."""
+        self._running[worker] = _Iteration(iteration, now_s, size)
+
+    def ended(self, worker: int, now_s: float, waited_s: float | None = None) -> None:
+        """It has ended its iteration. waited_s: of that for others; None: as the looks have found."""
+        if (running := self._running.pop(worker, None)) is None:
+            return
+        lasted_s = now_s - running.since_s - (running.waited_s if waited_s is None else waited_s)
+        if running.told_s:
+            self._over.append(self._stall(worker, running, lasted_s)._replace(ended=True))
+        self._durations.setdefault(worker, _Durations()).add(max(0.0, lasted_s) / running.size)
+
+    def left(self, worker: int) -> None:
+        """It makes no iteration any more."""
+        self._running.pop(worker, None)
+        self._durations.pop(worker, None)
+
+    def deadline_s(self, worker: int, size: float = 1.0) -> float | None:
+        """After so long an iteration of this size is overdue; None while that is not known."""
+        durations = self._durations.get(worker)
+        if durations is None or len(durations.ordered) < KNOWN:
+            return None
+        usual = median(durations.ordered)
+        mad = median(abs(duration - usual) for duration in durations.ordered)
+        return size * usual + max(size * SPREAD * NORMAL * mad, size * SHARE * usual, SLACK_S)
+
+    def look(self, now_s: float, waiting: Container[int] = ()) -> list[Stall]:
+        """What is to be told now; nothing if the last look was just before. waiting: workers that wait for others."""
+        if (since_s := now_s - self._looked_s) < LOOK_S:
+            return []
+        self._looked_s = now_s
+        found, self._over = self._over, []
+        for worker, running in self._running.items():
+            lasted_s = now_s - running.since_s
+            if worker in waiting:
+                running.waited_s += min(since_s, lasted_s)
+            elif since_s <= AWAY_S and (lasted_s := lasted_s - running.waited_s) > max(SLACK_S, 2 * running.told_s):
+                deadline_s = self.deadline_s(worker, running.size)
+                if deadline_s is not None and lasted_s > deadline_s:
+                    running.told_s = lasted_s
+                    found.append(self._stall(worker, running, lasted_s))
+        return found
+
+    def _stall(self, worker: int, running: _Iteration, lasted_s: float) -> Stall:
+        deadline_s = self.deadline_s(worker, running.size)
+        assert deadline_s is not None
+        usual_s = running.size * median(self._durations[worker].ordered)
+        return Stall(worker, running.number, lasted_s, deadline_s, usual_s)
