@@ -67,6 +67,8 @@ OF_RANKS = (
 )
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer one above fits
 
+SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # what Slurm's srun must be told for ranks to be one world
+
 MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch, so that stragglers can be found
 TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
 
@@ -144,7 +146,7 @@ def on_this_node(environ: Mapping[str, str]) -> bool:
 
 def on_one_node(environ: Mapping[str, str]) -> bool:
     """Whether all ranks of a launch will be on one node: no batch system and no option of MPIEXEC says otherwise."""
-    if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1:
+    if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1 or "SLURM_HET_SIZE" in environ:
         return False
     if any(name in environ for name in ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):
         return False
@@ -327,13 +329,24 @@ def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
     return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or "PMI_SIZE" in environ
 
 
+def batch_job(environ: Mapping[str, str] | None = None) -> str:
+    """What the batch system calls the job that this process is in, as on its own command lines; "" outside of one."""
+    environ = os.environ if environ is None else environ
+    if "SLURM_ARRAY_TASK_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    if environ.get("LSB_JOBINDEX", "0") != "0":
+        return f"{environ['LSB_JOBID']}[{environ['LSB_JOBINDEX']}]"
+    names = ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")  # PBS says 12[3] of an array's
+    return next((environ[name] for name in names if name in environ), "")
+
+
 def refuse_singletons(world_size: int, library: str = "") -> None:
     """N processes that are each a world of one would train N times: the launcher is of another MPI than the library."""
     expected = expected_size()
     if world_size != 1 or expected is None or expected <= 1:
         return
     if "OMPI_COMM_WORLD_SIZE" not in os.environ and "SLURM_STEP_ID" in os.environ:
-        options = {"Open MPI": "srun --mpi=pmix", "MPICH": "srun --mpi=pmi2"}
+        options = {name: f"srun --mpi={kind}" for name, kind in SRUN_MPI.items()}
         remedy = next((option for name, option in options.items() if name in library), " or ".join(options.values()))
         remedy += f", or {shlex.join(mpiexec())} inside the allocation"
     else:
