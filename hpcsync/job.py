@@ -144,6 +144,18 @@ class Job(Table):
         self.batches.check(self.batch_total, self.cluster.workers)
         return self
 
+    @model_validator(mode="after")
+    def _others_can_go_on(self) -> Self:
+        paradigm = self.paradigm
+        named = f'paradigm.name = "{paradigm.name}"'
+        if isinstance(paradigm, Gossip):
+            named = f'paradigm.mode = "{paradigm.mode}"' if paradigm.mode == "permutation" else ""
+        if self.cluster.on_death == "continue" and named and not self.has_servers:
+            raise JobError(
+                f'cluster.on_death = "continue": must be "end" with {named}, whose exchanges need all workers'
+            )
+        return self
+
     @property
     def groups(self) -> Groups:
         """Under layer separation, once it is chosen how many train the fully-connected layers: who is what."""

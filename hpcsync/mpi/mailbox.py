@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from hpcsync.mpi.deaths import Deaths
+
 DEPTH = 64
 
 
@@ -15,9 +17,12 @@ class Inbox:
 
     A ring of receives is always posted. MPI matches messages from all sources to receives in the order in which these
     were posted, so only the oldest one has to be tested, however many senders there are.
+
+    deaths: which of them are tolerated, by default none.
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype) -> None:
+    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
+        self._deaths = deaths or Deaths(comm)
         self._records = np.zeros(DEPTH, dtype)
         self._head = 0
         self._requests = [
@@ -27,9 +32,13 @@ class Inbox:
         MPI.Prequest.Startall(self._requests)
 
     def poll(self) -> tuple[Any, ...] | None:
-        """The fields of the next record, or None if there is none yet."""
+        """The fields of the next record, or None if there is none yet. Raises RankFailed."""
         request = self._requests[self._head]
-        if not request.Test():
+        try:
+            if not request.Test():
+                return None
+        except MPI.Exception as error:
+            self._deaths.heard(error)
             return None
         record: tuple[Any, ...] = self._records[self._head].item()
         request.Start()
@@ -46,10 +55,14 @@ class Inbox:
 
 
 class Outbox:
-    """Sends records of one type under one tag. `send` returns at once; the record is copied."""
+    """Sends records of one type under one tag. `send` returns at once; the record is copied.
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype) -> None:
+    deaths: which of them are tolerated, by default none; what is sent to those who have died is lost.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
         self._comm = comm
+        self._deaths = deaths or Deaths(comm)
         self._tag = tag
         self._records = np.zeros(DEPTH, dtype)
         self._buffers = [[self._records[i : i + 1].view(np.uint8), MPI.BYTE] for i in range(DEPTH)]
@@ -58,11 +71,22 @@ class Outbox:
 
     def send(self, rank: int, record: tuple[Any, ...]) -> None:
         i = self._next
-        self._requests[i].Wait()  # long done, unless the receiver is DEPTH messages behind
+        self._settle(i)  # long done, unless the receiver is DEPTH messages behind
         self._records[i] = record
-        self._requests[i] = self._comm.Isend(self._buffers[i], rank, self._tag)
+        try:
+            self._requests[i] = self._comm.Isend(self._buffers[i], rank, self._tag)
+        except MPI.Exception as error:
+            self._deaths.heard(error)
         self._next = (i + 1) % DEPTH
 
     def free(self) -> None:
         """Wait until everything sent has left; harmless when repeated."""
-        MPI.Request.Waitall(self._requests)
+        for i in range(DEPTH):
+            self._settle(i)
+
+    def _settle(self, i: int) -> None:
+        try:
+            self._requests[i].Wait()
+        except MPI.Exception as error:
+            self._requests[i] = MPI.REQUEST_NULL
+            self._deaths.heard(error)

@@ -29,6 +29,7 @@ BLOCK = 64  # rounds that are drawn at a time
 @dataclass(frozen=True)
 class Peers:
     """Whom workers draw. include_self: whether they may draw themselves; not with the exponential topology.
+    dead: workers that there are no more; the others stand closer together, as if these had never been.
 
     Raises ValueError for an unknown topology, or one that cannot include oneself.
     """
@@ -37,6 +38,7 @@ class Peers:
     seed: int
     topology: str = "complete"
     include_self: bool = True
+    dead: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
@@ -46,18 +48,20 @@ class Peers:
 
     def neighbours(self, worker: int) -> Sequence[int]:
         """Those whom the worker may draw, in order; a ring of two has one neighbour twice. Alone it has itself."""
-        n = self.n_workers
+        living = self._living
+        n = len(living)
         if n == 1:
             return [worker]
+        at = living.index(worker)
         match self.topology:
             case "complete":
                 if self.include_self:
-                    return range(n)
-                others = [peer for peer in range(n) if peer != worker]
+                    return living
+                others = [peer for peer in living if peer != worker]
             case "ring":
-                others = [(worker - 1) % n, (worker + 1) % n]
+                others = [living[(at - 1) % n], living[(at + 1) % n]]
             case _:
-                others = [(worker + hop) % n for hop in self._hops()]
+                others = [living[(at + hop) % n] for hop in self._hops()]
         return sorted([worker, *others]) if self.include_self else others
 
     def drawn(self, worker: int, round: int, weight: float = 1.0) -> int:
@@ -81,6 +85,7 @@ class Peers:
         is a single cycle (Sattolo 1986).
         """
         n = self.n_workers
+        assert not self.dead, "all workers take part in a permutation"
         if self.topology == "complete":
             generator = np.random.default_rng([self.seed, PERMUTATIONS, round])
             return _permutation(generator, n) if self.include_self else _cycle(generator, n)
@@ -91,7 +96,12 @@ class Peers:
         return tuple((worker + hop) % n for worker in range(n))
 
     def _hops(self) -> list[int]:
-        return [1 << k for k in range(max(1, (self.n_workers - 1).bit_length()))]
+        return [1 << k for k in range(max(1, (len(self._living) - 1).bit_length()))]
+
+    @property
+    def _living(self) -> Sequence[int]:
+        everybody = range(self.n_workers)
+        return [worker for worker in everybody if worker not in self.dead] if self.dead else everybody
 
 
 @lru_cache(maxsize=4096)  # workers of a simulation, which draw in turn

@@ -190,3 +190,29 @@ def test_the_trace_of_times_need_not_be_there_to_read_a_job() -> None:
     job = cluster(times_from="no/such/trace.h5")
     assert Job.from_toml(job.to_toml()) == job
     assert error(times_from=3) == "cluster.times_from = 3: must be a string"
+
+
+# ---- deaths ----
+
+
+@pytest.mark.parametrize(
+    ("paradigm", "named"),
+    [
+        ({"name": "allreduce"}, 'paradigm.name = "allreduce"'),
+        ({"name": "local-sgd", "steps": 2}, 'paradigm.name = "local-sgd"'),
+        ({"name": "gossip", "mode": "permutation"}, 'paradigm.mode = "permutation"'),
+    ],
+    ids=str,
+)
+def test_nobody_goes_on_alone_where_all_exchange_together(paradigm: dict[str, Any], named: str) -> None:
+    with pytest.raises(JobError) as caught:
+        make_job(paradigm=paradigm, cluster={"workers": 3, "on_death": "continue"})
+    assert str(caught.value) == (
+        f'cluster.on_death = "continue": must be "end" with {named}, whose exchanges need all workers'
+    )
+
+
+@pytest.mark.parametrize("paradigm", [{"name": "bsp"}, {"name": "gossip", "mode": "push-sum"}], ids=str)
+def test_others_go_on(paradigm: dict[str, Any]) -> None:
+    job = make_job(paradigm=paradigm, cluster={"workers": 3, "on_death": "continue"})
+    assert Job.from_toml(job.to_toml()).cluster.on_death == "continue"

@@ -65,6 +65,20 @@ def test_exponential_neighbours_are_visited_in_turn(n, hops):
     assert [peers.permutation(round)[0] for round in range(1, len(hops) + 1)] == hops
 
 
+@pytest.mark.parametrize(("topology", "include_self"), SELVES)
+@pytest.mark.parametrize("dead", [(1,), (4, 0), (0, 1, 2, 3)])
+def test_the_living_draw_each_other_as_if_the_dead_had_never_been(dead, topology, include_self):
+    n = 5
+    living = [worker for worker in range(n) if worker not in dead]
+    fewer, peers = Peers(len(living), 1, topology, include_self), Peers(n, 1, topology, include_self, dead)
+    for at, worker in enumerate(living):
+        assert sorted(peers.neighbours(worker)) == sorted(living[i] for i in fewer.neighbours(at))
+        drawn = {peers.drawn(worker, round) for round in range(1, 100)}
+        assert drawn == set(peers.neighbours(worker))
+    before = {Peers(n, 1, topology, include_self).drawn(worker, round) for worker in living for round in range(1, 100)}
+    assert before >= set(dead) or len(living) == 1, "with them there they are drawn"
+
+
 @pytest.mark.parametrize(("topology", "include_self"), SELVES[:4])
 def test_neighbours_are_drawn_with_equal_chances(topology, include_self):
     """Counts within four standard deviations, for every worker; also of pairs of rounds that follow each other."""
