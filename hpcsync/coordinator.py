@@ -1,9 +1,9 @@
 """What the deciding server does with everything it hears, whichever engine it runs in.
 
-An engine reports what it observes (a contribution is in its slot, a worker has left, an evaluation is done) and carries
-out the orders that come back, in their order, on every server. In between lie the paradigm's decision, the numbering of
-versions, the weight of each contribution, the learning rate, who computes how many samples next and which, the
-stopping rule, and a row in the trace for each of them.
+An engine reports what it observes (a contribution is in its slot, a worker has left or joins again, an evaluation is
+done) and carries out the orders that come back, in their order, on every server. In between lie the paradigm's
+decision, the numbering of versions, the weight of each contribution, the learning rate, who computes how many samples
+next and which, the stopping rule, and a row in the trace for each of them.
 
 The stopping rule, once true, stays true. From then on every answer to a worker is a stop: a reply of zero local steps.
 Held workers get theirs at once, computing ones when their next contribution arrives, which is dropped; where that may
@@ -13,18 +13,19 @@ take long, they are told to push what they have.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
 from hpcsync.job import Job, Stop
 from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.schedule import LearningRate, learning_rate
-from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
+from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
+from hpcsync.paradigms.progress import Progress
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.planning.speed import Estimator
-from hpcsync.traces.schema import APPLIED, DROPPED, LEFT
+from hpcsync.traces.schema import APPLIED, DROPPED, JOINED, LEFT
 
 
 class Report(NamedTuple):
@@ -121,6 +122,9 @@ class Reply:
 Order = Update | Collection | Cancellation | Reply
 
 
+OF_THE_JOB = ("_trace", "_lr", "_stop")  # attributes of a coordinator
+
+
 class _Contribution(NamedTuple):
     """One whose fate is open: the push's `seq` and time, and what was said with it."""
 
@@ -169,7 +173,8 @@ class Coordinator:
         self.last_loss = math.nan
         self.last_accuracy = math.nan
         self.stopping = False
-        self.active = set(range(n_workers))
+        self._progress = Progress(n_workers)
+        self.active = self._progress.active
         self._paradigm = paradigm
         self._trace = trace
         self._lr = lr
@@ -186,18 +191,18 @@ class Coordinator:
         self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
         self._pending: dict[int, _Contribution] = {}  # in their slots
         self._collected: list[tuple[_Contribution, float]] = []  # out of them, with their weights
-        self._held: dict[int, tuple[float, Report]] = {}  # workers that wait for an answer
+        self._held: dict[int, float] = {}  # workers that wait for an answer, since when
         self._cuts_short = cuts_short
         self._computing = set(range(n_workers))
-        self._pushes = [0] * n_workers
 
     def pushed(self, now_s: float, report: Report) -> list[Order]:
         """Worker `report.worker`'s contribution is in its slot."""
         self._now_s = now_s
         self._pending[report.worker] = _Contribution(self._next_seq(), now_s, report)
-        self._held[report.worker] = (now_s, report)
+        self._held[report.worker] = now_s
         self._computing.discard(report.worker)
-        self._pushes[report.worker] += 1
+        self._progress.push(report.worker)
+        self._assignments.pushed(report.worker, report.batch_size, report.local_steps)
         self.last_loss = report.loss
         if not self.stopping:
             if self._allocator is not None:
@@ -207,18 +212,30 @@ class Coordinator:
         self._drop(report.worker)
         return [self._reply(now_s, self._stop_grant(now_s, report.worker))]
 
-    def left(self, now_s: float, worker: int) -> list[Order]:
-        """Worker `worker` takes no further part."""
+    def left(self, now_s: float, worker: int, change: int = LEFT) -> list[Order]:
+        """Worker `worker` takes no further part. change: LEFT or DIED, for the trace."""
         self._now_s = now_s
         self._held.pop(worker, None)
         self._computing.discard(worker)
-        self._trace.append("membership", (self._next_seq(), now_s, worker, LEFT))
-        self.active.remove(worker)
+        self._trace.append("membership", (self._next_seq(), now_s, worker, change))
+        self._progress.leave(worker)
         if self.stopping:
             return []
         if self._allocator is not None:
             self._record_sizes(now_s, self._allocator.left(worker))
         return self._decide(Left(now_s, worker))
+
+    def joined(self, now_s: float, worker: int) -> list[Order]:
+        """Worker `worker`, which has left, takes part again; in vain once the run is over, or nobody else does."""
+        if self.stopping or not self.active:
+            return []
+        self._now_s = now_s
+        self._held[worker] = now_s
+        self._trace.append("membership", (self._next_seq(), now_s, worker, JOINED))
+        self._progress.join(worker)
+        if self._allocator is not None:
+            self._record_sizes(now_s, self._allocator.joined(worker))
+        return self._decide(Joined(now_s, worker))
 
     def evaluated(
         self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float = math.nan
@@ -247,6 +264,19 @@ class Coordinator:
         for contribution in sorted([*pending.values(), *(contribution for contribution, _ in collected)]):
             self._record_push(contribution, 0.0, DROPPED)
 
+    @property
+    def computing(self) -> set[int]:
+        """Workers that take part and are not waiting for an answer."""
+        return self._computing
+
+    def state(self) -> dict[str, Any]:
+        """All that decides from here on, but what follows from the job."""
+        return {name: value for name, value in vars(self).items() if name not in OF_THE_JOB}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        vars(self).update(state)
+
     def check(self) -> None:
         """Assert what must hold between events. Costs O(n_workers)."""
         self._paradigm.check()
@@ -264,7 +294,7 @@ class Coordinator:
                     self._collected.append((self._pending.pop(worker), weighted))
                     orders.append(Collection(worker, weighted))
                 case Cancel(worker):
-                    orders.append(Cancellation(worker, self._pushes[worker] + 1))
+                    orders.append(Cancellation(worker, self._progress.pushes[worker] + 1))
                 case Grant() as grant:
                     if self.stopping:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
@@ -330,25 +360,24 @@ class Coordinator:
         self._trace.append("decisions", (self._next_seq(), now_s, controller, worker, chosen, *inputs))
 
     def _reply(self, now_s: float, grant: Grant) -> Reply:
-        _, report = self._held.pop(grant.worker)
+        del self._held[grant.worker]
         assignment = STOP
         if not self.stopping:
-            assignment = self._assignments.next(grant, report.batch_size, report.local_steps)
+            assignment = self._assignments.next(grant)
             self._computing.add(grant.worker)
         head = (self._next_seq(), now_s, grant.worker, grant.iteration, self.version)
         self._trace.append("grants", (*head, grant.gap_iters, grant.credits, grant.held_s, *assignment))
         return Reply(grant.worker, grant.iteration, self.version, assignment)
 
     def _stop_grant(self, now_s: float, worker: int) -> Grant:
-        pushes = self._pushes[worker]
-        slowest = min(self._pushes[w] for w in self.active)
-        return Grant(worker, pushes + 1, pushes - slowest, 0, now_s - self._held[worker][0])
+        iteration = self._progress.pushes[worker] + 1
+        return Grant(worker, iteration, self._progress.gap(worker), 0, now_s - self._held[worker])
 
     def _end(self, now_s: float) -> list[Order]:
         """The run has just ended: whoever waits hears of it, and where stretches are long who computes does too."""
         told = sorted(self._computing) if self._cuts_short else []
         replies = [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._held)]
-        return [*replies, *(Cancellation(worker, self._pushes[worker] + 1) for worker in told)]
+        return [*replies, *(Cancellation(worker, self._progress.pushes[worker] + 1) for worker in told)]
 
     def _next_seq(self) -> int:
         self._seq += 1

@@ -48,8 +48,8 @@ class Assignments:
 
     first: of every worker's first iteration, in the order of the workers, from the grants given.
     local_steps: where the paradigm does not say it. allocator: of batch sizes; None where everybody goes on with what
-    it has. dealt: samples of a local step, where the next ones of the run's sequence go to whoever is granted, so that
-    everybody gets its share by making its steps; None where they do not.
+    it has, also who joins again. dealt: samples of a local step, where the next ones of the run's sequence go to whoever
+    is granted, so that everybody gets its share by making its steps; None where they do not.
     """
 
     def __init__(
@@ -63,22 +63,27 @@ class Assignments:
         self._local_steps = local_steps
         self._dealt = dealt
         self._n_dealt = 0
+        self._of_a_step: dict[int, int] = {}  # samples of the last one that each worker made
         self.first = [self._first(grant) for grant in first]
 
-    def next(self, grant: Grant, batch_size: int, local_steps: int) -> Assignment:
-        """Of the iteration that this grant starts, when the push before was of so many samples and local steps."""
+    def pushed(self, worker: int, batch_size: int, local_steps: int) -> None:
+        """This worker's push is of so many samples and local steps."""
+        self._of_a_step[worker] = batch_size // local_steps
+
+    def next(self, grant: Grant) -> Assignment:
+        """Of the iteration that this grant starts."""
         if self.allocator is not None:
-            return Assignment(*self.allocator.hand_out(grant.worker), local_steps)
-        return self._assignment(grant, batch_size // local_steps)
+            return Assignment(*self.allocator.hand_out(grant.worker), self._local_steps)
+        return self._assignment(grant)
 
     def _first(self, grant: Grant) -> Assignment:
         if self.allocator is not None:
             return Assignment(*self.allocator.first(grant.worker), self._local_steps)
-        return self._assignment(grant, self._dealt or 0)
+        return self._assignment(grant)
 
-    def _assignment(self, grant: Grant, of_a_step: int) -> Assignment:
+    def _assignment(self, grant: Grant) -> Assignment:
         local_steps, first_sample = grant.local_steps or self._local_steps, -1
-        n_samples = of_a_step * max(1, local_steps)
+        n_samples = self._of_a_step.get(grant.worker, self._dealt or 0) * max(1, local_steps)
         if self._dealt is not None:
             first_sample = self._n_dealt
             self._n_dealt += n_samples

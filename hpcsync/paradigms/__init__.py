@@ -16,7 +16,19 @@ from hpcsync.paradigms.dssp import DSSP
 from hpcsync.paradigms.easgd import elastic
 from hpcsync.paradigms.k import KAsync, KBatchAsync, KBatchSync, KSync
 from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Cancel, Collect, Decision, Drop, Event, Grant, Left, Pushed
+from hpcsync.paradigms.protocol import (
+    Action,
+    Apply,
+    Cancel,
+    Collect,
+    Decision,
+    Drop,
+    Event,
+    Grant,
+    Joined,
+    Left,
+    Pushed,
+)
 from hpcsync.paradigms.ssp import SSP
 
 __all__ = [
@@ -29,6 +41,7 @@ __all__ = [
     "Drop",
     "Event",
     "Grant",
+    "Joined",
     "Left",
     "Paradigm",
     "Pushed",

@@ -29,6 +29,7 @@ Where texts and code leave it open, a letter in this file marks the branch that 
     g  dC is at least 1, also of a worker that is ahead
     h  after a search c and C_target start afresh from the worker that has committed most
     i  a search is not begun while another is on: what the loss does and how long ago the last was counts from its end
+    j  who joins counts as having committed as often as the slowest, and has not said a loss; at a barrier it waits too
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class ADSP(Paradigm):
         a check all were asked to have committed equally often at the next.
         """
         super().check()
-        active, held, pushes = self._progress.active, self._held_since_s, self._progress.pushes
+        active, held, iters = self._progress.active, self._held_since_s, self._progress.iters
         if held:
             assert self._search is not None, f"workers {sorted(held)} are held outside of a search"
             assert self._now_s >= self._stop_s, f"workers {sorted(held)} are held in a trial"
@@ -131,7 +132,7 @@ class ADSP(Paradigm):
             assert not early, f"workers {early} have been held since before the barrier"
         assert 1 <= self.commits <= self._most, f"{self.commits} commits a period"
         assert self._searches or self._search is None, "a search for commits that are given"
-        assert all(n <= now for n, now in zip(self._counted, pushes, strict=True)), "commits that were not made"
+        assert all(n <= now for n, now in zip(self._counted, iters, strict=True)), "commits that were not made"
         if self._search is None and self._cumulative:
             asked = {self._counted[worker] + self._rate(worker) for worker in active if self._rate(worker) > 1}
             assert asked <= {self._target}, f"workers are asked for {asked} commits, not all for {self._target}"
@@ -147,12 +148,22 @@ class ADSP(Paradigm):
             self._check_if_due(worker)
         elif len(self._points) < 2 and self._now_s < self._stop_s:
             self._sample(len(self._points) * self._period_s / 2)
-        if self._now_s < self._stop_s:
-            return [apply, self._go_on(worker)]
-        self._hold(worker)
-        return [apply, *self._pass_barrier(worker)]
+        return [apply, *self._answer(worker)]
 
     def _left(self, worker: int) -> list[Action]:
+        return self._pass_barrier(worker)
+
+    def _joined(self, worker: int) -> list[Action]:
+        self._losses[worker] = math.nan  # (j)
+        others = [self._counted[i] for i in self._progress.active - {worker}]
+        self._counted[worker] = max(self._counted[worker], min(others, default=0))
+        return self._answer(worker)
+
+    def _answer(self, worker: int) -> list[Action]:
+        """Send the worker on, unless all are to stop."""
+        if self._now_s < self._stop_s:
+            return [self._go_on(worker)]
+        self._hold(worker)
         return self._pass_barrier(worker)
 
     def _rate(self, worker: int) -> int:
@@ -175,7 +186,7 @@ class ADSP(Paradigm):
         if checks > self._checks:
             self._target += self.commits * (checks - self._checks)
             self._checks = checks
-            self._counted = self._progress.pushes.copy()
+            self._counted = self._progress.iters.copy()
             self._counted[worker] -= 1
             now, before = self._loss(), self._loss_at_check
             rose = now > before and now - before >= self._loss_rise * abs(before)
@@ -220,7 +231,7 @@ class ADSP(Paradigm):
             rows.append(Decision("commits", worker, float(search.c), (math.nan,) * len(self.decision_fields)))
             self._search, self._stop_s = None, math.inf
             self._begun_s, self._checks = self._now_s, 0
-            self._counted = self._progress.pushes.copy()
+            self._counted = self._progress.iters.copy()
             self._target = max(self._counted[i] for i in self._progress.active) + self.commits  # (h)
             self._loss_at_check = self._loss()
         return rows

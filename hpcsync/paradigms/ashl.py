@@ -20,6 +20,8 @@ Where the paper (Algorithm 3) leaves it open, a letter in this file marks the br
     f  H and R of the fine stage are of steps and pulls as they were last measured; pushes and compressions as profiled,
        since sparse pushes do not show what a dense one takes
     g  when a worker leaves, those who stay share its part of the data; their H and R stay
+    h  when one joins, all get new H, R and D of the present stage, from the newest measurements; one that has not been
+       measured makes H_preset steps and sends all. In the profile it counts as profiled as far as the others
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class ASHL(Paradigm):
     When a stage begins, Decisions say so: "stage", of the worker whose event it was, with the loss; then for each
     active worker "local-steps" (H), for each "share" (what it counts) and, with ratios, for each "ratio" (R). H and R
     come with the medians of seconds that they were chosen from, 0 where nothing was measured. Departures from then on
-    give new rows "share".
+    give new rows "share", and who joins new rows of all three.
     """
 
     name = "ashl"
@@ -161,6 +163,7 @@ class ASHL(Paradigm):
 
     def _left(self, worker: int) -> list[Action]:
         self._fine.leave(worker)
+        self._gate.leave(worker)
         for plan in (self._steps, self._shares, self._ratios):
             plan.pop(worker, None)
         if not self._progress.active:
@@ -168,8 +171,13 @@ class ASHL(Paradigm):
         rows = self._advance(worker) if self.stage == PROFILE else self._share()  # (g)
         return [*rows, *self._gate.release(self._go_on)]
 
+    def _joined(self, worker: int) -> list[Action]:
+        self._fine.join(worker)
+        rows = [] if self.stage == PROFILE else self._plan()  # (h)
+        return [*rows, *self._answer(worker)]
+
     def _answer(self, worker: int) -> list[Action]:
-        """Grant or hold the worker that has just pushed."""
+        """Grant or hold the worker that has just pushed, or joined."""
         if self._gate.is_open(worker):
             return [self._go_on(worker)]
         self._hold(worker)
@@ -233,9 +241,12 @@ class ASHL(Paradigm):
         return self._checked[0] - self._checked[-1] <= self._plateau * abs(self._checked[0])
 
     def _begin(self, stage: int, worker: int) -> list[Decision]:
-        """Make the plan of this stage from the newest measurements."""
         self.stage = stage
-        steps_preset, ratio_preset = self._presets[stage]
+        return [Decision("stage", worker, float(stage), (*_NO_TIMES, self._loss)), *self._plan()]
+
+    def _plan(self) -> list[Decision]:
+        """Make the plan of this stage from the newest measurements."""
+        steps_preset, ratio_preset = self._presets[self.stage]
         active = sorted(self._progress.active)
         profiles = [
             Profile(**{name: median(times_s) if times_s else 0.0 for name, times_s in self._times_s[i].items()})
@@ -243,8 +254,7 @@ class ASHL(Paradigm):
         ]
         steps = local_steps(profiles, steps_preset)
         self._steps = dict(zip(active, steps, strict=True))
-        rows = [Decision("stage", worker, float(stage), (*_NO_TIMES, self._loss))]
-        rows += [
+        rows = [
             Decision("local-steps", i, float(n), (*profile, math.nan))
             for i, n, profile in zip(active, steps, profiles, strict=True)
         ]

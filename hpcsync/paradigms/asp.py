@@ -21,3 +21,6 @@ class ASP(Paradigm):
 
     def _left(self, worker: int) -> list[Action]:
         return []
+
+    def _joined(self, worker: int) -> list[Action]:
+        return [self._grant(worker)]

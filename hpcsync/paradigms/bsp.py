@@ -14,7 +14,8 @@ class BSP(Paradigm):
     """The barrier: an update takes one contribution of every active worker, and nobody starts before it.
 
     A departure ends the round if it was the last one outstanding. What a worker pushed before it left stays
-    in its round: the contribution is complete, and the others' wait for it has been paid.
+    in its round: the contribution is complete, and the others' wait for it has been paid. Who joins takes part in
+    the round under way; if a contribution of its own is in it already, in the next one.
     """
 
     name = "bsp"
@@ -27,14 +28,14 @@ class BSP(Paradigm):
     def check(self) -> None:
         """Assert the paradigm's invariants: those of every paradigm, and the barrier."""
         super().check()
-        pushes, active = self._progress.pushes, self._progress.active
+        iters, active = self._progress.iters, self._progress.active
         assert {worker for worker in self._contributed if worker in active} == self._held_since_s.keys(), (
             "the held workers are not those that wait for the end of the round"
         )
-        runnable = {pushes[worker] for worker in active if worker not in self._held_since_s}
+        runnable = {iters[worker] for worker in active if worker not in self._held_since_s}
         assert len(runnable) <= 1, f"runnable workers are in different rounds: {sorted(runnable)}"
         for worker in self._held_since_s:
-            assert {pushes[worker] - 1} == runnable, f"worker {worker} is held, but not one push past the others"
+            assert {iters[worker] - 1} == runnable, f"worker {worker} is held, but not one push past the others"
 
     def _pushed(self, event: Pushed) -> list[Action]:
         self._hold(event.worker)
@@ -43,6 +44,12 @@ class BSP(Paradigm):
 
     def _left(self, worker: int) -> list[Action]:
         return self._end_round_if_complete()
+
+    def _joined(self, worker: int) -> list[Action]:
+        if worker not in self._contributed:
+            return [self._grant(worker)]
+        self._hold(worker)
+        return []
 
     def _end_round_if_complete(self) -> list[Action]:
         outstanding = len(self._progress.active) - len(self._held_since_s)

@@ -93,14 +93,14 @@ class DSSP(SSP):
     def check(self) -> None:
         """Assert the paradigm's invariants: those of SSP with this bound, and that credits are in order."""
         super().check()
-        pushes, active = self._progress.pushes, self._progress.active
-        min_iters = min((pushes[worker] for worker in active), default=0)
+        iters, active = self._progress.iters, self._progress.active
+        min_iters = min((iters[worker] for worker in active), default=0)
         for worker in active:
             credits = self._credits[worker]
             assert 0 <= credits <= self.r_max, f"worker {worker} has {credits} credits"
             assert not (credits and worker in self._held_since_s), f"worker {worker} is held with {credits} credits"
             if self.bounded and credits:
-                reach_iters = pushes[worker] - min_iters + credits
+                reach_iters = iters[worker] - min_iters + credits
                 assert reach_iters <= self.staleness_max, f"worker {worker} has credits up to a gap of {reach_iters}"
 
     def _start_gap_max_iters(self) -> float:
@@ -117,7 +117,7 @@ class DSSP(SSP):
             return [self._grant(worker)]
         gap_iters = self._progress.gap(worker)
         # (f) Equally fast workers are all the fastest.
-        is_fastest = self._progress.pushes[worker] == self._progress.max_iters
+        is_fastest = self._progress.iters[worker] == self._progress.max_iters
         credits_max = self._credits_max(gap_iters)
         if not (is_fastest and credits_max > 0):
             self._hold(worker)
@@ -136,7 +136,8 @@ class DSSP(SSP):
     def _consult(self, worker: int, gap_iters: int, credits_max: int) -> list[Action]:
         """Lines 12 to 14 and, where the controller gives nothing, 17."""
         slowest = self._slowest()
-        if slowest is None:  # (h) Algorithm 2 does not say what to do without two pushes of either: plain SSP
+        # (h) Algorithm 2 does not say what to do without two pushes of either: plain SSP
+        if slowest is None or math.isnan(self._interval_s[worker]):
             r_star, wait_s = 0, math.nan
             about_slowest = (math.nan, math.nan, math.nan)
         else:
@@ -159,9 +160,15 @@ class DSSP(SSP):
 
     def _record_push(self, worker: int) -> None:
         """(d) Algorithm 2, lines 1 and 2, on every push: in the controller the slowest gets no history."""
-        if self._progress.pushes[worker] > 1:
-            self._interval_s[worker] = self._now_s - self._interval_begin_s[worker]
+        self._interval_s[worker] = self._now_s - self._interval_begin_s[worker]  # NaN at first
         self._pushed_s[worker] = self._interval_begin_s[worker] = self._now_s
+
+    def _joined(self, worker: int) -> list[Action]:
+        """Nothing is known of whoever joins: it may be slower, or faster, than it was."""
+        self._credits[worker] = 0
+        self._pushed_s[worker] = self._interval_s[worker] = self._interval_begin_s[worker] = math.nan
+        self._slowest_by_next_push_iters = -1  # it may be one of them
+        return super()._joined(worker)
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:
         # (i) The paper's interval runs from push to push and so contains the worker's own wait, which says
@@ -171,29 +178,32 @@ class DSSP(SSP):
         return super()._grant(worker, credits)
 
     def _slowest(self) -> int | None:
-        """The slowest worker of Algorithm 2, line 3; None while the slowest have not pushed twice.
+        """The slowest worker of Algorithm 2, line 3; None while one of them has not pushed twice.
 
         (e) "From table A" there, "from array t" in Algorithm 1: the latter counts. Of several with the fewest
         pushes the one whose next push is predicted last, since all of them must push before the minimum
         rises; then the lowest worker.
 
-        Nobody joins the slowest while the minimum stays, and a member's prediction stands until it pushes,
-        which takes it out. So a heap is built once for each minimum, from workers that each had to push to
-        get there, and cleaned from the top: O(log n_workers) amortised over the pushes.
+        Nobody pushes itself among the slowest while the minimum stays, and a member's prediction stands until it
+        pushes, which takes it out. So a heap is built once for each minimum, and for each worker that joins, from
+        workers that each had to push to get there, and cleaned from the top: O(log n_workers) amortised over the
+        pushes. Whose next push nobody knows comes first.
         """
         min_iters = self._progress.min_iters
-        if min_iters < 2:
-            return None
         if self._slowest_by_next_push_iters != min_iters:
             self._slowest_by_next_push_iters = min_iters
-            self._slowest_by_next_push = [
-                (-(self._pushed_s[worker] + self._interval_s[worker]), worker) for worker in self._progress.slowest()
-            ]
+            self._slowest_by_next_push = [(-self._next_push_s(worker), worker) for worker in self._progress.slowest()]
             heapq.heapify(self._slowest_by_next_push)
         slowest = self._progress.slowest()
         while self._slowest_by_next_push[0][1] not in slowest:
             heapq.heappop(self._slowest_by_next_push)
-        return self._slowest_by_next_push[0][1]
+        next_push_s, worker = self._slowest_by_next_push[0]
+        return None if next_push_s == -math.inf else worker
+
+    def _next_push_s(self, worker: int) -> float:
+        """When the worker is predicted to push next; inf where nobody knows."""
+        next_push_s = self._pushed_s[worker] + self._interval_s[worker]
+        return math.inf if math.isnan(next_push_s) else next_push_s
 
 
 def closest_approach(

@@ -12,7 +12,7 @@ from hpcsync.planning.numbers import is_whole
 
 
 class Gate:
-    """Open to whoever is at most `staleness` pushes ahead of the slowest active worker.
+    """Open to whoever is at most `staleness` iterations ahead of the slowest active worker.
 
     progress:  what is counted. It goes on counting: the gate only looks.
     staleness: a whole number from 0 (lock-step) on, or math.inf (nobody ever waits).
@@ -23,41 +23,43 @@ class Gate:
             raise ValueError(f"staleness is {staleness}; a whole number from 0 on, or inf, is needed")
         self.staleness = staleness
         self._progress = progress
-        # (pushes, worker) of those that wait. They push nothing, so an entry goes stale only when its worker leaves;
-        # such entries are dropped when they come up. A heap: each costs O(log n_workers).
+        # (iters, worker) of those that wait. A heap: each costs O(log n_workers).
         self._waiting: list[tuple[int, int]] = []
 
     def is_open(self, worker: int) -> bool:
         """Whether the worker may go on."""
-        return self._progress.pushes[worker] - self._progress.min_iters <= self.staleness
+        return self._progress.iters[worker] - self._progress.min_iters <= self.staleness
 
     def hold(self, worker: int) -> None:
         """Let the worker wait."""
-        heapq.heappush(self._waiting, (self._progress.pushes[worker], worker))
+        heapq.heappush(self._waiting, (self._progress.iters[worker], worker))
+
+    def leave(self, worker: int) -> None:
+        """The worker does not wait any more, if it did."""
+        self._waiting = [entry for entry in self._waiting if entry[1] != worker]
+        heapq.heapify(self._waiting)
 
     def release(self, grant: Callable[[int], Grant]) -> list[Grant]:
         """Grant those that wait and may go on now: the furthest behind first, and equals in worker order."""
         waiting, progress, grants = self._waiting, self._progress, []
         while waiting and waiting[0][0] - progress.min_iters <= self.staleness:
-            _, worker = heapq.heappop(waiting)
-            if worker in progress.active:
-                grants.append(grant(worker))
+            grants.append(grant(heapq.heappop(waiting)[1]))
         return grants
 
     def check(self, held: Collection[int], start_gap_max: float) -> None:
         """Assert that these wait and nobody else, that none of them does needlessly, and the bounds.
 
-        start_gap_max: how many pushes ahead a worker may go on; it may wait one further. Until its next push its gap
-        only shrinks, so the gap that it has gone on at is checked at every later event as well.
+        start_gap_max: how many iterations ahead a worker may go on; it may wait one further. Until its next push its
+        gap only shrinks, so the gap that it has gone on at is checked at every later event as well.
         """
-        pushes, active = self._progress.pushes, self._progress.active
-        min_iters = min((pushes[worker] for worker in active), default=0)
+        iters, active = self._progress.iters, self._progress.active
+        min_iters = min((iters[worker] for worker in active), default=0)
         for worker in active:
-            gap_iters = pushes[worker] - min_iters
+            gap_iters = iters[worker] - min_iters
             if worker in held:
                 assert gap_iters > self.staleness, f"worker {worker} is held at gap {gap_iters}: needlessly"
                 assert gap_iters <= start_gap_max + 1, f"worker {worker} has pushed at gap {gap_iters}"
             else:
                 assert gap_iters <= start_gap_max, f"worker {worker} has started at gap {gap_iters}"
-        waiting = sorted(entry for entry in self._waiting if entry[1] in active)
-        assert waiting == sorted((pushes[worker], worker) for worker in held), "the queue is not that of the held"
+        held_iters = sorted((iters[worker], worker) for worker in held)
+        assert sorted(self._waiting) == held_iters, "the queue is not that of the held"

@@ -19,6 +19,7 @@ Where the papers leave it open, a letter in this file marks the branch that sett
     d  what a worker pushed before it left stays in its round, as in BSP
     e  fewer than k workers left: a round of workers ends with all of them; of mini-batches it still takes k
     f  k changes between rounds, right after an update
+    g  whoever joins reads the current version; if what it pushed before it left still waits for its update, with it
 """
 
 from __future__ import annotations
@@ -117,6 +118,12 @@ class FirstK(Paradigm):
     def _left(self, worker: int) -> list[Action]:
         self._up_to_date.discard(worker)
         return self._end_round_if_complete(worker)
+
+    def _joined(self, worker: int) -> list[Action]:
+        if worker not in self._waiting:
+            return [self._grant(worker)]
+        self._hold(worker)  # (g)
+        return []
 
     def _end_round_if_complete(self, worker: int) -> list[Action]:
         in_round = self._collected + len(self._waiting)  # (d)

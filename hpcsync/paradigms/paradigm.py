@@ -7,17 +7,17 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from hpcsync.paradigms.progress import Progress
-from hpcsync.paradigms.protocol import Action, Event, Grant, Left, Pushed
+from hpcsync.paradigms.protocol import Action, Event, Grant, Joined, Left, Pushed
 
 
 class Paradigm(ABC):
     """Decides who may go on, and when.
 
     Every worker may start iteration 1 unasked. From then on each of its pushes is answered by one Grant, in
-    the answer to that push or to a later event; in between the worker is held.
+    the answer to that push or to a later event; in between the worker is held. So is its return after it had left.
 
-    A paradigm implements `_pushed` and `_left`, which run after the event has been validated and counted, and
-    answers with actions that it makes by `_grant`, or with none after `_hold`.
+    A paradigm implements `_pushed`, `_left` and `_joined`, which run after the event has been validated and counted,
+    and answers with actions that it makes by `_grant`, or with none after `_hold`.
     """
 
     name: ClassVar[str]
@@ -30,14 +30,14 @@ class Paradigm(ABC):
         self.n_workers = n_workers
         self._now_s = -math.inf
         self._progress = Progress(n_workers)
-        self._held_since_s: dict[int, float] = {}  # held worker: time of the push that awaits its grant
+        self._held_since_s: dict[int, float] = {}  # held worker: time of the push, or return, that awaits its grant
 
     def handle(self, event: Event) -> list[Action]:
         """Take in one event and return the actions that answer it, to be carried out in this order.
 
         Raises ValueError, with the state untouched, for an event that cannot have happened: of a worker that
-        does not exist or has left, a push of a held worker, or a time that is before the last event's or not
-        finite.
+        does not exist or has left (or joins and has not), a push of a held worker, or a time that is before the last
+        event's or not finite.
         """
         self._refuse_illegal(event)
         worker = event.worker
@@ -45,6 +45,9 @@ class Paradigm(ABC):
         if isinstance(event, Pushed):
             self._progress.push(worker)
             return self._pushed(event)
+        if isinstance(event, Joined):
+            self._progress.join(worker)
+            return self._joined(worker)
         self._progress.leave(worker)
         self._held_since_s.pop(worker, None)
         return self._left(worker)
@@ -72,6 +75,10 @@ class Paradigm(ABC):
     def _left(self, worker: int) -> list[Action]:
         """Answer a departure: the worker is already out of the progress, and no longer held."""
 
+    @abstractmethod
+    def _joined(self, worker: int) -> list[Action]:
+        """Answer the return of a worker: it is in the progress again."""
+
     def _hold(self, worker: int) -> None:
         """Let the worker, which has just pushed, wait."""
         self._held_since_s[worker] = self._now_s
@@ -87,13 +94,13 @@ class Paradigm(ABC):
         )
 
     def _refuse_illegal(self, event: Event) -> None:
-        if not isinstance(event, (Pushed, Left)):
+        if not isinstance(event, (Pushed, Left, Joined)):
             raise ValueError(f"{event!r} is not an event of a paradigm")
         worker = event.worker
         if not 0 <= worker < self.n_workers:
             raise ValueError(f"{event}: there is no worker {worker}, only 0 to {self.n_workers - 1}")
-        if worker not in self._progress.active:
-            raise ValueError(f"{event}: worker {worker} has left")
+        if isinstance(event, Joined) == (worker in self._progress.active):
+            raise ValueError(f"{event}: worker {worker} has {'not ' * isinstance(event, Joined)}left")
         if isinstance(event, Pushed) and worker in self._held_since_s:
             raise ValueError(f"{event}: worker {worker} is held and may not have started an iteration")
         # Written so that NaN is refused too.

@@ -9,15 +9,16 @@ is what lets a simulation run the same code as real ranks, and an audit replay a
     Pushed(worker)  a contribution       Apply(workers)      make one update of these contributions
                     is in its slot       Collect(worker)     add this contribution to the next update
     Left(worker)    no more will come    Drop(worker)        throw this contribution away
-                                         Cancel(worker)      what this worker computes now will be dropped
+    Joined(worker)  it takes part again  Cancel(worker)      what this worker computes now will be dropped
                                          Grant(worker, ...)  the worker may read the weights and go on
                                          Decision(...)       an adaptive controller chose; for the trace only
 
 Actions are carried out in the order of the list, which matters: a Grant after an Apply lets the worker read
 what that update made, a Grant before it what was there before, even where the update takes the worker's own
 contribution. A worker whose push is not answered by a Grant at once is *held*: it waits for one in the answer to a
-later event. Every Pushed is answered by exactly one Grant, at once or later, unless the worker leaves or
-the run ends first. Iteration 1 needs no Grant: every worker begins with it.
+later event. Every Pushed and every Joined is answered by exactly one Grant, at once or later, unless the worker
+leaves or the run ends first. Iteration 1 needs no Grant: every worker begins with it. (Who is to join only later
+leaves at once.)
 """
 
 from __future__ import annotations
@@ -55,6 +56,14 @@ class Pushed:
 @dataclass(frozen=True, slots=True)
 class Left:
     """Worker `worker` takes no further part: its data has ended, or it died. It holds no grant any more."""
+
+    now_s: float
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Worker `worker`, which had left, takes part again. It counts as no less far than the slowest active worker."""
 
     now_s: float
     worker: int
@@ -105,10 +114,12 @@ class Cancel:
 class Grant:
     """Worker `worker` may read the weights and start iteration `iteration`.
 
-    iteration:  counts the worker's pushes; the first is 1, so the grant after push t is for iteration t + 1.
-    gap_iters:  start gap, pushes of this worker minus those of the slowest active worker, when it is granted.
+    iteration:  counts the worker's pushes; the first is 1, so the grant after push t is for iteration t + 1. Whoever
+                joins begins again with the one that it had not pushed.
+    gap_iters:  start gap, how far this worker is ahead of the slowest active worker, when it is granted: the difference
+                of their pushes, to which counts what a worker was taken to have made when it joined.
     credits:    extra iterations the worker may still start without asking again (DSSP's r), after this grant.
-    held_s:     seconds between the push that this grant answers and the grant.
+    held_s:     seconds between the push, or the return, that this grant answers and the grant.
 
     local_steps: what the iteration consists of: so many steps of the worker's own; 0: as many as the job says; UNTIL:
                 as many as fit into `commit_s`, which is to say that the last of them is the one in which so many
@@ -139,5 +150,5 @@ class Decision:
     inputs: tuple[float, ...]
 
 
-Event = Pushed | Left
+Event = Pushed | Left | Joined
 Action = Apply | Collect | Drop | Cancel | Grant | Decision

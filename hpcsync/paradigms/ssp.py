@@ -49,10 +49,15 @@ class SSP(Paradigm):
 
     def _left(self, worker: int) -> list[Action]:
         # DSSP's ambiguity n, the same here: a departure can raise the minimum as a push does.
+        self._gate.leave(worker)
         return [*self._gate.release(self._grant)]
 
+    def _joined(self, worker: int) -> list[Action]:
+        # It may have left far ahead of the slowest, and has to wait for it as it would have had to then.
+        return SSP._answer(self, worker)
+
     def _answer(self, worker: int) -> list[Action]:
-        """Grant or hold the worker that has just pushed."""
+        """Grant or hold the worker that has just pushed, or joined."""
         if self._gate.is_open(worker):
             return [self._grant(worker)]
         self._hold(worker)

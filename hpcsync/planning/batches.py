@@ -96,7 +96,7 @@ class Allocator:
     """Who computes how many samples next, and which.
 
     n_workers: workers 0 to n_workers - 1.
-    total:     samples of one iteration of all workers; it stays, whoever leaves.
+    total:     samples of one iteration of all workers; it stays, whoever leaves or joins.
     minimum:   least batch size.
     maxima:    largest batch size of each worker, math.inf for none: what its memory holds.
     interval:  pushes per active worker from one allocation to the next.
@@ -175,9 +175,7 @@ class Allocator:
         self._must_be_active(worker)
         self._learn(worker, estimate)
         self._pushes += 1
-        if self._pushes < self.interval * len(self._active) or len(self._estimates) < len(self._active):
-            return []
-        return self._allocate()
+        return self._allocate() if self._pushes >= self.interval * len(self._active) and self._is_known() else []
 
     def allocate(self, estimates: Mapping[int, Estimate]) -> list[Allocated]:
         """The same at once, with these estimates of all active workers: for those who gather them together."""
@@ -185,18 +183,30 @@ class Allocator:
             self._must_be_active(worker)
         for worker, estimate in estimates.items():
             self._learn(worker, estimate)
-        return self._allocate() if len(self._estimates) == len(self._active) else []
+        return self._allocate() if self._is_known() else []
 
     def left(self, worker: int) -> list[Allocated]:
         """A worker has left: the total is divided among those who stay, however little they gain."""
         self._must_be_active(worker)
         self._active.remove(worker)
-        self._estimates.pop(worker, None)
         self.sizes[worker] = 0
-        if not self._active:
-            return []
-        known = len(self._estimates) == len(self._active)
+        return self._divide() if self._active else []
+
+    def joined(self, worker: int) -> list[Allocated]:
+        """A worker that has left takes part again: the total is divided anew, by what it expected then."""
+        if not 0 <= worker < len(self.sizes) or worker in self._active:
+            raise ValueError(f"worker {worker} has not left; {self._active} are active")
+        self._active = sorted([*self._active, worker])
+        return self._divide()
+
+    def _divide(self) -> list[Allocated]:
+        """Between those who are there now, whatever they gain."""
+        known = self._is_known()
         return self._take(self._chosen(self._estimates if known else None), math.nan, known)
+
+    def _is_known(self) -> bool:
+        """Whether all active workers expect something."""
+        return all(worker in self._estimates for worker in self._active)
 
     def _must_be_active(self, worker: int) -> None:
         if not (0 <= worker < len(self.sizes) and self.sizes[worker]):

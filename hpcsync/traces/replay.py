@@ -1,4 +1,4 @@
-"""The trace's pushes and departures once more through a fresh paradigm, whose every answer must be the one recorded.
+"""The trace's events once more through a fresh paradigm, whose every answer must be the one recorded.
 
 Where batch sizes are allocated, what is pushed goes through a fresh allocation too: before the paradigm, as in the run.
 
@@ -16,11 +16,12 @@ from dataclasses import replace
 from typing import Any
 
 from hpcsync.deciding import STOP, Assignment, Assignments
-from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
+from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
+from hpcsync.paradigms.progress import Progress
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
-from hpcsync.traces.schema import APPLIED, DROPPED
+from hpcsync.traces.schema import APPLIED, DROPPED, JOINED
 
 Row = dict[str, Any]
 KINDS = ("grants", "decisions", "updates")
@@ -70,11 +71,10 @@ class _Replay:
         )
         self._version = 0
         self._stopping = False
-        self._pushes = [0] * recount.n_workers
-        self._active = set(range(recount.n_workers))
+        self._progress = Progress(recount.n_workers)
         self._pending: dict[int, Row] = {}  # contributions that the paradigm has neither applied nor dropped
         self._collected: list[Row] = []  # those of them that have made room for the next of their workers
-        self._held: dict[int, Row] = {}  # pushes without a grant
+        self._held: dict[int, Row] = {}  # pushes, and returns, without a grant
 
     def run(self) -> None:
         before = next(self._answers)
@@ -93,11 +93,17 @@ class _Replay:
 
     def _count(self, event: Row) -> None:
         worker = event["worker"]
-        if "change" in event:
-            self._active.discard(worker)
+        if _joins(event) == (worker in self._progress.active):
+            raise _Differs("grants", f"seq {event['seq']}: worker {worker} has {'not ' * _joins(event)}left")
+        if _joins(event):
+            self._progress.join(worker)
+            self._held[worker] = event
+        elif "change" in event:
+            self._progress.leave(worker)
             self._held.pop(worker, None)
         else:
-            self._pushes[worker] += 1
+            self._progress.push(worker)
+            self._assignments.pushed(worker, event["batch_size"], event["local_steps"])
             self._held[worker] = self._pending[worker] = event
 
     def _was_stopped_silently(self, event: Row, answer: list[Row], cut: bool) -> bool:
@@ -137,7 +143,7 @@ class _Replay:
     def _actions(self, event: Row) -> list[Action]:
         """What the run must have done: new batch sizes first, as decisions with the inputs of both controllers."""
         unknown = (math.nan,)
-        happened: Event = Left(event["now_s"], event["worker"])
+        happened: Event = (Joined if _joins(event) else Left)(event["now_s"], event["worker"])
         if "change" not in event:
             happened = Pushed(
                 now_s=event["now_s"],
@@ -168,7 +174,7 @@ class _Replay:
         if self._allocator is None:
             return []
         if "change" in event:
-            return self._allocator.left(event["worker"])
+            return (self._allocator.joined if _joins(event) else self._allocator.left)(event["worker"])
         estimate = Estimate(event["predicted_fixed_s"], event["predicted_sample_s"])
         return self._allocator.pushed(event["worker"], estimate)
 
@@ -217,9 +223,8 @@ class _Replay:
             if held is None or not _is_stop(row):
                 raise _Differs(_kind(row), f"{_tell(row)} answers nothing")
             self._stopping = True
-            pushes = self._pushes[row["worker"]]
-            gap_iters = pushes - min((self._pushes[worker] for worker in self._active), default=0)
-            self._grant(row, Grant(row["worker"], pushes + 1, gap_iters, 0, row["now_s"] - held["now_s"]))
+            iteration, gap_iters = self._progress.pushes[row["worker"]] + 1, self._progress.gap(row["worker"])
+            self._grant(row, Grant(row["worker"], iteration, gap_iters, 0, row["now_s"] - held["now_s"]))
         if self._stopping and self._held and not cut:
             push = next(iter(self._held.values()))
             raise _Differs("grants", f"the run is over, but the push of seq {push['seq']} has no stop grant")
@@ -227,10 +232,8 @@ class _Replay:
     def _grant(self, row: Row, grant: Grant) -> None:
         names: tuple[str, ...] = ("worker", "iteration", "gap_iters", "credits", "held_s")
         self._equal("grants", row, tuple(row[name] for name in names), tuple(getattr(grant, name) for name in names))
-        push = self._held.pop(row["worker"])
-        assigned = STOP
-        if not self._stopping:
-            assigned = self._assignments.next(grant, push["batch_size"], push["local_steps"])
+        del self._held[row["worker"]]
+        assigned = STOP if self._stopping else self._assignments.next(grant)
         names = ("version", *Assignment._fields)
         self._equal("grants", row, tuple(row[name] for name in names), (self._version, *assigned))
         self.n_same["grants"] += 1
@@ -269,6 +272,10 @@ def _split(rows: list[Row], seqs: list[int]) -> Iterator[list[Row]]:
             end += 1
         yield rows[begin:end]
         begin = end
+
+
+def _joins(event: Row) -> bool:
+    return event.get("change") == JOINED
 
 
 def _is_stop(row: Row) -> bool:

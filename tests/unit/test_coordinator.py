@@ -13,7 +13,7 @@ from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import Grant, create
 from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.planning.batches import Allocator
-from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
+from hpcsync.traces.schema import APPLIED, DIED, DROPPED, JOINED, LEFT, TABLES
 from tests.unit.jobs import make_job
 
 
@@ -66,9 +66,12 @@ class Run:
         report = Report(worker, iteration, version, *times, batch_size, 1, loss, 800, **said)
         return self.take(self.coordinator.pushed(now_s, report))
 
-    def leave(self, now_s, worker):
+    def leave(self, now_s, worker, change=LEFT):
         self.granted.pop(worker, None)
-        return self.take(self.coordinator.left(now_s, worker))
+        return self.take(self.coordinator.left(now_s, worker, change))
+
+    def join(self, now_s, worker):
+        return self.take(self.coordinator.joined(now_s, worker))
 
     def take(self, orders):
         version = self.coordinator.version - sum(isinstance(order, Update) for order in orders)
@@ -531,12 +534,16 @@ def test_local_steps_are_as_granted_or_as_the_job_says():
     of_the_job, dealing = Assignments([plain], local_steps=3), Assignments([plain], dealt=8)
     until = Grant(1, 3, 0, 0, 0.0, UNTIL, commit_s=0.5)
     assert of_the_job.first == [Assignment(-1, 0, 3)]
-    assert of_the_job.next(plain, 24, 3) == Assignment(-1, 24, 3)
-    assert of_the_job.next(several, 24, 3)[:3] == (-1, 40, 5)
-    assert of_the_job.next(until, 24, 3)[:4] == (-1, 8, UNTIL, 0.5), "of one local step"
+    assert of_the_job.next(plain) == Assignment(-1, 0, 3), "the worker knows"
+    for worker in (0, 1):
+        of_the_job.pushed(worker, 24, 3)
+    assert of_the_job.next(plain) == Assignment(-1, 24, 3)
+    assert of_the_job.next(several)[:3] == (-1, 40, 5)
+    assert of_the_job.next(until)[:4] == (-1, 8, UNTIL, 0.5), "of one local step"
     assert dealing.first == [Assignment(0, 8, 1)]
-    assert dealing.next(several, 8, 1) == Assignment(8, 40, 5, math.inf, 0.25)
-    assert dealing.next(plain, 40, 5)[:3] == (48, 8, 1)
+    assert dealing.next(several) == Assignment(8, 40, 5, math.inf, 0.25)
+    dealing.pushed(1, 40, 5)
+    assert dealing.next(plain)[:3] == (48, 8, 1)
 
 
 def test_whoever_stays_is_given_what_the_departed_had():

@@ -1,4 +1,4 @@
-"""The counts: extremes under pushes and departures, against a recount."""
+"""The counts: extremes under pushes, departures and returns, against a recount."""
 
 import pytest
 from hypothesis import given
@@ -9,26 +9,34 @@ from tests.unit.paradigms.schedule import PROPERTY
 
 
 @PROPERTY
-@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from(["push"] * 9 + ["leave"]), st.integers(0, 5))))
+@given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from(["push"] * 9 + ["come or go"]), st.integers(0, 5))))
 def test_extremes_are_those_of_a_recount(n_workers, steps):
     progress = Progress(n_workers)
-    pushes = dict.fromkeys(range(n_workers), 0)
+    iters = dict.fromkeys(range(n_workers), 0)
+    pushes, left = [0] * n_workers, {}
+    fewest = 0
     for step, worker in steps:
-        if worker not in pushes:
+        if worker >= n_workers or (step == "push" and worker in left):
             continue
         if step == "push":
             progress.push(worker)
+            iters[worker] += 1
             pushes[worker] += 1
+        elif worker in left:
+            progress.join(worker)
+            iters[worker] = max(left.pop(worker), fewest)
         else:
             progress.leave(worker)
-            del pushes[worker]
+            left[worker] = iters.pop(worker)
         progress.check()
-        assert progress.active == pushes.keys()
-        if pushes:
-            fewest = min(pushes.values())
-            assert (progress.min_iters, progress.max_iters) == (fewest, max(pushes.values()))
-            assert progress.slowest() == {other for other in pushes if pushes[other] == fewest}
-            assert all(progress.gap(other) == pushes[other] - fewest for other in pushes)
+        assert progress.active == iters.keys()
+        assert progress.pushes == pushes
+        if iters:
+            assert min(iters.values()) >= fewest, "the slowest were farther before"
+            fewest = min(iters.values())
+            assert (progress.min_iters, progress.max_iters) == (fewest, max(iters.values()))
+            assert progress.slowest() == {other for other in iters if iters[other] == fewest}
+            assert all(progress.gap(other) == iters[other] - fewest for other in iters)
 
 
 def test_departure_of_the_slowest_raises_the_minimum_over_empty_counts():
@@ -58,6 +66,22 @@ def test_nobody_is_slowest_once_all_have_left():
     progress.push(0)
     progress.leave(0)
     assert progress.slowest() == set()
+    progress.check()
+
+
+def test_who_joins_is_as_far_as_the_slowest_or_as_far_as_it_was():
+    progress = Progress(3)
+    for _ in range(3):
+        progress.push(2)
+    progress.leave(0)
+    progress.leave(2)
+    for _ in range(2):
+        progress.push(1)
+    progress.join(0)
+    progress.join(2)
+    assert progress.iters == [2, 2, 3]
+    assert progress.pushes == [0, 2, 3]
+    assert (progress.min_iters, progress.max_iters) == (2, 3)
     progress.check()
 
 
