@@ -13,6 +13,7 @@ import typer
 from hpcsync import __version__
 from hpcsync.job_errors import JobError
 from hpcsync.launcher import LaunchError, expected_rank, under_launcher
+from hpcsync.signals import left_to_rank_0
 
 app = typer.Typer(
     help="Train PyTorch models under any synchronisation paradigm, and see what each one costs.",
@@ -41,16 +42,25 @@ def run(
     ] = None,
     overrides: Overrides = None,
     out: Out = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint in DIR; begin where there is none. A finished run stays as it is.",
+            show_default=False,
+        ),
+    ] = False,
 ) -> None:
     """Train. Starts the ranks; under mpirun, mpiexec or srun it is one of them."""
     with told_in_one_line():
         if under_launcher():
+            left_to_rank_0()  # before anything slow: a batch system's signal may come at any time
             from hpcsync import rank as one
 
-            sys.exit(one.main(job, overrides or [], ranks, out))
+            sys.exit(one.main(job, overrides or [], ranks, out, resume))
         from hpcsync import front
 
-        sys.exit(front.run(job, overrides or [], ranks, out))
+        sys.exit(front.run(job, overrides or [], ranks, out, resume))
 
 
 @app.command()

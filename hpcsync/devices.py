@@ -12,6 +12,8 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
+from typing import Any
 
 import numpy as np
 
@@ -66,6 +68,16 @@ class Device:
             left_s = max(0.0, left_s - (change_s - since_s) / factor)
             since_s, factor = change_s, changed
         return (since_s - begin_s) + left_s * factor
+
+    def state(self) -> tuple[Any, ...]:
+        """How far it is."""
+        return self._iteration, self._factor, self._by_time, self._by_iteration
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Go on from there, in a device that is new."""
+        self._iteration, self._factor, self._by_time, self._by_iteration = state
+        if self._times is not None:
+            self._times = islice(self._times, self._iteration - 1, None)
 
     def _begin(self, begin_s: float) -> None:
         """Carry out what has changed by now: an iteration's own changes are the latest, they happen as it begins."""

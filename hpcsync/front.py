@@ -12,13 +12,15 @@ from pathlib import Path
 
 from hpcsync import gpus, launcher
 from hpcsync import job as jobs
+from hpcsync.job_errors import JobError
+from hpcsync.signals import TO_BE_RESUMED
 
 
-def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None) -> int:
+def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None, resume: bool = False) -> int:
     """Start the ranks of this job and wait for their end; the exit status. Raises JobError before any rank starts."""
     job = jobs.load(path, overrides, ranks)
     jobs.refuse_simulated(job)
-    from hpcsync import outputs
+    from hpcsync import checkpoints, outputs
     from hpcsync.learning.validation import check
     from hpcsync.learning.workloads import import_beside
 
@@ -26,13 +28,20 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     check(job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
     given = out is not None and os.path.exists(out)
-    folder = outputs.choose(job, out)
+    if resume:
+        if out is None:
+            raise JobError("--resume: must come with --out DIR, the folder of the run that is to go on")
+        if (out / outputs.SUMMARY).exists():
+            print(f"finished already: {out}")
+            return 0
+    goes_on = resume and out is not None and outputs.reopen(out, job) is not None
+    folder = out if goes_on and out is not None else outputs.choose(job, out)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
-    argv += ["-n", str(job.cluster.ranks), "--out", str(folder)]
+    argv += ["-n", str(job.cluster.ranks), "--out", str(folder), *(["--resume"] if resume else [])]
     try:
-        ended = launcher.launch(job.cluster.ranks, argv)
+        ended = launcher.launch(job.cluster.ranks, argv, suspends=True)
     finally:
         if not given:
             with suppress(OSError):  # it holds something
@@ -42,7 +51,11 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
         return 0
     if not (folder / outputs.TRACE).exists():
         return 2 if ended.status == 2 else 1
+    if ended.status == TO_BE_RESUMED:
+        return TO_BE_RESUMED
     _settle(folder / outputs.TRACE, "failed" if ended.signum is None else "interrupted")
+    if (checkpoint := checkpoints.newest(folder)) is not None:
+        print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
     return 1
 
 

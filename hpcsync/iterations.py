@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, repeat
 from typing import Any
 
 from hpcsync.devices import device
 from hpcsync.job import Job
-from hpcsync.learning.data import batches, fetch, sequence_indices, whole_batches
+from hpcsync.learning.data import batches, fetch, n_batches, sequence_indices, whole_batches
 
 CALL_S = 5e-4  # from one call while padding to the next
 
@@ -44,6 +44,8 @@ class Iterations:
         self._while_padding = while_padding
         self._handed_out = handed_out
         self._training_epochs = 0
+        self._ended = 0  # iterations so far
+        self._skip = 0  # of the next batches, those that were trained on before the run went on
         self._begin_s: float | None = None  # of the batch that has been handed out, until its step
         self._device_s = 0.0  # what the device takes for it
         self._resumed_s: float | None = None  # when the part of its computation began that is under way
@@ -74,6 +76,15 @@ class Iterations:
             self._device_s = self._device.seconds(begin_s, self.batch_size / batch_size)
             yield batch
 
+    def state(self) -> dict[str, Any]:
+        """How far the worker is; between two iterations."""
+        return {"ended": self._ended, "device": self._device.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there: loaders begin after what was trained on, as often as they are asked for it again."""
+        self._ended = self._skip = state["ended"]
+        self._device.restore(state["device"])
+
     @property
     def under_way(self) -> bool:
         """Whether a batch has been handed out whose computation has not ended."""
@@ -102,6 +113,7 @@ class Iterations:
         self.pad(0.0 if self._in_parts else share)
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
+        self._ended += 1
         end_s = self._now()
         if not self._in_parts:
             self.computed_s = end_s - begin_s
@@ -118,14 +130,20 @@ class Iterations:
     def _alike(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
         if dataset is None:
             return iter(lambda: (batch_size, ()), None)  # without end
-        job, takers, n_iterations = self._job, self._job.takers, sys.maxsize
-        if len(takers) < job.cluster.workers:  # all make as many iterations: what not all takers have is left out
-            n_iterations = min(len(epochs) * whole_batches(batch_size, len(dataset)) // len(takers), sys.maxsize)
-        if self._worker not in takers:  # it computes with those of others
-            return repeat((batch_size * len(job.groups.served(self._worker)), ()), n_iterations)
-        number, n_takers = takers.index(self._worker), len(takers)
-        mine = batches(dataset, job.seed, number, n_workers=n_takers, batch_size=batch_size, epochs=epochs)
-        return ((batch_size, batch) for batch in islice(mine, n_iterations))
+        job, takers = self._job, self._job.takers
+        n_takers, takes = len(takers), self._worker in takers
+        number = takers.index(self._worker) if takes else 0
+        sizes: dict[str, Any] = {"n_workers": n_takers, "batch_size": batch_size, "epochs": epochs}
+        n_iterations = n_batches(number, size=len(dataset), **sizes)
+        if n_takers < job.cluster.workers:  # all make as many iterations: what not all takers have is left out
+            n_iterations = len(epochs) * whole_batches(batch_size, len(dataset)) // n_takers
+        skip = min(self._skip, n_iterations)
+        self._skip -= skip
+        n_left = min(n_iterations - skip, sys.maxsize)
+        if not takes:  # it computes with those of others
+            return repeat((batch_size * len(job.groups.served(self._worker)), ()), n_left)
+        mine = batches(dataset, job.seed, number, skip=skip, **sizes)
+        return ((batch_size, batch) for batch in islice(mine, n_left))
 
     def _next_ones(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:
         """A batch that reaches over the end of a training epoch belongs to the one in which it begins."""

@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -24,6 +25,7 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 TIMED_OUT = 124  # as timeout(1) says it
+NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 # Each only where the user has not set it. The values come from measurements, not from the libraries' defaults.
 ONE_THREAD = {  # a rank: ranks share the cores, and a thread pool in each multiplies them
@@ -50,6 +52,13 @@ MPI_SETTINGS = {
 }
 SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
 ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes Open MPI knows the network better
+
+# Open MPI's mpirun: ranks go on when others die, and hear of it. Without the detector, and without EVENT_NOEPOLL, some
+# runs hang.
+TOLERANT = (
+    *("--with-ft", "ulfm", "-x", "EVENT_NOEPOLL=1", "--mca", "mpi_ft_detector", "1"),
+    *("--mca", "mpi_ft_detector_period", "0.3", "--mca", "mpi_ft_detector_timeout", "1"),
+)
 
 # What a launcher or a batch system puts into the environment of its ranks, by how the names begin. An mpiexec inside
 # would take itself for a part of that job, or look for hosts there.
@@ -103,10 +112,29 @@ def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
     raise LaunchError("mpiexec: not found beside this Python nor on the PATH; install an MPI, or let MPIEXEC name it")
 
 
-def command(n: int, argv: Sequence[str], environ: Mapping[str, str] | None = None) -> list[str]:
-    """The command line of n ranks of this program. `python` is the Python that runs this."""
+def command(
+    n: int, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, tolerant: bool = False
+) -> list[str]:
+    """The command line of n ranks of this program. `python` is the Python that runs this.
+
+    tolerant: the others are to go on when one of them dies. Raises LaunchError where this launcher cannot do that.
+    """
     argv = [sys.executable, *argv[1:]] if argv and argv[0] == "python" else list(argv)
-    return [*mpiexec(environ), "-n", str(n), *argv]
+    start = mpiexec(environ)
+    if tolerant:
+        _refuse_intolerant(start)
+        start += TOLERANT
+    return [*start, "-n", str(n), *argv]
+
+
+def _refuse_intolerant(start: Sequence[str]) -> None:
+    try:
+        said = subprocess.run([start[0], "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    found = re.search(r"\(Open MPI\) (\d+)", said)
+    if found is None or int(found[1]) < 5:
+        raise LaunchError(f"{start[0]}: cannot go on when a rank dies; Open MPI can, from version 5 on")
 
 
 def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -163,11 +191,15 @@ def launch(
     timeout_s: float | None = None,
     grace_s: float = 5.0,
     output: IO[bytes] | None = None,
+    suspends: bool = False,
 ) -> Ended:
     """Run n ranks of this program to their end, and print the command line first; or into `output`, without that.
 
     Interrupted (SIGINT, SIGTERM, SIGHUP) or out of time, it asks the launcher to end its ranks, and after `grace_s`
-    kills whatever is left. Should this process itself be killed, the kernel tells the launcher.
+    kills whatever is left. Should this process itself be killed, the kernel tells the launcher. SIGUSR1 is passed on.
+
+    suspends: whether rank 0 ends the run in order when it gets SIGTERM. Then the first one is passed on to it, if it is
+    on this node, and nothing else is done.
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
@@ -189,7 +221,7 @@ def launch(
             )
         except OSError as error:
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
-        timed_out = _wait(process, signums, timeout_s)
+        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends))
         if process.returncode is None:
             _stop(process, grace_s)
         _kill_marked(mark)
@@ -204,17 +236,46 @@ def _terminal() -> dict[str, str]:
     return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
-def _wait(process: subprocess.Popen[bytes], signums: list[int], timeout_s: float | None) -> bool:
-    """Wait until the process ends, a signal comes or the time is over; whether it was the time."""
+def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool) -> Callable[[int], bool]:
+    """What passes a signal on to the ranks, and says whether that is all that is to be done."""
+    suspended = not suspends
+
+    def pass_on(signum: int) -> bool:
+        nonlocal suspended
+        if signum == signal.SIGUSR1:
+            process.send_signal(signum)  # both MPIs' launchers pass it on to all ranks
+            return True
+        if signum != signal.SIGTERM or suspended:
+            return False
+        suspended = True
+        for pid in (pids := _rank_0(mark)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+        return bool(pids)
+
+    return pass_on
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    signums: list[int],
+    timeout_s: float | None,
+    passed_on: Callable[[int], bool] = lambda signum: False,
+) -> bool:
+    """Wait until the process ends, a signal comes that is not passed on or the time is over; whether it was the
+    time."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    while not signums:
+    while True:
+        while signums and passed_on(signums[0]):
+            signums.pop(0)
+        if signums:
+            return False
         try:
             process.wait(0.1)
             return False
         except subprocess.TimeoutExpired:
             if deadline is not None and time.monotonic() >= deadline:
                 return True
-    return False
 
 
 def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -241,15 +302,25 @@ def _kill_marked(mark: str) -> None:
         time.sleep(0.02)
 
 
-def _marked(mark: str) -> list[int]:
-    """The processes of this launch and of launches within it."""
-    needle = f"\0{MARK}={mark}".encode()
-    pids = []
+def _marked(mark: str) -> dict[int, dict[str, str]]:
+    """The processes of this launch and of launches within it, and their environments."""
+    found = {}
     for folder in Path("/proc").glob("[0-9]*"):  # there is no /proc outside Linux: then nothing is found
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
-            if needle in b"\0" + (folder / "environ").read_bytes():
-                pids.append(int(folder.name))
-    return pids
+            pairs = os.fsdecode((folder / "environ").read_bytes()).split("\0")
+            environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+            if environ.get(MARK, "").startswith(mark):
+                found[int(folder.name)] = environ
+    return found
+
+
+def _rank_0(mark: str) -> list[int]:
+    """The process of this launch that is rank 0, if it is on this node."""
+    return [
+        pid
+        for pid, environ in _marked(mark).items()
+        if environ[MARK] == mark and under_launcher(environ) and expected_rank(environ) == 0
+    ]
 
 
 def _end_with_parent() -> Callable[[], None] | None:
@@ -276,7 +347,7 @@ def _noted_signals() -> Iterator[list[int]]:
     def note(signum: int, frame: FrameType | None) -> None:
         signums.append(signum)
 
-    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {signum: signal.signal(signum, note) for signum in NOTED}
     try:
         yield signums
     finally:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpcsync import gpus, launcher, outputs
+from hpcsync.checkpoints import Checkpoints
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
 from hpcsync.job_paradigms import AllReduce, Stanza
@@ -65,6 +66,8 @@ def connect(
     window: str = "auto",
     name: str | None = None,
     out: str | Path | None = None,
+    checkpoint: Mapping[str, Any] | None = None,
+    resume: bool = False,
     comm: MPI.Intracomm | None = None,
     **options: Any,
 ) -> Session:
@@ -100,6 +103,10 @@ def connect(
                into before they travel. In a single process nothing does, and the momentum of "dgc" is missing.
     window:    as the job file's cluster.window: how GPU tensors move between ranks.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
+    checkpoint: as the job file's [checkpoint]: how often all that the run consists of is written into its folder.
+    resume:    go on from the newest checkpoint in `out`, if there is one. Loaders then begin after what was trained on,
+               and what the script has drawn from Python's, NumPy's and torch's generators goes on with them; what else
+               it keeps from iteration to iteration is its own business.
     comm:      the ranks that take part; default: all.
 
     Raises JobError for settings that are not allowed and LaunchError for a launcher that started the ranks wrongly,
@@ -129,6 +136,7 @@ def connect(
             },
             "stop": dict(stop or {}),
             "evaluation": {"every_samples": every_samples},
+            "checkpoint": dict(checkpoint or {}),
             "paradigm": options,
             **({"batches": dict(batches)} if batches else {}),
             **({"compression": dict(compression)} if compression else {}),
@@ -149,7 +157,7 @@ def connect(
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduce(name="allreduce"), "cluster": one})
         return LocalSession(job, model, optimizer, evaluate)
-    session = join(comm, job, model, spec, evaluate, out)
+    session = join(comm, job, model, spec, evaluate, out, resume)
     session.take_over(optimizer)
     return session
 
@@ -161,6 +169,7 @@ def join(
     optimizer: OptimizerSpec,
     evaluate: Evaluate | None,
     out: str | Path | None,
+    resume: bool = False,
 ) -> RankSession:
     """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
     from mpi4py import MPI
@@ -185,14 +194,17 @@ def join(
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
     with _aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
-        folder = agree(comm, lambda: _make_folder(job, out))
+        folder, resumed = agree(comm, lambda: _make_folder(job, out, resume))
+        shared = comm.allreduce(folder.is_dir(), MPI.LAND)
+    checkpoints = Checkpoints(folder, job.checkpoint.keep, resumed, shared)
     if comm.rank == 0:
-        print(*(f"{line}\n" for line in placement.lines()), sep="", end="", flush=True)
+        lines = [*placement.lines(), *_checkpoint_lines(checkpoints)]
+        print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
     try:
         with _aborting(comm, but=MemoryUnreachable):
             if job.steps_on_workers or comm.rank < job.cluster.servers:
                 _load(optimizer, device_of(model))
-            return _session(comm, job, model, placement, optimizer, evaluate, folder)
+            return _session(comm, job, model, placement, checkpoints, optimizer, evaluate)
     except MemoryUnreachable as error:
         raise JobError(f'cluster.window = "{placement.transport.kind}": must be another here: {error}') from None
 
@@ -202,9 +214,9 @@ def _session(
     job: Job,
     model: torch.nn.Module,
     placement: Placement,
+    checkpoints: Checkpoints,
     optimizer: OptimizerSpec,
     evaluate: Evaluate | None,
-    folder: Path,
 ) -> RankSession:
     from hpcsync.mpi.local_steps import CommittingSession, ElasticSession
     from hpcsync.mpi.peer_session import BookkeeperSession, PeerSession
@@ -212,16 +224,16 @@ def _session(
 
     if not job.has_servers:
         if comm.rank == 0:
-            return BookkeeperSession(comm, job, model, placement, optimizer, evaluate, folder)
-        return PeerSession(comm, job, model, placement, optimizer)
+            return BookkeeperSession(comm, job, model, placement, checkpoints, optimizer, evaluate)
+        return PeerSession(comm, job, model, placement, checkpoints, optimizer)
     if comm.rank >= job.cluster.servers:
         if job.steps_on_workers:
             kind = CommittingSession if job.commits else ElasticSession
-            return kind(comm, job, model, placement, optimizer)
-        return WorkerSession(comm, job, model, placement)
+            return kind(comm, job, model, placement, checkpoints, optimizer)
+        return WorkerSession(comm, job, model, placement, checkpoints)
     if comm.rank > 0:
-        return FollowerSession(comm, job, model, placement, optimizer)
-    return LeaderSession(comm, job, model, placement, optimizer, evaluate, folder)
+        return FollowerSession(comm, job, model, placement, checkpoints, optimizer)
+    return LeaderSession(comm, job, model, placement, checkpoints, optimizer, evaluate)
 
 
 def world() -> MPI.Intracomm | None:
@@ -313,10 +325,22 @@ def _abort(comm: MPI.Intracomm) -> None:
     comm.Abort(1)
 
 
-def _make_folder(job: Job, out: str | Path | None) -> Path:
+def _make_folder(job: Job, out: str | Path | None, resume: bool) -> tuple[Path, Path | None]:
+    """The run's folder, and the checkpoint from which it goes on."""
+    if resume and out is None:
+        raise JobError("resume: must come with out, the folder of the run that is to go on")
+    if resume and out is not None and (resumed := outputs.reopen(Path(out), job)) is not None:
+        return Path(out).absolute(), resumed.absolute()
     folder = outputs.choose(job, out)
     outputs.create(folder, job)
-    return folder
+    return folder.absolute(), None
+
+
+def _checkpoint_lines(checkpoints: Checkpoints) -> Iterator[str]:
+    if checkpoints.resumed is not None:
+        yield f"going on from {checkpoints.resumed}"
+    if not checkpoints.shared:
+        yield f"no checkpoints: not every host sees {checkpoints.folder}"
 
 
 def _script_name() -> str:

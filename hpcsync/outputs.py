@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from hpcsync import checkpoints
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.traces.reading import opened
@@ -42,6 +43,27 @@ def choose(job: Job, out: str | Path | None) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
+
+
+def reopen(folder: Path, job: Job) -> Path | None:
+    """The checkpoint from which this job goes on in a folder. None where the run has to begin (again), because there is
+    none; what an attempt without one has left is put aside, under names of its own.
+
+    Raises JobError for a run that has finished, or that began as another job.
+    """
+    if (folder / SUMMARY).exists():
+        raise JobError(f"out {folder}: must hold a run that has not finished; this one has")
+    if (resumed := checkpoints.newest(folder)) is not None:
+        checkpoints.refuse_other_job(checkpoints.read_run(resumed)["job"], job)
+        with _telling(folder):
+            new = folder / f"{JOB}.unfinished"
+            new.write_text(job.to_toml(), encoding="utf-8")
+            new.replace(folder / JOB)
+        return resumed
+    with _telling(folder):
+        for path in [folder / name for name in (TRACE, JOB, WEIGHTS) if (folder / name).exists()]:
+            path.rename(checkpoints.aside(path))
+    return None
 
 
 def create(folder: Path, job: Job) -> None:

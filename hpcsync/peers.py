@@ -13,8 +13,8 @@ reports will say (`Lockstep`), so that all of them end with the same iteration.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from hpcsync.coordinator import Recorder
 from hpcsync.deciding import create_allocator
@@ -163,6 +163,9 @@ def create_division(job: Job) -> Division | None:
     return None if allocator is None else Division(allocator)
 
 
+OF_THE_JOB = ("_trace", "_stop", "_lr", "_rate")  # attributes of a coordinator
+
+
 class PeerCoordinator:
     """One run's bookkeeping.
 
@@ -243,6 +246,14 @@ class PeerCoordinator:
     def stop(self) -> None:
         """End the run."""
         self.stopping = True
+
+    def state(self) -> dict[str, Any]:
+        """All that decides from here on, but what follows from the job."""
+        return {name: value for name, value in vars(self).items() if name not in OF_THE_JOB}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        vars(self).update(state)
 
     def _end_rounds(self, now_s: float) -> None:
         """All together: an iteration is an update once everybody who still takes part has reported it."""

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 
-def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None) -> int:
+def main(
+    path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None, resume: bool = False
+) -> int:
     """Exit status of this rank: 0 done, 2 the user's mistake (told by rank 0). A failure ends all ranks at once.
 
     Raises LaunchError for a launcher that started the ranks wrongly.
@@ -40,7 +42,7 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
     assert comm is not None, "called on a rank"
     import_beside(path)
     try:
-        train(comm, agree(comm, lambda: jobs.load(path, overrides, ranks)), out)
+        train(comm, agree(comm, lambda: jobs.load(path, overrides, ranks)), out, resume)
     except JobError as error:
         if comm.rank == 0:
             print(f"hpcsync: {error}", file=sys.stderr)
@@ -48,7 +50,7 @@ def main(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str
     return 0
 
 
-def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
+def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, resume: bool = False) -> Session:
     """This rank's part of the job. Collective."""
     from hpcsync.mpi.measured_link import measured_link
 
@@ -61,7 +63,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None) -> Session:
     assert not isinstance(job.workload, Script), "such a job has no workload"
     optimizer = OptimizerSpec.of_job(job)
     torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
-    with join(comm, job, workload.model, optimizer, workload.evaluate, out) as sync:
+    with join(comm, job, workload.model, optimizer, workload.evaluate, out, resume) as sync:
         replica, n_pieces = Replica(sync.flat, sync.loss_here(workload.loss)), job.n_pieces_of(sync.worker or 0)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
             sync.step(replica.compute_in_pieces(batch, n_pieces, sync.cancelled))

@@ -24,6 +24,10 @@ class Roles:
     def is_server(self, rank: int) -> bool:
         return rank < self.n_servers
 
+    def name(self, rank: int) -> str:
+        """Of a rank, for people and files."""
+        return f"server-{rank}" if self.is_server(rank) else f"worker-{self.worker(rank)}"
+
     def worker(self, rank: int) -> int:
         """The worker index of a rank that is not a server."""
         return rank - self.n_servers

@@ -1,4 +1,4 @@
-"""A run that is asked to end by a signal closes its trace first."""
+"""A run that is asked by a signal to end writes a checkpoint, or at least closes its trace, first."""
 
 from __future__ import annotations
 
@@ -9,29 +9,50 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-STOPPING = (signal.SIGINT, signal.SIGTERM)
+SAVING = signal.SIGUSR1  # write a checkpoint, and go on
+HEARD = (signal.SIGINT, signal.SIGTERM, SAVING)
+
+TO_BE_RESUMED = 75  # exit status: EX_TEMPFAIL of sysexits.h
 
 
 class Interrupted(Exception):
     """The run was asked to end by a signal."""
 
 
+class Suspended(Interrupted):
+    """It was, and goes on from the checkpoint that the message names, when it is resumed."""
+
+
 @contextmanager
 def on_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with SIGINT or SIGTERM instead of dying of it, so that the trace can be closed in order."""
+    """Call `note` with a signal of HEARD instead of dying of it, so that the trace can be closed in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = [signal.signal(number, lambda n, _: note(n)) for number in STOPPING]
+    before = [signal.signal(number, lambda n, _: note(n)) for number in HEARD]
     try:
         yield
     finally:
-        for number, handler in zip(STOPPING, before, strict=True):
+        for number, handler in zip(HEARD, before, strict=True):
             signal.signal(number, handler)
 
 
+def left_to_rank_0() -> Callable[[], None]:
+    """Let this process ignore what a batch system sends to all ranks and rank 0 acts upon; call what it returns to undo
+    that."""
+    if threading.current_thread() is not threading.main_thread():
+        return lambda: None
+    before = {number: signal.signal(number, lambda n, _: None) for number in (signal.SIGTERM, SAVING)}
+
+    def undo() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    return undo
+
+
 class SignalListener:
-    """From now on notes SIGINT and SIGTERM instead of dying of them, even while the main thread is inside a long call.
+    """From now on notes the signals of HEARD instead of dying of them, even while the main thread is in a long call.
 
     Any thread may ask for them. Made outside the main thread, it hears nothing.
     """
@@ -42,7 +63,7 @@ class SignalListener:
             os.set_blocking(end, False)
         self._handlers: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.signal(number, lambda n, _: None) for number in STOPPING}
+            self._handlers = {number: signal.signal(number, lambda n, _: None) for number in HEARD}
             self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
 
     def received(self) -> int | None:
@@ -51,7 +72,7 @@ class SignalListener:
             numbers = os.read(self._reading, 1)
         except BlockingIOError:
             return None
-        return numbers[0] if numbers and numbers[0] in STOPPING else None
+        return numbers[0] if numbers and numbers[0] in HEARD else None
 
     def close(self) -> None:
         """Let signals do what they did before; in the thread that made it. Harmless when repeated."""
@@ -63,5 +84,7 @@ class SignalListener:
 
 
 def interrupt(number: int) -> None:
-    """End what is being done, where nothing else looks whether a signal has come. Raises Interrupted."""
-    raise Interrupted(signal.Signals(number).name)
+    """End what is being done, where nothing else looks whether a signal has come. Raises Interrupted, but for SAVING:
+    where there is nothing to save."""
+    if number != SAVING:
+        raise Interrupted(signal.Signals(number).name)

@@ -64,10 +64,18 @@ def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
     return default_collate([dataset[int(i)] for i in indices])
 
 
+def n_batches(worker: int, *, n_workers: int, batch_size: int, size: int, epochs: range) -> int:
+    """How many batches of these training epochs are the worker's."""
+    per_epoch = whole_batches(batch_size, size)
+    begin, end = epochs.start * per_epoch, epochs.stop * per_epoch
+    return max(0, -(-(end - begin - (worker - begin) % n_workers) // n_workers))
+
+
 def batches(
-    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range
+    dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range, skip: int = 0
 ) -> Iterator[Any]:
-    """The worker's batches of these training epochs in order. Together the workers use every batch of them once.
+    """The worker's batches of these training epochs in order, but for the first `skip` ones. Together the workers use
+    every batch of them once.
 
     Raises ValueError when the data set is smaller than one batch.
     """
@@ -75,5 +83,5 @@ def batches(
     per_epoch = whole_batches(batch_size, size)
     begin = epochs.start * per_epoch
     first_of_mine = begin + (worker - begin) % n_workers
-    for batch in range(first_of_mine, epochs.stop * per_epoch, n_workers):
+    for batch in range(first_of_mine + skip * n_workers, epochs.stop * per_epoch, n_workers):
         yield fetch(dataset, batch_indices(seed, batch, batch_size=batch_size, size=size))

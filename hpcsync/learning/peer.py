@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -42,6 +43,15 @@ class LocalOptimizer:
         """theta, for others to read: the weights themselves where there is no look-ahead, else a new tensor."""
         buffer, scale = self._buffer(), self._scale()
         return self._parameter.data if buffer is None else torch.add(self._parameter.data, buffer, alpha=-scale)
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers from step to step; the weights are not in it."""
+        return {"optimizer": self._optimizer.state_dict(), "lr": self._lr}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._optimizer.load_state_dict(state["optimizer"])
+        self._lr = state["lr"]
 
     def _move(self, direction: float) -> None:
         if (buffer := self._buffer()) is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -28,6 +29,13 @@ class Rule(ABC):
         weights: what each of them is multiplied by; divisor: what their sum is divided by.
         """
 
+    def state(self) -> Mapping[str, Any]:
+        """What it remembers from update to update."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027
+        """Go on from there."""
+
 
 class Descent(Rule):
     """A torch optimizer's step along a weighted mean of gradients; the rate is its learning rate."""
@@ -48,6 +56,12 @@ class Descent(Rule):
         self._weights.grad = gradient
         self._optimizer.param_groups[0]["lr"] = rate
         self._optimizer.step()
+
+    def state(self) -> Mapping[str, Any]:
+        return self._optimizer.state_dict()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._optimizer.load_state_dict(dict(state))
 
 
 class Elastic(Rule):

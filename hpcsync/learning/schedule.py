@@ -55,10 +55,10 @@ class EvaluationSchedule:
 
     def __init__(self, every_samples: int) -> None:
         self._every_samples = every_samples
-        self._next_samples = every_samples
+        self.next_samples = every_samples
 
     def due(self, samples: int) -> bool:
-        return 0 < self._every_samples and self._next_samples <= samples
+        return 0 < self._every_samples and self.next_samples <= samples
 
     def begin_if_due(self, samples: int) -> bool:
         """Whether it is due; then it has begun."""
@@ -68,4 +68,4 @@ class EvaluationSchedule:
 
     def begun(self, samples: int) -> None:
         """An evaluation after so many samples has begun: the next is due at the next multiple."""
-        self._next_samples = samples - samples % self._every_samples + self._every_samples
+        self.next_samples = samples - samples % self._every_samples + self._every_samples

@@ -21,7 +21,8 @@ to a sum that the update begins with.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,6 +118,22 @@ class Store:
             self._has_collected = False
         self._rule.update(contributions, lr, weights, divisor)
         self.version += 1
+
+    def state(self) -> dict[str, Any]:
+        """All of it at a moment at which nobody reads, and every contribution that has begun to come has come."""
+        return {
+            "version": self.version,
+            "weights": self._buffers[self.current].clone(),
+            "collected": self._collected if self._has_collected else None,
+            "rule": self._rule.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, before anybody has read."""
+        self.version = state["version"]
+        self._buffers[self.current].copy_(state["weights"])
+        self._collected, self._has_collected = state["collected"], state["collected"] is not None
+        self._rule.restore(state["rule"])
 
     def _has_read(self, worker: int) -> None:
         """What it computed from its last promise is here."""

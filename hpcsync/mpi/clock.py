@@ -17,13 +17,13 @@ class Clock:
 
     Rank 0 exchanges a few messages with every other rank; of these the fastest round trip bounds the error: its
     midpoint there is its midpoint here, give or take half the round trip (Cristian, 1989). Collective over comm; the
-    run starts for everybody when it returns.
+    run starts for everybody when it returns, or goes on from `begin_s`, of rank 0.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, begin_s: float = 0.0) -> None:
         self.offset_s, self.uncertainty_s = _offset_to_rank_0(comm)
         comm.Barrier()
-        self._start = comm.bcast(time.perf_counter()) - self.offset_s
+        self._start = comm.bcast(time.perf_counter() - begin_s) - self.offset_s
 
     def rows(self, comm: MPI.Intracomm) -> list[tuple[int, str, float, float]] | None:
         """Of all ranks, for the trace's /clocks, on rank 0; collective."""

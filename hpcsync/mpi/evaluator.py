@@ -38,6 +38,7 @@ class Evaluator:
         self._requests: queue.SimpleQueue[tuple[float, int, int] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Judged | BaseException | None] = queue.SimpleQueue()
         self.busy = False
+        self._before = 0  # when the one under way was due
         self._thread = threading.Thread(target=self._work, daemon=True, name="evaluator")
         self._thread.start()
 
@@ -47,8 +48,17 @@ class Evaluator:
     def begin(self, now_s: float, version: int, samples: int) -> None:
         """Read and judge this version of the weights, which is current at now_s."""
         self.busy = True
+        self._before = self._schedule.next_samples
         self._schedule.begun(samples)
         self._requests.put((now_s, version, samples))
+
+    def state(self) -> int:
+        """Samples at which the next is due, were the one under way never judged."""
+        return self._before if self.busy else self._schedule.next_samples
+
+    def go_on(self, state: int) -> None:
+        """From there."""
+        self._schedule.next_samples = state
 
     def result(self) -> Judged | None:
         """(now_s, version, samples, loss, accuracy, consensus distance) of a finished evaluation, or None.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,15 +14,19 @@ from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.rank_session import RankFailed
+from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
-from hpcsync.signals import interrupt, on_signals
+from hpcsync.signals import Suspended, interrupt, on_signals
 
 CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
 
 
 class Leader:
-    """Decides for all servers. `chores` is called with the time whenever no report waits; it must be quick."""
+    """Decides for all servers. `chores` is called with the time whenever no report waits; it must be quick.
+
+    saver: of checkpoints; None where the ranks have no folder in common.
+    """
 
     def __init__(
         self,
@@ -30,18 +35,22 @@ class Leader:
         coordinator: Coordinator,
         evaluator: Evaluator | None,
         chores: Callable[[float], None],
+        saver: Saver | None = None,
     ) -> None:
         self._link = link
         self._shard = shard
         self._coordinator = coordinator
         self._evaluator = evaluator
         self._chores = chores
+        self._saver = saver
+        self._suspending = False  # the run ends with the next checkpoint
         self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
         self._orders = Outbox(link.comm, wire.TAG_ORDER, wire.ORDER)
         self._cancellations = Outbox(link.comm, wire.TAG_CANCELLATION, wire.CANCELLATION)
 
     def serve(self) -> None:
-        """Until every worker has left. Raises Interrupted or RankFailed when the run cannot be finished."""
+        """Until every worker has left. Raises Interrupted (Suspended, if it can go on from a checkpoint) or RankFailed
+        when the run cannot be finished."""
         patience = self._link.patience
         patience.reset()
         received: list[int] = []
@@ -49,9 +58,9 @@ class Leader:
             chores_s = 0.0
             while self._coordinator.active:
                 if received:
-                    interrupt(received[0])
+                    self._signalled(received.pop(0))
                 now_s = self._link.clock.now()
-                report = self._reports.poll()
+                report = self._next_report(now_s)
                 if report is not None:
                     self._hear(now_s, report)
                     patience.reset()
@@ -82,7 +91,50 @@ class Leader:
             raise RankFailed(f"rank {report.worker} failed")
         self._evaluate_if_due(now_s)
 
+    def _next_report(self, now_s: float) -> tuple[Any, ...] | None:
+        """To be heard now."""
+        saver, record = self._saver, self._reports.poll()
+        if saver is None:
+            return record
+        if saver.holding:
+            if record is not None and record[0] == wire.SAVED:
+                saver.saved()
+            elif record is not None and not saver.keeps_back(record):
+                return record
+            self._save(saver)
+            return None
+        if saver.unheard:
+            if record is not None:
+                saver.unheard.append(record)
+            return saver.unheard.popleft()
+        if not self._coordinator.stopping:
+            saver.hold_if_due(now_s, self._coordinator.version)
+            if saver.holding and record is not None and saver.keeps_back(record):
+                return None
+        return record
+
+    def _save(self, saver: Saver) -> None:
+        if saver.can_begin(self._coordinator.computing):
+            roles, n_workers = self._link.roles, self._link.comm.size - self._link.roles.n_servers
+            number = saver.begin(roles.n_servers - 1 + n_workers)
+            for worker in range(n_workers):
+                self._shard.let_save(worker, number)
+            self._command([OrderRecord(wire.SAVE, version=number)])
+        if saver.commit_if_complete() and self._suspending:
+            raise Suspended(f"checkpoint {saver.number}")
+
+    def _signalled(self, number: int) -> None:
+        saver = self._saver
+        if saver is None or number == signal.SIGINT or self._coordinator.stopping or self._suspending:
+            interrupt(number)
+        else:
+            saver.ask()
+            self._suspending = number == signal.SIGTERM
+
     def _look_around(self, now_s: float) -> None:
+        if self._saver is not None and self._saver.holding:
+            self._chores(now_s)
+            return
         self._carry_out(self._coordinator.passed(now_s))
         if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
             self._carry_out(self._coordinator.evaluated(*judged))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ class Link:
     tensors: on a server, its buffers of weights, each a row, and then one slot per worker for its contributions.
     done:    on a server, one word per reader; see learning.store.
     contributors_read: see `learning.store.n_buffers`. compression: of contributions; None where they lie in their slots
-    as they are.
+    as they are. begin_s: when the run's time begins here.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Link:
         *,
         contributors_read: bool = False,
         compression: Compression | None = None,
+        begin_s: float = 0.0,
     ) -> None:
         self.comm = comm.Dup()
         self.roles = roles
@@ -51,7 +53,7 @@ class Link:
         self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
         self.patience = Patience(self.comm, passive=transport.passive)
-        self.clock = Clock(self.comm)
+        self.clock = Clock(self.comm, begin_s)
         self._inboxes: list[Inbox] = []
 
     def row_size(self, server: int) -> int:
@@ -84,10 +86,12 @@ class Link:
         self._inboxes.append(Inbox(self.comm, tag, dtype))
         return self._inboxes[-1]
 
-    def report_failure(self) -> None:
-        """Tell server 0 that this rank cannot go on."""
+    def say(self, kind: int) -> None:
+        """Tell server 0 that this rank has failed, or has written its part of a checkpoint."""
         reports = Outbox(self.comm, wire.TAG_REPORT, wire.REPORT)
-        reports.send(0, (wire.FAILED, self.comm.rank) + (0,) * (len(wire.REPORT.names or ()) - 2))
+        reports.send(0, (kind, self.comm.rank) + (0,) * (len(wire.REPORT.names or ()) - 2))
+        if kind != wire.FAILED:
+            reports.free()
 
     def clocks(self) -> list[tuple[int, str, float, float]] | None:
         """Rows of the trace's /clocks, on rank 0; collective."""
@@ -105,11 +109,15 @@ class Link:
 
 
 class Reader:
-    """One who reads the weights that the servers promise: a worker, or the evaluation beside server 0."""
+    """One who reads the weights that the servers promise: a worker, or the evaluation beside server 0.
 
-    def __init__(self, link: Link, reader: int) -> None:
+    save: called with a checkpoint's number, while a grant is waited for.
+    """
+
+    def __init__(self, link: Link, reader: int, save: Callable[[int], None] = lambda number: None) -> None:
         self._link = link
         self._reader = reader
+        self._save = save
         self._patience = copy.copy(link.patience)  # a state of its own: the evaluator waits in a thread
         tag = wire.TAG_EVALUATION if reader == link.roles.evaluator else wire.TAG_GRANT
         self._inbox = link.inbox(tag, wire.GRANT)
@@ -121,13 +129,18 @@ class Reader:
         version, iteration: what they must be for, where that is known. Raises RuntimeError where they are for something
         else, or do not agree.
         """
-        until, poll = self._patience.until, self._inbox.poll
-        grants = sorted(wire.GrantRecord._make(until(poll)) for _ in self._link.shards)
+        grants = sorted(self._next() for _ in self._link.shards)
         first = grants[0]
         due = (first.iteration if iteration is None else iteration, first.version if version is None else version)
         if any((g.iteration, g.version, g.local_steps) != (*due, first.local_steps) for g in grants):
             raise RuntimeError(f"expected grants of iteration and version {due}, not {grants}")
         return grants
+
+    def _next(self) -> wire.GrantRecord:
+        until, poll = self._patience.until, self._inbox.poll
+        while (record := wire.GrantRecord._make(until(poll))).serial == wire.NO_GRANT:
+            self._save(record.version)
+        return record
 
     def read(self, grants: list[wire.GrantRecord], into: list[torch.Tensor]) -> None:
         """Copy the promised version into the `pieces` of a vector, and give the buffers back."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from mpi4py import MPI
 
+from hpcsync.checkpoints import Checkpoints
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -21,9 +24,15 @@ class LocalStepsSession(WorkerSession):
     """A push is of several iterations, each of them a step of the worker's own optimizer."""
 
     def __init__(
-        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        placement: Placement,
+        checkpoints: Checkpoints,
+        optimizer: OptimizerSpec,
     ) -> None:
-        super().__init__(comm, job, model, placement)
+        super().__init__(comm, job, model, placement, checkpoints)
         self._local = LocalOptimizer(self.flat.weights, optimizer)
         self._rate = worker_rate(job)
         self._steps = 0
@@ -42,6 +51,16 @@ class LocalStepsSession(WorkerSession):
         self._stretch.add(begin_s, batch_size, loss)
         self._step(end_s, lr)
 
+    def _state(self) -> dict[str, Any]:
+        own = {"local": self._local.state(), "steps": self._steps, "samples": self._samples}
+        return super()._state() | own
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        super()._restore(state)
+        self._local.restore(state["local"])
+        self._steps, self._samples = state["steps"], state["samples"]
+        self._answered()
+
     def _is_due(self, end_s: float) -> bool:
         """Whether the iteration that has ended is the last before a push; when the run is over, any is."""
         engine = self._engine
@@ -50,6 +69,11 @@ class LocalStepsSession(WorkerSession):
     def _push(self, end_s: float) -> None:
         stretch, self._stretch = self._stretch, _Stretch()
         self._engine.step(stretch.begin_s, end_s, stretch.samples, stretch.loss / stretch.steps, stretch.steps)
+        self._answered()
+
+    @abstractmethod
+    def _answered(self) -> None:
+        """A push has been answered: go on with what was read, unless the run is over."""
 
     @abstractmethod
     def _step(self, end_s: float, lr: float) -> None:
@@ -64,25 +88,45 @@ class ElasticSession(LocalStepsSession):
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        placement: Placement,
+        checkpoints: Checkpoints,
+        optimizer: OptimizerSpec,
     ) -> None:
-        super().__init__(comm, job, model, placement, optimizer)
+        super().__init__(comm, job, model, placement, checkpoints, optimizer)
         assert isinstance(job.paradigm, Easgd)
         self._alpha = job.paradigm.moving_rate(job.cluster.workers)
+        self._lr = 0.0
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._centre = torch.empty_like(self.flat.weights)
         return self._centre, self.flat.weights
 
+    def _state(self) -> dict[str, Any]:
+        return super()._state() | {"weights": self.flat.weights, "gradient": self.flat.gradient, "lr": self._lr}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.flat.weights.copy_(state["weights"])
+        self.flat.gradient.copy_(state["gradient"])
+        self._lr = state["lr"]
+        super()._restore(state)
+
     def _step(self, end_s: float, lr: float) -> None:
+        self._lr = lr  # of the step that this gradient makes
         if self._is_due(end_s):
             self._local.drop_look_ahead()
             self._push(end_s)
-            if not self._engine.stopped:
-                self.flat.weights.add_(towards(self.flat.weights, self._centre, self._alpha))
-                self._local.look_ahead()
-        if not self._engine.stopped:
+        else:
             self._local.step(self.flat.gradient, lr)
+
+    def _answered(self) -> None:
+        if not self._engine.stopped:
+            self.flat.weights.add_(towards(self.flat.weights, self._centre, self._alpha))
+            self._local.look_ahead()
+            self._local.step(self.flat.gradient, self._lr)
 
 
 class CommittingSession(LocalStepsSession):
@@ -103,6 +147,8 @@ class CommittingSession(LocalStepsSession):
         self._local.drop_look_ahead()
         torch.sub(self.flat.weights, self._read, out=self._change)
         self._push(self._end_s)
+
+    def _answered(self) -> None:
         if not self._engine.stopped:
             self.flat.weights.copy_(self._read)
             self._local.look_ahead()

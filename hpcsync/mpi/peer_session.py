@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
+from hpcsync.checkpoints import Checkpoints
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.learning.optimizers import OptimizerSpec
@@ -40,10 +40,16 @@ class PeerSession(RankSession):
     """All ranks are workers, each with weights and an optimizer of its own."""
 
     def __init__(
-        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        placement: Placement,
+        checkpoints: Checkpoints,
+        optimizer: OptimizerSpec,
     ) -> None:
         self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
-        super().__init__(comm, job, layers(comm, job, model))
+        super().__init__(comm, job, layers(comm, job, model), checkpoints)
         self.worker = comm.rank
         self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
         self._division = create_division(job)
@@ -249,16 +255,15 @@ class BookkeeperSession(PeerSession):
         job: Job,
         model: torch.nn.Module,
         placement: Placement,
+        checkpoints: Checkpoints,
         optimizer: OptimizerSpec,
         evaluate: Evaluate | None,
-        folder: Path,
     ) -> None:
-        super().__init__(comm, job, model, placement, optimizer)
+        super().__init__(comm, job, model, placement, checkpoints, optimizer)
         assert self._clocks is not None
-        self.folder = folder
         self._evaluate = evaluate
         progressing = {} if self._progression is None else self._progression.attributes()
-        self._trace = begin_trace(job, folder, self._clocks, {**placement.attributes(), **progressing})
+        self._trace = begin_trace(job, checkpoints.folder, self._clocks, {**placement.attributes(), **progressing})
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
         self._progress = Progress(self._console)
@@ -308,16 +313,16 @@ class BookkeeperSession(PeerSession):
             self._trace.flush()
             distance = self._layers.complete(self.flat, self._reading(self.rank))
             if self._evaluate is not None:
-                outputs.save_weights(self.folder, self._model)
+                outputs.save_weights(self._checkpoints.folder, self._model)
                 coordinator = self._coordinator
                 judged = (*self._evaluate(self._model), distance)
                 coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, *judged)
 
     def _conclude(self) -> None:
         if self._evaluate is None:
-            outputs.save_weights(self.folder, self._model)
+            outputs.save_weights(self._checkpoints.folder, self._model)
         self._trace.close("finished")
-        outputs.conclude(self.folder, self._console)
+        outputs.conclude(self._checkpoints.folder, self._console)
 
     def _end_job(self, error: BaseException) -> None:
         """The monitor has failed: its thread ends everything."""

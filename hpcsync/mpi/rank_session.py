@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcsync import outputs
+from hpcsync import __version__, launcher, outputs
+from hpcsync.checkpoints import Checkpoints
+from hpcsync.coordinator import Coordinator
 from hpcsync.deciding import decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.replica import Loss
 from hpcsync.mpi.layers import Layers
+from hpcsync.peers import PeerCoordinator
 from hpcsync.session import Session
-from hpcsync.signals import Interrupted
+from hpcsync.signals import TO_BE_RESUMED, Interrupted, Suspended, left_to_rank_0
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
@@ -38,16 +41,42 @@ def begin_trace(
     folder: Path,
     clocks: Iterable[tuple[int, str, float, float]],
     measured: Mapping[str, Any],
+    resumed: Mapping[str, Any] | None = None,
 ) -> TraceWriter:
-    """The trace of a run that begins, in its folder. clocks: its rows; measured: root attributes of its own."""
-    rows = list(clocks)
+    """The trace of a run that begins or goes on, in its folder. clocks: its rows; measured: root attributes of its own.
+
+    resumed: what rank 0 knew when the checkpoint was written (`run_state`).
+    """
+    clocks = list(clocks)
     library = MPI.Get_library_version().strip("\0 \n")
-    attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in rows])
-    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **measured}, decision_fields(job))
-    for row in rows:
-        trace.append("clocks", (0, *row))
+    attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in clocks])
+    path, fields = folder / outputs.TRACE, decision_fields(job)
+    if resumed is None:
+        trace, start, now_s, seq = TraceWriter(path, {**attributes, **measured}, fields), 0, 0.0, 0
+    else:
+        trace = TraceWriter.going_on(path, resumed["trace_rows"], {**attributes, **measured}, fields)
+        start, now_s, seq = resumed["starts"], resumed["now_s"], resumed["coordinator"]["_seq"]
+    trace.append("starts", (start, now_s, seq, attributes["created"], launcher.batch_job()))
+    for row in clocks:
+        trace.append("clocks", (start, *row))
     trace.flush()
     return trace
+
+
+def run_state(
+    job: Job, trace: TraceWriter, now_s: float, coordinator: Coordinator | PeerCoordinator, **more: Any
+) -> dict[str, Any]:
+    """What rank 0 knows of the run at a checkpoint."""
+    trace.flush()
+    return {
+        "hpcsync_version": __version__,
+        "job": job.to_toml(),
+        "now_s": now_s,
+        "starts": trace.n_rows()["starts"],
+        "trace_rows": trace.n_rows(),
+        "coordinator": coordinator.state(),
+        **more,
+    }
 
 
 def close_failed(trace: TraceWriter, error: BaseException) -> None:
@@ -55,7 +84,9 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
     status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
     with contextlib.suppress(OSError, RuntimeError):
         trace.close(status)
-    if isinstance(error, Interrupted | RankFailed):
+    if isinstance(error, Suspended):
+        print(f"hpcsync: interrupted; --resume goes on from {error}", file=sys.stderr)
+    elif isinstance(error, Interrupted | RankFailed):
         print(f"hpcsync: {status}: {error}; the trace so far is {trace.path}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
@@ -68,11 +99,13 @@ class RankSession(Session):
 
     All of rank 0's model becomes everybody's, of the layers that a rank has. Running statistics are not synchronised
     during the run.
+    checkpoints: of the run.
     """
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, layers: Layers) -> None:
+    def __init__(self, comm: MPI.Intracomm, job: Job, layers: Layers, checkpoints: Checkpoints) -> None:
         self._comm = comm
         self._job = job
+        self._checkpoints = checkpoints
         self._layers, self._model = layers, layers.model
         self.flat = FlatModel(layers.trained)
         self.flat.model = layers.model  # it is called as a whole
@@ -81,6 +114,7 @@ class RankSession(Session):
         layers.share()
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
+        self._heed_signals = left_to_rank_0()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
@@ -107,6 +141,7 @@ class RankSession(Session):
         optimizer.step = step  # type: ignore[method-assign, assignment]
 
     def _give_back(self) -> None:
+        self._heed_signals()
         sys.excepthook = self._excepthook
         if self._optimizer is not None:
             del self._optimizer.zero_grad, self._optimizer.step, self._model.zero_grad
@@ -147,7 +182,7 @@ class RankSession(Session):
         self._fail(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        self._comm.Abort(1)
+        self._comm.Abort(TO_BE_RESUMED if isinstance(error, Suspended) else 1)
 
     def _conclude(self) -> None:
         """After the last rank has finished."""

@@ -5,30 +5,31 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
+from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.coordinator import coordinate
 from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Easgd
-from hpcsync.learning import compressing, rules
+from hpcsync.learning import compressing, generators, rules
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
 from hpcsync.learning.workloads import Evaluate
-from hpcsync.mpi import cuda
+from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.placement import Placement
-from hpcsync.mpi.rank_session import RankSession, begin_trace, close_failed
+from hpcsync.mpi.rank_session import RankSession, begin_trace, close_failed, run_state
+from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.progress import Progress, console
@@ -37,11 +38,19 @@ from hpcsync.signals import interrupt, on_signals
 
 
 class LinkedSession(RankSession):
-    """What servers and workers have in common: a link."""
+    """What servers and workers have in common: a link. begin_s: when the run's time begins, on server 0."""
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        placement: Placement,
+        checkpoints: Checkpoints,
+        begin_s: float = 0.0,
+    ) -> None:
         roles = Roles(job.cluster.servers, job.cluster.workers)
-        super().__init__(comm, job, Layers(comm, model, roles.rank_of(0)))
+        super().__init__(comm, job, Layers(comm, model, roles.rank_of(0)), checkpoints)
         contributors_read = isinstance(job.paradigm, Easgd)
         weights = self.flat.weights
         self._link = Link(
@@ -52,28 +61,46 @@ class LinkedSession(RankSession):
             placement.transport,
             contributors_read=contributors_read,
             compression=compressing.of_job(job, self.flat.parameters),
+            begin_s=begin_s,
         )
         self._clocks = self._link.clocks()
 
     def _report_failure(self) -> None:
-        self._link.report_failure()
+        self._link.say(wire.FAILED)
 
     def _free(self) -> None:
         self._link.free()
 
+    @property
+    def _name(self) -> str:
+        """What this rank's part of a checkpoint is called."""
+        return self._link.roles.name(self.rank)
+
 
 class WorkerSession(LinkedSession):
-    def __init__(self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        placement: Placement,
+        checkpoints: Checkpoints,
+    ) -> None:
         self._estimator = estimator(job, comm.rank - job.cluster.servers)  # takes seconds, before the clock starts
-        super().__init__(comm, job, model, placement)
+        super().__init__(comm, job, model, placement, checkpoints)
+        self._resumed = checkpoints.state(self._name, self.flat.weights.device)
         self._engine = self._make_engine()
         self.worker = self._engine.index
-        handed_out = self._handed_out if self._engine.assignment.first_sample >= 0 else None
+        self.stopped = self._engine.stopped
+        handed_out = self._handed_out if create_assignments(job).first[0].first_sample >= 0 else None
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, handed_out=handed_out)
         self._computed = 1.0  # the share of the batch that is, when it is pushed
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
+        if self._resumed is not None:  # not before: the script's preparations may draw, too
+            self._restore(self._resumed)
+            self._resumed = None
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def cancelled(self, share: float) -> bool:
@@ -105,7 +132,25 @@ class WorkerSession(LinkedSession):
             self._estimator,
             cancellable=self._job.aborts or self._job.commits,
             compressor=None if compression is None else compression.compressor(self._link.roles.worker(self.rank)),
+            save=lambda number: self._checkpoints.write(number, self._name, self._state()),
+            state=None if self._resumed is None else self._resumed["engine"],
         )
+
+    def _state(self) -> dict[str, Any]:
+        """All that this worker has, while it waits for a grant."""
+        return {
+            "engine": self._engine.state(),
+            "iterations": self._iterations.state(),
+            "generators": generators.state(self.flat.weights.device),
+            "buffers": dict(self._model.named_buffers()),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, where the grant that was waited for has come."""
+        self._iterations.restore(state["iterations"])
+        generators.restore(state["generators"], self.flat.weights.device)
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(state["buffers"][name])
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the servers' weights are read into, and what is pushed."""
@@ -127,11 +172,24 @@ class FollowerSession(LinkedSession):
     """A server serves while its script would train: its loader is empty, and returns when the run is over."""
 
     def __init__(
-        self, comm: MPI.Intracomm, job: Job, model: torch.nn.Module, placement: Placement, optimizer: OptimizerSpec
+        self,
+        comm: MPI.Intracomm,
+        job: Job,
+        model: torch.nn.Module,
+        placement: Placement,
+        checkpoints: Checkpoints,
+        optimizer: OptimizerSpec,
+        begin_s: float = 0.0,
     ) -> None:
-        super().__init__(comm, job, model, placement)
-        first = create_assignments(job).first
-        self._shard = Shard(self._link, rules.of_job(job, optimizer), self.flat.weights, first)
+        super().__init__(comm, job, model, placement, checkpoints, begin_s)
+        self._shard = Shard(
+            self._link,
+            rules.of_job(job, optimizer),
+            self.flat.weights,
+            create_assignments(job).first,
+            self._save_shard,
+            checkpoints.state(self._name, self.flat.weights.device),
+        )
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
@@ -144,6 +202,11 @@ class FollowerSession(LinkedSession):
 
     def _serve(self) -> None:
         follow(self._link, self._shard)
+
+    def _save_shard(self, number: int) -> None:
+        self._checkpoints.write(number, self._name, self._shard.state())
+        if self.rank > 0:
+            self._link.say(wire.SAVED)
 
     def _part(self) -> None:
         if not self._shard.finished:
@@ -160,26 +223,42 @@ class LeaderSession(FollowerSession):
         job: Job,
         model: torch.nn.Module,
         placement: Placement,
+        checkpoints: Checkpoints,
         optimizer: OptimizerSpec,
         evaluate: Evaluate | None,
-        folder: Path,
     ) -> None:
-        super().__init__(comm, job, model, placement, optimizer)
-        paradigm = create_paradigm(job)
+        resumed = checkpoints.state(RUN)
+        super().__init__(
+            comm, job, model, placement, checkpoints, optimizer, 0.0 if resumed is None else resumed["now_s"]
+        )
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
-        self.folder = folder
-        self._trace = begin_trace(job, folder, self._clocks, placement.attributes())
-        self._coordinator = coordinate(job, paradigm, self._trace)
+        self._trace = begin_trace(job, checkpoints.folder, self._clocks, placement.attributes(), resumed)
+        self._coordinator = coordinate(job, create_paradigm(job), self._trace)
+        self._unheard: list[tuple[Any, ...]] = []
         self._evaluate = evaluate
         self._evaluator = (
             Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
         )
+        if resumed is not None:
+            self._coordinator.restore(resumed["coordinator"])
+            self._unheard = resumed["unheard"]
+            if self._evaluator is not None:
+                self._evaluator.go_on(resumed["evaluated"])
         self._console = console()
         self._progress = Progress(self._console)
 
+    def _state(self) -> dict[str, Any]:
+        """What this server knows of the run."""
+        evaluated = None if self._evaluator is None else self._evaluator.state()
+        return run_state(self._job, self._trace, self._link.clock.now(), self._coordinator, evaluated=evaluated)
+
     def _serve(self) -> None:
-        leader = Leader(self._link, self._shard, self._coordinator, self._evaluator, self._chores)
+        saver = None
+        if self._checkpoints.shared:
+            begin = self._link.clock.now(), self._coordinator.version
+            saver = Saver(self._checkpoints, self._job.checkpoint, self._state, self._unheard, *begin)
+        leader = Leader(self._link, self._shard, self._coordinator, self._evaluator, self._chores, saver)
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
         try:
@@ -216,13 +295,13 @@ class LeaderSession(FollowerSession):
             coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy)
 
     def _save(self) -> None:
-        outputs.save_weights(self.folder, self._model)
+        outputs.save_weights(self._checkpoints.folder, self._model)
 
     def _conclude(self) -> None:
         if self._evaluate is None:  # else they are saved: what is evaluated has no running statistics to wait for
             self._save()
         self._trace.close("finished")
-        outputs.conclude(self.folder, self._console)
+        outputs.conclude(self._checkpoints.folder, self._console)
 
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError, RuntimeError):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from hpcsync.coordinator import Collection, Order, Reply, Update
-from hpcsync.deciding import Assignment
+from hpcsync.deciding import STOP, Assignment
 from hpcsync.learning.rules import Rule
 from hpcsync.learning.store import Store
 from hpcsync.mpi import cuda, wire
@@ -35,12 +36,22 @@ def encode(orders: Sequence[Order]) -> list[OrderRecord]:
 
 
 class Shard:
-    """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0.
+    """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0, unless the run goes on.
 
     first: every worker's first assignment.
+    save: writes `state` as this server's part of a checkpoint with this number.
+    state: where the run goes on: what the server wrote then.
     """
 
-    def __init__(self, link: Link, rule: Rule, weights: torch.Tensor, first: Sequence[Assignment]) -> None:
+    def __init__(
+        self,
+        link: Link,
+        rule: Rule,
+        weights: torch.Tensor,
+        first: Sequence[Assignment],
+        save: Callable[[int], None] = lambda number: None,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
         self._link = link
         self._server = link.comm.rank
         mine = weights[link.shards[self._server]]
@@ -55,6 +66,10 @@ class Shard:
         self._slots = put if link.compression is None else buffers.new_zeros(len(put), row_size)
         self._slots[:, len(mine) :] = 0
         self.store = Store(buffers, self._slots, link.done.local, rule, len(mine))
+        self._save = save
+        if state is not None:
+            self.store.restore(state["store"])
+            self._put.copy_(state["slots"])
         self._release()
         self._contributors: list[int] = []
         self._weights: list[float] = []  # theirs
@@ -62,8 +77,14 @@ class Shard:
         self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
         self._evaluation = Outbox(link.comm, wire.TAG_EVALUATION, wire.GRANT)
         self.finished = False
-        for worker, assignment in enumerate(first):
+        for worker, assignment in enumerate(first if state is None else ()):
             self.carry_out(OrderRecord(wire.PROMISE, worker, 1, 0, *assignment))
+
+    def state(self) -> dict[str, Any]:
+        """All that this server has, while every worker waits for an answer."""
+        for begin, end in self._slot_spans:
+            self._link.tensors.acquire(begin, end)
+        return {"store": self.store.state(), "slots": self._put.clone()}
 
     def carry_out(self, order: OrderRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
@@ -80,6 +101,8 @@ class Shard:
             if order.version != self.store.version:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
             self._promise(order.reader, order)
+        elif order.kind == wire.SAVE:
+            self._save(order.version)
         else:
             for worker in range(self._link.roles.n_workers):
                 self._promise(worker, order)
@@ -114,6 +137,11 @@ class Shard:
             return
         outbox = self._evaluation if reader == self._link.roles.evaluator else self._grants
         outbox.send(rank, grant)
+
+    def let_save(self, worker: int, number: int) -> None:
+        """Have a worker write its part of the checkpoint; it waits for a grant."""
+        record = GrantRecord(self._server, 0, number, 0, wire.NO_GRANT, *STOP)
+        self._grants.send(self._link.roles.rank_of(worker), record)
 
     def _send_reserved(self) -> None:
         for rank, grant in self._reserved:

@@ -1,6 +1,6 @@
 """The records that travel, and their tags. Together with the windows this is all that ranks say to each other.
 
-worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed
+worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed / my part is written
 server 0 -> other servers    ORDER    what to carry out, in order
 server 0 -> worker           CANCELLATION  an iteration of its, which need not be ended
 every server -> a reader     GRANT    read this buffer of mine
@@ -27,7 +27,7 @@ TAG_MODEL = 6  # 5 is the clock's
 TAG_CANCELLATION = 7
 TAG_CROSSED = 8
 
-PUSHED, LEFT, FAILED = 0, 1, 2  # of FAILED, `worker` is the rank
+PUSHED, LEFT, FAILED, SAVED = 0, 1, 2, 3  # of FAILED and SAVED, `worker` is the rank
 
 # `kind`, then the fields of coordinator.Report.
 REPORT = np.dtype(
@@ -57,7 +57,8 @@ REPORT = np.dtype(
 # weight. COLLECT empties a slot into the sum that the next update begins with. PROMISE lets a reader read the current
 # version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that update, for the
 # worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the run is over.
-CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT = 0, 1, 2, 3, 4, 5
+# SAVE: write your part of checkpoint number `version`.
+CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT, SAVE = 0, 1, 2, 3, 4, 5, 6
 # The fields of deciding.Assignment.
 ASSIGNMENT = [
     ("first_sample", "i8"),
@@ -81,7 +82,9 @@ ORDER = np.dtype(
 
 CANCELLATION = np.dtype([("iteration", "i8")])
 
-# `buffer` and `serial` are the promise of learning.store.Store.pin.
+# `buffer` and `serial` are the promise of learning.store.Store.pin. Without a serial number nothing is granted: the
+# worker is to write its part of checkpoint number `version`.
+NO_GRANT = 0
 GRANT = np.dtype(
     [
         ("server", "i4"),

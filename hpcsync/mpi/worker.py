@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 
 from hpcsync.coordinator import Report, estimated
@@ -22,6 +25,8 @@ class Worker:
     compressor: of the contribution; None where it is put as it is.
     weights, contribution: flat vectors, shape (size,): an answered wait fills the one with the servers' weights, a push
     reads the other.
+    save: called with the number of a checkpoint, of which this worker's part is to be written.
+    state: where the run goes on: what `state` was then.
     """
 
     def __init__(
@@ -33,6 +38,8 @@ class Worker:
         *,
         cancellable: bool = False,
         compressor: Compressor | None = None,
+        save: Callable[[int], None] = lambda number: None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         self.index = link.roles.worker(link.comm.rank)
         self.iteration = 0
@@ -47,7 +54,8 @@ class Worker:
         self._compressor = compressor
         self._bytes = weights.nbytes
         self._slots = [link.slot(server, self.index) for server in range(len(link.shards))]
-        self._reader = Reader(link, self.index)
+        self._save = save
+        self._reader = Reader(link, self.index, self._write)
         self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
         # Where none can come there is no inbox: MPI would look through its receives for every grant.
         self._cancellations = link.inbox(wire.TAG_CANCELLATION, wire.CANCELLATION) if cancellable else None
@@ -56,7 +64,16 @@ class Worker:
         self._wait_s = 0.0
         self._pull_s = self._comm_s = self._encode_s = 0.0
         self._wire_bytes = 0
-        self._await()
+        self._has_left = False
+        if state is not None:
+            vars(self).update(state)
+        self.stopped = self._has_left
+        if not self._has_left:
+            self._await()
+
+    def state(self) -> dict[str, Any]:
+        """All that it remembers while it waits for a grant."""
+        return {name: getattr(self, name) for name in ("iteration", "_compressor", "_estimator", "_has_left")}
 
     def cancelled(self) -> bool:
         """Whether this iteration's contribution is known to be of no use any more."""
@@ -99,8 +116,14 @@ class Worker:
 
     def leave(self) -> None:
         """Take no further part; return once every worker has left."""
-        self._reports.send(0, (wire.LEFT, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
+        if not self._has_left:
+            self._has_left = True
+            self._reports.send(0, (wire.LEFT, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
         self._reader.wait(iteration=0)  # FINISH names none
+
+    def _write(self, number: int) -> None:
+        self._save(number)
+        self._link.say(wire.SAVED)
 
     def _put(self) -> None:
         link, pieces = self._link, self._contribution

@@ -104,7 +104,7 @@ class _Watch:
 
     def __call__(self, now_s: float, coordinator: Coordinator | PeerCoordinator) -> None:
         if self.received:
-            interrupt(self.received[0])
+            interrupt(self.received.pop(0))
         self._pushes += 1
         if self._pushes % CHORES_EVERY == 0:
             self._trace.flush_if_due(time.monotonic())

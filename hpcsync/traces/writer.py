@@ -13,6 +13,7 @@ that how many rows of each table belong together; readers look no further.
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import time
@@ -39,6 +40,7 @@ from hpcsync.traces.schema import (
 RING_ROWS = 8192  # rows of a table that fit in memory between two flushes
 CHUNK_BYTES = 65536  # a chunk is written whole, so not larger than a few seconds of rows are worth
 FLUSH_INTERVAL_S = 2.0
+COPIED_ROWS = 100_000  # at once
 
 _STRUCT_CODES = {"<i1": "b", "<i4": "i", "<i8": "q", "<f8": "d", "|i1": "b"}
 _ENUMS = {"outcome": OUTCOMES, "change": CHANGES, "phase": PHASES}
@@ -97,6 +99,44 @@ class TraceWriter:
             self._abandon()
             self.path.unlink()
             raise
+
+    @classmethod
+    def going_on(
+        cls, path: Path, n_rows: Mapping[str, int], attributes: Mapping[str, Any], decision_fields: Sequence[str] = ()
+    ) -> Self:
+        """The trace of a run that goes on from a moment at which its tables had so many rows. `path` has them and those
+        that followed; it becomes a new file, and the one that was there stays beside it, as trace.lost-NUMBER.h5."""
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.unlink(missing_ok=True)
+        trace = cls(unfinished, attributes, decision_fields)
+        with h5py.File(path, "r", locking="best-effort") as before, trace._or_abandon():
+            trace._take_over(before, n_rows)
+        lost = next(p for i in itertools.count(1) if not (p := path.with_suffix(f".lost-{i}{path.suffix}")).exists())
+        try:
+            lost.hardlink_to(path)
+        except OSError:  # a file system without hard links
+            path.rename(lost)
+        trace.path = unfinished.replace(path)
+        return trace
+
+    def _take_over(self, before: h5py.File, n_rows: Mapping[str, int]) -> None:
+        for table, dataset in self._datasets.items():
+            dataset.resize((n_rows[table],))
+            for begin in range(0, n_rows[table], COPIED_ROWS):
+                end = min(begin + COPIED_ROWS, n_rows[table])
+                dataset[begin:end] = before[table][begin:end]
+            self._n_rows[table] = n_rows[table]
+        self._flush_s = before.attrs["tracing_overhead_s"]
+        self._file.attrs["created"] = before.attrs["created"]
+        hosts = [*before.attrs["hosts"].split(","), *self._file.attrs["hosts"].split(",")]
+        self._file.attrs["hosts"] = ",".join(dict.fromkeys(hosts))
+        self._file.flush()
+        self._write_progress()
+        self._file.flush()
+
+    def n_rows(self) -> dict[str, int]:
+        """Of each table, in the file."""
+        return dict(self._n_rows)
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """More root attributes, which are only known now; in the file with the next flush."""

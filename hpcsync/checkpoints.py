@@ -1,0 +1,138 @@
+"""Checkpoints: all that a run consists of at one moment, on disk, so that it can go on from there.
+
+A checkpoint is a folder, `checkpoints/NUMBER` in the folder of the run, with a file of each rank's own and one of what
+rank 0 knows of the run. It is made under another name. Only when every file has reached the disk rank 0 renames it,
+which happens as a whole or not at all: at whatever moment a run is killed, what has a number is complete.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpcsync import __version__
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError, shown
+
+FOLDER = "checkpoints"
+RUN = "run"  # the name of rank 0's knowledge of the run
+
+# What a run that goes on may do otherwise than before. The rest must stay, or its decisions would not follow from it.
+FREE = ("name", "stop", "evaluation", "checkpoint", "cluster")
+
+
+class Checkpoints:
+    """Of the run in `folder`, as one rank sees it.
+
+    keep: how many stay. resumed: that from which this run goes on; None where it begins. shared: whether all ranks see
+    the same folder, without which there can be none.
+    """
+
+    def __init__(self, folder: Path, keep: int, resumed: Path | None, shared: bool) -> None:
+        self.folder = folder
+        self.resumed = resumed
+        self.shared = shared
+        self._folder = folder / FOLDER
+        self._keep = keep
+
+    def state(self, name: str, device: torch.device | str = "cpu") -> dict[str, Any] | None:
+        """What was written under this name into the checkpoint from which the run goes on, its tensors on `device`;
+        None where there is no such file, and where the run begins."""
+        if self.resumed is None or not (path := _file(self.resumed, name)).exists():
+            return None
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=False)  # whose file it is: ours
+        return state
+
+    def begin(self, number: int) -> None:
+        """On rank 0, before anybody writes: make room for checkpoint `number`."""
+        unfinished = self._unfinished(number)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+
+    def write(self, number: int, name: str, state: Mapping[str, Any]) -> None:
+        """Put this rank's state into the checkpoint that has begun; it has reached the disk on return."""
+        with _file(self._unfinished(number), name).open("xb") as file:
+            torch.save(dict(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def commit(self, number: int) -> Path:
+        """On rank 0, when everybody has written: from now on the checkpoint is there. Older ones go."""
+        unfinished = self._unfinished(number)
+        _sync(unfinished)
+        finished = unfinished.rename(self._folder / str(number))
+        _sync(self._folder)
+        for old in _numbered(self._folder)[: -self._keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return finished
+
+    def _unfinished(self, number: int) -> Path:
+        return self._folder / f"{number}.unfinished"
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint of the run in this folder; None where it has none."""
+    return next(iter(reversed(_numbered(folder / FOLDER))), None)
+
+
+def number_of(checkpoint: Path | None) -> int:
+    """A checkpoint's number, from 1; 0 of none."""
+    return 0 if checkpoint is None else int(checkpoint.name)
+
+
+def aside(path: Path) -> Path:
+    """A free name for a file that another is to replace: trace.h5 becomes trace.lost-1.h5, or the next number."""
+    return next(p for i in itertools.count(1) if not (p := path.with_suffix(f".lost-{i}{path.suffix}")).exists())
+
+
+def read_run(checkpoint: Path) -> dict[str, Any]:
+    """What rank 0 knew of the run. Raises JobError for a checkpoint of another version of hpcsync."""
+    state: dict[str, Any] = torch.load(_file(checkpoint, RUN), map_location="cpu", weights_only=False)
+    if state["hpcsync_version"] != __version__:
+        raise JobError(f"--resume: {checkpoint} is of hpcsync {state['hpcsync_version']}; must be of {__version__}")
+    return state
+
+
+def refuse_other_job(before: str, job: Job) -> None:
+    """Raises JobError where a run that began with this job (TOML) would go on as another."""
+    old, new = (tomllib.loads(text) for text in (before, job.to_toml()))
+    for table in sorted((old.keys() | new.keys()) - set(FREE)):
+        if old.get(table) != new.get(table):
+            key, was, now = _difference(table, old.get(table), new.get(table))
+            raise JobError(f"{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
+    servers = old["cluster"]["servers"]
+    if servers != job.cluster.servers:
+        raise JobError(f"cluster.servers = {job.cluster.servers}: must be {servers}, as it was when the run began")
+
+
+def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The first key in which they differ, and what is there."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        below = next(k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k))
+        return _difference(f"{key}.{below}", old.get(below), new.get(below))
+    return key, old, new
+
+
+def _file(checkpoint: Path, name: str) -> Path:
+    return checkpoint / f"{name}.pt"
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """All finished checkpoints, the newest last."""
+    return sorted((path for path in folder.glob("[0-9]*") if path.name.isdigit()), key=number_of)
+
+
+def _sync(folder: Path) -> None:
+    """Let what the folder lists reach the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,86 @@
+"""Server 0's part in checkpoints: when one is due, what is kept back meanwhile, and when everybody has written."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from hpcsync.checkpoints import RUN, Checkpoints, number_of
+from hpcsync.job_checkpoint import Checkpoint
+from hpcsync.mpi import wire
+
+Record = tuple[Any, ...]
+
+
+class Saver:
+    """A checkpoint is of a moment at which nothing is on its way. So when one is due, no report is heard any more: the
+    workers that compute push, one after the other, and wait. When all do, every rank writes what it has. Then what was
+    kept back is heard, as late as it is, and the run goes on; or another does, from there.
+
+    run: what server 0 knows of the run at this moment, without the reports that are kept back.
+    unheard: these reports, of the checkpoint from which the run goes on. now_s, version: where it begins.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        settings: Checkpoint,
+        run: Callable[[], Mapping[str, Any]],
+        unheard: Iterable[Record],
+        now_s: float,
+        version: int,
+    ) -> None:
+        self.unheard = deque(unheard)
+        self.holding = False
+        self.number = number_of(checkpoints.resumed)
+        """Of the last checkpoint that was begun."""
+        self._checkpoints = checkpoints
+        self._settings = settings
+        self._run = run
+        self._last = (now_s, version)
+        self._asked = False
+        self._missing: int | None = None  # ranks that have not written yet; None before they are told to
+
+    def ask(self) -> None:
+        """Make one as soon as possible."""
+        self._asked = True
+
+    def hold_if_due(self, now_s: float, version: int) -> None:
+        """From now on keep reports back, if it is time."""
+        since_s, since_version = self._last
+        if self._asked or self._settings.due(now_s - since_s, version - since_version):
+            self.holding, self._asked, self._last = True, False, (now_s, version)
+
+    def keeps_back(self, record: Record) -> bool:
+        """Whether this report is one for later; then it is taken."""
+        if self.holding and record[0] in (wire.PUSHED, wire.LEFT):
+            self.unheard.append(record)
+            return True
+        return False
+
+    def can_begin(self, computing: Collection[int]) -> bool:
+        """Whether everybody waits of those who, as far as was heard, compute."""
+        waiting = {record[1] for record in self.unheard}
+        return self.holding and self._missing is None and waiting.issuperset(computing)
+
+    def begin(self, n_ranks: int) -> int:
+        """So many others are about to write; the checkpoint's number."""
+        self.number += 1
+        self._missing = n_ranks
+        self._checkpoints.begin(self.number)
+        return self.number
+
+    def saved(self) -> None:
+        """One of them has."""
+        assert self._missing is not None
+        self._missing -= 1
+
+    def commit_if_complete(self) -> bool:
+        """Whether all have; then the checkpoint is there."""
+        if self._missing != 0:
+            return False
+        self._checkpoints.write(self.number, RUN, {**self._run(), "unheard": list(self.unheard)})
+        self._checkpoints.commit(self.number)
+        self.holding, self._missing = False, None
+        return True
