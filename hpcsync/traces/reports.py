@@ -6,6 +6,7 @@ its last row.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
@@ -15,7 +16,7 @@ from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.groups import Groups
 from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import EVERYBODY, NOBODY
+from hpcsync.traces.schema import DIED, EVERYBODY, NOBODY
 
 DRIFT = 1e-4  # seconds in which the clocks of two hosts come apart in one second, at most
 SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time
@@ -111,8 +112,30 @@ class Reports:
         else:
             peers, rounds = self._peers, self.count[exchanges] // self.period
             drawn = zip(workers[exchanges].tolist(), rounds.tolist(), self._weight[exchanges].tolist(), strict=True)
-            peer[exchanges] = [peers.drawn(worker, round, weight) for worker, round, weight in drawn]
+            if len(self.died):
+                peer[exchanges] = self._drawn_among_the_living(list(drawn), self.steps[exchanges])
+            else:
+                peer[exchanges] = [peers.drawn(worker, round, weight) for worker, round, weight in drawn]
         return peer
+
+    def _drawn_among_the_living(self, drawn: list[tuple[int, int, float]], steps: np.ndarray) -> list[int]:
+        """A worker hears of deaths one after the other, each after its row in /membership, and does not forget. The
+        trace does not say when: of what can have been drawn, what was, if it is among that."""
+        dead = self.died["worker"].tolist()
+        without = [replace(self._peers, dead=tuple(dead[:heard])) for heard in range(len(dead) + 1)]
+        happened = np.searchsorted(self.died["now_s"], steps["now_s"], side="right").tolist()
+        heard, peers = [0] * self.n_workers, []
+        for (worker, round, weight), found, most in zip(drawn, steps["peer"].tolist(), happened, strict=True):
+            possible = range(heard[worker], 1 + (most if worker not in dead[:most] else dead.index(worker)))
+            chosen = next((h for h in possible if without[h].drawn(worker, round, weight) == found), possible[-1])
+            heard[worker] = chosen
+            peers.append(without[chosen].drawn(worker, round, weight))
+        return peers
+
+    @cached_property
+    def died(self) -> np.ndarray:
+        """The rows of /membership of workers that died, in their order."""
+        return self.membership[self.membership["change"] == DIED]
 
     @property
     def _weight(self) -> np.ndarray:
