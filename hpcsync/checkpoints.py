@@ -66,9 +66,9 @@ class Checkpoints:
     def commit(self, number: int) -> Path:
         """On rank 0, when everybody has written: from now on the checkpoint is there. Older ones go."""
         unfinished = self._unfinished(number)
-        _sync(unfinished)
+        sync(unfinished)
         finished = unfinished.rename(self._folder / str(number))
-        _sync(self._folder)
+        sync(self._folder)
         for old in _numbered(self._folder)[: -self._keep]:
             shutil.rmtree(old, ignore_errors=True)
         return finished
@@ -129,9 +129,9 @@ def _numbered(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("[0-9]*") if path.name.isdigit()), key=number_of)
 
 
-def _sync(folder: Path) -> None:
-    """Let what the folder lists reach the disk."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Let a file, or what a folder lists, reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

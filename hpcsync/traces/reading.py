@@ -146,18 +146,21 @@ def settle(path: str | Path, status: str) -> bool:
     Sets the status of a trace that is `running` or `interrupted`; a `finished` or `failed` one stays as it is, and a
     missing file is no error: ranks can die before there is one. Returns whether the status was set.
 
-    Raises TraceError for a file that is not a trace or that another process still writes.
+    Raises TraceError for a file that is not a trace, that another process still writes, or that cannot be written.
     """
     if status not in STATUSES or status == "running":
         raise ValueError(f"status is {status!r}; must be one of {', '.join(STATUSES[1:])}")
     path = Path(path)
     if not path.exists():
         return False
-    with _open(path, "r+") as file:
-        open_end = file.attrs.get("status") in ("running", "interrupted")
-        if open_end:
-            file.attrs.modify("status", status)
-        return open_end
+    try:
+        with _open(path, "r+") as file:
+            open_end = file.attrs.get("status") in ("running", "interrupted")
+            if open_end:
+                file.attrs.modify("status", status)
+    except (OSError, RuntimeError) as error:
+        raise TraceError(f"{path}: its status cannot be written: {_first_line(error)}") from None
+    return open_end
 
 
 def _open(path: Path, mode: str) -> h5py.File:

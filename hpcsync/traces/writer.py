@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +27,7 @@ from typing import Any, Self
 import h5py
 import numpy as np
 
+from hpcsync.traces.reading import TraceError, settle
 from hpcsync.traces.schema import (
     CHANGES,
     FORMAT,
@@ -91,10 +93,13 @@ class TraceWriter:
         self._n_rows = dict.fromkeys(dtypes, 0)
         self._datasets: dict[str, h5py.Dataset] = {}  # held open: h5py only prints what fails when a handle goes
         self.path = Path(path)
+        self._abandoned = False
         # Parallel file systems often refuse locks, and nobody else writes here: a lock is welcome, not needed.
-        self._file = h5py.File(path, "x", locking="best-effort")
+        with self._naming_the_file():
+            self._file = h5py.File(path, "x", locking="best-effort")
         try:
-            self._lay_out(dtypes, attributes)
+            with self._naming_the_file():
+                self._lay_out(dtypes, attributes)
         except BaseException:
             self._abandon()
             self.path.unlink()
@@ -165,8 +170,8 @@ class TraceWriter:
     def flush(self) -> None:
         """Hand every appended row to the operating system: from here on it survives the end of this process.
 
-        Raises OSError or RuntimeError when the file cannot be written. From then on the writer leaves it alone: the
-        file ends at the flush before, and later rows are dropped.
+        Raises OSError that names the file, or RuntimeError, when it cannot be written. From then on the writer leaves
+        it alone: the file ends at the flush before, and later rows are dropped.
         """
         begin_s = time.perf_counter()
         if not self._file:
@@ -180,18 +185,24 @@ class TraceWriter:
         self._flush_s += time.perf_counter() - begin_s
 
     def close(self, status: str = "finished") -> None:
-        """Flush, set the trace's final status and close the file. A second call does nothing."""
+        """Flush, set the trace's final status and close the file. A second call does nothing.
+
+        A file that could not be written any more is given its status by itself, if that is possible.
+        """
         if status not in STATUSES or status == "running":
             raise ValueError(f"status is {status!r}; a closed trace is one of {', '.join(STATUSES[1:])}")
-        if not self._file:
-            return
         try:
-            self.flush()
-            with self._or_abandon():
-                self._file.attrs.modify("status", status)
-                self._file.flush()
+            if self._file:
+                self.flush()
+                with self._or_abandon():
+                    self._file.attrs.modify("status", status)
+                    self._file.flush()
         finally:
             self._file.close()
+            if self._abandoned and status != "finished":
+                self._abandoned = False
+                with suppress(TraceError):
+                    settle(self.path, status)
 
     @property
     def tracing_overhead_s(self) -> float:
@@ -248,16 +259,28 @@ class TraceWriter:
     @contextmanager
     def _or_abandon(self) -> Iterator[None]:
         try:
-            yield
+            with self._naming_the_file():
+                yield
         except (OSError, RuntimeError):
             self._abandon()
             raise
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """What the system refuses is told as Python does it; HDF5 hides the reason in many words."""
+        try:
+            yield
+        except (OSError, RuntimeError) as error:
+            if (found := re.search(r"errno = (\d+)", str(error))) is None:
+                raise
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(self.path)) from None
 
     def _abandon(self) -> None:
         """Leave the file as it is after a failed write (a full disk), and give its handles back.
 
         Closing writes what is still in memory, and HDF5 crashes when that fails. So it writes to where nothing fails.
         """
+        self._abandoned = True
         with suppress(OSError, RuntimeError), open(os.devnull, "r+b") as nowhere:
             os.dup2(nowhere.fileno(), self._file.id.get_vfd_handle(), inheritable=False)
             self._file.close()
