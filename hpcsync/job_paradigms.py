@@ -17,6 +17,11 @@ from hpcsync.planning.commit_rate import most_commits
 
 class Served(Table):
     @property
+    def bound(self) -> str:
+        """Who waits for whom."""
+        return "nobody waits for anybody"
+
+    @property
     def options(self) -> dict[str, Any]:
         """What `paradigms.create` is given besides the name and the workers."""
         return self.model_dump(exclude={"name"})
@@ -24,6 +29,10 @@ class Served(Table):
 
 class Bsp(Served):
     name: Literal["bsp"]
+
+    @property
+    def bound(self) -> str:
+        return "in every iteration all wait for all"
 
 
 class Asp(Served):
@@ -41,6 +50,10 @@ class Ssp(Served):
             raise ValueError("must be a whole number of at least 0, or inf")
         return staleness
 
+    @property
+    def bound(self) -> str:
+        return f"who is more than {self.staleness} iterations ahead of the slowest waits for it"
+
 
 class Dssp(Served):
     name: Literal["dssp"]
@@ -54,6 +67,11 @@ class Dssp(Served):
         if "staleness_min" in info.data and staleness_max < info.data["staleness_min"]:
             raise ValueError(f"must be at least paradigm.staleness_min = {info.data['staleness_min']}")
         return staleness_max
+
+    @property
+    def bound(self) -> str:
+        at_most = f"with credits {self.staleness_max}" if self.mode == "bounded" else "without credits"
+        return f"who is more than {self.staleness_min}, {at_most}, iterations ahead of the slowest waits for it"
 
 
 K = 'a whole number of at least 1, or one of "state", "loss", "min"'
@@ -102,6 +120,12 @@ class FirstK(Served):
         if isinstance(self.k, int):
             return self.k
         return self.k_start or (n_workers if self.k == "state" else self.k_min or 1)
+
+    @property
+    def bound(self) -> str:
+        if "batch" in self.name:  # of which a worker may push several
+            return super().bound
+        return f"who has pushed waits until {self.k if isinstance(self.k, int) else 'k'} workers have"
 
     @property
     def smallest_k(self) -> int:
@@ -190,6 +214,10 @@ class Easgd(Served):
         """How often and how far they move is not about who waits."""
         return {"synchronous": self.synchronous}
 
+    @property
+    def bound(self) -> str:
+        return f"every {self.period} iterations all wait for all" if self.synchronous else super().bound
+
     def moving_rate(self, n_workers: int) -> float:
         """alpha, whichever way it was given."""
         return self.alpha if self.alpha is not None else (0.9 if self.beta is None else self.beta) / n_workers
@@ -234,6 +262,10 @@ class Ashl(Served):
         if (steps_coarse := info.data.get("steps_coarse")) is not None and steps_fine > steps_coarse:
             raise ValueError(f"must be at most paradigm.steps_coarse = {steps_coarse}")
         return steps_fine
+
+    @property
+    def bound(self) -> str:
+        return f"in the fine stage who is more than {self.staleness} pushes ahead of the slowest waits for it"
 
 
 class Adsp(Served):
@@ -292,6 +324,10 @@ class AllReduce(Table):
     name: Literal["allreduce"]
     bucket_mb: Positive = 25.0
 
+    @property
+    def bound(self) -> str:
+        return "in every iteration all wait for all"
+
 
 class LocalSgd(Table):
     """Every `steps` iterations the workers' weights are replaced by their mean.
@@ -304,6 +340,10 @@ class LocalSgd(Table):
     steps: Count = Field(description="a whole number of at least 1: local steps from one averaging to the next")
     outer_lr: Positive = 1.0
     outer_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+
+    @property
+    def bound(self) -> str:
+        return f"every {self.steps} iterations all wait for all"
 
 
 class Gossip(Table):
@@ -330,6 +370,11 @@ class Gossip(Table):
         if include_self and info.data.get("topology") == "exponential":
             raise ValueError('must be false with paradigm.topology = "exponential", which visits the others in turn')
         return include_self
+
+    @property
+    def bound(self) -> str:
+        in_step = self.mode == "permutation"
+        return f"every {self.period} iterations all wait for all" if in_step else "nobody waits for anybody"
 
 
 Paradigm = Annotated[

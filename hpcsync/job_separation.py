@@ -42,6 +42,10 @@ class Stanza(Table):
         return fc_workers
 
     @property
+    def bound(self) -> str:
+        return "in every iteration all wait for all"
+
+    @property
     def shares(self) -> tuple[float, float, float]:
         """Of what an iteration of the whole model takes: the forward pass below the cut, the backward pass there, and
         what is above it. A script that does not pad its iterations need not know them."""

@@ -23,6 +23,7 @@ from hpcsync.job_paradigms import Gossip
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.batches import Allocated, Allocator, Estimate
+from hpcsync.stalls import Stalls
 from hpcsync.traces.schema import LEFT, NOBODY
 
 
@@ -169,8 +170,11 @@ OF_THE_JOB = ("_trace", "_stop", "_lr", "_rate")  # attributes of a coordinator
 class PeerCoordinator:
     """One run's bookkeeping.
 
-    updated_s: time of the latest update. active: workers that have not left.
+    updated_s: time of the latest update. active: workers that have not left. done: iterations that each has ended.
+    stalls: what is known of their durations.
     """
+
+    held = None  # nobody is answered
 
     def __init__(self, job: Job, trace: Recorder) -> None:
         n_workers = job.cluster.workers
@@ -181,6 +185,8 @@ class PeerCoordinator:
         self.last_accuracy = math.nan
         self.stopping = False
         self.active = set(range(n_workers))
+        self.done = [0] * n_workers
+        self.stalls = Stalls()
         self._trace = trace
         self._stop = job.stop
         self._n_workers = n_workers
@@ -190,7 +196,6 @@ class PeerCoordinator:
         self._counting = job.takers
         self._judging = range(self._counting.start) or self._counting
         self._own_samples = [0] * n_workers
-        self._iterations = [0] * n_workers
         self._round: dict[int, list[Exchanged]] = {}  # of all together: iteration -> who has reported it
         self._seq = 0
 
@@ -206,7 +211,8 @@ class PeerCoordinator:
         )  # fmt: skip
         if r.batch_size == 0:
             return
-        self._iterations[r.worker] = r.iteration
+        self.done[r.worker] = r.iteration
+        self.stalls.ended(r.worker, now_s, r.wait_s)
         if r.worker in self._judging:
             self.last_loss = r.loss
         if self._one_model:
@@ -216,6 +222,8 @@ class PeerCoordinator:
                 self._end_rounds(now_s)
         else:
             self._update(now_s, [r])
+        if not self.stopping:
+            self.stalls.began(r.worker, r.iteration + 1, now_s)
 
     def allocated(self, now_s: float, iteration: int, allocated: Sequence[Allocated]) -> None:
         """After this iteration the workers have agreed on new batch sizes."""
@@ -229,6 +237,7 @@ class PeerCoordinator:
         self._seq += 1
         self._trace.append("membership", (self._seq, now_s, worker, LEFT))
         self.active.remove(worker)
+        self.stalls.left(worker)
         self._end_rounds(now_s)
 
     def evaluated(
@@ -258,7 +267,7 @@ class PeerCoordinator:
     def _end_rounds(self, now_s: float) -> None:
         """All together: an iteration is an update once everybody who still takes part has reported it."""
         for iteration in sorted(self._round):
-            if all(self._iterations[worker] >= iteration for worker in self.active):
+            if all(self.done[worker] >= iteration for worker in self.active):
                 self._update(now_s, self._round.pop(iteration))
 
     def _update(self, now_s: float, reports: list[Exchanged]) -> None:

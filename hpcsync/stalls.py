@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Container
+from collections.abc import Collection, Container
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
@@ -92,6 +92,11 @@ class Stalls:
             self._over.append(self._stall(worker, running, lasted_s)._replace(ended=True))
         self._durations.setdefault(worker, _Durations()).add(max(0.0, lasted_s) / running.size)
 
+    @property
+    def running(self) -> Collection[int]:
+        """Workers that are at an iteration."""
+        return self._running.keys()
+
     def left(self, worker: int) -> None:
         """It makes no iteration any more."""
         self._running.pop(worker, None)
@@ -107,10 +112,8 @@ class Stalls:
         return size * usual + max(size * SPREAD * NORMAL * mad, size * SHARE * usual, SLACK_S)
 
     def look(self, now_s: float, waiting: Container[int] = ()) -> list[Stall]:
-        """What is to be told now; nothing if the last look was just before. waiting: workers that wait for others."""
-        if (since_s := now_s - self._looked_s) < LOOK_S:
-            return []
-        self._looked_s = now_s
+        """What is to be told now. waiting: workers that wait for others. To be called every `LOOK_S`."""
+        since_s, self._looked_s = now_s - self._looked_s, now_s
         found, self._over = self._over, []
         for worker, running in self._running.items():
             lasted_s = now_s - running.since_s

@@ -23,6 +23,7 @@ from hpcsync.mpi.background import Background
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.planning.groups import Groups
+from hpcsync.traces.schema import COMPUTING, WAITING
 
 ALIGNED = 16  # bytes: labels of several types lie one after the other
 
@@ -71,6 +72,7 @@ class Crossing:
             self._label_begins.append(self._label_begins[-1] + -(-size // ALIGNED) * ALIGNED)
         n_octets = self._label_begins[-1] if self._is_fc else 0
         self._label_window = link.transport.window(link.comm, n_octets, torch.uint8)
+        self._phases = link.phases
         self._inbox = Inbox(self._comm, wire.TAG_CROSSED, wire.CROSSED)
         self._outbox = Outbox(self._comm, wire.TAG_CROSSED, wire.CROSSED)
         self._background = Background()
@@ -159,6 +161,7 @@ class Crossing:
 
     def _await(self, piece: int) -> None:
         begin_s, needed = time.perf_counter(), len(self._others)
+        self._phases.enter(WAITING)
 
         def complete() -> bool | None:
             self._background.check()  # what cannot be sent is not answered
@@ -172,6 +175,7 @@ class Crossing:
 
         self._patience.until(complete)
         self._come[piece] = 0
+        self._phases.enter(COMPUTING)
         self.waited_s += time.perf_counter() - begin_s
 
     def _hear(self) -> None:

@@ -29,7 +29,7 @@ from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.peers import Division, drawing
-from hpcsync.traces.schema import EVERYBODY, NOBODY
+from hpcsync.traces.schema import EVERYBODY, NOBODY, PUSHING, READING, WAITING
 
 
 class Outcome(NamedTuple):
@@ -48,12 +48,14 @@ class Exchange(ABC):
     in_step: whether all workers make their exchanges together.
     one_sided: whether others put and get while this worker computes.
     period:  iterations from one exchange to the next.
+    phase:   what a worker is doing in an exchange; those in step can only wait for others.
     agreed:  of those in step, at the last exchange; None before the first one.
     """
 
     in_step = False
     one_sided = False
     period = 1
+    phase = WAITING
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         self.peer = Peer(flat.weights, optimizer)
@@ -297,6 +299,7 @@ class _Gossiping(Exchange):
     """Every `period` iterations an exchange with a peer that this worker draws."""
 
     one_sided = True
+    phase = PUSHING
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
@@ -320,6 +323,8 @@ class _Gossiping(Exchange):
 
 class Pulling(_Gossiping):
     """Read the peer's published weights, and average with them."""
+
+    phase = READING
 
     def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)

@@ -14,6 +14,7 @@ from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.exposure import Exposure
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.peers import Exchanged
 
@@ -29,6 +30,7 @@ class PeerLink:
         self.transport = transport
         self.patience = Patience(self.comm, passive=transport.passive)
         self.exposure = Exposure(self.comm, size, dtype, transport)
+        self.phases = Phases(self.comm, one_node=self.patience.one_node)
         self.clock: Clock
         self.told_to_stop = False
         self.all_ended = False
@@ -93,6 +95,7 @@ class PeerLink:
             return
         self._reports.free()
         self.exposure.free()
+        self.phases.free()
         for inbox in (self._orders, self._inbox):
             if inbox is not None:
                 inbox.free()

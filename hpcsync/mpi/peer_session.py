@@ -30,10 +30,12 @@ from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
+from hpcsync.mpi.watch import Watch
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.progress import Progress, console
 from hpcsync.signals import SignalListener, interrupt, on_signals
+from hpcsync.traces.schema import COMPUTING, WAITING
 
 
 class PeerSession(RankSession):
@@ -85,6 +87,7 @@ class PeerSession(RankSession):
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
         self._describe(self._exchange.prepare(dataset, batch_size, self._iterations))
+        self._link.phases.enter(COMPUTING, self._iteration + 1)
         for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped):
             yield self._exchange.begin(batch)
 
@@ -99,6 +102,7 @@ class PeerSession(RankSession):
         if self._times is None:
             self._end_computation()
         self._end_iteration(loss)
+        self._link.phases.enter(COMPUTING, self._iteration + 1)
         return not self.stopped
 
     def _end_iteration(self, loss: float) -> None:
@@ -137,6 +141,7 @@ class PeerSession(RankSession):
     def _end_computation(self) -> None:
         cuda.ready(self.flat.gradient)  # only then it has been computed
         self._times = self._iterations.end()
+        self._link.phases.enter(self._exchange.phase)
         self._link.hear()
         self._exchange.end_computation(self._iterations.batch_size, self._link.told_to_stop)
 
@@ -211,6 +216,7 @@ class PeerSession(RankSession):
     def _part(self) -> None:
         if self._times is not None:  # the script left between `backward` and `step`, and the others have this gradient
             self._end_iteration(math.nan)
+        self._link.phases.enter(WAITING)
         goes_along = self._exchange.end(early=self._in_step)
         while self._in_step and goes_along:
             self._advance(0)
@@ -267,6 +273,8 @@ class BookkeeperSession(PeerSession):
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
         self._progress = Progress(self._console)
+        places = [(rank, host) for rank, host, *_ in self._clocks]
+        self._watch = Watch(self._coordinator, self._link.phases, self._trace, places, job.paradigm.bound)
         self._signals = SignalListener()
         evaluator = Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate else None
         self._monitor = Monitor(
@@ -275,6 +283,7 @@ class BookkeeperSession(PeerSession):
         self._monitor.start()
 
     def _chores(self, now_s: float) -> None:
+        self._watch.look(now_s)
         self._trace.flush_if_due(now_s)
         self._progress.show(now_s, self._coordinator)
 

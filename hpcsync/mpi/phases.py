@@ -31,15 +31,18 @@ class Phases:
         comm.Barrier()
         self._ring = list(np.zeros((RING, 1), np.int64))
         self._next = 0
+        self._iteration = 0
 
-    def enter(self, phase: int, iteration: int) -> None:
-        """This rank is from now on in this phase of this iteration."""
+    def enter(self, phase: int, iteration: int | None = None) -> None:
+        """This rank is from now on in this phase, of this iteration, or the one that it is in."""
+        if iteration is not None:
+            self._iteration = iteration
         if self._next == RING:
             self._window.flush(0)
             self._next = 0
         word = self._ring[self._next]
         self._next += 1
-        word[0] = iteration * N_PHASES + phase
+        word[0] = self._iteration * N_PHASES + phase
         self._window.put(word, 0, self._rank)
         if self._probes:
             self._comm.Iprobe()

@@ -1,0 +1,94 @@
+"""Rank 0 looks whether a worker stalls, and says what is known of it: who, where, at what, and who waits."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from hpcsync.mpi.phases import Phases
+from hpcsync.stalls import LOOK_S, Stall, Stalls
+from hpcsync.traces.schema import PHASES, WAITING
+from hpcsync.traces.writer import TraceWriter
+
+MANY = 8  # more workers are not shown one by one
+NAMES = {phase: name for name, phase in PHASES.items()}
+
+
+class Watched(Protocol):
+    """A run, as far as it is known. done: iterations that each worker has ended. held: those that are known to wait for
+    an answer, since when; None where nobody answers, and their phases tell."""
+
+    stalls: Stalls
+
+    @property
+    def done(self) -> Sequence[int]: ...
+
+    @property
+    def held(self) -> Mapping[int, float] | None: ...
+
+
+class Watch:
+    """places: of each worker, its rank and host. bound: who waits for whom, in words."""
+
+    def __init__(
+        self, run: Watched, phases: Phases, trace: TraceWriter, places: Sequence[tuple[int, str]], bound: str
+    ) -> None:
+        self._run = run
+        self._phases = phases
+        self._trace = trace
+        self._places = places
+        self._bound = bound
+        self._looked_s = 0.0
+        self._waiting: dict[int, float] = {}  # since when, as far as that was seen
+
+    def look(self, now_s: float) -> None:
+        """If the last time is long enough ago: tell of stalls, on the standard error and in the trace."""
+        if now_s - self._looked_s < LOOK_S:
+            return
+        self._looked_s = now_s
+        seen = self._phases.seen()
+        phases = [seen[rank][1] for rank, _ in self._places]
+        held = self._run.held
+        if held is None:
+            running = self._run.stalls.running
+            held = self._waiting = {w: self._waiting.get(w, now_s) for w in running if phases[w] == WAITING}
+            if len(held) == len(running):  # they wait for each other: something between them stalls
+                held = {}
+        if stalls := self._run.stalls.look(now_s, held):
+            for stall in stalls:
+                self._record(now_s, stall, phases[stall.worker], len(held))
+            print("\n".join(self._report(now_s, stalls, phases, held)), file=sys.stderr, flush=True)
+
+    def _record(self, now_s: float, stall: Stall, phase: int, n_waiting: int) -> None:
+        if not stall.ended:
+            row = (now_s, stall.worker, stall.iteration, phase, stall.lasted_s, stall.deadline_s, n_waiting)
+            self._trace.append("stalls", row)
+
+    def _report(
+        self, now_s: float, stalls: Sequence[Stall], phases: Sequence[int], held: Mapping[int, float]
+    ) -> Iterable[str]:
+        for stall in stalls[:MANY]:
+            yield f"hpcsync: {self._describe(stall, NAMES[phases[stall.worker]])}"
+        if len(stalls) > MANY:
+            yield f"hpcsync: {len(stalls) - MANY} more workers alike"
+        slow = [stall.worker for stall in stalls if not stall.ended]
+        if slow:
+            done = self._run.done
+            least = min(done[worker] for worker in slow)
+            waits = [f"worker {w} for {now_s - held[w]:.1f} s" + _ahead(done[w] - least) for w in sorted(held)[:MANY]]
+            waits += [f"{len(held) - MANY} more"] * (len(held) > MANY)
+            yield f"hpcsync:   held: {', '.join(waits) or 'nobody'}; {self._bound}"
+
+    def _describe(self, stall: Stall, phase: str) -> str:
+        if stall.ended:
+            return f"worker {stall.worker} goes on: its iteration {stall.iteration} took {stall.lasted_s:.1f} s"
+        rank, host = self._places[stall.worker]
+        return (
+            f"worker {stall.worker} stalls (rank {rank} on {host}, {phase}): its iteration {stall.iteration} has "
+            f"lasted {stall.lasted_s:.1f} s, usually {stall.usual_s:.3g} s, at most {stall.deadline_s:.1f} s"
+        )
+
+
+def _ahead(n_iterations: int) -> str:
+    return f" ({n_iterations} ahead)" if n_iterations > 0 else ""
