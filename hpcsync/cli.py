@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,52 @@ def bench(
 
     with told_in_one_line():
         sys.exit(benchmark.main(targets or [], json, device))
+
+
+@app.command()
+def slurm(
+    job: JobPath,
+    nodes: Annotated[list[int], typer.Option(metavar="N", help="How many.")],
+    ntasks_per_node: Annotated[list[int], typer.Option(metavar="M", help="Ranks of each node.")],
+    cpus_per_task: Annotated[list[int], typer.Option(metavar="C", help="And threads, of each rank.")] = [1],  # noqa: B006
+    gpus_per_node: Annotated[list[int] | None, typer.Option(metavar="G", show_default=False)] = None,
+    partition: Annotated[list[str] | None, typer.Option(metavar="NAME", show_default=False)] = None,
+    mem: Annotated[list[str] | None, typer.Option(metavar="SIZE", help="Of a node.", show_default=False)] = None,
+    time: Annotated[str | None, typer.Option(metavar="TIME", help="As Slurm writes it.", show_default=False)] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", show_default=False)] = None,
+    array: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=[VALUE, ...]", help="A run for each value; of several keys, for each combination."),
+    ] = None,
+    preemptible: Annotated[
+        bool, typer.Option("--preemptible", help="Make room when asked to, and go on from a checkpoint.")
+    ] = False,
+    mpi: Annotated[
+        str | None, typer.Option(metavar="KIND", help="Of srun; by default what this Python's MPI needs.")
+    ] = None,
+    overrides: Overrides = None,
+) -> None:
+    """Print a batch script that trains this job under Slurm. Nothing is submitted.
+
+    What is said of nodes, given several times, is for as many kinds of node: a heterogeneous job.
+    """
+    from hpcsync import slurm as scripts
+
+    with told_in_one_line():
+        asked = scripts.Asked(
+            nodes=nodes,
+            ntasks_per_node=ntasks_per_node,
+            cpus_per_task=cpus_per_task,
+            gpus_per_node=gpus_per_node or (),
+            partition=partition or (),
+            mem=mem or (),
+            time=time,
+            account=account,
+            array=array or (),
+            preemptible=preemptible,
+            mpi=mpi,
+        )
+        print(scripts.script(job, overrides or [], asked, shlex.join(["hpcsync", *sys.argv[1:]])), end="")
 
 
 plan = typer.Typer(

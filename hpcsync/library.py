@@ -64,6 +64,7 @@ def connect(
     batches: Mapping[str, Any] | None = None,
     compression: Mapping[str, Any] | None = None,
     window: str = "auto",
+    placement: str = "packed",
     name: str | None = None,
     out: str | Path | None = None,
     checkpoint: Mapping[str, Any] | None = None,
@@ -102,6 +103,8 @@ def connect(
     compression: as the job file's [compression], {"name": "top-k", "ratio": 0.01}: what a worker's pushes are turned
                into before they travel. In a single process nothing does, and the momentum of "dgc" is missing.
     window:    as the job file's cluster.window: how GPU tensors move between ranks.
+    placement: as the job file's cluster.placement: with "spread" servers lie on nodes of their own; ranks are then
+               counted in another order (the session's `rank`), except for rank 0.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
     checkpoint: as the job file's [checkpoint]: how often all that the run consists of is written into its folder.
     resume:    go on from the newest checkpoint in `out`, if there is one. Loaders then begin after what was trained on,
@@ -145,6 +148,7 @@ def connect(
                 "workers": n_workers,
                 "device": device_of(model).type,
                 "window": window,
+                "placement": placement,
                 **({"compute": dict(compute)} if compute else {}),
             },
         }
@@ -157,7 +161,9 @@ def connect(
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduce(name="allreduce"), "cluster": one})
         return LocalSession(job, model, optimizer, evaluate)
-    session = join(comm, job, model, spec, evaluate, out, resume)
+    from hpcsync.mpi.arranging import arranged
+
+    session = join(arranged(comm, job.cluster), job, model, spec, evaluate, out, resume)
     session.take_over(optimizer)
     return session
 

@@ -40,9 +40,12 @@ def main(
             gpus.claim(gpus.choose(cluster.device, cluster.window, found))
     comm = world()
     assert comm is not None, "called on a rank"
+    from hpcsync.mpi.arranging import arranged
+
     import_beside(path)
     try:
-        train(comm, agree(comm, lambda: jobs.load(path, overrides, ranks)), out, resume)
+        job = agree(comm, lambda: jobs.load(path, overrides, ranks))
+        train(arranged(comm, job.cluster), job, out, resume)
     except JobError as error:
         if comm.rank == 0:
             print(f"hpcsync: {error}", file=sys.stderr)

@@ -84,6 +84,8 @@ def _who_is_who(job: Job, workload: Workload) -> str:
         chosen = f" (auto: {groups.n_fc} here; a run measures its links, and then chooses)" if auto else ""
         return f"{above} fully-connected, {below} convolution{chosen}"
     workers = _ranks("worker", cluster.servers, cluster.workers)
+    if cluster.placement == "spread" and cluster.servers > 1:
+        workers += "\nranks are counted so that servers are on different nodes, as far as there are as many"
     return f"{_ranks('server', 0, cluster.servers)}, {workers}" if cluster.servers else workers
 
 

@@ -1,6 +1,6 @@
-"""A real Slurm on hosts that are namespaces: its controller on n1, node daemons on all, and partitions as clusters have.
+"""A real Slurm on hosts that are namespaces: controller on n1, node daemons on all, partitions as clusters have.
 
-    with Slurm(4) as slurm:
+    with Slurm() as slurm:
         job = slurm.submit("slurm/cpu.sh", cwd=folder)
         assert slurm.ended(job) == "COMPLETED"
 

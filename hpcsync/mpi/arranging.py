@@ -1,0 +1,34 @@
+"""Which rank plays which part: the first ranks of a communicator are its servers, so it is put in the order wanted."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+
+from mpi4py import MPI
+
+from hpcsync.job_cluster import Cluster
+
+
+def spread(hosts: Sequence[str], n_servers: int) -> list[int]:
+    """The ranks, of which these are the hosts, with servers in front that share hosts as little as can be.
+
+    Rank 0 stays the first. The other servers are, host after host, the first rank of each that has fewest servers so
+    far; the workers keep their order.
+    """
+    free: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        free.setdefault(host, []).append(rank)
+    servers: list[int] = []
+    while len(servers) < n_servers:  # once around the hosts
+        servers += [ranks.pop(0) for ranks in free.values() if ranks]
+    servers = servers[:n_servers]
+    return [*servers, *(rank for rank in range(len(hosts)) if rank not in servers)]
+
+
+def arranged(comm: MPI.Intracomm, cluster: Cluster) -> MPI.Intracomm:
+    """These ranks in the order of `cluster.placement`; rank 0 is the same. Collective."""
+    if cluster.placement == "packed" or cluster.servers < 2 or cluster.ranks != comm.size:
+        return comm
+    order = spread(comm.allgather(socket.gethostname()), cluster.servers)
+    return comm.Split(0, order.index(comm.rank))  # type: ignore[return-value]

@@ -1,0 +1,204 @@
+"""`hpcsync slurm`: a batch script for a job, as text. Nothing is submitted, and no Slurm is needed to write one.
+
+The script holds resources, and one srun that starts the ranks. Why it is as it is:
+
+- Since Slurm 22.05 srun does not take --cpus-per-task over from the job: it must be said again.
+- Each MPI understands one of srun's --mpi, and makes N worlds of one under another.
+- A rank that is killed ends the others only with --kill-on-bad-exit=1: they would wait for it.
+- A preemptible job is asked to make room by SIGTERM, some time before it has to end. Its ranks then write a checkpoint
+  and end with status 75, and the script, which gets no signal, asks for the next turn: Slurm would do so only if the
+  job were still running when its time is over.
+- The ranks of a heterogeneous job are one world if one srun starts them; but every kind of node has threads of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcsync import job as jobs
+from hpcsync import launcher
+from hpcsync.job_errors import JobError
+
+WARNING_S = (
+    120  # before the end of its time a preemptible job is asked to write a checkpoint; Slurm may be a minute early
+)
+
+
+class Asked(NamedTuple):
+    """What the command line says, by the names of its options.
+
+    Of the first six each has one value, which holds for all nodes, or as many as there are kinds of node.
+    """
+
+    nodes: Sequence[int]
+    ntasks_per_node: Sequence[int]
+    cpus_per_task: Sequence[int] = (1,)
+    gpus_per_node: Sequence[int] = ()
+    partition: Sequence[str] = ()
+    mem: Sequence[str] = ()
+    time: str | None = None
+    account: str | None = None
+    array: Sequence[str] = ()
+    preemptible: bool = False
+    mpi: str | None = None
+
+
+def _matching(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: re.fullmatch(pattern, value) is not None
+
+
+NAME = _matching(r"[\w.,@+-]+"), "a name that Slurm knows"
+ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "nodes": (lambda n: n >= 1, "at least 1"),
+    "ntasks_per_node": (lambda n: n >= 1, "at least 1"),
+    "cpus_per_task": (lambda n: n >= 1, "at least 1"),
+    "gpus_per_node": (lambda n: n >= 0, "at least 0"),
+    "partition": NAME,
+    "mem": (_matching(r"\d+[KMGT]?"), "of a node, a whole number of megabytes, or one with K, M, G or T, such as 16G"),
+    "time": (_matching(r"(\d+-)?\d+(:\d\d){0,2}"), "minutes, hours:minutes:seconds or days-hours:minutes"),
+    "account": NAME,
+    "mpi": (_matching(r"\w+"), "pmix, pmi2 or another that srun --mpi=list names"),
+}
+OF_A_KIND = ("partition", "nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "mem")
+
+
+def script(path: Path, overrides: Sequence[str], asked: Asked, command: str) -> str:
+    """The batch script of this job file, whose first line says which command has written it. Raises JobError."""
+    kinds = _kinds(asked)
+    ranks = sum(kind["nodes"] * kind["ntasks_per_node"] for kind in kinds)
+    tasks = _tasks(asked.array)
+    if tasks and len(kinds) > 1:
+        raise JobError(
+            f"--array {asked.array[0]}: must be left out where nodes are of {len(kinds)} kinds: Slurm has none"
+        )
+    loaded = [jobs.load(path, [*overrides, *task], ranks) for task in tasks or [()]]
+    for job in loaded:
+        jobs.refuse_simulated(job)
+    lines = [
+        "#!/bin/bash",
+        f"# {command}",
+        *_directives({"job_name": loaded[0].name, "output": "%x-%j.out", "time": asked.time, "account": asked.account}),
+    ]
+    if tasks:
+        lines += _directives({"array": f"0-{len(tasks) - 1}"})
+    if asked.preemptible:
+        lines += ["#SBATCH --requeue", *_directives({"open_mode": "append", "signal": f"TERM@{WARNING_S}"})]
+    for i, kind in enumerate(kinds):
+        lines += ["#SBATCH hetjob"] if i else []
+        lines += _directives(kind)
+    lines += ["", *_settings(tasks), *_program(path, overrides, asked, len(kinds), settings=bool(tasks))]
+    return "\n".join(lines) + "\n"
+
+
+def _kinds(asked: Asked) -> list[dict[str, Any]]:
+    """Of every kind of node its options. Raises JobError for what is not allowed."""
+    for name, (allowed, must_be) in ALLOWED.items():
+        given = getattr(asked, name)
+        for value in [given] if isinstance(given, str | None) else given:
+            if value is not None and not allowed(value):
+                raise JobError(f"--{_dashed(name)} {value}: must be {must_be}")
+    each = {name: list(getattr(asked, name)) or [None] for name in OF_A_KIND}
+    n = max(map(len, each.values()))
+    for name, values in each.items():
+        if len(values) not in (1, n):
+            raise JobError(
+                f"--{_dashed(name)}: given {len(values)} times; must be given once, or once a kind of node, {n} times"
+            )
+    return [{name: values[i % len(values)] for name, values in each.items()} for i in range(n)]
+
+
+def _directives(options: dict[str, Any]) -> list[str]:
+    return [f"#SBATCH --{_dashed(name)}={value}" for name, value in options.items() if value is not None]
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+# ---- an array ----
+
+
+def _tasks(array: Sequence[str]) -> list[tuple[str, ...]]:
+    """For every task of the array what it sets: all combinations, the last key changing fastest."""
+    if not array:
+        return []
+    keys = []
+    for text in array:
+        key, _, values = text.partition("=")
+        try:
+            parsed = tomllib.loads(f"value = {values}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = None
+        if not isinstance(parsed, list) or not parsed:
+            raise JobError(f"--array {text}: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]")
+        keys.append([f"{key}={_toml(value)}" for value in parsed])
+    return list(itertools.product(*keys))
+
+
+def _toml(value: Any) -> str:
+    """A value of a TOML file, in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)[1:-1]} = {_toml(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _settings(tasks: Sequence[tuple[str, ...]]) -> list[str]:
+    if not tasks:
+        return []
+    cases = [
+        f"    {i}) settings=({' '.join(f'--set {shlex.quote(s)}' for s in task)}) ;;" for i, task in enumerate(tasks)
+    ]
+    return ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
+
+
+# ---- the ranks ----
+
+
+def mpi_of_this_python() -> str:
+    """What srun's --mpi must be for the MPI library of this Python. Raises JobError."""
+    argv = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]  # in a process of its own: this one is no rank
+    found = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
+    kind = next((kind for library, kind in launcher.SRUN_MPI.items() if library in found), None)
+    if kind is None:
+        raise JobError(f"--mpi: missing; must be {ALLOWED['mpi'][1]}: this Python has neither Open MPI nor MPICH")
+    return kind
+
+
+def _program(path: Path, overrides: Sequence[str], asked: Asked, n_kinds: int, *, settings: bool) -> list[str]:
+    srun = f"srun --mpi={asked.mpi or mpi_of_this_python()} --kill-on-bad-exit=1"
+    groups = [f"_HET_GROUP_{i}" for i in range(n_kinds)] if n_kinds > 1 else [""]
+    ranks = f"$(({' + '.join(f'SLURM_NTASKS{group}' for group in groups)}))" if n_kinds > 1 else '"$SLURM_NTASKS"'
+    program = [shlex.quote(str(path)), *(f"--set {shlex.quote(s)}" for s in overrides)]
+    program += ['"${settings[@]}"'] if settings else []
+    program += [
+        f"-n {ranks}",
+        '--out "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"',
+        *(["--resume"] if asked.preemptible else []),
+    ]
+    run = f"python -m mpi4py -m hpcsync run {' '.join(program)}"
+    if n_kinds == 1:
+        threads = '"$SLURM_CPUS_PER_TASK"'
+        lines = [f"export OMP_NUM_THREADS={threads}", f"{srun} --cpus-per-task={threads} \\", f"    {run}"]
+    else:
+        lines = [f"run=({run})", f"{srun} \\"]
+        for i, group in enumerate(groups):
+            threads = f"$SLURM_CPUS_PER_TASK{group}"
+            options = f'--het-group={i} --cpus-per-task="{threads}" --export="ALL,OMP_NUM_THREADS={threads}"'
+            lines.append(f'    {options} "${{run[@]}}"' + (" : \\" if i < n_kinds - 1 else ""))
+    if asked.preemptible:
+        lines += ["status=$?", '[ $status -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"', "exit $status"]
+    return lines

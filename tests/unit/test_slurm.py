@@ -1,0 +1,171 @@
+"""Batch scripts: their text, and whom they start with which arguments, carried out by a bash without a Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcsync.job_errors import JobError
+from hpcsync.slurm import Asked, script
+
+JOB = """
+name = "small"
+seed = 1
+workload = {name = "linear"}
+optimizer = {name = "sgd", lr = 0.1}
+stop = {updates = 5}
+paradigm = {name = "bsp"}
+"""
+TWO_BY_TWO = Asked(nodes=[2], ntasks_per_node=[2], mpi="pmix")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "the job.toml"
+    path.write_text(JOB)
+    return path
+
+
+def directives(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+
+def carried_out(text: str, folder: Path, **environ: str) -> tuple[int, list[list[str]]]:
+    """The script's status and every srun or scontrol that it calls; srun ends with the status that STATUS says."""
+    calls = folder / "calls"
+    calls.unlink(missing_ok=True)
+    for name in ("srun", "scontrol"):
+        stand_in = folder / name
+        stand_in.write_text(
+            f"#!{sys.executable}\nimport json, os, sys\n"
+            f"print(json.dumps([{name!r}, os.environ.get('OMP_NUM_THREADS'), *sys.argv[1:]]), "
+            f"file=open({str(calls)!r}, 'a'))\nsys.exit(int(os.environ.get('STATUS', 0)))\n"
+        )
+        stand_in.chmod(0o755)
+    given = {"SLURM_JOB_NAME": "small", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_CPUS_PER_TASK": "3", **environ}
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(["bash", "-c", text], env={"PATH": path, **given}, check=False)
+    return ended.returncode, [json.loads(line) for line in calls.read_text().splitlines()]
+
+
+def test_one_kind_of_node(job: Path, tmp_path: Path) -> None:
+    asked = TWO_BY_TWO._replace(cpus_per_task=[3], gpus_per_node=[2], partition=["gpu"], mem=["4G"], account="abc")
+    text = script(job, ["seed=2"], asked._replace(time="1-0"), "hpcsync slurm ...")
+    assert text.startswith("#!/bin/bash\n# hpcsync slurm ...\n#SBATCH ")
+    assert directives(text) == [
+        "--job-name=small",
+        "--output=%x-%j.out",
+        "--time=1-0",
+        "--account=abc",
+        "--partition=gpu",
+        "--nodes=2",
+        "--ntasks-per-node=2",
+        "--cpus-per-task=3",
+        "--gpus-per-node=2",
+        "--mem=4G",
+    ]
+    status, calls = carried_out(text, tmp_path)
+    options = ["--mpi=pmix", "--kill-on-bad-exit=1", "--cpus-per-task=3"]
+    run = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(job), "--set", "seed=2", "-n", "4"]
+    assert (status, calls) == (0, [["srun", "3", *options, *run, "--out", "runs/small-7"]])
+    assert carried_out(text, tmp_path, STATUS="3")[0] == 3
+
+
+def test_what_is_not_asked_for_is_not_there(job: Path) -> None:
+    text = script(job, [], TWO_BY_TWO, "")
+    assert [line for line in directives(text) if "None" in line] == []
+    assert len(directives(text)) == 5
+
+
+def test_two_kinds_of_nodes_are_one_job_and_one_srun(job: Path, tmp_path: Path) -> None:
+    asked = Asked([1, 2], [2, 1], [1, 4], partition=["old", "new"], mpi="pmi2", time="10")
+    text = script(job, [], asked, "")
+    first, second = " ".join(directives(text)).split(" hetjob ")
+    assert first.endswith("--time=10 --partition=old --nodes=1 --ntasks-per-node=2 --cpus-per-task=1")
+    assert second == "--partition=new --nodes=2 --ntasks-per-node=1 --cpus-per-task=4"
+    groups = {"NTASKS_HET_GROUP_0": 2, "NTASKS_HET_GROUP_1": 2, "CPUS_PER_TASK_HET_GROUP_0": 1}
+    groups["CPUS_PER_TASK_HET_GROUP_1"] = 4
+    _, calls = carried_out(text, tmp_path, **{f"SLURM_{name}": str(value) for name, value in groups.items()})
+    (call,) = calls
+    components = " ".join(call[2:]).split(" : ")
+    run = f"python -m mpi4py -m hpcsync run {job} -n 4 --out runs/small-7"
+    for i, (component, threads) in enumerate(zip(components, (1, 4), strict=True)):
+        group = f"--het-group={i} --cpus-per-task={threads} --export=ALL,OMP_NUM_THREADS={threads} {run}"
+        assert component.removeprefix("--mpi=pmi2 --kill-on-bad-exit=1 ") == group
+
+
+def test_what_is_given_once_holds_for_both_kinds(job: Path) -> None:
+    text = script(job, [], Asked([1], [1], [2], partition=["old", "new"], mpi="pmix"), "")
+    assert text.count("#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=2") == 2
+
+
+def test_an_array_runs_every_combination_once(job: Path, tmp_path: Path) -> None:
+    array = ['paradigm=[{name = "bsp"}, {name = "dssp", staleness_min = 1, staleness_max = 3}]', "seed=[1, 2, 3]"]
+    text = script(job, [], TWO_BY_TWO._replace(array=array), "")
+    assert "--array=0-5" in directives(text)
+    found = []
+    for i in range(6):
+        _, ((*_, setting, paradigm, _, seed, _, n, out, folder),) = carried_out(
+            text, tmp_path, SLURM_ARRAY_TASK_ID=str(i)
+        )
+        assert (setting, n, out, folder) == ("--set", "4", "--out", "runs/small-7")
+        found.append((paradigm, seed))
+    dssp = 'paradigm={name = "dssp", staleness_min = 1, staleness_max = 3}'
+    assert found == [(p, f"seed={i}") for p in ('paradigm={name = "bsp"}', dssp) for i in (1, 2, 3)]
+
+
+def test_a_preemptible_job_asks_for_its_next_turn(job: Path, tmp_path: Path) -> None:
+    text = script(job, [], TWO_BY_TWO._replace(preemptible=True), "")
+    assert {"--requeue", "--open-mode=append", "--signal=TERM@120"} <= set(directives(text))
+    for status in (0, 1, 2, 75, 143):
+        ended, calls = carried_out(text, tmp_path, STATUS=str(status))
+        assert calls[0][-1] == "--resume"
+        assert calls[1:] == ([["scontrol", "3", "requeue", "7"]] if status == 75 else [])
+        assert ended == status
+
+
+@pytest.mark.parametrize(
+    ("given", "mistake"),
+    [
+        ({"nodes": [0]}, "--nodes 0: must be at least 1"),
+        ({"nodes": [1], "ntasks_per_node": [1]}, "-n 1: must be at least 2: cluster.servers = 1 and a worker"),
+        ({"cpus_per_task": [0]}, "--cpus-per-task 0: must be at least 1"),
+        ({"gpus_per_node": [-1]}, "--gpus-per-node -1: must be at least 0"),
+        ({"partition": ["a b"]}, "--partition a b: must be a name that Slurm knows"),
+        ({"time": "soon"}, "--time soon: must be minutes, hours:minutes:seconds or days-hours:minutes"),
+        ({"mem": ["4 GB"]}, "--mem 4 GB: must be of a node, a whole number of megabytes, or one with K, M, G or T, "),
+        ({"mpi": "pmix;ls"}, "--mpi pmix;ls: must be pmix, pmi2 or another that srun --mpi=list names"),
+        (
+            {"nodes": [1, 2], "ntasks_per_node": [1, 2, 3]},
+            "--nodes: given 2 times; must be given once, or once a kind of node, 3 times",
+        ),
+        ({"array": ["seed=1"]}, "--array seed=1: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]"),
+        ({"array": ["seed=[]"]}, "--array seed=[]: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]"),
+        ({"array": ["seed=[1, -1]"]}, "seed = -1: must be at least 0"),
+        ({"array": ["seed=[1]"], "nodes": [1, 2]}, "--array seed=[1]: must be left out where nodes are of 2 kinds"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(job: Path, given: dict, mistake: str) -> None:
+    with pytest.raises(JobError) as caught:
+        script(job, [], TWO_BY_TWO._replace(**given), "")
+    assert str(caught.value).startswith(mistake)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_list_of_one_for_each_worker_must_fit(job: Path) -> None:
+    job.write_text(JOB + "[cluster]\nworkers = 2\ncompute = {model = 'constant', seconds = [0.1, 0.2]}\n")
+    with pytest.raises(JobError, match="cluster.compute.seconds = .*: must be one number, or a list of .*workers = 3"):
+        script(job, [], TWO_BY_TWO, "")
+
+
+def test_the_mpi_of_this_python_is_asked_for(job: Path) -> None:
+    text = script(job, [], TWO_BY_TWO._replace(mpi=None), "")
+    library = subprocess.run(
+        [sys.executable, "-m", "mpi4py", "--mpi-lib-version"], capture_output=True, text=True
+    ).stdout
+    assert f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'} " in text
