@@ -30,6 +30,11 @@ class Assignment(NamedTuple):
     ratio: float = math.nan
 
     @property
+    def size(self) -> float:
+        """To which the time that it takes is in proportion; comparable with that of the same worker's other ones."""
+        return self.commit_s if self.local_steps == UNTIL else float(self.batch_size or self.local_steps)
+
+    @property
     def of_a_step(self) -> int:
         """Samples of each local step."""
         return self.batch_size // max(1, self.local_steps)
@@ -48,8 +53,8 @@ class Assignments:
 
     first: of every worker's first iteration, in the order of the workers, from the grants given.
     local_steps: where the paradigm does not say it. allocator: of batch sizes; None where everybody goes on with what
-    it has, also who joins again. dealt: samples of a local step, where the next ones of the run's sequence go to whoever
-    is granted, so that everybody gets its share by making its steps; None where they do not.
+    it has, also who joins again. dealt: samples of a local step, where the next ones of the run's sequence go to
+    whoever is granted, so that everybody gets its share by making its steps; None where they do not.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 import math
 
-from hpcsync.paradigms import Apply, Grant, Pushed
+from hpcsync.paradigms import Apply, Grant, Joined, Pushed
 from hpcsync.paradigms.dssp import DSSP
 from tests.unit.paradigms.schedule import run
 
@@ -23,6 +23,7 @@ class Reference:
     def __init__(self, n_workers, s_l, s_u, mode):
         self.s_l, self.s_u, self.bounded = s_l, s_u, mode == "bounded"
         self.t, self.r = [0] * n_workers, [0] * n_workers
+        self.pushes, self.least = [0] * n_workers, 0
         self.active, self.blocked = set(range(n_workers)), {}
         self.pushed_s, self.ok_s = [[] for _ in range(n_workers)], [-math.inf] * n_workers
         self.intervals_s = [[] for _ in range(n_workers)]
@@ -32,7 +33,7 @@ class Reference:
 
     def ok(self, p, now_s):
         self.ok_s[p] = now_s
-        return ("ok", p, self.t[p] + 1, self.gap(p), self.r[p], now_s - self.blocked.pop(p, now_s))
+        return ("ok", p, self.pushes[p] + 1, self.gap(p), self.r[p], now_s - self.blocked.pop(p, now_s))
 
     def release(self, now_s):
         ready = [q for q in self.blocked if self.gap(q) <= self.s_l]
@@ -41,14 +42,27 @@ class Reference:
     def left(self, p, now_s):
         self.active.discard(p)
         self.blocked.pop(p, None)
+        self.least = min((self.t[q] for q in self.active), default=self.least)
         return self.release(now_s) if self.active else []
 
+    def joined(self, p, now_s):
+        self.t[p], self.r[p] = max(self.t[p], self.least), 0
+        self.pushed_s[p], self.intervals_s[p] = [], []
+        self.active.add(p)
+        if self.gap(p) <= self.s_l:
+            return [self.ok(p, now_s)]
+        self.blocked[p] = now_s
+        return []
+
     def pushed(self, p, now_s):
-        if self.pushed_s[p]:
-            begin_s = max(self.pushed_s[p][-1], self.ok_s[p]) if self.bounded else self.pushed_s[p][-1]
-            self.intervals_s[p].append(now_s - begin_s)
+        # Of the first push after a return the bounded interval is known too: it begins with the OK.
+        begins_s = self.pushed_s[p][-1:] + [self.ok_s[p]] * (self.bounded and self.ok_s[p] > -math.inf)
+        if begins_s:
+            self.intervals_s[p].append(now_s - max(begins_s))
         self.pushed_s[p].append(now_s)
+        self.pushes[p] += 1
         self.t[p] += 1
+        self.least = min(self.t[q] for q in self.active)
         return [("apply", p), *self.decide(p, now_s), *self.release(now_s)]
 
     def decide(self, p, now_s):
@@ -75,7 +89,7 @@ class Reference:
     def controller(self, p, now_s):
         fewest = min(self.t[q] for q in self.active)
         slowest = [q for q in self.active if self.t[q] == fewest]
-        if any(len(self.pushed_s[q]) < 2 for q in [p, *slowest]):
+        if not all(self.intervals_s[q] for q in [p, *slowest]):
             return 0, None
         s = max(slowest, key=lambda q: (self.pushed_s[q][-1] + self.intervals_s[q][-1], -q))
         seen = now_s, self.intervals_s[p][-1], self.pushed_s[s][-1], self.intervals_s[s][-1]
@@ -97,7 +111,7 @@ def disagreement(paradigm, s_l, s_u, mode, schedule):
     """The first event at which this paradigm and the reference answer differently; None if they never do."""
     reference = Reference(schedule.n_workers, s_l, s_u, mode)
     for event, actions in run(paradigm, schedule, check=False).trace:
-        answer = reference.pushed if isinstance(event, Pushed) else reference.left
+        answer = {Pushed: reference.pushed, Joined: reference.joined}.get(type(event), reference.left)
         if [in_reference_terms(action) for action in actions] != answer(event.worker, event.now_s):
             return event
     return None

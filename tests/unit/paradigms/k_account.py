@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
 
-from hpcsync.paradigms import Apply, Cancel, Collect, Drop, Grant, Pushed
+from hpcsync.paradigms import Apply, Cancel, Collect, Drop, Grant, Left, Pushed
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Account:
         version = len(self.updates)
         if isinstance(event, Pushed):
             self.staleness[event.worker] = version - self.read[event.worker]
-        else:
+        elif isinstance(event, Left):
             self.departures += 1
         for action in actions:
             match action:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Left, Paradigm, Pushed
+from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 
 # The same examples on every run, so that a failure is one for everybody.
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
@@ -39,6 +39,9 @@ class Referee:
 
     def __post_init__(self) -> None:
         self.pushes = [0] * self.n_workers
+        self.iters = [0] * self.n_workers  # pushes, and what it is taken to have pushed when it joined
+        self.least = 0  # of the active ones
+        self.fresh = set()  # those that have joined, and had nothing in a slot
         self.settled = [0] * self.n_workers  # contributions applied, collected or dropped
         self.active = set(range(self.n_workers))
         self.held_since_s: dict[int, float] = {}
@@ -47,10 +50,21 @@ class Referee:
         self.trace.append((event, actions))
         if isinstance(event, Pushed):
             self.pushes[event.worker] += 1
+            self.iters[event.worker] += 1
             self.held_since_s[event.worker] = event.now_s
+            self.fresh.discard(event.worker)
+        elif isinstance(event, Joined):
+            self.iters[event.worker] = max(self.iters[event.worker], self.least)
+            self.active.add(event.worker)
+            self.held_since_s[event.worker] = event.now_s
+            if self.settled[event.worker] == self.pushes[event.worker]:
+                self.fresh.add(event.worker)
         else:
             self.active.remove(event.worker)
             self.held_since_s.pop(event.worker, None)
+        least = min((self.iters[worker] for worker in self.active), default=self.least)
+        assert least >= self.least, f"the slowest were farther before {event}"
+        self.least = least
         for worker in self.active:
             self.largest_push_gap = max(self.largest_push_gap, self.gap(worker))
         for action in actions:
@@ -68,7 +82,7 @@ class Referee:
             assert self.slowest_waits or not slowest, f"the slowest, {slowest}, are held after {event}"
 
     def gap(self, worker: int) -> int:
-        return self.pushes[worker] - min(self.pushes[other] for other in self.active)
+        return self.iters[worker] - min(self.iters[other] for other in self.active)
 
     def _see_settled(self, worker: int, action: Action) -> None:
         self.settled[worker] += 1
@@ -77,12 +91,13 @@ class Referee:
     def _see_grant(self, grant: Grant, now_s: float) -> None:
         worker = grant.worker
         assert worker in self.held_since_s, f"{grant} answers no push"
+        pending = self.grants_first and worker not in self.fresh
         held_s = now_s - self.held_since_s.pop(worker)
         assert grant.iteration == self.pushes[worker] + 1, f"{grant} after {self.pushes[worker]} pushes"
         assert grant.gap_iters == self.gap(worker), f"{grant}: the gap is {self.gap(worker)}"
         assert grant.held_s == held_s, f"{grant}: it was held for {held_s} s"
         wrong_order = f"{grant} {'after' if self.grants_first else 'before'} its own contribution is applied"
-        assert self.settled[worker] == self.pushes[worker] - self.grants_first, wrong_order
+        assert self.settled[worker] == self.pushes[worker] - pending, wrong_order
         self.largest_start_gap = max(self.largest_start_gap, grant.gap_iters)
         assert grant.gap_iters <= self.bound_iters, f"{grant} beyond the bound of {self.bound_iters}"
 
@@ -105,10 +120,12 @@ class Schedule:
     """intervals_s[i]: how long worker i computes for each of its iterations; it leaves when granted one more.
 
     deaths_s: worker to the time at which it leaves whatever it is doing, if it is still there.
+    changes: times, and the workers that then leave, whatever they are doing, or join if they have left.
     """
 
     intervals_s: Sequence[Sequence[float]]
     deaths_s: dict[int, float] = field(default_factory=dict)
+    changes: Sequence[tuple[float, int]] = ()
 
     @property
     def n_workers(self) -> int:
@@ -131,7 +148,8 @@ def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, c
         decision_fields=paradigm.decision_fields,
     )
     order = itertools.count()  # of events at the same time: first scheduled, first handled
-    queue: list[tuple[float, int, Event]] = []
+    queue: list[tuple[float, int, int, Event]] = []
+    stays = [0] * schedule.n_workers  # how often each worker has left: what it began before does not count
     remaining = [iter(intervals_s) for intervals_s in schedule.intervals_s]
 
     def start(worker: int, now_s: float) -> None:
@@ -140,16 +158,22 @@ def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, c
             event: Event = Left(now_s, worker)
         else:
             event = Pushed(now_s + interval_s, worker, interval_s, loss=1 / (1 + referee.pushes[worker]))
-        heapq.heappush(queue, (event.now_s, next(order), event))
+        heapq.heappush(queue, (event.now_s, next(order), stays[worker], event))
 
     for worker, death_s in schedule.deaths_s.items():
-        heapq.heappush(queue, (death_s, next(order), Left(death_s, worker)))
+        heapq.heappush(queue, (death_s, next(order), 0, Left(death_s, worker)))
+    for change_s, worker in schedule.changes:
+        heapq.heappush(queue, (change_s, next(order), -1, Joined(change_s, worker)))
     for worker in range(schedule.n_workers):
         start(worker, 0.0)
     while queue:
-        _, _, event = heapq.heappop(queue)
-        if event.worker not in referee.active:
+        _, _, stay, event = heapq.heappop(queue)
+        worker = event.worker
+        if stay == -1 and worker in referee.active:
+            event = Left(event.now_s, worker)
+        elif stay not in (-1, stays[worker]):
             continue  # it has died, and with it whatever it was doing
+        stays[worker] += isinstance(event, Left)
         actions = paradigm.handle(event)
         if check:
             paradigm.check()
@@ -169,8 +193,8 @@ _intervals_s = st.one_of(
 
 
 @st.composite
-def schedules(draw: st.DrawFn, max_workers: int = 5, max_iterations: int = 25) -> Schedule:
-    """Random interval traces: per worker a speed, noise, an end of its data, and perhaps a death."""
+def schedules(draw: st.DrawFn, max_workers: int = 5, max_iterations: int = 25, max_changes: int = 0) -> Schedule:
+    """Random interval traces: per worker a speed, noise, an end of its data, and perhaps a death, or a return."""
     n_workers = draw(st.integers(1, max_workers))
     intervals_s = []
     for _ in range(n_workers):
@@ -180,4 +204,6 @@ def schedules(draw: st.DrawFn, max_workers: int = 5, max_iterations: int = 25) -
         else:
             intervals_s.append(draw(st.lists(_intervals_s, min_size=n_iterations, max_size=n_iterations)))
     dying = draw(st.sets(st.integers(0, n_workers - 1), max_size=2))
-    return Schedule(intervals_s, {worker: draw(st.floats(0.0, 40.0)) for worker in sorted(dying)})
+    deaths_s = {worker: draw(st.floats(0.0, 40.0)) for worker in sorted(dying)}
+    change = st.tuples(st.one_of(st.sampled_from([0.0, 1.0, 2.0]), st.floats(0.0, 40.0)), st.integers(0, n_workers - 1))
+    return Schedule(intervals_s, deaths_s, draw(st.lists(change, max_size=max_changes)))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Decision, Grant, Left, Pushed, adsp
+from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, Pushed, adsp
 from hpcsync.paradigms.adsp import ADSP
 from hpcsync.paradigms.protocol import UNTIL
 from tests.unit.paradigms.schedule import PROPERTY, fixed, run, schedules
@@ -383,6 +383,29 @@ def test_whenever_workers_leave_the_others_go_on(death_s):
     trace = play(make(3), UNEQUAL[:3], 900.0, lambda now_s: 1 / (now_s + 1), deaths_s)
     assert trace[-1][0].now_s > 830
     assert len(chosen(trace, "commits")) == 1
+
+
+def test_who_joins_counts_as_the_slowest_and_is_not_asked_to_catch_up():
+    paradigm = make(3, commits=1)
+    paradigm.handle(Left(0.0, 2))
+    for now_s, worker in [(10.0, 0), (20.0, 1), (61.0, 0), (62.0, 1), (121.0, 0), (122.0, 1)]:
+        paradigm.handle(Pushed(now_s, worker, loss=1.0))
+    (grant,) = paradigm.handle(Joined(130.0, 2))
+    paradigm.check()
+    assert (grant.iteration, grant.gap_iters, grant.commit_s) == (1, 0, PERIOD_S)
+    assert math.isnan(paradigm._loss()), "it has not said one"
+
+
+def test_who_joins_at_a_barrier_waits_for_it():
+    paradigm = make(2)
+    paradigm.handle(Left(0.0, 1))
+    paradigm.handle(Joined(1.0, 1))
+    assert paradigm.handle(Left(2.0, 1)) == []
+    paradigm.handle(Pushed(30.0, 0, loss=1.0))
+    assert paradigm.handle(Joined(61.0, 1)) == []
+    grants = commit_seconds(paradigm.handle(Pushed(62.0, 0, loss=0.5)))
+    assert grants.keys() == {0, 1}
+    paradigm.check()
 
 
 def test_one_worker_is_sequential():

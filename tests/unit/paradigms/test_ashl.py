@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Decision, Grant, Left, Pushed, create
+from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, Pushed, create
 from hpcsync.paradigms.ashl import ASHL, CHECKS, COARSE, FINE, PROFILE
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
@@ -48,6 +48,9 @@ class Driver:
             for worker in sorted(self.granted if workers is None else workers):
                 self.push(worker, loss)
         return self
+
+    def join(self, worker):
+        return self._handle(Joined(self.now_s, worker))
 
     def _handle(self, event):
         actions = self.paradigm.handle(event)
@@ -287,6 +290,34 @@ def test_the_departure_of_one_that_waits_and_of_all():
     assert driver.push(2)[0] == Apply((2,), (1.0,))
     assert 2 in driver.granted
     assert driver.leave(2) == []
+
+
+def test_h_who_joins_gets_what_the_present_stage_assigns():
+    driver = Driver(create("ashl", 3, **SHORT, steps_coarse=2, steps_fine=1, ratio_coarse=0.1, loss_preset=1.0))
+    driver.leave(2)
+    driver.rounds(3)
+    assert driver.paradigm.stage == COARSE
+    before = rows(driver.join(2), "local-steps")
+    assert before == {0: 2, 1: 6, 2: 2}, "it has not been measured"
+    assert (driver.granted[2].iteration, driver.granted[2].local_steps, driver.granted[2].ratio) == (1, 2, 1.0)
+    driver.rounds(2)
+    driver.leave(2)
+    actions = driver.join(2)
+    assert rows(actions, "local-steps")[2] > 2, "of its newest steps"
+    assert sum(rows(actions, "share").values()) == pytest.approx(1)
+    assert rows(actions, "stage") == {}
+    driver.rounds(1, 0.5)
+    assert driver.paradigm.stage == FINE
+
+
+def test_one_that_waits_in_the_fine_stage_waits_again_when_it_joins():
+    driver = fine(3, staleness=0)
+    driver.push(0)
+    assert 0 not in driver.granted
+    driver.leave(0)
+    assert not [action for action in driver.join(0) if isinstance(action, Grant)]
+    driver.rounds(2, workers=[1, 2])
+    assert 0 in driver.granted
 
 
 @pytest.mark.parametrize("stage", [PROFILE, COARSE, FINE])

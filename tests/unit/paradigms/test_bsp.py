@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 
-from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms import Apply, Grant, Joined, Left, Pushed, create
 from hpcsync.paradigms.bsp import BSP
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
 
@@ -58,6 +58,33 @@ def test_a_contribution_survives_the_last_departure():
     bsp.handle(Pushed(1.0, 0))
     assert bsp.handle(Left(2.0, 0)) == []
     assert bsp.handle(Left(3.0, 1)) == [Apply((0,))]
+
+
+def test_who_joins_takes_part_in_the_round_under_way():
+    bsp = create("bsp", 3)
+    bsp.handle(Left(0.0, 2))
+    for worker in (0, 1, 0):
+        bsp.handle(Pushed(1.0, worker))
+    assert bsp.handle(Joined(2.0, 2)) == [Grant(2, 1, gap_iters=0, credits=0, held_s=0.0)]
+    assert bsp.handle(Pushed(3.0, 1)) == []
+    assert bsp.handle(Pushed(4.0, 2)) == [
+        Apply((0, 1, 2)),
+        Grant(0, 3, gap_iters=0, credits=0, held_s=3.0),
+        Grant(1, 3, gap_iters=0, credits=0, held_s=1.0),
+        Grant(2, 2, gap_iters=0, credits=0, held_s=0.0),
+    ]
+
+
+def test_who_joins_and_has_contributed_to_the_round_waits_for_its_end():
+    bsp = create("bsp", 2)
+    bsp.handle(Pushed(1.0, 0))
+    bsp.handle(Left(2.0, 0))
+    assert bsp.handle(Joined(3.0, 0)) == []
+    assert bsp.handle(Pushed(5.0, 1)) == [
+        Apply((0, 1)),
+        Grant(0, 2, gap_iters=0, credits=0, held_s=2.0),
+        Grant(1, 2, gap_iters=0, credits=0, held_s=0.0),
+    ]
 
 
 def test_a_departure_between_rounds_makes_no_update():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Decision, Grant, Left, Pushed, create
+from hpcsync.paradigms import Decision, Grant, Joined, Left, Pushed, create
 from hpcsync.paradigms.dssp import DSSP, closest_approach
 from tests.unit.paradigms.dssp_as_written import brute_force, disagreement
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
@@ -203,25 +203,36 @@ def test_n_a_departure_releases_and_leaves_the_slowest(mode):
     assert [grant.worker for grant in paradigm.handle(Left(3.0, 2))] == [0, 1]
 
 
+@both_modes
+def test_h_nothing_is_known_of_whoever_has_joined(mode):
+    paradigm = dssp(2, 0, 5, mode)
+    play(paradigm, (1.0, 0), (2.0, 1), (3.0, 0), (4.0, 1))
+    paradigm.handle(Left(4.5, 1))
+    paradigm.handle(Joined(20.0, 1))
+    decision = play(paradigm, (21.0, 0))[0][0]
+    assert decision.chosen == 0.0
+    assert math.isnan(decision.inputs[DSSP.decision_fields.index("slowest")])
+
+
 # Random schedules
 
 
 @both_modes
 @PROPERTY
-@given(schedule=schedules(), limits=bounds)
+@given(schedule=schedules(max_changes=6), limits=bounds)
 def test_every_answer_is_that_of_the_algorithms_as_written(mode, schedule, limits):
     assert disagreement(dssp(schedule.n_workers, *limits, mode), *limits, mode, schedule) is None
 
 
 @PROPERTY
-@given(schedule=schedules(), limits=bounds)
+@given(schedule=schedules(max_changes=6), limits=bounds)
 def test_bounded_mode_keeps_its_bounds_at_every_event(schedule, limits):
     run(dssp(schedule.n_workers, *limits), schedule, bound_iters=limits[1])
 
 
 @both_modes
 @PROPERTY
-@given(schedule=schedules(), staleness=st.integers(0, 4))
+@given(schedule=schedules(max_changes=6), staleness=st.integers(0, 4))
 def test_equal_bounds_give_the_trace_of_ssp(mode, schedule, staleness):
     n_workers = schedule.n_workers
     assert (

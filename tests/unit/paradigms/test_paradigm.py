@@ -2,11 +2,12 @@
 
 import copy
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 
-from hpcsync.paradigms import Grant, Left, Pushed, create
+from hpcsync.paradigms import Grant, Joined, Left, Pushed, create
 from hpcsync.paradigms.asp import ASP
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.ssp import SSP
@@ -51,16 +52,32 @@ def state(paradigm):
     return repr({**vars(paradigm), "_progress": vars(paradigm._progress)})
 
 
+BOUNDS = {"bsp": 0, "ssp-0": 0, "ssp-2": 2, "dssp-bounded": 4, "easgd-synchronous": 0}  # of start gaps
+
+
 @every_paradigm
 @PROPERTY
-@given(schedule=schedules())
-def test_one_grant_per_push_and_everybody_finishes(which, schedule):
+@given(schedule=schedules(max_changes=6))
+def test_one_grant_per_push_and_return_and_everybody_finishes(which, schedule):
     # The referee asserts the rest at every event: numbering, gaps, waits, and that the slowest is never held.
-    referee = run(make(which, schedule.n_workers), schedule)
-    pushes = sum(isinstance(event, Pushed) for event, _ in referee.trace)
+    referee = run(make(which, schedule.n_workers), schedule, BOUNDS.get(which, math.inf))
+    of = {kind: sum(isinstance(event, kind) for event, _ in referee.trace) for kind in (Pushed, Joined, Left)}
     assert not referee.active
-    assert 0 <= pushes - len(referee.actions(Grant)) <= len(schedule.deaths_s)  # who dies may have been held
+    assert 0 <= of[Pushed] + of[Joined] - len(referee.actions(Grant)) <= of[Left]  # who leaves may have been held
     assert referee.settled == referee.pushes
+
+
+@every_paradigm
+def test_who_joins_goes_on_with_the_iteration_that_it_had_not_pushed(which):
+    # Worker 2 is absent at first, worker 1 for a while.
+    schedule = Schedule([[2.0] * 20, [1.0] * 12, [1.5] * 12], changes=[(0.0, 2), (5.1, 1), (9.0, 2), (13.0, 1)])
+    referee = run(make(which, 3), schedule)
+    for worker in range(3):
+        granted = [grant.iteration for grant in referee.actions(Grant) if grant.worker == worker]
+        again = [b for a, b in pairwise(granted) if a == b]
+        assert granted == sorted(granted)
+        assert len(again) <= 1, "only where it left with a grant"
+    assert [event.worker for event, _ in referee.trace if isinstance(event, Joined)] == [2, 1]
 
 
 @every_paradigm
@@ -104,6 +121,9 @@ def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
         (Left(3.0, 4), "there is no worker 4"),
         (Pushed(3.0, 1), "worker 1 has left"),
         (Left(3.0, 1), "worker 1 has left"),
+        (Joined(3.0, 2), "worker 2 has not left"),
+        (Joined(3.0, 4), "there is no worker 4"),
+        (Joined(2.4, 1), "backwards"),
         (Pushed(2.4, 3), "backwards"),
         (Left(2.4, 3), "backwards"),
         (Pushed(math.nan, 3), "backwards"),
@@ -167,6 +187,35 @@ class NeverReleases(SSP):
         self._gate.release = lambda grant: []
 
 
+class BringsBackStaleEntries(SSP):
+    """Who left while it was held is still in the queue when it has joined."""
+
+    def __init__(self, n_workers, *, staleness):
+        super().__init__(n_workers, staleness=staleness)
+        self._gate.leave = lambda worker: None
+
+
+class JoinsAnywhere(SSP):
+    def _joined(self, worker):
+        return [self._grant(worker)]
+
+
+class JoinsWhereItWas(ASP):
+    """Whoever joins is as far as it was, so that the others seem to be ahead."""
+
+    def handle(self, event):
+        if isinstance(event, Joined):
+            self._progress.active.add(event.worker)
+            self._progress._active_at.setdefault(self._progress.iters[event.worker], set()).add(event.worker)
+            return [self._grant(event.worker)]
+        return super().handle(event)
+
+
+class OverwritesAContribution(BSP):
+    def _joined(self, worker):
+        return [self._grant(worker)]
+
+
 class HoldsEverybody(BSP):
     def _end_round_if_complete(self):
         return []
@@ -185,6 +234,23 @@ class HoldsEverybody(BSP):
 def test_the_referee_sees(broken, message):
     with pytest.raises(AssertionError, match=message):
         run(broken, Schedule([[1.0] * 5, [1.5] * 9]), check=False)
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (BringsBackStaleEntries(3, staleness=1), "answers no push"),
+        (JoinsAnywhere(3, staleness=1), "beyond the bound of 1"),
+        (JoinsWhereItWas(3), "the gap is 0"),
+        (OverwritesAContribution(3), "beyond the bound of 1|before its own contribution"),
+    ],
+)
+def test_the_referee_sees_what_is_wrong_with_a_return(broken, message):
+    # Worker 0, far ahead, is held when it leaves; worker 1 has made nothing yet when it leaves.
+    changes = [(0.5, 1), (4.5, 0), (5.0, 0), (6.0, 1)]
+    schedule = Schedule([[1.0] * 9, [2.0] * 9, [5.5] * 9], changes=changes)
+    with pytest.raises(AssertionError, match=message):
+        run(broken, schedule, bound_iters=1 if broken.name != "asp" else math.inf, check=False)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Grant, Left, Pushed, create
+from hpcsync.paradigms import Apply, Grant, Joined, Left, Pushed, create
 from hpcsync.paradigms.gate import Gate
 from hpcsync.paradigms.ssp import SSP
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
@@ -36,6 +36,20 @@ def test_a_departure_releases():
     for now_s, worker in [(1.0, 0), (2.0, 0), (3.0, 1)]:
         ssp.handle(Pushed(now_s, worker))
     assert ssp.handle(Left(7.0, 2)) == [Grant(0, 3, gap_iters=1, credits=0, held_s=5.0)]
+
+
+def test_who_joins_is_not_waited_for_and_waits_as_it_would_have():
+    ssp = create("ssp", 3, staleness=1)
+    ssp.handle(Left(0.0, 2))
+    for now_s, worker in [(1.0, 0), (2.0, 0), (3.0, 1), (4.0, 0), (4.5, 1)]:
+        ssp.handle(Pushed(now_s, worker))
+    assert ssp.handle(Joined(5.0, 2)) == [Grant(2, 1, gap_iters=0, credits=0, held_s=0.0)]
+    assert ssp.handle(Pushed(6.0, 0))[1:] == [], "two ahead of both others: held"
+    ssp.handle(Left(7.0, 0))
+    assert ssp.handle(Joined(8.0, 0)) == []
+    assert ssp.handle(Pushed(9.0, 2))[1:] == [Grant(2, 2, gap_iters=1, credits=0, held_s=0.0)]
+    assert ssp.handle(Pushed(9.5, 1))[2:] == [Grant(0, 5, gap_iters=1, credits=0, held_s=1.5)]
+    ssp.check()
 
 
 def test_a_held_worker_that_leaves_is_not_granted():
