@@ -25,6 +25,7 @@ from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Gra
 from hpcsync.paradigms.progress import Progress
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.planning.speed import Estimator
+from hpcsync.stalls import Stalls
 from hpcsync.traces.schema import APPLIED, DROPPED, JOINED, LEFT
 
 
@@ -194,6 +195,7 @@ class Coordinator:
         self._held: dict[int, float] = {}  # workers that wait for an answer, since when
         self._cuts_short = cuts_short
         self._computing = set(range(n_workers))
+        self.stalls = Stalls()
 
     def pushed(self, now_s: float, report: Report) -> list[Order]:
         """Worker `report.worker`'s contribution is in its slot."""
@@ -201,6 +203,7 @@ class Coordinator:
         self._pending[report.worker] = _Contribution(self._next_seq(), now_s, report)
         self._held[report.worker] = now_s
         self._computing.discard(report.worker)
+        self.stalls.ended(report.worker, now_s)
         self._progress.push(report.worker)
         self._assignments.pushed(report.worker, report.batch_size, report.local_steps)
         self.last_loss = report.loss
@@ -217,6 +220,7 @@ class Coordinator:
         self._now_s = now_s
         self._held.pop(worker, None)
         self._computing.discard(worker)
+        self.stalls.left(worker)
         self._trace.append("membership", (self._next_seq(), now_s, worker, change))
         self._progress.leave(worker)
         if self.stopping:
@@ -263,6 +267,16 @@ class Coordinator:
         pending, self._pending = self._pending, {}
         for contribution in sorted([*pending.values(), *(contribution for contribution, _ in collected)]):
             self._record_push(contribution, 0.0, DROPPED)
+
+    @property
+    def held(self) -> Mapping[int, float]:
+        """Workers that wait for an answer, since when."""
+        return self._held
+
+    @property
+    def done(self) -> Sequence[int]:
+        """Pushes of each worker so far."""
+        return self._progress.pushes
 
     @property
     def computing(self) -> set[int]:
@@ -365,6 +379,7 @@ class Coordinator:
         if not self.stopping:
             assignment = self._assignments.next(grant)
             self._computing.add(grant.worker)
+            self.stalls.began(grant.worker, grant.iteration, now_s, assignment.size)
         head = (self._next_seq(), now_s, grant.worker, grant.iteration, self.version)
         self._trace.append("grants", (*head, grant.gap_iters, grant.credits, grant.held_s, *assignment))
         return Reply(grant.worker, grant.iteration, self.version, assignment)

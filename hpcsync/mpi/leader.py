@@ -25,7 +25,8 @@ CHORES_S = 0.1  # how long a server that always has reports waiting puts everyth
 class Leader:
     """Decides for all servers. `chores` is called with the time whenever no report waits; it must be quick.
 
-    saver: of checkpoints; None where the ranks have no folder in common.
+    saver: of checkpoints; None where the ranks have no folder in common. watch: as `chores`, but only while reports are
+    heard as they come, and not kept back for a checkpoint.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Leader:
         evaluator: Evaluator | None,
         chores: Callable[[float], None],
         saver: Saver | None = None,
+        watch: Callable[[float], None] = lambda now_s: None,
     ) -> None:
         self._link = link
         self._shard = shard
@@ -43,6 +45,7 @@ class Leader:
         self._evaluator = evaluator
         self._chores = chores
         self._saver = saver
+        self._watch = watch
         self._suspending = False  # the run ends with the next checkpoint
         self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
         self._orders = Outbox(link.comm, wire.TAG_ORDER, wire.ORDER)
@@ -138,6 +141,7 @@ class Leader:
         self._carry_out(self._coordinator.passed(now_s))
         if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
             self._carry_out(self._coordinator.evaluated(*judged))
+        self._watch(now_s)
         self._chores(now_s)
 
     def _evaluate_if_due(self, now_s: float) -> None:

@@ -15,6 +15,7 @@ from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.window import Window
 from hpcsync.roles import Roles
@@ -53,6 +54,7 @@ class Link:
         self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
         self.patience = Patience(self.comm, passive=transport.passive)
+        self.phases = Phases(self.comm, one_node=self.patience.one_node)
         self.clock = Clock(self.comm, begin_s)
         self._inboxes: list[Inbox] = []
 
@@ -101,7 +103,7 @@ class Link:
         """Collective, and harmless when repeated: returns when every rank has come here."""
         if self.comm == MPI.COMM_NULL:
             return
-        for window in (self.tensors, self.done):
+        for window in (self.tensors, self.done, self.phases):
             window.free()
         for inbox in self._inboxes:
             inbox.free()

@@ -31,6 +31,7 @@ from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.rank_session import RankSession, begin_trace, close_failed, run_state
 from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.shard import Shard, follow
+from hpcsync.mpi.watch import Watch
 from hpcsync.mpi.worker import Worker
 from hpcsync.progress import Progress, console
 from hpcsync.roles import Roles
@@ -245,6 +246,10 @@ class LeaderSession(FollowerSession):
             self._unheard = resumed["unheard"]
             if self._evaluator is not None:
                 self._evaluator.go_on(resumed["evaluated"])
+        hosts = [host for _, host, *_ in self._clocks]
+        ranks = [self._link.roles.rank_of(worker) for worker in range(job.cluster.workers)]
+        places = [(rank, hosts[rank]) for rank in ranks]
+        self._watch = Watch(self._coordinator, self._link.phases, self._trace, places, job.paradigm.bound)
         self._console = console()
         self._progress = Progress(self._console)
 
@@ -258,7 +263,8 @@ class LeaderSession(FollowerSession):
         if self._checkpoints.shared:
             begin = self._link.clock.now(), self._coordinator.version
             saver = Saver(self._checkpoints, self._job.checkpoint, self._state, self._unheard, *begin)
-        leader = Leader(self._link, self._shard, self._coordinator, self._evaluator, self._chores, saver)
+        decides = self._shard, self._coordinator, self._evaluator
+        leader = Leader(self._link, *decides, self._chores, saver, self._watch.look)
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
         try:

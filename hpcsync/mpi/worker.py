@@ -14,6 +14,7 @@ from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.planning.speed import Estimator
+from hpcsync.traces.schema import COMPUTING, PUSHING, READING, WAITING
 
 
 class Worker:
@@ -89,6 +90,7 @@ class Worker:
         batch_size: samples of all its `local_steps` iterations. share: of them that was computed, if less than 1 of a
         cancelled iteration, whose contribution stays here. Sets `stopped` instead when the run is over.
         """
+        self._link.phases.enter(PUSHING)
         self.cancelled()  # also where nobody asks: what is sent must be received
         if share == 1.0:
             self._put()
@@ -142,7 +144,8 @@ class Worker:
         self._wire_bytes += sum(piece.nbytes for piece in pieces)
 
     def _await(self) -> None:
-        now = self._link.clock.now
+        now, phases = self._link.clock.now, self._link.phases
+        phases.enter(WAITING, self.iteration + 1)
         begin_s = now()
         grants = self._reader.wait(iteration=self.iteration + 1)
         granted_s = now()
@@ -151,9 +154,11 @@ class Worker:
         if grants[0].local_steps == 0:
             self.stopped = True
             return
+        phases.enter(READING)
         self._reader.read(grants, self._weights)
         self.iteration, self.version = grants[0].iteration, grants[0].version
         self.assignment = grants[0].assignment
         self.read_s = now()
+        phases.enter(COMPUTING)
         self._pull_s = self._comm_s = self.read_s - granted_s
         self._wire_bytes = self._bytes
