@@ -25,12 +25,12 @@ from hpcsync.traces.schema import APPLIED
 from tests.plain import on_batches, samples
 
 
-def on_some(comm: MPI.Intracomm, job: Job, folder: Any) -> np.ndarray | None:
+def on_some(comm: MPI.Intracomm, job: Job, folder: Any, resume: bool = False) -> np.ndarray | None:
     """The final weights of the job, run on as many of the ranks as it needs; None on the others."""
     some = comm.Split(0 if comm.rank < job.cluster.ranks else MPI.UNDEFINED, comm.rank)
     if some == MPI.COMM_NULL:
         return None
-    session = train(some, job, folder)
+    session = train(some, job, folder, resume)
     weights = session.flat.weights.cpu().numpy().copy()
     assert all((other == weights).all() for other in some.allgather(weights)), "all ranks end with the same weights"
     some.Free()

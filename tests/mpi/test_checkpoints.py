@@ -1,0 +1,196 @@
+"""Runs that go on from a checkpoint, and what they would have come to without."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import hpcsync
+from hpcsync import checkpoints
+from hpcsync.coordinator import Coordinator
+from hpcsync.job import Job
+from hpcsync.learning import generators, rules
+from hpcsync.mpi.worker import Worker
+from hpcsync.traces.reading import load
+from tests.mpi.training import failures, on_some
+
+SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
+NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
+ADAM = {"name": "adam", "lr": 0.01}
+TOP_K = {"name": "top-k", "ratio": 0.3}
+
+PARADIGMS = {
+    "bsp": {},
+    "asp": {},
+    "ssp": {"staleness": 2},
+    "dssp": {"staleness_min": 1, "staleness_max": 4},
+    "easgd": {"period": 3},
+    "k-sync": {"k": "min", "cancel": "abort"},
+    "k-batch-sync": {"k": "loss"},
+    "k-async": {"k": "state"},
+    "k-batch-async": {"k": "min", "k_start": 1},
+    "ashl": {"warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5},
+    "adsp": {"check_period_s": 0.03, "interval_min_s": 0.005, "commits": 3},
+}
+UPDATES = 30
+
+
+def job(paradigm: str, workers: int, servers: int = 1, optimizer: Any = SGD, **tables: Any) -> Job:
+    seconds = [0.002 * (1 + (w == 1)) for w in range(workers)]
+    table = {
+        "name": "test",
+        "seed": 3,
+        "workload": {"name": "linear", "batch_size": 4, "features": 11, "samples": 200},
+        "optimizer": optimizer,
+        "stop": {"updates": UPDATES},
+        "evaluation": {"every_samples": 50},
+        "checkpoint": {"updates": 12, "keep": 9},
+        "paradigm": {"name": paradigm, **PARADIGMS[paradigm]},
+        "cluster": {"servers": servers, "workers": workers, "compute": {"model": "lognormal", "seconds": seconds}},
+    }
+    return Job.from_table(table | tables)
+
+
+def killed(comm: MPI.Intracomm, finished: Path) -> Path:
+    """What the run in this folder would have left behind, had it been killed after its first checkpoint; the trace has
+    rows of later than that."""
+    folder = finished.with_name(f"{finished.name}-killed")
+    if comm.rank == 0:
+        shutil.copytree(finished, folder)
+        for path in [*(folder / "checkpoints").glob("[!1]*"), folder / "summary.json", folder / "weights.safetensors"]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    comm.Barrier()
+    return folder
+
+
+# ---- exactly as if nothing had been ----
+
+EXACT = [("bsp", SGD, {}), ("bsp", ADAM, {}), ("bsp", SGD, {"compression": TOP_K})]
+EXACT_ALONE = [("asp", SGD, {}), ("easgd", NESTEROV, {}), ("k-batch-async", ADAM, {}), ("ashl", NESTEROV, {})]
+
+
+def both(comm: MPI.Intracomm, this: Job, folder: Path) -> tuple[Any, Any]:
+    """The weights without and with an interruption; None on ranks that take no part."""
+    return on_some(comm, this, folder / "a"), on_some(comm, this, killed(comm, folder / "a"), resume=True)
+
+
+@pytest.mark.parametrize(("paradigm", "optimizer", "tables"), EXACT + EXACT_ALONE)
+def test_a_run_that_goes_on_comes_to_the_same_bits(comm, needs, folder, paradigm, optimizer, tables):
+    needs(2)
+    servers = 2 if comm.size > 3 else 1
+    workers = comm.size - servers if paradigm == "bsp" else 1
+    weights, resumed = both(comm, job(paradigm, workers, servers, optimizer, **tables), folder)
+    if comm.rank == 0:
+        assert (weights == resumed).all()
+
+
+FORGOTTEN = {
+    "optimizer": (rules.Descent, "restore", lambda self, state: None, {}),
+    "residual": (Worker, "state", lambda self: {"iteration": self.iteration}, {"compression": TOP_K}),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_whatever_is_forgotten_changes_the_bits(comm, needs, folder, monkeypatch, what):
+    needs(2)
+    owner, name, forgetful, tables = FORGOTTEN[what]
+    monkeypatch.setattr(owner, name, forgetful)
+    weights, resumed = both(comm, job("bsp", comm.size - 1, **tables), folder)
+    if comm.rank == 0:
+        assert (weights != resumed).any()
+
+
+def script(comm: MPI.Intracomm, out: Path, *, resume: bool = False) -> torch.Tensor:
+    """A loop with training epochs of its own, and a model that draws and that has running statistics."""
+    torch.manual_seed(5)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(), torch.nn.Linear(8, 1)
+    )
+    data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05)
+    every = {"updates": 7, "keep": 9}
+    with hpcsync.connect(model, sgd, "bsp", comm=comm, out=out, checkpoint=every, resume=resume) as sync:
+        torch.manual_seed(1000 + comm.rank)
+        for _ in range(4):
+            for x, y in sync.shard(data, batch_size=4):
+                loss = torch.nn.functional.mse_loss(model(x), y)
+                sgd.zero_grad()
+                loss.backward()
+                sync.step(loss)
+    return torch.cat([value.flatten().double() for value in model.state_dict().values()])
+
+
+@pytest.mark.parametrize("forgets", [False, True], ids=["", "without-generators"])
+def test_a_script_goes_on_in_its_own_loop(comm, needs, folder, monkeypatch, forgets):
+    """In the training epoch and at the batch at which it was, and so do the generators; without them is the control."""
+    needs(2)
+    if forgets:
+        monkeypatch.setattr(generators, "restore", lambda states, device: None)
+    finished, resumed = script(comm, folder / "a"), script(comm, killed(comm, folder / "a"), resume=True)
+    assert forgets != torch.equal(finished, resumed)
+
+
+# ---- the trace ----
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_the_trace_joins_across_a_restart(comm, needs, folder, paradigm):
+    needs(2)
+    servers = 2 if comm.size > 3 else 1
+    this = job(paradigm, comm.size - servers, servers)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    on_some(comm, this, torn, resume=True)
+    if comm.rank == 0:
+        assert not failures(torn / "trace.h5")
+        before, after = load(torn / "trace.lost-1.h5"), load(torn / "trace.h5")
+        starts = after.tables["starts"]
+        assert starts["start"].tolist() == [0, 1]
+        for table in ("grants", "updates", "evaluations"):
+            kept = after.tables[table]["now_s"] < starts["now_s"][1]
+            assert after.tables[table][kept].tobytes() == before.tables[table][: kept.sum()].tobytes()
+        assert 12 <= len(after.tables["updates"][after.tables["updates"]["now_s"] < starts["now_s"][1]]) < UPDATES
+        assert after.tables["clocks"]["start"].tolist() == [0] * comm.size + [1] * comm.size
+
+
+def test_what_was_forgotten_is_found_in_the_trace(comm, needs, folder, monkeypatch):
+    needs(3)
+    this = job("ssp", comm.size - 1)
+    on_some(comm, this, folder / "a")
+
+    def restore(self: Coordinator, state: dict[str, Any]) -> None:
+        vars(self).update(state | {"samples": 0})
+
+    monkeypatch.setattr(Coordinator, "restore", restore)
+    torn = killed(comm, folder / "a")
+    on_some(comm, this, torn, resume=True)
+    if comm.rank == 0:
+        assert failures(torn / "trace.h5")
+
+
+# ---- what cannot go on ----
+
+
+def test_another_job_is_refused_in_one_line(comm, needs, folder):
+    needs(2)
+    this = job("bsp", comm.size - 1)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    other = job("bsp", comm.size - 1, optimizer=NESTEROV)
+    with pytest.raises(hpcsync.job_errors.JobError, match=r"^optimizer\.lr = 0\.02: must be 0\.05, as it was when"):
+        on_some(comm, other, torn, resume=True)
+    with pytest.raises(hpcsync.job_errors.JobError, match="must hold a run that has not finished"):
+        on_some(comm, this, folder / "a", resume=True)
+    comm.Barrier()
+    assert checkpoints.newest(torn) is not None
+    longer = job("bsp", comm.size - 1, stop={"updates": UPDATES + 5})
+    on_some(comm, longer, torn, resume=True)
+    if comm.rank == 0:
+        assert len(load(torn / "trace.h5").tables["updates"]) == UPDATES + 5
+        assert np.array_equal(load(torn / "trace.h5").tables["updates"]["version"], np.arange(1, UPDATES + 6))
