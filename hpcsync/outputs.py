@@ -55,16 +55,21 @@ def reopen(folder: Path, job: Job) -> Path | None:
     """
     if (folder / SUMMARY).exists():
         raise JobError(f"out {folder}: must hold a run that has not finished; this one has")
-    if (resumed := checkpoints.newest(folder)) is not None:
-        checkpoints.refuse_other_job(checkpoints.read_run(resumed)["job"], job)
-        with _telling(folder):
-            with _whole(folder / JOB) as path:
-                path.write_text(job.to_toml(), encoding="utf-8")
-        return resumed
     with _telling(folder):
+        resumed = newest_or_aside(folder)
+    if resumed is not None:
+        checkpoints.refuse_other_job(checkpoints.read_run(resumed)["job"], job)
+        with _telling(folder), _whole(folder / JOB) as path:
+            path.write_text(job.to_toml(), encoding="utf-8")
+    return resumed
+
+
+def newest_or_aside(folder: Path) -> Path | None:
+    """The newest checkpoint; where there is none, what an attempt has left in the folder gets other names."""
+    if (resumed := checkpoints.newest(folder)) is None:
         for path in [folder / name for name in (TRACE, JOB, WEIGHTS) if (folder / name).exists()]:
             path.rename(checkpoints.aside(path))
-    return None
+    return resumed
 
 
 def create(folder: Path, job: Job) -> None:

@@ -1,0 +1,149 @@
+"""Checkpoints on disk: whole or not there, whenever the process is killed that writes them."""
+
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync import checkpoints, outputs
+from hpcsync.checkpoints import RUN, Checkpoints
+from hpcsync.job_errors import JobError
+from hpcsync.traces.reading import load
+from hpcsync.traces.writer import TraceWriter
+from tests.unit.jobs import make_job
+
+KILLS = 40
+ATTRIBUTES = {"job": "", "paradigm": "bsp", "n_workers": 2, "hosts": "n1", "created": "2026-01-02T03:04:05+00:00"}
+
+
+def written(folder: Path, *numbers: int, keep: int = 2) -> Checkpoints:
+    store = Checkpoints(folder, keep, checkpoints.newest(folder), shared=True)
+    for number in numbers:
+        store.begin(number)
+        for name in ("server-0", RUN):
+            store.write(number, name, {"hpcsync_version": checkpoints.__version__, "value": torch.full((3,), number)})
+        store.commit(number)
+    return store
+
+
+def test_what_was_written_comes_back(tmp_path):
+    store = written(tmp_path, 1)
+    assert store.state(RUN) is None, "this run began here"
+    resumed = written(tmp_path).state("server-0")
+    assert resumed["value"].tolist() == [1, 1, 1]
+    assert written(tmp_path).state("worker-5") is None
+
+
+def test_only_the_newest_ones_stay(tmp_path):
+    written(tmp_path, 1, 2, 3, 10, keep=2)
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "3"]
+    assert checkpoints.number_of(checkpoints.newest(tmp_path)) == 10
+    assert checkpoints.newest(tmp_path / "elsewhere") is None and checkpoints.number_of(None) == 0
+
+
+def test_one_of_another_version_is_refused(tmp_path, monkeypatch):
+    written(tmp_path, 1)
+    monkeypatch.setattr(checkpoints, "__version__", "99.0")
+    with pytest.raises(JobError, match=r"^--resume: .*/checkpoints/1 is of hpcsync .*; must be of 99\.0$"):
+        checkpoints.read_run(checkpoints.newest(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"seed": 9}, "seed = 9: must be 1, as it was when the run began"),
+        ({"stop": {"updates": 9}}, None),
+        ({"checkpoint": {"seconds": 1.0}}, None),
+        ({"name": "other"}, None),
+        ({"optimizer": {"name": "sgd", "lr": 0.2}}, "optimizer.lr = 0.2: must be 0.1, as it was when the run began"),
+        ({"paradigm": {"name": "asp"}}, 'paradigm.name = "asp": must be "bsp", as it was when the run began'),
+        ({"cluster": {"servers": 2, "workers": 3}}, "cluster.servers = 2: must be 1, as it was when the run began"),
+    ],
+)
+def test_what_may_be_otherwise_when_a_run_goes_on(changed, line):
+    table = {"seed": 1, "optimizer": {"name": "sgd", "lr": 0.1}, "paradigm": {"name": "bsp"}}
+    before, now = make_job(**table), make_job(**(table | changed))
+    if line is None:
+        checkpoints.refuse_other_job(before.to_toml(), now)
+    else:
+        with pytest.raises(JobError) as told:
+            checkpoints.refuse_other_job(before.to_toml(), now)
+        assert str(told.value) == line
+
+
+# ---- killed at any moment ----
+
+
+def train(folder: Path) -> None:
+    """A run in small: updates, some of them followed by a checkpoint, from the newest one on."""
+    resumed = outputs.newest_or_aside(folder)
+    store = Checkpoints(folder, 2, resumed, shared=True)
+    state, path = store.state(RUN), folder / outputs.TRACE
+    if state is None:
+        trace, version = TraceWriter(path, ATTRIBUTES), 0
+    else:
+        trace, version = TraceWriter.going_on(path, state["rows"], ATTRIBUTES), state["version"]
+    number = checkpoints.number_of(resumed)
+    while True:
+        for _ in range(3):
+            version += 1
+            trace.append("updates", (version, float(version), 1, 0.1, version))
+        trace.flush()
+        number += 1
+        store.begin(number)
+        store.write(number, "server-0", {"weights": torch.full((20_000,), float(version))})
+        store.write(number, RUN, {"version": version, "rows": trace.n_rows()})
+        store.commit(number)
+
+
+def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
+    dice = random.Random(7)
+    for _ in range(KILLS):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                train(folder)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+        time.sleep(dice.uniform(0.002, 0.09))
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it must not end by itself"
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        check(folder)
+
+
+def complete(folder: Path) -> None:
+    """The newest checkpoint is whole, and the trace has what was there when it was written."""
+    if (newest := checkpoints.newest(folder)) is None:
+        return
+    store = Checkpoints(folder, 2, newest, shared=True)
+    run, server = store.state(RUN), store.state("server-0")
+    assert (server["weights"] == run["version"]).all()
+    versions = load(folder / outputs.TRACE).tables["updates"]["version"]
+    assert np.array_equal(versions, np.arange(1, len(versions) + 1))
+    assert len(versions) >= run["version"] == run["rows"]["updates"]
+
+
+def test_killed_forty_times_a_run_has_lost_nothing_that_it_saved(tmp_path):
+    kill_often(tmp_path, complete)
+    run = Checkpoints(tmp_path, 2, checkpoints.newest(tmp_path), shared=True).state(RUN)
+    assert run["version"] >= 9, "it must have come somewhere in spite of it"
+    lost = list(tmp_path.glob("trace.lost-*.h5"))
+    assert lost
+    for path in lost:
+        load(path)
+
+
+def test_without_a_name_of_its_own_a_half_one_is_found(tmp_path, monkeypatch):
+    """The control: files that are written where they are looked for."""
+    monkeypatch.setattr(Checkpoints, "_unfinished", lambda self, number: self._folder / str(number))
+    with pytest.raises((AssertionError, TypeError, FileNotFoundError, RuntimeError, EOFError)):
+        kill_often(tmp_path, complete)
