@@ -9,6 +9,7 @@ Every daemon is a process of a host and ends with it, however this process ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -19,14 +20,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from hpcsync import launcher
 from tests.hosts.namespaces import NETWORK, Hosts, Unavailable
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib")  # where Debian's Slurm looks for a libpmix.so
-CPUS = 4  # of a host, which shares the machine's with the others
+CPUS = 8  # of a host, which shares the machine's with the others
 UP_S = 20.0
-GRACE_S = 15  # between the signal to a job that has to make room and its end
+GRACE_S = 30  # between the signal to a job that has to make room and its end
 
 CONF = f"""
 ClusterName=test
@@ -39,7 +42,7 @@ MpiDefault=none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU_Memory
+SelectTypeParameters=CR_CPU
 GresTypes=gpu
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
@@ -55,22 +58,24 @@ SlurmdPidFile={{folder}}/slurmd.%n.pid
 SlurmctldLogFile={{folder}}/slurmctld.log
 SlurmdLogFile={{folder}}/slurmd.%n.log
 SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
-KillWait=5
 MinJobAge=300
 SlurmdTimeout=10
 MailProg=/bin/true
 NodeName=n[1-2] CPUs={CPUS} RealMemory=8000
-NodeName=n[3-4] CPUs={CPUS} RealMemory=8000 Gres=gpu:1
+NodeName=n[3-4] CPUs={CPUS} RealMemory=8000 Gres=gpu:2
 PartitionName=cpu Nodes=n[1-4] Default=YES MaxTime=INFINITE PriorityTier=50 PreemptMode=OFF
 PartitionName=gpu Nodes=n[3-4] MaxTime=INFINITE PriorityTier=50 PreemptMode=OFF
+PartitionName=old Nodes=n[1-2] MaxTime=INFINITE PriorityTier=50 PreemptMode=OFF
+PartitionName=new Nodes=n[3-4] MaxTime=INFINITE PriorityTier=50 PreemptMode=OFF
 PartitionName=preemptible Nodes=n[1-4] MaxTime=INFINITE PriorityTier=10 PreemptMode=REQUEUE GraceTime={GRACE_S}
 """
-FILES = {"gres.conf": "NodeName=n[3-4] Name=gpu File=/dev/null\n", "cgroup.conf": "CgroupPlugin=cgroup/v1\n"}
+GPUS = "".join(f"NodeName=n[3-4] Name=gpu File=/dev/{device}\n" for device in ("null", "zero"))
+FILES = {"gres.conf": GPUS, "cgroup.conf": "CgroupPlugin=cgroup/v1\n"}
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
 
 
 class Slurm:
-    """Four nodes n1 to n4, of which n3 and n4 say that they have a GPU, until `close`. Raises Unavailable."""
+    """Four nodes n1 to n4, of which n3 and n4 say that they have two GPUs, until `close`. Raises Unavailable."""
 
     def __init__(self) -> None:
         if missing := [tool for tool in DAEMONS if not shutil.which(tool)]:
@@ -155,6 +160,16 @@ class Slurm:
             if time.monotonic() > deadline_s:
                 raise AssertionError(f"job {job} is {found['JobState']} ({found['Reason']}) after {timeout_s:.0f} s")
             time.sleep(0.1)
+        return found
+
+    def left(self, job: str) -> list[str]:
+        """What still runs of a job, on any host."""
+        mark, found = self.show(job)["JobId"], []
+        for i in range(1, 5):
+            for process in self.hosts.processes(i):
+                with contextlib.suppress(psutil.Error):  # it ended meanwhile; pid 1 there waits for none of them
+                    if process.environ().get("SLURM_JOB_ID") == mark:
+                        found.append(" ".join(process.cmdline()))
         return found
 
     def close(self) -> None:
