@@ -40,7 +40,7 @@ class Watch:
         self._places = places
         self._bound = bound
         self._looked_s = 0.0
-        self._waiting: dict[int, float] = {}  # since when, as far as that was seen
+        self._waiting: dict[int, tuple[int, float]] = {}  # with which iteration, since when, as far as that was seen
 
     def look(self, now_s: float) -> None:
         """If the last time is long enough ago: tell of stalls, on the standard error and in the trace."""
@@ -48,17 +48,25 @@ class Watch:
             return
         self._looked_s = now_s
         seen = self._phases.seen()
-        phases = [seen[rank][1] for rank, _ in self._places]
+        iterations, phases = zip(*(seen[rank] for rank, _ in self._places), strict=True)
         held = self._run.held
         if held is None:
             running = self._run.stalls.running
-            held = self._waiting = {w: self._waiting.get(w, now_s) for w in running if phases[w] == WAITING}
+            held = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == WAITING})
             if len(held) == len(running):  # they wait for each other: something between them stalls
                 held = {}
         if stalls := self._run.stalls.look(now_s, held):
             for stall in stalls:
                 self._record(now_s, stall, phases[stall.worker], len(held))
             print("\n".join(self._report(now_s, stalls, phases, held)), file=sys.stderr, flush=True)
+
+    def _see_waiting(self, now_s: float, iterations: Mapping[int, int]) -> dict[int, float]:
+        """Since when these workers wait, at the end of an iteration each."""
+        before, self._waiting = self._waiting, {}
+        for worker, iteration in iterations.items():
+            since = before.get(worker)
+            self._waiting[worker] = (iteration, now_s) if since is None or since[0] != iteration else since
+        return {worker: since_s for worker, (_, since_s) in self._waiting.items()}
 
     def _record(self, now_s: float, stall: Stall, phase: int, n_waiting: int) -> None:
         if not stall.ended:
