@@ -13,6 +13,7 @@ that how many rows of each table belong together; readers look no further.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -73,9 +74,11 @@ class _Ring:
 class TraceWriter:
     """A trace being written, by one thread of one process. Leaving the `with` block closes it.
 
-    path:            must not exist: a trace is never overwritten (FileExistsError).
+    path:            must not exist, unless the run goes on: a trace is never overwritten (FileExistsError).
     attributes:      the root attributes that describe the run; one that is None is left out. `format`,
                      `format_version`, `status`, `flushed_rows` and `tracing_overhead_s` are the writer's own.
+    going_on:        the trace goes on where its tables had so many rows. `path` has them and those that followed, which
+                     stay beside it in trace.lost-NUMBER.h5.
     decision_fields: names of the numbers that decisions come with: the paradigm's, then those of batch sizes.
 
     The root attribute `tracing_overhead_s` is what tracing has cost the deciding server so far: the time spent in
@@ -83,7 +86,13 @@ class TraceWriter:
     closing, is not in it: the run is over by then.
     """
 
-    def __init__(self, path: str | Path, attributes: Mapping[str, Any], decision_fields: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        attributes: Mapping[str, Any],
+        decision_fields: Sequence[str] = (),
+        going_on: Mapping[str, int] | None = None,
+    ) -> None:
         dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields)}
         dtypes = {table: _with_enums(dtype) for table, dtype in dtypes.items()}
         self._rings = {table: _Ring(dtype) for table, dtype in dtypes.items()}
@@ -94,50 +103,44 @@ class TraceWriter:
         self._datasets: dict[str, h5py.Dataset] = {}  # held open: h5py only prints what fails when a handle goes
         self.path = Path(path)
         self._abandoned = False
+        if going_on is None and self.path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self.path))
+        unfinished = self.path.with_suffix(".unfinished")  # until it opens
         # Parallel file systems often refuse locks, and nobody else writes here: a lock is welcome, not needed.
         with self._naming_the_file():
-            self._file = h5py.File(path, "x", locking="best-effort")
+            self._file = h5py.File(unfinished, "w", locking="best-effort")
         try:
             with self._naming_the_file():
                 self._lay_out(dtypes, attributes)
+                if going_on is not None:
+                    self._take_over(going_on)
+                unfinished.replace(self.path)
         except BaseException:
             self._abandon()
-            self.path.unlink()
+            unfinished.unlink()
             raise
 
-    @classmethod
-    def going_on(
-        cls, path: Path, n_rows: Mapping[str, int], attributes: Mapping[str, Any], decision_fields: Sequence[str] = ()
-    ) -> Self:
-        """The trace of a run that goes on from a moment at which its tables had so many rows. `path` has them and those
-        that followed; it becomes a new file, and the one that was there stays beside it, as trace.lost-NUMBER.h5."""
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.unlink(missing_ok=True)
-        trace = cls(unfinished, attributes, decision_fields)
-        with h5py.File(path, "r", locking="best-effort") as before, trace._or_abandon():
-            trace._take_over(before, n_rows)
-        lost = next(p for i in itertools.count(1) if not (p := path.with_suffix(f".lost-{i}{path.suffix}")).exists())
-        try:
-            lost.hardlink_to(path)
-        except OSError:  # a file system without hard links
-            path.rename(lost)
-        trace.path = unfinished.replace(path)
-        return trace
-
-    def _take_over(self, before: h5py.File, n_rows: Mapping[str, int]) -> None:
-        for table, dataset in self._datasets.items():
-            dataset.resize((n_rows[table],))
-            for begin in range(0, n_rows[table], COPIED_ROWS):
-                end = min(begin + COPIED_ROWS, n_rows[table])
-                dataset[begin:end] = before[table][begin:end]
-            self._n_rows[table] = n_rows[table]
-        self._flush_s = before.attrs["tracing_overhead_s"]
-        self._file.attrs["created"] = before.attrs["created"]
-        hosts = [*before.attrs["hosts"].split(","), *self._file.attrs["hosts"].split(",")]
-        self._file.attrs["hosts"] = ",".join(dict.fromkeys(hosts))
+    def _take_over(self, n_rows: Mapping[str, int]) -> None:
+        """Begin with so many rows of the trace that is there, which gets another name."""
+        with h5py.File(self.path, "r", locking="best-effort") as before:
+            for table, dataset in self._datasets.items():
+                dataset.resize((n_rows[table],))
+                for begin in range(0, n_rows[table], COPIED_ROWS):
+                    end = min(begin + COPIED_ROWS, n_rows[table])
+                    dataset[begin:end] = before[table][begin:end]
+                self._n_rows[table] = n_rows[table]
+            self._flush_s = before.attrs["tracing_overhead_s"]
+            self._file.attrs["created"] = before.attrs["created"]
+            hosts = [*before.attrs["hosts"].split(","), *self._file.attrs["hosts"].split(",")]
+            self._file.attrs["hosts"] = ",".join(dict.fromkeys(hosts))
         self._file.flush()
         self._write_progress()
         self._file.flush()
+        lost = next(p for i in itertools.count(1) if not (p := self.path.with_suffix(f".lost-{i}.h5")).exists())
+        try:
+            lost.hardlink_to(self.path)
+        except OSError:  # a file system without hard links
+            self.path.rename(lost)
 
     def n_rows(self) -> dict[str, int]:
         """Of each table, in the file."""
