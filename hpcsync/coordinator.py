@@ -103,10 +103,11 @@ class Collection:
 
 @dataclass(frozen=True, slots=True)
 class Cancellation:
-    """Order: tell this worker that what it computes in this iteration will be dropped, so that it may stop early."""
+    """Order: tell this worker that it may stop early what it computes from this version, or from one before it: it will
+    be dropped, or the run is over."""
 
     worker: int
-    iteration: int
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +309,7 @@ class Coordinator:
                     self._collected.append((self._pending.pop(worker), weighted))
                     orders.append(Collection(worker, weighted))
                 case Cancel(worker):
-                    orders.append(Cancellation(worker, self._progress.pushes[worker] + 1))
+                    orders.append(Cancellation(worker, self.version - 1))
                 case Grant() as grant:
                     if self.stopping:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
@@ -392,7 +393,7 @@ class Coordinator:
         """The run has just ended: whoever waits hears of it, and where stretches are long who computes does too."""
         told = sorted(self._computing) if self._cuts_short else []
         replies = [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._held)]
-        return [*replies, *(Cancellation(worker, self._progress.pushes[worker] + 1) for worker in told)]
+        return [*replies, *(Cancellation(worker, self.version) for worker in told)]
 
     def _next_seq(self) -> int:
         self._seq += 1

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hpcsync.job import Job
-from hpcsync.job_cluster import Change, Compute, Exponential, LogNormal, Recorded
+from hpcsync.job_cluster import Change, Compute, Exponential, LogNormal, Recorded, absences
 from hpcsync.job_compression import Dense
 from hpcsync.job_times import read_times
 
@@ -26,7 +26,7 @@ BLOCK = 64
 
 
 class Device:
-    """One worker's device: how long its iterations take, one after the other, and when it leaves.
+    """One worker's device: how long its iterations take, one after the other, when it leaves, and joins again.
 
     times:  seconds of iterations 1, 2, ... at the job's batch size were it never slow, without end; None: nobody knows,
             they take no time here.
@@ -39,18 +39,30 @@ class Device:
         self._fixed_share = fixed_share
         self._iteration = 1  # that begins next
         self._factor = 1.0
-        changes = [event for event in events if event.change != "leave"]
+        changes = [event for event in events if event.change in ("slow", "recover")]
         self._by_time = deque(sorted((e.at_s, i, _factor(e)) for i, e in enumerate(changes) if e.at_s is not None))
         self._by_iteration = deque(
             sorted((e.at_iteration, i, _factor(e)) for i, e in enumerate(changes) if e.at_iteration is not None)
         )
         leaving = [event for event in events if event.change == "leave"]
-        self._leave_s = min((e.at_s for e in leaving if e.at_s is not None), default=math.inf)
+        self._away = absences(events)
+        self._joins_s: float | None = None  # when the worker joins again that leaves, None if it does not leave
         self._leave_iteration = min((e.at_iteration for e in leaving if e.at_iteration is not None), default=math.inf)
 
     def leaves(self, begin_s: float) -> bool:
-        """Whether the worker leaves instead of beginning its next iteration at this time."""
-        return begin_s >= self._leave_s or self._iteration >= self._leave_iteration
+        """Whether the worker leaves instead of beginning its next iteration at this time; if so, until it `joins`."""
+        if self._joins_s is None:
+            away = (until_s for since_s, until_s in self._away if since_s <= begin_s < until_s)
+            self._joins_s = next(away, math.inf if self._iteration >= self._leave_iteration else None)
+        return self._joins_s is not None
+
+    @property
+    def joins_s(self) -> float:
+        """When the worker that leaves joins again; inf if it does not."""
+        return math.inf if self._joins_s is None else self._joins_s
+
+    def join(self) -> None:
+        self._joins_s = None
 
     def seconds(self, begin_s: float, load: float = 1.0) -> float:
         """How long the next iteration takes if it begins at this time, not before the one before has ended.
@@ -71,11 +83,11 @@ class Device:
 
     def state(self) -> tuple[Any, ...]:
         """How far it is."""
-        return self._iteration, self._factor, self._by_time, self._by_iteration
+        return self._iteration, self._factor, self._by_time, self._by_iteration, self._joins_s
 
     def restore(self, state: tuple[Any, ...]) -> None:
         """Go on from there, in a device that is new."""
-        self._iteration, self._factor, self._by_time, self._by_iteration = state
+        self._iteration, self._factor, self._by_time, self._by_iteration, self._joins_s = state
         if self._times is not None:
             self._times = islice(self._times, self._iteration - 1, None)
 

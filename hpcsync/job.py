@@ -116,6 +116,16 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
+    def _servers_let_join(self) -> Self:
+        for i, event in enumerate(self.cluster.events):
+            if event.change == "join" and not self.has_servers:
+                raise JobError(
+                    f'cluster.events[{i}].change = "join": must be another with paradigm.name = '
+                    f'"{self.paradigm.name}": servers have the weights that one who joins goes on from'
+                )
+        return self
+
+    @model_validator(mode="after")
     def _steps_on_workers_are_whole(self) -> Self:
         if self.steps_on_workers and self.optimizer.async_lr_scale != 1.0:
             raise JobError(

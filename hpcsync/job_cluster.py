@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -75,12 +75,13 @@ class Change(Table):
 
     From then on a `slow` device's iterations take `factor` times as long as drawn, until the next change: factors
     replace each other. `recover` is a factor of 1. `leave`: the worker leaves instead of beginning an iteration.
+    `join`: it takes part again; if it has not left before, only from then on.
     """
 
     worker: int = Field(description="the number of a worker, from 0")
     at_s: NotNegative | None = None
     at_iteration: Count | None = None  # of the worker
-    change: Literal["slow", "recover", "leave"] = Field(description='"slow", "recover" or "leave"')
+    change: Literal["slow", "recover", "leave", "join"] = Field(description='"slow", "recover", "leave" or "join"')
     factor: Positive | None = None
 
     @field_validator("at_iteration")
@@ -104,6 +105,26 @@ class Change(Table):
         if self.change == "slow" and self.factor is None:
             raise missing("factor", "a number greater than 0: how many times as long iterations take")
         return self
+
+
+def absences(events: Iterable[Change]) -> list[tuple[float, float]]:
+    """From when until when a worker is away, by these events of its, one after the other; inf: it does not join again.
+
+    Raises ValueError where it would join without having been away.
+    """
+    timed = [(e.at_s, e) for e in events if e.change in ("leave", "join") and e.at_s is not None]
+    timed.sort(key=lambda moment: moment[0])
+    found: list[tuple[float, float]] = []
+    since_s = 0.0 if timed and timed[0][1].change == "join" else math.inf
+    for at_s, event in timed:
+        if event.change == "leave":
+            since_s = min(since_s, at_s)
+        elif since_s >= at_s:
+            raise ValueError(f"worker {event.worker} has not left before {at_s:g} s")
+        else:
+            found.append((since_s, at_s))
+            since_s = math.inf
+    return found if since_s == math.inf else [*found, (since_s, math.inf)]
 
 
 def _tables(events: Any) -> Any:
@@ -134,6 +155,11 @@ class Network(Table):
         workers = [given] * n_workers if isinstance(given, float) else list(given)
         server = self.server_bandwidth_gbit or max(workers)
         return [gbit * 1e9 / 8 for gbit in [server] * n_servers + workers]
+
+
+def _is_away(away: Sequence[tuple[float, float]], at_s: float) -> bool:
+    """Whether it is certain that a worker, so often away, does not take part at this time."""
+    return any(since_s <= at_s <= until_s for since_s, until_s in away)
 
 
 # ---- all of it ----
@@ -190,10 +216,33 @@ class Cluster(Table):
                 raise JobError(
                     f"{key}.worker = {event.worker}: must be 0 to {self.workers - 1} (cluster.workers = {self.workers})"
                 )
-            if event.change != "leave" and self.compute is None and self.times_from is None:
+            if event.change in ("slow", "recover") and self.compute is None and self.times_from is None:
                 raise JobError(
                     f"{key}.change = {shown(event.change)}: must come with [cluster.compute] or cluster.times_from, "
                     "whose times it changes"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _joins_make_sense(self) -> Self:
+        joins = [i for i, event in enumerate(self.events) if event.change == "join"]
+        of_each: list[list[Change]] = [[] for _ in range(self.workers)]
+        for event in self.events if joins else ():
+            of_each[event.worker].append(event)
+        for i in joins:
+            event, key = self.events[i], f"cluster.events[{i}]"
+            if event.at_s is None:
+                raise JobError(f'{key}.at_iteration = {event.at_iteration}: must be at_s with change = "join"')
+            if any(other.change == "leave" and other.at_s is None for other in of_each[event.worker]):
+                raise JobError(f'{key}.change = "join": worker {event.worker} must leave at_s, not at_iteration')
+            try:
+                away = [absences(events) for events in of_each]
+            except ValueError as error:
+                raise JobError(f'{key}.change = "join": {error}') from None
+            if all(_is_away(away[w], event.at_s) for w in range(self.workers) if w != event.worker):
+                raise JobError(
+                    f"{key}.at_s = {event.at_s:g}: must be while another worker takes part: the run ends when nobody "
+                    "does"
                 )
         return self
 

@@ -271,6 +271,8 @@ def _happens(event: Change) -> str:
             return f"worker {event.worker} recovers at {when}"
         case "leave":
             return f"worker {event.worker} leaves at {when}"
+        case "join":
+            return f"worker {event.worker} joins at {when}"
 
 
 def in_words(job: Job) -> str:

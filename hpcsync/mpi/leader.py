@@ -157,7 +157,7 @@ class Leader:
     def _carry_out(self, orders: list[Order]) -> None:
         for order in orders:
             if isinstance(order, Cancellation):
-                self._cancellations.send(self._link.roles.rank_of(order.worker), (order.iteration,))
+                self._cancellations.send(self._link.roles.rank_of(order.worker), (order.version,))
         if orders:
             self._command(encode(orders))
 

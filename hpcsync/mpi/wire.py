@@ -2,7 +2,7 @@
 
 worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed / my part is written
 server 0 -> other servers    ORDER    what to carry out, in order
-server 0 -> worker           CANCELLATION  an iteration of its, which need not be ended
+server 0 -> worker           CANCELLATION  what it computes from this version, or one before it, need not be ended
 every server -> a reader     GRANT    read this buffer of mine
 
 Where there are no servers, rank 0's monitor has the part of server 0:
@@ -80,7 +80,7 @@ ORDER = np.dtype(
     ]
 )
 
-CANCELLATION = np.dtype([("iteration", "i8")])
+CANCELLATION = np.dtype([("version", "i8")])
 
 # `buffer` and `serial` are the promise of learning.store.Store.pin. Without a serial number nothing is granted: the
 # worker is to write its part of checkpoint number `version`.

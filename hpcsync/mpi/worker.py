@@ -60,7 +60,7 @@ class Worker:
         self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
         # Where none can come there is no inbox: MPI would look through its receives for every grant.
         self._cancellations = link.inbox(wire.TAG_CANCELLATION, wire.CANCELLATION) if cancellable else None
-        self._cancelled = 0  # the last iteration that was
+        self._cancelled = -1  # the last version from which it is of no use to compute on
         self._estimator = estimator
         self._wait_s = 0.0
         self._pull_s = self._comm_s = self._encode_s = 0.0
@@ -80,7 +80,7 @@ class Worker:
         """Whether this iteration's contribution is known to be of no use any more."""
         while self._cancellations is not None and (record := self._cancellations.poll()) is not None:
             (self._cancelled,) = record
-        return self._cancelled == self.iteration
+        return self._cancelled >= self.version
 
     def step(
         self, begin_s: float, end_s: float, batch_size: int, loss: float, local_steps: int = 1, share: float = 1.0

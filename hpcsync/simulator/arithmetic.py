@@ -76,6 +76,9 @@ class Arithmetic(Protocol):
     def promise(self, worker: int) -> None:
         """The version that is current now is the one that the worker reads before its next contribution."""
 
+    def join(self, worker: int) -> None:
+        """The same of a worker that had left, and joins again."""
+
     def contribute(self, worker: int, work: Work) -> Contributed:
         """Compute the worker's next contribution, of all its local steps, into its slot; not if it is cancelled."""
 
@@ -100,6 +103,8 @@ class NoArithmetic:
         self._sent = Sent(job, trainable(workload.model))
 
     def promise(self, worker: int) -> None: ...
+
+    def join(self, worker: int) -> None: ...
 
     def contribute(self, worker: int, work: Work) -> Contributed:
         return Contributed(math.nan, self._sent.nominal_bytes(work.ratio) if work.share == 1.0 else ())
@@ -135,6 +140,9 @@ class RealArithmetic:
     def promise(self, worker: int) -> None:
         buffer, _ = self._store.pin(worker)
         self._promised[worker] = self._versions[buffer]
+
+    def join(self, worker: int) -> None:
+        self.promise(worker)
 
     def contribute(self, worker: int, work: Work) -> Contributed:
         loss = self._gradients.compute(worker, self._promised[worker], work)
@@ -207,6 +215,12 @@ class ElasticArithmetic(LocalStepsArithmetic):
         trainee.weights.add_(towards(trainee.weights, self._centre, self._alpha))
         trainee.optimizer.look_ahead()
         trainee.step(self._last[worker])
+
+    def join(self, worker: int) -> None:
+        """It begins where the centre is. What it remembers, momentum for one, is its own."""
+        trainee = self._trainees[worker]
+        trainee.weights.copy_(self._store.weights)
+        trainee.optimizer.look_ahead()
 
     def _end(self, worker: int) -> torch.Tensor:
         trainee = self._trainees[worker]

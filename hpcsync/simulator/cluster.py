@@ -62,8 +62,8 @@ def build(job: Job, workload: Workload) -> Cluster:
 
 def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[Change]:
     """What changes the worker's recorded times: what was so already when they were recorded is in them."""
-    new = [change for change in job.cluster.events if change.change == "leave" or change not in recorded.changes]
-    return [change for change in new if change.worker == worker]
+    mine = [change for change in job.cluster.events if change.worker == worker]
+    return [change for change in mine if change.change in ("leave", "join") or change not in recorded.changes]
 
 
 def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:

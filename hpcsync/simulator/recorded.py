@@ -133,7 +133,7 @@ def _joined(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequence
     """
     pushes = pushes[np.argsort(pushes["iteration"])]
     granted_s = dict(zip(grants["iteration"].tolist(), grants["now_s"].tolist(), strict=True))
-    granted_s[1] = 0.0
+    granted_s.setdefault(1, 0.0)
     n = 0
     while n < len(pushes) and pushes["iteration"][n] == n + 1 and n + 1 in granted_s:
         n += 1

@@ -6,6 +6,7 @@ answers. The server takes no time. What it decides is the same `Coordinator` tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -39,7 +40,7 @@ class _Worker:
 
     __slots__ = (
         "assignment", "begin_s", "cancelled", "comm_s", "computed", "device", "device_s", "end_s", "estimator",
-        "iteration", "loss", "n_samples", "put_s", "sent_s", "share", "step", "step_s", "under_way", "version",
+        "iteration", "joins", "loss", "n_samples", "put_s", "sent_s", "share", "step", "step_s", "under_way", "version",
         "wait_s", "wire_bytes",
     )  # fmt: skip
 
@@ -56,13 +57,14 @@ class _Worker:
         self.device_s = 0.0  # what it takes
         self.cancelled = False  # whether the worker knows that this iteration is
         self.share = 1.0  # of it that is computed
+        self.joins = False  # whether what it is granted next answers its return
         self.version = 0  # that it reads
         self.begin_s = 0.0
         self.end_s = 0.0
         self.sent_s = 0.0  # when its contribution, compressed, began to be put
         self.loss = 0.0  # of it
         self.wire_bytes = 0  # of it
-        self.put_s = 0.0  # when its last contribution was in its slot
+        self.put_s = 0.0  # when its last contribution was in its slot, or it joined
         self.wait_s = 0.0
         self.comm_s = 0.0  # reading, before the computation
 
@@ -138,6 +140,8 @@ class Simulation:
                 self._send(worker)
                 return
             self._transfers.report(worker, state.iteration, self._left)
+            if state.device.joins_s < math.inf:
+                self._loop.at(max(now_s, state.device.joins_s), self._join, worker)
             return
         state.step += 1
         state.under_way, state.step_s = True, now_s
@@ -146,10 +150,19 @@ class Simulation:
         if state.cancelled:
             self._stop_at_next_piece(worker)
 
-    def _cancelled(self, iteration: int, worker: int, sent_s: float) -> None:
-        """The worker hears that what it computes in this iteration will be dropped. It may have gone on since."""
+    def _join(self, worker: int) -> None:
         state = self._workers[worker]
-        if state.iteration == iteration:
+        state.device.join()
+        state.joins, state.put_s = True, self._loop.now_s
+        self._transfers.report(worker, state.iteration, self._joined)
+
+    def _joined(self, worker: int, joined_s: float) -> None:
+        self._carry_out(self.coordinator.joined(self._loop.now_s, worker))
+
+    def _cancelled(self, version: int, worker: int, sent_s: float) -> None:
+        """The worker hears that what it computes from this version will be dropped. It may have gone on since."""
+        state = self._workers[worker]
+        if state.version <= version:
             state.cancelled = True
             if state.under_way:
                 self._stop_at_next_piece(worker)
@@ -241,7 +254,8 @@ class Simulation:
             elif isinstance(order, Collection):
                 self._arithmetic.collect(order)
             else:
-                self._transfers.cancel(order.worker, order.iteration, partial(self._cancelled, order.iteration))
+                iteration = self._workers[order.worker].iteration
+                self._transfers.cancel(order.worker, iteration, partial(self._cancelled, order.version))
 
     def _answer(self, reply: Reply) -> None:
         if reply.assignment.local_steps == 0:
@@ -251,7 +265,8 @@ class Simulation:
         state.iteration, state.version = reply.iteration, reply.version
         state.assignment, state.n_samples = reply.assignment, self._of_a_step(reply.assignment)
         state.cancelled = False
-        self._arithmetic.promise(reply.worker)
+        (self._arithmetic.join if state.joins else self._arithmetic.promise)(reply.worker)
+        state.joins = False
         self._transfers.pull(reply.worker, reply.iteration, self._begin)
 
     def _of_a_step(self, assignment: Assignment) -> int:

@@ -256,8 +256,8 @@ def test_a_share_of_nothing_or_of_all_is_refused(comm, folder):
 class Cancellations:
     """An inbox of these."""
 
-    def __init__(self, *iterations: int) -> None:
-        self.left = [(iteration,) for iteration in iterations]
+    def __init__(self, *versions: int) -> None:
+        self.left = [(version,) for version in versions]
 
     def poll(self) -> tuple[int] | None:
         return self.left.pop(0) if self.left else None
@@ -266,12 +266,12 @@ class Cancellations:
 @pytest.mark.parametrize(
     ("received", "cancelled"), [((), False), ((4,), True), ((2, 3), False), ((2, 4), True)], ids=str
 )
-def test_a_cancellation_that_comes_late_is_of_another_iteration(received, cancelled):
+def test_a_cancellation_that_comes_late_is_of_another_version(received, cancelled):
     worker = Worker.__new__(Worker)
-    worker.iteration, worker._cancelled, worker._cancellations = 4, 0, Cancellations(*received)
+    worker.version, worker._cancelled, worker._cancellations = 4, -1, Cancellations(*received)
     assert [worker.cancelled(), worker.cancelled()] == [cancelled] * 2
     assert worker._cancellations.left == []
-    worker.iteration = 5
+    worker.version = 5
     assert not worker.cancelled()
 
 

@@ -79,8 +79,8 @@ class Run:
             if isinstance(order, Update):
                 version += 1
             elif isinstance(order, Cancellation):
-                iteration, read = self.granted[order.worker]
-                assert (order.iteration, read) == (iteration, version - 1), "cancelled, though it may count"
+                _, read = self.granted[order.worker]
+                assert (order.version, read) == (version - 1, version - 1), "cancelled, though it may count"
             elif isinstance(order, Reply):
                 assert order.worker not in self.granted, "answered twice"
                 assert order.version == version
@@ -466,7 +466,7 @@ def test_an_update_of_a_collected_contribution_can_end_the_run():
 
 def test_whose_version_is_over_is_told_the_iteration_that_is_in_vain():
     run = Run("k-sync", 3, k=1, cancel="abort")
-    assert run.push(1.0, 1)[1:] == [reply(1, 2, 1), Cancellation(0, 1), Cancellation(2, 1)]
+    assert run.push(1.0, 1)[1:] == [reply(1, 2, 1), Cancellation(0, 0), Cancellation(2, 0)]
     assert run.push(2.0, 1)[1:] == [reply(1, 3, 2)], "who has been told is not told again"
     assert run.push(3.0, 0, share=0.5) == [reply(0, 2, 2)]
     assert run.push(4.0, 1)[1:] == [reply(1, 4, 3), Cancellation(0, 2)]

@@ -152,6 +152,22 @@ def test_a_worker_leaves_instead_of_beginning_an_iteration():
     assert not Device(None, [slow(3.0, at_s=0.0), recover(at_iteration=1)]).leaves(1e9)
 
 
+def test_a_worker_joins_again_when_its_events_say_so_however_late_it_has_left():
+    events = [Change(worker=0, at_s=at_s, change=change) for at_s, change in [(2, "leave"), (5, "join"), (8, "leave")]]
+    its = Device(None, events)
+    assert [its.leaves(now_s) for now_s in (1.0, 5.0, 7.9)] == [False] * 3, "not while it is away"
+    assert [its.leaves(now_s) for now_s in (2.5, 5.5)] == [True, True], "it has begun to leave"
+    assert its.joins_s == 5.0
+    its.join()
+    assert not its.leaves(5.5)
+    assert its.leaves(8.0)
+    assert its.joins_s == math.inf
+    late = Device(None, [Change(worker=0, at_s=3, change="join")])
+    assert (late.leaves(0.0), late.joins_s) == (True, 3.0)
+    late.join()
+    assert not late.leaves(3.0)
+
+
 def test_without_times_iterations_are_still_counted():
     its = Device(None, [leave(at_iteration=3)])
     assert [its.seconds(0.0), its.leaves(0.0), its.seconds(0.0), its.leaves(0.0)] == [0.0, False, 0.0, True]

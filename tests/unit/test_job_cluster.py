@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.job import Job
-from hpcsync.job_cluster import Change, Network
+from hpcsync.job_cluster import Change, Network, absences
 from hpcsync.job_errors import JobError
 from tests.unit.jobs import make_job
 
@@ -104,8 +105,8 @@ MISTAKES = [
         {"worker": 1, "change": "leave"},
         ".at_s: missing; must be seconds since the start of the run (or at_iteration: the worker's, from 1)",
     ),
-    ({"worker": 1, "at_s": 1}, '.change: missing; must be "slow", "recover" or "leave"'),
-    ({**LEAVE, "change": "die"}, ".change = \"die\": must be 'slow', 'recover' or 'leave'"),
+    ({"worker": 1, "at_s": 1}, '.change: missing; must be "slow", "recover", "leave" or "join"'),
+    ({**LEAVE, "change": "die"}, ".change = \"die\": must be 'slow', 'recover', 'leave' or 'join'"),
     ({**SLOW, "factor": 0}, ".factor = 0: must be greater than 0"),
     ({**SLOW, "factor": "x"}, '.factor = "x": must be a number'),
     (
@@ -122,6 +123,61 @@ MISTAKES = [
 @pytest.mark.parametrize(("event", "message"), MISTAKES, ids=[message for _, message in MISTAKES])
 def test_mistakes_in_events_name_the_event(event: Any, message: str) -> None:
     assert error(SLOW, LEAVE, event) == f"cluster.events[2]{message}"
+
+
+def leave(worker: int, at_s: float) -> dict[str, Any]:
+    return {"worker": worker, "at_s": at_s, "change": "leave"}
+
+
+def join(worker: int, at_s: float) -> dict[str, Any]:
+    return {"worker": worker, "at_s": at_s, "change": "join"}
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([], []),
+        ([leave(0, 2)], [(2, math.inf)]),
+        ([leave(0, 3), leave(0, 2)], [(2, math.inf)]),
+        ([join(0, 4), leave(0, 2)], [(2, 4)]),
+        ([join(0, 1), leave(0, 2), join(0, 4), leave(0, 9)], [(0, 1), (2, 4), (9, math.inf)]),
+        ([leave(0, 0), join(0, 1)], [(0, 1)]),
+        ([SLOW], []),
+    ],
+)
+def test_a_worker_is_away_from_leaving_to_joining_or_until_it_first_joins(events: Any, expected: Any) -> None:
+    assert absences([Change(**event) for event in events]) == expected
+
+
+@pytest.mark.parametrize(
+    ("events", "message"),
+    [
+        ([{"worker": 1, "at_iteration": 3, "change": "join"}], "[0].at_iteration = 3: must be at_s with change = "),
+        ([join(1, 0)], '[0].change = "join": worker 1 has not left before 0 s'),
+        ([join(1, 3), join(1, 5)], '[0].change = "join": worker 1 has not left before 5 s'),
+        ([leave(1, 3), join(1, 5), join(1, 6)], '[1].change = "join": worker 1 has not left before 6 s'),
+        ([leave(1, 3), join(1, 3)], '[1].change = "join": worker 1 has not left before 3 s'),
+        (
+            [{"worker": 1, "at_iteration": 3, "change": "leave"}, join(1, 3)],
+            '[1].change = "join": worker 1 must leave at_s, not at_iteration',
+        ),
+        (
+            [leave(0, 1), leave(2, 1), leave(3, 1), join(1, 3)],
+            "[3].at_s = 3: must be while another worker takes part: the run ends when nobody does",
+        ),
+        ([join(worker, 2) for worker in range(4)], "[0].at_s = 2: must be while another worker takes part"),
+    ],
+)
+def test_nobody_joins_in_vain(events: Any, message: str) -> None:
+    assert error(*events).startswith(f"cluster.events{message}")
+
+
+def test_who_joins_needs_servers() -> None:
+    said = r'^cluster.events\[0\].change = "join": must be another with paradigm.name ='
+    for paradigm in ({"name": "allreduce"}, {"name": "gossip", "mode": "pull"}, {"name": "local-sgd", "steps": 2}):
+        with pytest.raises(JobError, match=said):
+            make_job(paradigm=paradigm, cluster={"workers": 4, "events": [join(1, 2.0)]})
+    make_job(cluster={"workers": 4, "events": [leave(1, 1.0), join(1, 2.0)]})
 
 
 @pytest.mark.parametrize("events", [3, SLOW])

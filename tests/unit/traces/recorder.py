@@ -126,7 +126,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
         for entry in queue:
             _, _, begin_s, work, wait_s, reply, _ = entry
             share = work.n_samples // 2 / work.n_samples
-            hears = (reply.worker, reply.iteration) == (order.worker, order.iteration)
+            hears = reply.worker == order.worker and reply.version <= order.version
             if hears and share and now_s <= begin_s + share * work.took_s:
                 queue.remove(entry)
                 heapq.heapify(queue)
