@@ -92,6 +92,14 @@ class Lockstep:
         self._one_model = job.one_model
         self._stop = job.stop
 
+    def state(self) -> tuple[int, int, int]:
+        """All that was counted."""
+        return self.samples, self.updates, self._n_contributing
+
+    def restore(self, state: tuple[int, int, int]) -> None:
+        """Go on from there."""
+        self.samples, self.updates, self._n_contributing = state
+
     def exchanged(self, n_contributing: int, n_steps: int, n_samples: int) -> None:
         """What all have done together since the exchange before."""
         self._n_contributing = n_contributing
@@ -263,6 +271,11 @@ class PeerCoordinator:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         vars(self).update(state)
+
+    def goes_on(self, now_s: float) -> None:
+        """Workers that have waited for a checkpoint make their next iterations."""
+        for worker in [*self.stalls.running]:
+            self.stalls.began(worker, self.done[worker] + 1, now_s)
 
     def _end_rounds(self, now_s: float) -> None:
         """All together: an iteration is an update once everybody who still takes part has reported it."""

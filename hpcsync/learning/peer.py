@@ -6,7 +6,7 @@ is theta + mu v, the point at which the gradient is taken, and what others get t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -84,6 +84,16 @@ class Peer:
         """A local step from the gradient at the weights, shape (size,)."""
         self._optimizer.step(gradient, lr)
 
+    def state(self) -> dict[str, Any]:
+        """All that it consists of, between exchanges."""
+        return {"weights": self._weights, "weight": self.weight, "optimizer": self._optimizer.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._weights.copy_(state["weights"])
+        self.weight = state["weight"]
+        self._optimizer.restore(state["optimizer"])
+
     @contextmanager
     def exchanging(self) -> Iterator[torch.Tensor]:
         """What others may see and mixing changes, shape (size,): without look-ahead; x of push-sum, whose w is 1
@@ -121,6 +131,16 @@ class Outer:
             self._parameter.grad = self._parameter.data - mean
             self._optimizer.step()
             mean.copy_(self._parameter.data)
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers from one mean to the next."""
+        return {"weights": self._parameter.data, "optimizer": self._optimizer and self._optimizer.state_dict()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        self._parameter.data.copy_(state["weights"])
+        if self._optimizer is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
 
 
 # ---- mixing: x is changed in place; tensors have the shape (size,) ----

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,26 +31,30 @@ WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: a line for
 
 
 class Said(NamedTuple):
-    """What a rank says beside its vector: iterations and samples that it contributes, and whether to stop."""
+    """What a rank says beside its vector: iterations and samples that it contributes, whether to stop, and whether to
+    halt, for a checkpoint."""
 
     n_steps: int = 1
     n_samples: int = 0
     stop: bool = False
+    halt: bool = False
 
 
 class Agreed(NamedTuple):
-    """What all ranks know alike after a mean: how many contribute, what they do together, whether any says stop."""
+    """What all ranks know alike after a mean: how many contribute, what they do together, whether any says stop, or
+    halt."""
 
     n_contributing: int
     n_steps: int
     n_samples: int
     stop: bool
+    halt: bool = False
 
 
 def agreed(words: np.ndarray) -> Agreed:
-    """From what all ranks say, shape (n_ranks, 3)."""
-    n_steps, n_samples, stop = words.sum(0).tolist()
-    return Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0)
+    """From what all ranks say, shape (n_ranks, 4)."""
+    n_steps, n_samples, stop, halt = words.sum(0).tolist()
+    return Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0, halt > 0)
 
 
 class MeanVector(ABC):
@@ -64,6 +68,8 @@ class MeanVector(ABC):
     vector: torch.Tensor
     n_ranks: int
     absent_s = 0.0
+    memory: Any = None
+    """What this rank remembers from one mean to the next. It may be replaced by that of a run that goes on."""
 
     @property
     def sent_bytes(self) -> int:
@@ -115,10 +121,10 @@ class MpiMean(MeanVector):
         saying = self._comm.Iallreduce(MPI.IN_PLACE, words)
         self._patience.until(lambda: saying.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
-        n_contributing, n_steps, n_samples, stop = words.tolist()
+        n_contributing, n_steps, n_samples, stop, halt = words.tolist()
         if end > begin:
             self._mean(self.vector[begin:end], self._image[begin:end], n_contributing)
-        return Agreed(n_contributing, n_steps, n_samples, stop > 0)
+        return Agreed(n_contributing, n_steps, n_samples, stop > 0, halt > 0)
 
     def _mean(self, part: torch.Tensor, image: torch.Tensor, n_contributing: int) -> None:
         if self._image is not self.vector:

@@ -68,7 +68,7 @@ class GatheredMean(CompressedMean):
         self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
     ) -> None:
         super().__init__(comm, size, dtype, transport, compression)
-        self._compressor = compression.compressor(comm.rank)
+        self.memory = compression.compressor(comm.rank)
         self._payload = torch.empty(0, dtype=torch.uint8)
         self._image = torch.empty(0, dtype=torch.uint8)  # of all payloads
 
@@ -77,7 +77,7 @@ class GatheredMean(CompressedMean):
         return sent_to_all(self._payload.nbytes, self.n_ranks)
 
     def _prepare(self) -> int:
-        self._payload = self._compressor.encode(self.vector, [self._compression.whole])[0]
+        self._payload = self.memory.encode(self.vector, [self._compression.whole])[0]
         return self._payload.nbytes
 
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
@@ -107,8 +107,8 @@ class FactorsMean(CompressedMean):
         self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
     ) -> None:
         super().__init__(comm, size, dtype, transport, compression)
-        self._codec = compression.averager()
-        self._means = [mean_vector(self._comm, max(1, n), dtype, transport) for n in self._codec.factor_sizes]
+        self.memory = compression.averager()
+        self._means = [mean_vector(self._comm, max(1, n), dtype, transport) for n in self.memory.factor_sizes]
 
     @property
     def sent_bytes(self) -> int:
@@ -119,7 +119,7 @@ class FactorsMean(CompressedMean):
 
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
         """A rank that does not contribute has zeros, and keeps what it has kept."""
-        codec, vector, said = self._codec, as_array(self.vector), Said(int(contributing))
+        codec, vector, said = self.memory, as_array(self.vector), Said(int(contributing))
         if not contributing and isinstance(codec, ErrorFeedback):
             codec = codec.codec
         left, right = self._means

@@ -49,7 +49,7 @@ class Crossing:
     rows:        of a convolution worker's batch. pieces: equal ones, in which they cross.
     activations: at the cut. labels: of the other tensors of a batch.
     waited_s:    seconds that this worker has waited in this iteration for what others compute.
-    last:        whether the other side has said that the iteration is the last one.
+    last:        whether the other side has said that the iteration is the last one. halt: that all halt after it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Crossing:
         self._come = [0] * pieces  # of each piece: how many have sent theirs, and it is not taken yet
         self._gone: int | None = None  # a worker that sends nothing more
         self.waited_s = 0.0
-        self.last = False
+        self.last = self.halt = False
 
     # ---- a convolution worker's side ----
 
@@ -105,7 +105,7 @@ class Crossing:
                 self._label_window.put(label, fc, begin + place * label.numel())
             self._window.flush(fc)
             self._label_window.flush(fc)
-            self._outbox.send(fc, (wire.PIECE, self._comm.rank, piece, False))
+            self._outbox.send(fc, (wire.PIECE, self._comm.rank, piece, False, False))
 
         self._background.submit(put)
 
@@ -135,7 +135,7 @@ class Crossing:
         self._window.acquire(piece * size, (piece + 1) * size)
         self._label_window.acquire(0, len(self._label_window.local))
 
-    def give_back(self, piece: int, gradients: torch.Tensor, last: bool) -> None:
+    def give_back(self, piece: int, gradients: torch.Tensor, last: bool, halt: bool) -> None:
         """The gradients of this piece's rows, of their shape, to whom they belong. Nobody reads the rows any more."""
         size = self._rows * self._activations.size
         parts = gradients.contiguous().view(self._n_served, size)
@@ -147,7 +147,7 @@ class Crossing:
                 self._window.put(part, worker, piece * size)
             for worker in self._others:
                 self._window.flush(worker)
-                self._outbox.send(worker, (wire.PIECE, self._comm.rank, piece, last))
+                self._outbox.send(worker, (wire.PIECE, self._comm.rank, piece, last, halt))
 
         self._background.submit(put)
 
@@ -180,12 +180,12 @@ class Crossing:
 
     def _hear(self) -> None:
         while (said := self._inbox.poll()) is not None:
-            kind, worker, piece, last = said
+            kind, worker, piece, last, halt = said
             if kind == wire.GONE:
                 self._gone = worker
             else:
                 self._come[piece] += 1
-                self.last = self.last or bool(last)
+                self.last, self.halt = bool(last), bool(halt)
 
     def finish(self) -> None:
         """Until everything that was to be sent in this iteration is."""
@@ -194,7 +194,7 @@ class Crossing:
     def leave(self) -> None:
         """Say that this worker sends nothing more."""
         for worker in self._others:
-            self._outbox.send(worker, (wire.GONE, self._comm.rank, 0, False))
+            self._outbox.send(worker, (wire.GONE, self._comm.rank, 0, False, False))
 
     def free(self) -> None:
         """Collective."""

@@ -7,18 +7,20 @@ the evaluation, and closes the trace when something fails. It alone touches the 
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcsync.mpi import cuda, wire
+from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import CHORES_S
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.mpi.rank_session import RankFailed
+from hpcsync.mpi.saver import Saver
 from hpcsync.peers import Exchanged, PeerCoordinator
 from hpcsync.planning.batches import Allocated
-from hpcsync.signals import interrupt
+from hpcsync.signals import Suspended, interrupt
 from hpcsync.traces.writer import TraceWriter
 
 
@@ -29,6 +31,8 @@ class Monitor:
     chores:   called with the time whenever no report waits; must be quick.
     received: gives the number of a signal that has come, or None.
     failed:   called in the thread with what went wrong; it ends the job.
+    saver:    of checkpoints; None where the ranks have no folder in common.
+    watch:    as `chores`, but not while workers have halted.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class Monitor:
         chores: Callable[[float], None],
         received: Callable[[], int | None],
         failed: Callable[[BaseException], None],
+        saver: Saver | None = None,
+        watch: Callable[[float], None] = lambda now_s: None,
     ) -> None:
         self._link = link
         self._coordinator = coordinator
@@ -47,6 +53,10 @@ class Monitor:
         self._chores = chores
         self._received = received
         self._failed = failed
+        self._saver = saver
+        self._watch = watch
+        self._halted: set[int] = set()  # workers that wait for what is to become of a checkpoint
+        self._suspending = False  # the run ends with the next one
         self._in_step = in_step
         self._reports = link.reports()
         self._orders = link.orders()
@@ -71,6 +81,10 @@ class Monitor:
     def describe(self, trace: TraceWriter, attributes: Mapping[str, Any]) -> None:
         """From rank 0's own worker: what is known of the run when its loop begins."""
         self._wishes.put(lambda: trace.describe(attributes))
+
+    def cannot_halt(self) -> None:
+        """From rank 0's own worker, in step with all others: one of them has ended, and could not go on from here."""
+        self._wishes.put(self._give_up)
 
     def join(self) -> None:
         """Until every rank is settled; the trace is then the caller's."""
@@ -125,12 +139,18 @@ class Monitor:
                 self._tell(wire.ALL_ENDED)
         elif kind == wire.SETTLED:
             self._unsettled.remove(exchanged.worker)
+        elif kind == wire.HALTED:
+            self._halted.add(exchanged.worker)
+        elif kind == wire.WRITTEN:
+            assert self._saver is not None
+            self._saver.saved(exchanged.worker)
         else:
             raise RankFailed(f"rank {exchanged.worker} failed")
 
     def _look_around(self, now_s: float) -> None:
         if (number := self._received()) is not None:
-            interrupt(number)
+            self._signalled(number)
+        self._save(now_s)
         self._coordinator.passed(now_s)
         self._take_result()
         self._evaluate_if_due(now_s)
@@ -138,6 +158,51 @@ class Monitor:
             self._told = True
             self._tell(wire.STOP)
         self._chores(now_s)
+        if not self._halted:
+            self._watch(now_s)
+
+    # ---- checkpoints: of a moment at which no worker makes an iteration, and nothing is on its way ----
+
+    def _signalled(self, number: int) -> None:
+        if self._saver is None or number == signal.SIGINT or self._coordinator.stopping or self._suspending:
+            interrupt(number)
+        else:
+            self._saver.ask()
+            self._suspending = number == signal.SIGTERM
+
+    def _save(self, now_s: float) -> None:
+        """What is to be done next for one that is due."""
+        saver, coordinator, n_workers = self._saver, self._coordinator, self._link.comm.size
+        if saver is None:
+            return
+        if len(coordinator.active) < n_workers:
+            self._give_up()
+        elif not saver.holding:
+            if not coordinator.stopping:
+                saver.hold_if_due(now_s, coordinator.version)
+                if saver.holding:
+                    self._tell(wire.HALT)
+        elif saver.can_begin(()) and len(self._halted) == n_workers:
+            self._tell(wire.WRITE, saver.begin(range(n_workers)))
+        elif saver.commit_if_complete():
+            if self._suspending:
+                raise Suspended(f"checkpoint {saver.number}")
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._coordinator.goes_on(self._link.clock.now())
+        self._halted.clear()
+        self._tell(wire.GO_ON)
+
+    def _give_up(self) -> None:
+        """Somebody has ended: there are no checkpoints any more."""
+        if self._saver is not None and self._saver.holding:
+            self._go_on()
+        self._saver = None
+        if self._suspending and not self._coordinator.stopping:
+            interrupt(signal.SIGTERM)
+
+    # ---- evaluations ----
 
     def _evaluate_if_due(self, now_s: float) -> None:
         coordinator, evaluator = self._coordinator, self._evaluator
@@ -152,6 +217,6 @@ class Monitor:
         if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
             self._coordinator.evaluated(*judged)
 
-    def _tell(self, kind: int) -> None:
+    def _tell(self, kind: int, number: int = 0) -> None:
         for rank in range(self._link.comm.size):
-            self._orders.send(rank, (kind,))
+            self._orders.send(rank, (kind, number))

@@ -67,6 +67,7 @@ class Parcels:
         self._words = Window(comm, N_WORDS, np.float64)
         self._total = torch.zeros(size, dtype=dtype, device=transport.device)
         self._left: int | None = None  # the inbox that senders have been sent away from, until it is empty
+        self._kept: Parcel | None = None  # collected, but not given away
         self._sums.local[:] = 0
         self._words.local[:] = 0
         self._sums.sync()
@@ -127,7 +128,9 @@ class Parcels:
 
         What arrived in an inbox where another sender is still at work comes with a later call.
         """
-        parcel = None
+        parcel, self._kept = self._kept, None
+        if parcel is not None:
+            parcel = parcel._replace(total=self._total.copy_(parcel.total))
         if self._left is not None:
             parcel = self._take(self._left, parcel)
         if self._left is None:
@@ -137,6 +140,16 @@ class Parcels:
                 self._left = active
                 parcel = self._take(active, parcel)
         return parcel
+
+    def keep(self) -> Parcel | None:
+        """When nobody sends: everything that has arrived, which stays here for the next `collect`."""
+        if (parcel := self.collect()) is not None:
+            self._kept = parcel._replace(total=parcel.total.clone())
+        return self._kept
+
+    def put_back(self, kept: Parcel | None) -> None:
+        """Let there be what was kept in a run that goes on."""
+        self._kept = kept
 
     def _take(self, inbox: int, parcel: Parcel | None) -> Parcel | None:
         """`parcel` with what is in an inactive inbox, which is empty then; as it was if somebody is at work there."""

@@ -105,6 +105,14 @@ class Exchange(ABC):
         """When nobody sends any more: take in what has come. The number of models."""
         return 0
 
+    def state(self) -> dict[str, Any]:
+        """All that this worker has, while everybody has halted after an iteration; in step, after an exchange."""
+        return {"peer": self.peer.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with an exchange that is new."""
+        self.peer.restore(state["peer"])
+
     def free(self) -> None:  # noqa: B027
         """Collective."""
 
@@ -147,6 +155,13 @@ class Summing(Exchange):
     def show(self, serial: int) -> bool:
         """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
         return self._link.exposure.publish(self._flat.weights, serial)
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"reducer": self._reducer.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._reducer.restore(state["reducer"])
 
     def free(self) -> None:
         self._reducer.close()
@@ -192,7 +207,7 @@ class AllReducing(Summing):
         return outcome
 
     def _reduce(self, n_samples: int, stop: bool) -> None:
-        self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples)
+        self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=self._link.told_to_halt)
         if self._division is not None:
             correction = self._division.correction(self.agreed.n_contributing, self.agreed.n_samples)
             if correction != 1.0:
@@ -224,7 +239,8 @@ class _Rounds(Exchange):
             self._n_samples += n_samples
         if exchanging:
             begin_s = time.perf_counter()
-            self.agreed = self._mean.mean(0, 0, Said(self._n_steps, self._n_samples, stop))
+            said = Said(self._n_steps, self._n_samples, stop, self._link.told_to_halt)
+            self.agreed = self._mean.mean(0, 0, said)
             self._agreeing_s = time.perf_counter() - begin_s
 
     def exchange(self, round: int) -> Outcome:
@@ -260,6 +276,13 @@ class Averaging(_Rounds):
             self._outer.step(x)
         sent = self._mean.sent_bytes
         return Outcome(EVERYBODY, wire_bytes=sent, n_received=agreed.n_contributing - (self._n_steps > 0))
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"outer": self._outer.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._outer.restore(state["outer"])
 
 
 class Permuting(_Rounds):
@@ -365,6 +388,14 @@ class Pushing(_Gossiping):
 
     def settle(self) -> int:
         return self._take_in(False)
+
+    def state(self) -> dict[str, Any]:
+        """With what has come, which is taken in at the next exchange."""
+        return super().state() | {"parcel": self._parcels.keep()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._parcels.put_back(state["parcel"])
 
     def free(self) -> None:
         self._parcels.free()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from hpcsync.peers import Exchanged
 class PeerLink:
     """Made collectively over a private duplicate of `comm`. size, dtype: of the flat weights.
 
-    Ranks report to rank 0, and hear from it when to stop and that all have ended.
+    Ranks report to rank 0, and hear from it when to stop, when to halt for a checkpoint, and that all have ended.
     """
 
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
@@ -33,14 +33,17 @@ class PeerLink:
         self.phases = Phases(self.comm, one_node=self.patience.one_node)
         self.clock: Clock
         self.told_to_stop = False
+        self.told_to_halt = False
         self.all_ended = False
+        self._to_write: int | None = None  # the checkpoint with this number
         self._orders = Inbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER)
         self._reports = Outbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT)
         self._inbox: Inbox | None = None
 
-    def start(self) -> list[tuple[int, str, float, float]] | None:
-        """Everything is made: the run begins, for all at once. On rank 0, rows of the trace's /clocks."""
-        self.clock = Clock(self.comm)
+    def start(self, begin_s: float = 0.0) -> list[tuple[int, str, float, float]] | None:
+        """Everything is made: the run begins, or goes on from this time of rank 0, for all at once. On rank 0, rows of
+        the trace's /clocks."""
+        self.clock = Clock(self.comm, begin_s)
         return self.clock.rows(self.comm)
 
     # ---- every rank ----
@@ -49,14 +52,40 @@ class PeerLink:
         self._reports.send(0, (wire.EXCHANGED, *exchanged))
 
     def say(self, kind: int) -> None:
-        """Report that this rank has left, is settled, or has failed."""
+        """Report that this rank has left, is settled, or has failed; that it has halted, or written its part."""
         self._reports.send(0, (kind, self.comm.rank) + (0,) * (len(wire.PEER_REPORT.names or ()) - 2))
 
     def hear(self) -> None:
         """Take note of what rank 0 has said."""
         while (order := self._orders.poll()) is not None:
-            self.told_to_stop = True
-            self.all_ended = self.all_ended or order[0] == wire.ALL_ENDED
+            kind, number = order
+            if kind in (wire.STOP, wire.ALL_ENDED):
+                self.told_to_stop = True
+                self.all_ended = self.all_ended or kind == wire.ALL_ENDED
+            elif kind == wire.WRITE:
+                self._to_write = number
+            else:
+                self.told_to_halt, self._to_write = kind == wire.HALT, None
+
+    def halt(self, write: Callable[[int], None]) -> None:
+        """Make no further iteration until rank 0 says so; before that, when all have halted, write this rank's part of
+        the checkpoint with the number that it says, unless there is none after all."""
+        self.told_to_halt = True  # in step, others may have been told earlier
+        self.say(wire.HALTED)
+
+        def told() -> bool | None:
+            self.hear()
+            return self._to_write is not None or not self.told_to_halt or None
+
+        def goes_on() -> bool | None:
+            self.hear()
+            return not self.told_to_halt or None
+
+        self.patience.until(told)
+        if self._to_write is not None:
+            write(self._to_write)
+            self.say(wire.WRITTEN)
+            self.patience.until(goes_on)
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
         """What every rank says, as many numbers each, shape (n_ranks, n_numbers); collective, and patient."""

@@ -12,9 +12,10 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
-from hpcsync.checkpoints import Checkpoints
+from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
+from hpcsync.learning import generators
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
 from hpcsync.learning.replica import Loss
@@ -29,12 +30,13 @@ from hpcsync.mpi.peer_exchange import Outcome
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
-from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed
+from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed, run_state
+from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.watch import Watch
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.progress import Progress, console
-from hpcsync.signals import SignalListener, interrupt, on_signals
+from hpcsync.signals import TO_BE_RESUMED, SignalListener, Suspended, interrupt, on_signals
 from hpcsync.traces.schema import COMPUTING, WAITING
 
 
@@ -53,18 +55,23 @@ class PeerSession(RankSession):
         self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
         super().__init__(comm, job, layers(comm, job, model), checkpoints)
         self.worker = comm.rank
+        run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name, self.flat.weights.device)
         self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
         self._division = create_division(job)
+        if self._resumed is not None:
+            self._division, self._estimator = self._resumed["division"], self._resumed["estimator"]
         self._exchange = exchange(
             job, self._link, self.flat, optimizer, self._layers, self._end_of_backward, self._division
         )
+        if self._resumed is not None:
+            self._exchange.restore(self._resumed["exchange"])
         self._exchange.show(1)
         # Others are all in MPI when something moves between them; only an evaluation may have to wait there.
         one_sided = self._exchange.one_sided
         self._progression = choose(self._link.comm, transport=placement.transport) if one_sided else None
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
-        self._clocks = self._link.start()
+        self._clocks = self._link.start(0.0 if run is None else run["now_s"])
         handed_out = None if self._division is None else partial(self._division.work, self.worker)
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, handed_out)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
@@ -74,6 +81,10 @@ class PeerSession(RankSession):
         self._lockstep = Lockstep(job)
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._exchange.in_step else 0)
         self._in_step = self._exchange.in_step  # until all of those in step end
+        if run is not None and self._resumed is not None:
+            self._iteration, self._samples, evaluations = self._resumed["counts"]
+            self._lockstep.restore(self._resumed["lockstep"])
+            self._evaluations.next_samples = evaluations if run["evaluated"] is None else run["evaluated"]
 
     def _hook(self, poll: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Let every gradient that is computed help the others' transfers along."""
@@ -86,6 +97,9 @@ class PeerSession(RankSession):
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
+        if self._resumed is not None:  # not before: the script's preparations may draw, and change the model, too
+            self._restore(self._resumed)
+            self._resumed = None
         self._describe(self._exchange.prepare(dataset, batch_size, self._iterations))
         self._link.phases.enter(COMPUTING, self._iteration + 1)
         for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped):
@@ -127,6 +141,7 @@ class PeerSession(RankSession):
         self._link.report(report)
         if self._estimator is not None:
             self._share_out(self._estimator.observe(report.batch_size, report.compute_s, report.comm_s))
+        self._halt_if_told()
 
     def _end_of_backward(self) -> None:
         """The gradient of this iteration is computed: from here on, after `backward`, it is the mean."""
@@ -211,6 +226,52 @@ class PeerSession(RankSession):
     def _shown(self) -> None:
         """All workers have published their weights of the same iteration."""
 
+    # ---- checkpoints ----
+
+    @property
+    def _name(self) -> str:
+        """What this rank's part of a checkpoint is called."""
+        return f"worker-{self.rank}"
+
+    def _halt_if_told(self) -> None:
+        """After an iteration: those in step halt after the same one, with an exchange; others when they hear of it."""
+        link, exchange = self._link, self._exchange
+        link.hear()
+        halts = link.told_to_halt
+        if exchange.in_step:
+            agreed = exchange.agreed
+            if not self._in_step or self._iteration % exchange.period or agreed is None or not agreed.halt:
+                return
+            if not (halts := agreed.n_steps == len(self._job.takers) * exchange.period):
+                self._cannot_halt()
+        if halts:
+            link.phases.enter(WAITING)
+            link.halt(lambda number: self._checkpoints.write(number, self._name, self._state()))
+
+    def _cannot_halt(self) -> None:
+        """Somebody who was to halt has ended."""
+
+    def _state(self) -> dict[str, Any]:
+        """All that this worker has, while everybody has halted."""
+        return {
+            "exchange": self._exchange.state(),
+            "division": self._division,
+            "estimator": self._estimator,
+            "counts": (self._iteration, self._samples, self._evaluations.next_samples),
+            "lockstep": self._lockstep.state(),
+            "iterations": self._iterations.state(),
+            "generators": generators.state(self.flat.weights.device),
+            "buffers": dict(self._model.named_buffers()),
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there with the next batch."""
+        self.flat.weights.copy_(state["exchange"]["peer"]["weights"])
+        for name, buffer in self._model.named_buffers():
+            buffer.copy_(state["buffers"][name])
+        self._iterations.restore(state["iterations"])
+        generators.restore(state["generators"], self.flat.weights.device)
+
     # ---- the end ----
 
     def _part(self) -> None:
@@ -221,6 +282,7 @@ class PeerSession(RankSession):
         while self._in_step and goes_along:
             self._advance(0)
             self._share_out(None)
+            self._halt_if_told()
         self._link.say(wire.ENDED)
         self._link.wait_for_all()
         self._settle()
@@ -269,21 +331,42 @@ class BookkeeperSession(PeerSession):
         assert self._clocks is not None
         self._evaluate = evaluate
         progressing = {} if self._progression is None else self._progression.attributes()
-        self._trace = begin_trace(job, checkpoints.folder, self._clocks, {**placement.attributes(), **progressing})
+        measured, resumed = {**placement.attributes(), **progressing}, checkpoints.state(RUN)
+        self._trace = begin_trace(job, checkpoints.folder, self._clocks, measured, resumed)
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
         self._progress = Progress(self._console)
         places = [(rank, host) for rank, host, *_ in self._clocks]
         self._watch = Watch(self._coordinator, self._link.phases, self._trace, places, job.paradigm.bound)
         self._signals = SignalListener()
-        evaluator = Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate else None
+        self._evaluator = Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate else None
+        now_s = self._link.clock.now()
+        if resumed is not None:
+            self._coordinator.restore(resumed["coordinator"])
+            self._coordinator.goes_on(now_s)
+            if self._evaluator is not None and resumed["evaluated"] is not None:
+                self._evaluator.go_on(resumed["evaluated"])
+        saver = None
+        if checkpoints.shared:
+            saver = Saver(checkpoints, job.checkpoint, self._run_state, (), now_s, self._coordinator.version)
         self._monitor = Monitor(
-            self._link, self._coordinator, evaluator, self._in_step, self._chores, self._signals.received, self._end_job
-        )
+            self._link, self._coordinator, self._evaluator, self._in_step, self._chores, self._signals.received,
+            self._end_job, saver, self._watch.look,
+        )  # fmt: skip
         self._monitor.start()
 
+    def _run_state(self) -> dict[str, Any]:
+        """What rank 0 knows of the run. evaluated: when an evaluation is due, were the one under way never judged; None
+        where those in step know it."""
+        evaluated = None
+        if self._evaluator is not None and (self._evaluator.busy or not self._exchange.in_step):
+            evaluated = self._evaluator.state()
+        return run_state(self._job, self._trace, self._link.clock.now(), self._coordinator, evaluated=evaluated)
+
+    def _cannot_halt(self) -> None:
+        self._monitor.cannot_halt()
+
     def _chores(self, now_s: float) -> None:
-        self._watch.look(now_s)
         self._trace.flush_if_due(now_s)
         self._progress.show(now_s, self._coordinator)
 
@@ -336,7 +419,7 @@ class BookkeeperSession(PeerSession):
     def _end_job(self, error: BaseException) -> None:
         """The monitor has failed: its thread ends everything."""
         close_failed(self._trace, error)
-        self._comm.Abort(1)
+        self._comm.Abort(TO_BE_RESUMED if isinstance(error, Suspended) else 1)
 
     def _fail(self, error: BaseException) -> None:
         if self._monitor.running:

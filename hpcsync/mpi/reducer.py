@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -158,12 +158,14 @@ class Reducer:
         """Buckets of which the mean is there, since the last `finish`."""
         return self._n_reduced
 
-    def finish(self, contributing: bool = True, stop: bool = False, n_samples: int = 0) -> Agreed:
+    def finish(
+        self, contributing: bool = True, stop: bool = False, n_samples: int = 0, *, halt: bool = False
+    ) -> Agreed:
         """Wait until the flat gradient is the weighted sum over all ranks divided by how many contribute. Collective.
 
         contributing: False from a rank that has no batch: its gradient counts as zero. It does so as often as others
                       step; when nobody contributes, the gradient is zero and all are done.
-        stop:         what one rank says, all are told, at the same step.
+        stop, halt:   what one rank says, all are told, at the same step.
         n_samples:    of this rank's batch; all are told the sum.
 
         Raises RuntimeError for a rank that does not contribute but has launched gradients, or after `close`.
@@ -180,7 +182,7 @@ class Reducer:
         if self._launched and self._background is not None:
             self._background.wait()
         for begin, end in self._buckets[self._launched :]:
-            agreed = self._reduce(begin, end, Said(int(contributing), n_samples, stop))
+            agreed = self._reduce(begin, end, Said(int(contributing), n_samples, stop, halt))
         waited_s = time.perf_counter() - begin_s
         absent_s = min(waited_s, self._mean.absent_s - absent_s)
         self.reduced = Reduced(waited_s, absent_s, self._comm_s, self._mean.sent_bytes)
@@ -198,6 +200,14 @@ class Reducer:
         self._launched = 0
         self._n_reduced = 0
         self._comm_s = 0.0
+
+    def state(self) -> Any:
+        """What this rank remembers from one gradient to the next, between `finish` and the next backward pass."""
+        return self._mean.memory
+
+    def restore(self, state: Any) -> None:
+        """Go on from there."""
+        self._mean.memory = state
 
     # ---- ending ----
 

@@ -67,7 +67,8 @@ class Separated(Summing):
         self._version = 0  # of its first tensor, then
         self._computed = 0  # pieces of it, backward passes too
         self._under_way: list[torch.Tensor] = []  # a convolution worker's activations, with what autograd knows of them
-        self._stop = False  # agreed on by the fully-connected workers: the next iteration is the last
+        # Agreed on by the fully-connected workers: the next iteration is the last; after it all halt.
+        self._stop = self._halt = False
 
     def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
         sample = self._sample(dataset)
@@ -190,7 +191,7 @@ class Separated(Summing):
         self._iterations.rest(self._fc_share)
         if (factor := self._groups.own_mean(self._link.comm.rank, self._pieces)) != 1.0:
             gradient = gradient * factor
-        self._crossing.give_back(self._computed, gradient, self._stop)
+        self._crossing.give_back(self._computed, gradient, self._stop, self._halt)
         self._computed += 1
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
@@ -198,12 +199,13 @@ class Separated(Summing):
             raise RuntimeError("step: where layers are separated it must follow a backward pass through the model")
         self._batch = ()
         is_fc = self._layers.is_fc
-        agreed = self._reducer.finish(n_samples=n_samples, stop=stop and is_fc)
+        agreed = self._reducer.finish(n_samples=n_samples, stop=stop and is_fc, halt=self._link.told_to_halt and is_fc)
         self.peer.step(self._flat.gradient, lr)
-        last = self._stop if is_fc else self._crossing.last
+        last, halt = (self._stop, self._halt) if is_fc else (self._crossing.last, self._crossing.halt)
         self._stop = self._stop or agreed.stop
+        self._halt = agreed.halt and not halt
         n_steps = self._groups.n_convolution
-        self.agreed = Agreed(n_steps, n_steps, agreed.n_samples, last)
+        self.agreed = Agreed(n_steps, n_steps, agreed.n_samples, last, halt)
 
     def exchange(self, round: int) -> Outcome:
         begin_s = time.perf_counter()
@@ -219,6 +221,13 @@ class Separated(Summing):
         )
 
     # ---- around it ----
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"stop": self._stop}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore(state)
+        self._stop = state["stop"]
 
     def show(self, serial: int) -> bool:
         """One of each group shows its half, which all of the group have."""

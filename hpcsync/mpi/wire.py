@@ -7,8 +7,9 @@ every server -> a reader     GRANT    read this buffer of mine
 
 Where there are no servers, rank 0's monitor has the part of server 0:
 
-worker -> rank 0             PEER_REPORT  I have made an iteration / I make no more / nothing is left for me / I failed
-rank 0 -> worker             PEER_ORDER   stop / all have ended
+worker -> rank 0             PEER_REPORT  I have made an iteration / make no more / nothing is left for me / I failed / I
+                             have halted / my part is written
+rank 0 -> worker             PEER_ORDER   stop / all have ended / halt / write your part / go on
 worker -> worker             CROSSED      where layers are separated: a piece's activations, or their gradients, are in
                              your window / I make no more
 """
@@ -57,8 +58,9 @@ REPORT = np.dtype(
 # weight. COLLECT empties a slot into the sum that the next update begins with. PROMISE lets a reader read the current
 # version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that update, for the
 # worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the run is over.
-# SAVE: write your part of checkpoint number `version`.
-CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT, SAVE = 0, 1, 2, 3, 4, 5, 6
+# SAVE: write your part of checkpoint number `version`. DISCARD: this worker has died; it reads nothing any more, and what
+# is in its slot counts only if a later order says so.
+CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT, SAVE, DISCARD = 0, 1, 2, 3, 4, 5, 6, 7
 # The fields of deciding.Assignment.
 ASSIGNMENT = [
     ("first_sample", "i8"),
@@ -97,7 +99,7 @@ GRANT = np.dtype(
 )
 
 
-EXCHANGED, ENDED, SETTLED, LOST = 0, 1, 2, 3
+EXCHANGED, ENDED, SETTLED, LOST, HALTED, WRITTEN = 0, 1, 2, 3, 4, 5
 # `kind`, then the fields of peers.Exchanged.
 PEER_REPORT = np.dtype(
     [
@@ -118,13 +120,16 @@ PEER_REPORT = np.dtype(
     ]
 )
 
-STOP, ALL_ENDED = 0, 1
-PEER_ORDER = np.dtype([("kind", "i1")])
+# For a checkpoint all HALT: make no further iteration, and send nothing. Then they WRITE their parts of the one with
+# this number, unless somebody cannot halt. Then they GO_ON.
+STOP, ALL_ENDED, HALT, WRITE, GO_ON = 0, 1, 2, 3, 4
+PEER_ORDER = np.dtype([("kind", "i1"), ("number", "i4")])
 
 
-# `last`: nobody makes an iteration after this one. After GONE the sender sends nothing more.
+# `last`: nobody makes an iteration after this one; `halt`: not before a checkpoint. After GONE the sender sends nothing
+# more.
 PIECE, GONE = 0, 1
-CROSSED = np.dtype([("kind", "i1"), ("worker", "i4"), ("piece", "i4"), ("last", "i1")])
+CROSSED = np.dtype([("kind", "i1"), ("worker", "i4"), ("piece", "i4"), ("last", "i1"), ("halt", "i1")])
 
 
 class OrderRecord(NamedTuple):

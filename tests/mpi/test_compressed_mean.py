@@ -84,7 +84,7 @@ def means(comm: MPI.Intracomm, of: Compression, dtype: torch.dtype = torch.float
 
 
 def codec_of(mean: CompressedMean) -> Any:
-    return mean._compressor.codec if isinstance(mean, GatheredMean) else mean._codec
+    return mean.memory.codec if isinstance(mean, GatheredMean) else mean.memory
 
 
 def rest_of(codec: Any) -> Any:
