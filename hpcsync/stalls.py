@@ -98,9 +98,8 @@ class Stalls:
         return self._running.keys()
 
     def left(self, worker: int) -> None:
-        """It makes no iteration any more."""
+        """It makes no iteration for now."""
         self._running.pop(worker, None)
-        self._durations.pop(worker, None)
 
     def deadline_s(self, worker: int, size: float = 1.0) -> float | None:
         """After so long an iteration of this size is overdue; None while that is not known."""

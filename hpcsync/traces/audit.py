@@ -25,6 +25,7 @@ from hpcsync.traces.invariants import check_invariants
 from hpcsync.traces.payloads import check_payloads
 from hpcsync.traces.reading import Trace, TraceError
 from hpcsync.traces.replay import replay
+from hpcsync.traces.stalls import check_stalls
 
 __all__ = ["Check", "audit", "main", "render"]
 
@@ -37,13 +38,14 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     if not isinstance(trace, Trace):
         trace = reading.load(trace)
     if not trace.job.has_servers:
-        return check_exchanges(trace)
+        return [*check_exchanges(trace), *check_stalls(trace)]
     invariants = check_invariants(trace)
     if not invariants[0].passed:
         return invariants
     recount = Recount(trace)
     replayed = replay(recount, create_paradigm(trace.job), create_assignments(trace.job))
-    return [*replayed, *invariants, *check_bounds(recount), *check_sizes(recount), *check_payloads(recount)]
+    bounds = [*check_bounds(recount), *check_sizes(recount), *check_payloads(recount)]
+    return [*replayed, *invariants, *bounds, *check_stalls(trace)]
 
 
 def render(checks: list[Check]) -> RenderableType:
