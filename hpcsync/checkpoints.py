@@ -13,13 +13,14 @@ import shutil
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from hpcsync import __version__
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
+
+if TYPE_CHECKING:
+    import torch
 
 FOLDER = "checkpoints"
 RUN = "run"  # the name of rank 0's knowledge of the run
@@ -47,8 +48,7 @@ class Checkpoints:
         None where there is no such file, and where the run begins."""
         if self.resumed is None or not (path := _file(self.resumed, name)).exists():
             return None
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=False)  # whose file it is: ours
-        return state
+        return _load(path, device)
 
     def begin(self, number: int) -> None:
         """On rank 0, before anybody writes: make room for checkpoint `number`."""
@@ -58,6 +58,8 @@ class Checkpoints:
 
     def write(self, number: int, name: str, state: Mapping[str, Any]) -> None:
         """Put this rank's state into the checkpoint that has begun; it has reached the disk on return."""
+        import torch
+
         with _file(self._unfinished(number), name).open("xb") as file:
             torch.save(dict(state), file)
             file.flush()
@@ -94,7 +96,7 @@ def aside(path: Path) -> Path:
 
 def read_run(checkpoint: Path) -> dict[str, Any]:
     """What rank 0 knew of the run. Raises JobError for a checkpoint of another version of hpcsync."""
-    state: dict[str, Any] = torch.load(_file(checkpoint, RUN), map_location="cpu", weights_only=False)
+    state = _load(_file(checkpoint, RUN))
     if state["hpcsync_version"] != __version__:
         raise JobError(f"--resume: {checkpoint} is of hpcsync {state['hpcsync_version']}; must be of {__version__}")
     return state
@@ -118,6 +120,13 @@ def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
         below = next(k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k))
         return _difference(f"{key}.{below}", old.get(below), new.get(below))
     return key, old, new
+
+
+def _load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    import torch
+
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=False)  # it is our own
+    return state
 
 
 def _file(checkpoint: Path, name: str) -> Path:

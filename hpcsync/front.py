@@ -12,15 +12,18 @@ from pathlib import Path
 
 from hpcsync import gpus, launcher
 from hpcsync import job as jobs
-from hpcsync.job_errors import JobError
 from hpcsync.signals import TO_BE_RESUMED
 
 
 def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None, resume: bool = False) -> int:
     """Start the ranks of this job and wait for their end; the exit status. Raises JobError before any rank starts."""
-    job = jobs.load(path, overrides, ranks)
-    jobs.refuse_simulated(job)
     from hpcsync import checkpoints, outputs
+
+    if outputs.finished_already(out, resume):
+        print(f"finished already: {out}")
+        return 0
+    job = jobs.load(path, overrides, outputs.began_with(out, resume) or ranks)
+    jobs.refuse_simulated(job)
     from hpcsync.learning.validation import check
     from hpcsync.learning.workloads import import_beside
 
@@ -28,20 +31,15 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     check(job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
     given = out is not None and os.path.exists(out)
-    if resume:
-        if out is None:
-            raise JobError("--resume: must come with --out DIR, the folder of the run that is to go on")
-        if (out / outputs.SUMMARY).exists():
-            print(f"finished already: {out}")
-            return 0
     goes_on = resume and out is not None and outputs.reopen(out, job) is not None
     folder = out if goes_on and out is not None else outputs.choose(job, out)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
-    argv += ["-n", str(job.cluster.ranks), "--out", str(folder), *(["--resume"] if resume else [])]
+    n_ranks = ranks or job.cluster.ranks
+    argv += ["-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
     try:
-        ended = launcher.launch(job.cluster.ranks, argv, suspends=True)
+        ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=job.cluster.on_death == "continue")
     finally:
         if not given:
             with suppress(OSError):  # it holds something

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -67,6 +68,7 @@ def connect(
     placement: str = "packed",
     name: str | None = None,
     out: str | Path | None = None,
+    on_death: str = "end",
     checkpoint: Mapping[str, Any] | None = None,
     resume: bool = False,
     comm: MPI.Intracomm | None = None,
@@ -106,6 +108,8 @@ def connect(
     placement: as the job file's cluster.placement: with "spread" servers lie on nodes of their own; ranks are then
                counted in another order (the session's `rank`), except for rank 0.
     name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
+    on_death:  as the job file's cluster.on_death: with "continue" the others go on when a worker's process dies, where
+               the MPI can.
     checkpoint: as the job file's [checkpoint]: how often all that the run consists of is written into its folder.
     resume:    go on from the newest checkpoint in `out`, if there is one. Loaders then begin after what was trained on,
                and what the script has drawn from Python's, NumPy's and torch's generators goes on with them; what else
@@ -122,7 +126,7 @@ def connect(
         comm, n_workers = None, 2 if paradigm == "stanza" else 1
         options, batches = _alone(options, batches)
     else:
-        n_workers = comm.size - servers
+        n_workers = (outputs.began_with(out, resume) or comm.size) - servers
     spec = _spec(optimizer, model)
     job = Job.from_table(
         {
@@ -148,6 +152,7 @@ def connect(
                 "workers": n_workers,
                 "device": device_of(model).type,
                 "window": window,
+                "on_death": on_death,
                 "placement": placement,
                 **({"compute": dict(compute)} if compute else {}),
             },
@@ -180,10 +185,12 @@ def join(
     """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
     from mpi4py import MPI
 
+    from hpcsync.mpi.deaths import tolerable
     from hpcsync.mpi.node_memory import MemoryUnreachable
     from hpcsync.mpi.placement import place
 
-    if comm.size != job.cluster.ranks:
+    began_with = outputs.began_with(out, resume)
+    if not (comm.size == job.cluster.ranks or job.cluster.servers < comm.size < (began_with or 0)):
         raise JobError(
             f"cluster.workers = {job.cluster.workers}: with cluster.servers = {job.cluster.servers} this takes "
             f"{job.cluster.ranks} ranks, but {comm.size} were started"
@@ -192,6 +199,11 @@ def join(
     _refuse_differences(comm, job, model)
     if evaluate is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE, for the evaluation beside server 0")
+    if job.cluster.on_death == "continue" and not tolerable():
+        raise JobError(
+            'cluster.on_death = "continue": must be "end" with this MPI, or this way of starting it; needed is Open MPI '
+            f"from version 5 on, and mpirun {shlex.join(launcher.TOLERANT)}, which hpcsync run knows by itself"
+        )
     if not job.has_servers and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError(
             f'paradigm.name = "{job.paradigm.name}": needs an MPI with MPI_THREAD_MULTIPLE: worker 0 hears the others '

@@ -64,6 +64,22 @@ def reopen(folder: Path, job: Job) -> Path | None:
     return resumed
 
 
+def finished_already(out: str | Path | None, resume: bool) -> bool:
+    """Whether there is nothing left to resume. Raises JobError where nobody said what."""
+    if resume and out is None:
+        raise JobError("--resume: must come with --out DIR, the folder of the run that is to go on")
+    return resume and out is not None and (Path(out) / SUMMARY).exists()
+
+
+def began_with(out: str | Path | None, resume: bool) -> int | None:
+    """Of a run with servers that goes on from a checkpoint in this folder: how many ranks it began with. Now there may
+    be fewer. None for other runs."""
+    if not resume or out is None or (resumed := checkpoints.newest(Path(out))) is None:
+        return None
+    job = Job.from_toml(checkpoints.read_run(resumed)["job"])
+    return job.cluster.ranks if job.has_servers else None
+
+
 def newest_or_aside(folder: Path) -> Path | None:
     """The newest checkpoint; where there is none, what an attempt has left in the folder gets other names."""
     if (resumed := checkpoints.newest(folder)) is None:

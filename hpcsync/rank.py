@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcsync import gpus
+from hpcsync import gpus, outputs
 from hpcsync import job as jobs
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError
@@ -44,7 +44,11 @@ def main(
 
     import_beside(path)
     try:
-        job = agree(comm, lambda: jobs.load(path, overrides, ranks))
+        if agree(comm, lambda: outputs.finished_already(out, resume)):
+            if comm.rank == 0:
+                print(f"finished already: {out}")
+            return 0
+        job = agree(comm, lambda: jobs.load(path, overrides, outputs.began_with(out, resume) or ranks))
         train(arranged(comm, job.cluster), job, out, resume)
     except JobError as error:
         if comm.rank == 0:

@@ -42,17 +42,19 @@ def run(*arguments: str) -> Result:
 
 def test_a_plain_run_starts_ranks(calls: list[tuple]) -> None:
     assert run("run", "job.toml").exit_code == 3
-    assert run("run", "job.toml", "-n", "5", "--set", "a=1", "--set", "b.c=x y", "--out", "o").exit_code == 3
+    assert (
+        run("run", "job.toml", "-n", "5", "--set", "a=1", "--set", "b.c=x y", "--out", "o", "--resume").exit_code == 3
+    )
     assert calls == [
-        ("run", Path("job.toml"), [], None, None),
-        ("run", Path("job.toml"), ["a=1", "b.c=x y"], 5, Path("o")),
+        ("run", Path("job.toml"), [], None, None, False),
+        ("run", Path("job.toml"), ["a=1", "b.c=x y"], 5, Path("o"), True),
     ]
 
 
 def test_a_run_under_a_launcher_is_a_rank(calls: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_SIZE", "3")
     assert run("run", "job.toml", "--set", "a=1", "-n", "3", "--out", "o").exit_code == 4
-    assert calls == [("rank", Path("job.toml"), ["a=1"], 3, Path("o"))]
+    assert calls == [("rank", Path("job.toml"), ["a=1"], 3, Path("o"), False)]
 
 
 def test_show(calls: list[tuple]) -> None:
@@ -88,4 +90,4 @@ def test_usage() -> None:
     assert run("run").exit_code == 2
     commands = run("--help").stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert names == ["run", "simulate", "show", "audit", "doctor", "bench", "plan"]
+    assert names == ["run", "simulate", "show", "audit", "doctor", "bench", "slurm", "plan"]

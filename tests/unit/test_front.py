@@ -6,7 +6,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpcsync import front, launcher, outputs
+from hpcsync import __version__, front, launcher, outputs
+from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.job import Job, load
 from hpcsync.job_errors import JobError
 from hpcsync.launcher import Ended, LaunchError
@@ -44,7 +45,7 @@ class Ranks:
         self._job = job
         monkeypatch.setattr(launcher, "launch", self._launch)
 
-    def _launch(self, n: int, argv: list[str]) -> Ended:
+    def _launch(self, n: int, argv: list[str], **how: bool) -> Ended:
         self.command = [str(n), *argv]
         folder = Path(argv[argv.index("--out") + 1])
         folder.mkdir(parents=True, exist_ok=True)
@@ -116,7 +117,7 @@ def test_a_launch_that_fails_leaves_no_empty_folder(
 ) -> None:
     found: list[bool] = []
 
-    def fail(n: int, argv: list[str]) -> Ended:
+    def fail(n: int, argv: list[str], **how: bool) -> Ended:
         found.append(Path(argv[-1]).is_dir() and not any(Path(argv[-1]).iterdir()))
         raise LaunchError("mpiexec: not found")
 
@@ -176,13 +177,71 @@ def test_a_trace_that_does_not_open_is_said(
     (path.parent / "o").mkdir()
     launch = ranks._launch
 
-    def tear(n: int, argv: list[str]) -> Ended:
+    def tear(n: int, argv: list[str], **how: bool) -> Ended:
         Path("o/trace.h5").write_text("torn")
         return launch(n, argv)
 
     monkeypatch.setattr(launcher, "launch", tear)
     assert front.run(path, [], None, Path("o")) == 1
     assert capsys.readouterr().err == "hpcsync: o/trace.h5: not a trace (not an HDF5 file)\n"
+
+
+# ---- going on ----
+
+
+def save(folder: Path, job: Job, number: int = 1) -> None:
+    store = Checkpoints(folder, 2, None, shared=True)
+    store.begin(number)
+    store.write(number, RUN, {"hpcsync_version": __version__, "job": job.to_toml()})
+    store.commit(number)
+
+
+def test_what_is_finished_or_nowhere_does_not_go_on(
+    path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(JobError, match="^--resume: must come with --out DIR, the folder of the run that is to go on$"):
+        front.run(path, [], None, None, resume=True)
+    front.run(path, [], None, Path("o"))
+    ranks.command = []
+    assert front.run(path, [], None, Path("o"), resume=True) == 0
+    assert (ranks.command, capsys.readouterr().out) == ([], "finished already: o\n")
+
+
+def test_a_run_goes_on_where_there_is_a_checkpoint(
+    path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
+    assert front.run(path, [], None, Path("o")) == 1
+    save(Path("o"), load(path))
+    Path("o/trace.h5").unlink()
+    assert front.run(path, ["stop.updates=99"], None, Path("o"), resume=True) == 1
+    assert capsys.readouterr().err.endswith("hpcsync: --resume goes on from o/checkpoints/1\n")
+    assert ranks.command[-3:] == ["--out", "o", "--resume"]
+    assert "updates = 99" in Path("o/job.toml").read_text()
+    with pytest.raises(JobError, match="^seed = 5: must be 0, as it was when the run began$"):
+        front.run(path, ["seed=5"], None, Path("o"), resume=True)
+
+
+def test_a_run_with_servers_goes_on_with_fewer_workers(path: Path, ranks: Ranks) -> None:
+    (path.parent / "o").mkdir()
+    save(Path("o"), load(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 4))
+    assert front.run(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 3, Path("o"), resume=True) == 0
+    assert ranks.command[0] == "3"
+    assert load(Path("o/job.toml")).cluster.workers == 2, "as many as it began with"
+
+
+def test_without_a_checkpoint_it_begins_and_keeps_what_was_there(path: Path, ranks: Ranks) -> None:
+    ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
+    front.run(path, [], None, Path("o"))
+    ranks.ended, ranks.summary, ranks.status = Ended(0), True, "finished"
+    assert front.run(path, [], None, Path("o"), resume=True) == 0
+    assert reading.load("o/trace.lost-1.h5").status == "failed"
+    assert reading.load("o/trace.h5").status == "finished"
+
+
+def test_one_that_can_be_resumed_says_so_to_the_batch_system(path: Path, ranks: Ranks) -> None:
+    ranks.ended, ranks.summary, ranks.status = Ended(75), False, "interrupted"
+    assert front.run(path, [], None, Path("o")) == 75
 
 
 def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> None:
