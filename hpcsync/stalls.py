@@ -14,10 +14,10 @@ Times come in with the calls, in seconds on one clock; nothing here reads one.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
 from collections import deque
 from collections.abc import Collection, Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
@@ -50,20 +50,7 @@ class _Iteration:
     size: float
     waited_s: float = 0.0  # of that: for others
     told_s: float = 0.0  # how long it had lasted when that was told last
-
-
-@dataclass(slots=True)
-class _Durations:
-    """Of a worker's last iterations, each per unit of its size: as they came, and in order."""
-
-    latest: deque[float] = field(default_factory=deque)
-    ordered: list[float] = field(default_factory=list)
-
-    def add(self, duration: float) -> None:
-        if len(self.latest) == WINDOW:
-            del self.ordered[bisect_left(self.ordered, self.latest.popleft())]
-        self.latest.append(duration)
-        insort(self.ordered, duration)
+    deadline_s: float | None = None  # once somebody has asked
 
 
 class Stalls:
@@ -74,7 +61,7 @@ class Stalls:
     """
 
     def __init__(self) -> None:
-        self._durations: dict[int, _Durations] = {}
+        self._durations: dict[int, deque[float]] = {}  # of a worker's last iterations, each per unit of its size
         self._running: dict[int, _Iteration] = {}
         self._over: list[Stall] = []
         self._looked_s = 0.0
@@ -90,24 +77,26 @@ class Stalls:
         lasted_s = now_s - running.since_s - (running.waited_s if waited_s is None else waited_s)
         if running.told_s:
             self._over.append(self._stall(worker, running, lasted_s)._replace(ended=True))
-        self._durations.setdefault(worker, _Durations()).add(max(0.0, lasted_s) / running.size)
+        if (durations := self._durations.get(worker)) is None:
+            durations = self._durations[worker] = deque(maxlen=WINDOW)
+        durations.append(max(0.0, lasted_s) / running.size)
+
+    def left(self, worker: int) -> None:
+        """It makes no iteration for now."""
+        self._running.pop(worker, None)
 
     @property
     def running(self) -> Collection[int]:
         """Workers that are at an iteration."""
         return self._running.keys()
 
-    def left(self, worker: int) -> None:
-        """It makes no iteration for now."""
-        self._running.pop(worker, None)
-
-    def deadline_s(self, worker: int, size: float = 1.0) -> float | None:
-        """After so long an iteration of this size is overdue; None while that is not known."""
-        durations = self._durations.get(worker)
-        if durations is None or len(durations.ordered) < KNOWN:
-            return None
-        usual = median(durations.ordered)
-        mad = median(abs(duration - usual) for duration in durations.ordered)
+    def deadline_s(self, worker: int, size: float = 1.0) -> float:
+        """After so long an iteration of this size is overdue; infinity while nothing is known of it."""
+        durations = self._durations.get(worker, ())
+        if len(durations) < KNOWN:
+            return math.inf
+        usual = median(durations)
+        mad = median(abs(duration - usual) for duration in durations)
         return size * usual + max(size * SPREAD * NORMAL * mad, size * SHARE * usual, SLACK_S)
 
     def look(self, now_s: float, waiting: Container[int] = ()) -> list[Stall]:
@@ -119,14 +108,14 @@ class Stalls:
             if worker in waiting:
                 running.waited_s += min(since_s, lasted_s)
             elif since_s <= AWAY_S and (lasted_s := lasted_s - running.waited_s) > max(SLACK_S, 2 * running.told_s):
-                deadline_s = self.deadline_s(worker, running.size)
-                if deadline_s is not None and lasted_s > deadline_s:
+                if running.deadline_s is None:
+                    running.deadline_s = self.deadline_s(worker, running.size)
+                if lasted_s > running.deadline_s:
                     running.told_s = lasted_s
                     found.append(self._stall(worker, running, lasted_s))
         return found
 
     def _stall(self, worker: int, running: _Iteration, lasted_s: float) -> Stall:
-        deadline_s = self.deadline_s(worker, running.size)
-        assert deadline_s is not None
-        usual_s = running.size * median(self._durations[worker].ordered)
-        return Stall(worker, running.number, lasted_s, deadline_s, usual_s)
+        assert running.deadline_s is not None
+        usual_s = running.size * median(self._durations[worker])
+        return Stall(worker, running.number, lasted_s, running.deadline_s, usual_s)

@@ -1,5 +1,6 @@
 """Deadlines from a worker's own iterations: who is told to stall, how often, and who is not."""
 
+import math
 import pickle
 from itertools import pairwise
 from statistics import fmean, stdev
@@ -14,24 +15,24 @@ class Fixed(Stalls):
     """For negative controls: the same deadline for everybody."""
 
     def deadline_s(self, worker, size=1.0):
-        return None if super().deadline_s(worker) is None else 3.0
+        return 3.0 if super().deadline_s(worker) < math.inf else math.inf
 
 
 class MeanAndDeviation(Stalls):
     """For negative controls: what one stall moves."""
 
     def deadline_s(self, worker, size=1.0):
-        durations = self._durations[worker].ordered if worker in self._durations else []
-        return None if len(durations) < KNOWN else fmean(durations) + max(10 * stdev(durations), SLACK_S)
+        durations = self._durations[worker] if worker in self._durations else []
+        return math.inf if len(durations) < KNOWN else fmean(durations) + max(10 * stdev(durations), SLACK_S)
 
 
 class Bare(Stalls):
     """For negative controls: the deviation alone."""
 
     def deadline_s(self, worker, size=1.0):
-        durations = self._durations[worker].ordered if worker in self._durations else []
+        durations = self._durations[worker] if worker in self._durations else []
         if len(durations) < KNOWN:
-            return None
+            return math.inf
         usual = float(np.median(durations))
         return usual + 10 * 1.4826 * float(np.median(np.abs(np.array(durations) - usual)))
 
@@ -112,7 +113,7 @@ def test_only_the_latest_iterations_count_and_only_a_workers_own():
     assert stalls.deadline_s(0) == pytest.approx(0.1 + SLACK_S)
     lived(stalls, [5.0] * WINDOW, now_s=now_s)
     assert stalls.deadline_s(0) == pytest.approx(15.0)
-    assert stalls.deadline_s(2) is None
+    assert stalls.deadline_s(2) == math.inf
 
 
 def test_an_iterations_size_counts():
