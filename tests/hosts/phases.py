@@ -1,0 +1,47 @@
+"""One rank of a pair on two hosts: python -m mpi4py phases.py OUT.json
+
+Rank 1 says that it computes, and does so for a second without an MPI call: first with the probe that belongs to a phase
+between hosts, then without, as on one node. Rank 0 leaves in OUT.json whether it saw that, and which MPI it has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from mpi4py import MPI
+
+from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.phases import Phases
+from hpcsync.traces.schema import COMPUTING
+
+COMPUTE_S = 1.0
+
+
+def sees(comm: MPI.Intracomm, patience: Patience, *, one_node: bool) -> bool:
+    phases, seen = Phases(comm, one_node=one_node), False
+    patience.barrier()
+    begin_s = time.perf_counter()
+    if comm.rank == 1:
+        phases.enter(COMPUTING, 7)
+        time.sleep(COMPUTE_S)
+    while comm.rank == 0 and not seen and time.perf_counter() < begin_s + COMPUTE_S / 2:
+        patience.pause()
+        seen = phases.seen()[1] == (7, COMPUTING)
+    patience.barrier()
+    phases.free()
+    return seen
+
+
+def main(out: str) -> None:
+    comm = MPI.COMM_WORLD
+    patience = Patience(comm)
+    assert not patience.one_node
+    found = [sees(comm, patience, one_node=one_node) for one_node in (False, True)]
+    if comm.rank == 0:
+        Path(out).write_text(json.dumps([*found, MPI.Get_library_version()]))
+
+
+main(sys.argv[1])
