@@ -53,12 +53,9 @@ MPI_SETTINGS = {
 SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
 ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes Open MPI knows the network better
 
-# Open MPI's mpirun: ranks go on when others die, and hear of it. Without the detector, and without EVENT_NOEPOLL, some
-# runs hang.
-TOLERANT = (
-    *("--with-ft", "ulfm", "-x", "EVENT_NOEPOLL=1", "--mca", "mpi_ft_detector", "1"),
-    *("--mca", "mpi_ft_detector_period", "0.3", "--mca", "mpi_ft_detector_timeout", "1"),
-)
+# Open MPI's mpirun: ranks go on when others die, of which its daemons tell them. Not its ranks' own detector: it takes
+# one that computes for a second for dead.
+TOLERANT = ("--with-ft", "ulfm", "-x", "EVENT_NOEPOLL=1")
 
 # What a launcher or a batch system puts into the environment of its ranks, by how the names begin. An mpiexec inside
 # would take itself for a part of that job, or look for hosts there.
@@ -192,6 +189,7 @@ def launch(
     grace_s: float = 5.0,
     output: IO[bytes] | None = None,
     suspends: bool = False,
+    tolerant: bool = False,
 ) -> Ended:
     """Run n ranks of this program to their end, and print the command line first; or into `output`, without that.
 
@@ -204,7 +202,7 @@ def launch(
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
     environ = environment()
-    line = command(n, argv, environ)
+    line = command(n, argv, environ, tolerant=tolerant)
     mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with that of the launch around this one
     if output is None:
         print(shlex.join(line), flush=True)
@@ -222,14 +220,15 @@ def launch(
         except OSError as error:
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
         timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends))
-        if process.returncode is None:
+        stopped = process.returncode is None
+        if stopped:
             _stop(process, grace_s)
         _kill_marked(mark)
     if timed_out:
         return Ended(TIMED_OUT, None, True)
-    signum = signums[0] if signums else None
+    signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    return Ended(128 + signum if signum and status == 0 else status, signum)
+    return Ended(128 + signum if stopped and signum and status == 0 else status, signum)
 
 
 def _terminal() -> dict[str, str]:
@@ -265,11 +264,12 @@ def _wait(
     """Wait until the process ends, a signal comes that is not passed on or the time is over; whether it was the
     time."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    heard = 0
     while True:
-        while signums and passed_on(signums[0]):
-            signums.pop(0)
-        if signums:
-            return False
+        while heard < len(signums):
+            if not passed_on(signums[heard]):
+                return False
+            heard += 1
         try:
             process.wait(0.1)
             return False

@@ -37,12 +37,13 @@ def on_signals(note: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def left_to_rank_0() -> Callable[[], None]:
-    """Let this process ignore what a batch system sends to all ranks and rank 0 acts upon; call what it returns to undo
-    that."""
+def left_to_rank_0(rank: int) -> Callable[[], None]:
+    """Let this rank ignore what a batch system sends to all ranks and rank 0 acts upon; call what it returns to undo
+    that. As long as there is nothing to save, rank 0 dies of SIGTERM."""
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    before = {number: signal.signal(number, lambda n, _: None) for number in (signal.SIGTERM, SAVING)}
+    ignored = (SAVING,) if rank == 0 else (SAVING, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda n, _: None) for number in ignored}
 
     def undo() -> None:
         for number, handler in before.items():

@@ -22,6 +22,7 @@ from hpcsync.deciding import decision_fields
 from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.replica import Loss
+from hpcsync.mpi.deaths import RankFailed, leave_with, survivors
 from hpcsync.mpi.layers import Layers
 from hpcsync.peers import PeerCoordinator
 from hpcsync.session import Session
@@ -30,10 +31,6 @@ from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
-
-
-class RankFailed(Exception):
-    """Another rank has said that it cannot go on."""
 
 
 def begin_trace(
@@ -50,12 +47,11 @@ def begin_trace(
     clocks = list(clocks)
     library = MPI.Get_library_version().strip("\0 \n")
     attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in clocks])
-    path, fields = folder / outputs.TRACE, decision_fields(job)
-    if resumed is None:
-        trace, start, now_s, seq = TraceWriter(path, {**attributes, **measured}, fields), 0, 0.0, 0
-    else:
-        trace = TraceWriter.going_on(path, resumed["trace_rows"], {**attributes, **measured}, fields)
-        start, now_s, seq = resumed["starts"], resumed["now_s"], resumed["coordinator"]["_seq"]
+    n_rows, start, now_s, seq = None, 0, 0.0, 0
+    if resumed is not None:
+        n_rows, start, now_s = resumed["trace_rows"], resumed["starts"], resumed["now_s"]
+        seq = resumed["coordinator"]["_seq"]
+    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **measured}, decision_fields(job), n_rows)
     trace.append("starts", (start, now_s, seq, attributes["created"], launcher.batch_job()))
     for row in clocks:
         trace.append("clocks", (start, *row))
@@ -106,6 +102,7 @@ class RankSession(Session):
         self._comm = comm
         self._job = job
         self._checkpoints = checkpoints
+        self._tolerant = job.cluster.on_death == "continue"
         self._layers, self._model = layers, layers.model
         self.flat = FlatModel(layers.trained)
         self.flat.model = layers.model  # it is called as a whole
@@ -114,7 +111,7 @@ class RankSession(Session):
         layers.share()
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
-        self._heed_signals = left_to_rank_0()
+        self._heed_signals = left_to_rank_0(comm.rank)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
@@ -161,21 +158,29 @@ class RankSession(Session):
 
     def _fail(self, error: BaseException) -> None:
         """Say what is known to whom it helps, before the job is ended."""
-        if not isinstance(error, KeyboardInterrupt):
+        if isinstance(error, RankFailed):
+            print(f"hpcsync: rank {self.rank} cannot go on: {error}", file=sys.stderr)
+        elif not isinstance(error, KeyboardInterrupt):
             print(f"hpcsync: rank {self.rank} failed:", file=sys.stderr)
             traceback.print_exception(error)
-        self._report_failure()
+        with contextlib.suppress(RankFailed, MPI.Exception):  # rank 0 itself may have died
+            self._report_failure()
         time.sleep(FAREWELL_S)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
                 self._part()
-                self._layers.share(self._layers.first)
-                self._free()
-                self._layers.free()
+                together = survivors(self._comm) if self._tolerant else self._comm
+                complete = together.size == self._comm.size
+                self._layers.share(self._layers.first, together)
+                if complete:
+                    self._free()
+                    self._layers.free()
                 self._conclude()
                 self._give_back()
+                if not complete:
+                    leave_with(together)
                 return
             except BaseException as late:
                 error = late

@@ -89,6 +89,22 @@ def test_python_is_the_python_that_asks(mpiexec: Path) -> None:
     assert launcher.command(2, ["train.sh", "python"]) == [str(mpiexec), "-n", "2", "train.sh", "python"]
 
 
+@pytest.mark.parametrize(
+    ("version", "can"),
+    [("mpirun (Open MPI) 5.0.11", True), ("mpirun (Open MPI) 4.1.4", False), ("HYDRA build details:", False)],
+    ids=str,
+)
+def test_ranks_that_go_on_without_the_dead(mpiexec: Path, version: str, can: bool) -> None:
+    mpiexec.write_text(f"#!/bin/sh\necho '{version}'\n")
+    mpiexec.chmod(0o755)
+    if can:
+        command = launcher.command(3, ["train.sh"], tolerant=True)
+        assert command == [str(mpiexec), *launcher.TOLERANT, "-n", "3", "train.sh"]
+    else:
+        with pytest.raises(LaunchError, match="mpiexec: cannot go on when a rank dies; Open MPI can, from version 5"):
+            launcher.command(3, ["train.sh"], tolerant=True)
+
+
 def test_the_environment_yields_to_the_user() -> None:
     environ = launcher.environment({"OMP_NUM_THREADS": "4", "HOME": "/h"})
     assert (environ["OMP_NUM_THREADS"], environ["OPENBLAS_NUM_THREADS"], environ["HOME"]) == ("4", "1", "/h")
@@ -183,6 +199,41 @@ def test_signals_end_every_rank(mpiexec: Path, signum: int) -> None:
     front.send_signal(signum)
     assert front.wait(5) > 0
     assert not sleepers("4324")
+
+
+RANK = """
+import os, pathlib, signal, sys, time
+rank = os.environ["PMI_RANK"]
+def note(signum, frame):
+    pathlib.Path(f"{signum}-{rank}").touch()
+    if signum == signal.SIGTERM:
+        pathlib.Path("over").touch()
+for signum in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(signum, note)
+pathlib.Path(f"ready-{rank}").touch()
+while not os.path.exists("over"):
+    time.sleep(0.01)
+sys.exit(75 if rank == "0" else 0)
+"""
+FRONT = "import sys; from hpcsync.launcher import launch; print(launch(2, sys.argv[1:], suspends={suspends}))"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are found on Linux only")
+@pytest.mark.parametrize("suspends", [True, False])
+def test_rank_0_alone_is_told_to_end_where_it_does_so_in_order(
+    mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suspends: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = [sys.executable, "-c", FRONT.format(suspends=suspends), "python", "-c", RANK]
+    environ = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[1])}
+    front = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ)
+    while len(list(tmp_path.glob("ready-*"))) < 2:
+        time.sleep(0.02)
+    front.send_signal(signal.SIGTERM)
+    out, _ = front.communicate(timeout=10)
+    told = sorted(path.name for path in tmp_path.glob("15-*"))
+    assert told == (["15-0"] if suspends else ["15-0", "15-1"])
+    assert "Ended(status=75, signum=15, timed_out=False)" in out
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the launcher on Linux only")
