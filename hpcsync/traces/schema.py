@@ -148,9 +148,9 @@ MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("ch
 # `created` is when, in UTC; `job_id` the batch system's.
 STARTS = np.dtype([("start", "<i4"), ("now_s", "<f8"), ("seq", "<i8"), ("created", "S25"), ("job_id", "S64")])
 
-# One row per report of a stall: an iteration that has lasted `lasted_s`, longer than the `deadline_s` that its worker's own
-# iterations lead one to expect, told again when it has lasted twice as long. `phase` is what the worker was doing then,
-# `n_waiting` how many others were held.
+# One row per report of a stall, an iteration that has lasted `lasted_s`, longer than the `deadline_s` that its worker's
+# own iterations lead one to expect; there is another when it has lasted twice as long. `phase` is what the worker was
+# doing, `n_waiting` how many others were held.
 STALLS = np.dtype(
     [
         ("now_s", "<f8"),
