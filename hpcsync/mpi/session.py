@@ -63,6 +63,7 @@ class LinkedSession(RankSession):
             contributors_read=contributors_read,
             compression=compressing.of_job(job, self.flat.parameters),
             begin_s=begin_s,
+            tolerant=self._tolerant,
         )
         self._clocks = self._link.clocks()
 
@@ -246,9 +247,7 @@ class LeaderSession(FollowerSession):
             self._unheard = resumed["unheard"]
             if self._evaluator is not None:
                 self._evaluator.go_on(resumed["evaluated"])
-        hosts = [host for _, host, *_ in self._clocks]
-        ranks = [self._link.roles.rank_of(worker) for worker in range(job.cluster.workers)]
-        places = [(rank, hosts[rank]) for rank in ranks]
+        places = [(rank, host) for rank, host, *_ in self._clocks[job.cluster.servers :]]
         self._watch = Watch(self._coordinator, self._link.phases, self._trace, places, job.paradigm.bound)
         self._console = console()
         self._progress = Progress(self._console)

@@ -17,7 +17,9 @@ from hpcsync.coordinator import Coordinator
 from hpcsync.job import Job
 from hpcsync.learning import generators, rules
 from hpcsync.mpi.worker import Worker
+from hpcsync.rank import train
 from hpcsync.traces.reading import load
+from hpcsync.traces.schema import DIED
 from tests.mpi.training import failures, on_some
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
@@ -172,6 +174,24 @@ def test_what_was_forgotten_is_found_in_the_trace(comm, needs, folder, monkeypat
     on_some(comm, this, torn, resume=True)
     if comm.rank == 0:
         assert failures(torn / "trace.h5")
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "dssp", "k-batch-async"])
+def test_fewer_workers_than_before_go_on(comm, needs, folder, paradigm):
+    needs(3)
+    this = job(paradigm, comm.size - 1)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    fewer = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
+    if fewer != MPI.COMM_NULL:
+        train(fewer, this, torn, resume=True)
+        fewer.Free()
+    if comm.rank == 0:
+        assert not failures(torn / "trace.h5")
+        trace = load(torn / "trace.h5")
+        change = trace.tables["membership"][0]
+        assert (change["worker"], change["change"]) == (comm.size - 2, DIED)
+        assert (trace.tables["pushes"]["worker"] == comm.size - 2).sum() < UPDATES / 2
 
 
 # ---- what cannot go on ----
