@@ -55,7 +55,7 @@ def run(
     """Train. Starts the ranks; under mpirun, mpiexec or srun it is one of them."""
     with told_in_one_line():
         if under_launcher():
-            left_to_rank_0(expected_rank())  # before anything slow: a batch system's signal may come at any time
+            left_to_rank_0()  # before anything slow: a batch system's signal may come at any time
             from hpcsync import rank as one
 
             sys.exit(one.main(job, overrides or [], ranks, out, resume))

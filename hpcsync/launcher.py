@@ -400,6 +400,12 @@ def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
     return size > 1 or "OMPI_COMM_WORLD_SIZE" in environ or "PMI_SIZE" in environ
 
 
+def under_pmi2_of_slurm(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is a rank that srun --mpi=pmi2 has started."""
+    environ = os.environ if environ is None else environ
+    return environ.get("PMI_JOBID") == f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+
+
 def batch_job(environ: Mapping[str, str] | None = None) -> str:
     """What the batch system calls the job that this process is in, as on its own command lines; "" outside of one."""
     environ = os.environ if environ is None else environ

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 SAVING = signal.SIGUSR1  # write a checkpoint, and go on
 HEARD = (signal.SIGINT, signal.SIGTERM, SAVING)
 
 TO_BE_RESUMED = 75  # exit status: EX_TEMPFAIL of sysexits.h
+
+_came: list[int] = []  # what was left to rank 0, which has not listened yet
 
 
 class Interrupted(Exception):
@@ -31,19 +35,31 @@ def on_signals(note: Callable[[int], None]) -> Iterator[None]:
         return
     before = [signal.signal(number, lambda n, _: note(n)) for number in HEARD]
     try:
+        while _came:
+            note(_came.pop(0))
         yield
     finally:
         for number, handler in zip(HEARD, before, strict=True):
             signal.signal(number, handler)
 
 
-def left_to_rank_0(rank: int) -> Callable[[], None]:
-    """Let this rank ignore what a batch system sends to all ranks and rank 0 acts upon; call what it returns to undo
-    that. As long as there is nothing to save, rank 0 dies of SIGTERM."""
+def left_to_rank_0() -> Callable[[], None]:
+    """Let this rank leave to rank 0 what a batch system sends to all ranks; call what it returns to undo that.
+
+    Rank 0 hears of it as soon as it listens. A second SIGTERM ends any rank: its time is over, or rank 0 is gone. Slurm
+    sends SIGTERM also when a rank has ended with another status than 0, and forgets that status if others, who are just
+    ending themselves, die of it.
+    """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
-    ignored = (SAVING,) if rank == 0 else (SAVING, signal.SIGTERM)
-    before = {number: signal.signal(number, lambda n, _: None) for number in ignored}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and number in _came:
+            os._exit(TO_BE_RESUMED)
+        _came.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, SAVING)}
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # from then on Python would let it kill
 
     def undo() -> None:
         for number, handler in before.items():
@@ -66,6 +82,8 @@ class SignalListener:
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, lambda n, _: None) for number in HEARD}
             self._before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            os.write(self._writing, bytes(_came))
+            _came.clear()
 
     def received(self) -> int | None:
         """The next signal that has come, or None."""

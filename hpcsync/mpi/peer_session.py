@@ -30,13 +30,13 @@ from hpcsync.mpi.peer_exchange import Outcome
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
-from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed, run_state
+from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed, end_all, run_state
 from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.watch import Watch
 from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.progress import Progress, console
-from hpcsync.signals import TO_BE_RESUMED, SignalListener, Suspended, interrupt, on_signals
+from hpcsync.signals import SignalListener, interrupt, on_signals
 from hpcsync.traces.schema import COMPUTING, WAITING
 
 
@@ -419,7 +419,7 @@ class BookkeeperSession(PeerSession):
     def _end_job(self, error: BaseException) -> None:
         """The monitor has failed: its thread ends everything."""
         close_failed(self._trace, error)
-        self._comm.Abort(TO_BE_RESUMED if isinstance(error, Suspended) else 1)
+        end_all(self._comm, error)
 
     def _fail(self, error: BaseException) -> None:
         if self._monitor.running:

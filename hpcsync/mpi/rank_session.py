@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 import traceback
@@ -90,6 +91,15 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
     sys.stderr.flush()
 
 
+def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
+    """End every rank of a run that cannot be finished, with the status that says whether it can be resumed."""
+    if not isinstance(error, Suspended):
+        comm.Abort(1)
+    if launcher.under_pmi2_of_slurm():
+        os._exit(TO_BE_RESUMED)  # an abort would kill this rank too, and its status be lost
+    comm.Abort(TO_BE_RESUMED)
+
+
 class RankSession(Session):
     """What all ranks have in common: one model to begin and to end with, and an end in which nobody is left behind.
 
@@ -111,7 +121,7 @@ class RankSession(Session):
         layers.share()
         self._excepthook = sys.excepthook
         sys.excepthook = self._uncaught
-        self._heed_signals = left_to_rank_0(comm.rank)
+        self._heed_signals = left_to_rank_0()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
@@ -187,7 +197,7 @@ class RankSession(Session):
         self._fail(error)
         sys.stdout.flush()
         sys.stderr.flush()
-        self._comm.Abort(TO_BE_RESUMED if isinstance(error, Suspended) else 1)
+        end_all(self._comm, error)
 
     def _conclude(self) -> None:
         """After the last rank has finished."""
