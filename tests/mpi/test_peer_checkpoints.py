@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-import hpcsync
 from hpcsync.job import Job
-from hpcsync.learning import generators
-from hpcsync.learning.peer import LocalOptimizer, Outer
-from hpcsync.mpi.parcels import Parcels
+from hpcsync.learning.peer import LocalOptimizer, Outer, Peer
+from hpcsync.mpi import peer_session
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.peers import PeerCoordinator
+from hpcsync.peers import Lockstep
+from hpcsync.planning.batches import Estimate
+from hpcsync.rank import train
 from hpcsync.traces.reading import load
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
+from tests.mpi.test_stanza import job as separated
+from tests.mpi.test_stanza import run
 from tests.mpi.training import failures, on_some
 
 ALLREDUCE = {"name": "allreduce"}
@@ -28,8 +29,6 @@ FREE: dict[str, dict[str, Any]] = {
     "push": {"name": "gossip", "mode": "push", "period": 2},
     "push-sum": {"name": "gossip", "mode": "push-sum", "topology": "exponential", "include_self": False},
 }
-SHARED = {"policy": "equal-finish", "predictor": "last", "interval": 10_000, "gain": 0.0}
-POWER = {"name": "powersgd", "rank": 1}
 
 
 def job(paradigm: dict[str, Any], workers: int, optimizer: Any = SGD, **tables: Any) -> Job:
@@ -55,6 +54,7 @@ EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "allreduce": (ALLREDUCE, NESTEROV, {}),
     "allreduce-adam": (ALLREDUCE, ADAM, {}),
     "allreduce-top-k": (ALLREDUCE, SGD, {"compression": TOP_K}),
+    "allreduce-powersgd": (ALLREDUCE, SGD, {"compression": {"name": "powersgd", "rank": 1}}),
     "diloco": (DILOCO, NESTEROV, {}),
     "permutation": (PERMUTATION, NESTEROV, {}),
 }
@@ -68,3 +68,122 @@ def test_a_run_that_goes_on_comes_to_the_same_bits(comm, folder, which):
     if comm.rank == 0:
         assert (weights == resumed).all()
         assert not failures(folder / "a-killed" / "trace.h5")
+
+
+@pytest.mark.parametrize("which", ["allreduce", "diloco"])
+def test_checkpoints_change_nothing(comm, folder, which):
+    paradigm, optimizer, tables = EXACT[which]
+    often = on_some(comm, job(paradigm, comm.size, optimizer, **tables), folder / "often")
+    never = on_some(comm, job(paradigm, comm.size, optimizer, checkpoint={"seconds": 0}, **tables), folder / "never")
+    if comm.rank == 0:
+        assert (often == never).all()
+        assert not (folder / "never" / "checkpoints").exists()
+
+
+class Foretelling:
+    """Speeds that do not depend on what is measured: sizes change again and again, and are the same in every run."""
+
+    def __init__(self, worker: int) -> None:
+        self.worker, self.n_observed = worker, 0
+
+    def observe(self, n_samples: int, compute_s: float, comm_s: float) -> Estimate:
+        self.n_observed += 1
+        return Estimate(0.001 * self.worker, 0.001 * 2.0 ** (self.worker * (1 + self.n_observed // 4 % 3)))
+
+
+def sharing(workers: int, paradigm: dict[str, Any] = ALLREDUCE) -> Job:
+    batches = {"policy": "equal-finish", "predictor": "last", "interval": 4, "total": 9 * workers + 1, "gain": 0.0}
+    return job(paradigm, workers, batches=batches)
+
+
+@pytest.fixture
+def foretold(monkeypatch):
+    monkeypatch.setattr(peer_session, "estimator", lambda job, worker, *_: Foretelling(worker))
+
+
+def test_batches_that_are_given_out_go_on_where_they_were(comm, folder, foretold):
+    this = sharing(comm.size)
+    weights, resumed = both(comm, this, folder)
+    if comm.rank == 0:
+        assert (weights == resumed).all()
+        assert not failures(folder / "a-killed" / "trace.h5")
+        assert comm.size == 1 or len(load(folder / "a-killed" / "trace.h5").tables["decisions"]) > 2 * comm.size
+
+
+def test_separated_layers_go_on(comm, needs, folder):
+    needs(2)
+    this = separated(comm.size, ADAM, updates=20, checkpoint={"updates": 8, "keep": 9})
+    weights = [run(comm, this, folder / "a")[1][0]]
+    session = train(comm, this, killed(comm, folder / "a"), resume=True)
+    weights.append(torch.cat([p.detach().flatten() for p in session._model.parameters()]).cpu().numpy())
+    if comm.rank == 0:
+        assert np.array_equal(*weights)
+        assert not failures(folder / "a-killed" / "trace.h5")
+
+
+FORGOTTEN = {
+    "optimizer": (LocalOptimizer, "allreduce"),
+    "residual": (Reducer, "allreduce-top-k"),
+    "factors": (Reducer, "allreduce-powersgd"),
+    "outer": (Outer, "diloco"),
+    "lockstep": (Lockstep, "diloco"),
+}
+
+
+@pytest.mark.parametrize("what", FORGOTTEN)
+def test_whatever_is_forgotten_changes_the_bits(comm, folder, monkeypatch, what):
+    owner, which = FORGOTTEN[what]
+    paradigm, optimizer, tables = EXACT[which]
+    monkeypatch.setattr(owner, "restore", lambda self, state: None)
+    weights, resumed = both(comm, job(paradigm, comm.size, optimizer, **tables), folder)
+    if comm.rank == 0:
+        assert (weights != resumed).any()
+
+
+# ---- those who gossip when it suits them ----
+
+
+@pytest.mark.parametrize("mode", FREE)
+def test_gossip_goes_on_and_nothing_is_lost(comm, folder, mode):
+    this = job(FREE[mode], comm.size)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    on_some(comm, this, torn, resume=True)
+    if comm.rank == 0:
+        assert not failures(folder / "a" / "trace.h5")
+        assert not failures(torn / "trace.h5")
+        before, after = load(torn / "trace.lost-1.h5"), load(torn / "trace.h5")
+        begin_s = after.tables["starts"]["now_s"]
+        assert len(begin_s) == 2
+        for table in ("exchanges", "updates", "evaluations"):
+            n_kept = np.searchsorted(after.tables[table]["now_s"], begin_s[1])
+            assert after.tables[table][:n_kept].tobytes() == before.tables[table][:n_kept].tobytes()
+        assert (after.tables["exchanges"]["begin_s"][n_kept + comm.size :] >= 0).all()
+
+
+def test_mass_that_is_lost_is_found_in_the_trace(comm, needs, folder, monkeypatch):
+    needs(2)
+    this = job(FREE["push-sum"], comm.size)
+    on_some(comm, this, folder / "a")
+    restore = Peer.restore
+    monkeypatch.setattr(Peer, "restore", lambda self, state: restore(self, {**state, "weight": state["weight"] / 2}))
+    torn = killed(comm, folder / "a")
+    on_some(comm, this, torn, resume=True)
+    if comm.rank == 0:
+        assert [found.name for found in failures(torn / "trace.h5")] == ["push-sum weights add up"]
+
+
+# ---- where somebody has ended ----
+
+
+@pytest.mark.parametrize("paradigm", [ALLREDUCE, DILOCO, FREE["push"]], ids=["allreduce", "diloco", "push"])
+@pytest.mark.parametrize("leaver", [0, -1])
+def test_without_somebody_there_is_no_checkpoint(comm, needs, folder, paradigm, leaver):
+    """From it that worker could not go on. The others do."""
+    needs(2)
+    events = [{"worker": leaver % comm.size, "at_iteration": 8, "change": "leave"}]
+    this = job(paradigm, comm.size, cluster={"workers": comm.size, "events": events})
+    on_some(comm, this, folder)
+    if comm.rank == 0:
+        assert not failures(folder / "trace.h5")
+        assert not list((folder / "checkpoints").glob("[0-9]*"))
