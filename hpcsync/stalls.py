@@ -28,7 +28,7 @@ SHARE = 2.0  # so the deadline is at least three times the median
 SLACK_S = 1.0
 NORMAL = 1.4826
 LOOK_S = 0.1  # from one look to the next
-AWAY_S = 1.0  # after so long without one, what was said in the meantime has to be heard first
+AWAY_S = 1.0  # so long without one, and nobody knows who did what in the meantime
 
 
 class Stall(NamedTuple):
@@ -48,7 +48,7 @@ class _Iteration:
     number: int
     since_s: float
     size: float
-    waited_s: float = 0.0  # of that: for others
+    waited_s: float = 0.0  # since then for others, or while nobody looked
     told_s: float = 0.0  # how long it had lasted when that was told last
     deadline_s: float | None = None  # once somebody has asked
 
@@ -70,11 +70,11 @@ class Stalls:
         """From now on the worker is at this iteration. size: to which its duration is in proportion, in any unit."""
         self._running[worker] = _Iteration(iteration, now_s, size)
 
-    def ended(self, worker: int, now_s: float, waited_s: float | None = None) -> None:
-        """It has ended its iteration. waited_s: of that for others; None: as the looks have found."""
+    def ended(self, worker: int, now_s: float, waited_s: float = 0.0) -> None:
+        """It has ended its iteration. waited_s: of that for others."""
         if (running := self._running.pop(worker, None)) is None:
             return
-        lasted_s = now_s - running.since_s - (running.waited_s if waited_s is None else waited_s)
+        lasted_s = now_s - running.since_s - waited_s
         if running.told_s:
             self._over.append(self._stall(worker, running, lasted_s)._replace(ended=True))
         if (durations := self._durations.get(worker)) is None:
@@ -105,9 +105,9 @@ class Stalls:
         found, self._over = self._over, []
         for worker, running in self._running.items():
             lasted_s = now_s - running.since_s
-            if worker in waiting:
+            if worker in waiting or since_s > AWAY_S:
                 running.waited_s += min(since_s, lasted_s)
-            elif since_s <= AWAY_S and (lasted_s := lasted_s - running.waited_s) > max(SLACK_S, 2 * running.told_s):
+            elif (lasted_s := lasted_s - running.waited_s) > max(SLACK_S, 2 * running.told_s):
                 if running.deadline_s is None:
                     running.deadline_s = self.deadline_s(worker, running.size)
                 if lasted_s > running.deadline_s:

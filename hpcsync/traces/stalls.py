@@ -1,5 +1,6 @@
 """Is /stalls true? Did each of these iterations last so long, and was its deadline what its worker's own ones lead one
-to expect? Counted again: from grant to push, or without servers from exchange to exchange, less the wait there.
+to expect? Counted again: from grant to push, or without servers, where no deadline is counted again (no table has the
+pauses for checkpoints), from exchange to exchange.
 """
 
 from __future__ import annotations
@@ -19,40 +20,38 @@ SAME_S = 1e-6
 
 
 class _Iterations(NamedTuple):
-    """One worker's, but for the first, in their order: number, begin, end (inf if there is none), its own time in it
-    per unit of its size, and that."""
+    """One worker's, but for the first, in their order: number, begin, end (inf if there is none), and size."""
 
     number: np.ndarray
     begin_s: np.ndarray
     end_s: np.ndarray
-    own_s: np.ndarray
     size: np.ndarray
 
 
 def check_stalls(trace: Trace) -> list[Check]:
     """None of a trace without stalls."""
-    stalls = trace.tables["stalls"]
+    stalls, served = trace.tables["stalls"], trace.job.has_servers
     if not len(stalls):
         return []
     possible = (stalls["worker"] >= 0) & (stalls["worker"] < trace.n_workers)
     possible &= (stalls["n_waiting"] >= 0) & (stalls["n_waiting"] < trace.n_workers)
     possible &= np.isin(stalls["phase"], list(PHASES.values()))
-    late = stalls["lasted_s"] > stalls["deadline_s"]
-    lasted, deadline = (np.ones(len(stalls), bool) for _ in range(2))
-    iterations = _served if trace.job.has_servers else _exchanging
-    of_worker = {worker: iterations(trace, worker) for worker in set(stalls["worker"][possible].tolist())}
+    overdue = stalls["lasted_s"] > stalls["deadline_s"]
+    lasted, expected = (np.ones(len(stalls), bool) for _ in range(2))
+    of_worker = {
+        worker: (_served if served else _exchanging)(trace, worker)
+        for worker in set(stalls["worker"][possible].tolist())
+    }
     for i in np.flatnonzero(possible):
-        lasted[i], deadline[i] = _recount(of_worker[int(stalls["worker"][i])], stalls[i], exact=trace.job.has_servers)
+        iterations, stall = of_worker[int(stalls["worker"][i])], stalls[i]
+        (at,) = np.nonzero((iterations.number == stall["iteration"]) & (iterations.begin_s <= stall["now_s"]))
+        lasted[i] = len(at) and _lasted(iterations, at[-1], stall)
+        expected[i] = len(at) and abs(stall["deadline_s"] - _deadline_s(iterations, at[-1])) < SAME_S
     tell = teller("/stalls", stalls, *stalls.dtype.names or ())
-    return [
-        check_all(
-            "stalls are of iterations that lasted so long",
-            (~possible, tell),
-            (~late, tell),
-            (~lasted, tell),
-        ),
-        check_all("deadlines follow from a worker's own iterations", (~deadline & possible, tell)),
-    ]
+    lasting = check_all(
+        "stalls are of iterations that lasted so long", *((~so, tell) for so in (possible, overdue, lasted))
+    )
+    return [lasting, check_all("deadlines follow from a worker's own iterations", (~expected, tell))][: 1 + served]
 
 
 def _served(trace: Trace, worker: int) -> _Iterations:
@@ -64,30 +63,28 @@ def _served(trace: Trace, worker: int) -> _Iterations:
     end_s = np.append(pushes["now_s"], math.inf)[at]
     end_s[np.append(pushes["iteration"], -1)[at] != grants["iteration"]] = math.inf
     end_s[:-1][grants["iteration"][1:] == grants["iteration"][:-1]] = math.inf  # it left, and began it again
-    return _Iterations(grants["iteration"], grants["now_s"], end_s, (end_s - grants["now_s"]) / size, size)
+    return _Iterations(grants["iteration"], grants["now_s"], end_s, size)
 
 
 def _exchanging(trace: Trace, worker: int) -> _Iterations:
     rows = trace.tables["exchanges"]
     rows = rows[(rows["worker"] == worker) & (rows["batch_size"] > 0)]
     end_s = np.append(rows["now_s"][1:], math.inf)
-    own_s = end_s - rows["now_s"] - np.append(rows["wait_s"][1:], 0.0)
-    return _Iterations(rows["iteration"] + 1, rows["now_s"], end_s, own_s, np.ones(len(rows)))
+    return _Iterations(rows["iteration"] + 1, rows["now_s"], end_s, np.ones(len(rows)))
 
 
-def _recount(iterations: _Iterations, stall: np.void, *, exact: bool) -> tuple[bool, bool]:
-    """Whether it lasted so long, and had this deadline. exact: not only at least, where it also waits."""
-    it, now_s = iterations, stall["now_s"]
-    (at,) = np.nonzero((it.number == stall["iteration"]) & (it.begin_s <= now_s))
-    if not len(at):
-        return False, False
-    own_s = now_s - it.begin_s[at[-1]]
-    differs_s = own_s - stall["lasted_s"]
-    lasted = it.end_s[at[-1]] >= now_s - SAME_S and (abs(differs_s) if exact else -differs_s) < SAME_S
-    before = np.maximum(0.0, it.own_s[it.end_s <= it.begin_s[at[-1]]])[-WINDOW:]
-    if len(before) < KNOWN:
-        return lasted, False
-    usual, size = np.median(before), it.size[at[-1]]
-    mad = np.median(np.abs(before - usual))
-    expected_s = size * usual + max(size * SPREAD * NORMAL * mad, size * SHARE * usual, SLACK_S)
-    return lasted, bool(abs(stall["deadline_s"] - expected_s) < SAME_S * (1 + expected_s))
+def _lasted(iterations: _Iterations, at: int, stall: np.void) -> bool:
+    """Whether it was under way, and for so long, the waits in it not counted."""
+    since_s, until_s = iterations.begin_s[at], iterations.end_s[at]
+    return bool(stall["now_s"] <= until_s + SAME_S and stall["lasted_s"] < stall["now_s"] - since_s + SAME_S)
+
+
+def _deadline_s(iterations: _Iterations, at: int) -> float:
+    it, size = iterations, iterations.size[at]
+    before = it.end_s <= it.begin_s[at]
+    durations = ((it.end_s - it.begin_s) / it.size)[before][-WINDOW:]
+    if len(durations) < KNOWN:
+        return math.inf
+    usual = np.median(durations)
+    mad = np.median(np.abs(durations - usual))
+    return float(size * usual + max(size * SPREAD * NORMAL * mad, size * SHARE * usual, SLACK_S))

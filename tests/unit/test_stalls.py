@@ -145,13 +145,16 @@ def test_what_a_worker_waits_for_others_is_not_its_own():
     assert all(stall.worker == 0 for stall in told), "what it has waited counts no more when it goes on"
 
 
-def test_who_was_away_hears_first_what_was_said_meanwhile():
+def test_what_happened_while_nobody_looked_is_held_against_nobody():
     stalls = Stalls()
     _, now_s = lived(stalls, [0.1] * 10)
     stalls.began(0, 11, now_s)
-    assert stalls.look(now_s + AWAY_S + 5) == []
-    (stall,) = stalls.look(now_s + AWAY_S + 5 + 2 * LOOK_S)
-    assert stall.lasted_s == pytest.approx(AWAY_S + 5 + 2 * LOOK_S)
+    now_s += AWAY_S + 5
+    assert stalls.look(now_s) == stalls.look(now_s + LOOK_S) == []
+    told = [stall for i in range(2, 20) for stall in stalls.look(now_s + LOOK_S * i)]
+    assert [stall.lasted_s for stall in told] == pytest.approx([1.1], abs=LOOK_S)
+    stalls.ended(0, now_s + 2)
+    assert stalls.look(now_s + 2)[0].lasted_s == pytest.approx(AWAY_S + 7)
 
 
 def test_who_has_left_is_not_missed():
