@@ -88,6 +88,11 @@ class Store:
         self._serial[reader] += 1
         return self.current, self._serial[reader]
 
+    def discard(self, worker: int) -> None:
+        """It reads nothing any more; what it has contributed stays."""
+        self._contributing.discard(worker)
+        self._has_read(worker)
+
     def collect(self, worker: int, weight: float) -> None:
         """Add this worker's contribution, times its weight, to what the next update takes; spends its slot."""
         self._has_read(worker)

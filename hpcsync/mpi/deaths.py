@@ -10,7 +10,9 @@ Those who are left make a new communicator of themselves (`survivors`), and the 
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,15 +42,20 @@ class Deaths:
         self._known = tolerable()
         self._vital = frozenset(vital if tolerated else range(comm.size))
 
-    @property
-    def ranks(self) -> list[int]:
-        """Those that have died, ascending. MPI finds out while messages are waited for."""
+    def look(self) -> list[int]:
+        """The ranks that have died, ascending. MPI finds out while messages are waited for.
+
+        Raises RankFailed for one without which nobody can go on.
+        """
         if not self._known:
             return []
         failed = self._comm.Get_failed()
-        ranks = failed.Translate_ranks(range(failed.size), self._comm.Get_group())
+        found = failed.Translate_ranks(range(failed.size), self._comm.Get_group()) if failed.size else []
         failed.Free()
-        return sorted(map(int, ranks))
+        ranks = sorted(map(int, found))
+        if lost := self._vital.intersection(ranks):
+            raise RankFailed(f"rank {min(lost)} has died")
+        return ranks
 
     def heard(self, error: MPI.Exception) -> None:
         """A call on `comm` has raised this: acknowledge a death, so that the call can be made again.
@@ -58,11 +65,32 @@ class Deaths:
         if not self._known or error.Get_error_class() not in DEATH:
             raise error
         self._comm.Ack_failed(self._comm.size)
-        if lost := self._vital.intersection(self.ranks):
-            raise RankFailed(f"rank {min(lost)} has died") from None
+        self.look()
 
 
 def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
     """A communicator of those that are left, in their order; collective over them."""
     shrunk: Any = comm.Shrink()
     return shrunk
+
+
+def leave_with(comm: MPI.Intracomm) -> None:
+    """The last that those who are left do together; collective over them.
+
+    From here on they end without telling MPI, whose own end now and then waits for the dead. What a script gives to
+    `sys.exit` is then lost, but not that an exception has ended it.
+    """
+    global _leaving
+    comm.Agree(1)
+    _leaving = True
+
+
+_leaving = False
+
+
+@atexit.register  # first of all, which makes it the last
+def _leave() -> None:
+    if _leaving:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1 if hasattr(sys, "last_value") else 0)

@@ -33,10 +33,14 @@ class Layers:
         self.trained = model
         self.first = first
 
-    def share(self, statistics_of: int = 0) -> None:
-        """Rank 0's weights become everybody's, and the running statistics of this rank; collective."""
-        share([p.detach() for p in self.model.parameters()], self._comm, 0)
-        share(self.model.buffers(), self._comm, statistics_of)
+    def share(self, statistics_of: int = 0, comm: MPI.Intracomm | None = None) -> None:
+        """Rank 0's weights become everybody's, and the running statistics of this rank; collective.
+
+        comm: of those that are left, in which rank 0 is the same, and where there are others before `first` these too.
+        """
+        comm = comm or self._comm
+        share([p.detach() for p in self.model.parameters()], comm, 0)
+        share(self.model.buffers(), comm, statistics_of)
 
     def read(self, into: torch.Tensor, read: Read) -> float | None:
         """The mean of what all ranks show, into a flat vector of the whole model, shape (size,); their consensus
@@ -74,7 +78,7 @@ class SeparatedLayers(Layers):
         self.trained = self.above if self.is_fc else self.below
         self.group: MPI.Intracomm = comm.Split(int(self.is_fc))  # type: ignore[assignment]
 
-    def share(self, statistics_of: int = 0) -> None:
+    def share(self, statistics_of: int = 0, comm: MPI.Intracomm | None = None) -> None:
         share([p.detach() for p in self.below.parameters()], self._comm, 0)
         share(self.below.buffers(), self._comm, statistics_of)
         if self.is_fc:

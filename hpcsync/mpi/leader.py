@@ -10,14 +10,14 @@ import torch
 
 from hpcsync.coordinator import Cancellation, Coordinator, Order, Report
 from hpcsync.mpi import wire
+from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.mailbox import Outbox
-from hpcsync.mpi.rank_session import RankFailed
 from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
 from hpcsync.signals import Suspended, interrupt, on_signals
+from hpcsync.traces.schema import DIED
 
 CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
 
@@ -46,10 +46,11 @@ class Leader:
         self._chores = chores
         self._saver = saver
         self._watch = watch
+        self._dead: set[int] = set()  # workers
         self._suspending = False  # the run ends with the next checkpoint
         self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
-        self._orders = Outbox(link.comm, wire.TAG_ORDER, wire.ORDER)
-        self._cancellations = Outbox(link.comm, wire.TAG_CANCELLATION, wire.CANCELLATION)
+        self._orders = link.outbox(wire.TAG_ORDER, wire.ORDER)
+        self._cancellations = link.outbox(wire.TAG_CANCELLATION, wire.CANCELLATION)
 
     def serve(self) -> None:
         """Until every worker has left. Raises Interrupted (Suspended, if it can go on from a checkpoint) or RankFailed
@@ -59,6 +60,9 @@ class Leader:
         received: list[int] = []
         with on_signals(received.append):
             chores_s = 0.0
+            n_present = self._link.comm.size - self._link.roles.n_servers
+            for worker in range(n_present, self._link.roles.n_workers):  # they have not come back with the others
+                self._lose(self._link.clock.now(), worker)
             while self._coordinator.active:
                 if received:
                     self._signalled(received.pop(0))
@@ -71,6 +75,7 @@ class Leader:
                     self._look_around(now_s)
                     chores_s = now_s
                 if report is None:
+                    self._bury(now_s)
                     patience.pause()
 
     def read(self, reader: Reader, into: torch.Tensor) -> None:
@@ -86,6 +91,8 @@ class Leader:
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, report = record[0], Report._make(record[1:])
+        if kind in (wire.PUSHED, wire.LEFT) and report.worker in self._dead:
+            return  # it was on its way when nothing of its came any more
         if kind == wire.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, report))
         elif kind == wire.LEFT:
@@ -101,7 +108,7 @@ class Leader:
             return record
         if saver.holding:
             if record is not None and record[0] == wire.SAVED:
-                saver.saved()
+                saver.saved(record[1])
             elif record is not None and not saver.keeps_back(record):
                 return record
             self._save(saver)
@@ -110,7 +117,7 @@ class Leader:
             if record is not None:
                 saver.unheard.append(record)
             return saver.unheard.popleft()
-        if not self._coordinator.stopping:
+        if not self._coordinator.stopping and not self._died():
             saver.hold_if_due(now_s, self._coordinator.version)
             if saver.holding and record is not None and saver.keeps_back(record):
                 return None
@@ -118,13 +125,35 @@ class Leader:
 
     def _save(self, saver: Saver) -> None:
         if saver.can_begin(self._coordinator.computing):
-            roles, n_workers = self._link.roles, self._link.comm.size - self._link.roles.n_servers
-            number = saver.begin(roles.n_servers - 1 + n_workers)
-            for worker in range(n_workers):
+            roles = self._link.roles
+            workers = sorted(set(range(self._link.comm.size - roles.n_servers)) - self._dead)
+            number = saver.begin([*range(1, roles.n_servers), *map(roles.rank_of, workers)])
+            for worker in workers:
                 self._shard.let_save(worker, number)
             self._command([OrderRecord(wire.SAVE, version=number)])
         if saver.commit_if_complete() and self._suspending:
             raise Suspended(f"checkpoint {saver.number}")
+
+    def _died(self) -> list[int]:
+        """Workers that have died, and still take part."""
+        roles = self._link.roles
+        return [worker for rank in self._link.deaths.look() if (worker := roles.worker(rank)) not in self._dead]
+
+    def _bury(self, now_s: float) -> None:
+        """Go on without those who have died. What they have reported was heard before, and counts."""
+        for worker in self._died():
+            if self._saver is not None and self._saver.holding:
+                self._saver.lost(self._link.roles.rank_of(worker))
+            else:
+                self._lose(now_s, worker)
+
+    def _lose(self, now_s: float, worker: int) -> None:
+        self._dead.add(worker)
+        self._command([OrderRecord(wire.DISCARD, worker)])
+        if worker in self._coordinator.active:
+            self._carry_out(self._coordinator.left(now_s, worker, DIED))
+            if not (self._coordinator.active or self._coordinator.stopping):
+                raise RankFailed(f"rank {self._link.roles.rank_of(worker)} has died, and no worker is left")
 
     def _signalled(self, number: int) -> None:
         saver = self._saver

@@ -13,6 +13,7 @@ from hpcsync.learning.compressing import Compression
 from hpcsync.learning.store import n_buffers, row_size
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
+from hpcsync.mpi.deaths import Deaths
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.phases import Phases
@@ -28,7 +29,7 @@ class Link:
     tensors: on a server, its buffers of weights, each a row, and then one slot per worker for its contributions.
     done:    on a server, one word per reader; see learning.store.
     contributors_read: see `learning.store.n_buffers`. compression: of contributions; None where they lie in their slots
-    as they are. begin_s: when the run's time begins here.
+    as they are. begin_s: when the run's time begins here. tolerant: whether the run goes on when workers die.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class Link:
         contributors_read: bool = False,
         compression: Compression | None = None,
         begin_s: float = 0.0,
+        tolerant: bool = False,
     ) -> None:
         self.comm = comm.Dup()
         self.roles = roles
+        self.deaths = Deaths(self.comm, tolerated=tolerant, vital=range(roles.n_servers))
         self.size = size
         self.shards = roles.shards(self.size)
         is_server = roles.is_server(comm.rank)
@@ -53,7 +56,7 @@ class Link:
         elements = self._slots_begin(comm.rank) + roles.n_workers * self.slot_size(comm.rank) if is_server else 0
         self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
-        self.patience = Patience(self.comm, passive=transport.passive)
+        self.patience = Patience(self.comm, passive=transport.passive, deaths=self.deaths)
         self.phases = Phases(self.comm, one_node=self.patience.one_node)
         self.clock = Clock(self.comm, begin_s)
         self._inboxes: list[Inbox] = []
@@ -85,12 +88,15 @@ class Link:
 
     def inbox(self, tag: int, dtype: np.dtype) -> Inbox:
         """An inbox that is withdrawn together with the link."""
-        self._inboxes.append(Inbox(self.comm, tag, dtype))
+        self._inboxes.append(Inbox(self.comm, tag, dtype, self.deaths))
         return self._inboxes[-1]
+
+    def outbox(self, tag: int, dtype: np.dtype) -> Outbox:
+        return Outbox(self.comm, tag, dtype, self.deaths)
 
     def say(self, kind: int) -> None:
         """Tell server 0 that this rank has failed, or has written its part of a checkpoint."""
-        reports = Outbox(self.comm, wire.TAG_REPORT, wire.REPORT)
+        reports = self.outbox(wire.TAG_REPORT, wire.REPORT)
         reports.send(0, (kind, self.comm.rank) + (0,) * (len(wire.REPORT.names or ()) - 2))
         if kind != wire.FAILED:
             reports.free()

@@ -9,6 +9,8 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
+from hpcsync.mpi.deaths import Deaths
+
 T = TypeVar("T")
 
 SPIN_S = 50e-6  # long enough for an answer from an idle peer on the same node
@@ -33,11 +35,14 @@ class Patience:
     Between hosts one-sided transfers advance only while the target makes MPI calls, and one call moves little: a rank
     with peers on other hosts therefore sleeps shorter and makes several calls each time it wakes. So does one whose
     windows are not `passive` on its own node either.
+
+    deaths: which of them are tolerated, by default none.
     """
 
-    def __init__(self, comm: MPI.Comm, *, passive: bool = True) -> None:
+    def __init__(self, comm: MPI.Intracomm, *, passive: bool = True, deaths: Deaths | None = None) -> None:
         self.one_node = on_one_node(comm)
         self._comm = comm
+        self._deaths = deaths or Deaths(comm)
         self._helps = not (self.one_node and passive)
         self._ceiling_s = NETWORK_CEILING_S if self._helps else NODE_CEILING_S
         self._since: float | None = None
@@ -52,13 +57,19 @@ class Patience:
         if self._since is None:
             self._since = now
         if self._helps:
-            for _ in range(NETWORK_PROBES):
-                self._comm.Iprobe()
+            self._help()
         waited_s = now - self._since
         if waited_s < SPIN_S:
             os.sched_yield()
         else:
             time.sleep(min(self._ceiling_s, waited_s / 8))
+
+    def _help(self) -> None:
+        try:
+            for _ in range(NETWORK_PROBES):
+                self._comm.Iprobe()
+        except MPI.Exception as error:
+            self._deaths.heard(error)
 
     def barrier(self) -> None:
         """A barrier for ranks that may arrive seconds apart. (MPI's own may spin.)"""

@@ -40,7 +40,8 @@ class Saver:
         self._run = run
         self._last = (now_s, version)
         self._asked = False
-        self._missing: int | None = None  # ranks that have not written yet; None before they are told to
+        self._missing: set[int] | None = None  # ranks that have not written yet; None before they are told to
+        self._spoiled = False  # somebody has died meanwhile
 
     def ask(self) -> None:
         """Make one as soon as possible."""
@@ -64,21 +65,34 @@ class Saver:
         waiting = {record[1] for record in self.unheard}
         return self.holding and self._missing is None and waiting.issuperset(computing)
 
-    def begin(self, n_ranks: int) -> int:
-        """So many others are about to write; the checkpoint's number."""
+    def begin(self, ranks: Iterable[int]) -> int:
+        """These others are about to write; the checkpoint's number."""
         self.number += 1
-        self._missing = n_ranks
+        self._missing = set(ranks)
         self._checkpoints.begin(self.number)
         return self.number
 
-    def saved(self) -> None:
+    def saved(self, rank: int) -> None:
         """One of them has."""
         assert self._missing is not None
-        self._missing -= 1
+        self._missing.discard(rank)
+
+    def lost(self, rank: int) -> None:
+        """One of all has died: nothing comes of this checkpoint, but of the next as soon as the run goes on."""
+        self._asked = True
+        if self._missing is None:
+            self.holding = False
+        else:
+            self._missing.discard(rank)
+            self._spoiled = True
 
     def commit_if_complete(self) -> bool:
         """Whether all have; then the checkpoint is there."""
-        if self._missing != 0:
+        if self._missing is None or self._missing:
+            return False
+        if self._spoiled:
+            self.holding, self._missing, self._spoiled = False, None, False
+            self.number -= 1
             return False
         self._checkpoints.write(self.number, RUN, {**self._run(), "unheard": list(self.unheard)})
         self._checkpoints.commit(self.number)

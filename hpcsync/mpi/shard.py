@@ -13,7 +13,6 @@ from hpcsync.learning.rules import Rule
 from hpcsync.learning.store import Store
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link
-from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.wire import GrantRecord, OrderRecord
 
 
@@ -73,9 +72,10 @@ class Shard:
         self._release()
         self._contributors: list[int] = []
         self._weights: list[float] = []  # theirs
-        self._reserved: list[tuple[int, GrantRecord]] = []  # ranks, and grants that wait for an update
-        self._grants = Outbox(link.comm, wire.TAG_GRANT, wire.GRANT)
-        self._evaluation = Outbox(link.comm, wire.TAG_EVALUATION, wire.GRANT)
+        self._reserved: dict[int, GrantRecord] = {}  # workers, and grants that wait for an update
+        self._dead: set[int] = set()
+        self._grants = link.outbox(wire.TAG_GRANT, wire.GRANT)
+        self._evaluation = link.outbox(wire.TAG_EVALUATION, wire.GRANT)
         self.finished = False
         for worker, assignment in enumerate(first if state is None else ()):
             self.carry_out(OrderRecord(wire.PROMISE, worker, 1, 0, *assignment))
@@ -101,10 +101,14 @@ class Shard:
             if order.version != self.store.version:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
             self._promise(order.reader, order)
+        elif order.kind == wire.DISCARD:
+            self._dead.add(order.reader)
+            self._reserved.pop(order.reader, None)
+            self.store.discard(order.reader)
         elif order.kind == wire.SAVE:
             self._save(order.version)
         else:
-            for worker in range(self._link.roles.n_workers):
+            for worker in set(range(self._link.roles.n_workers)) - self._dead:
                 self._promise(worker, order)
             self.finished = True
 
@@ -129,14 +133,13 @@ class Shard:
     def _promise(self, reader: int, order: OrderRecord) -> None:
         reserved = order.kind == wire.RESERVE
         buffer, serial = self.store.pin(reader, contributing=reserved)
-        rank = self._link.roles.rank_of(reader)
         head = (self._server, order.iteration, self.store.version, buffer, serial)
         grant = GrantRecord(*head, *order.assignment)
         if reserved:
-            self._reserved.append((rank, grant))
+            self._reserved[reader] = grant
             return
         outbox = self._evaluation if reader == self._link.roles.evaluator else self._grants
-        outbox.send(rank, grant)
+        outbox.send(self._link.roles.rank_of(reader), grant)
 
     def let_save(self, worker: int, number: int) -> None:
         """Have a worker write its part of the checkpoint; it waits for a grant."""
@@ -144,8 +147,8 @@ class Shard:
         self._grants.send(self._link.roles.rank_of(worker), record)
 
     def _send_reserved(self) -> None:
-        for rank, grant in self._reserved:
-            self._grants.send(rank, grant)
+        for worker, grant in self._reserved.items():
+            self._grants.send(self._link.roles.rank_of(worker), grant)
         self._reserved.clear()
 
     def _release(self) -> None:

@@ -12,7 +12,6 @@ from hpcsync.deciding import STOP
 from hpcsync.learning.compressing import Compressor
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.mailbox import Outbox
 from hpcsync.planning.speed import Estimator
 from hpcsync.traces.schema import COMPUTING, PUSHING, READING, WAITING
 
@@ -57,7 +56,7 @@ class Worker:
         self._slots = [link.slot(server, self.index) for server in range(len(link.shards))]
         self._save = save
         self._reader = Reader(link, self.index, self._write)
-        self._reports = Outbox(link.comm, wire.TAG_REPORT, wire.REPORT)
+        self._reports = link.outbox(wire.TAG_REPORT, wire.REPORT)
         # Where none can come there is no inbox: MPI would look through its receives for every grant.
         self._cancellations = link.inbox(wire.TAG_CANCELLATION, wire.CANCELLATION) if cancellable else None
         self._cancelled = -1  # the last version from which it is of no use to compute on
