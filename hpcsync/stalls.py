@@ -33,7 +33,7 @@ AWAY_S = 1.0  # so long without one, and nobody knows who did what in the meanti
 
 class Stall(NamedTuple):
     """An iteration that has lasted longer than its deadline. usual_s: the median of its worker's last ones. ended:
-    whether it is over; `lasted_s` is then what it took."""
+    whether it is over; `lasted_s` is then what it took, waits included."""
 
     worker: int
     iteration: int
@@ -74,12 +74,12 @@ class Stalls:
         """It has ended its iteration. waited_s: of that for others."""
         if (running := self._running.pop(worker, None)) is None:
             return
-        lasted_s = now_s - running.since_s - waited_s
+        took_s = now_s - running.since_s
         if running.told_s:
-            self._over.append(self._stall(worker, running, lasted_s)._replace(ended=True))
+            self._over.append(self._stall(worker, running, took_s)._replace(ended=True))
         if (durations := self._durations.get(worker)) is None:
             durations = self._durations[worker] = deque(maxlen=WINDOW)
-        durations.append(max(0.0, lasted_s) / running.size)
+        durations.append(max(0.0, took_s - waited_s) / running.size)
 
     def left(self, worker: int) -> None:
         """It makes no iteration for now."""
