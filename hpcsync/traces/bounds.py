@@ -101,10 +101,10 @@ def slowest_is_never_held(recount: Recount) -> Check:
     """Whoever is held is ahead of the slowest, from its push up to the event that releases it."""
     last = len(recount.events) - 1
     release = np.append(recount.grant_event, last)[recount.push_grant]  # -1: no grant, held to the end
-    release = np.minimum(release, recount.left_event[recount.pushes["worker"]])
+    release = np.minimum(release, recount.left_after(recount.pushes["worker"], recount.push_event))
     held = np.flatnonzero(release > recount.push_event)
     # The gap of a held worker only shrinks, so it is least just before the release.
-    gap_iters = recount.push_count[held] - recount.min_count[release[held] - 1]
+    gap_iters = recount.push_iters[held] - recount.min_iters[release[held] - 1]
     pushes = recount.pushes[held]
     return check_rows(
         "the slowest worker is never held",
@@ -134,30 +134,32 @@ def no_staleness(recount: Recount) -> Check:
     pushes = recount.pushes[recount.pushes["outcome"] == APPLIED]
     own = 1 if recount.grants_first else 0  # the update of the round before, which is granted first
     return check_rows(
-        f"staleness is {own}" + (", and 0 in round 1" if own else ""),
-        pushes["staleness"] != np.where(pushes["iteration"] > 1, own, 0),
+        f"staleness is {own}" + (", and 0 at first" if own else ""),
+        pushes["staleness"] != np.where((recount.push_permit < 0) | recount.begins_anew, 0, own)[recount.applied],
         lambda i: f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: {pushes['staleness'][i]}",
     )
 
 
 def rounds_are_complete(recount: Recount) -> Check:
-    """Update k takes the k-th contribution of every worker, but for those that had left by then."""
+    """Update k takes the k-th contribution of every worker, but for those that did not take part then. Whoever joins is
+    taken to have made as many as the others."""
     n_updates = len(recount.complete_seq)
     applied = recount.pushes[recount.applied][recount.applied_version <= n_updates]
     version = recount.applied_version[recount.applied_version <= n_updates]
     missing = np.ones((n_updates, recount.n_workers), bool)
     missing[version - 1, applied["worker"]] = False
-    # The first grant of a version is in the answer to the event that completed its round; where grants come first, that
-    # of the version before.
-    first = np.arange(1, n_updates + 1) - recount.grants_first
-    granted = np.searchsorted(np.maximum.accumulate(recount.grants["version"]), first)
-    ended = np.append(recount.grant_event, NEVER - 1)[granted]
-    update, worker = np.nonzero(missing & (recount.left_event[None, :] > ended[:, None]))
+    last = recount.event_at(recount.complete_seq + 1)
+    made, updated_s = recount.update_event, recount.updates["now_s"][:n_updates]
+    made_s = np.append(recount.events["now_s"], np.nan)[np.minimum(made, len(recount.events))]
+    update, worker = np.nonzero(missing & ~((made > last) & (made_s == updated_s))[:, None])
+    active = recount.is_active(worker, last[update])
+    update, worker = update[active], worker[active]
+    iters = recount.push_iters[recount.applied][recount.applied_version <= n_updates]
     return check_all(
         "rounds are complete",
         (
-            applied["iteration"] != version,
+            iters != version,
             lambda i: f"update {version[i]} takes iteration {applied['iteration'][i]} of worker {applied['worker'][i]}",
         ),
-        (missing[update, worker], lambda i: f"update {update[i] + 1} lacks worker {worker[i]}, which had not left"),
+        (np.ones(len(update), bool), lambda i: f"update {update[i] + 1} lacks worker {worker[i]}, which had not left"),
     )

@@ -54,10 +54,10 @@ def commits_count_one_of_all(recount: Recount) -> Check:
 def commits_come_when_granted(recount: Recount, paradigm: Adsp) -> Check:
     """Everybody is told when to commit, and how nothing else; and nobody ends its last step before.
 
-    The last push of a worker that leaves may come before.
+    The last push of a worker before it leaves may come before.
     """
     grants, pushes, permit = recount.grants[~recount.is_stop], recount.pushes, recount.push_permit
-    is_first = pushes["iteration"] == 1
+    is_first = permit < 0
     first_s = max(paradigm.interval_min_s, paradigm.check_period_s / (paradigm.commits or 1))
     granted_s = np.where(is_first, 0.0, np.append(recount.grants["now_s"], np.nan)[permit])
     commit_s = np.where(is_first, first_s, np.append(recount.grants["commit_s"], np.nan)[permit])
@@ -102,16 +102,17 @@ class _Account:
         self.stop_s = paradigm.check_period_s if self.searching else math.inf
         self.begun_s, self.checks, self.loss_before = 0.0, 0, math.nan
         self.losses = np.full(n, np.nan)  # that each said last
-        self.pushes, self.counted = np.zeros(n, np.int64), np.zeros(n, np.int64)
+        self.iters, self.counted = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self.target = self.commits
         self.overhead_s = np.zeros(n)
         self.active = np.ones(n, bool)
-        self.held: dict[int, int] = {}  # worker -> row of its push
+        self.held: dict[int, int] = {}  # worker -> row of its push, or -1 if it has joined
         self.points: list[tuple[float, float]] = []
         self.aim = math.nan  # of the search's last trial, if no target is given
-        # What there must be: the event that answers each push, each grant's commit_s, and decisions.
-        self.released = np.full(len(recount.pushes), NEVER)
-        self.commit_s = np.full(len(recount.pushes), np.nan)  # of the grant that answers each push
+        # What there must be: the event that answers each push, each grant's commit_s (the last row is for returns), and
+        # decisions.
+        self.released = np.full(len(recount.pushes) + 1, NEVER)
+        self.commit_s = np.full(len(recount.pushes) + 1, np.nan)  # of the grant that answers each push
         self.due: list[_Due] = []
         self.apart = 0  # commits of active workers at a check, between the most and the fewest
         rows = recount.decisions
@@ -123,7 +124,12 @@ class _Account:
             if event["seq"] > self.recount.stop_seq:
                 return
             worker, now_s = int(event["worker"]), float(event["now_s"])
-            if not event["is_push"]:
+            if event["joins"]:
+                self._join(worker)
+                self.held[worker] = -1
+                if now_s < self.stop_s:
+                    self._release(number, now_s)
+            elif not event["is_push"]:
                 self.active[worker] = False
                 self.held.pop(worker, None)
             else:
@@ -150,6 +156,12 @@ class _Account:
             self.commit_s[row] = min(max(self.paradigm.interval_min_s, commit_s), left_s)
         self.held.clear()
 
+    def _join(self, worker: int) -> None:
+        """It counts as the slowest of the others, if it has not made more, and has not said a loss."""
+        for made in (self.iters, self.counted):
+            made[worker] = max(made[worker], min(made[self.active], default=0))
+        self.losses[worker], self.active[worker] = math.nan, True
+
     def _push(self, push: Any, now_s: float) -> None:
         worker, loss = int(push["worker"]), float(push["loss"])
         spent_s = [push["encode_s"], push["comm_s"] - push["pull_s"], push["pull_s"]]
@@ -160,16 +172,16 @@ class _Account:
             self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
         if not self.searching:
             self._check(now_s)
-        self.pushes[worker] += 1
+        self.iters[worker] += 1
 
     def _check(self, now_s: float) -> None:
         """The check that was due before this push, if one was; and whether a search begins."""
         paradigm, rose = self.paradigm, False
         checks = math.floor((now_s - self.begun_s) / paradigm.check_period_s)
         if checks > self.checks:
-            self.apart = max(self.apart, int(np.ptp(self.pushes[self.active])))
+            self.apart = max(self.apart, int(np.ptp(self.iters[self.active])))
             self.target += self.commits * (checks - self.checks)
-            self.checks, self.counted = checks, self.pushes.copy()
+            self.checks, self.counted = checks, self.iters.copy()
             rise = self._loss() - self.loss_before
             rose = rise > 0 and rise >= paradigm.loss_rise * abs(self.loss_before)
             self.loss_before = self._loss()
@@ -222,7 +234,7 @@ class _Account:
         self.due.append(_Due("commits", worker, self.best, (), ()))
         self.commits, self.searching, self.stop_s = self.best, False, math.inf
         self.begun_s, self.checks, self.loss_before = now_s, 0, self._loss()
-        self.counted = self.pushes.copy()
+        self.counted = self.iters.copy()
         self.target = int(self.counted[self.active].max()) + self.commits
 
     # ---- the checks ----
@@ -234,7 +246,7 @@ class _Account:
         released = np.append(recount.grant_event, -1)[recount.push_grant]
         return check_rows(
             "nobody waits but for a trial",
-            known & (released != self.released),
+            known & (released != self.released[:-1]),
             lambda i: (
                 f"worker {pushes['worker'][i]} pushes with seq {pushes['seq'][i]}, and is granted "
                 f"{'at once' if released[i] == recount.push_event[i] else 'later'}"
@@ -248,7 +260,7 @@ class _Account:
         known = (recount.push_grant >= 0) & ~np.append(recount.is_stop, True)[recount.push_grant]
         return check_rows(
             f"commits are {self.paradigm.interval_min_s:g} s apart, or as the {self.paradigm.rule} rule says",
-            known & ~(np.abs(granted_s - self.commit_s) < SAME_TIME_S),
+            known & ~(np.abs(granted_s - self.commit_s[:-1]) < SAME_TIME_S),
             lambda i: (
                 f"push of seq {pushes['seq'][i]}: the next is to come after {granted_s[i]} s, a recount gives "
                 f"{self.commit_s[i]}"

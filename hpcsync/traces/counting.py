@@ -8,22 +8,24 @@ for `invariants` to check.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cached_property
 
 import numpy as np
 
 from hpcsync.job_paradigms import Easgd, FirstK
 from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import APPLIED
+from hpcsync.traces.schema import APPLIED, JOINED
 
 NEVER = np.iinfo(np.int64).max
 DISTINCT = ("k-sync", "k-async")  # of the k family: those that count workers, not mini-batches
+COUNTED = (*DISTINCT, "bsp", "easgd")  # whose updates may take all workers that there are
 
 
 class Recount:
     """The rows of a trace up to the first missing one, and what follows from their order.
 
-    Events are pushes and departures, in the order of `seq`; index e counts them from 0.
+    Events are pushes, departures and returns, in the order of `seq`; index e counts them from 0.
 
     pushes, grants, decisions, membership: structured arrays, in the order of `seq`, with `seq` < `horizon`.
     updates, evaluations: as in the trace.
@@ -50,13 +52,13 @@ class Recount:
 
     @cached_property
     def events(self) -> np.ndarray:
-        """Pushes and departures: `seq, now_s, worker, is_push`, shape (n_events,)."""
-        dtype = [("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i8"), ("is_push", "?")]
+        """Pushes, departures and returns: `seq, now_s, worker, is_push, joins`, shape (n_events,)."""
+        dtype = [("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i8"), ("is_push", "?"), ("joins", "?")]
         events = np.zeros(len(self.pushes) + len(self.membership), dtype)
         for rows, is_push in ((self.pushes, True), (self.membership, False)):
             part = events[: len(self.pushes)] if is_push else events[len(self.pushes) :]
             part["seq"], part["now_s"], part["worker"] = rows["seq"], rows["now_s"], rows["worker"]
-            part["is_push"] = is_push
+            part["is_push"], part["joins"] = is_push, False if is_push else rows["change"] == JOINED
         return events[np.argsort(events["seq"], kind="stable")]
 
     def event_at(self, seq: np.ndarray) -> np.ndarray:
@@ -74,25 +76,55 @@ class Recount:
         return running_count(self.pushes["worker"])
 
     @cached_property
-    def left_event(self) -> np.ndarray:
-        """Of each worker: the event of its departure, or NEVER. Shape (n_workers,)."""
-        left = np.full(self.n_workers, NEVER)
-        departures = np.flatnonzero(~self.events["is_push"])
-        np.minimum.at(left, self.events["worker"][departures], departures)
-        return left
+    def leaves(self) -> np.ndarray:
+        """Which events are departures, shape (n_events,)."""
+        return ~self.events["is_push"] & ~self.events["joins"]
+
+    def left_after(self, worker: np.ndarray, event: np.ndarray) -> np.ndarray:
+        """The first departure of each of these workers after these events: an index into `events`, or NEVER."""
+        return _next(self.events["worker"], np.flatnonzero(self.leaves), worker, event)
+
+    def is_active(self, worker: np.ndarray, event: np.ndarray) -> np.ndarray:
+        """Whether each of these workers takes part after each of these events (-1: before all)."""
+        joined = _next(self.events["worker"], np.flatnonzero(self.events["joins"]), worker, event)
+        # Its next change says what it is now. One that changes no more is as its last change has left it.
+        left, active = self.left_after(worker, event), np.ones(self.n_workers, bool)
+        for change in np.flatnonzero(~self.events["is_push"]).tolist():
+            active[self.events["worker"][change]] = self.events["joins"][change]
+        return np.where((left == NEVER) & (joined == NEVER), active[worker], left < joined)
+
+    def active(self, event: int) -> np.ndarray:
+        """The workers that take part after this event, in their order."""
+        workers = np.arange(self.n_workers)
+        return np.flatnonzero(self.is_active(workers, np.full(self.n_workers, event)))
 
     @cached_property
-    def min_count(self) -> np.ndarray:
-        """After each event: fewest pushes of a worker that has not left. Shape (n_events,).
+    def n_active(self) -> np.ndarray:
+        """How many workers take part after each event, and at first, at index -1. Shape (n_events + 1,)."""
+        change = np.where(self.events["is_push"], 0, np.where(self.events["joins"], 1, -1))
+        return self.n_workers + np.append(np.cumsum(change), 0)
 
-        The minimum reaches k with the last of the workers' k-th pushes; one that leaves is not waited for any more.
+    @cached_property
+    def _followed(self) -> tuple[np.ndarray, np.ndarray]:
+        return follow(self.n_workers, self.events, self.events["is_push"])
+
+    @cached_property
+    def push_iters(self) -> np.ndarray:
+        """Of each push: how far its worker is, this one included. Shape (n_pushes,).
+
+        That is its pushes; but a worker that joins is as far as the slowest active one, if it is not farther.
         """
-        return fewest(self.push_count, self.pushes["worker"], self.push_event, self)
+        return self._followed[0][self.push_event]
+
+    @cached_property
+    def min_iters(self) -> np.ndarray:
+        """After each event: how far the slowest active worker is. Shape (n_events,)."""
+        return self._followed[1]
 
     @cached_property
     def push_gap(self) -> np.ndarray:
-        """Of each push: its worker's pushes minus the fewest of an active worker, just after it. Shape (n_pushes,)."""
-        return self.push_count - self.min_count[self.push_event]
+        """Of each push: how far its worker is ahead of the slowest active one, just after it. Shape (n_pushes,)."""
+        return self.push_iters - self.min_iters[self.push_event]
 
     # ---- grants ----------------------------------------------------------------------------------------------------
 
@@ -123,33 +155,51 @@ class Recount:
         return upto - np.searchsorted(before, worker * stride)
 
     @cached_property
+    def answered(self) -> np.ndarray:
+        """Of each grant: the last push or return of its worker before it, which it answers; an event, or -1."""
+        return _last(self.events["worker"], np.flatnonzero(~self.leaves), self.grants["worker"], self.grant_event)
+
+    @cached_property
     def grant_gap(self) -> np.ndarray:
-        """Of each grant: its worker's pushes minus the fewest of an active worker, at that moment. (n_grants,)."""
+        """Of each grant: how far its worker is ahead of the slowest active one, at that moment. Shape (n_grants,)."""
         if not len(self.events):
             return np.zeros(len(self.grants), np.int64)
-        fewest = np.where(self.grant_event >= 0, self.min_count[self.grant_event], 0)
-        return self.grant_count - fewest
+        own = np.append(self._followed[0], 0)[self.answered]
+        return own - np.where(self.grant_event >= 0, self.min_iters[self.grant_event], 0)
 
     @cached_property
     def push_grant(self) -> np.ndarray:
         """Of each push: the row in `grants` that answers it, or -1. Shape (n_pushes,)."""
-        return self._find_grant(self.pushes["iteration"] + 1)
+        return _lookup(self.answered, self.push_event)
 
     @cached_property
     def push_permit(self) -> np.ndarray:
         """Of each push: the row in `grants` that let its iteration begin, or -1. Shape (n_pushes,)."""
-        return self._find_grant(self.pushes["iteration"])
+        before = np.searchsorted(self.grants["seq"], self.pushes["seq"]) - 1
+        return _last(self.grants["worker"], np.arange(len(self.grants)), self.pushes["worker"], before)
 
-    def _find_grant(self, iteration: np.ndarray) -> np.ndarray:
-        keys = self.grants["iteration"] * self.n_workers + self.grants["worker"]
-        return _lookup(keys, iteration * self.n_workers + self.pushes["worker"])
+    @cached_property
+    def begins_anew(self) -> np.ndarray:
+        """Which pushes are of iterations that a return let begin, which was answered at once. Shape (n_pushes,)."""
+        at_once = np.append(self.events["joins"], False)[self.answered] & (self.answered == self.grant_event)
+        return np.append(at_once, False)[self.push_permit]
+
+    @cached_property
+    def following(self) -> np.ndarray:
+        """Of each event: the next one of the same worker, or NEVER. Shape (n_events,)."""
+        every = np.arange(len(self.events))
+        return _next(self.events["worker"], every, self.events["worker"], every)
+
+    @cached_property
+    def is_last(self) -> np.ndarray:
+        """After which events their workers leave, as far as the trace tells. Shape (n_events,)."""
+        known = self.following != NEVER
+        return np.where(known, self.leaves[np.where(known, self.following, 0)], not self.finished)
 
     @cached_property
     def may_be_cut(self) -> np.ndarray:
-        """Which pushes may be of fewer local steps than granted: the last ones of workers that leave."""
-        last = self.push_count == np.bincount(self.pushes["worker"], minlength=self.n_workers)[self.pushes["worker"]]
-        left = self.left_event[self.pushes["worker"]] != NEVER
-        return last & (left | (not self.finished))
+        """Which pushes may be of fewer local steps than granted: those after which their workers leave."""
+        return self.is_last[self.push_event]
 
     # ---- versions --------------------------------------------------------------------------------------------------
 
@@ -190,31 +240,33 @@ class Recount:
         return chosen[np.searchsorted(changed, np.arange(1, len(self.updates) + 2), side="left")]
 
     @cached_property
-    def is_short(self) -> np.ndarray:
-        """Of each update with all its contributions here: whether it has fewer than k. (n_complete_updates,)."""
-        n_complete = len(self._last)
-        if self.k is None:
-            return np.zeros(n_complete, bool)
-        return self.updates["n_contributions"][:n_complete] < self.k[:n_complete]
-
-    @cached_property
     def update_event(self) -> np.ndarray:
         """Of each update with all its contributions here: the event in whose answer it was made, as far as one can
-        tell from them; NEVER for one of fewer than k when there could have been more. Shape (n_complete_updates,).
+        tell from them; NEVER for one that lacks some when there could have been more. Shape (n_complete_updates,).
 
-        That is the last contribution. But where k workers are counted an update has fewer when all others have left,
-        and waits for that. (One of all workers may wait for it too; nothing can happen in between.)
+        That is the last contribution. But an update of one contribution of each of all workers, or of k of them, is
+        also made without those who do not take part: it may wait until somebody leaves.
         """
-        last = self._last
+        paradigm, last = self.job.paradigm, self._last
         event = self.push_event[self.applied[last]].astype(np.int64)
-        for row in np.flatnonzero(self.is_short):
-            left = self.left_event.copy()
-            if self.job.paradigm.name in DISTINCT:
-                first = last[row] + 1 - self.updates["n_contributions"][row]
-                left[self.pushes["worker"][self.applied[first : last[row] + 1]]] = -1
-            else:
-                left[:] = NEVER
-            event[row] = max(event[row], left.max())
+        lacks = np.zeros(len(last), bool)
+        if self.k is not None:
+            lacks = self.updates["n_contributions"][: len(last)] < self.k[: len(last)]
+        if (
+            paradigm.name in DISTINCT
+            or paradigm.name == "bsp"
+            or (isinstance(paradigm, Easgd) and paradigm.synchronous)
+        ):
+            version = self.applied_version[self.applied_version <= len(last)] - 1
+            worker = self.pushes["worker"][self.applied[: len(version)]]
+            there = np.bincount(version[self.is_active(worker, event[version])], minlength=len(last))
+            lacks = (there < self.n_active[event]) & (lacks | (self.k is None))
+        departures = np.flatnonzero(self.leaves)
+        for row in np.flatnonzero(lacks):
+            first = last[row] + 1 - self.updates["n_contributions"][row]
+            contributors = self.pushes["worker"][self.applied[first : last[row] + 1]]
+            later = departures[departures > event[row]].tolist() if paradigm.name in COUNTED else []
+            event[row] = next((e for e in later if np.isin(self.active(e), contributors).all()), NEVER)
         return event
 
     @cached_property
@@ -222,8 +274,16 @@ class Recount:
         """Of each grant: the version that is current when it is made. Shape (n_grants,)."""
         version = self.version_at(self.grants["seq"])
         if self.grants_first:
-            grant = self.push_grant[self.applied]
-            version[grant[grant >= 0]] = self.applied_version[grant >= 0] - 1
+            # The grant that lets a contribution's worker go on. One that had left may have joined, and waited with it.
+            push = self.push_event[self.applied]
+            after = np.searchsorted(self.grant_event, push)
+            grant = _next(
+                self.grants["worker"], np.arange(len(self.grants)), self.pushes["worker"][self.applied], after - 1
+            )
+            known = grant != NEVER
+            grant, push = grant[known], push[known]
+            waited = (self.answered[grant] == push) | (self.answered[grant] != self.grant_event[grant])
+            version[grant[waited]] = self.applied_version[known][waited] - 1
         return version
 
     def version_at(self, seq: np.ndarray) -> np.ndarray:
@@ -237,18 +297,26 @@ def _first_missing(seqs: np.ndarray) -> int:
     return int(holes[0]) + 1 if len(holes) else len(seqs) + 1
 
 
-def fewest(count: np.ndarray, worker: np.ndarray, event: np.ndarray, recount: Recount) -> np.ndarray:
-    """After each event: the least count of a worker that has not left. Shape (n_events,).
+def follow(n_workers: int, events: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """After each event: how far its worker is, and how far the slowest active one is. Shapes (n_events,).
 
-    count, worker, event: each worker's counts 1, 2, ... and the events with which they are reached. The minimum reaches
-    k with the last of the workers' k; one that leaves is not waited for any more.
+    A push that `counts` makes it one. Whoever joins is as far as the slowest active one, if it is not farther.
     """
-    n_events = len(recount.events)
-    if not len(count):
-        return np.zeros(n_events, np.int64)
-    done = np.tile(recount.left_event, (int(count.max()), 1))
-    done[count - 1, worker] = np.minimum(done[count - 1, worker], event)
-    return np.searchsorted(done.max(axis=1), np.arange(n_events), side="right")
+    iters, active, n_active = [0] * n_workers, [True] * n_workers, n_workers
+    least, workers_at = 0, Counter({0: n_workers})  # active ones
+    own, slowest = np.zeros((2, len(events)), np.int64)
+    columns = [column.tolist() for column in (events["worker"], events["is_push"], events["joins"], counts)]
+    for i, (worker, is_push, joins, more) in enumerate(zip(*columns, strict=True)):
+        before = active[worker]
+        workers_at[iters[worker]] -= before
+        iters[worker] = max(iters[worker], least) if joins else iters[worker] + (is_push and more)
+        active[worker] = joins or (before and is_push)
+        workers_at[iters[worker]] += active[worker]
+        n_active += active[worker] - before
+        while n_active and not workers_at[least]:
+            least += 1
+        own[i], slowest[i] = iters[worker], least
+    return own, slowest
 
 
 def running_count(labels: np.ndarray) -> np.ndarray:
@@ -261,8 +329,38 @@ def running_count(labels: np.ndarray) -> np.ndarray:
     return counts
 
 
+def _next(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, after: np.ndarray) -> np.ndarray:
+    """For each worker the first of these rows after this one that is its, or NEVER. among: ascending."""
+    key, wanted, order = _keys(worker_of, among, worker, after)
+    place = np.searchsorted(key, wanted, side="right")
+    row = np.append(among[order], 0)[place]
+    return (
+        np.where((place < len(key)) & (worker_of[row] == worker), row, NEVER)
+        if len(among)
+        else np.full(len(wanted), NEVER)
+    )
+
+
+def _last(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, upto: np.ndarray) -> np.ndarray:
+    """For each worker the last of these rows, up to this one, that is its, or -1. among: ascending."""
+    key, wanted, order = _keys(worker_of, among, worker, upto)
+    place = np.searchsorted(key, wanted, side="right") - 1
+    row = np.append(among[order], 0)[place]
+    return np.where((place >= 0) & (worker_of[row] == worker), row, -1) if len(among) else np.full(len(wanted), -1)
+
+
+def _keys(
+    worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, row: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Numbers that order by worker, and then by row: of these rows, ordered, and of these pairs; and their order."""
+    stride = np.int64(len(worker_of) + 2)
+    key = worker_of[among].astype(np.int64) * stride + among + 1
+    order = np.argsort(key, kind="stable")
+    return key[order], worker * stride + np.minimum(row, len(worker_of)) + 1, order
+
+
 def _lookup(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The index in `keys` (unique) of each wanted one, or -1."""
+    """The first index in `keys` of each wanted one, or -1."""
     if not len(keys):
         return np.full(len(wanted), -1)
     order = np.argsort(keys, kind="stable")

@@ -102,7 +102,7 @@ def k_is_chosen_right(recount: Recount, paradigm: FirstK) -> Check:
     before = np.append(recount.k[0], chosen)[:-1]
     event = recount.event_at(rows["seq"])
     made = np.append(recount.update_event, NEVER)[recount.version_at(rows["seq"]) - 1]
-    active = (recount.left_event[None, :] > event[:, None]).sum(axis=1)
+    active = recount.n_active[event]
     least = np.minimum(paradigm.k_min or 1, active)
     policy = paradigm.k
     k_state = np.where(policy == "loss", np.inf, rows["k_state"])

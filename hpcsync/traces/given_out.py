@@ -93,7 +93,7 @@ def samples_are_handed_out_once(recount: Recount) -> Check:
     stops = recount.grants[recount.is_stop]
     permit = recount.push_permit
     given = np.append(recount.grants["batch_size"], 0)[permit]
-    given = np.where(pushes["iteration"] == 1, first[pushes["worker"]], given)
+    given = np.where(permit < 0, first[pushes["worker"]], given)
     known = (permit >= 0) | (pushes["iteration"] == 1)
     return check_all(
         "samples are given out once, and none is left out",
@@ -170,11 +170,12 @@ def _allocations(recount: Recount) -> Iterator[_Allocation]:
         upto = int(np.searchsorted(recount.push_event, at, side="right"))
         for push in pushes[seen:upto][~np.isnan(pushes["predicted_sample_s"][seen:upto])]:
             predicted[push["worker"]] = push["predicted_fixed_s"], push["predicted_sample_s"]
-        active = np.flatnonzero(recount.left_event > at)
+        active = recount.active(at)
         if not recount.finished and at == len(recount.events) - 1 and end - begin < len(active):
             return  # the end of the trace came while it was being recorded
         n_pushes = int(is_push[last + 1 : at + 1].sum())
         yield _Allocation(rows[begin:end], bool(at >= 0 and is_push[at]), n_pushes, sizes.copy(), active, predicted)
+        sizes[:] = 0  # of whoever is away
         sizes[rows["worker"][begin:end]] = rows["chosen"][begin:end]
         seen, last = upto, at
 

@@ -15,7 +15,7 @@ from hpcsync.traces.allocations import possible
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.counting import NEVER, Recount, running_count
 from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import CHANGES, DROPPED, OUTCOMES
+from hpcsync.traces.schema import CHANGES, DROPPED, JOINED, OUTCOMES
 
 NUMBERED = ("pushes", "grants", "decisions", "membership")  # the tables with a `seq`
 DURATIONS = ("compute_s", "wait_s", "comm_s")
@@ -49,7 +49,9 @@ def values_are_possible(trace: Trace) -> Check:
     parts.append((~weighed, teller("/pushes", pushes, "share", "weight")))
     predicted = ("predicted_fixed_s", "predicted_sample_s")
     parts.append((~possible(pushes, *predicted), teller("/pushes", pushes, *predicted)))
-    sized = (grants["batch_size"] >= 0) & ((grants["batch_size"] == 0) == (grants["local_steps"] == 0))
+    # Whoever joins late may know its batch size alone.
+    needs = (grants["local_steps"] != 0) & ((grants["iteration"] > 1) | (grants["batch_size"] > 0))
+    sized = (grants["batch_size"] >= 0) & ((grants["batch_size"] == 0) == ~needs)
     sized &= grants["first_sample"] >= -1
     parts.append((~sized, teller("/grants", grants, "batch_size", "local_steps", "first_sample")))
     made = (updates["n_contributions"] >= 1) & np.isfinite(updates["now_s"])
@@ -68,9 +70,9 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
     """One counter over four tables, each row's number its own; in a finished trace none is missing.
 
     In an unfinished one the first missing number is that of a contribution whose fate was open at the end. Nothing can
-    follow it but choices that were just being made, departures, and once the run is stopping, the replies that say so
-    and the pushes that they answer, which are dropped; and where grants come first, those of the last answer. In the k
-    family some may go on, but only with what was there before: there is no update.
+    follow it but choices that were just being made, departures, returns and their answers, and once the run is
+    stopping, the replies that say so and the pushes that they answer, which are dropped; and where grants come first,
+    those of the last answer. In the k family some may go on, but only with what was there before: there is no update.
     """
     seqs = recount.seqs
     parts: list[Part] = [(np.diff(seqs) == 0, lambda i: f"seq {seqs[i]} occurs twice")]
@@ -84,7 +86,7 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
         pushes, grants = (rows[rows["seq"] >= recount.horizon] for rows in (trace.tables[t] for t in NUMBERED[:2]))
         missing = f"seq {recount.horizon} is missing, but the run went on"
         parts.append((pushes["outcome"] != DROPPED, lambda i: f"{missing} with the push of seq {pushes['seq'][i]}"))
-        going_on = grants["local_steps"] > 0
+        going_on = (grants["local_steps"] != 0) & ~_answers_a_return(trace, grants)
         if recount.grants_first:
             events = np.concatenate([trace.tables[table]["seq"] for table in ("pushes", "membership")])
             going_on &= grants["seq"] < events.max(initial=0)
@@ -92,6 +94,25 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
             going_on &= grants["version"] != recount.version_at(np.array([recount.horizon]))[0]
         parts.append((going_on, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
     return check_all("seq counts every row once", *parts)
+
+
+def _answers_a_return(trace: Trace, grants: np.ndarray) -> np.ndarray:
+    """Which of these grants come when their workers' last event was a return. Shape (n_grants,)."""
+    events = [
+        (
+            table["worker"],
+            table["seq"],
+            table["change"] == JOINED if name == "membership" else np.zeros(len(table), bool),
+        )
+        for name in ("pushes", "membership")
+        for table in [trace.tables[name]]
+    ]
+    worker, seq, joins = (np.concatenate(columns) for columns in zip(*events, strict=True))
+    found = np.zeros(len(grants), bool)
+    for i, grant in enumerate(grants):
+        before = (worker == grant["worker"]) & (seq < grant["seq"])
+        found[i] = before.any() and joins[before][np.argmax(seq[before])]
+    return found
 
 
 def times_never_decrease(recount: Recount) -> Check:
@@ -131,21 +152,20 @@ def iterations_count_pushes(recount: Recount) -> Check:
 
 
 def each_push_is_granted_once(recount: Recount) -> Check:
-    """A worker pushes, is granted, pushes, ...: its k-th grant follows k pushes and names iteration k + 1.
+    """A worker pushes, is granted, pushes, ...: its grant after k pushes names iteration k + 1. A return is as a push.
 
-    Without a grant is a push whose worker left while it was held, or the last of a run that did not finish.
+    Without a grant is one whose worker left while it was held, or the last of a run that did not finish.
     """
-    pushes, grants, follows = recount.pushes, recount.grants, recount.grant_count
-    wrong = (follows != running_count(grants["worker"])) | (grants["iteration"] != follows + 1)
-    n_pushes, n_grants = (np.bincount(rows["worker"], minlength=recount.n_workers) for rows in (pushes, grants))
-    is_last = recount.push_count == n_pushes[pushes["worker"]]
-    left = recount.left_event[pushes["worker"]]
-    excused = is_last & ((left != NEVER) & (left > recount.push_event) | (not recount.finished))
-    unanswered = (recount.push_count > n_grants[pushes["worker"]]) & ~excused
+    events, grants, follows = recount.events, recount.grants, recount.grant_count
+    again = np.ones(len(grants), bool)
+    again[np.unique(recount.answered, return_index=True)[1]] = False
+    wrong = again | (recount.answered < 0) | (grants["iteration"] != follows + 1)
+    unanswered = ~recount.leaves & ~recount.is_last
+    unanswered[recount.answered[recount.answered >= 0]] = False
     return check_all(
         "each push is answered by exactly one grant",
         (wrong, lambda i: f"{_grant(recount, i)} follows {follows[i]} pushes of its worker"),
-        (unanswered, lambda i: f"{_push(recount, i)} has no grant"),
+        (unanswered, lambda i: f"worker {events['worker'][i]} has no grant for seq {events['seq'][i]}"),
     )
 
 
@@ -233,20 +253,18 @@ def samples_add_up(recount: Recount) -> Check:
 
 
 def held_is_recounted(recount: Recount) -> Check:
-    """`held_s` is the time from the push to its grant."""
-    answered = recount.push_grant >= 0
-    push = np.flatnonzero(answered)
-    grants = recount.grants[recount.push_grant[answered]]
-    expected_s = grants["now_s"] - recount.pushes["now_s"][push]
+    """`held_s` is the time from the push to its grant, or from the return."""
+    grants = recount.grants
+    expected_s = grants["now_s"] - np.append(recount.events["now_s"], np.nan)[recount.answered]
     return check_rows(
         "held_s is the time from push to grant",
-        ~(np.abs(grants["held_s"] - expected_s) < SAME_TIME_S),
-        lambda i: f"{_push(recount, push[i])} was held {expected_s[i]} s, its grant says {grants['held_s'][i]} s",
+        (recount.answered >= 0) & ~(np.abs(grants["held_s"] - expected_s) < SAME_TIME_S),
+        lambda i: f"{_grant(recount, i)} says {grants['held_s'][i]} s, its worker was held {expected_s[i]} s",
     )
 
 
 def gap_is_recounted(recount: Recount) -> Check:
-    """`gap_iters` is pushes of the worker minus those of the slowest that has not left."""
+    """`gap_iters` is how far the worker is ahead of the slowest that takes part: see `counting.follow`."""
     grants, gap_iters = recount.grants, recount.grant_gap
     return check_rows(
         "gap_iters equals a recount",
@@ -256,26 +274,38 @@ def gap_is_recounted(recount: Recount) -> Check:
 
 
 def nobody_acts_after_leaving(recount: Recount) -> Check:
-    """A worker leaves at most once, and has no push and no grant after that."""
-    pushes, grants, left = recount.pushes, recount.grants, recount.left_event
-    departures = recount.membership["worker"]
+    """A worker leaves, joins, leaves, ..., and has no push and no grant while it is away."""
+    pushes, grants, changes = recount.pushes, recount.grants, recount.membership
+    joins = changes["change"] == JOINED
+    is_odd = running_count(changes["worker"]) % 2 == 1
     return check_all(
         "nobody acts after leaving",
-        (running_count(departures) > 1, lambda i: f"worker {departures[i]} leaves twice"),
-        (recount.push_event > left[pushes["worker"]], lambda i: f"{_push(recount, i)} comes after its worker left"),
         (
-            recount.grant_event >= left[grants["worker"]],
+            joins == is_odd,
+            lambda i: (
+                f"worker {changes['worker'][i]} {'joins' if joins[i] else 'leaves'} twice, seq {changes['seq'][i]}"
+            ),
+        ),
+        (
+            ~recount.is_active(pushes["worker"], recount.push_event),
+            lambda i: f"{_push(recount, i)} comes after its worker left",
+        ),
+        (
+            ~recount.is_active(grants["worker"], recount.grant_event),
             lambda i: f"{_grant(recount, i)} comes after its worker left",
         ),
     )
 
 
 def the_end_is_the_end(recount: Recount) -> Check:
-    """From the first stop grant on all are; what is pushed then is dropped; everybody who has not left gets one."""
+    """From the first stop grant on all are; what is pushed then is dropped; everybody who has not left gets one; and
+    nobody joins any more."""
     pushes, grants, is_stop = recount.pushes, recount.grants, recount.is_stop
     stopped = np.full(recount.n_workers, NEVER)
     np.minimum.at(stopped, grants["worker"][is_stop], grants["seq"][is_stop])
-    endless = (stopped == NEVER) & (recount.left_event == NEVER) & recount.finished
+    there = np.isin(np.arange(recount.n_workers), recount.active(len(recount.events) - 1))
+    endless = (stopped == NEVER) & there & recount.finished
+    joined = recount.events[recount.events["joins"]]
     late = pushes["seq"] > recount.stop_seq
     return check_all(
         "stop grants end the run",
@@ -292,6 +322,7 @@ def the_end_is_the_end(recount: Recount) -> Check:
             pushes["seq"] > stopped[pushes["worker"]],
             lambda i: f"{_push(recount, i)} comes after its worker's stop grant",
         ),
+        (joined["seq"] > recount.stop_seq, lambda i: f"worker {joined['worker'][i]} joins after the run has ended"),
         (endless, lambda i: f"worker {i} has neither a stop grant nor left"),
     )
 

@@ -57,4 +57,4 @@ def _ratios(recount: Recount) -> np.ndarray:
     """The share of its elements that each push was granted to send; NaN where nobody said. Shape (n_pushes,)."""
     first = [assignment.ratio for assignment in create_assignments(recount.job).first]
     granted = np.append(recount.grants["ratio"], np.nan)[recount.push_permit]
-    return np.where(recount.pushes["iteration"] == 1, np.array(first)[recount.pushes["worker"]], granted)
+    return np.where(recount.push_permit < 0, np.array(first)[recount.pushes["worker"]], granted)

@@ -68,12 +68,13 @@ PUSHES = np.dtype(
     ]
 )
 
-# One row per grant. `iteration` is the one that the worker may now start, `version` the one that it will read. A grant
-# of zero local steps (and batch size zero) ends the worker's part in the run. `first_sample` is where in the run's
-# endless sequence of samples those of the iteration begin, -1 where that follows from worker and iteration
+# One row per grant. `iteration` is the one that the worker may now start, `version` the one that it will read,
+# `gap_iters` how far the worker is ahead of the slowest that takes part, `held_s` the time since its push or return.
+# A grant of zero local steps (and batch size zero) ends the worker's part in the run. `first_sample` is where in the
+# run's endless sequence of samples those of the iteration begin, -1 where that follows from worker and iteration
 # (`learning.data`). `local_steps` -1: as many as fit into `commit_s` seconds, from the end of reading the weights to
-# the end of the last step; `batch_size` is then that of each. `ratio` is the share of its contribution that the worker
-# sends, NaN where the compression says that.
+# the end of the last step; `batch_size` is then that of each. (0 of one who has not pushed before: its own.)
+# `ratio` is the share of its contribution that the worker sends, NaN where the compression says that.
 GRANTS = np.dtype(
     [
         ("seq", "<i8"),
@@ -142,6 +143,10 @@ EVALUATIONS = np.dtype(
     ]
 )
 
+# One row per change of who takes part. All do at first. LEFT: the worker leaves, at the end of its data or of the run,
+# or because the job says so; one that is to join late does so instead of its first push. DIED: its process has. JOINED:
+# it takes part again, and counts as no less far than the slowest that does; its iterations go on where they were, so
+# that the grant that answers its return may be of one that it was granted before.
 MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("change", "<i1")])
 
 # One row per start of the run: its number, from 0, and where it goes on, `now_s` and `seq` of the last row before it.

@@ -14,7 +14,7 @@ import numpy as np
 from hpcsync.job import Script
 from hpcsync.job_paradigms import Ashl
 from hpcsync.traces.checks import Check, check_all, check_rows
-from hpcsync.traces.counting import NEVER, Recount, fewest
+from hpcsync.traces.counting import NEVER, Recount, follow
 from hpcsync.traces.schema import APPLIED
 
 COARSE, FINE = 1, 2
@@ -48,9 +48,8 @@ class Stages:
         return self.recount.pushes[self.recount.pushes["outcome"] == APPLIED]
 
     def n_active(self, seq: np.ndarray) -> np.ndarray:
-        """How many workers had not left before each seq."""
-        left = np.sort(self.recount.left_event)
-        return self.recount.n_workers - np.searchsorted(left, self.recount.event_at(seq), side="right")
+        """How many workers took part before each seq."""
+        return self.recount.n_active[self.recount.event_at(seq)]
 
     def in_force(self, controller: bytes, worker: np.ndarray, seq: np.ndarray, first: float) -> np.ndarray:
         """What this controller had last chosen for each of these workers before these seqs; `first` before all."""
@@ -108,7 +107,7 @@ def stages_begin_when_they_must(stages: Stages) -> Check:
     enough; there is no way back."""
     recount, rows = stages.recount, stages.rows
     needed = stages.paradigm.warmup + stages.paradigm.profiled
-    profiled = np.flatnonzero((recount.min_count >= needed) & stages_active(recount))
+    profiled = np.flatnonzero((recount.min_iters >= needed) & (recount.n_active[:-1] > 0))
     loss, switch = _losses(stages)
     due = [int(recount.events["seq"][profiled[0]]) if len(profiled) else NEVER, switch]
     begins = np.array([seq for seq in stages.begins if seq != NEVER], np.int64)
@@ -139,11 +138,6 @@ def stages_begin_when_they_must(stages: Stages) -> Check:
     )
 
 
-def stages_active(recount: Recount) -> np.ndarray:
-    """After which events there is an active worker."""
-    return np.arange(len(recount.events)) < recount.left_event.max(initial=0)
-
-
 def _losses(stages: Stages) -> tuple[float, int]:
     """The average loss of the coarse stage's commits as it was when the fine one is due, and its push's seq."""
     paradigm, loss, n_commits, checked = stages.paradigm, np.nan, 0, []
@@ -169,7 +163,8 @@ def _losses(stages: Stages) -> tuple[float, int]:
 
 
 def plans_follow_from_measurements(stages: Stages) -> Check:
-    """H, D and R are those of Algorithms 1 and 2 for the medians of what was measured; after departures D is anew."""
+    """H, D and R are those of Algorithms 1 and 2 for the medians of what was measured, also when somebody joins; after
+    departures D is anew."""
     name, n_rows = "plans follow from what was measured", 0
     for rows in _plans(stages):
         if wrong := _wrong(stages, rows):
@@ -193,20 +188,22 @@ def _plans(stages: Stages) -> Iterator[np.ndarray]:
 
 def _wrong(stages: Stages, rows: np.ndarray) -> str:
     """What is wrong with one event's rows, or nothing."""
-    active = np.flatnonzero(stages.recount.left_event > stages.recount.event_at(rows["seq"][:1]))
-    begins = rows["controller"][0] == b"stage"
+    event = int(stages.recount.event_at(rows["seq"][:1])[0])
+    active, begins = stages.recount.active(event), rows["controller"][0] == b"stage"
+    plans = begins or (event >= 0 and stages.recount.events["joins"][event])
     kinds = [b"share"]
-    if begins:
+    if plans:
         kinds = [b"local-steps", b"share", *[b"ratio"] * stages.has_ratios]
     expected = [(b"stage", int(rows["worker"][0]))] * begins + [(kind, int(w)) for kind in kinds for w in active]
     if list(zip(rows["controller"].tolist(), rows["worker"].tolist(), strict=True)) != expected:
         return f"it is not of {', '.join(kind.decode() for kind in kinds)} of each of workers {active.tolist()}"
     by = {kind: rows[rows["controller"] == kind] for kind in kinds}
-    if not begins:
-        if rows["seq"][0] < stages.begins[0]:
-            return "nothing is shared in the profile"
+    if not begins and rows["seq"][0] < stages.begins[0]:
+        return "nothing is shared in the profile"
+    if not plans:
         return _wrong_shares(stages, by[b"share"], stages.in_force(b"local-steps", active, rows["seq"][0], np.nan))
-    stage, steps_rows = int(rows["chosen"][0]), by[b"local-steps"]
+    steps_rows = by[b"local-steps"]
+    stage = int(rows["chosen"][0]) if begins else FINE if rows["seq"][0] > stages.begins[1] else COARSE
     if stage not in stages.steps:
         return f"there is no stage {stage}"
     times = np.array([stages.medians(worker, int(rows["seq"][0])) for worker in active.tolist()])
@@ -254,14 +251,15 @@ def _wrong_shares(stages: Stages, rows: np.ndarray, steps: np.ndarray) -> str:
 
 
 def _without_new_shares(stages: Stages) -> str:
-    """The departure after which D was not chosen anew though the run went on, in words."""
+    """The departure, or return, after which D was not chosen anew though the run went on, in words."""
     recount = stages.recount
     shared = set(recount.event_at(recount.decisions["seq"][recount.decisions["controller"] == b"share"]).tolist())
     last = int(stages.applied["seq"].max(initial=0))
-    for event in recount.left_event[recount.left_event < NEVER].tolist():
+    for event in np.flatnonzero(~recount.events["is_push"]).tolist():
         seq, worker = (int(recount.events[column][event]) for column in ("seq", "worker"))
         if stages.begins[0] < seq < last and event not in shared:
-            return f"worker {worker} has left (seq {seq}), its share is nobody's"
+            what = "joins" if recount.events["joins"][event] else "has left"
+            return f"worker {worker} {what} (seq {seq}), its share is not given anew"
     return ""
 
 
@@ -345,14 +343,13 @@ def fine_gaps_are_bounded(stages: Stages) -> list[Check]:
     recount, bound = stages.recount, stages.paradigm.staleness
     grants, pushes = recount.grants, recount.pushes
     counts = np.append((grants["seq"] > stages.begins[1]) & ~recount.is_stop, False)[recount.push_permit]
-    own = np.zeros(len(pushes), np.int64)
-    for worker in range(recount.n_workers):
-        mine = pushes["worker"] == worker
-        own[mine] = np.cumsum(counts[mine])
-    least = fewest(own[counts], pushes["worker"][counts], recount.push_event[counts], recount)
+    counting = np.zeros(len(recount.events), bool)
+    counting[recount.push_event] = counts
+    own, least = follow(recount.n_workers, recount.events, counting)
+    own = own[recount.push_event]
     gap = own - least[recount.push_event]
     release = np.append(recount.grant_event, len(recount.events) - 1)[recount.push_grant]
-    release = np.minimum(release, recount.left_event[pushes["worker"]])
+    release = np.minimum(release, recount.left_after(pushes["worker"], recount.push_event))
     held = np.flatnonzero((release > recount.push_event) & (pushes["seq"] > stages.begins[1]))
     gap_held = own[held] - least[release[held] - 1]
     return [

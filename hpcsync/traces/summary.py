@@ -17,8 +17,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.traces.counting import NEVER
-from hpcsync.traces.reading import Trace, TraceError, TraceFile
+from hpcsync.traces.push_gaps import push_gaps
+from hpcsync.traces.reading import Trace, TraceFile
 from hpcsync.traces.tally import Tally
 
 MANY_WORKERS = 20  # more are not shown one by one
@@ -132,8 +132,8 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
     target, time_to_target_s = _target(trace, evaluations)
     distances = _known(evaluations["consensus_distance"])
-    push_gaps = _push_gaps(trace, int(tally.pushes.max(initial=0))) if tally.served else None
-    workers = tuple(_workers(tally, push_gaps))
+    gaps = push_gaps(trace, int(tally.pushes.max(initial=0))) if tally.served else None
+    workers = tuple(_workers(tally, gaps))
     return Summary(
         name=trace.job.name,
         paradigm=trace.job.paradigm.name,
@@ -156,7 +156,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         tracing_overhead_s=float(trace.attributes.get("tracing_overhead_s", 0.0)),
         workers=workers,
         start_gap_max_iters=int(tally.start_gap_max.max(initial=0)) if tally.served else None,
-        push_gap_max_iters=int(push_gaps.max(initial=0)) if push_gaps is not None else None,
+        push_gap_max_iters=int(gaps.max(initial=0)) if gaps is not None else None,
         **tally.about(slice(None), "wait"),
         **tally.about_drops(),
         **tally.about_k(),
@@ -175,57 +175,6 @@ def _workers(tally: Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSumma
             **tally.plan(worker),
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
-
-
-# ---- the push gap ----------------------------------------------------------------------------------------------------
-
-
-def _push_gaps(trace: Trace | TraceFile, most: int) -> np.ndarray:
-    """Of each worker: its pushes minus the fewest of an active one, just after a push, at most. Shape (n_workers,).
-
-    most: the pushes of the worker that has most. Of a run that did not finish, the end is left out: see `counting`.
-    """
-    horizon = _horizon(trace)
-    reached = _reached(trace, horizon, most)
-    largest = np.zeros(trace.n_workers, np.int64)
-    for rows in _until(trace, "pushes", horizon):
-        fewest = np.searchsorted(reached, rows["seq"], side="right")
-        np.maximum.at(largest, rows["worker"], rows["iteration"] - fewest)
-    return largest
-
-
-def _reached(trace: Trace | TraceFile, horizon: int, most: int) -> np.ndarray:
-    """At which seq the fewest pushes of an active worker came to 1, 2, ..., `most`; NEVER if they did not. (most,)
-
-    They come to k with the last of the workers' k-th pushes; one that leaves is not waited for any more. A push's
-    `iteration` says which one of its worker's it is, so the order of the rows does not matter.
-    """
-    left = np.full(trace.n_workers, NEVER)
-    for rows in _until(trace, "membership", horizon):
-        np.minimum.at(left, rows["worker"], rows["seq"])
-    reached, last = np.zeros(most + 2, np.int64), np.zeros(trace.n_workers, np.int64)
-    for rows in _until(trace, "pushes", horizon):
-        worker, iteration = rows["worker"], rows["iteration"]
-        if ((iteration < 1) | (iteration > most)).any():
-            raise TraceError(f"{trace.path}: a damaged trace: the iterations in pushes do not count them")
-        np.maximum.at(reached, iteration, np.minimum(rows["seq"], left[worker]))
-        np.maximum.at(last, worker, iteration)
-    np.maximum.at(reached, last + 1, left)  # from here on only its leaving counts
-    return np.maximum.accumulate(reached)[1:-1]
-
-
-def _horizon(trace: Trace | TraceFile) -> int:
-    """The first seq without a row in a run that did not finish, else NEVER."""
-    if trace.finished:
-        return NEVER
-    numbered = ("pushes", "grants", "decisions", "membership")
-    seqs = np.concatenate([rows["seq"].copy() for table in numbered for rows in trace.slices(table)])
-    return int(np.setdiff1d(np.arange(1, len(seqs) + 2), seqs)[0])
-
-
-def _until(trace: Trace | TraceFile, table: str, horizon: int) -> Iterator[np.ndarray]:
-    for rows in trace.slices(table):
-        yield rows[rows["seq"] < horizon]
 
 
 # ---- evaluations -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from hpcsync.deciding import create_assignments, create_paradigm, decision_field
 from hpcsync.job import Job
 from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
+from hpcsync.traces.schema import DIED, FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
 
 JOB = """
 name = "made-up"
@@ -103,13 +103,14 @@ class Work:
         self.took_s = self.pull_s + self.compute_s + self.push_s + self.encode_s
 
 
-def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, die_s=None, evaluate_every=5):
+def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), stop_s=None, die_s=None, evaluate_every=5):
     """Drive the coordinator to the end of a run. Returns the columns of its decisions.
 
     seconds: of one iteration, per worker. leave: worker -> iteration instead of whose push it leaves.
+    changes: times, and the workers that die then, whatever they are doing, or join if they have left.
     stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
     """
-    leave, rng = leave or {}, random.Random(seed)
+    leave, changes, rng = dict(leave or {}), sorted(changes), random.Random(seed)
     paradigm = create_paradigm(job)
     coordinator = coordinate(job, paradigm, trace)
     queue, order_of_start = [], itertools.count()
@@ -154,13 +155,25 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, stop_s=None, di
         start(0.0, Reply(worker, 1, 0, assignment))
     pushed_s = {}
     while queue:
-        now_s, _, *begun, reply, share = heapq.heappop(queue)
+        changing = None
+        if changes and changes[0][0] <= queue[0][0]:
+            now_s, changing = changes.pop(0)
+        else:
+            now_s, _, *begun, reply, share = heapq.heappop(queue)
         if die_s is not None and now_s > die_s:
             break
         orders = []
         if stop_s is not None and now_s > stop_s and not coordinator.stopping:
             orders = [(stop_s, order) for order in coordinator.stop(stop_s)]
-        if leave.get(reply.worker) == reply.iteration:
+        if changing in coordinator.active:
+            queue = [entry for entry in queue if entry[-2].worker != changing]
+            heapq.heapify(queue)
+            answer = coordinator.left(now_s, changing, DIED)
+        elif changing is not None:
+            pushed_s[changing] = now_s
+            answer = coordinator.joined(now_s, changing)
+        elif leave.get(reply.worker) == reply.iteration:
+            del leave[reply.worker]
             answer = coordinator.left(now_s, reply.worker)
         else:
             pushed_s[reply.worker] = now_s

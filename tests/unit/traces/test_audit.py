@@ -30,7 +30,8 @@ def failed(trace):
 
 
 def scenario(seed):
-    """Durations and how the run goes, at random: equal workers and ties, jitter, departures, stops from outside."""
+    """Durations and how the run goes, at random: equal workers and ties, jitter, who leaves or joins, stops from
+    outside."""
     rng = random.Random(seed)
     n_workers = rng.randint(1, 5)
     return {
@@ -38,6 +39,7 @@ def scenario(seed):
         "jitter": rng.choice([0.0, rng.random()]),
         "stop_s": rng.choice([None, None, rng.uniform(1.0, 20.0)]),
         "leave": rng.choice([{}, {rng.randrange(n_workers): rng.randint(1, 8) for _ in range(2)}]),
+        "changes": [(rng.uniform(0, 20.0), rng.randrange(n_workers)) for _ in range(rng.choice([0, 0, 4, 8]))],
         "seed": seed,
     }
 

@@ -164,13 +164,13 @@ def test_asp_is_not_easgd_for_want_of_grants_before_updates():
 def test_synchronous_easgd_is_one_update_behind_in_every_round_but_the_first():
     trace = record(easgd("synchronous = true"))
     assert set(trace.tables["pushes"]["staleness"][3:30].tolist()) == {1}
-    assert failing(edit(trace, "pushes", 7, staleness=0)) == {"staleness is 1, and 0 in round 1"}
-    assert failing(edit(trace, "pushes", 1, staleness=1)) == {"staleness is 1, and 0 in round 1"}
+    assert failing(edit(trace, "pushes", 7, staleness=0)) == {"staleness is 1, and 0 at first"}
+    assert failing(edit(trace, "pushes", 1, staleness=1)) == {"staleness is 1, and 0 at first"}
 
 
 def test_synchronous_easgd_without_a_barrier():
     names = failing(with_job(record(easgd()), easgd("synchronous = true")))
-    assert names == {"staleness is 1, and 0 in round 1", "rounds are complete"}
+    assert names == {"staleness is 1, and 0 at first", "rounds are complete"}
 
 
 def test_synchronous_easgd_without_a_worker_that_had_not_left():

@@ -4,8 +4,10 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hpcsync.traces.counting import NEVER, Recount, running_count
+from hpcsync.traces.counting import NEVER, Recount, follow, running_count
 from hpcsync.traces.schema import APPLIED
 from tests.unit.traces.recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
 
@@ -89,7 +91,7 @@ def test_an_unfinished_trace_is_counted_up_to_the_first_missing_row():
 @pytest.mark.parametrize("status", ["running", "finished"])
 def test_an_empty_trace_counts_to_nothing(status):
     recount = Recount(as_trace(make_job("asp"), [], status=status))
-    for counted in (recount.push_gap, recount.grant_gap, recount.min_count, recount.complete_seq, recount.push_grant):
+    for counted in (recount.push_gap, recount.grant_gap, recount.min_iters, recount.complete_seq, recount.push_grant):
         assert len(counted) == 0
     assert recount.stop_seq == NEVER
 
@@ -98,8 +100,55 @@ def test_a_departure_before_any_push():
     job, rows = make_job("ssp"), Rows()
     play(job, rows, (1.0, 1.0, 1.0), leave={0: 1, 1: 1})
     recount = Recount(as_trace(job, rows.rows))
-    assert recount.left_event.tolist() == [0, 1, NEVER]
+    assert recount.left_after(np.arange(3), np.full(3, -1)).tolist() == [0, 1, NEVER]
+    assert [recount.active(event).tolist() for event in (-1, 0, 1, 2)] == [[0, 1, 2], [1, 2], [2], [2]]
+    assert recount.n_active[[-1, 0, 1, 2]].tolist() == [3, 2, 1, 1]
     assert recount.push_gap.max() == 0
+
+
+def naively(n_workers, events):
+    """How far each event's worker is, and the slowest active one, from lists that are looked through each time."""
+    iters, active, least, found = [0] * n_workers, set(range(n_workers)), 0, []
+    for worker, what in events:
+        if what == "push":
+            iters[worker] += 1
+        elif what == "join":
+            iters[worker] = max(iters[worker], least)
+            active.add(worker)
+        else:
+            active.remove(worker)
+        least = min((iters[w] for w in active), default=least)
+        found.append((iters[worker], least))
+    return found
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
+def test_how_far_workers_are_is_that_of_a_plain_recount(n_workers, steps):
+    events, active = [], set(range(n_workers))
+    for worker, pushes in steps:
+        if worker < n_workers:
+            what = ("push" if pushes else "leave") if worker in active else "join"
+            events.append((worker, what))
+            active = active - {worker} if what == "leave" else active | {worker}
+    rows = np.array(
+        [(worker, what == "push", what == "join") for worker, what in events],
+        [("worker", "<i8"), ("is_push", "?"), ("joins", "?")],
+    )
+    own, slowest = follow(n_workers, rows, rows["is_push"])
+    assert list(zip(own.tolist(), slowest.tolist(), strict=True)) == naively(n_workers, events)
+
+
+def test_who_is_there_after_each_event():
+    trace = record("ssp", leave={1: 2}, changes=[(9.0, 1), (11.0, 0), (20.0, 0)])
+    recount, active = Recount(trace), {0, 1, 2}
+    changes = dict(zip(trace.tables["membership"]["seq"].tolist(), trace.tables["membership"].tolist(), strict=True))
+    assert [change[3] for change in changes.values()][:4] == [0, 1, 2, 1]
+    for number, event in enumerate(recount.events):
+        if (change := changes.get(int(event["seq"]))) is not None:
+            active = active | {change[2]} if change[3] == 1 else active - {change[2]}
+        assert set(recount.active(number).tolist()) == active
+        assert recount.n_active[number] == len(active)
 
 
 # ---- the k family ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from hpcsync.traces.audit import audit
+from hpcsync.traces.schema import DIED, JOINED
+from hpcsync.traces.schema import LEFT as LEFT_ROW
+from hpcsync.traces.schema import TABLES as SCHEMA
 from tests.unit.traces.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"
@@ -56,8 +59,15 @@ def parting():
     return record("ssp", jitter=0.3, leave={1: 5})
 
 
-def test_the_traces_themselves_pass(ssp, parting):
-    assert failing(ssp) == failing(parting) == set()
+@pytest.fixture(scope="module")
+def returning():
+    """SSP whose worker 1 leaves instead of its 5th push, joins again, and dies and joins once more."""
+    return record("ssp", jitter=0.3, leave={1: 5}, changes=[(17.0, 1), (30.0, 1), (33.0, 1)])
+
+
+def test_the_traces_themselves_pass(ssp, parting, returning):
+    assert failing(ssp) == failing(parting) == failing(returning) == set()
+    assert returning.tables["membership"]["change"][:4].tolist() == [LEFT_ROW, JOINED, DIED, JOINED]
 
 
 # ---- values and numbering --------------------------------------------------------------------------------------------
@@ -267,6 +277,41 @@ def test_another_gap(ssp):
 def test_another_worker_left(parting):
     names = failing(edit(parting, "membership", 0, worker=0))
     assert {REPLAY_GRANTS, LEFT, END} <= names
+
+
+def test_a_return_that_was_none(returning):
+    (first, second) = np.flatnonzero(returning.tables["membership"]["change"] == JOINED)
+    # The iterations that it makes then, and the gaps of all, are those of a worker that is there.
+    assert LEFT in failing(edit(returning, "membership", first, change=LEFT_ROW))
+    assert {LEFT, REPLAY_GRANTS} <= failing(edit(returning, "membership", second, change=DIED))
+    assert {LEFT, SEQ} <= failing(remove(returning, "membership", first))
+    joined = returning.tables["membership"][first]
+    (grant,) = np.flatnonzero(returning.tables["grants"]["seq"] == joined["seq"] + 1)
+    assert failing(edit(returning, "membership", first, worker=0)) >= {LEFT, REPLAY_GRANTS}
+    # Nobody waits for what it has missed, but it is no farther than the slowest either.
+    gap_iters = returning.tables["grants"]["gap_iters"][grant]
+    assert gap_iters == 0 < returning.tables["grants"]["iteration"][:grant].max() - joined["worker"]
+    assert failing(edit(returning, "grants", grant, gap_iters=1)) == {REPLAY_GRANTS, GAP}
+    assert failing(edit(returning, "grants", grant, held_s=0.5)) == {REPLAY_GRANTS, HELD}
+    # Its iterations go on where they were: one that it was granted before and has not pushed is granted again.
+    iteration = returning.tables["grants"]["iteration"][grant]
+    assert iteration == 5
+    assert failing(edit(returning, "grants", grant, iteration=6)) == {REPLAY_GRANTS, GRANTED}
+    assert GRANTED in failing(remove(returning, "grants", grant))
+
+
+def test_iterations_may_not_be_left_out_after_a_return(returning):
+    trace = returning
+    for row in np.flatnonzero((trace.tables["pushes"]["worker"] == 1) & (trace.tables["pushes"]["iteration"] >= 5)):
+        trace = edit(trace, "pushes", row, iteration=trace.tables["pushes"]["iteration"][row] + 1)
+    assert ITERATIONS in failing(trace)
+
+
+def test_a_return_after_the_end(ssp):
+    seq = int(max(ssp.tables[table]["seq"].max() for table in ("pushes", "grants")))
+    rows = np.array([(seq + i, 999.0, 0, change) for i, change in ((1, LEFT_ROW), (2, JOINED))], SCHEMA["membership"])
+    assert failing(with_rows(ssp, "membership", rows[:1])) == set()
+    assert {END, REPLAY_GRANTS} <= failing(with_rows(ssp, "membership", rows))
 
 
 def test_a_worker_that_leaves_twice(ssp):
