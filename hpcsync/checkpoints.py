@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpcsync import __version__
+from hpcsync.disk import naming, removing, sync
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
 
@@ -57,10 +58,14 @@ class Checkpoints:
         unfinished.mkdir(parents=True)
 
     def write(self, number: int, name: str, state: Mapping[str, Any]) -> None:
-        """Put this rank's state into the checkpoint that has begun; it has reached the disk on return."""
+        """Put this rank's state into the checkpoint that has begun; it has reached the disk on return.
+
+        Raises NotWritten.
+        """
         import torch
 
-        with _file(self._unfinished(number), name).open("xb") as file:
+        path = _file(self._unfinished(number), name)
+        with naming(path), removing(path), path.open("xb") as file:
             torch.save(dict(state), file)
             file.flush()
             os.fsync(file.fileno())
@@ -136,12 +141,3 @@ def _file(checkpoint: Path, name: str) -> Path:
 def _numbered(folder: Path) -> list[Path]:
     """All finished checkpoints, the newest last."""
     return sorted((path for path in folder.glob("[0-9]*") if path.name.isdigit()), key=number_of)
-
-
-def sync(path: Path) -> None:
-    """Let a file, or what a folder lists, reach the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -16,6 +16,7 @@ import torch
 
 from hpcsync import gpus, launcher, outputs
 from hpcsync.checkpoints import Checkpoints
+from hpcsync.disk import NotWritten
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
 from hpcsync.job_paradigms import AllReduce, Stanza
@@ -219,11 +220,15 @@ def join(
         lines = [*placement.lines(), *_checkpoint_lines(checkpoints)]
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
     try:
-        with _aborting(comm, but=MemoryUnreachable):
+        with _aborting(comm, but=(MemoryUnreachable, JobError)):
             if job.steps_on_workers or comm.rank < job.cluster.servers:
                 _load(optimizer, device_of(model))
             return _session(comm, job, model, placement, checkpoints, optimizer, evaluate)
-    except MemoryUnreachable as error:
+    except (MemoryUnreachable, JobError) as error:
+        if comm.rank == 0 and checkpoints.resumed is None:
+            outputs.withdraw(folder)
+        if isinstance(error, JobError):
+            raise
         raise JobError(f'cluster.window = "{placement.transport.kind}": must be another here: {error}') from None
 
 
@@ -325,7 +330,7 @@ def _load(optimizer: OptimizerSpec, device: torch.device) -> None:
 
 
 @contextmanager
-def _aborting(comm: MPI.Intracomm, *, but: type[BaseException]) -> Iterator[None]:
+def _aborting(comm: MPI.Intracomm, *, but: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[None]:
     """What one rank raises ends the job: the others would wait for it for ever. `but`: what all ranks raise alike."""
     try:
         yield
@@ -338,7 +343,10 @@ def _aborting(comm: MPI.Intracomm, *, but: type[BaseException]) -> Iterator[None
 
 def _abort(comm: MPI.Intracomm) -> None:
     """End the job for an exception of one rank alone: the others would wait for it for ever."""
-    traceback.print_exc()
+    if isinstance(error := sys.exception(), NotWritten):
+        print(f"hpcsync: failed: {error}", file=sys.stderr)
+    else:
+        traceback.print_exc()
     sys.stderr.flush()
     comm.Abort(1)
 

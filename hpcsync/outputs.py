@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hpcsync import checkpoints
+from hpcsync.disk import removing, whole
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.traces.reading import opened
@@ -59,7 +58,7 @@ def reopen(folder: Path, job: Job) -> Path | None:
         resumed = newest_or_aside(folder)
     if resumed is not None:
         checkpoints.refuse_other_job(checkpoints.read_run(resumed)["job"], job)
-        with _telling(folder), _whole(folder / JOB) as path:
+        with _telling(folder), whole(folder / JOB) as path:
             path.write_text(job.to_toml(), encoding="utf-8")
     return resumed
 
@@ -92,11 +91,17 @@ def create(folder: Path, job: Job) -> None:
     """Write the resolved job into the folder. Raises JobError when that is not possible."""
     with _telling(folder):
         try:
-            with (folder / JOB).open("x", encoding="utf-8") as file, _removing(folder / JOB):
+            with (folder / JOB).open("x", encoding="utf-8") as file, removing(folder / JOB):
                 file.write(job.to_toml())
                 file.flush()
         except FileExistsError:
             raise _taken(folder, JOB) from None
+
+
+def withdraw(folder: Path) -> None:
+    """Nothing has come of the run: another one may have the folder."""
+    with suppress(OSError):
+        (folder / JOB).unlink()
 
 
 def _make_new(job: Job) -> Path:
@@ -127,61 +132,22 @@ def _taken(folder: Path, name: str) -> JobError:
 
 
 def save_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Write the model's state into the folder, where it is on return; or raise OSError that names the file."""
-    from safetensors import SafetensorError
+    """Write the model's state into the folder. Raises NotWritten."""
     from safetensors.torch import save_file
 
     state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
-    with _whole(folder / WEIGHTS) as path:
-        try:
-            save_file(state, path)
-        except SafetensorError as error:
-            if (found := re.search(r"os error (\d+)", str(error))) is None:
-                raise
-            raise OSError(int(found[1]), os.strerror(int(found[1]))) from None
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that is then at `path` and has reached the disk, or is not there at all.
-
-    Raises OSError that names the file.
-    """
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        with _removing(unfinished):
-            yield unfinished
-            checkpoints.sync(unfinished)
-            unfinished.replace(path)
-            checkpoints.sync(path.parent)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-@contextmanager
-def _removing(path: Path) -> Iterator[None]:
-    """Half a file is not left behind."""
-    try:
-        yield
-    except BaseException:
-        with suppress(OSError):
-            path.unlink()
-        raise
-
-
-def in_one_line(error: OSError) -> str:
-    """The file, and what the system says of it."""
-    return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+    with whole(folder / WEIGHTS) as path:
+        save_file(state, path)
 
 
 def conclude(folder: Path, console: Console) -> None:
     """Sum the finished trace up: into the folder for scripts, onto the terminal for people.
 
-    Raises OSError that names the file where the summary cannot be written.
+    Raises NotWritten.
     """
     with opened(folder / TRACE) as trace:
         summary = summarize(trace)
-    with _whole(folder / SUMMARY) as path:
+    with whole(folder / SUMMARY) as path:
         path.write_text(json.dumps(summary.as_dict(), indent=2) + "\n", encoding="utf-8")
     console.print(table(summary))
     console.print(f"trace: {folder / TRACE}", soft_wrap=True)

@@ -20,7 +20,9 @@ from hpcsync import __version__, launcher, outputs
 from hpcsync.checkpoints import Checkpoints
 from hpcsync.coordinator import Coordinator
 from hpcsync.deciding import decision_fields
+from hpcsync.disk import NotWritten
 from hpcsync.job import Job
+from hpcsync.job_errors import JobError
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.replica import Loss
 from hpcsync.mpi.deaths import RankFailed, leave_with, survivors
@@ -83,7 +85,7 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
         trace.close(status)
     if isinstance(error, Suspended):
         print(f"hpcsync: interrupted; --resume goes on from {error}", file=sys.stderr)
-    elif isinstance(error, Interrupted | RankFailed):
+    elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
         print(f"hpcsync: {status}: {error}; the trace so far is {trace.path}", file=sys.stderr)
     elif not isinstance(error, KeyboardInterrupt):
         traceback.print_exception(error)
@@ -170,6 +172,8 @@ class RankSession(Session):
         """Say what is known to whom it helps, before the job is ended."""
         if isinstance(error, RankFailed):
             print(f"hpcsync: rank {self.rank} cannot go on: {error}", file=sys.stderr)
+        elif isinstance(error, NotWritten | JobError):
+            print(f"hpcsync: rank {self.rank} failed: {error}", file=sys.stderr)
         elif not isinstance(error, KeyboardInterrupt):
             print(f"hpcsync: rank {self.rank} failed:", file=sys.stderr)
             traceback.print_exception(error)

@@ -6,6 +6,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rich.console import Console
 from hpcsync import outputs
 from hpcsync.coordinator import Coordinator, Recorder
 from hpcsync.deciding import create_paradigm, decision_fields
+from hpcsync.disk import NotWritten
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
@@ -68,28 +70,34 @@ def _simulate(
 ) -> int:
     outputs.create(folder, job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
-    with TraceWriter(folder / outputs.TRACE, attributes, decision_fields(job)) as trace:
+    path, trace = folder / outputs.TRACE, None
+    progress = Progress(console)
+    try:
+        trace = TraceWriter(path, attributes, decision_fields(job))
         for rank in range(job.cluster.ranks):
             trace.append("clocks", (0, rank, "virtual", 0.0, 0.0))
         trace.flush()
-        watch = _Watch(trace, Progress(console))
-        try:
-            with on_signals(watch.received.append):
-                simulation = begin(trace, watch)
-                if isinstance(simulation, peers.PeerSimulation):
-                    trace.describe(simulation.attributes)
-                simulation.run()
-            outputs.save_weights(folder, workload.model)
-        except BaseException as error:
-            status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-            trace.close(status)
-            if status == "failed":
-                traceback.print_exc()
-            print(f"hpcsync: {status}: {error}; the trace so far is {trace.path}", file=sys.stderr)
-            return 1
-        finally:
-            watch.progress.close()
-    outputs.conclude(folder, console)
+        watch = _Watch(trace, progress)
+        with on_signals(watch.received.append):
+            simulation = begin(trace, watch)
+            if isinstance(simulation, peers.PeerSimulation):
+                trace.describe(simulation.attributes)
+            simulation.run()
+        outputs.save_weights(folder, workload.model)
+        trace.close("finished")
+        progress.close()
+        outputs.conclude(folder, console)
+    except BaseException as error:
+        progress.close()
+        status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        if trace is not None:
+            with suppress(OSError, RuntimeError):
+                trace.close(status)
+        if status == "failed" and not isinstance(error, NotWritten):
+            traceback.print_exc()
+        so_far = "" if trace is None else f"; the trace so far is {path}"
+        print(f"hpcsync: {status}: {error}{so_far}", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -16,19 +16,21 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import re
 import struct
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import h5py
 import numpy as np
 
-from hpcsync.traces.reading import TraceError, settle
+from hpcsync.disk import naming
 from hpcsync.traces.schema import (
     CHANGES,
     FORMAT,
@@ -44,6 +46,7 @@ RING_ROWS = 8192  # rows of a table that fit in memory between two flushes
 CHUNK_BYTES = 65536  # a chunk is written whole, so not larger than a few seconds of rows are worth
 FLUSH_INTERVAL_S = 2.0
 COPIED_ROWS = 100_000  # at once
+SETTLE_S = 10.0  # a process that imports h5py and changes one attribute, on a busy machine
 
 _STRUCT_CODES = {"<i1": "b", "<i4": "i", "<i8": "q", "<f8": "d", "|i1": "b"}
 _ENUMS = {"outcome": OUTCOMES, "change": CHANGES, "phase": PHASES}
@@ -102,15 +105,15 @@ class TraceWriter:
         self._n_rows = dict.fromkeys(dtypes, 0)
         self._datasets: dict[str, h5py.Dataset] = {}  # held open: h5py only prints what fails when a handle goes
         self.path = Path(path)
-        self._abandoned = False
+        self._abandoned = self._unsettled = False
         if going_on is None and self.path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self.path))
         unfinished = self.path.with_suffix(".unfinished")  # until it opens
         # Parallel file systems often refuse locks, and nobody else writes here: a lock is welcome, not needed.
-        with self._naming_the_file():
+        with naming(self.path):
             self._file = h5py.File(unfinished, "w", locking="best-effort")
         try:
-            with self._naming_the_file():
+            with naming(self.path):
                 self._lay_out(dtypes, attributes)
                 if going_on is not None:
                     self._take_over(going_on)
@@ -148,7 +151,7 @@ class TraceWriter:
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
         """More root attributes, which are only known now; in the file with the next flush."""
-        if self._file:
+        if self._writable:
             self._file.attrs.update(attributes)
 
     def append(self, table: str, row: Sequence[Any]) -> None:
@@ -173,11 +176,11 @@ class TraceWriter:
     def flush(self) -> None:
         """Hand every appended row to the operating system: from here on it survives the end of this process.
 
-        Raises OSError that names the file, or RuntimeError, when it cannot be written. From then on the writer leaves
-        it alone: the file ends at the flush before, and later rows are dropped.
+        Raises NotWritten, or what else HDF5 raises, when it cannot be written. From then on the writer leaves it alone:
+        the file ends at the flush before, and later rows are dropped.
         """
         begin_s = time.perf_counter()
-        if not self._file:
+        if not self._writable:
             self._drop_rows()
         elif any(ring.used for ring in self._rings.values()):
             with self._or_abandon():
@@ -195,17 +198,21 @@ class TraceWriter:
         if status not in STATUSES or status == "running":
             raise ValueError(f"status is {status!r}; a closed trace is one of {', '.join(STATUSES[1:])}")
         try:
-            if self._file:
+            if self._writable:
                 self.flush()
                 with self._or_abandon():
                     self._file.attrs.modify("status", status)
                     self._file.flush()
         finally:
-            self._file.close()
-            if self._abandoned and status != "finished":
-                self._abandoned = False
-                with suppress(TraceError):
-                    settle(self.path, status)
+            if not self._abandoned:
+                self._file.close()
+            elif self._unsettled and status != "finished":
+                self._unsettled = False
+                _settle_elsewhere(self.path, status)
+
+    @property
+    def _writable(self) -> bool:
+        return not self._abandoned and bool(self._file)
 
     @property
     def tracing_overhead_s(self) -> float:
@@ -262,29 +269,19 @@ class TraceWriter:
     @contextmanager
     def _or_abandon(self) -> Iterator[None]:
         try:
-            with self._naming_the_file():
+            with naming(self.path):
                 yield
         except (OSError, RuntimeError):
             self._abandon()
             raise
-
-    @contextmanager
-    def _naming_the_file(self) -> Iterator[None]:
-        """What the system refuses is told as Python does it; HDF5 hides the reason in many words."""
-        try:
-            yield
-        except (OSError, RuntimeError) as error:
-            if (found := re.search(r"errno = (\d+)", str(error))) is None:
-                raise
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(self.path)) from None
 
     def _abandon(self) -> None:
         """Leave the file as it is after a failed write (a full disk), and give its handles back.
 
         Closing writes what is still in memory, and HDF5 crashes when that fails. So it writes to where nothing fails.
         """
-        self._abandoned = True
-        with suppress(OSError, RuntimeError), open(os.devnull, "r+b") as nowhere:
+        self._abandoned = self._unsettled = True
+        with suppress(OSError, RuntimeError), _nowhere() as nowhere:
             os.dup2(nowhere.fileno(), self._file.id.get_vfd_handle(), inheritable=False)
             self._file.close()
 
@@ -302,6 +299,22 @@ class TraceWriter:
         for table, n_rows in self._n_rows.items():
             counts[table] = n_rows
         return counts
+
+
+def _nowhere() -> IO[bytes]:
+    """Where whatever is written is lost, and a length can be set as for any file: HDF5 does that on closing."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("abandoned"), "r+b")
+    return tempfile.TemporaryFile()
+
+
+def _settle_elsewhere(path: Path, status: str) -> None:
+    """In this process HDF5 still has pieces of the file that it could not write: opening it again would crash."""
+    code = "import sys; from hpcsync.traces.reading import settle; settle(*sys.argv[1:])"
+    quiet = subprocess.DEVNULL
+    with suppress(OSError, subprocess.SubprocessError):
+        argv = [sys.executable, "-c", code, str(path), status]
+        subprocess.run(argv, timeout=SETTLE_S, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
 
 
 def _with_enums(dtype: np.dtype) -> np.dtype:

@@ -1,0 +1,126 @@
+"""A full disk, too little shared memory, a folder that cannot be written: one clear line, and what is written stays."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import Trace, load
+from tests.runs.processes import Program, ended, hpcsync
+
+JOB = """
+name = "small"
+workload = {{name = "timing", parameters = {parameters}, batch_size = 1}}
+optimizer = {{name = "sgd", lr = 0.1}}
+stop = {{{stop}}}
+paradigm = {{{paradigm}}}
+cluster = {{workers = 2, compute = {{model = "constant", seconds = {seconds}}}}}
+"""
+
+
+def in_the_way(folder: Path, mounts: str, *argv: object) -> Program:
+    """hpcsync's end, in `folder`, where these mounts are made that nobody else sees; what is then in out/ lies in
+    copy/."""
+    script = f'{mounts} || exit 99; "$@"; status=$?; cp -r out/. copy 2>/dev/null; exit $status'
+    return ended(["unshare", "--mount", "sh", "-c", script, "sh", *hpcsync(*argv)], cwd=folder)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Empty but for out/ and copy/."""
+    if os.geteuid() or subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("needs mounts of its own, which only root can make")
+    for name in ("out", "copy"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+ASP, GOSSIP = 'name = "asp"', 'name = "gossip", mode = "pull"'
+
+
+def job(folder: Path, parameters: int = 3, stop: str = "updates = 20", paradigm: str = ASP) -> Path:
+    path = folder / "job.toml"
+    path.write_text(JOB.format(parameters=parameters, stop=stop, paradigm=paradigm, seconds=1e-4))
+    return path
+
+
+def said(program: Program) -> list[str]:
+    assert "Traceback" not in program.err, program.err
+    return [line for line in program.err.splitlines() if line.startswith("hpcsync: ")]
+
+
+def intact(path: Path) -> Trace:
+    trace = load(path)
+    assert [finding for finding in audit(trace) if not finding.passed] == []
+    return trace
+
+
+DISK = "mount -t tmpfs -o size={} tmpfs out"
+FULL = "No space left on device"
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("command", "paradigm", "stop"),
+    [("run", ASP, "seconds = 60"), ("run", GOSSIP, "seconds = 60"), ("simulate", ASP, "updates = 1_000_000")],
+    ids=["run", "run without servers", "simulate"],
+)
+def test_a_disk_that_fills_with_the_trace(folder: Path, command: str, paradigm: str, stop: str) -> None:
+    path = job(folder, stop=stop, paradigm=paradigm)
+    program = in_the_way(folder, DISK.format("500k"), command, path, "--out", "out")
+    assert program.status == 1, program.err
+    (line,) = said(program)
+    assert line.endswith(f"out/trace.h5: {FULL}; the trace so far is {line.split()[-1]}"), program.out + program.err
+    trace = intact(folder / "copy" / "trace.h5")
+    assert trace.status == "failed" and (command == "run" or len(trace.tables["pushes"]) > 100)
+    assert {file.name for file in (folder / "copy").iterdir()} == {"job.toml", "trace.h5"}
+
+
+@pytest.mark.once
+def test_a_disk_without_room_for_the_weights(folder: Path) -> None:
+    program = in_the_way(folder, DISK.format("2m"), "simulate", job(folder, parameters=1_000_000), "--out", "out")
+    assert program.status == 1, program.err
+    (line,) = said(program)
+    assert f"out/weights.safetensors: {FULL}; the trace so far is " in line
+    assert len(intact(folder / "copy" / "trace.h5").tables["updates"]) >= 20
+    assert {file.name for file in (folder / "copy").iterdir()} == {"job.toml", "trace.h5"}
+
+
+@pytest.mark.once
+def test_a_disk_without_room_for_a_checkpoint(folder: Path) -> None:
+    path = job(folder, parameters=1_000_000, stop="seconds = 60")
+    settings = ("--set", "checkpoint.updates=5")
+    program = in_the_way(folder, DISK.format("2m"), "run", path, *settings, "--out", "out")
+    assert program.status == 1, program.err
+    assert any("out/checkpoints/1.unfinished/" in line and FULL in line for line in said(program)), program.err
+    assert intact(folder / "copy" / "trace.h5").status == "failed"
+
+
+@pytest.mark.once
+def test_with_room_nothing_is_said(folder: Path) -> None:
+    """The control."""
+    path = job(folder, parameters=1_000_000)
+    program = in_the_way(folder, DISK.format("200m"), "run", path, "--set", "checkpoint.updates=5", "--out", "out")
+    assert (program.status, said(program)) == (0, [])
+    assert intact(folder / "copy" / "trace.h5").status == "finished"
+
+
+WINDOWS = "mount -t tmpfs -o size={} tmpfs /dev/shm"
+
+
+@pytest.mark.parametrize("paradigm", [ASP, pytest.param(GOSSIP, marks=pytest.mark.once)])
+def test_shared_memory_too_small_for_the_windows(folder: Path, paradigm: str) -> None:
+    """And once more with room, in the same folder."""
+    path = job(folder, parameters=2_000_000, stop="updates = 4", paradigm=paradigm)
+    program = in_the_way(folder, WINDOWS.format("24m"), "run", path, "--out", "out/1")
+    assert program.status == 2, program.err
+    (line,) = said(program)
+    assert line.startswith(f"hpcsync: shared memory of {os.uname().nodename}: the windows of its ")
+    assert " MiB of /dev/shm, and " in line and line.endswith("or start fewer ranks there")
+    assert not (folder / "out" / "1").exists()
+    program = in_the_way(folder, WINDOWS.format("300m"), "run", path, "--out", "out/1")
+    assert (program.status, said(program)) == (0, []), program.err
