@@ -241,8 +241,9 @@ def _session(
     optimizer: OptimizerSpec,
     evaluate: Evaluate | None,
 ) -> RankSession:
+    from hpcsync.mpi.bookkeeper import BookkeeperSession
     from hpcsync.mpi.local_steps import CommittingSession, ElasticSession
-    from hpcsync.mpi.peer_session import BookkeeperSession, PeerSession
+    from hpcsync.mpi.peer_session import PeerSession
     from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
     if not job.has_servers:

@@ -11,8 +11,9 @@ from hpcsync.job import Job
 from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.mpi.gossiping import Pulling, Pushing, PushSumming
 from hpcsync.mpi.layers import Layers, SeparatedLayers
-from hpcsync.mpi.peer_exchange import AllReducing, Averaging, Exchange, Permuting, Pulling, Pushing, PushSumming
+from hpcsync.mpi.peer_exchange import AllReducing, Averaging, Exchange, Permuting
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.separated import Separated
 from hpcsync.peers import Division

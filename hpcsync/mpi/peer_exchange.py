@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from mpi4py import MPI
 
 from hpcsync.iterations import Iterations
@@ -21,15 +20,14 @@ from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.learning import compressing
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import Outer, Peer, absorb, average
+from hpcsync.learning.peer import Outer, Peer, average
 from hpcsync.learning.replica import Loss
 from hpcsync.mpi import wire
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
-from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.peers import Division, drawing
-from hpcsync.traces.schema import EVERYBODY, NOBODY, PUSHING, READING, WAITING
+from hpcsync.traces.schema import EVERYBODY, NOBODY, WAITING
 
 
 class Outcome(NamedTuple):
@@ -313,107 +311,3 @@ class Permuting(_Rounds):
     def free(self) -> None:
         super().free()
         self._given.free()
-
-
-# ---- when it suits the worker ----
-
-
-class _Gossiping(Exchange):
-    """Every `period` iterations an exchange with a peer that this worker draws."""
-
-    one_sided = True
-    phase = PUSHING
-
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
-        super().__init__(job, link, flat, optimizer)
-        assert isinstance(job.paradigm, Gossip)
-        self.period = job.paradigm.period
-        self._peers = drawing(job)
-
-    def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
-        self._step(lr)
-
-    def exchange(self, round: int) -> Outcome:
-        drawn = self._peers.drawn(self._link.comm.rank, round, self.peer.weight)
-        begin_s = time.perf_counter()
-        outcome = self._exchange(drawn)
-        return outcome._replace(comm_s=time.perf_counter() - begin_s)
-
-    @abstractmethod
-    def _exchange(self, drawn: int) -> Outcome:
-        """With this peer, which may be the worker itself."""
-
-
-class Pulling(_Gossiping):
-    """Read the peer's published weights, and average with them."""
-
-    phase = READING
-
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
-        super().__init__(job, link, flat, optimizer)
-        self._other = torch.empty_like(flat.weights)
-
-    def _exchange(self, drawn: int) -> Outcome:
-        if drawn == self._link.comm.rank:
-            return Outcome(drawn)
-        self._link.exposure.read(drawn, self._other)
-        with self.peer.exchanging() as x:
-            average(x, self._other)
-        return Outcome(drawn, wire_bytes=self._n_bytes, n_received=1)
-
-
-class Pushing(_Gossiping):
-    """Give the peer the weights; average one's own with those that have come."""
-
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
-        super().__init__(job, link, flat, optimizer)
-        self._parcels = Parcels(link.comm, flat.size, flat.weights.dtype, link.transport)
-
-    def _exchange(self, drawn: int) -> Outcome:
-        to_itself = drawn == self._link.comm.rank
-        if not to_itself:
-            self._send(drawn)
-        n_received = self._take_in(to_itself)
-        return Outcome(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
-
-    def _send(self, drawn: int) -> None:
-        self._parcels.send(drawn, self.peer.shown())
-
-    def _take_in(self, to_itself: bool) -> int:
-        if (parcel := self._parcels.collect()) is None:
-            return 0
-        with self.peer.exchanging() as x:
-            absorb(x, parcel.total, parcel.count, drew_itself=to_itself)
-        return parcel.count
-
-    def settle(self) -> int:
-        return self._take_in(False)
-
-    def state(self) -> dict[str, Any]:
-        """With what has come, which is taken in at the next exchange."""
-        return super().state() | {"parcel": self._parcels.keep()}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        super().restore(state)
-        self._parcels.put_back(state["parcel"])
-
-    def free(self) -> None:
-        self._parcels.free()
-
-
-class PushSumming(Pushing):
-    """Give the peer half of x and of w, and add to them what has come: what all have together stays the same."""
-
-    def _send(self, drawn: int) -> None:
-        with self.peer.exchanging() as x:
-            x.mul_(0.5)
-            self.peer.weight *= 0.5
-            self._parcels.send(drawn, x, self.peer.weight)
-
-    def _take_in(self, to_itself: bool) -> int:
-        if (parcel := self._parcels.collect()) is None:
-            return 0
-        with self.peer.exchanging() as x:
-            x.add_(parcel.total)
-            self.peer.weight += parcel.weight
-        return parcel.count

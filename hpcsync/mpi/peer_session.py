@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from hpcsync import outputs
 from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.iterations import Iterations
 from hpcsync.job import Job
@@ -20,23 +19,15 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
 from hpcsync.learning.replica import Loss
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
-from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda, wire
-from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.exchanges import exchange, layers
-from hpcsync.mpi.layers import Read
-from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_exchange import Outcome
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
-from hpcsync.mpi.rank_session import FAREWELL_S, RankSession, begin_trace, close_failed, end_all, run_state
-from hpcsync.mpi.saver import Saver
-from hpcsync.mpi.watch import Watch
-from hpcsync.peers import Exchanged, Lockstep, PeerCoordinator, create_division, taken_in
+from hpcsync.mpi.rank_session import RankSession
+from hpcsync.peers import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
-from hpcsync.progress import Progress, console
-from hpcsync.signals import SignalListener, interrupt, on_signals
 from hpcsync.traces.schema import COMPUTING, WAITING
 
 
@@ -312,118 +303,3 @@ class PeerSession(RankSession):
             self._progression.close()
         self._exchange.free()
         self._link.free()
-
-
-class BookkeeperSession(PeerSession):
-    """Rank 0: a worker as all others; its monitor writes everything down, evaluates, and says when to stop."""
-
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        optimizer: OptimizerSpec,
-        evaluate: Evaluate | None,
-    ) -> None:
-        super().__init__(comm, job, model, placement, checkpoints, optimizer)
-        assert self._clocks is not None
-        self._evaluate = evaluate
-        progressing = {} if self._progression is None else self._progression.attributes()
-        measured, resumed = {**placement.attributes(), **progressing}, checkpoints.state(RUN)
-        self._trace = begin_trace(job, checkpoints.folder, self._clocks, measured, resumed)
-        self._coordinator = PeerCoordinator(job, self._trace)
-        self._console = console()
-        self._progress = Progress(self._console)
-        places = [(rank, host) for rank, host, *_ in self._clocks]
-        self._watch = Watch(self._coordinator, self._link.phases, self._trace, places, job.paradigm.bound)
-        self._signals = SignalListener()
-        self._evaluator = Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate else None
-        now_s = self._link.clock.now()
-        if resumed is not None:
-            self._coordinator.restore(resumed["coordinator"])
-            self._coordinator.goes_on(now_s)
-            if self._evaluator is not None and resumed["evaluated"] is not None:
-                self._evaluator.go_on(resumed["evaluated"])
-        saver = None
-        if checkpoints.shared:
-            saver = Saver(checkpoints, job.checkpoint, self._run_state, (), now_s, self._coordinator.version)
-        self._monitor = Monitor(
-            self._link, self._coordinator, self._evaluator, self._in_step, self._chores, self._signals.received,
-            self._end_job, saver, self._watch.look,
-        )  # fmt: skip
-        self._monitor.start()
-
-    def _run_state(self) -> dict[str, Any]:
-        """What rank 0 knows of the run. evaluated: when an evaluation is due, were the one under way never judged; None
-        where those in step know it."""
-        evaluated = None
-        if self._evaluator is not None and (self._evaluator.busy or not self._exchange.in_step):
-            evaluated = self._evaluator.state()
-        return run_state(self._job, self._trace, self._link.clock.now(), self._coordinator, evaluated=evaluated)
-
-    def _cannot_halt(self) -> None:
-        self._monitor.cannot_halt()
-
-    def _chores(self, now_s: float) -> None:
-        self._trace.flush_if_due(now_s)
-        self._progress.show(now_s, self._coordinator)
-
-    def _describe(self, attributes: Mapping[str, int]) -> None:
-        self._monitor.describe(self._trace, attributes)
-
-    def _shown(self) -> None:
-        self._monitor.evaluate(self._lockstep.updates, self._lockstep.samples)
-
-    def _allocated(self, allocated: Sequence[Allocated]) -> None:
-        self._monitor.allocated(self._iteration, allocated)
-
-    def _read(self, version: int, into: torch.Tensor) -> float | None:
-        """For the evaluator: the mean of what all workers show; in step, of this version."""
-        serial = 2 + version if self._exchange.in_step else None
-        return self._layers.read(into, self._reading(self._link.comm.size, serial))
-
-    def _reading(self, reader: int, serial: int | None = None) -> Read:
-        """How this reader sees what a worker shows; it cannot where that is a later one than `serial`."""
-
-        def read(worker: int, into: torch.Tensor, weight: torch.Tensor | None) -> bool:
-            while (found := self._link.exposure.read(worker, into, reader, weight)) != (serial or found):
-                if found > (serial or 0):
-                    return False
-                time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
-            return True
-
-        return read
-
-    def _finish_training(self) -> None:
-        """While the others wait patiently: evaluate the mean of the final weights, which is safe before that."""
-        self._monitor.join()
-        self._signals.close()
-        self._progress.close()
-        with on_signals(interrupt):
-            self._trace.flush()
-            distance = self._layers.complete(self.flat, self._reading(self.rank))
-            if self._evaluate is not None:
-                outputs.save_weights(self._checkpoints.folder, self._model)
-                coordinator = self._coordinator
-                judged = (*self._evaluate(self._model), distance)
-                coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, *judged)
-
-    def _conclude(self) -> None:
-        if self._evaluate is None:
-            outputs.save_weights(self._checkpoints.folder, self._model)
-        self._trace.close("finished")
-        outputs.conclude(self._checkpoints.folder, self._console)
-
-    def _end_job(self, error: BaseException) -> None:
-        """The monitor has failed: its thread ends everything."""
-        close_failed(self._trace, error)
-        end_all(self._comm, error)
-
-    def _fail(self, error: BaseException) -> None:
-        if self._monitor.running:
-            self._monitor.end(error)  # it has the trace, and ends the job
-            time.sleep(FAREWELL_S)
-        else:
-            close_failed(self._trace, error)

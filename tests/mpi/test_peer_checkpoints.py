@@ -24,6 +24,7 @@ from tests.mpi.training import failures, on_some
 ALLREDUCE = {"name": "allreduce"}
 DILOCO = {"name": "local-sgd", "steps": 3, "outer_lr": 0.7, "outer_momentum": 0.3}
 PERMUTATION = {"name": "gossip", "mode": "permutation", "period": 2}
+NETWORK = {"name": "tests.mpi.network:convolutional", "batch_size": 4}  # with a matrix that has factors
 FREE: dict[str, dict[str, Any]] = {
     "pull": {"name": "gossip", "mode": "pull"},
     "push": {"name": "gossip", "mode": "push", "period": 2},
@@ -54,7 +55,7 @@ EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "allreduce": (ALLREDUCE, NESTEROV, {}),
     "allreduce-adam": (ALLREDUCE, ADAM, {}),
     "allreduce-top-k": (ALLREDUCE, SGD, {"compression": TOP_K}),
-    "allreduce-powersgd": (ALLREDUCE, SGD, {"compression": {"name": "powersgd", "rank": 1}}),
+    "allreduce-powersgd": (ALLREDUCE, SGD, {"compression": {"name": "powersgd", "rank": 1}, "workload": NETWORK}),
     "diloco": (DILOCO, NESTEROV, {}),
     "permutation": (PERMUTATION, NESTEROV, {}),
 }
@@ -181,7 +182,7 @@ def test_mass_that_is_lost_is_found_in_the_trace(comm, needs, folder, monkeypatc
 def test_without_somebody_there_is_no_checkpoint(comm, needs, folder, paradigm, leaver):
     """From it that worker could not go on. The others do."""
     needs(2)
-    events = [{"worker": leaver % comm.size, "at_iteration": 8, "change": "leave"}]
+    events = [{"worker": leaver % comm.size, "at_iteration": 2, "change": "leave"}]
     this = job(paradigm, comm.size, cluster={"workers": comm.size, "events": events})
     on_some(comm, this, folder)
     if comm.rank == 0:

@@ -17,8 +17,9 @@ from hpcsync.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.validation import optimizer_spec
 from hpcsync.mpi.exchanges import exchange
+from hpcsync.mpi.gossiping import Pushing
 from hpcsync.mpi.layers import Layers
-from hpcsync.mpi.peer_exchange import Exchange, Pushing
+from hpcsync.mpi.peer_exchange import Exchange
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.peers import drawing
 

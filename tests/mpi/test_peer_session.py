@@ -15,8 +15,8 @@ import hpcsync
 from hpcsync.job import Job
 from hpcsync.mpi import peer_session, reducer
 from hpcsync.mpi.allreduce import MpiMean, mean_vector
+from hpcsync.mpi.bookkeeper import BookkeeperSession
 from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.peer_session import BookkeeperSession
 from hpcsync.peers import Division
 from hpcsync.planning.batches import Estimate
 from hpcsync.simulator import in_step
