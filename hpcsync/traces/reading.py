@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -201,4 +202,6 @@ def _plain(value: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.errno is not None:
+        return os.strerror(error.errno)
     return (str(error.args[0]) if error.args else type(error).__name__).splitlines()[0]
