@@ -21,7 +21,8 @@ class Iterations:
     now: the clock, in seconds since the start of the run.
     handed_out: (first, n_samples) of the run's sequence of samples for the worker's next iteration, where batch sizes
     are given out; None where all batches are alike.
-    leave: called when the worker leaves before its next batch, because the job says so.
+    leave: called when the worker leaves before its next batch, because the job says so, with the time at which it is to
+    join again, or infinity; returns whether it does.
     while_padding: called now and then while an iteration is padded, as it would be from within a computation.
     """
 
@@ -30,7 +31,7 @@ class Iterations:
         job: Job,
         worker: int,
         now: Callable[[], float],
-        leave: Callable[[], None] = lambda: None,
+        leave: Callable[[float], bool] = lambda joins_s: False,
         while_padding: Callable[[], None] | None = None,
         handed_out: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
@@ -65,8 +66,10 @@ class Iterations:
         while not stopped():
             begin_s = self._now()
             if self._device.leaves(begin_s):
-                self._leave()
-                return
+                if not self._leave(self._device.joins_s):
+                    return
+                self._device.join()
+                continue
             try:
                 self.batch_size, batch = next(mine)
             except StopIteration:

@@ -90,9 +90,11 @@ class Session(ABC):
                 "give connect a schedule instead"
             )
 
-    def _leave(self) -> None:
-        """The worker leaves before its next batch: for its script the run is over."""
+    def _leave(self, joins_s: float) -> bool:
+        """The worker leaves before its next batch, until this time. Whether it then joins; if not, the run is over for
+        its script."""
         self.stopped = True
+        return False
 
     @abstractmethod
     def __exit__(

@@ -91,12 +91,14 @@ class Leader:
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, report = record[0], Report._make(record[1:])
-        if kind in (wire.PUSHED, wire.LEFT) and report.worker in self._dead:
+        if kind in (wire.PUSHED, wire.LEFT, wire.JOINED) and report.worker in self._dead:
             return  # it was on its way when nothing of its came any more
         if kind == wire.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, report))
         elif kind == wire.LEFT:
             self._carry_out(self._coordinator.left(now_s, report.worker))
+        elif kind == wire.JOINED:
+            self._carry_out(self._coordinator.joined(now_s, report.worker))
         else:
             raise RankFailed(f"rank {report.worker} failed")
         self._evaluate_if_due(now_s)

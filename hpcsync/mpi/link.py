@@ -129,6 +129,7 @@ class Reader:
         self._patience = copy.copy(link.patience)  # a state of its own: the evaluator waits in a thread
         tag = wire.TAG_EVALUATION if reader == link.roles.evaluator else wire.TAG_GRANT
         self._inbox = link.inbox(tag, wire.GRANT)
+        self._early: list[wire.GrantRecord] = []  # that came while none was waited for
         self._word = np.zeros(1, np.int64)
 
     def wait(self, *, version: int | None = None, iteration: int | None = None) -> list[wire.GrantRecord]:
@@ -144,7 +145,22 @@ class Reader:
             raise RuntimeError(f"expected grants of iteration and version {due}, not {grants}")
         return grants
 
+    def idle(self, until_s: float) -> bool:
+        """Wait for this time; whether it has come, and no grant before it."""
+        now, patience = self._link.clock.now, self._patience
+        patience.reset()
+        while not self._early and now() < until_s:
+            if (record := self._inbox.poll()) is None:
+                patience.pause()
+            elif (grant := wire.GrantRecord._make(record)).serial == wire.NO_GRANT:
+                self._save(grant.version)
+            else:
+                self._early.append(grant)
+        return not self._early
+
     def _next(self) -> wire.GrantRecord:
+        if self._early:
+            return self._early.pop()
         until, poll = self._patience.until, self._inbox.poll
         while (record := wire.GrantRecord._make(until(poll))).serial == wire.NO_GRANT:
             self._save(record.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -59,7 +60,8 @@ class LocalStepsSession(WorkerSession):
         super()._restore(state)
         self._local.restore(state["local"])
         self._steps, self._samples = state["steps"], state["samples"]
-        self._answered()
+        if not self._engine.is_away:
+            self._answered()
 
     def _is_due(self, end_s: float) -> bool:
         """Whether the iteration that has ended is the last before a push; when the run is over, any is."""
@@ -70,6 +72,17 @@ class LocalStepsSession(WorkerSession):
         stretch, self._stretch = self._stretch, _Stretch()
         self._engine.step(stretch.begin_s, end_s, stretch.samples, stretch.loss / stretch.steps, stretch.steps)
         self._answered()
+
+    def _leave(self, joins_s: float) -> bool:
+        joins = super()._leave(joins_s)
+        if joins:
+            self._stretch = _Stretch()
+            self._joined()
+        return joins
+
+    @abstractmethod
+    def _joined(self) -> None:
+        """Take part again, with what was read."""
 
     @abstractmethod
     def _answered(self) -> None:
@@ -84,7 +97,8 @@ class ElasticSession(LocalStepsSession):
     """With the gradient of its last iteration a worker gives its position, and reads where the centre was before that
     position moved it. Both moves done, it makes the gradient's step.
 
-    A worker that leaves between two pushes leaves what it did since the first of them behind.
+    A worker that leaves between two pushes leaves what it did since the first of them behind. One that joins begins
+    where the centre is.
     """
 
     def __init__(
@@ -122,6 +136,10 @@ class ElasticSession(LocalStepsSession):
         else:
             self._local.step(self.flat.gradient, lr)
 
+    def _joined(self) -> None:
+        self.flat.weights.copy_(self._centre)
+        self._local.look_ahead()
+
     def _answered(self) -> None:
         if not self._engine.stopped:
             self.flat.weights.add_(towards(self.flat.weights, self._centre, self._alpha))
@@ -152,6 +170,16 @@ class CommittingSession(LocalStepsSession):
         if not self._engine.stopped:
             self.flat.weights.copy_(self._read)
             self._local.look_ahead()
+
+    def _leave(self, joins_s: float) -> bool:
+        if joins_s < math.inf and self._stretch.steps > 0:
+            self._commit()
+            if self._engine.stopped:
+                joins_s = math.inf
+        return super()._leave(joins_s)
+
+    def _joined(self) -> None:
+        self._answered()
 
     def _part(self) -> None:
         if self._stretch.steps > 0:

@@ -55,7 +55,7 @@ class Saver:
 
     def keeps_back(self, record: Record) -> bool:
         """Whether this report is one for later; then it is taken."""
-        if self.holding and record[0] in (wire.PUSHED, wire.LEFT):
+        if self.holding and record[0] in (wire.PUSHED, wire.LEFT, wire.JOINED):
             self.unheard.append(record)
             return True
         return False

@@ -126,6 +126,13 @@ class WorkerSession(LinkedSession):
         self.stopped = self._engine.stopped
         return not self.stopped
 
+    def _leave(self, joins_s: float) -> bool:
+        if joins_s < math.inf:
+            self._engine.stay_away(joins_s)
+            self.stopped = self._engine.stopped
+            return not self.stopped
+        return super()._leave(joins_s)
+
     def _make_engine(self) -> Worker:
         compression = self._link.compression
         return Worker(

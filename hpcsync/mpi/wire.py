@@ -1,6 +1,6 @@
 """The records that travel, and their tags. Together with the windows this is all that ranks say to each other.
 
-worker -> server 0           REPORT   a contribution is in the slots / I leave / I have failed / my part is written
+worker -> server 0           REPORT   a contribution is in the slots / I leave / I join / I failed / my part is written
 server 0 -> other servers    ORDER    what to carry out, in order
 server 0 -> worker           CANCELLATION  what it computes from this version, or one before it, need not be ended
 every server -> a reader     GRANT    read this buffer of mine
@@ -28,7 +28,7 @@ TAG_MODEL = 6  # 5 is the clock's
 TAG_CANCELLATION = 7
 TAG_CROSSED = 8
 
-PUSHED, LEFT, FAILED, SAVED = 0, 1, 2, 3  # of FAILED and SAVED, `worker` is the rank
+PUSHED, LEFT, FAILED, SAVED, JOINED = 0, 1, 2, 3, 4  # of FAILED and SAVED, `worker` is the rank
 
 # `kind`, then the fields of coordinator.Report.
 REPORT = np.dtype(

@@ -65,15 +65,20 @@ class Worker:
         self._pull_s = self._comm_s = self._encode_s = 0.0
         self._wire_bytes = 0
         self._has_left = False
+        self.is_away = False
+        """Whether it has left only for a while."""
+        self._joins = False  # whether it has said that it joins again
+        self._finished = False
         if state is not None:
             vars(self).update(state)
         self.stopped = self._has_left
-        if not self._has_left:
-            self._await()
+        if not (self._has_left or self.is_away):
+            self._await(self.iteration + 1)
 
     def state(self) -> dict[str, Any]:
         """All that it remembers while it waits for a grant."""
-        return {name: getattr(self, name) for name in ("iteration", "_compressor", "_estimator", "_has_left")}
+        names = ("iteration", "_compressor", "_estimator", "_has_left", "is_away", "_joins")
+        return {name: getattr(self, name) for name in names}
 
     def cancelled(self) -> bool:
         """Whether this iteration's contribution is known to be of no use any more."""
@@ -113,14 +118,30 @@ class Worker:
         if self._estimator is not None:
             report = estimated(report, self._estimator)
         self._reports.send(0, (wire.PUSHED, *report))
-        self._await()
+        self._await(self.iteration + 1)
 
     def leave(self) -> None:
         """Take no further part; return once every worker has left."""
         if not self._has_left:
             self._has_left = True
-            self._reports.send(0, (wire.LEFT, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
-        self._reader.wait(iteration=0)  # FINISH names none
+            self._say(wire.LEFT)
+        if not self._finished:
+            self._reader.wait(iteration=0)  # FINISH names none
+
+    def stay_away(self, until_s: float) -> None:
+        """Take no part in the run until then; return with the next weights read, or `stopped` if it is over before."""
+        if not self.is_away:
+            self.is_away = True
+            self._say(wire.LEFT)
+        if not self._joins and self._reader.idle(until_s):
+            self._joins = True
+            self._say(wire.JOINED)
+        self._await(self.iteration)
+        self._has_left = self._finished
+        self.is_away = self._joins = False
+
+    def _say(self, kind: int) -> None:
+        self._reports.send(0, (kind, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
 
     def _write(self, number: int) -> None:
         self._save(number)
@@ -142,12 +163,16 @@ class Worker:
         self._comm_s += link.clock.now() - begin_s
         self._wire_bytes += sum(piece.nbytes for piece in pieces)
 
-    def _await(self) -> None:
+    def _await(self, iteration: int) -> None:
+        """The grant of this iteration; or, of one that is away, the end."""
         now, phases = self._link.clock.now, self._link.phases
-        phases.enter(WAITING, self.iteration + 1)
+        phases.enter(WAITING, iteration)
         begin_s = now()
-        grants = self._reader.wait(iteration=self.iteration + 1)
+        grants = self._reader.wait(iteration=None if self.is_away else iteration)
+        if self.is_away and grants[0].iteration not in (0, iteration):
+            raise RuntimeError(f"expected the end, or grants of iteration {iteration}, not {grants}")
         granted_s = now()
+        self._finished = grants[0].iteration == 0
         self._wait_s = granted_s - begin_s
         self._comm_s, self._encode_s, self._wire_bytes = 0.0, 0.0, 0
         if grants[0].local_steps == 0:

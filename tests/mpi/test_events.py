@@ -12,6 +12,7 @@ from hpcsync.job import Job
 from hpcsync.rank import train
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import Trace, load
+from hpcsync.traces.schema import JOINED, LEFT
 
 PARADIGMS = {
     "bsp": {},
@@ -21,11 +22,15 @@ PARADIGMS = {
     "easgd": {"period": 1},
     "k-sync": {"k": "state", "cancel": "abort"},
 }
+RETURNING = {
+    "k-async": {"k": 1},
+    "ashl": {"warmup": 0, "profiled": 2, "steps_coarse": 2, "steps_fine": 1},
+}
 WAITING = ("bsp", "ssp", "dssp")  # for the slowest
 SECONDS = 0.004
 
 
-def run(comm: Any, folder: Any, paradigm: str, *events: dict[str, Any], updates: int = 10**6) -> Trace:
+def run(comm: Any, folder: Any, paradigm: str, *events: dict[str, Any], updates: int = 10**6, **tables: Any) -> Trace:
     """The trace of a run on all ranks, after its audit; every worker's session must say that the run is over."""
     job = Job.from_table(
         {
@@ -34,12 +39,13 @@ def run(comm: Any, folder: Any, paradigm: str, *events: dict[str, Any], updates:
             "workload": {"name": "linear", "batch_size": 8, "features": 11, "samples": 200},
             "optimizer": {"name": "sgd", "lr": 0.01},
             "stop": {"updates": updates},
-            "paradigm": {"name": paradigm, **PARADIGMS[paradigm]},
+            "paradigm": {"name": paradigm, **(PARADIGMS | RETURNING)[paradigm]},
             "cluster": {
                 "workers": comm.size - 1,
                 "compute": {"model": "constant", "seconds": SECONDS},
                 "events": list(events),
             },
+            **tables,
         }
     )
     session = train(comm, job, folder)
@@ -57,6 +63,10 @@ def pushes(trace: Trace, worker: int) -> np.ndarray:
 
 def leave(worker: int, **when: Any) -> dict[str, Any]:
     return {"worker": worker, "change": "leave", **when}
+
+
+def join(worker: int, at_s: float) -> dict[str, Any]:
+    return {"worker": worker, "change": "join", "at_s": at_s}
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
@@ -97,6 +107,32 @@ def test_a_run_ends_when_everybody_has_left(comm, needs, folder, paradigm):
         else:
             assert (mine["begin_s"] < 0.3).all()
     assert len(trace.tables["membership"]) == comm.size - 1
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "ssp", "k-async", "easgd", "ashl"])
+def test_workers_that_return_or_join_late(comm, needs, folder, paradigm):
+    """The last worker leaves and returns, worker 0 joins late; both in the loops that their scripts began with."""
+    needs(3)
+    last = comm.size - 2
+    for attempt, unit_s in enumerate((0.1, 0.4, 1.6)):  # on a busy machine little happens in a while
+        events = [join(0, at_s=2 * unit_s), leave(last, at_s=3 * unit_s), join(last, at_s=5 * unit_s)]
+        trace = run(comm, folder / str(attempt), paradigm, *events, stop={"seconds": 8 * unit_s})
+        changes = trace.tables["membership"]
+        if (changes["change"] == JOINED).sum() == 2:
+            break
+    for worker, joins_s in ((0, 2 * unit_s), (last, 5 * unit_s)):
+        left, joined, ended = changes[changes["worker"] == worker]
+        assert [row["change"] for row in (left, joined, ended)] == [LEFT, JOINED, LEFT]
+        assert joined["now_s"] >= joins_s
+        mine = pushes(trace, worker)
+        assert not ((mine["end_s"] > left["now_s"]) & (mine["begin_s"] < joined["now_s"])).any()
+        assert mine["iteration"].tolist() == list(range(1, len(mine) + 1))
+
+
+def test_nobody_joins_when_the_run_is_over(comm, needs, folder):
+    needs(3)
+    trace = run(comm, folder, "asp", leave(0, at_s=0.02), join(0, at_s=60.0), stop={"updates": 20})
+    assert trace.tables["membership"]["change"].tolist() == [LEFT] * (comm.size - 1)
 
 
 def test_without_events_nobody_leaves(comm, needs, folder):
