@@ -114,9 +114,15 @@ def refuse_other_job(before: str, job: Job) -> None:
         if old.get(table) != new.get(table):
             key, was, now = _difference(table, old.get(table), new.get(table))
             raise JobError(f"{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
-    servers = old["cluster"]["servers"]
-    if servers != job.cluster.servers:
-        raise JobError(f"cluster.servers = {job.cluster.servers}: must be {servers}, as it was when the run began")
+    for key, now in (("servers", job.cluster.servers), ("workers", job.cluster.workers)):
+        if (was := old["cluster"][key]) != now:
+            raise JobError(f"cluster.{key} = {now}: must be {was}, as it was when the run began")
+
+
+def refuse_more_workers(checkpoint: Path, job: Job, n_ranks: int) -> None:
+    """Raises JobError where workers without a server would return: of those there is nothing to go on from."""
+    if not job.has_servers and n_ranks > (n_left := len(read_run(checkpoint)["coordinator"]["active"])):
+        raise JobError(f"--resume: {n_ranks} ranks were started; must be at most {n_left}, as {checkpoint} has workers")
 
 
 def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:

@@ -190,6 +190,12 @@ class Job(Table):
         return self.workload.batch_size * self.cluster.workers
 
     @property
+    def needs_all(self) -> bool:
+        """Whether it takes all of its workers to go on from a checkpoint."""
+        paradigm = self.paradigm
+        return isinstance(paradigm, Stanza) or (isinstance(paradigm, Gossip) and paradigm.mode == "permutation")
+
+    @property
     def has_servers(self) -> bool:
         """Whether weights live on servers; without them all ranks are workers."""
         return not isinstance(self.paradigm, WITHOUT_SERVER)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpcsync import gpus, launcher, outputs
-from hpcsync.checkpoints import Checkpoints
+from hpcsync.checkpoints import Checkpoints, refuse_more_workers
 from hpcsync.disk import NotWritten
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
@@ -213,7 +213,7 @@ def join(
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
     with _aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
-        folder, resumed = agree(comm, lambda: _make_folder(job, out, resume))
+        folder, resumed = agree(comm, lambda: _make_folder(job, out, resume, comm.size))
         shared = comm.allreduce(folder.is_dir(), MPI.LAND)
     checkpoints = Checkpoints(folder, job.checkpoint.keep, resumed, shared)
     if comm.rank == 0:
@@ -352,11 +352,12 @@ def _abort(comm: MPI.Intracomm) -> None:
     comm.Abort(1)
 
 
-def _make_folder(job: Job, out: str | Path | None, resume: bool) -> tuple[Path, Path | None]:
+def _make_folder(job: Job, out: str | Path | None, resume: bool, n_ranks: int) -> tuple[Path, Path | None]:
     """The run's folder, and the checkpoint from which it goes on."""
     if resume and out is None:
         raise JobError("resume: must come with out, the folder of the run that is to go on")
     if resume and out is not None and (resumed := outputs.reopen(Path(out), job)) is not None:
+        refuse_more_workers(resumed, job, n_ranks)
         return Path(out).absolute(), resumed.absolute()
     folder = outputs.choose(job, out)
     outputs.create(folder, job)

@@ -71,12 +71,12 @@ def finished_already(out: str | Path | None, resume: bool) -> bool:
 
 
 def began_with(out: str | Path | None, resume: bool) -> int | None:
-    """Of a run with servers that goes on from a checkpoint in this folder: how many ranks it began with. Now there may
-    be fewer. None for other runs."""
+    """Of a run that goes on from a checkpoint in this folder, for which there may be fewer by now: how many ranks it
+    began with. None for other runs."""
     if not resume or out is None or (resumed := checkpoints.newest(Path(out))) is None:
         return None
     job = Job.from_toml(checkpoints.read_run(resumed)["job"])
-    return job.cluster.ranks if job.has_servers else None
+    return None if job.needs_all else job.cluster.ranks
 
 
 def newest_or_aside(folder: Path) -> Path | None:

@@ -240,10 +240,10 @@ class PeerCoordinator:
             row = (self._seq, now_s, "batches", worker, float(size), float(iteration), *inputs)
             self._trace.append("decisions", row)
 
-    def left(self, now_s: float, worker: int) -> None:
-        """A worker makes no further iteration."""
+    def left(self, now_s: float, worker: int, change: int = LEFT) -> None:
+        """A worker makes no further iteration. change: LEFT or DIED, for the trace."""
         self._seq += 1
-        self._trace.append("membership", (self._seq, now_s, worker, LEFT))
+        self._trace.append("membership", (self._seq, now_s, worker, change))
         self.active.remove(worker)
         self.stalls.left(worker)
         self._end_rounds(now_s)

@@ -26,6 +26,7 @@ from hpcsync.peers import PeerCoordinator
 from hpcsync.planning.batches import Allocated
 from hpcsync.progress import Progress, console
 from hpcsync.signals import SignalListener, interrupt, on_signals
+from hpcsync.traces.schema import DIED
 
 
 class BookkeeperSession(PeerSession):
@@ -58,6 +59,8 @@ class BookkeeperSession(PeerSession):
         if resumed is not None:
             self._coordinator.restore(resumed["coordinator"])
             self._coordinator.goes_on(now_s)
+            for worker in sorted(w for w in self._coordinator.active if w >= comm.size):
+                self._coordinator.left(resumed["now_s"], worker, DIED)
             if self._evaluator is not None and resumed["evaluated"] is not None:
                 self._evaluator.go_on(resumed["evaluated"])
         saver = None

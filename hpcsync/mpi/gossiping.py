@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ class _Gossiping(Exchange):
         super().__init__(job, link, flat, optimizer)
         assert isinstance(job.paradigm, Gossip)
         self.period = job.paradigm.period
-        self._peers = drawing(job)
+        # Where the run goes on with fewer workers than it began with, the last ones are missing.
+        self._peers = replace(drawing(job), dead=tuple(range(link.comm.size, job.cluster.workers)))
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
         self._step(lr)

@@ -179,7 +179,8 @@ class PeerSession(RankSession):
     def _gather(self, expected: Estimate | None) -> list[Estimate | None]:
         """What every worker expects."""
         said = self._link.gather((expected is not None, *(expected or (0.0, 0.0))))
-        return [Estimate(*estimate) if goes_on else None for goes_on, *estimate in said.tolist()]
+        known = [Estimate(*estimate) if goes_on else None for goes_on, *estimate in said.tolist()]
+        return known + [None] * (self.n_workers - len(known))
 
     def _allocated(self, allocated: Sequence[Allocated]) -> None:
         """All workers have agreed on new batch sizes, after this iteration."""
@@ -233,7 +234,8 @@ class PeerSession(RankSession):
             agreed = exchange.agreed
             if not self._in_step or self._iteration % exchange.period or agreed is None or not agreed.halt:
                 return
-            if not (halts := agreed.n_steps == len(self._job.takers) * exchange.period):
+            n_contributing = min(len(self._job.takers), link.comm.size)
+            if not (halts := agreed.n_steps == n_contributing * exchange.period):
                 self._cannot_halt()
         if halts:
             link.phases.enter(WAITING)

@@ -196,8 +196,10 @@ def bytes_are_those_of_an_exchange(run: Reports) -> Check:
     labels = np.where(exchanged, labels, -1)
     _, first, place = np.unique(labels, return_index=True, return_inverse=True)
     expected = np.where(exchanged, moved[first[place]], 0) if len(moved) else moved
-    if isinstance(run.job.compression, TopK | Dgc) and (unit := 4 * (run.n_workers - 1)):
-        expected = np.maximum(moved - moved % unit, unit)
+    if isinstance(run.job.compression, TopK | Dgc):
+        n_others = run.n_workers - np.searchsorted(run.died["now_s"], run.steps["now_s"], side="right") - 1
+        unit = 4 * np.maximum(n_others, 1)
+        expected = np.where(n_others > 0, np.maximum(moved - moved % unit, unit), expected)
     absorbed = run.rows[~run.is_step]
     return check_all(
         "like exchanges move as many bytes",
@@ -354,6 +356,7 @@ def the_rule_ends_the_run(run: Reports) -> Check:
     stop, updates, evaluations = job.stop, run.updates, run.evaluations
     remains = np.full(run.n_workers, not isinstance(job.workload, Script))  # until the rule holds
     remains[[event.worker for event in job.cluster.events if event.change == "leave"]] = False
+    remains[run.died["worker"]] = False
     last_s = max(float(table["now_s"].max(initial=0.0)) for table in (run.rows, updates, evaluations, run.membership))
     outcomes = zip(evaluations["loss"].tolist(), evaluations["accuracy"].tolist(), strict=True)
     ended = stop.reached(seconds=last_s) or any(stop.satisfied(*outcome) for outcome in outcomes)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from mpi4py import MPI
 
 from hpcsync.job import Job
+from hpcsync.job_errors import JobError
 from hpcsync.learning.peer import LocalOptimizer, Outer, Peer
 from hpcsync.mpi import peer_session
 from hpcsync.mpi.reducer import Reducer
@@ -16,10 +19,12 @@ from hpcsync.peers import Lockstep
 from hpcsync.planning.batches import Estimate
 from hpcsync.rank import train
 from hpcsync.traces.reading import load
+from hpcsync.traces.schema import DIED
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
 from tests.mpi.test_stanza import job as separated
 from tests.mpi.test_stanza import run
-from tests.mpi.training import failures, on_some
+from tests.mpi.training import failures, on_some, one_process
+from tests.plain import on_batches
 
 ALLREDUCE = {"name": "allreduce"}
 DILOCO = {"name": "local-sgd", "steps": 3, "outer_lr": 0.7, "outer_momentum": 0.3}
@@ -188,3 +193,84 @@ def test_without_somebody_there_is_no_checkpoint(comm, needs, folder, paradigm, 
     if comm.rank == 0:
         assert not failures(folder / "trace.h5")
         assert not list((folder / "checkpoints").glob("[0-9]*"))
+
+
+# ---- with fewer workers ----
+
+FEWER = {
+    "allreduce": (ALLREDUCE, {}),
+    "top-k": (ALLREDUCE, {"compression": TOP_K}),
+    "local-sgd": (DILOCO, {}),
+    "push-sum": (FREE["push-sum"], {}),
+    "pull": (FREE["pull"], {}),
+}
+
+
+def with_fewer(comm: MPI.Intracomm, this: Job, folder: Path, n_ranks: int) -> np.ndarray | None:
+    """What so many ranks come to when they resume the run in this folder; None on the others."""
+    fewer = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
+    if fewer == MPI.COMM_NULL:
+        return None
+    weights = train(fewer, this, folder, resume=True).flat.weights.numpy().copy()
+    fewer.Free()
+    return weights
+
+
+@pytest.mark.parametrize("which", FEWER)
+def test_fewer_workers_than_before_go_on(comm, needs, folder, which):
+    """As if the others had left."""
+    needs(2)
+    paradigm, tables = FEWER[which]
+    this = job(paradigm, comm.size, **tables)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    weights = with_fewer(comm, this, torn, comm.size - 1)
+    if comm.rank == 0:
+        assert not failures(torn / "trace.h5")
+        trace = load(torn / "trace.h5")
+        change = trace.tables["membership"][0]
+        assert (change["worker"], change["change"]) == (comm.size - 1, DIED)
+        made = np.bincount(trace.tables["exchanges"]["worker"])
+        assert made[-1] < made[:-1].min()
+        if which == "allreduce":
+            steps = [[i * comm.size + w for w in range(comm.size) if i < made[w]] for i in range(made[0])]
+            np.testing.assert_allclose(weights, on_batches(this, steps), rtol=1e-12)
+            assert not np.allclose(weights, one_process(this, comm.size), rtol=1e-6)
+
+
+def test_what_is_given_out_is_taken_over_from_those_who_are_missing(comm, needs, folder, foretold):
+    needs(2)
+    this = sharing(comm.size)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    with_fewer(comm, this, torn, comm.size - 1)
+    if comm.rank == 0:
+        assert not failures(torn / "trace.h5")
+        rows = load(torn / "trace.h5").tables["exchanges"]
+        assert rows["batch_size"][rows["iteration"] == 30].sum() == this.batch_total
+
+
+@pytest.mark.parametrize("paradigm", [PERMUTATION, ALLREDUCE], ids=["permutation", "allreduce"])
+def test_who_cannot_go_on_is_refused_in_one_line(comm, needs, folder, paradigm):
+    """Where all are needed; and those who come back, for there is nothing for them to go on from."""
+    needs(3)
+    this = job(paradigm, comm.size)
+    on_some(comm, this, folder / "a")
+    torn = killed(comm, folder / "a")
+    if paradigm is ALLREDUCE:
+        longer = job(paradigm, comm.size, stop={"updates": 50})
+        with_fewer(comm, longer, torn, comm.size - 1)
+        if comm.rank == 0:
+            for name in ("summary.json", "weights.safetensors"):
+                (torn / name).unlink()
+        comm.Barrier()
+        with pytest.raises(JobError, match=f"^--resume: {comm.size} ranks were started; must be at most"):
+            train(comm, longer, torn, resume=True)
+    else:
+        smaller = job(paradigm, comm.size - 1)
+        expected = f"^cluster.workers = {comm.size - 1}: must be {comm.size}, as it was when the run began"
+        if comm.rank < comm.size - 1:
+            with pytest.raises(JobError, match=expected):
+                on_some(comm.Split(0), smaller, torn, resume=True)
+        else:
+            comm.Split(1)
