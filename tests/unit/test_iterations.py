@@ -231,7 +231,7 @@ def test_loaders_end_when_the_worker_leaves(clock, when, compute):
         compute=compute,
         now=lambda: clock[0],
         events=[{"worker": 0, "change": "leave", **when}],
-        leave=lambda: left.append(clock[0]),
+        leave=lambda joins_s: bool(left.append(clock[0])),
     )
     seen = []
     for batch in iterations.shard(DATA, 4, None, never):
@@ -243,6 +243,27 @@ def test_loaders_end_when_the_worker_leaves(clock, when, compute):
     with pytest.raises(RuntimeError, match="step without a batch"):
         iterations.end()
     assert list(iterations.shard(DATA, 4, 1, never)) == [], "every later loader too"
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["going-on", "over"])
+def test_the_loader_goes_on_when_the_worker_joins_again(clock, over):
+    """With the next batch; unless it hears meanwhile that the run is over."""
+    asked = []
+
+    def leave(joins_s):
+        asked.append((clock[0], joins_s))
+        clock[0] = joins_s
+        return not over
+
+    events = [{"worker": 0, "change": change, "at_s": at_s} for change, at_s in (("leave", 11.0), ("join", 20.0))]
+    iterations = make_iterations(now=lambda: clock[0], events=events, leave=leave)
+    seen = []
+    for (x,) in iterations.shard(DATA, 4, 2, never):
+        seen.append(x.tolist())
+        clock[0] += 0.5
+        iterations.end()
+    assert asked == [(11.0, 20.0)]
+    assert seen == (expected(range(2))[:2] if over else expected(range(2)))
 
 
 @pytest.mark.parametrize("when", LEAVING, ids=str)
