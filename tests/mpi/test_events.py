@@ -3,6 +3,7 @@ nobody."""
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,15 @@ WAITING = ("bsp", "ssp", "dssp")  # for the slowest
 SECONDS = 0.004
 
 
-def run(comm: Any, folder: Any, paradigm: str, *events: dict[str, Any], updates: int = 10**6, **tables: Any) -> Trace:
+def run(
+    comm: Any,
+    folder: Any,
+    paradigm: str,
+    *events: dict[str, Any],
+    updates: int = 10**6,
+    resume: bool = False,
+    **tables: Any,
+) -> Trace:
     """The trace of a run on all ranks, after its audit; every worker's session must say that the run is over."""
     job = Job.from_table(
         {
@@ -48,7 +57,7 @@ def run(comm: Any, folder: Any, paradigm: str, *events: dict[str, Any], updates:
             **tables,
         }
     )
-    session = train(comm, job, folder)
+    session = train(comm, job, folder, resume)
     assert session.stopped or session.worker is None
     weights = comm.allgather(session.flat.weights.numpy())
     assert all((other == weights[0]).all() for other in weights)
@@ -127,6 +136,25 @@ def test_workers_that_return_or_join_late(comm, needs, folder, paradigm):
         mine = pushes(trace, worker)
         assert not ((mine["end_s"] > left["now_s"]) & (mine["begin_s"] < joined["now_s"])).any()
         assert mine["iteration"].tolist() == list(range(1, len(mine) + 1))
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "easgd"])
+def test_a_run_that_goes_on_still_waits_for_who_is_away(comm, needs, folder, paradigm):
+    """The first checkpoint, from which it goes on, is made before worker 0 joins."""
+    needs(3)
+    first, again = folder / "first", folder / "again"
+    tables = {"stop": {"seconds": 1.0}, "checkpoint": {"updates": 30, "keep": 99}}
+    run(comm, first, paradigm, join(0, at_s=0.6), **tables)
+    if comm.rank == 0:
+        shutil.copytree(first, again)
+        for path in [*(again / "checkpoints").glob("[!1]*"), again / "summary.json", again / "weights.safetensors"]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    comm.Barrier()
+    trace = run(comm, again, paradigm, join(0, at_s=0.6), resume=True, **tables)
+    changes = trace.tables["membership"][trace.tables["membership"]["worker"] == 0]
+    assert len(trace.tables["starts"]) == 2
+    assert changes["change"].tolist() == [LEFT, JOINED, LEFT]
+    assert len(pushes(trace, 0)) > 0
 
 
 def test_nobody_joins_when_the_run_is_over(comm, needs, folder):
