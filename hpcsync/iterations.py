@@ -83,6 +83,10 @@ class Iterations:
         """How far the worker is; between two iterations."""
         return {"ended": self._ended, "device": self._device.state()}
 
+    def skip(self, n_iterations: int) -> None:
+        """Begin after so many, of which nothing else is known."""
+        self._ended = self._skip = n_iterations
+
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from there: loaders begin after what was trained on, as often as they are asked for it again."""
         self._ended = self._skip = state["ended"]

@@ -91,6 +91,7 @@ class WorkerSession(LinkedSession):
         self._estimator = estimator(job, comm.rank - job.cluster.servers)  # takes seconds, before the clock starts
         super().__init__(comm, job, model, placement, checkpoints)
         self._resumed = checkpoints.state(self._name, self.flat.weights.device)
+        self._comes_back = checkpoints.resumed is not None and self._resumed is None  # missing then
         self._engine = self._make_engine()
         self.worker = self._engine.index
         self.stopped = self._engine.stopped
@@ -103,6 +104,10 @@ class WorkerSession(LinkedSession):
         if self._resumed is not None:  # not before: the script's preparations may draw, too
             self._restore(self._resumed)
             self._resumed = None
+        if self._comes_back:
+            self._comes_back = False
+            if self._leave(0.0):
+                self._iterations.skip((self._engine.iteration - 1) * self._job.local_steps)
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def cancelled(self, share: float) -> bool:
@@ -143,6 +148,7 @@ class WorkerSession(LinkedSession):
             compressor=None if compression is None else compression.compressor(self._link.roles.worker(self.rank)),
             save=lambda number: self._checkpoints.write(number, self._name, self._state()),
             state=None if self._resumed is None else self._resumed["engine"],
+            away=self._comes_back,
         )
 
     def _state(self) -> dict[str, Any]:

@@ -26,7 +26,8 @@ class Worker:
     weights, contribution: flat vectors, shape (size,): an answered wait fills the one with the servers' weights, a push
     reads the other.
     save: called with the number of a checkpoint, of which this worker's part is to be written.
-    state: where the run goes on: what `state` was then.
+    state: where the run goes on: what `state` was then. away: where the run has been going on without this worker,
+    which does not know how far it was.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Worker:
         compressor: Compressor | None = None,
         save: Callable[[int], None] = lambda number: None,
         state: Mapping[str, Any] | None = None,
+        away: bool = False,
     ) -> None:
         self.index = link.roles.worker(link.comm.rank)
         self.iteration = 0
@@ -65,7 +67,7 @@ class Worker:
         self._pull_s = self._comm_s = self._encode_s = 0.0
         self._wire_bytes = 0
         self._has_left = False
-        self.is_away = False
+        self.is_away = away
         """Whether it has left only for a while."""
         self._joins = False  # whether it has said that it joins again
         self._finished = False
@@ -169,7 +171,7 @@ class Worker:
         phases.enter(WAITING, iteration)
         begin_s = now()
         grants = self._reader.wait(iteration=None if self.is_away else iteration)
-        if self.is_away and grants[0].iteration not in (0, iteration):
+        if self.is_away and grants[0].iteration not in (0, iteration or grants[0].iteration):
             raise RuntimeError(f"expected the end, or grants of iteration {iteration}, not {grants}")
         granted_s = now()
         self._finished = grants[0].iteration == 0

@@ -19,7 +19,7 @@ from hpcsync.learning import generators, rules
 from hpcsync.mpi.worker import Worker
 from hpcsync.rank import train
 from hpcsync.traces.reading import load
-from hpcsync.traces.schema import DIED
+from hpcsync.traces.schema import DIED, JOINED
 from tests.mpi.training import failures, on_some
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
@@ -59,13 +59,14 @@ def job(paradigm: str, workers: int, servers: int = 1, optimizer: Any = SGD, **t
     return Job.from_table(table | tables)
 
 
-def killed(comm: MPI.Intracomm, finished: Path) -> Path:
-    """What the run in this folder would have left behind, had it been killed after its first checkpoint; the trace has
+def killed(comm: MPI.Intracomm, finished: Path, n_checkpoints: int = 1) -> Path:
+    """What the run in this folder would have left behind, had it been killed after so many checkpoints; the trace has
     rows of later than that."""
     folder = finished.with_name(f"{finished.name}-killed")
     if comm.rank == 0:
         shutil.copytree(finished, folder)
-        for path in [*(folder / "checkpoints").glob("[!1]*"), folder / "summary.json", folder / "weights.safetensors"]:
+        later = [p for p in (folder / "checkpoints").iterdir() if int(p.name) > n_checkpoints]
+        for path in [*later, folder / "summary.json", folder / "weights.safetensors"]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     comm.Barrier()
     return folder
@@ -176,22 +177,28 @@ def test_what_was_forgotten_is_found_in_the_trace(comm, needs, folder, monkeypat
         assert failures(torn / "trace.h5")
 
 
-@pytest.mark.parametrize("paradigm", ["bsp", "dssp", "k-batch-async"])
-def test_fewer_workers_than_before_go_on(comm, needs, folder, paradigm):
+@pytest.mark.parametrize("paradigm", ["bsp", "dssp", "k-batch-async", "easgd"])
+def test_fewer_workers_go_on_and_one_comes_back(comm, needs, folder, paradigm):
     needs(3)
     this = job(paradigm, comm.size - 1)
     on_some(comm, this, folder / "a")
-    torn = killed(comm, folder / "a")
+    without = killed(comm, folder / "a")
     fewer = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
     if fewer != MPI.COMM_NULL:
-        train(fewer, this, torn, resume=True)
+        train(fewer, this, without, resume=True)
         fewer.Free()
+    comm.Barrier()
+    assert checkpoints.number_of(checkpoints.newest(without)) > 1
+    back = killed(comm, without, n_checkpoints=2)
+    on_some(comm, this, back, resume=True)
     if comm.rank == 0:
-        assert not failures(torn / "trace.h5")
-        trace = load(torn / "trace.h5")
-        change = trace.tables["membership"][0]
-        assert (change["worker"], change["change"]) == (comm.size - 2, DIED)
-        assert (trace.tables["pushes"]["worker"] == comm.size - 2).sum() < UPDATES / 2
+        absent, returned = load(without / "trace.h5"), load(back / "trace.h5")
+        assert not failures(absent) and not failures(returned)
+        changes = returned.tables["membership"][:2]
+        assert changes["worker"].tolist() == [comm.size - 2] * 2
+        assert changes["change"].tolist() == [DIED, JOINED]
+        pushes = [(trace.tables["pushes"]["worker"] == comm.size - 2).sum() for trace in (absent, returned)]
+        assert pushes[0] < pushes[1]
 
 
 # ---- what cannot go on ----
