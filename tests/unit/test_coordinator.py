@@ -311,6 +311,58 @@ def test_a_departure_completes_a_round_and_is_recorded():
     assert run.coordinator.active == {1}
 
 
+def test_who_joins_is_recorded_and_let_go_on_with_what_it_had():
+    run = Run("asp", 2)
+    run.push(1.0, 0, batch_size=5)
+    run.leave(2.0, 0, DIED)
+    assert run.join(3.0, 0) == [reply(0, 2, 1, batch_size=5)]
+    run.push(4.0, 0, batch_size=5)
+    run.leave(5.0, 1)
+    assert run.join(6.0, 1) == [reply(1, 1, 2, batch_size=0)], "it knows its own"
+    assert column(run.trace["membership"], "now_s", "worker", "change") == [
+        (2.0, 0, DIED),
+        (3.0, 0, JOINED),
+        (5.0, 1, LEFT),
+        (6.0, 1, JOINED),
+    ]
+    assert column(run.trace["grants"], "worker", "iteration", "gap_iters", "held_s") == [
+        (0, 2, 1, 0.0),
+        (0, 2, 1, 0.0),
+        (0, 3, 2, 0.0),
+        (1, 1, 0, 0.0),
+    ]
+    run.coordinator.check()
+
+
+def test_who_joins_while_its_contribution_waits_waits_with_it():
+    run = Run("bsp", 2, {"updates": 2})
+    run.push(1.0, 0)
+    run.leave(2.0, 0)
+    assert run.join(3.0, 0) == []
+    assert run.push(4.0, 1) == [mean((0, 1), 0.1), reply(0, 2, 1), reply(1, 2, 1)]
+    run.leave(5.0, 0)
+    assert run.join(6.0, 0) == [reply(0, 2, 1)]
+    run.push(7.0, 0)
+    run.leave(7.5, 0)
+    run.join(8.0, 0)
+    assert run.take(run.coordinator.stop(9.0)) == [stop_reply(0, 3, 1)]
+    assert run.trace["grants"][-1]["held_s"] == 1.0
+    assert run.trace["grants"][-1]["gap_iters"] == 1
+
+
+def test_nobody_joins_a_run_that_is_over_or_in_which_nobody_is_left():
+    run = Run("asp", 2)
+    run.leave(1.0, 0)
+    run.leave(2.0, 1)
+    assert run.join(3.0, 0) == []
+    assert run.coordinator.active == set()
+    run = Run("asp", 2)
+    run.leave(1.0, 0)
+    run.take(run.coordinator.stop(2.0))
+    assert run.join(3.0, 0) == []
+    assert column(run.trace["membership"], "change") == [LEFT]
+
+
 def test_a_worker_that_leaves_while_it_is_held_is_not_answered():
     run = Run("bsp", 2)
     run.push(1.0, 0)

@@ -246,6 +246,22 @@ def test_those_who_stay_get_what_a_leaver_had():
     assert allocation.left(3) == [] and allocation.sizes == [0, 0, 0, 0]
 
 
+def test_who_joins_gets_its_part_of_the_total_by_what_it_expected_when_it_left():
+    allocation = batches(total=56, interval=100)
+    allocation.left(3)
+    assert [one.size for one in allocation.joined(3)] == [14] * 4, "nobody expects anything yet"
+    push_all(allocation, half_as_fast, rounds=1)
+    allocation.left(3)
+    again = allocation.joined(3)
+    assert [(one.worker, one.size) for one in again] == [(0, 16), (1, 16), (2, 16), (3, 8)]
+    assert again[3].inputs[:3] == (0.0, 0.0, 2.0) and math.isnan(again[3].inputs[3])
+    assert allocation.hand_out(3)[1] == 8
+    allocation.check()
+    for worker in (2, 4, -1):
+        with pytest.raises(ValueError, match=f"worker {worker} has not left"):
+            allocation.joined(worker)
+
+
 def test_where_those_who_stay_cannot_hold_the_total_they_have_their_maxima():
     allocation = batches(3, 30, maxima=[12, 11.5, 10])
     assert [one.size for one in allocation.left(0)] == [11, 10]
@@ -306,6 +322,10 @@ def assert_pieces_fit(events, by_number=None):
     pieces, active = [allocation.first(worker) for worker in range(3)], {0, 1, 2}
     for worker, sample_s, leaves in events:
         if worker not in active:
+            if leaves:
+                active.add(worker)
+                allocation.joined(worker)
+                pieces.append(allocation.hand_out(worker))
             continue
         if leaves and len(active) > 1:
             active.remove(worker)
