@@ -150,8 +150,9 @@ class Slurm:
         return self.run("sbatch", "--parsable", *options, str(script), cwd=cwd, **environ).strip()
 
     def show(self, job: str) -> Mapping[str, str]:
-        """What Slurm says of a job."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", job)))
+        """What Slurm says of a job; of a heterogeneous one, of its first component."""
+        first, *_ = self.run("scontrol", "show", "job", job).split("\n\n")
+        return dict(re.findall(r"(\w+)=(\S*)", first))
 
     def wait(self, job: str, *states: str, timeout_s: float = 60.0) -> Mapping[str, str]:
         """Wait until the job is in one of these states, or has ended if none is named; what Slurm then says of it."""
