@@ -44,7 +44,7 @@ check: .venv/ready
 unit: .venv/ready
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
 
-# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts. What is marked
+# Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts and under Slurm. What is marked
 # `once`, because it hardly depends on the MPI, is left to the first. (Side by side they take little less on two cores.)
 ranks: ranks-.venv ranks-.venv-mpich
 
@@ -65,6 +65,10 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	if ls tests/hosts/test_*.py >/dev/null 2>&1; then \
 	    echo "$*/bin/python -m pytest -x -q -rs tests/hosts"; \
 	    $*/bin/python -m pytest -x -q -rs tests/hosts $(if $(filter .venv-mpich,$*),-m "not once"); \
+	fi; \
+	if ls tests/slurm/test_*.py >/dev/null 2>&1; then \
+	    echo "$*/bin/python -m pytest -x -q -rs tests/slurm"; \
+	    $*/bin/python -m pytest -x -q -rs tests/slurm $(if $(filter .venv-mpich,$*),-m "not once"); \
 	fi
 
 # ---- on a machine with a GPU: its tests, what doctor finds, what bench measures ----

@@ -26,7 +26,7 @@ from hpcsync import launcher
 from tests.hosts.namespaces import NETWORK, Hosts, Unavailable
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
-PMIX = Path("/usr/lib/x86_64-linux-gnu/pmix2/lib")  # where Debian's Slurm looks for a libpmix.so
+PMIX = next(Path("/usr/lib").glob("*/pmix2/lib"), Path("none"))  # where Debian's Slurm looks for a libpmix.so
 CPUS = 8  # of a host, which shares the machine's with the others
 UP_S = 20.0
 GRACE_S = 30  # between the signal to a job that has to make room and its end

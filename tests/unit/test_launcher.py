@@ -404,6 +404,33 @@ def test_a_launch_finds_what_launches_within_it_left(mpiexec: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("environ", "name"),
+    [
+        ({}, ""),
+        (STEP, "7"),
+        ({"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "7_2"),
+        ({"PBS_JOBID": "7[2].head"}, "7[2].head"),
+        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "0"}, "7"),
+        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}, "7[2]"),
+    ],
+)
+def test_a_batch_job_has_the_name_that_its_system_knows(environ: dict[str, str], name: str) -> None:
+    assert launcher.batch_job(environ) == name
+
+
+def test_nodes_of_several_kinds_are_several_nodes() -> None:
+    one = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
+    assert launcher.on_one_node(one)
+    assert not launcher.on_one_node({**one, "SLURM_HET_SIZE": "2"})
+
+
+def test_srun_is_known_by_the_job_that_it_names() -> None:
+    assert launcher.under_pmi2_of_slurm({**STEP, "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"})
+    for environ in (STEP, OPEN_MPI, MPICH, {**MPICH, **STEP}, {}):
+        assert not launcher.under_pmi2_of_slurm(environ)
+
+
+@pytest.mark.parametrize(
     ("environ", "library", "remedy"),
     [
         (STEP, "Open MPI v5.0.11", "srun --mpi=pmix, or {} inside the allocation"),

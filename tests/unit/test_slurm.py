@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from hpcsync import cli
 from hpcsync.job_errors import JobError
 from hpcsync.slurm import Asked, script
 
@@ -169,3 +171,33 @@ def test_the_mpi_of_this_python_is_asked_for(job: Path) -> None:
         [sys.executable, "-m", "mpi4py", "--mpi-lib-version"], capture_output=True, text=True
     ).stdout
     assert f"srun --mpi={'pmix' if 'Open MPI' in library else 'pmi2'} " in text
+
+
+# ---- the scripts of slurm/ ----
+
+REPOSITORY = Path(__file__).parents[2]
+TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sh"))
+
+
+def written(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(sys, "argv", shlex.split(command))
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert not ended.value.code
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_a_template_is_what_the_command_in_it_writes(
+    template: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = template.read_text()
+    command = text.splitlines()[1].removeprefix("# ")
+    assert written(command, monkeypatch, capsys) == text
+    other = command.replace("--time 1", "--time 2").replace("--time 8", "--time 2")
+    assert written(other, monkeypatch, capsys) != text, "the control"
+
+
+def test_there_is_a_template_for_every_occasion() -> None:
+    assert {path.stem for path in TEMPLATES} == {"array", "cpu", "gpu", "hetjob", "preemptible"}

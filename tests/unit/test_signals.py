@@ -1,0 +1,70 @@
+"""What is left to rank 0, in processes of their own: early signals, second ones, and those at the very end."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+HEAD = "import signal, time, os\nfrom hpcsync.signals import *\n"
+LISTENING = {
+    "on_signals": "heard = []\nwith on_signals(heard.append):\n    pass\n",
+    "SignalListener": "listener, heard = SignalListener(), []\n"
+    "while (number := listener.received()):\n    heard.append(number)\nlistener.close()\n",
+}
+
+
+def ended(code: str, *numbers: int) -> tuple[int, str]:
+    """Status and output of a process that gets these signals once it says that it is up."""
+    argv = [sys.executable, "-c", HEAD + code]
+    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "up\n"
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.05)  # two of a kind at once are one
+    out, _ = process.communicate("go on\n", timeout=20)
+    return process.returncode, out.strip()
+
+
+@pytest.mark.parametrize("listening", LISTENING)
+def test_what_comes_before_anybody_listens_is_heard(listening: str) -> None:
+    code = "left_to_rank_0()\nprint('up', flush=True)\ninput()\n" + LISTENING[listening]
+    code += LISTENING[listening].replace("heard", "again") + "print(*map(int, heard), len(again))\n"
+    assert ended(code, signal.SIGTERM, signal.SIGUSR1) == (0, f"{signal.SIGTERM:d} {signal.SIGUSR1:d} 0")
+
+
+def test_without_that_a_signal_kills() -> None:
+    """The control."""
+    assert ended("print('up', flush=True)\ninput()\n", signal.SIGTERM) == (-signal.SIGTERM, "")
+
+
+def test_a_second_sigterm_ends_a_rank_to_be_resumed() -> None:
+    code = "left_to_rank_0()\nprint('up', flush=True)\ninput()\nprint('alive')\n"
+    assert ended(code, signal.SIGTERM) == (0, "alive")
+    assert ended(code, signal.SIGUSR1, signal.SIGUSR1, signal.SIGTERM) == (0, "alive")
+    assert ended(code, signal.SIGTERM, signal.SIGTERM) == (75, "")
+
+
+ENDING = """
+class Late:
+    def __del__(self):  # once Python has given signals back
+        print("up", flush=True)
+        time.sleep(0.5)
+        print("to its end", flush=True)
+late, late.itself = Late(), None
+late.itself = late
+import gc; gc.disable()
+os.sys.modules["late"] = late
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "status"), [("left_to_rank_0()\n", 0), ("signal.signal(signal.SIGTERM, print)\n", -15)]
+)
+def test_who_ends_by_itself_is_not_killed_meanwhile(first: str, status: int) -> None:
+    """The control is a handler that Python takes back at its end."""
+    assert ended(first + ENDING, signal.SIGTERM)[0] == status
