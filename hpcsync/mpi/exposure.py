@@ -54,6 +54,7 @@ class Exposure:
         self._rows.release(0, size + 1)
         self._words.local[:] = 0
         self._words.sync()
+        self._dead: set[int] = set()
         comm.Barrier()
 
     @property
@@ -82,6 +83,10 @@ class Exposure:
         self._words.local[CURRENT] = serial * self._n_rows + row
         self._words.sync()
         return True
+
+    def forget(self, rank: int) -> None:
+        """This rank has died: what it was reading may be filled."""
+        self._dead.add(rank)
 
     def read(self, peer: int, into: torch.Tensor, reader: int | None = None, weight: torch.Tensor | None = None) -> int:
         """Copy the publication of `peer` into `into`, of its replica's size; its serial number, which never goes back.
@@ -115,6 +120,8 @@ class Exposure:
 
     def _pins(self) -> list[int]:
         pins: list[int] = self._words.local[1:].tolist()
+        for rank in self._dead:
+            pins[rank] = 0
         return pins
 
     def _row(self, row: int) -> torch.Tensor:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.parcels import SLOTS, WRITERS, Parcels
+from hpcsync.mpi.deaths import RankFailed
+from hpcsync.mpi.parcels import SLOTS, Parcels
 from hpcsync.mpi.tensor_window import HOST
 
 SIZE = 30_001
@@ -127,11 +128,12 @@ def test_an_inbox_is_not_taken_while_somebody_is_at_work_in_it(comm, needs):
     assert summary == (7.0, 3, 70.0)
 
 
-def test_a_receiver_that_ignores_who_is_at_work_counts_a_vector_that_is_not_there(comm, needs, monkeypatch):
-    needs(2)
-    monkeypatch.setattr(Parcels, "_writers", lambda self, inbox: 0)
-    taken, _ = collected_around_a_sender(comm)
-    assert taken[0][1:] == (2, 10.0), "the count of two vectors, but the weight of one"
+def test_a_receiver_that_ignores_who_is_at_work_misses_a_vector_that_is_not_there_yet(comm, needs, monkeypatch):
+    needs(3)  # so that there is a slot for it
+    monkeypatch.setattr(Parcels, "_writers", lambda self, inbox: False)
+    taken, summary = collected_around_a_sender(comm)
+    assert taken[0] == (1.0, 1, 10.0)
+    assert summary == (5.0, 2, 50.0)
 
 
 def sent_across_a_change(comm) -> tuple[float, int]:
@@ -174,11 +176,88 @@ def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeyp
 
     def hasty(self: Parcels, peer: int) -> int:
         inbox = self._active(peer)
-        self._words.fetch_add(1, peer, WRITERS + inbox)
+        self._announce(peer, inbox)
         return inbox
 
     monkeypatch.setattr(Parcels, "_enter", hasty)
     assert sent_across_a_change(comm) == (1.0, 1)
+
+
+# ---- a sender that dies: rank 1 stops in the middle, and does not go on ----
+
+
+def collected_without(
+    comm, steps: int, before: int = 0, forgetting: bool = True
+) -> list[tuple[float, int, float] | None]:
+    """What rank 0 collects, twice, when rank 1 has taken so many steps of sending a 2, after so many whole ones of a 1,
+    and has been forgotten."""
+    taken = []
+    with Parcels(comm, 5, torch.float64) as parcels:
+        if comm.rank == 1:
+            for _ in range(before):
+                parcels.send(0, filled(1.0), 10.0)
+            inbox = parcels._enter(0) if steps > 0 else None
+            ticket = parcels._ticket(0, inbox) if steps > 1 else None
+            if steps > 2:
+                parcels._fill(0, inbox, ticket, filled(2.0), 20.0)
+        comm.Barrier()
+        if comm.rank == 0:
+            if forgetting:
+                parcels.forget(1)
+            for _ in range(2):
+                parcel = parcels.collect()
+                taken.append((float(parcel.total[0]), parcel.count, parcel.weight) if parcel else None)
+        comm.Barrier()
+    return comm.bcast(taken)
+
+
+def test_what_a_sender_that_has_died_sent_is_whole_or_discarded(comm, needs):
+    needs(2)
+    assert collected_without(comm, 1) == [None, None]
+    assert collected_without(comm, 2) == [None, None]
+    assert collected_without(comm, 3) == [(2.0, 1, 20.0), None]
+    slots = min(comm.size - 1, SLOTS)
+    for before in range(slots):  # it is in a slot of its own
+        expected = (1.0 * before, before, 10.0 * before) if before else None
+        assert collected_without(comm, 2, before) == [expected, None]
+
+
+def test_one_that_has_died_is_waited_for_unless_it_is_forgotten(comm, needs):
+    needs(2)
+    assert collected_without(comm, 3, forgetting=False) == [None, None]
+
+
+def test_a_sum_to_which_one_added_that_has_died_cannot_be_used(comm, needs):
+    needs(2)
+    slots = min(comm.size - 1, SLOTS)
+    assert collected_without(comm, 3, slots) == [(slots + 2.0, slots + 1, 10.0 * slots + 20.0), None]
+    if comm.rank == 0:
+        with pytest.raises(RankFailed, match="has died while it added"):
+            collected_alone(comm, slots)
+    else:
+        collected_alone(comm, slots)
+
+
+def collected_alone(comm, before: int) -> None:
+    parcels = Parcels(comm, 5, torch.float64)
+    try:
+        if comm.rank == 1:
+            for _ in range(before):
+                parcels.send(0, filled(1.0))
+            parcels._ticket(0, parcels._enter(0))
+        comm.Barrier()
+        if comm.rank == 0:
+            parcels.forget(1)
+            parcels.collect()
+    finally:
+        parcels.free()
+
+
+def test_more_senders_than_bits_of_a_word(comm, needs, monkeypatch):
+    needs(2)
+    monkeypatch.setattr("hpcsync.mpi.parcels.BITS", 1)
+    assert collected_around_a_sender(comm)[0] == [None, None, (7.0, 3, 70.0), None]
+    assert collected_without(comm, 2, 0) == [None, None]
 
 
 # ---- the interface ----
@@ -210,11 +289,11 @@ def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
         for n in (SLOTS, SLOTS + 1, 1, 4 * SLOTS):
             for value in range(n):
                 vector = torch.full((7,), float(value), device=transport.device)
-                parcels.send((comm.rank + 1) % comm.size, vector, value)
+                parcels.send((comm.rank + 1) % comm.size, vector, value + 1)
             comm.Barrier()
             parcel = parcels.collect()
             expected = n * (n - 1) / 2
-            assert (parcel.total == expected).all() and parcel[1:] == (n, expected)
+            assert (parcel.total == expected).all() and parcel[1:] == (n, expected + n)
             comm.Barrier()
 
 
