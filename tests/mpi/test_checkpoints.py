@@ -109,7 +109,7 @@ def test_whatever_is_forgotten_changes_the_bits(comm, needs, folder, monkeypatch
         assert (weights != resumed).any()
 
 
-def script(comm: MPI.Intracomm, out: Path, *, resume: bool = False) -> torch.Tensor:
+def script(comm: MPI.Intracomm, out: Path, paradigm: str, *, resume: bool = False) -> torch.Tensor:
     """A loop with training epochs of its own, and a model that draws and that has running statistics."""
     torch.manual_seed(5)
     model = torch.nn.Sequential(
@@ -118,7 +118,7 @@ def script(comm: MPI.Intracomm, out: Path, *, resume: bool = False) -> torch.Ten
     data = torch.utils.data.TensorDataset(torch.randn(40, 3), torch.randn(40, 1))
     sgd = torch.optim.SGD(model.parameters(), lr=0.05)
     every = {"updates": 7, "keep": 9}
-    with hpcsync.connect(model, sgd, "bsp", comm=comm, out=out, checkpoint=every, resume=resume) as sync:
+    with hpcsync.connect(model, sgd, paradigm, comm=comm, out=out, checkpoint=every, resume=resume) as sync:
         torch.manual_seed(1000 + comm.rank)
         for _ in range(4):
             for x, y in sync.shard(data, batch_size=4):
@@ -129,13 +129,15 @@ def script(comm: MPI.Intracomm, out: Path, *, resume: bool = False) -> torch.Ten
     return torch.cat([value.flatten().double() for value in model.state_dict().values()])
 
 
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 @pytest.mark.parametrize("forgets", [False, True], ids=["", "without-generators"])
-def test_a_script_goes_on_in_its_own_loop(comm, needs, folder, monkeypatch, forgets):
+def test_a_script_goes_on_in_its_own_loop(comm, needs, folder, monkeypatch, paradigm, forgets):
     """In the training epoch and at the batch at which it was, and so do the generators; without them is the control."""
     needs(2)
     if forgets:
         monkeypatch.setattr(generators, "restore", lambda states, device: None)
-    finished, resumed = script(comm, folder / "a"), script(comm, killed(comm, folder / "a"), resume=True)
+    finished = script(comm, folder / "a", paradigm)
+    resumed = script(comm, killed(comm, folder / "a"), paradigm, resume=True)
     assert forgets != torch.equal(finished, resumed)
 
 

@@ -14,6 +14,7 @@ from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.learning.peer import LocalOptimizer, Outer, Peer
 from hpcsync.mpi import peer_session
+from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.planning.batches import Estimate
 from hpcsync.rank import train
@@ -171,6 +172,29 @@ def test_mass_that_is_lost_is_found_in_the_trace(comm, needs, folder, monkeypatc
     on_some(comm, this, torn, resume=True)
     if comm.rank == 0:
         assert [found.name for found in failures(torn / "trace.h5")] == ["push-sum weights add up"]
+
+
+@pytest.mark.parametrize("put_back", [True, False])
+def test_what_has_come_is_taken_in_once(comm, needs, put_back):
+    """Also in a run that goes on, which is another object; without it, it is lost."""
+    needs(2)
+    with Parcels(comm, 2, torch.float64) as before, Parcels(comm, 2, torch.float64) as after:
+        to = (comm.rank + 1) % comm.size
+        before.send(to, torch.tensor([1.0, 2.0], dtype=torch.float64), 0.25)
+        comm.Barrier()
+        kept = before.keep()
+        comm.Barrier()
+        for parcels in (before, after):
+            parcels.send(to, torch.tensor([10.0, 20.0], dtype=torch.float64), 0.5)
+        comm.Barrier()
+        if put_back:
+            after.put_back(kept)
+        for parcels in (before, after):
+            total, count, weight = parcels.collect()
+            lost = parcels is after and not put_back
+            assert (total.tolist(), count, weight) == (([10, 20], 1, 0.5) if lost else ([11, 22], 2, 0.75))
+            assert parcels.collect() is None
+        comm.Barrier()
 
 
 # ---- where somebody has ended ----
