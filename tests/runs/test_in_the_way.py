@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def job(folder: Path, parameters: int = 3, stop: str = "updates = 20", paradigm:
 
 def said(program: Program) -> list[str]:
     assert "Traceback" not in program.err, program.err
-    return [line for line in program.err.splitlines() if line.startswith("hpcsync: ")]
+    return re.findall(r"hpcsync: .*", program.err)  # Open MPI's launcher may have said something on the same line
 
 
 def intact(path: Path) -> Trace:
@@ -66,13 +67,14 @@ FULL = "No space left on device"
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("command", "paradigm", "stop"),
-    [("run", ASP, "seconds = 60"), ("run", GOSSIP, "seconds = 60"), ("simulate", ASP, "updates = 1_000_000")],
-    ids=["run", "run without servers", "simulate"],
+    [("run", GOSSIP, "seconds = 60"), ("simulate", ASP, "updates = 1_000_000")],
+    ids=["run", "simulate"],
 )
 def test_a_disk_that_fills_with_the_trace(folder: Path, command: str, paradigm: str, stop: str) -> None:
     path = job(folder, stop=stop, paradigm=paradigm)
     program = in_the_way(folder, DISK.format("500k"), command, path, "--out", "out")
     assert program.status == 1, program.err
+    assert len(said(program)) == 1, program.out + program.err
     (line,) = said(program)
     assert line.endswith(f"out/trace.h5: {FULL}; the trace so far is {line.split()[-1]}"), program.out + program.err
     trace = intact(folder / "copy" / "trace.h5")
@@ -84,6 +86,7 @@ def test_a_disk_that_fills_with_the_trace(folder: Path, command: str, paradigm: 
 def test_a_disk_without_room_for_the_weights(folder: Path) -> None:
     program = in_the_way(folder, DISK.format("2m"), "simulate", job(folder, parameters=1_000_000), "--out", "out")
     assert program.status == 1, program.err
+    assert len(said(program)) == 1, program.out + program.err
     (line,) = said(program)
     assert f"out/weights.safetensors: {FULL}; the trace so far is " in line
     assert len(intact(folder / "copy" / "trace.h5").tables["updates"]) >= 20
@@ -100,27 +103,21 @@ def test_a_disk_without_room_for_a_checkpoint(folder: Path) -> None:
     assert intact(folder / "copy" / "trace.h5").status == "failed"
 
 
-@pytest.mark.once
-def test_with_room_nothing_is_said(folder: Path) -> None:
-    """The control."""
-    path = job(folder, parameters=1_000_000)
-    program = in_the_way(folder, DISK.format("200m"), "run", path, "--set", "checkpoint.updates=5", "--out", "out")
-    assert (program.status, said(program)) == (0, [])
-    assert intact(folder / "copy" / "trace.h5").status == "finished"
-
-
 WINDOWS = "mount -t tmpfs -o size={} tmpfs /dev/shm"
 
 
 @pytest.mark.parametrize("paradigm", [ASP, pytest.param(GOSSIP, marks=pytest.mark.once)])
 def test_shared_memory_too_small_for_the_windows(folder: Path, paradigm: str) -> None:
-    """And once more with room, in the same folder."""
+    """And, the control, once more with room, in the same folder."""
     path = job(folder, parameters=2_000_000, stop="updates = 4", paradigm=paradigm)
     program = in_the_way(folder, WINDOWS.format("24m"), "run", path, "--out", "out/1")
     assert program.status == 2, program.err
+    assert len(said(program)) == 1, program.out + program.err
     (line,) = said(program)
     assert line.startswith(f"hpcsync: shared memory of {os.uname().nodename}: the windows of its ")
     assert " MiB of /dev/shm, and " in line and line.endswith("or start fewer ranks there")
     assert not (folder / "out" / "1").exists()
+    if paradigm != ASP:
+        return
     program = in_the_way(folder, WINDOWS.format("300m"), "run", path, "--out", "out/1")
     assert (program.status, said(program)) == (0, []), program.err
