@@ -202,8 +202,8 @@ def join(
         raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE, for the evaluation beside server 0")
     if job.cluster.on_death == "continue" and not tolerable():
         raise JobError(
-            'cluster.on_death = "continue": must be "end" with this MPI, or this way of starting it; needed is Open MPI '
-            f"from version 5 on, and mpirun {shlex.join(launcher.TOLERANT)}, which hpcsync run knows by itself"
+            'cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open MPI, '
+            f"from version 5 on, and mpirun {shlex.join(launcher.TOLERANT)}, as hpcsync run starts it"
         )
     if not job.has_servers and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError(

@@ -244,7 +244,7 @@ class PeerCoordinator:
         """A worker makes no further iteration. change: LEFT or DIED, for the trace."""
         self._seq += 1
         self._trace.append("membership", (self._seq, now_s, worker, change))
-        self.active.remove(worker)
+        self.active.discard(worker)  # one who has left may die, too
         self.stalls.left(worker)
         self._end_rounds(now_s)
 

@@ -68,7 +68,7 @@ class BookkeeperSession(PeerSession):
             saver = Saver(checkpoints, job.checkpoint, self._run_state, (), now_s, self._coordinator.version)
         self._monitor = Monitor(
             self._link, self._coordinator, self._evaluator, self._in_step, self._chores, self._signals.received,
-            self._end_job, saver, self._watch.look,
+            self._end_job, saver, self._watch.look, self._layers.dead,
         )  # fmt: skip
         self._monitor.start()
 

@@ -44,6 +44,9 @@ class _Gossiping(Exchange):
         outcome = self._exchange(drawn)
         return outcome._replace(comm_s=time.perf_counter() - begin_s)
 
+    def forget(self, worker: int) -> None:
+        self._peers = replace(self._peers, dead=(*self._peers.dead, worker))
+
     @abstractmethod
     def _exchange(self, drawn: int) -> Outcome:
         """With this peer, which may be the worker itself."""
@@ -93,6 +96,10 @@ class Pushing(_Gossiping):
 
     def settle(self) -> int:
         return self._take_in(False)
+
+    def forget(self, worker: int) -> None:
+        super().forget(worker)
+        self._parcels.forget(worker)
 
     def state(self) -> dict[str, Any]:
         """With what has come, which is taken in at the next exchange."""

@@ -32,6 +32,7 @@ class Layers:
         self.model = model
         self.trained = model
         self.first = first
+        self.dead: set[int] = set()  # ranks that have nothing to show any more
 
     def share(self, statistics_of: int = 0, comm: MPI.Intracomm | None = None) -> None:
         """Rank 0's weights become everybody's, and the running statistics of this rank; collective.
@@ -46,7 +47,7 @@ class Layers:
         """The mean of what all ranks show, into a flat vector of the whole model, shape (size,); their consensus
         distance. None where one cannot be read."""
         mean, replica, weight = Mean(into), torch.empty_like(into), into.new_empty(1)
-        for worker in range(self._comm.size):
+        for worker in sorted(set(range(self._comm.size)) - self.dead):
             if not read(worker, replica, weight):
                 return None
             mean.add(replica, float(weight[0]))

@@ -21,6 +21,7 @@ from hpcsync.mpi.saver import Saver
 from hpcsync.peers import Exchanged, PeerCoordinator
 from hpcsync.planning.batches import Allocated
 from hpcsync.signals import Suspended, interrupt
+from hpcsync.traces.schema import DIED, LEFT
 from hpcsync.traces.writer import TraceWriter
 
 
@@ -33,6 +34,7 @@ class Monitor:
     failed:   called in the thread with what went wrong; it ends the job.
     saver:    of checkpoints; None where the ranks have no folder in common.
     watch:    as `chores`, but not while workers have halted.
+    dead:     to it those who have died are added.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Monitor:
         failed: Callable[[BaseException], None],
         saver: Saver | None = None,
         watch: Callable[[float], None] = lambda now_s: None,
+        dead: set[int] | None = None,
     ) -> None:
         self._link = link
         self._coordinator = coordinator
@@ -55,6 +58,7 @@ class Monitor:
         self._failed = failed
         self._saver = saver
         self._watch = watch
+        self._dead = set() if dead is None else dead
         self._halted: set[int] = set()  # workers that wait for what is to become of a checkpoint
         self._suspending = False  # the run ends with the next one
         self._in_step = in_step
@@ -123,6 +127,7 @@ class Monitor:
                 self._look_around(now_s)
                 chores_s = now_s
             if record is None:
+                self._bury(now_s)
                 self._patience.pause()
         if self._evaluator is not None:
             self._evaluator.close()
@@ -131,21 +136,36 @@ class Monitor:
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, exchanged = record[0], Exchanged._make(record[1:])
+        if exchanged.worker in self._dead:
+            return  # it was on its way when nothing of its came any more
         if kind == wire.EXCHANGED:
             self._coordinator.exchanged(now_s, exchanged)
         elif kind == wire.ENDED:
-            self._coordinator.left(now_s, exchanged.worker)
-            if not self._coordinator.active:
-                self._tell(wire.ALL_ENDED)
+            self._left(now_s, exchanged.worker, LEFT)
         elif kind == wire.SETTLED:
             self._unsettled.remove(exchanged.worker)
         elif kind == wire.HALTED:
             self._halted.add(exchanged.worker)
         elif kind == wire.WRITTEN:
-            assert self._saver is not None
-            self._saver.saved(exchanged.worker)
+            if self._saver is not None:  # else somebody has died meanwhile
+                self._saver.saved(exchanged.worker)
         else:
             raise RankFailed(f"rank {exchanged.worker} failed")
+
+    def _left(self, now_s: float, worker: int, change: int) -> None:
+        self._coordinator.left(now_s, worker, change)
+        if change == DIED:
+            self._tell(wire.BURY, worker)
+        if not self._coordinator.active:
+            self._tell(wire.ALL_ENDED)
+
+    def _bury(self, now_s: float) -> None:
+        """Go on without those who have died. What they have reported was heard before, and counts."""
+        for worker in self._link.deaths.look():
+            if worker in self._unsettled:
+                self._unsettled.remove(worker)
+                self._dead.add(worker)
+                self._left(now_s, worker, DIED)
 
     def _look_around(self, now_s: float) -> None:
         if (number := self._received()) is not None:

@@ -111,6 +111,9 @@ class Exchange(ABC):
         """Go on from there, with an exchange that is new."""
         self.peer.restore(state["peer"])
 
+    def forget(self, worker: int) -> None:  # noqa: B027
+        """This worker has died: there is no exchange with it any more."""
+
     def free(self) -> None:  # noqa: B027
         """Collective."""
 

@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
+from hpcsync.mpi.deaths import Deaths, survivors
 from hpcsync.mpi.exposure import Exposure
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
@@ -22,13 +23,25 @@ from hpcsync.peers import Exchanged
 class PeerLink:
     """Made collectively over a private duplicate of `comm`. size, dtype: of the flat weights.
 
-    Ranks report to rank 0, and hear from it when to stop, when to halt for a checkpoint, and that all have ended.
+    Ranks report to rank 0, and hear from it when to stop, when to halt for a checkpoint, that all have ended, and who
+    has died. tolerant: whether the run then goes on.
     """
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        size: int,
+        dtype: torch.dtype,
+        transport: Transport = HOST,
+        *,
+        tolerant: bool = False,
+    ) -> None:
         self.comm = comm.Dup()
         self.transport = transport
-        self.patience = Patience(self.comm, passive=transport.passive)
+        self.deaths = Deaths(self.comm, tolerated=tolerant)
+        self.died: list[int] = []  # workers, until somebody takes them from here
+        self._tolerant = tolerant
+        self.patience = Patience(self.comm, passive=transport.passive, deaths=self.deaths)
         self.exposure = Exposure(self.comm, size, dtype, transport)
         self.phases = Phases(self.comm, one_node=self.patience.one_node)
         self.clock: Clock
@@ -36,8 +49,8 @@ class PeerLink:
         self.told_to_halt = False
         self.all_ended = False
         self._to_write: int | None = None  # the checkpoint with this number
-        self._orders = Inbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER)
-        self._reports = Outbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT)
+        self._orders = Inbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER, self.deaths)
+        self._reports = Outbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT, self.deaths)
         self._inbox: Inbox | None = None
 
     def start(self, begin_s: float = 0.0) -> list[tuple[int, str, float, float]] | None:
@@ -62,6 +75,9 @@ class PeerLink:
             if kind in (wire.STOP, wire.ALL_ENDED):
                 self.told_to_stop = True
                 self.all_ended = self.all_ended or kind == wire.ALL_ENDED
+            elif kind == wire.BURY:
+                self.exposure.forget(number)
+                self.died.append(number)
             elif kind == wire.WRITE:
                 self._to_write = number
             else:
@@ -104,6 +120,10 @@ class PeerLink:
 
         self.patience.until(ended)
 
+    def together(self) -> Patience:
+        """Whose barrier is of all ranks, or of those that are left; collective over them."""
+        return Patience(survivors(self.comm)) if self._tolerant else self.patience
+
     # ---- rank 0's monitor, in a thread of its own ----
 
     def patience_of_its_own(self) -> Patience:
@@ -111,12 +131,12 @@ class PeerLink:
 
     def reports(self) -> Inbox:
         """On rank 0: what all ranks report. It is withdrawn together with the link."""
-        self._inbox = Inbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT)
+        self._inbox = Inbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT, self.deaths)
         return self._inbox
 
     def orders(self) -> Outbox:
         """On rank 0: to tell ranks something."""
-        return Outbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER)
+        return Outbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER, self.deaths)
 
     def free(self) -> None:
         """Collective, and harmless when repeated: returns when every rank has come here."""

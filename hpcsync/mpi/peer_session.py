@@ -47,7 +47,9 @@ class PeerSession(RankSession):
         super().__init__(comm, job, layers(comm, job, model), checkpoints)
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name, self.flat.weights.device)
-        self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, placement.transport)
+        self._link = PeerLink(
+            comm, self.flat.size, self.flat.weights.dtype, placement.transport, tolerant=self._tolerant
+        )
         self._division = create_division(job)
         if self._resumed is not None:
             self._division, self._estimator = self._resumed["division"], self._resumed["estimator"]
@@ -153,7 +155,7 @@ class PeerSession(RankSession):
 
     def _advance(self, n_samples: int) -> Outcome:
         """End one iteration more, of so many samples; in step without any after this worker has made its last."""
-        self._link.hear()
+        self._hear()
         told, exchange = self._link.told_to_stop, self._exchange
         lr = self._next_rate()
         self._iteration += 1
@@ -166,6 +168,12 @@ class PeerSession(RankSession):
             self.stopped = told or self._alone_and_done(n_samples)
             exchange.show(self._serial())  # with this step in it, and not yet with what is about to come
         return exchange.exchange(rounds) if since == 0 else Outcome()
+
+    def _hear(self) -> None:
+        """Take note of what rank 0 has said."""
+        self._link.hear()
+        while self._link.died:
+            self._exchange.forget(self._link.died.pop(0))
 
     def _share_out(self, expected: Estimate | None) -> None:
         """After an iteration in step, where batches are given out. expected: by this worker; None if it has ended."""
@@ -282,12 +290,14 @@ class PeerSession(RankSession):
         self._link.say(wire.SETTLED)
         while not self._exchange.show(self._serial() + 1):
             time.sleep(1e-3)  # the evaluation still reads earlier ones
-        self._link.patience.barrier()
+        together = self._link.together()
+        together.barrier()
         self._finish_training()
-        self._link.patience.barrier()
+        together.barrier()
 
     def _settle(self) -> None:
         """Nobody sends any more: what has come since the last iteration is taken in."""
+        self._hear()
         if n_received := self._exchange.settle():
             now_s, weight = self._link.clock.now(), self._exchange.peer.weight
             self._link.report(taken_in(self.rank, self._iteration, now_s, n_received, weight))

@@ -7,9 +7,9 @@ every server -> a reader     GRANT    read this buffer of mine
 
 Where there are no servers, rank 0's monitor has the part of server 0:
 
-worker -> rank 0             PEER_REPORT  I have made an iteration / make no more / nothing is left for me / I failed / I
-                             have halted / my part is written
-rank 0 -> worker             PEER_ORDER   stop / all have ended / halt / write your part / go on
+worker -> rank 0             PEER_REPORT  I have made an iteration / make no more / nothing is left for me / I failed /
+                             I have halted / my part is written
+rank 0 -> worker             PEER_ORDER   stop / all have ended / halt / write your part / go on / a worker has died
 worker -> worker             CROSSED      where layers are separated: a piece's activations, or their gradients, are in
                              your window / I make no more
 """
@@ -58,8 +58,8 @@ REPORT = np.dtype(
 # weight. COLLECT empties a slot into the sum that the next update begins with. PROMISE lets a reader read the current
 # version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that update, for the
 # worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the run is over.
-# SAVE: write your part of checkpoint number `version`. DISCARD: this worker has died; it reads nothing any more, and what
-# is in its slot counts only if a later order says so.
+# SAVE: write your part of checkpoint number `version`. DISCARD: this worker has died; it reads nothing any more, and
+# what is in its slot counts only if a later order says so.
 CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT, SAVE, DISCARD = 0, 1, 2, 3, 4, 5, 6, 7
 # The fields of deciding.Assignment.
 ASSIGNMENT = [
@@ -121,8 +121,8 @@ PEER_REPORT = np.dtype(
 )
 
 # For a checkpoint all HALT: make no further iteration, and send nothing. Then they WRITE their parts of the one with
-# this number, unless somebody cannot halt. Then they GO_ON.
-STOP, ALL_ENDED, HALT, WRITE, GO_ON = 0, 1, 2, 3, 4
+# this number, unless somebody cannot halt. Then they GO_ON. BURY: the worker with this number has died.
+STOP, ALL_ENDED, HALT, WRITE, GO_ON, BURY = 0, 1, 2, 3, 4, 5
 PEER_ORDER = np.dtype([("kind", "i1"), ("number", "i4")])
 
 

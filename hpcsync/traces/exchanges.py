@@ -21,7 +21,7 @@ from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
-from hpcsync.traces.schema import CHANGES, EVERYBODY, NOBODY
+from hpcsync.traces.schema import CHANGES, DIED, EVERYBODY, NOBODY
 from hpcsync.traces.separation import check_separation
 
 OF_SERVERS = ("pushes", "grants")
@@ -330,14 +330,15 @@ def distances_are_possible(run: Reports) -> Check:
 
 
 def nobody_acts_after_leaving(run: Reports) -> Check:
-    """A worker leaves at most once, and makes no iteration after that."""
+    """A worker leaves at most once, and makes no iteration after that; it may still die."""
     steps, seq, departures = run.steps, run.membership["seq"], run.membership["worker"]
+    before_it_died = running_count(departures) - (run.membership["change"] == DIED)
     both = np.sort(np.append(seq, run.decisions["seq"]))
     return check_all(
         "nobody acts after leaving",
         (np.diff(seq) <= 0, lambda i: f"/membership row {i + 1} has seq {seq[i + 1]}"),
         (both != np.arange(1, len(both) + 1), lambda i: f"of seq {i + 1} there is nothing, or more than one row"),
-        (running_count(departures) > 1, lambda i: f"worker {departures[i]} leaves twice"),
+        (before_it_died > 1, lambda i: f"worker {departures[i]} leaves twice"),
         (
             steps["now_s"] > run.left_s[steps["worker"]],
             lambda i: f"{run.told(i)} is reported after its worker left",
