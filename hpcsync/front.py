@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -52,9 +53,10 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     if ended.status == TO_BE_RESUMED:
         return TO_BE_RESUMED
     _settle(folder / outputs.TRACE, "failed" if ended.signum is None else "interrupted")
-    if (checkpoint := checkpoints.newest(folder)) is not None:
-        print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
-    return 1
+    if (checkpoint := checkpoints.newest(folder)) is None:
+        return 1
+    print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
+    return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
 
 
 def _refuse_without_gpu(device: str, window: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import time
 import traceback
@@ -25,7 +26,7 @@ from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.replica import Loss
-from hpcsync.mpi.deaths import RankFailed, leave_with, survivors
+from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
 from hpcsync.peers import PeerCoordinator
 from hpcsync.session import Session
@@ -95,11 +96,12 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
 
 def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
     """End every rank of a run that cannot be finished, with the status that says whether it can be resumed."""
-    if not isinstance(error, Suspended):
-        comm.Abort(1)
-    if launcher.under_pmi2_of_slurm():
-        os._exit(TO_BE_RESUMED)  # an abort would kill this rank too, and its status be lost
-    comm.Abort(TO_BE_RESUMED)
+    status = TO_BE_RESUMED if isinstance(error, Suspended) else 1
+    if tolerable():  # where somebody has died an abort may hang; but the others hear that this rank has, too
+        os.kill(os.getpid(), signal.SIGKILL)
+    if status == TO_BE_RESUMED and launcher.under_pmi2_of_slurm():
+        os._exit(status)  # an abort would kill this rank too, and its status be lost
+    comm.Abort(status)
 
 
 class RankSession(Session):
