@@ -21,7 +21,7 @@ from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 FOLDER = "checkpoints"
 RUN = "run"  # the name of rank 0's knowledge of the run
@@ -44,12 +44,12 @@ class Checkpoints:
         self._folder = folder / FOLDER
         self._keep = keep
 
-    def state(self, name: str, device: torch.device | str = "cpu") -> dict[str, Any] | None:
-        """What was written under this name into the checkpoint from which the run goes on, its tensors on `device`;
-        None where there is no such file, and where the run begins."""
+    def state(self, name: str) -> dict[str, Any] | None:
+        """What was written under this name into the checkpoint from which the run goes on, its tensors on the CPU; None
+        where there is no such file, and where the run begins."""
         if self.resumed is None or not (path := _file(self.resumed, name)).exists():
             return None
-        return _load(path, device)
+        return _load(path)
 
     def begin(self, number: int) -> None:
         """On rank 0, before anybody writes: make room for checkpoint `number`."""
@@ -77,8 +77,17 @@ class Checkpoints:
         finished = unfinished.rename(self._folder / str(number))
         sync(self._folder)
         for old in _numbered(self._folder)[: -self._keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            old.rename(old.with_suffix(".old"))  # what has a number is complete
+        self._sweep("*.old")
         return finished
+
+    def abandon(self) -> None:
+        """On rank 0, when the run ends: nothing comes of what has begun."""
+        self._sweep("*.unfinished")
+
+    def _sweep(self, names: str) -> None:
+        for path in self._folder.glob(names):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _unfinished(self, number: int) -> Path:
         return self._folder / f"{number}.unfinished"
@@ -133,10 +142,10 @@ def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
     return key, old, new
 
 
-def _load(path: Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
     import torch
 
-    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=False)  # it is our own
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)  # it is our own
     return state
 
 

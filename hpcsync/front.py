@@ -23,7 +23,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     if outputs.finished_already(out, resume):
         print(f"finished already: {out}")
         return 0
-    job = jobs.load(path, overrides, outputs.began_with(out, resume) or ranks)
+    job = outputs.job_of(path, overrides, ranks, out, resume)
     jobs.refuse_simulated(job)
     from hpcsync.learning.validation import check
     from hpcsync.learning.workloads import import_beside
@@ -53,9 +53,8 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     if ended.status == TO_BE_RESUMED:
         return TO_BE_RESUMED
     _settle(folder / outputs.TRACE, "failed" if ended.signum is None else "interrupted")
-    if (checkpoint := checkpoints.newest(folder)) is None:
-        return 1
-    print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
+    if (checkpoint := checkpoints.newest(folder)) is not None:
+        print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
 
 

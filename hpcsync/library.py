@@ -127,7 +127,8 @@ def connect(
         comm, n_workers = None, 2 if paradigm == "stanza" else 1
         options, batches = _alone(options, batches)
     else:
-        n_workers = (outputs.began_with(out, resume) or comm.size) - servers
+        before = agree(comm, lambda: outputs.began_as(out, resume))
+        n_workers = before.cluster.workers if before is not None and servers else comm.size - servers
     spec = _spec(optimizer, model)
     job = Job.from_table(
         {
@@ -190,8 +191,9 @@ def join(
     from hpcsync.mpi.node_memory import MemoryUnreachable
     from hpcsync.mpi.placement import place
 
-    began_with = outputs.began_with(out, resume)
-    if not (comm.size == job.cluster.ranks or job.cluster.servers < comm.size < (began_with or 0)):
+    goes_on = job.has_servers and agree(comm, lambda: outputs.began_as(out, resume)) is not None
+    fewer = goes_on and job.cluster.servers < comm.size < job.cluster.ranks
+    if comm.size != job.cluster.ranks and not fewer:
         raise JobError(
             f"cluster.workers = {job.cluster.workers}: with cluster.servers = {job.cluster.servers} this takes "
             f"{job.cluster.ranks} ranks, but {comm.size} were started"
@@ -214,7 +216,7 @@ def join(
     with _aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
         folder, resumed = agree(comm, lambda: _make_folder(job, out, resume, comm.size))
-        shared = comm.allreduce(folder.is_dir(), MPI.LAND)
+        shared = comm.allreduce((folder / outputs.JOB).is_file(), MPI.LAND)
     checkpoints = Checkpoints(folder, job.checkpoint.keep, resumed, shared)
     if comm.rank == 0:
         lines = [*placement.lines(), *_checkpoint_lines(checkpoints)]

@@ -6,7 +6,7 @@ import itertools
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hpcsync import checkpoints
+from hpcsync import job as jobs
 from hpcsync.disk import removing, whole
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
+from hpcsync.job_paradigms import Stanza
 from hpcsync.traces.reading import opened
 from hpcsync.traces.summary import summarize, table
 
@@ -38,7 +40,7 @@ def choose(job: Job, out: str | Path | None) -> Path:
     with _telling(folder):
         if folder.exists() and not folder.is_dir():
             raise JobError(f"out {folder}: must be a folder")
-        for name in (TRACE, JOB, WEIGHTS, SUMMARY):
+        for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoints.FOLDER):
             if (folder / name).exists():
                 raise _taken(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,13 +72,25 @@ def finished_already(out: str | Path | None, resume: bool) -> bool:
     return resume and out is not None and (Path(out) / SUMMARY).exists()
 
 
-def began_with(out: str | Path | None, resume: bool) -> int | None:
-    """Of a run that goes on from a checkpoint in this folder, for which there may be fewer by now: how many ranks it
-    began with. None for other runs."""
+def began_as(out: str | Path | None, resume: bool) -> Job | None:
+    """The job of a run that goes on from a checkpoint in this folder, as it was then; None of others."""
     if not resume or out is None or (resumed := checkpoints.newest(Path(out))) is None:
         return None
-    job = Job.from_toml(checkpoints.read_run(resumed)["job"])
-    return None if job.needs_all else job.cluster.ranks
+    return Job.from_toml(checkpoints.read_run(resumed)["job"])
+
+
+def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None, resume: bool) -> Job:
+    """The job in this file, of a run in `out`. One that goes on has what was chosen for it when it began, and with
+    servers as many workers, however many there are now."""
+    before = began_as(out, resume)
+    if before is None:
+        return jobs.load(path, overrides, ranks)
+    job = jobs.load(path, overrides, before.cluster.ranks if before.has_servers else ranks)
+    if isinstance(job.paradigm, Stanza) and isinstance(before.paradigm, Stanza):
+        open_keys = [key for key in ("fc_share", "fc_workers") if getattr(job.paradigm, key) in (None, "auto")]
+        chosen = {key: getattr(before.paradigm, key) for key in open_keys}
+        job = job.model_copy(update={"paradigm": job.paradigm.model_copy(update=chosen)})
+    return job
 
 
 def newest_or_aside(folder: Path) -> Path | None:

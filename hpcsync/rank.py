@@ -48,7 +48,7 @@ def main(
             if comm.rank == 0:
                 print(f"finished already: {out}")
             return 0
-        job = agree(comm, lambda: jobs.load(path, overrides, outputs.began_with(out, resume) or ranks))
+        job = agree(comm, lambda: outputs.job_of(path, overrides, ranks, out, resume))
         train(arranged(comm, job.cluster), job, out, resume)
     except JobError as error:
         if comm.rank == 0:

@@ -23,8 +23,12 @@ class Interrupted(Exception):
     """The run was asked to end by a signal."""
 
 
-class Suspended(Interrupted):
-    """It was, and goes on from the checkpoint that the message names, when it is resumed."""
+class Terminated(Interrupted):
+    """By SIGTERM: it is to be resumed."""
+
+
+class Suspended(Terminated):
+    """It goes on from the checkpoint that the message names."""
 
 
 @contextmanager
@@ -105,5 +109,7 @@ class SignalListener:
 def interrupt(number: int) -> None:
     """End what is being done, where nothing else looks whether a signal has come. Raises Interrupted, but for SAVING:
     where there is nothing to save."""
+    if number == signal.SIGTERM:
+        raise Terminated("SIGTERM")
     if number != SAVING:
         raise Interrupted(signal.Signals(number).name)

@@ -137,7 +137,10 @@ class Store:
         """Go on from there, before anybody has read."""
         self.version = state["version"]
         self._buffers[self.current].copy_(state["weights"])
-        self._collected, self._has_collected = state["collected"], state["collected"] is not None
+        collected = state["collected"]
+        self._collected, self._has_collected = None, collected is not None
+        if collected is not None:
+            self._collected = collected.to(self._buffers.device)
         self._rule.restore(state["rule"])
 
     def _has_read(self, worker: int) -> None:

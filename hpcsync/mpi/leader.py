@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpcsync.coordinator import Cancellation, Coordinator, Order, Report
-from hpcsync.mpi import wire
+from hpcsync.mpi import deaths, wire
 from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
@@ -91,8 +91,10 @@ class Leader:
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, report = record[0], Report._make(record[1:])
-        if kind in (wire.PUSHED, wire.LEFT, wire.JOINED) and report.worker in self._dead:
+        if kind == wire.SAVED or (kind in (wire.PUSHED, wire.LEFT, wire.JOINED) and report.worker in self._dead):
             return  # it was on its way when nothing of its came any more
+        if kind == wire.JOINED and report.worker in self._coordinator.active:
+            return  # it has said so before and after a checkpoint
         if kind == wire.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, report))
         elif kind == wire.LEFT:
@@ -108,6 +110,8 @@ class Leader:
         saver, record = self._saver, self._reports.poll()
         if saver is None:
             return record
+        if not (saver.holding or self._coordinator.stopping or self._died()):
+            saver.hold_if_due(now_s, self._coordinator.version)
         if saver.holding:
             if record is not None and record[0] == wire.SAVED:
                 saver.saved(record[1])
@@ -119,10 +123,6 @@ class Leader:
             if record is not None:
                 saver.unheard.append(record)
             return saver.unheard.popleft()
-        if not self._coordinator.stopping and not self._died():
-            saver.hold_if_due(now_s, self._coordinator.version)
-            if saver.holding and record is not None and saver.keeps_back(record):
-                return None
         return record
 
     def _save(self, saver: Saver) -> None:
@@ -144,10 +144,12 @@ class Leader:
     def _bury(self, now_s: float) -> None:
         """Go on without those who have died. What they have reported was heard before, and counts."""
         for worker in self._died():
+            rank = self._link.roles.rank_of(worker)
             if self._saver is not None and self._saver.holding:
-                self._saver.lost(self._link.roles.rank_of(worker))
+                self._saver.lost(rank)
             else:
                 self._lose(now_s, worker)
+                deaths.tell(rank)
 
     def _lose(self, now_s: float, worker: int) -> None:
         self._dead.add(worker)

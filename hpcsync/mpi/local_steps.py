@@ -60,6 +60,9 @@ class LocalStepsSession(WorkerSession):
         super()._restore(state)
         self._local.restore(state["local"])
         self._steps, self._samples = state["steps"], state["samples"]
+
+    def _go_on(self) -> None:
+        super()._go_on()
         if not self._engine.is_away:
             self._answered()
 

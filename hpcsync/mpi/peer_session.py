@@ -46,7 +46,7 @@ class PeerSession(RankSession):
         self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
         super().__init__(comm, job, layers(comm, job, model), checkpoints)
         self.worker = comm.rank
-        run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name, self.flat.weights.device)
+        run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
         self._link = PeerLink(
             comm, self.flat.size, self.flat.weights.dtype, placement.transport, tolerant=self._tolerant
         )

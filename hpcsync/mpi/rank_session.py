@@ -30,7 +30,7 @@ from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
 from hpcsync.peers import PeerCoordinator
 from hpcsync.session import Session
-from hpcsync.signals import TO_BE_RESUMED, Interrupted, Suspended, left_to_rank_0
+from hpcsync.signals import TO_BE_RESUMED, Interrupted, Suspended, Terminated, left_to_rank_0
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 
@@ -67,7 +67,7 @@ def run_state(
     job: Job, trace: TraceWriter, now_s: float, coordinator: Coordinator | PeerCoordinator, **more: Any
 ) -> dict[str, Any]:
     """What rank 0 knows of the run at a checkpoint."""
-    trace.flush()
+    trace.sync()
     return {
         "hpcsync_version": __version__,
         "job": job.to_toml(),
@@ -96,7 +96,7 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
 
 def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
     """End every rank of a run that cannot be finished, with the status that says whether it can be resumed."""
-    status = TO_BE_RESUMED if isinstance(error, Suspended) else 1
+    status = TO_BE_RESUMED if isinstance(error, Terminated) else 1
     if tolerable():  # where somebody has died an abort may hang; but the others hear that this rank has, too
         os.kill(os.getpid(), signal.SIGKILL)
     if status == TO_BE_RESUMED and launcher.under_pmi2_of_slurm():

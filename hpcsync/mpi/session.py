@@ -90,7 +90,7 @@ class WorkerSession(LinkedSession):
     ) -> None:
         self._estimator = estimator(job, comm.rank - job.cluster.servers)  # takes seconds, before the clock starts
         super().__init__(comm, job, model, placement, checkpoints)
-        self._resumed = checkpoints.state(self._name, self.flat.weights.device)
+        self._resumed = checkpoints.state(self._name)
         self._comes_back = checkpoints.resumed is not None and self._resumed is None  # missing then
         self._engine = self._make_engine()
         self.worker = self._engine.index
@@ -102,8 +102,9 @@ class WorkerSession(LinkedSession):
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         self._refuse_outside()
         if self._resumed is not None:  # not before: the script's preparations may draw, too
-            self._restore(self._resumed)
-            self._resumed = None
+            state, self._resumed = self._resumed, None
+            self._restore(state)
+            self._go_on()
         if self._comes_back:
             self._comes_back = False
             if self._leave(0.0):
@@ -161,11 +162,16 @@ class WorkerSession(LinkedSession):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, where the grant that was waited for has come."""
+        """Be as far as that; what is waited for next has not come."""
         self._iterations.restore(state["iterations"])
         generators.restore(state["generators"], self.flat.weights.device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
+
+    def _go_on(self) -> None:
+        """With the grant that was waited for."""
+        self._engine.go_on()
+        self.stopped = self._engine.stopped
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the servers' weights are read into, and what is pushed."""
@@ -203,7 +209,7 @@ class FollowerSession(LinkedSession):
             self.flat.weights,
             create_assignments(job).first,
             self._save_shard,
-            checkpoints.state(self._name, self.flat.weights.device),
+            checkpoints.state(self._name),
         )
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:

@@ -69,6 +69,8 @@ class Shard:
         if state is not None:
             self.store.restore(state["store"])
             self._put.copy_(state["slots"])
+            for begin, end in self._slot_spans:
+                link.tensors.release(begin, end)
         self._release()
         self._contributors: list[int] = []
         self._weights: list[float] = []  # theirs

@@ -74,6 +74,11 @@ class Worker:
         if state is not None:
             vars(self).update(state)
         self.stopped = self._has_left
+        if state is None:
+            self.go_on()
+
+    def go_on(self) -> None:
+        """Wait for the grant of the next iteration, if this worker takes part."""
         if not (self._has_left or self.is_away):
             self._await(self.iteration + 1)
 

@@ -117,6 +117,7 @@ class TraceWriter:
                 self._lay_out(dtypes, attributes)
                 if going_on is not None:
                     self._take_over(going_on)
+                self.sync()
                 unfinished.replace(self.path)
         except BaseException:
             self._abandon()
@@ -144,6 +145,12 @@ class TraceWriter:
             lost.hardlink_to(self.path)
         except OSError:  # a file system without hard links
             self.path.rename(lost)
+
+    def sync(self) -> None:
+        """Flush, and wait until what is in the file has reached the disk."""
+        self.flush()
+        if self._file:
+            os.fsync(self._file.id.get_vfd_handle())
 
     def n_rows(self) -> dict[str, int]:
         """Of each table, in the file."""
