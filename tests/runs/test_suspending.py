@@ -1,0 +1,48 @@
+"""A run without servers that is told to save, then to end, and then goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from rich.console import Console
+
+from hpcsync import checkpoints
+from hpcsync.job import load as load_job
+from hpcsync.signals import TO_BE_RESUMED
+from hpcsync.simulator.run import simulate
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import load
+from tests.runs.processes import ended, hpcsync, started
+
+UPDATES = 800
+JOB = f"""
+name = "suspending"
+workload = {{name = "linear", batch_size = 4, features = 20, samples = 400}}
+optimizer = {{name = "sgd", lr = 0.01, momentum = 0.9}}
+stop = {{updates = {UPDATES}}}
+evaluation = {{every_samples = 400}}
+paradigm = {{name = "allreduce"}}
+cluster = {{workers = 2, compute = {{model = "lognormal", seconds = 0.005}}}}
+"""
+
+
+def test_what_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    """That it computes what a simulation does, to the bit, holds for every run of such a job."""
+    job, out = tmp_path / "job.toml", tmp_path / "out"
+    job.write_text(JOB)
+    with started(hpcsync("run", job, "--out", out, "--set", "stop.updates=100_000")) as program:
+        program.wait_for(lambda said: " samples " in said.out)
+        program.process.send_signal(signal.SIGUSR1)
+        program.wait_for(lambda _: checkpoints.newest(out) is not None)
+        program.process.send_signal(signal.SIGTERM)
+        assert program.status == TO_BE_RESUMED, program.err
+    assert "interrupted; --resume goes on from checkpoint 2" in program.err
+    assert load(out / "trace.h5").status == "interrupted"
+    assert (resumed := ended(hpcsync("run", job, "--out", out, "--resume"))).status == 0, resumed.err
+    trace = load(out / "trace.h5")
+    assert (len(trace.tables["starts"]), len(trace.tables["updates"])) == (2, UPDATES)
+    assert [found.name for found in audit(trace) if not found.passed] == []
+    assert simulate(load_job(job), tmp_path / "simulated", Console(quiet=True)) == 0
+    weights = [(folder / "weights.safetensors").read_bytes() for folder in (out, tmp_path / "simulated")]
+    assert weights[0] == weights[1]
