@@ -35,11 +35,6 @@ class Assignment(NamedTuple):
         return self.commit_s if self.local_steps == UNTIL else float(self.batch_size or self.local_steps)
 
     @property
-    def size(self) -> float:
-        """To which the time that it takes is in proportion; comparable with that of the same worker's other ones."""
-        return self.commit_s if self.local_steps == UNTIL else float(self.batch_size or self.local_steps)
-
-    @property
     def of_a_step(self) -> int:
         """Samples of each local step."""
         return self.batch_size // max(1, self.local_steps)
