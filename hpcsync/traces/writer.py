@@ -117,7 +117,7 @@ class TraceWriter:
                 self._lay_out(dtypes, attributes)
                 if going_on is not None:
                     self._take_over(going_on)
-                self.sync()
+                self._fsync()
                 unfinished.replace(self.path)
         except BaseException:
             self._abandon()
@@ -150,7 +150,10 @@ class TraceWriter:
         """Flush, and wait until what is in the file has reached the disk."""
         self.flush()
         if self._file:
-            os.fsync(self._file.id.get_vfd_handle())
+            self._fsync()
+
+    def _fsync(self) -> None:
+        os.fsync(self._file.id.get_vfd_handle())
 
     def n_rows(self) -> dict[str, int]:
         """Of each table, in the file."""

@@ -47,6 +47,17 @@ def needs(comm: MPI.Intracomm) -> Callable[[int], None]:
     return skip_below
 
 
+@pytest.fixture
+def only(comm: MPI.Intracomm) -> Callable[[int], None]:
+    """For what does not depend on the number of ranks."""
+
+    def skip_others(ranks: int) -> None:
+        if comm.size != ranks:
+            pytest.skip(f"{ranks} ranks show it")
+
+    return skip_others
+
+
 @pytest.fixture(params=["host", "mpi", "ipc", "staged"])
 def transport(request: pytest.FixtureRequest) -> Transport:
     """Every kind, with host memory standing in for a GPU's."""

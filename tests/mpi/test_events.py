@@ -118,10 +118,11 @@ def test_a_run_ends_when_everybody_has_left(comm, needs, folder, paradigm):
     assert len(trace.tables["membership"]) == comm.size - 1
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("paradigm", ["bsp", "ssp", "k-async", "easgd", "ashl"])
-def test_workers_that_return_or_join_late(comm, needs, folder, paradigm):
+def test_workers_that_return_or_join_late(comm, only, folder, paradigm):
     """The last worker leaves and returns, worker 0 joins late; both in the loops that their scripts began with."""
-    needs(3)
+    only(3)
     last = comm.size - 2
     for attempt, unit_s in enumerate((0.1, 0.4, 1.6)):  # on a busy machine little happens in a while
         events = [join(0, at_s=2 * unit_s), leave(last, at_s=3 * unit_s), join(last, at_s=5 * unit_s)]
@@ -138,10 +139,11 @@ def test_workers_that_return_or_join_late(comm, needs, folder, paradigm):
         assert mine["iteration"].tolist() == list(range(1, len(mine) + 1))
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("paradigm", ["bsp", "easgd"])
-def test_a_run_that_goes_on_still_waits_for_who_is_away(comm, needs, folder, paradigm):
+def test_a_run_that_goes_on_still_waits_for_who_is_away(comm, only, folder, paradigm):
     """The first checkpoint, from which it goes on, is made before worker 0 joins."""
-    needs(3)
+    only(5)
     first, again = folder / "first", folder / "again"
     tables = {"stop": {"seconds": 1.0}, "checkpoint": {"updates": 30, "keep": 99}}
     run(comm, first, paradigm, join(0, at_s=0.6), **tables)

@@ -75,7 +75,9 @@ def test_a_run_that_goes_on_comes_to_the_same_bits(comm, folder, which):
         assert not failures(folder / "a-killed" / "trace.h5")
 
 
-def test_checkpoints_change_nothing(comm, folder):
+@pytest.mark.once
+def test_checkpoints_change_nothing(comm, only, folder):
+    only(3)
     often = on_some(comm, job(DILOCO, comm.size, ADAM), folder / "often")
     never = on_some(comm, job(DILOCO, comm.size, ADAM, checkpoint={"seconds": 0}), folder / "never")
     if comm.rank == 0:
@@ -104,7 +106,9 @@ def foretold(monkeypatch):
     monkeypatch.setattr(peer_session, "estimator", lambda job, worker, *_: Foretelling(worker))
 
 
-def test_batches_that_are_given_out_go_on_where_they_were(comm, folder, foretold):
+@pytest.mark.once
+def test_batches_that_are_given_out_go_on_where_they_were(comm, only, folder, foretold):
+    only(3)
     this = sharing(comm.size)
     weights, resumed = both(comm, this, folder)
     if comm.rank == 0:
@@ -131,8 +135,10 @@ FORGOTTEN = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("what", FORGOTTEN)
-def test_whatever_is_forgotten_changes_the_bits(comm, folder, monkeypatch, what):
+def test_whatever_is_forgotten_changes_the_bits(comm, only, folder, monkeypatch, what):
+    only(3)
     owner, which = FORGOTTEN[what]
     paradigm, optimizer, tables = EXACT[which]
     monkeypatch.setattr(owner, "restore", lambda self, state: None)
@@ -162,8 +168,9 @@ def test_gossip_goes_on_and_nothing_is_lost(comm, folder, mode):
         assert (after.tables["exchanges"]["begin_s"][n_kept + comm.size :] >= 0).all()
 
 
-def test_mass_that_is_lost_is_found_in_the_trace(comm, needs, folder, monkeypatch):
-    needs(2)
+@pytest.mark.once
+def test_mass_that_is_lost_is_found_in_the_trace(comm, only, folder, monkeypatch):
+    only(3)
     this = job(FREE["push-sum"], comm.size)
     on_some(comm, this, folder / "a")
     restore = Peer.restore
@@ -174,10 +181,11 @@ def test_mass_that_is_lost_is_found_in_the_trace(comm, needs, folder, monkeypatc
         assert [found.name for found in failures(torn / "trace.h5")] == ["push-sum weights add up"]
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("put_back", [True, False])
-def test_what_has_come_is_taken_in_once(comm, needs, put_back):
+def test_what_has_come_is_taken_in_once(comm, only, put_back):
     """Also in a run that goes on, which is another object; without it, it is lost."""
-    needs(2)
+    only(3)
     with Parcels(comm, 2, torch.float64) as before, Parcels(comm, 2, torch.float64) as after:
         to = (comm.rank + 1) % comm.size
         before.send(to, torch.tensor([1.0, 2.0], dtype=torch.float64), 0.25)
@@ -200,12 +208,13 @@ def test_what_has_come_is_taken_in_once(comm, needs, put_back):
 # ---- where somebody has ended ----
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("paradigm", "leaver"), [(ALLREDUCE, 0), (DILOCO, -1), (FREE["push"], -1)], ids=["allreduce", "diloco", "push"]
 )
-def test_without_somebody_there_is_no_checkpoint(comm, needs, folder, paradigm, leaver):
+def test_without_somebody_there_is_no_checkpoint(comm, only, folder, paradigm, leaver):
     """From it that worker could not go on. The others do."""
-    needs(2)
+    only(3)
     events = [{"worker": leaver % comm.size, "at_iteration": 2, "change": "leave"}]
     this = job(paradigm, comm.size, cluster={"workers": comm.size, "events": events})
     on_some(comm, this, folder)
@@ -234,10 +243,11 @@ def with_fewer(comm: MPI.Intracomm, this: Job, folder: Path, n_ranks: int) -> np
     return weights
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("which", FEWER)
-def test_fewer_workers_than_before_go_on(comm, needs, folder, which):
+def test_fewer_workers_than_before_go_on(comm, only, folder, which):
     """As if the others had left."""
-    needs(2)
+    only(3)
     paradigm, tables = FEWER[which]
     this = job(paradigm, comm.size, **tables)
     on_some(comm, this, folder / "a")
@@ -256,8 +266,9 @@ def test_fewer_workers_than_before_go_on(comm, needs, folder, which):
             assert not np.allclose(weights, one_process(this, comm.size), rtol=1e-6)
 
 
-def test_what_is_given_out_is_taken_over_from_those_who_are_missing(comm, needs, folder, foretold):
-    needs(2)
+@pytest.mark.once
+def test_what_is_given_out_is_taken_over_from_those_who_are_missing(comm, only, folder, foretold):
+    only(3)
     this = sharing(comm.size)
     on_some(comm, this, folder / "a")
     torn = killed(comm, folder / "a")
@@ -268,10 +279,11 @@ def test_what_is_given_out_is_taken_over_from_those_who_are_missing(comm, needs,
         assert rows["batch_size"][rows["iteration"] == 30].sum() == this.batch_total
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("paradigm", [PERMUTATION, ALLREDUCE], ids=["permutation", "allreduce"])
-def test_who_cannot_go_on_is_refused_in_one_line(comm, needs, folder, paradigm):
+def test_who_cannot_go_on_is_refused_in_one_line(comm, only, folder, paradigm):
     """Where all are needed; and those who come back, for there is nothing for them to go on from."""
-    needs(3)
+    only(3)
     this = job(paradigm, comm.size)
     on_some(comm, this, folder / "a")
     torn = killed(comm, folder / "a")
