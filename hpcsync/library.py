@@ -128,7 +128,7 @@ def connect(
         options, batches = _alone(options, batches)
     else:
         before = agree(comm, lambda: outputs.began_as(out, resume))
-        n_workers = before.cluster.workers if before is not None and servers else comm.size - servers
+        n_workers = comm.size - servers if before is None or before.needs_all else before.cluster.workers
     spec = _spec(optimizer, model)
     job = Job.from_table(
         {
@@ -191,7 +191,7 @@ def join(
     from hpcsync.mpi.node_memory import MemoryUnreachable
     from hpcsync.mpi.placement import place
 
-    goes_on = job.has_servers and agree(comm, lambda: outputs.began_as(out, resume)) is not None
+    goes_on = not job.needs_all and agree(comm, lambda: outputs.began_as(out, resume)) is not None
     fewer = goes_on and job.cluster.servers < comm.size < job.cluster.ranks
     if comm.size != job.cluster.ranks and not fewer:
         raise JobError(

@@ -80,12 +80,12 @@ def began_as(out: str | Path | None, resume: bool) -> Job | None:
 
 
 def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None, resume: bool) -> Job:
-    """The job in this file, of a run in `out`. One that goes on has what was chosen for it when it began, and with
-    servers as many workers, however many there are now."""
+    """The job in this file, of a run in `out`. One that goes on has what was chosen for it when it began, and as
+    many workers, however many there are now, unless it needs all of them."""
     before = began_as(out, resume)
     if before is None:
         return jobs.load(path, overrides, ranks)
-    job = jobs.load(path, overrides, before.cluster.ranks if before.has_servers else ranks)
+    job = jobs.load(path, overrides, ranks if before.needs_all else before.cluster.ranks)
     if isinstance(job.paradigm, Stanza) and isinstance(before.paradigm, Stanza):
         open_keys = [key for key in ("fc_share", "fc_workers") if getattr(job.paradigm, key) in (None, "auto")]
         chosen = {key: getattr(before.paradigm, key) for key in open_keys}
