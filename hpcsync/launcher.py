@@ -51,7 +51,7 @@ MPI_SETTINGS = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
 }
 SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
-# MPICH over UCX gives Slurm's PMI2 long addresses, which often get lost: ranks do not start, or never hear of each other.
+# MPICH over UCX gives Slurm's PMI2 long addresses, some of which get lost: ranks do not start, or never hear of others.
 # Those of OFI are short.
 SLURM_PMI2_SETTINGS = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes Open MPI knows the network better

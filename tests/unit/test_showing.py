@@ -33,6 +33,16 @@ def test_rows() -> None:
     ]
 
 
+def test_servers_on_nodes_of_their_own() -> None:
+    def who(servers: int, placement: str) -> str:
+        cluster = {"servers": servers, "workers": 1, "placement": placement}
+        return dict(rows(job({"name": "asp"}, cluster=cluster)))["ranks"]
+
+    apart = "\nranks are counted so that servers are on different nodes, as far as there are as many"
+    assert who(2, "spread") == who(2, "packed") + apart
+    assert who(1, "spread") == who(1, "packed")
+
+
 def test_no_seconds_are_a_number_too() -> None:
     cluster = {"servers": 1, "workers": 1, "compute": {"model": "constant", "seconds": 0.0}}
     assert dict(rows(job({"name": "asp"}, cluster=cluster)))["iterations take"].endswith("constant, 0.0")
