@@ -66,8 +66,8 @@ def left_to_rank_0() -> Callable[[], None]:
     atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # from then on Python would let it kill
 
     def undo() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGTERM, before[signal.SIGTERM])
+        signal.signal(SAVING, signal.SIG_IGN)  # one that comes too late is not to kill what has done its work
 
     return undo
 

@@ -244,8 +244,8 @@ A_NAME = "must be letters, digits and . _ + - (it names the folder of a run), su
 
 MISTAKES = {
     # unknown and missing keys
-    "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, paradigm, "
-    "batches, compression, cluster; did you mean seed?",
+    "sed=3": "sed = 3: unknown key; must be one of name, seed, workload, optimizer, stop, evaluation, checkpoint, "
+    "paradigm, batches, compression, cluster; did you mean seed?",
     "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
     "staleness_max, mode; did you mean staleness_max?",
     "paradigm.name=bsp": "paradigm.staleness_min = 3: unknown key; must be one of name",
