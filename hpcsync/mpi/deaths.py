@@ -68,6 +68,11 @@ class Deaths:
         self.look()
 
 
+def tell(rank: int) -> None:
+    """On rank 0: the run goes on, but not as it began."""
+    print(f"hpcsync: rank {rank} has died; the others go on", file=sys.stderr, flush=True)
+
+
 def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
     """A communicator of those that are left, in their order; collective over them."""
     shrunk: Any = comm.Shrink()

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcsync.mpi import cuda, wire
+from hpcsync.mpi import cuda, deaths, wire
 from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import CHORES_S
@@ -166,6 +166,7 @@ class Monitor:
                 self._unsettled.remove(worker)
                 self._dead.add(worker)
                 self._left(now_s, worker, DIED)
+                deaths.tell(worker)
 
     def _look_around(self, now_s: float) -> None:
         if (number := self._received()) is not None:

@@ -1,0 +1,185 @@
+"""A worker is killed and the others go on, where the MPI can do that; where it cannot, one line says so."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcsync import launcher
+from hpcsync.traces.audit import audit
+from hpcsync.traces.reading import Trace, load
+from hpcsync.traces.schema import DIED, LEFT
+from tests.runs.processes import Program, ended, hpcsync, mpiexec, started
+
+JOB = """
+name = "surviving"
+seed = 3
+workload = {{name = "linear", batch_size = 4, features = 40, samples = 400}}
+optimizer = {{name = "sgd", lr = 0.01}}
+stop = {{seconds = 3}}
+evaluation = {{every_samples = 400}}
+paradigm = {{{paradigm}}}
+cluster = {{{servers} workers = 3, on_death = "continue", compute = {{model = "constant", seconds = 0.004}}}}
+"""
+PARADIGMS = {
+    "bsp": 'name = "bsp"',
+    "dssp": 'name = "dssp", staleness_min = 1, staleness_max = 4',
+    "easgd": 'name = "easgd", period = 3, synchronous = true',
+    "ashl": 'name = "ashl", staleness = 3',
+    "pull": 'name = "gossip", mode = "pull"',
+    "push-sum": 'name = "gossip", mode = "push-sum"',
+}
+WITHOUT_SERVERS = ("pull", "push-sum")
+TWO_SERVERS = ("dssp", "easgd")
+
+SCRIPT = """
+import sys
+import torch
+import hpcsync
+
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+compute = {"model": "constant", "seconds": 0.004}
+with hpcsync.connect(
+    model, optimizer, paradigm="k-async", k=2, out="out", compute=compute, on_death="continue", stop={"seconds": 3}
+) as sync:
+    data = torch.utils.data.TensorDataset(torch.ones(64, 3))
+    for (x,) in sync.shard(data, batch_size=4, epochs=None):
+        loss = model(x).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        sync.step(loss)
+print("weights", sum(p.double().sum().item() for p in model.parameters()))
+"""
+
+
+def tolerates() -> bool:
+    try:
+        return bool(launcher.command(1, ["true"], tolerant=True))
+    except launcher.LaunchError:
+        return False
+
+
+needs_tolerance = pytest.mark.skipif(not tolerates(), reason="this MPI does not go on when a rank dies")
+
+
+def write_job(folder: Path, name: str) -> Path:
+    servers = "" if name in WITHOUT_SERVERS else f"servers = {1 + (name in TWO_SERVERS)},"
+    folder.mkdir()
+    (folder / "job.toml").write_text(JOB.format(paradigm=PARADIGMS[name], servers=servers))
+    return folder
+
+
+def kill_one(program: Program, folder: Path, ranks: range, dice: random.Random) -> int:
+    """At a random moment of the run; its rank."""
+    program.wait_for(lambda _: (folder / "out" / "trace.h5").exists())
+    time.sleep(dice.uniform(0.1, 1.6))
+    rank = dice.choice(ranks)
+    program.rank(rank).send_signal(signal.SIGKILL)
+    return rank
+
+
+def has_gone_on(program: Program, folder: Path, worker: int) -> Trace:
+    """The trace of a run that ended in order, without this worker."""
+    assert program.status == 0, f"{program.out}\n{program.err}"
+    program.gone_s()
+    assert "has died; the others go on" in program.err
+    assert (folder / "out" / "summary.json").exists()
+    trace = load(folder / "out" / "trace.h5")
+    assert trace.finished
+    assert [found for found in audit(trace) if not found.passed] == []
+    membership = trace.tables["membership"]
+    assert [row["worker"] for row in membership if row["change"] == DIED] == [worker]
+    rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+    (died_s,) = membership["now_s"][membership["change"] == DIED]
+    assert len(rows[rows["worker"] == worker]) > 0
+    assert rows["now_s"][rows["worker"] == worker].max() <= died_s
+    for other in {0, 1, 2} - {worker}:
+        assert rows["now_s"][rows["worker"] == other].max() > died_s + 0.5
+    return trace
+
+
+def as_if_it_had_left(trace: Trace) -> Trace:
+    membership = trace.tables["membership"].copy()
+    membership["change"] = LEFT
+    return replace(trace, tables={**trace.tables, "membership": membership})
+
+
+# Two at a time: they wait more than they work.
+@needs_tolerance
+@pytest.mark.parametrize("names", [("bsp", "push-sum"), ("dssp", "pull"), ("easgd", "ashl")], ids=" and ".join)
+def test_the_others_go_on(names: tuple[str, str], tmp_path: Path) -> None:
+    dice = random.Random()
+    folders = [write_job(tmp_path / name, name) for name in names]
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(started(hpcsync("run", "job.toml", "--out", "out"), folder)) for folder in folders
+        ]
+        servers = [0 if name in WITHOUT_SERVERS else 1 + (name in TWO_SERVERS) for name in names]
+        first = [max(1, n) for n in servers]  # rank 0 keeps the books
+        killed = [
+            kill_one(program, folder, range(begin, n + 3), dice)
+            for program, folder, begin, n in zip(programs, folders, first, servers, strict=True)
+        ]
+        for name, program, folder, rank, n in zip(names, programs, folders, killed, servers, strict=True):
+            trace = has_gone_on(program, folder, rank - n)
+            if name in WITHOUT_SERVERS:
+                exchanges, (died,) = trace.tables["exchanges"], trace.tables["membership"][:1]
+                late = exchanges[exchanges["now_s"] > died["now_s"] + 0.5]
+                assert died["worker"] not in late["peer"]
+                assert not np.all([found.passed for found in audit(as_if_it_had_left(trace))]), "it would be drawn"
+
+
+@needs_tolerance
+def test_a_script_goes_on_and_has_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    line = mpiexec(4, "script.py")
+    line[1:1] = launcher.TOLERANT
+    with started(line, tmp_path, launcher.environment()) as program:
+        rank = kill_one(program, tmp_path, range(1, 4), random.Random())
+        has_gone_on(program, tmp_path, rank - 1)
+        weights = [said for said in program.out.splitlines() if said.startswith("weights")]
+        assert len(weights) == 3 and len(set(weights)) == 1
+
+
+@needs_tolerance
+def test_without_server_0_or_any_worker_the_run_ends(tmp_path: Path) -> None:
+    folders = [write_job(tmp_path / name, "bsp") for name in ("server", "workers")]
+    with ExitStack() as stack:
+        programs = [
+            stack.enter_context(started(hpcsync("run", "job.toml", "--out", "out"), folder)) for folder in folders
+        ]
+        for program, folder, ranks in zip(programs, folders, ([0], [1, 2, 3]), strict=True):
+            program.wait_for(lambda _, folder=folder: (folder / "out" / "trace.h5").exists())
+            time.sleep(0.3)
+            for process in [program.rank(rank) for rank in ranks]:
+                process.send_signal(signal.SIGKILL)
+        for program, folder, said in zip(programs, folders, ("rank 0 has died", "no worker is left"), strict=True):
+            assert program.status == 1
+            assert said in program.err
+            assert load(folder / "out" / "trace.h5").status == "failed"
+
+
+def test_where_nobody_can_go_on_one_line_says_so(tmp_path: Path) -> None:
+    folder = write_job(tmp_path / "bsp", "bsp")
+    arguments = ["-m", "mpi4py", "-m", "hpcsync", "run", "job.toml", "--out", "out"]
+    program = ended(mpiexec(4, *arguments), folder, launcher.environment())  # without what it takes to go on
+    assert program.status == 2
+    assert [line for line in program.err.splitlines() if "hpcsync: " in line] == [
+        'hpcsync: cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open '
+        "MPI, from version 5 on, and mpirun --with-ft ulfm -x EVENT_NOEPOLL=1, as hpcsync run starts it"
+    ]
+    if not tolerates():
+        found = subprocess.run(hpcsync("run", "job.toml", "--out", "out"), cwd=folder, capture_output=True, text=True)
+        assert found.returncode == 2
+        assert found.stderr.endswith("cannot go on when a rank dies; Open MPI can, from version 5 on\n")
+        assert found.stderr.count("\n") == 1
+    assert not (folder / "out").exists()
