@@ -30,8 +30,7 @@ from hpcsync.session import Session
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcsync.mpi.placement import Placement
-    from hpcsync.mpi.rank_session import RankSession
+    from hpcsync.mpi.rank_session import Given, RankSession
 
 T = TypeVar("T")
 
@@ -190,6 +189,7 @@ def join(
     from hpcsync.mpi.deaths import tolerable
     from hpcsync.mpi.node_memory import MemoryUnreachable
     from hpcsync.mpi.placement import place
+    from hpcsync.mpi.rank_session import Given
 
     goes_on = not job.needs_all and agree(comm, lambda: outputs.began_as(out, resume)) is not None
     fewer = goes_on and job.cluster.servers < comm.size < job.cluster.ranks
@@ -213,7 +213,7 @@ def join(
             "while it trains"
         )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
-    with _aborting(comm, but=JobError):
+    with aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
         folder, resumed = agree(comm, lambda: _make_folder(job, out, resume, comm.size))
         shared = comm.allreduce((folder / outputs.JOB).is_file(), MPI.LAND)
@@ -222,10 +222,11 @@ def join(
         lines = [*placement.lines(), *_checkpoint_lines(checkpoints)]
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
     try:
-        with _aborting(comm, but=(MemoryUnreachable, JobError)):
+        with aborting(comm, but=(MemoryUnreachable, JobError)):
             if job.steps_on_workers or comm.rank < job.cluster.servers:
                 _load(optimizer, device_of(model))
-            return _session(comm, job, model, placement, checkpoints, optimizer, evaluate)
+            given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate)
+            return _kind(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:
         if comm.rank == 0 and checkpoints.resumed is None:
             outputs.withdraw(folder)
@@ -234,32 +235,20 @@ def join(
         raise JobError(f'cluster.window = "{placement.transport.kind}": must be another here: {error}') from None
 
 
-def _session(
-    comm: MPI.Intracomm,
-    job: Job,
-    model: torch.nn.Module,
-    placement: Placement,
-    checkpoints: Checkpoints,
-    optimizer: OptimizerSpec,
-    evaluate: Evaluate | None,
-) -> RankSession:
+def _kind(job: Job, rank: int) -> Callable[[Given], RankSession]:
+    """The session of this rank of a job."""
     from hpcsync.mpi.bookkeeper import BookkeeperSession
     from hpcsync.mpi.local_steps import CommittingSession, ElasticSession
     from hpcsync.mpi.peer_session import PeerSession
     from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
 
     if not job.has_servers:
-        if comm.rank == 0:
-            return BookkeeperSession(comm, job, model, placement, checkpoints, optimizer, evaluate)
-        return PeerSession(comm, job, model, placement, checkpoints, optimizer)
-    if comm.rank >= job.cluster.servers:
-        if job.steps_on_workers:
-            kind = CommittingSession if job.commits else ElasticSession
-            return kind(comm, job, model, placement, checkpoints, optimizer)
-        return WorkerSession(comm, job, model, placement, checkpoints)
-    if comm.rank > 0:
-        return FollowerSession(comm, job, model, placement, checkpoints, optimizer)
-    return LeaderSession(comm, job, model, placement, checkpoints, optimizer, evaluate)
+        return BookkeeperSession if rank == 0 else PeerSession
+    if rank < job.cluster.servers:
+        return LeaderSession if rank == 0 else FollowerSession
+    if job.steps_on_workers:
+        return CommittingSession if job.commits else ElasticSession
+    return WorkerSession
 
 
 def world() -> MPI.Intracomm | None:
@@ -334,7 +323,7 @@ def _load(optimizer: OptimizerSpec, device: torch.device) -> None:
 
 
 @contextmanager
-def _aborting(comm: MPI.Intracomm, *, but: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[None]:
+def aborting(comm: MPI.Intracomm, *, but: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[None]:
     """What one rank raises ends the job: the others would wait for it for ever. `but`: what all ranks raise alike."""
     try:
         yield
@@ -347,12 +336,16 @@ def _aborting(comm: MPI.Intracomm, *, but: type[BaseException] | tuple[type[Base
 
 def _abort(comm: MPI.Intracomm) -> None:
     """End the job for an exception of one rank alone: the others would wait for it for ever."""
-    if isinstance(error := sys.exception(), NotWritten):
+    from hpcsync.mpi.rank_session import end_all
+
+    error = sys.exception()
+    assert error is not None
+    if isinstance(error, NotWritten):
         print(f"hpcsync: failed: {error}", file=sys.stderr)
     else:
         traceback.print_exc()
     sys.stderr.flush()
-    comm.Abort(1)
+    end_all(comm, error)
 
 
 def _make_folder(job: Job, out: str | Path | None, resume: bool, n_ranks: int) -> tuple[Path, Path | None]:

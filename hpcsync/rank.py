@@ -19,7 +19,7 @@ from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import build, import_beside
-from hpcsync.library import agree, join, world
+from hpcsync.library import aborting, agree, join, world
 from hpcsync.separating import resolved
 from hpcsync.session import Session
 
@@ -44,12 +44,13 @@ def main(
 
     import_beside(path)
     try:
-        if agree(comm, lambda: outputs.finished_already(out, resume)):
-            if comm.rank == 0:
-                print(f"finished already: {out}")
-            return 0
-        job = agree(comm, lambda: outputs.job_of(path, overrides, ranks, out, resume))
-        train(arranged(comm, job.cluster), job, out, resume)
+        with aborting(comm, but=JobError):
+            if agree(comm, lambda: outputs.finished_already(out, resume)):
+                if comm.rank == 0:
+                    print(f"finished already: {out}")
+                return 0
+            job = agree(comm, lambda: outputs.job_of(path, overrides, ranks, out, resume))
+            train(arranged(comm, job.cluster), job, out, resume)
     except JobError as error:
         if comm.rank == 0:
             print(f"hpcsync: {error}", file=sys.stderr)
