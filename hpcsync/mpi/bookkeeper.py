@@ -7,19 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
 from hpcsync import outputs
-from hpcsync.checkpoints import RUN, Checkpoints
-from hpcsync.job import Job
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.workloads import Evaluate
+from hpcsync.checkpoints import RUN
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.layers import Read
 from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_session import PeerSession
-from hpcsync.mpi.placement import Placement
-from hpcsync.mpi.rank_session import FAREWELL_S, begin_trace, close_failed, end_all, run_state
+from hpcsync.mpi.rank_session import FAREWELL_S, Given, begin_trace, close_failed, end_all, run_state
 from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.watch import Watch
 from hpcsync.peers import PeerCoordinator
@@ -32,21 +27,13 @@ from hpcsync.traces.schema import DIED
 class BookkeeperSession(PeerSession):
     """Rank 0: a worker as all others; its monitor writes everything down, evaluates, and says when to stop."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        optimizer: OptimizerSpec,
-        evaluate: Evaluate | None,
-    ) -> None:
-        super().__init__(comm, job, model, placement, checkpoints, optimizer)
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        job, checkpoints, evaluate = given.job, given.checkpoints, given.evaluate
         assert self._clocks is not None
         self._evaluate = evaluate
         progressing = {} if self._progression is None else self._progression.attributes()
-        measured, resumed = {**placement.attributes(), **progressing}, checkpoints.state(RUN)
+        measured, resumed = {**given.placement.attributes(), **progressing}, checkpoints.state(RUN)
         self._trace = begin_trace(job, checkpoints.folder, self._clocks, measured, resumed)
         self._coordinator = PeerCoordinator(job, self._trace)
         self._console = console()
@@ -54,12 +41,14 @@ class BookkeeperSession(PeerSession):
         places = [(rank, host) for rank, host, *_ in self._clocks]
         self._watch = Watch(self._coordinator, self._link.phases, self._trace, places, job.paradigm.bound)
         self._signals = SignalListener()
-        self._evaluator = Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate else None
+        self._evaluator = (
+            Evaluator(self._read, given.model, evaluate, job.evaluation.every_samples) if evaluate else None
+        )
         now_s = self._link.clock.now()
         if resumed is not None:
             self._coordinator.restore(resumed["coordinator"])
             self._coordinator.goes_on(now_s)
-            for worker in sorted(w for w in self._coordinator.active if w >= comm.size):
+            for worker in sorted(w for w in self._coordinator.active if w >= given.comm.size):
                 self._coordinator.left(resumed["now_s"], worker, DIED)
             if self._evaluator is not None and resumed["evaluated"] is not None:
                 self._evaluator.go_on(resumed["evaluated"])
@@ -135,6 +124,7 @@ class BookkeeperSession(PeerSession):
 
     def _end_job(self, error: BaseException) -> None:
         """The monitor has failed: its thread ends everything."""
+        self._checkpoints.abandon()
         close_failed(self._trace, error)
         end_all(self._comm, error)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,10 @@ from hpcsync.mpi import deaths, wire
 from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.saver import Saver
+from hpcsync.mpi.saver import Saver, heed
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
-from hpcsync.signals import Suspended, interrupt, on_signals
+from hpcsync.signals import on_signals
 from hpcsync.traces.schema import DIED
 
 CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
@@ -47,7 +46,6 @@ class Leader:
         self._saver = saver
         self._watch = watch
         self._dead: set[int] = set()  # workers
-        self._suspending = False  # the run ends with the next checkpoint
         self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
         self._orders = link.outbox(wire.TAG_ORDER, wire.ORDER)
         self._cancellations = link.outbox(wire.TAG_CANCELLATION, wire.CANCELLATION)
@@ -65,7 +63,7 @@ class Leader:
                 self._lose(self._link.clock.now(), worker)
             while self._coordinator.active:
                 if received:
-                    self._signalled(received.pop(0))
+                    heed(self._saver, received.pop(0), ending=self._coordinator.stopping)
                 now_s = self._link.clock.now()
                 report = self._next_report(now_s)
                 if report is not None:
@@ -133,8 +131,7 @@ class Leader:
             for worker in workers:
                 self._shard.let_save(worker, number)
             self._command([OrderRecord(wire.SAVE, version=number)])
-        if saver.commit_if_complete() and self._suspending:
-            raise Suspended(f"checkpoint {saver.number}")
+        saver.commit_if_complete()
 
     def _died(self) -> list[int]:
         """Workers that have died, and still take part."""
@@ -158,14 +155,6 @@ class Leader:
             self._carry_out(self._coordinator.left(now_s, worker, DIED))
             if not (self._coordinator.active or self._coordinator.stopping):
                 raise RankFailed(f"rank {self._link.roles.rank_of(worker)} has died, and no worker is left")
-
-    def _signalled(self, number: int) -> None:
-        saver = self._saver
-        if saver is None or number == signal.SIGINT or self._coordinator.stopping or self._suspending:
-            interrupt(number)
-        else:
-            saver.ask()
-            self._suspending = number == signal.SIGTERM
 
     def _look_around(self, now_s: float) -> None:
         if self._saver is not None and self._saver.holding:

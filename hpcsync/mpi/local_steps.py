@@ -8,34 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
-from hpcsync.checkpoints import Checkpoints
-from hpcsync.job import Job
 from hpcsync.job_paradigms import Easgd
-from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate
-from hpcsync.mpi.placement import Placement
+from hpcsync.mpi.rank_session import Given
 from hpcsync.mpi.session import WorkerSession
 
 
 class LocalStepsSession(WorkerSession):
     """A push is of several iterations, each of them a step of the worker's own optimizer."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        optimizer: OptimizerSpec,
-    ) -> None:
-        super().__init__(comm, job, model, placement, checkpoints)
-        self._local = LocalOptimizer(self.flat.weights, optimizer)
-        self._rate = worker_rate(job)
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        self._local = LocalOptimizer(self.flat.weights, given.optimizer)
+        self._rate = worker_rate(given.job)
         self._steps = 0
         self._samples = 0
         self._stretch = _Stretch()
@@ -104,16 +92,9 @@ class ElasticSession(LocalStepsSession):
     where the centre is.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        optimizer: OptimizerSpec,
-    ) -> None:
-        super().__init__(comm, job, model, placement, checkpoints, optimizer)
+    def __init__(self, given: Given) -> None:
+        super().__init__(given)
+        job = given.job
         assert isinstance(job.paradigm, Easgd)
         self._alpha = job.paradigm.moving_rate(job.cluster.workers)
         self._lr = 0.0

@@ -17,10 +17,10 @@ from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import CHORES_S
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.mpi.saver import Saver
+from hpcsync.mpi.saver import Saver, heed
 from hpcsync.peers import Exchanged, PeerCoordinator
 from hpcsync.planning.batches import Allocated
-from hpcsync.signals import Suspended, interrupt
+from hpcsync.signals import interrupt
 from hpcsync.traces.schema import DIED, LEFT
 from hpcsync.traces.writer import TraceWriter
 
@@ -60,7 +60,6 @@ class Monitor:
         self._watch = watch
         self._dead = set() if dead is None else dead
         self._halted: set[int] = set()  # workers that wait for what is to become of a checkpoint
-        self._suspending = False  # the run ends with the next one
         self._in_step = in_step
         self._reports = link.reports()
         self._orders = link.orders()
@@ -170,7 +169,7 @@ class Monitor:
 
     def _look_around(self, now_s: float) -> None:
         if (number := self._received()) is not None:
-            self._signalled(number)
+            heed(self._saver, number, ending=self._coordinator.stopping)
         self._save(now_s)
         self._coordinator.passed(now_s)
         self._take_result()
@@ -183,13 +182,6 @@ class Monitor:
             self._watch(now_s)
 
     # ---- checkpoints: of a moment at which no worker makes an iteration, and nothing is on its way ----
-
-    def _signalled(self, number: int) -> None:
-        if self._saver is None or number == signal.SIGINT or self._coordinator.stopping or self._suspending:
-            interrupt(number)
-        else:
-            self._saver.ask()
-            self._suspending = number == signal.SIGTERM
 
     def _save(self, now_s: float) -> None:
         """What is to be done next for one that is due."""
@@ -206,8 +198,6 @@ class Monitor:
         elif saver.can_begin(()) and len(self._halted) == n_workers:
             self._tell(wire.WRITE, saver.begin(range(n_workers)))
         elif saver.commit_if_complete():
-            if self._suspending:
-                raise Suspended(f"checkpoint {saver.number}")
             self._go_on()
 
     def _go_on(self) -> None:
@@ -217,10 +207,10 @@ class Monitor:
 
     def _give_up(self) -> None:
         """Somebody has ended: there are no checkpoints any more."""
-        if self._saver is not None and self._saver.holding:
+        saver, self._saver = self._saver, None
+        if saver is not None and saver.holding:
             self._go_on()
-        self._saver = None
-        if self._suspending and not self._coordinator.stopping:
+        if saver is not None and saver.suspending and not self._coordinator.stopping:
             interrupt(signal.SIGTERM)
 
     # ---- evaluations ----

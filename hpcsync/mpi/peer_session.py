@@ -9,13 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
-from hpcsync.checkpoints import RUN, Checkpoints
+from hpcsync.checkpoints import RUN
 from hpcsync.iterations import Iterations
-from hpcsync.job import Job
 from hpcsync.learning import generators
-from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
 from hpcsync.learning.replica import Loss
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
@@ -23,9 +20,8 @@ from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.exchanges import exchange, layers
 from hpcsync.mpi.peer_exchange import Outcome
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.mpi.placement import Placement
 from hpcsync.mpi.progression import choose
-from hpcsync.mpi.rank_session import RankSession
+from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.peers import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.traces.schema import COMPUTING, WAITING
@@ -34,34 +30,25 @@ from hpcsync.traces.schema import COMPUTING, WAITING
 class PeerSession(RankSession):
     """All ranks are workers, each with weights and an optimizer of its own."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        optimizer: OptimizerSpec,
-    ) -> None:
+    def __init__(self, given: Given) -> None:
+        comm, job, checkpoints, transport = given.comm, given.job, given.checkpoints, given.placement.transport
         self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
-        super().__init__(comm, job, layers(comm, job, model), checkpoints)
+        super().__init__(given, layers(comm, job, given.model))
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
-        self._link = PeerLink(
-            comm, self.flat.size, self.flat.weights.dtype, placement.transport, tolerant=self._tolerant
-        )
+        self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, transport, tolerant=self._tolerant)
         self._division = create_division(job)
         if self._resumed is not None:
             self._division, self._estimator = self._resumed["division"], self._resumed["estimator"]
         self._exchange = exchange(
-            job, self._link, self.flat, optimizer, self._layers, self._end_of_backward, self._division
+            job, self._link, self.flat, given.optimizer, self._layers, self._end_of_backward, self._division
         )
         if self._resumed is not None:
             self._exchange.restore(self._resumed["exchange"])
         self._exchange.show(1)
         # Others are all in MPI when something moves between them; only an evaluation may have to wait there.
         one_sided = self._exchange.one_sided
-        self._progression = choose(self._link.comm, transport=placement.transport) if one_sided else None
+        self._progression = choose(self._link.comm, transport=transport) if one_sided else None
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])

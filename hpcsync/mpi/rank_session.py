@@ -12,7 +12,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -25,9 +25,12 @@ from hpcsync.disk import NotWritten
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.learning.flat import FlatModel
+from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Loss
+from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
+from hpcsync.mpi.placement import Placement
 from hpcsync.peers import PeerCoordinator
 from hpcsync.session import Session
 from hpcsync.signals import TO_BE_RESUMED, Interrupted, Suspended, Terminated, left_to_rank_0
@@ -97,11 +100,25 @@ def close_failed(trace: TraceWriter, error: BaseException) -> None:
 def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
     """End every rank of a run that cannot be finished, with the status that says whether it can be resumed."""
     status = TO_BE_RESUMED if isinstance(error, Terminated) else 1
-    if tolerable():  # where somebody has died an abort may hang; but the others hear that this rank has, too
+    if tolerable():  # there an abort ends nobody; but of ranks that are killed the others hear
+        if isinstance(error, RankFailed) and comm.rank > 0:
+            os._exit(status)  # they have heard already, and somebody must tell the launcher
         os.kill(os.getpid(), signal.SIGKILL)
     if status == TO_BE_RESUMED and launcher.under_pmi2_of_slurm():
         os._exit(status)  # an abort would kill this rank too, and its status be lost
     comm.Abort(status)
+
+
+class Given(NamedTuple):
+    """What a rank's session is made of. optimizer: of gradients, wherever they are applied. checkpoints: of the run."""
+
+    comm: MPI.Intracomm
+    job: Job
+    model: torch.nn.Module
+    placement: Placement
+    checkpoints: Checkpoints
+    optimizer: OptimizerSpec
+    evaluate: Evaluate | None
 
 
 class RankSession(Session):
@@ -109,13 +126,13 @@ class RankSession(Session):
 
     All of rank 0's model becomes everybody's, of the layers that a rank has. Running statistics are not synchronised
     during the run.
-    checkpoints: of the run.
     """
 
-    def __init__(self, comm: MPI.Intracomm, job: Job, layers: Layers, checkpoints: Checkpoints) -> None:
+    def __init__(self, given: Given, layers: Layers) -> None:
+        comm, job = given.comm, given.job
         self._comm = comm
         self._job = job
-        self._checkpoints = checkpoints
+        self._checkpoints = given.checkpoints
         self._tolerant = job.cluster.on_death == "continue"
         self._layers, self._model = layers, layers.model
         self.flat = FlatModel(layers.trained)
@@ -131,7 +148,7 @@ class RankSession(Session):
         """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
         self._excepthook(kind, error, trace)
         sys.stderr.flush()
-        self._comm.Abort(1)
+        end_all(self._comm, error)
 
     def loss_here(self, loss: Loss | None) -> Loss | None:
         """What a job's loop computes on this rank with the model, if its loss is this."""

@@ -1,7 +1,8 @@
-"""Server 0's part in checkpoints: when one is due, what is kept back meanwhile, and when everybody has written."""
+"""Rank 0's part in checkpoints: when one is due, what is kept back meanwhile, and when everybody has written."""
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hpcsync.checkpoints import RUN, Checkpoints, number_of
 from hpcsync.job_checkpoint import Checkpoint
 from hpcsync.mpi import wire
+from hpcsync.signals import Suspended, interrupt
 
 Record = tuple[Any, ...]
 
@@ -33,6 +35,7 @@ class Saver:
     ) -> None:
         self.unheard = deque(unheard)
         self.holding = False
+        self.suspending = False  # whether the run ends with the next checkpoint
         self.number = number_of(checkpoints.resumed)
         """Of the last checkpoint that was begun."""
         self._checkpoints = checkpoints
@@ -43,9 +46,9 @@ class Saver:
         self._missing: set[int] | None = None  # ranks that have not written yet; None before they are told to
         self._spoiled = False  # somebody has died meanwhile
 
-    def ask(self) -> None:
-        """Make one as soon as possible."""
-        self._asked = True
+    def ask(self, *, suspending: bool) -> None:
+        """Make one as soon as possible. suspending: and end the run with it."""
+        self._asked, self.suspending = True, suspending
 
     def hold_if_due(self, now_s: float, version: int) -> None:
         """From now on keep reports back, if it is time."""
@@ -87,7 +90,7 @@ class Saver:
             self._spoiled = True
 
     def commit_if_complete(self) -> bool:
-        """Whether all have; then the checkpoint is there."""
+        """Whether all have; then the checkpoint is there. Raises Suspended where the run is to end with it."""
         if self._missing is None or self._missing:
             return False
         if self._spoiled:
@@ -97,4 +100,15 @@ class Saver:
         self._checkpoints.write(self.number, RUN, {**self._run(), "unheard": list(self.unheard)})
         self._checkpoints.commit(self.number)
         self.holding, self._missing = False, None
+        if self.suspending:
+            raise Suspended(f"checkpoint {self.number}")
         return True
+
+
+def heed(saver: Saver | None, signum: int, *, ending: bool) -> None:
+    """A signal has come: make a checkpoint, after SIGTERM the last. saver: None where there are none to be. ending: the
+    run is about to end. Raises Interrupted where it is to end at once."""
+    if saver is None or signum == signal.SIGINT or ending or saver.suspending:
+        interrupt(signum)
+    else:
+        saver.ask(suspending=signum == signal.SIGTERM)

@@ -9,26 +9,21 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from mpi4py import MPI
 
 from hpcsync import outputs
-from hpcsync.checkpoints import RUN, Checkpoints
+from hpcsync.checkpoints import RUN
 from hpcsync.coordinator import coordinate
 from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.iterations import Iterations
-from hpcsync.job import Job
 from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import compressing, generators, rules
-from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.prediction import estimator
-from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.placement import Placement
-from hpcsync.mpi.rank_session import RankSession, begin_trace, close_failed, run_state
+from hpcsync.mpi.rank_session import Given, RankSession, begin_trace, close_failed, run_state
 from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.watch import Watch
@@ -41,17 +36,10 @@ from hpcsync.signals import interrupt, on_signals
 class LinkedSession(RankSession):
     """What servers and workers have in common: a link. begin_s: when the run's time begins, on server 0."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        begin_s: float = 0.0,
-    ) -> None:
+    def __init__(self, given: Given, begin_s: float = 0.0) -> None:
+        comm, job = given.comm, given.job
         roles = Roles(job.cluster.servers, job.cluster.workers)
-        super().__init__(comm, job, Layers(comm, model, roles.rank_of(0)), checkpoints)
+        super().__init__(given, Layers(comm, given.model, roles.rank_of(0)))
         contributors_read = isinstance(job.paradigm, Easgd)
         weights = self.flat.weights
         self._link = Link(
@@ -59,7 +47,7 @@ class LinkedSession(RankSession):
             roles,
             len(weights),
             weights.dtype,
-            placement.transport,
+            given.placement.transport,
             contributors_read=contributors_read,
             compression=compressing.of_job(job, self.flat.parameters),
             begin_s=begin_s,
@@ -80,16 +68,12 @@ class LinkedSession(RankSession):
 
 
 class WorkerSession(LinkedSession):
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-    ) -> None:
-        self._estimator = estimator(job, comm.rank - job.cluster.servers)  # takes seconds, before the clock starts
-        super().__init__(comm, job, model, placement, checkpoints)
+    def __init__(self, given: Given) -> None:
+        job, checkpoints = given.job, given.checkpoints
+        self._estimator = estimator(
+            job, given.comm.rank - job.cluster.servers
+        )  # takes seconds, before the clock starts
+        super().__init__(given)
         self._resumed = checkpoints.state(self._name)
         self._comes_back = checkpoints.resumed is not None and self._resumed is None  # missing then
         self._engine = self._make_engine()
@@ -192,24 +176,15 @@ class WorkerSession(LinkedSession):
 class FollowerSession(LinkedSession):
     """A server serves while its script would train: its loader is empty, and returns when the run is over."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        optimizer: OptimizerSpec,
-        begin_s: float = 0.0,
-    ) -> None:
-        super().__init__(comm, job, model, placement, checkpoints, begin_s)
+    def __init__(self, given: Given, begin_s: float = 0.0) -> None:
+        super().__init__(given, begin_s)
         self._shard = Shard(
             self._link,
-            rules.of_job(job, optimizer),
+            rules.of_job(given.job, given.optimizer),
             self.flat.weights,
-            create_assignments(job).first,
+            create_assignments(given.job).first,
             self._save_shard,
-            checkpoints.state(self._name),
+            given.checkpoints.state(self._name),
         )
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
@@ -238,28 +213,18 @@ class FollowerSession(LinkedSession):
 class LeaderSession(FollowerSession):
     """Server 0: decides, evaluates, and writes everything down."""
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        job: Job,
-        model: torch.nn.Module,
-        placement: Placement,
-        checkpoints: Checkpoints,
-        optimizer: OptimizerSpec,
-        evaluate: Evaluate | None,
-    ) -> None:
+    def __init__(self, given: Given) -> None:
+        job, checkpoints, evaluate = given.job, given.checkpoints, given.evaluate
         resumed = checkpoints.state(RUN)
-        super().__init__(
-            comm, job, model, placement, checkpoints, optimizer, 0.0 if resumed is None else resumed["now_s"]
-        )
+        super().__init__(given, 0.0 if resumed is None else resumed["now_s"])
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
-        self._trace = begin_trace(job, checkpoints.folder, self._clocks, placement.attributes(), resumed)
+        self._trace = begin_trace(job, checkpoints.folder, self._clocks, given.placement.attributes(), resumed)
         self._coordinator = coordinate(job, create_paradigm(job), self._trace)
         self._unheard: list[tuple[Any, ...]] = []
         self._evaluate = evaluate
         self._evaluator = (
-            Evaluator(self._read, model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
+            Evaluator(self._read, given.model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
         )
         if resumed is not None:
             self._coordinator.restore(resumed["coordinator"])
@@ -330,4 +295,5 @@ class LeaderSession(FollowerSession):
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError, RuntimeError):
             self._coordinator.close()
+        self._checkpoints.abandon()
         close_failed(self._trace, error)
