@@ -96,9 +96,10 @@ class Lockstep:
         """All that was counted."""
         return self.samples, self.updates, self._n_contributing
 
-    def restore(self, state: tuple[int, int, int]) -> None:
-        """Go on from there."""
-        self.samples, self.updates, self._n_contributing = state
+    def restore(self, state: tuple[int, int, int], n_present: int) -> None:
+        """Go on from there, with so many workers."""
+        self.samples, self.updates, n_contributing = state
+        self._n_contributing = min(n_contributing, n_present)
 
     def exchanged(self, n_contributing: int, n_steps: int, n_samples: int) -> None:
         """What all have done together since the exchange before."""

@@ -63,7 +63,7 @@ class PeerSession(RankSession):
         self._in_step = self._exchange.in_step  # until all of those in step end
         if run is not None and self._resumed is not None:
             self._iteration, self._samples, evaluations = self._resumed["counts"]
-            self._lockstep.restore(self._resumed["lockstep"])
+            self._lockstep.restore(self._resumed["lockstep"], comm.size)
             self._evaluations.next_samples = evaluations if run["evaluated"] is None else run["evaluated"]
 
     def _hook(self, poll: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
