@@ -123,9 +123,9 @@ def refuse_other_job(before: str, job: Job) -> None:
         if old.get(table) != new.get(table):
             key, was, now = _difference(table, old.get(table), new.get(table))
             raise JobError(f"{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
-    for key, now in (("servers", job.cluster.servers), ("workers", job.cluster.workers)):
-        if (was := old["cluster"][key]) != now:
-            raise JobError(f"cluster.{key} = {now}: must be {was}, as it was when the run began")
+    for key in ("servers", "workers", "events"):
+        if (was := old["cluster"].get(key)) != (now := new["cluster"].get(key)):
+            raise JobError(f"cluster.{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
 
 
 def refuse_more_workers(checkpoint: Path, job: Job, n_ranks: int) -> None:
