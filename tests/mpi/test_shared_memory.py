@@ -21,7 +21,9 @@ makers = pytest.mark.parametrize(
 
 @pytest.fixture
 def small(monkeypatch):
-    """A place for windows that seems to have 16 MiB free, whatever is touched of them."""
+    """A place for windows that seems to have 16 MiB free, whatever is touched of them, and to hold none."""
+    for name in ("n_windows", "held_bytes"):
+        monkeypatch.setattr(shared_memory._Account, name, 0)
     usage = shared_memory.shutil.disk_usage(shared_memory.directory())._replace(free=FREE, total=FREE)
     monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: usage)
 
