@@ -188,6 +188,7 @@ def join(
 
     from hpcsync.mpi.deaths import tolerable
     from hpcsync.mpi.node_memory import MemoryUnreachable
+    from hpcsync.mpi.patience import on_one_node
     from hpcsync.mpi.placement import place
     from hpcsync.mpi.rank_session import Given
 
@@ -206,6 +207,11 @@ def join(
         raise JobError(
             'cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open MPI, '
             f"from version 5 on, and mpirun {shlex.join(launcher.TOLERANT)}, as hpcsync run starts it"
+        )
+    if job.cluster.on_death == "continue" and not on_one_node(comm):
+        raise JobError(
+            'cluster.on_death = "continue": must be "end" with ranks on several hosts: transfers between them may hang '
+            "when one dies; --resume goes on from the last checkpoint"
         )
     if not job.has_servers and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError(
