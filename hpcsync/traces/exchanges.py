@@ -18,10 +18,9 @@ from hpcsync.job_paradigms import Gossip, Stanza
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.traces.agreed_sizes import check_agreed_sizes
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
-from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
-from hpcsync.traces.schema import CHANGES, DIED, EVERYBODY, NOBODY
+from hpcsync.traces.schema import CHANGES, DIED, EVERYBODY, LEFT, NOBODY
 from hpcsync.traces.separation import check_separation
 
 OF_SERVERS = ("pushes", "grants")
@@ -332,13 +331,14 @@ def distances_are_possible(run: Reports) -> Check:
 def nobody_acts_after_leaving(run: Reports) -> Check:
     """A worker leaves at most once, and makes no iteration after that; it may still die."""
     steps, seq, departures = run.steps, run.membership["seq"], run.membership["worker"]
-    before_it_died = running_count(departures) - (run.membership["change"] == DIED)
+    change, before = run.membership["change"], previous(departures)
+    again = (before >= 0) & ~((change == DIED) & (change[before] == LEFT))
     both = np.sort(np.append(seq, run.decisions["seq"]))
     return check_all(
         "nobody acts after leaving",
         (np.diff(seq) <= 0, lambda i: f"/membership row {i + 1} has seq {seq[i + 1]}"),
         (both != np.arange(1, len(both) + 1), lambda i: f"of seq {i + 1} there is nothing, or more than one row"),
-        (before_it_died > 1, lambda i: f"worker {departures[i]} leaves twice"),
+        (again, lambda i: f"worker {departures[i]} leaves twice"),
         (
             steps["now_s"] > run.left_s[steps["worker"]],
             lambda i: f"{run.told(i)} is reported after its worker left",

@@ -246,6 +246,17 @@ def test_a_pinned_version_is_left_as_it_was_until_its_reader_is_done():
     assert store.weights.tolist() == [-4.0]
 
 
+@pytest.mark.parametrize("contributing", [False, True])
+def test_a_worker_that_is_discarded_holds_nothing_but_what_it_has_contributed_counts(contributing):
+    store, slots, _ = make_store(torch.zeros(1), 2)
+    buffer, _ = store.pin(0, contributing)
+    slots[0] = 1.0
+    store.discard(0)
+    store.apply([0], 1.0)
+    assert store.current == buffer, "with a promise it would have moved on"
+    assert store.weights.tolist() == [-1.0]
+
+
 def test_a_contribution_says_that_its_worker_has_read():
     store, slots, _ = make_store(torch.zeros(1), 1)
     store.pin(0)

@@ -1,0 +1,38 @@
+"""What rank 0 does about checkpoints when somebody dies; the rest is tested with real ranks."""
+
+from pathlib import Path
+
+from hpcsync.checkpoints import Checkpoints, newest
+from hpcsync.job_checkpoint import Checkpoint
+from hpcsync.mpi.saver import Saver
+
+
+def make_saver(folder: Path) -> Saver:
+    return Saver(Checkpoints(folder, 2, None, True), Checkpoint(seconds=10), lambda: {}, (), 0.0, 0)
+
+
+def test_a_death_before_anybody_writes_lets_the_run_go_on_and_asks_again(tmp_path):
+    saver = make_saver(tmp_path)
+    saver.hold_if_due(11.0, 5)
+    assert saver.holding
+    saver.lost(2)
+    assert not saver.holding
+    saver.hold_if_due(11.1, 5)
+    assert saver.holding, "soon, and not ten seconds later"
+
+
+def test_a_death_while_all_write_spoils_the_checkpoint_but_not_the_next(tmp_path):
+    saver = make_saver(tmp_path)
+    saver.hold_if_due(11.0, 5)
+    number = saver.begin([1, 2])
+    saver.saved(1)
+    assert not saver.commit_if_complete()
+    saver.lost(2)
+    assert not saver.commit_if_complete()
+    assert not saver.holding
+    assert newest(tmp_path) is None
+    saver.hold_if_due(11.1, 5)
+    assert saver.begin([1]) == number
+    saver.saved(1)
+    assert saver.commit_if_complete()
+    assert newest(tmp_path) == tmp_path / "checkpoints" / str(number)

@@ -1,0 +1,140 @@
+"""Audits of gossip in which a worker dies: what must hold among those who are left, and nothing less."""
+
+import numpy as np
+import pytest
+
+from hpcsync.paradigms.gossip import Peers
+from hpcsync.peers import Exchanged, PeerCoordinator, taken_in
+from hpcsync.traces.audit import audit
+from hpcsync.traces.schema import DIED, LEFT
+from tests.unit.traces.peer_recorder import in_memory, peer_job
+from tests.unit.traces.recorder import Rows, edit, with_rows
+
+N, DEAD, DIES_AT, ROUNDS = 4, 2, 9, 30
+BATCH, BYTES = 4, 24
+
+
+class Gossip:
+    """Workers in turn; what is given arrives at once and is taken in at the receiver's next exchange.
+
+    lags: how many rounds after the death each of the others hears of it. last_push: whether what the dead gave in the
+    iteration that it could not report arrives.
+    """
+
+    def __init__(self, mode: str, lags: tuple[int, ...] = (0, 2, 0, 5), last_push: bool = False) -> None:
+        steps = ROUNDS * (N - 1) + DIES_AT
+        paradigm = {"name": "gossip", "mode": mode}
+        self.job = peer_job(paradigm, (1.0,) * N, samples=steps * BATCH, evaluation={"every_samples": 0})
+        self.rows = Rows()
+        for rank in range(N):
+            self.rows.append("clocks", (0, rank, b"virtual", 0.0, 0.0))
+        self.books = PeerCoordinator(self.job, self.rows)
+        self.mode = mode
+        self.weight, self.inbox = [1.0] * N, [[] for _ in range(N)]
+        self.iteration = [0] * N
+        for round in range(1, ROUNDS + 1):
+            for worker in range(N):
+                if worker != DEAD or round <= DIES_AT:
+                    self.step(worker, round, round > DIES_AT + 1 + lags[worker])
+                elif round == DIES_AT + 1:
+                    if last_push:
+                        self.give(DEAD, next(r for r in range(N) if r != DEAD))
+                    self.books.left(round + 0.2, DEAD, DIED)
+        for worker in sorted({*range(N)} - {DEAD}):
+            self.books.left(ROUNDS + 2.0, worker)
+        for worker in sorted({*range(N)} - {DEAD}):
+            if n := self.take(worker):
+                self.books.exchanged(ROUNDS + 3.0, taken_in(worker, ROUNDS, ROUNDS + 3.0, n, self.weight[worker]))
+
+    def step(self, worker: int, round: int, knows: bool) -> None:
+        peers = Peers(N, self.job.seed, dead=(DEAD,) if knows else ())
+        peer = peers.drawn(worker, round, self.weight[worker])
+        n_received = int(peer != worker)
+        if self.mode != "pull":
+            if peer != worker:
+                self.give(worker, peer)
+            n_received = self.take(worker)
+        begin_s = round + 0.1 * worker
+        sent = BYTES * (peer != worker)
+        row = (worker, round, peer, begin_s, begin_s + 0.05, 0.05, 0.0, 0.0, BATCH, 0.5, sent, n_received)
+        self.books.exchanged(begin_s + 0.06, Exchanged(*row, self.weight[worker]))
+
+    def give(self, worker: int, peer: int) -> None:
+        if self.mode == "push-sum":
+            self.weight[worker] /= 2
+        self.inbox[peer].append(self.weight[worker])
+
+    def take(self, worker: int) -> int:
+        taken, self.inbox[worker] = self.inbox[worker], []
+        if self.mode == "push-sum":
+            self.weight[worker] += sum(taken)
+        return len(taken)
+
+    @property
+    def trace(self):
+        return in_memory(self.job, self.rows.rows)
+
+
+def failing(trace) -> set[str]:
+    return {check.name for check in audit(trace) if not check.passed}
+
+
+PEERS = "peers are those of the job and its seed"
+GIVEN = "what is given is received"
+PUSH_SUM = "push-sum weights add up"
+
+
+@pytest.mark.parametrize("last_push", [False, True])
+@pytest.mark.parametrize("mode", ["pull", "push", "push-sum"])
+def test_those_who_are_left_draw_each_other(mode, last_push):
+    assert failing(Gossip(mode, last_push=last_push and mode != "pull").trace) == set()
+
+
+@pytest.mark.parametrize("mode", ["pull", "push", "push-sum"])
+def test_nobody_is_dropped_who_has_not_died(mode):
+    trace = Gossip(mode).trace
+    row = int(np.flatnonzero(trace.tables["membership"]["change"] == DIED)[0])
+    assert PEERS in failing(edit(trace, "membership", row, change=LEFT))
+
+
+def test_nobody_is_dropped_before_it_has_died():
+    trace = Gossip("pull").trace
+    late = edit(trace, "membership", 0, now_s=ROUNDS - 5.0)
+    assert PEERS in failing(late)
+
+
+def test_nobody_forgets_a_death():
+    """A row of a worker that knew of it, with the peer that it would have drawn before."""
+    gossip = Gossip("pull", lags=(0, 0, 0, 0))
+    trace, before = gossip.trace, Peers(N, gossip.job.seed)
+    exchanges = trace.tables["exchanges"]
+    late = np.flatnonzero((exchanges["now_s"] > DIES_AT + 8) & (exchanges["worker"] == 0))
+    row = next(i for i in late if before.drawn(0, int(exchanges["iteration"][i])) == DEAD)
+    assert PEERS in failing(edit(trace, "exchanges", row, peer=DEAD))
+
+
+def test_only_what_went_to_the_dead_may_be_missing():
+    trace = Gossip("push").trace
+    exchanges = trace.tables["exchanges"]
+    row = int(np.flatnonzero((exchanges["worker"] == 0) & (exchanges["n_received"] > 1))[0])
+    assert failing(edit(trace, "exchanges", row, n_received=exchanges["n_received"][row] - 1)) == {GIVEN}
+    more = edit(trace, "exchanges", row, n_received=exchanges["n_received"][row] + 2)
+    assert failing(more) == {GIVEN}
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_weights_shrink_by_what_died_and_no_more(lost):
+    gossip = Gossip("push-sum")
+    trace = gossip.trace
+    total = sum(gossip.weight[worker] for worker in range(N) if worker != DEAD)
+    assert total < N - 0.5, "something was lost, or nothing is shown"
+    last = int(np.flatnonzero(trace.tables["exchanges"]["n_received"] > 0)[-1])
+    weight = trace.tables["exchanges"]["weight"][last]
+    assert PUSH_SUM in failing(edit(trace, "exchanges", last, weight=weight + (-1e-3 if lost else 1e-3)))
+
+
+def test_it_dies_once():
+    trace = Gossip("pull").trace
+    twice = with_rows(trace, "membership", trace.tables["membership"][[0, 0, 1, 2, 3]])
+    twice.tables["membership"]["seq"] = range(1, 6)
+    assert "nobody acts after leaving" in failing(twice)
