@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -186,9 +185,8 @@ def join(
     """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
     from mpi4py import MPI
 
-    from hpcsync.mpi.deaths import tolerable
+    from hpcsync.mpi.deaths import refuse_intolerant
     from hpcsync.mpi.node_memory import MemoryUnreachable
-    from hpcsync.mpi.patience import on_one_node
     from hpcsync.mpi.placement import place
     from hpcsync.mpi.rank_session import Given
 
@@ -203,16 +201,8 @@ def join(
     _refuse_differences(comm, job, model)
     if evaluate is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE, for the evaluation beside server 0")
-    if job.cluster.on_death == "continue" and not tolerable():
-        raise JobError(
-            'cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open MPI, '
-            f"from version 5 on, and mpirun {shlex.join(launcher.TOLERANT)}, as hpcsync run starts it"
-        )
-    if job.cluster.on_death == "continue" and not on_one_node(comm):
-        raise JobError(
-            'cluster.on_death = "continue": must be "end" with ranks on several hosts: transfers between them may hang '
-            "when one dies; --resume goes on from the last checkpoint"
-        )
+    if job.cluster.on_death == "continue":
+        refuse_intolerant(comm)
     if not job.has_servers and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError(
             f'paradigm.name = "{job.paradigm.name}": needs an MPI with MPI_THREAD_MULTIPLE: worker 0 hears the others '

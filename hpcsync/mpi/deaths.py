@@ -12,11 +12,15 @@ from __future__ import annotations
 
 import atexit
 import os
+import shlex
 import sys
 from collections.abc import Iterable
 from typing import Any
 
 from mpi4py import MPI
+
+from hpcsync import launcher
+from hpcsync.job_errors import JobError
 
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
@@ -29,6 +33,22 @@ def tolerable() -> bool:
     """Whether this MPI goes on without ranks that have died: it has to be able to, and must have been started so."""
     able = MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN  # mpi4py's stand-ins for MPIs that are not
     return able and os.environ.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
+
+
+def refuse_intolerant(comm: MPI.Intracomm) -> None:
+    """Raises JobError where a run cannot go on when ranks die; collective."""
+    from hpcsync.mpi.patience import on_one_node  # which needs this module
+
+    if not tolerable():
+        raise JobError(
+            'cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open MPI, '
+            f"from version 5 on, and mpirun {shlex.join(launcher.TOLERANT)}, as hpcsync run starts it"
+        )
+    if not on_one_node(comm):
+        raise JobError(
+            'cluster.on_death = "continue": must be "end" with ranks on several hosts: transfers between them may hang '
+            "when one dies; --resume goes on from the last checkpoint"
+        )
 
 
 class Deaths:
