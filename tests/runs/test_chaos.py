@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import signal
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,121 +14,152 @@ import numpy as np
 import psutil
 import pytest
 
-from hpcsync import checkpoints, launcher
+from hpcsync import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
-from tests.runs.processes import Program, ended, hpcsync, started
+from tests.runs.processes import Program, started
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
-JOB = """
-name = "chaos"
-seed = 5
-workload = {{name = "linear", batch_size = 4, features = 40, samples = 400}}
-optimizer = {{name = "sgd", lr = 0.01}}
-stop = {{updates = 1_000_000}}
-evaluation = {{every_samples = 400}}
-checkpoint = {{seconds = 0.3}}
-paradigm = {{{paradigm}}}
-[cluster]
-servers = 2
-workers = 3
-on_death = "{on_death}"
-compute = {{model = "lognormal", seconds = [0.003, 0.004, 0.006], jitter = 0.4}}
-"""
+N_RANKS = 3  # one server
+UPDATES = 120
+INTERRUPTIONS = 5  # then the ranks are left alone
+
+# The same ranks train under one paradigm after the other, each run in a folder of its own, from wherever it was; what
+# has finished they leave as it is. Once one of them has died the others end with that run.
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+import hpcsync
+from mpi4py import MPI
+
 PARADIGMS = {
-    "bsp": 'name = "bsp"',
-    "asp": 'name = "asp"',
-    "ssp": 'name = "ssp", staleness = 2',
-    "dssp": 'name = "dssp", staleness_min = 1, staleness_max = 5',
-    "k-sync": 'name = "k-sync", k = 2, cancel = "abort"',
-    "k-batch-sync": 'name = "k-batch-sync", k = "loss"',
-    "k-async": 'name = "k-async", k = "state"',
-    "k-batch-async": 'name = "k-batch-async", k = "min"',
-    "easgd": 'name = "easgd", period = 2',
-    "ashl": 'name = "ashl", warmup = 1, profiled = 4, steps_coarse = 3, steps_fine = 2, loss_preset = 0.5',
-    "adsp": 'name = "adsp", check_period_s = 0.1, interval_min_s = 0.01, commits = 4',
+    "bsp": {},
+    "asp": {},
+    "ssp": {"staleness": 2},
+    "dssp": {"staleness_min": 1, "staleness_max": 5},
+    "k-sync": {"k": 2, "cancel": "abort"},
+    "k-batch-sync": {"k": "loss"},
+    "k-async": {"k": "state"},
+    "k-batch-async": {"k": "min"},
+    "easgd": {"period": 2},
+    "ashl": {"warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 0.5},
+    "adsp": {"check_period_s": 0.1, "interval_min_s": 0.01, "commits": 4},
 }
-WITH_EVERY_MPI = ("dssp",)
-TWICE = ("bsp", "dssp")  # interrupted; the others once. Then a run is left alone, until it has made so many
-MORE_UPDATES = 40
+on_death, n_updates = sys.argv[1], int(sys.argv[2])
+generator = torch.Generator().manual_seed(1)
+x = torch.randn(400, 20, generator=generator)
+data = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+compute = {"model": "lognormal", "seconds": [0.004, 0.007], "jitter": 0.4}
+for paradigm, options in PARADIGMS.items():
+    out = Path(paradigm)
+    if MPI.COMM_WORLD.bcast((out / "summary.json").exists()):
+        continue
+    model = torch.nn.Linear(20, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with hpcsync.connect(
+        model, optimizer, paradigm, **options, out=out, resume=True, checkpoint={"seconds": 0.2},
+        stop={"updates": n_updates}, compute=compute, on_death=on_death,
+    ) as sync:
+        for inputs, targets in sync.shard(data, batch_size=4, epochs=None):
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            sync.step(loss)
+    if on_death == "continue" and MPI.COMM_WORLD.Get_failed().size:
+        break
+"""
+N_PARADIGMS = 11
+START = """
+import sys
+from hpcsync.launcher import launch
+tolerant = sys.argv[2] == "continue"
+sys.exit(launch({n}, ["python", "-m", "mpi4py", *sys.argv[1:]], suspends=True, tolerant=tolerant).status)
+"""
 
-# ---- what happens to a run ----
+
+# ---- what happens to the ranks ----
 
 
-def stands_still(program: Program, dice: random.Random) -> None:
-    rank = program.rank(dice.randrange(2, 5))
+def stand_still(program: Program, dice: random.Random) -> None:
+    rank = program.rank(dice.randrange(1, N_RANKS))
     rank.send_signal(signal.SIGSTOP)
     time.sleep(dice.uniform(0.05, 0.4))
     rank.send_signal(signal.SIGCONT)
 
 
-def loses_a_worker(program: Program, dice: random.Random) -> None:
-    program.rank(dice.randrange(2, 5)).send_signal(signal.SIGKILL)
-    time.sleep(dice.uniform(0.5, 1.5))
+def lose_a_worker(program: Program, dice: random.Random) -> None:
+    program.rank(dice.randrange(1, N_RANKS)).send_signal(signal.SIGKILL)
 
 
-def saves(program: Program, dice: random.Random) -> None:
+def save(program: Program, dice: random.Random) -> None:
     program.process.send_signal(signal.SIGUSR1)
 
 
-def is_told_to_end(program: Program) -> None:
+def be_told_to_end(program: Program, dice: random.Random) -> None:
     program.process.send_signal(signal.SIGTERM)
 
 
-def loses_server_0(program: Program) -> None:
+def lose_server_0(program: Program, dice: random.Random) -> None:
     program.rank(0).send_signal(signal.SIGKILL)
 
 
-def is_killed(program: Program) -> None:
+def be_killed(program: Program, dice: random.Random) -> None:
     program.kill()
 
 
 Trouble = Callable[[Program, random.Random], None]
-ENDS = [is_told_to_end, loses_server_0, is_killed]
+TROUBLES: list[Trouble] = [stand_still, save, lose_a_worker]
+ENDS: list[Trouble] = [be_told_to_end, lose_server_0, be_killed]
 
 
-def interrupted(job: Path, out: Path, troubles: list[Trouble], dice: random.Random) -> None:
-    """From one checkpoint beyond the next, until something ends it."""
-    before = checkpoints.newest(out)
-    with started(hpcsync("run", job, "--out", out, "--resume")) as program:
-        program.wait_for(lambda _: checkpoints.newest(out) != before)
-        for trouble in dice.sample(troubles, 2):
-            time.sleep(dice.uniform(0.0, 0.3))
-            with suppress(psutil.NoSuchProcess, AssertionError):  # the rank that was to suffer is dead
-                trouble(program, dice)
-        dice.choice(ENDS)(program)
-    assert program.status != 0, "somebody has ended it"
+def troubled(program: Program, dice: random.Random) -> None:
+    """Until they end."""
+    for trouble in [*dice.sample(TROUBLES, 2), dice.choice(ENDS)]:
+        time.sleep(dice.uniform(0.0, 1.5))
+        with suppress(psutil.NoSuchProcess, AssertionError):  # the rank that was to suffer has died, or all have ended
+            trouble(program, dice)
 
 
-def tolerates() -> bool:
-    """Whether this MPI's ranks can go on when others have died."""
+def saved(folder: Path) -> set[Path]:
+    return set(folder.glob("*/checkpoints/[0-9]*"))
+
+
+def launches() -> Iterator[bool]:
+    """Whether the ranks of the next launch are troubled."""
+    yield from [True] * INTERRUPTIONS
+    yield from [False] * N_PARADIGMS
+
+
+def on_death() -> str:
+    """What this MPI's ranks can do when others have died."""
     try:
-        return bool(launcher.command(1, ["true"], tolerant=True))
+        launcher.command(1, ["true"], tolerant=True)
     except launcher.LaunchError:
-        return False
+        return "end"
+    return "continue"
 
 
-@pytest.mark.parametrize(
-    "paradigm",
-    [name if name in WITH_EVERY_MPI else pytest.param(name, marks=pytest.mark.once) for name in PARADIGMS],
-)
-def test_whatever_happens_the_run_ends_and_its_trace_audits(tmp_path: Path, paradigm: str) -> None:
-    dice = random.Random(paradigm)
-    on_death = "continue" if tolerates() else "end"
-    job, out = tmp_path / "chaos.toml", tmp_path / "out"
-    job.write_text(JOB.format(paradigm=PARADIGMS[paradigm], on_death=on_death))
-    troubles = [stands_still, saves, *([loses_a_worker] if tolerates() else [])]
-    n_interruptions = 2 if paradigm in TWICE else 1
-    for _ in range(n_interruptions):
-        interrupted(job, out, troubles, dice)
-    newest = checkpoints.newest(out)
-    assert newest is not None
-    updates = checkpoints.read_run(newest)["coordinator"]["version"] + MORE_UPDATES
-    last = ended(hpcsync("run", job, "--out", out, "--resume", "--set", f"stop.updates={updates}"))
-    assert last.status == 0, f"{last.out}\n{last.err}"
-    trace = load(out / "trace.h5")
-    assert not [found for found in audit(trace) if not found.passed]
-    assert trace.finished
-    assert np.array_equal(trace.tables["updates"]["version"], np.arange(1, updates + 1))
-    assert trace.tables["starts"]["start"].tolist() == list(range(n_interruptions + 1))
+@pytest.mark.once
+def test_whatever_happens_all_runs_end_and_their_traces_audit(tmp_path: Path) -> None:
+    dice = random.Random(9)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    argv = [sys.executable, "-c", START.format(n=N_RANKS), "train.py", on_death(), str(UPDATES)]
+    for is_troubled in launches():
+        if len(list(tmp_path.glob("*/summary.json"))) == N_PARADIGMS:
+            break
+        before = saved(tmp_path)
+        with started(argv, tmp_path) as program:
+            if is_troubled:
+                program.wait_for(lambda _, before=before: bool(saved(tmp_path) - before))
+                troubled(program, dice)
+            else:
+                assert program.status == 0, f"{program.out}\n{program.err}"
+    traces = [load(path) for path in tmp_path.glob("*/trace.h5")]
+    assert len(traces) == N_PARADIGMS
+    for trace in traces:
+        assert trace.finished, trace.path
+        assert not [found for found in audit(trace) if not found.passed], trace.path
+        assert np.array_equal(trace.tables["updates"]["version"], np.arange(1, UPDATES + 1)), trace.path
+    assert sum(len(trace.tables["starts"]) for trace in traces) >= N_PARADIGMS + INTERRUPTIONS - 1
