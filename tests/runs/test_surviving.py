@@ -151,10 +151,9 @@ def test_a_script_goes_on_and_has_the_weights(tmp_path: Path) -> None:
 @needs_tolerance
 def test_without_server_0_or_any_worker_the_run_ends(tmp_path: Path) -> None:
     folders = [write_job(tmp_path / name, "bsp") for name in ("server", "workers")]
+    endless = hpcsync("run", "job.toml", "--out", "out", "--set", "stop.seconds=600")
     with ExitStack() as stack:
-        programs = [
-            stack.enter_context(started(hpcsync("run", "job.toml", "--out", "out"), folder)) for folder in folders
-        ]
+        programs = [stack.enter_context(started(endless, folder)) for folder in folders]
         for program, folder, ranks in zip(programs, folders, ([0], [1, 2, 3]), strict=True):
             program.wait_for(lambda _, folder=folder: (folder / "out" / "trace.h5").exists())
             time.sleep(0.3)
