@@ -16,6 +16,7 @@ from tests.hosts.namespaces import Hosts, Unavailable
 pytestmark = pytest.mark.hosts
 
 
+@pytest.mark.once
 def test_who_computes_is_seen(tmp_path: Path) -> None:
     out = tmp_path / "seen.json"
     try:

@@ -9,6 +9,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import pytest
+
 from hpcsync import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
@@ -46,6 +48,7 @@ def command(folder: Path, name: str) -> list[str]:
     return hpcsync("run", "job.toml", "--out", "out")
 
 
+@pytest.mark.once
 def test_who_stands_still_is_named_and_nobody_else(tmp_path: Path) -> None:
     """All runs at once, since they mostly wait."""
     folders = [tmp_path / name for name in RUNS]
