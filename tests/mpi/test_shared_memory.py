@@ -22,7 +22,7 @@ makers = pytest.mark.parametrize(
 @pytest.fixture
 def small(monkeypatch):
     """A place for windows that seems to have 16 MiB free, whatever is touched of them, and to hold none."""
-    for name in ("n_windows", "held_bytes"):
+    for name in ("n_windows", "held_bytes", "free_bytes"):
         monkeypatch.setattr(shared_memory._Account, name, 0)
     usage = shared_memory.shutil.disk_usage(shared_memory.directory())._replace(free=FREE, total=FREE)
     monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: usage)
