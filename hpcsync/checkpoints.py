@@ -7,7 +7,6 @@ which happens as a whole or not at all: at whatever moment a run is killed, what
 
 from __future__ import annotations
 
-import itertools
 import os
 import shutil
 import tomllib
@@ -101,11 +100,6 @@ def newest(folder: Path) -> Path | None:
 def number_of(checkpoint: Path | None) -> int:
     """A checkpoint's number, from 1; 0 of none."""
     return 0 if checkpoint is None else int(checkpoint.name)
-
-
-def aside(path: Path) -> Path:
-    """A free name for a file that another is to replace: trace.h5 becomes trace.lost-1.h5, or the next number."""
-    return next(p for i in itertools.count(1) if not (p := path.with_suffix(f".lost-{i}{path.suffix}")).exists())
 
 
 def read_run(checkpoint: Path) -> dict[str, Any]:

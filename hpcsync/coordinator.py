@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
 from hpcsync.job import Job, Stop
@@ -124,7 +124,18 @@ class Reply:
 Order = Update | Collection | Cancellation | Reply
 
 
-OF_THE_JOB = ("_trace", "_lr", "_stop")  # attributes of a coordinator
+class Resumable:
+    """What goes on from a checkpoint with all its attributes, but those that follow from the job, in `_of_the_job`."""
+
+    _of_the_job: ClassVar[tuple[str, ...]]
+
+    def state(self) -> dict[str, Any]:
+        """All that decides from here on."""
+        return {name: value for name, value in vars(self).items() if name not in self._of_the_job}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        vars(self).update(state)
 
 
 class _Contribution(NamedTuple):
@@ -141,7 +152,7 @@ class Recorder(Protocol):
     def append(self, table: str, row: tuple[object, ...]) -> None: ...
 
 
-class Coordinator:
+class Coordinator(Resumable):
     """One run's decisions.
 
     lr: rate of the next update, from samples, updates and contributions: the learning rate (`learning.schedule`), or
@@ -156,6 +167,8 @@ class Coordinator:
     batch is larger than the mean batch of all workers that began (so that a sample counts the same all through the
     run), and once more times what the paradigm says; with batches alike both are the mean over contributions.
     """
+
+    _of_the_job = ("_trace", "_lr", "_stop")
 
     def __init__(
         self,
@@ -283,14 +296,6 @@ class Coordinator:
     def computing(self) -> set[int]:
         """Workers that take part and are not waiting for an answer."""
         return self._computing
-
-    def state(self) -> dict[str, Any]:
-        """All that decides from here on, but what follows from the job."""
-        return {name: value for name, value in vars(self).items() if name not in OF_THE_JOB}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        vars(self).update(state)
 
     def check(self) -> None:
         """Assert what must hold between events. Costs O(n_workers)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -53,6 +54,11 @@ def removing(path: Path) -> Iterator[None]:
         with suppress(OSError):
             path.unlink()
         raise
+
+
+def aside(path: Path) -> Path:
+    """A free name for a file that another is to replace: trace.h5 becomes trace.lost-1.h5, or the next number."""
+    return next(p for i in itertools.count(1) if not (p := path.with_suffix(f".lost-{i}{path.suffix}")).exists())
 
 
 def sync(path: Path) -> None:

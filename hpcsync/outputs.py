@@ -15,7 +15,7 @@ from rich.console import Console
 
 from hpcsync import checkpoints
 from hpcsync import job as jobs
-from hpcsync.disk import removing, whole
+from hpcsync.disk import aside, removing, whole
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.job_paradigms import Stanza
@@ -97,7 +97,7 @@ def newest_or_aside(folder: Path) -> Path | None:
     """The newest checkpoint; where there is none, what an attempt has left in the folder gets other names."""
     if (resumed := checkpoints.newest(folder)) is None:
         for path in [folder / name for name in (TRACE, JOB, WEIGHTS) if (folder / name).exists()]:
-            path.rename(checkpoints.aside(path))
+            path.rename(aside(path))
     return resumed
 
 

@@ -13,10 +13,10 @@ reports will say (`Lockstep`), so that all of them end with the same iteration.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from hpcsync.coordinator import Recorder
+from hpcsync.coordinator import Recorder, Resumable
 from hpcsync.deciding import create_allocator
 from hpcsync.job import Job, Script
 from hpcsync.job_paradigms import Gossip
@@ -173,10 +173,7 @@ def create_division(job: Job) -> Division | None:
     return None if allocator is None else Division(allocator)
 
 
-OF_THE_JOB = ("_trace", "_stop", "_lr", "_rate")  # attributes of a coordinator
-
-
-class PeerCoordinator:
+class PeerCoordinator(Resumable):
     """One run's bookkeeping.
 
     updated_s: time of the latest update. active: workers that have not left. done: iterations that each has ended.
@@ -184,6 +181,8 @@ class PeerCoordinator:
     """
 
     held = None  # nobody is answered
+
+    _of_the_job = ("_trace", "_stop", "_lr", "_rate")
 
     def __init__(self, job: Job, trace: Recorder) -> None:
         n_workers = job.cluster.workers
@@ -264,14 +263,6 @@ class PeerCoordinator:
     def stop(self) -> None:
         """End the run."""
         self.stopping = True
-
-    def state(self) -> dict[str, Any]:
-        """All that decides from here on, but what follows from the job."""
-        return {name: value for name, value in vars(self).items() if name not in OF_THE_JOB}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        vars(self).update(state)
 
     def goes_on(self, now_s: float) -> None:
         """Workers that have waited for a checkpoint make their next iterations."""

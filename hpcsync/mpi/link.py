@@ -97,7 +97,7 @@ class Link:
     def say(self, kind: int) -> None:
         """Tell server 0 that this rank has failed, or has written its part of a checkpoint."""
         reports = self.outbox(wire.TAG_REPORT, wire.REPORT)
-        reports.send(0, (kind, self.comm.rank) + (0,) * (len(wire.REPORT.names or ()) - 2))
+        reports.send(0, wire.brief(wire.REPORT, kind, self.comm.rank))
         if kind != wire.FAILED:
             reports.free()
 

@@ -66,7 +66,7 @@ class PeerLink:
 
     def say(self, kind: int) -> None:
         """Report that this rank has left, is settled, or has failed; that it has halted, or written its part."""
-        self._reports.send(0, (kind, self.comm.rank) + (0,) * (len(wire.PEER_REPORT.names or ()) - 2))
+        self._reports.send(0, wire.brief(wire.PEER_REPORT, kind, self.comm.rank))
 
     def hear(self) -> None:
         """Take note of what rank 0 has said."""

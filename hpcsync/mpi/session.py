@@ -70,9 +70,8 @@ class LinkedSession(RankSession):
 class WorkerSession(LinkedSession):
     def __init__(self, given: Given) -> None:
         job, checkpoints = given.job, given.checkpoints
-        self._estimator = estimator(
-            job, given.comm.rank - job.cluster.servers
-        )  # takes seconds, before the clock starts
+        worker = given.comm.rank - job.cluster.servers
+        self._estimator = estimator(job, worker)  # takes seconds, before the clock starts
         super().__init__(given)
         self._resumed = checkpoints.state(self._name)
         self._comes_back = checkpoints.resumed is not None and self._resumed is None  # missing then

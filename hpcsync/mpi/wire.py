@@ -99,6 +99,11 @@ GRANT = np.dtype(
 )
 
 
+def brief(dtype: np.dtype, kind: int, who: int) -> tuple[int, ...]:
+    """A report that says nothing but its kind, and of which rank or worker."""
+    return (kind, who) + (0,) * (len(dtype.names or ()) - 2)
+
+
 EXCHANGED, ENDED, SETTLED, LOST, HALTED, WRITTEN = 0, 1, 2, 3, 4, 5
 # `kind`, then the fields of peers.Exchanged.
 PEER_REPORT = np.dtype(

@@ -148,7 +148,7 @@ class Worker:
         self.is_away = self._joins = False
 
     def _say(self, kind: int) -> None:
-        self._reports.send(0, (kind, self.index) + (0,) * (len(wire.REPORT.names or ()) - 2))
+        self._reports.send(0, wire.brief(wire.REPORT, kind, self.index))
 
     def _write(self, number: int) -> None:
         self._save(number)

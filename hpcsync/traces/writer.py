@@ -14,7 +14,6 @@ that how many rows of each table belong together; readers look no further.
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import struct
 import subprocess
@@ -30,7 +29,7 @@ from typing import IO, Any, Self
 import h5py
 import numpy as np
 
-from hpcsync.disk import naming
+from hpcsync.disk import aside, naming
 from hpcsync.traces.schema import (
     CHANGES,
     FORMAT,
@@ -140,7 +139,7 @@ class TraceWriter:
         self._file.flush()
         self._write_progress()
         self._file.flush()
-        lost = next(p for i in itertools.count(1) if not (p := self.path.with_suffix(f".lost-{i}.h5")).exists())
+        lost = aside(self.path)
         try:
             lost.hardlink_to(self.path)
         except OSError:  # a file system without hard links
