@@ -2,11 +2,16 @@
 
 Every rank runs every test. A failure on one rank would leave the others in a collective for ever, so it is told at once
 and ends the job. Only rank 0 reports; a test that needs more ranks than there are is skipped, and says so.
+
+Of a test with many cases only a part runs at each number of ranks, half of two or a third of more, another part at the
+next number and with the other MPI: so every test runs at every number with both, and every case with one or both.
+With `--every-case` all run.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +21,33 @@ from mpi4py import MPI
 
 from hpcsync.mpi.tensor_window import Transport
 from tests.mpi.training import route
+
+SIZES = (1, 2, 3, 5)  # the numbers of ranks that `make test` runs
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-case", action="store_true", help="leave no case to another number of ranks or MPI")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("every_case"):
+        return
+    turn = sum(MPI.COMM_WORLD.size >= size for size in SIZES) + (MPI.get_vendor()[0] == "MPICH")
+    n_cases = Counter(_test(item) for item in items)
+    number: Counter[str] = Counter()
+    left, kept = [], []
+    for item in items:
+        share = min(n_cases[_test(item)], 3)
+        here_only = "only" in item.fixturenames or item.get_closest_marker("once")
+        its_turn = here_only or (number[_test(item)] + turn) % share == 0
+        (kept if its_turn else left).append(item)
+        number[_test(item)] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left)
+
+
+def _test(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(trylast=True)

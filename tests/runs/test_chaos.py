@@ -6,7 +6,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from tests.runs.processes import Program, started
 pytestmark = pytest.mark.timeout(600)
 
 N_RANKS = 3  # one server
-UPDATES = 120
-INTERRUPTIONS = 5  # then the ranks are left alone
+UPDATES = 200
+INTERRUPTIONS = 4  # then the ranks are left alone
 
 # The same ranks train under one paradigm after the other, each run in a folder of its own, from wherever it was; what
 # has finished they leave as it is. Once one of them has died the others end with that run.
@@ -114,11 +114,13 @@ TROUBLES: list[Trouble] = [stand_still, save, lose_a_worker]
 ENDS: list[Trouble] = [be_told_to_end, lose_server_0, be_killed]
 
 
-def troubled(program: Program, dice: random.Random) -> None:
+def troubled(program: Program, dice: random.Random, folder: Path) -> None:
     """Until they end."""
     for trouble in [*dice.sample(TROUBLES, 2), dice.choice(ENDS)]:
-        time.sleep(dice.uniform(0.0, 1.5))
+        time.sleep(dice.uniform(0.0, 0.6))
         with suppress(psutil.NoSuchProcess, AssertionError):  # the rank that was to suffer has died, or all have ended
+            if trouble in ENDS:
+                program.wait_for(lambda _: bool(to_be_resumed(folder)))
             trouble(program, dice)
 
 
@@ -126,10 +128,13 @@ def saved(folder: Path) -> set[Path]:
     return set(folder.glob("*/checkpoints/[0-9]*"))
 
 
-def launches() -> Iterator[bool]:
-    """Whether the ranks of the next launch are troubled."""
-    yield from [True] * INTERRUPTIONS
-    yield from [False] * N_PARADIGMS
+def finished(folder: Path) -> set[Path]:
+    return {path.parent for path in folder.glob("*/summary.json")}
+
+
+def to_be_resumed(folder: Path) -> set[Path]:
+    """The runs that the next launch goes on with: at most one."""
+    return {path.parents[1] for path in saved(folder)} - finished(folder)
 
 
 def on_death() -> str:
@@ -146,20 +151,22 @@ def test_whatever_happens_all_runs_end_and_their_traces_audit(tmp_path: Path) ->
     dice = random.Random(9)
     (tmp_path / "train.py").write_text(SCRIPT)
     argv = [sys.executable, "-c", START.format(n=N_RANKS), "train.py", on_death(), str(UPDATES)]
-    for is_troubled in launches():
-        if len(list(tmp_path.glob("*/summary.json"))) == N_PARADIGMS:
-            break
-        before = saved(tmp_path)
+    interrupted = 0
+    while len(finished(tmp_path)) < N_PARADIGMS:
+        is_troubled, before = interrupted < INTERRUPTIONS, saved(tmp_path) | finished(tmp_path)
         with started(argv, tmp_path) as program:
             if is_troubled:
-                program.wait_for(lambda _, before=before: bool(saved(tmp_path) - before))
-                troubled(program, dice)
-            else:
-                assert program.status == 0, f"{program.out}\n{program.err}"
+                program.wait_for(lambda _, before=before: bool((saved(tmp_path) | finished(tmp_path)) - before))
+                troubled(program, dice, tmp_path)
+        if is_troubled:
+            interrupted += len(to_be_resumed(tmp_path))
+        else:
+            assert program.status == 0, f"{program.out}\n{program.err}"
     traces = [load(path) for path in tmp_path.glob("*/trace.h5")]
     assert len(traces) == N_PARADIGMS
     for trace in traces:
         assert trace.finished, trace.path
         assert not [found for found in audit(trace) if not found.passed], trace.path
         assert np.array_equal(trace.tables["updates"]["version"], np.arange(1, UPDATES + 1)), trace.path
-    assert sum(len(trace.tables["starts"]) for trace in traces) >= N_PARADIGMS + INTERRUPTIONS - 1
+    assert interrupted
+    assert sum(len(trace.tables["starts"]) for trace in traces) == N_PARADIGMS + interrupted
