@@ -11,22 +11,32 @@ import os
 import shutil
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcsync import __version__
 from hpcsync.disk import naming, removing, sync
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
 
-if TYPE_CHECKING:
-    pass
-
 FOLDER = "checkpoints"
 RUN = "run"  # the name of rank 0's knowledge of the run
 
 # What a run that goes on may do otherwise than before. The rest must stay, or its decisions would not follow from it.
 FREE = ("name", "stop", "evaluation", "checkpoint", "cluster")
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A run that goes on from this checkpoint, and the job that it began as.
+
+    n_peers: as many workers as it has left, where there are no servers. With servers those that are missing return.
+    """
+
+    checkpoint: Path
+    job: Job
+    n_peers: int | None
 
 
 class Checkpoints:
@@ -102,17 +112,23 @@ def number_of(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(checkpoint.name)
 
 
-def read_run(checkpoint: Path) -> dict[str, Any]:
-    """What rank 0 knew of the run. Raises JobError for a checkpoint of another version of hpcsync."""
-    state = _load(_file(checkpoint, RUN))
-    if state["hpcsync_version"] != __version__:
-        raise JobError(f"--resume: {checkpoint} is of hpcsync {state['hpcsync_version']}; must be of {__version__}")
-    return state
+def resumed(folder: Path) -> Resumed | None:
+    """The run in this folder, as it goes on from its newest checkpoint; None where it has none.
+
+    Raises JobError for a checkpoint of another version of hpcsync.
+    """
+    if (checkpoint := newest(folder)) is None:
+        return None
+    run = _load(_file(checkpoint, RUN))
+    if run["hpcsync_version"] != __version__:
+        raise JobError(f"--resume: {checkpoint} is of hpcsync {run['hpcsync_version']}; must be of {__version__}")
+    job = Job.from_toml(run["job"])
+    return Resumed(checkpoint.absolute(), job, None if job.has_servers else len(run["coordinator"]["active"]))
 
 
-def refuse_other_job(before: str, job: Job) -> None:
-    """Raises JobError where a run that began with this job (TOML) would go on as another."""
-    old, new = (tomllib.loads(text) for text in (before, job.to_toml()))
+def refuse_other_job(before: Job, job: Job) -> None:
+    """Raises JobError where a run that began as one job would go on as another."""
+    old, new = (tomllib.loads(each.to_toml()) for each in (before, job))
     for table in sorted((old.keys() | new.keys()) - set(FREE)):
         if old.get(table) != new.get(table):
             key, was, now = _difference(table, old.get(table), new.get(table))
@@ -120,12 +136,6 @@ def refuse_other_job(before: str, job: Job) -> None:
     for key in ("servers", "workers", "events"):
         if (was := old["cluster"].get(key)) != (now := new["cluster"].get(key)):
             raise JobError(f"cluster.{key} = {shown(now)}: must be {shown(was)}, as it was when the run began")
-
-
-def refuse_more_workers(checkpoint: Path, job: Job, n_ranks: int) -> None:
-    """Raises JobError where workers without a server would return: of those there is nothing to go on from."""
-    if not job.has_servers and n_ranks > (n_left := len(read_run(checkpoint)["coordinator"]["active"])):
-        raise JobError(f"--resume: {n_ranks} ranks were started; must be at most {n_left}, as {checkpoint} has workers")
 
 
 def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:

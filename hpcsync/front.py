@@ -23,7 +23,8 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     if outputs.finished_already(out, resume):
         print(f"finished already: {out}")
         return 0
-    job = outputs.job_of(path, overrides, ranks, out, resume)
+    before = outputs.resumed(out, resume)
+    job = outputs.job_of(path, overrides, ranks, before)
     jobs.refuse_simulated(job)
     from hpcsync.learning.validation import check
     from hpcsync.learning.workloads import import_beside
@@ -32,8 +33,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     check(job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
     given = out is not None and os.path.exists(out)
-    goes_on = resume and out is not None and outputs.reopen(out, job) is not None
-    folder = out if goes_on and out is not None else outputs.choose(job, out)
+    folder = outputs.choose(job, out, before)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpcsync import gpus, launcher, outputs
-from hpcsync.checkpoints import Checkpoints, refuse_more_workers
+from hpcsync.checkpoints import Checkpoints, Resumed, newest
 from hpcsync.disk import NotWritten
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
@@ -112,21 +112,25 @@ def connect(
     checkpoint: as the job file's [checkpoint]: how often all that the run consists of is written into its folder.
     resume:    go on from the newest checkpoint in `out`, if there is one. Loaders then begin after what was trained on,
                and what the script has drawn from Python's, NumPy's and torch's generators goes on with them; what else
-               it keeps from iteration to iteration is its own business.
+               it keeps from iteration to iteration is its own business. A single process has nothing to go on from.
     comm:      the ranks that take part; default: all.
 
     Raises JobError for settings that are not allowed and LaunchError for a launcher that started the ranks wrongly,
     before any training begins.
     """
     comm = comm or world()
+    if resume and out is None:
+        raise JobError("resume: must come with out, the folder of the run that is to go on")
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
     if comm is None or comm.size == 1:
+        if resume and out is not None and newest(Path(out)) is not None:
+            raise JobError(f"resume: must come with several ranks: one cannot go on with the run of several in {out}")
         comm, n_workers = None, 2 if paradigm == "stanza" else 1
         options, batches = _alone(options, batches)
     else:
-        before = agree(comm, lambda: outputs.began_as(out, resume))
-        n_workers = comm.size - servers if before is None or before.needs_all else before.cluster.workers
+        before = agree(comm, lambda: outputs.resumed(out, resume))
+        n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
     spec = _spec(optimizer, model)
     job = Job.from_table(
         {
@@ -168,7 +172,7 @@ def connect(
         return LocalSession(job, model, optimizer, evaluate)
     from hpcsync.mpi.arranging import arranged
 
-    session = join(arranged(comm, job.cluster), job, model, spec, evaluate, out, resume)
+    session = join(arranged(comm, job.cluster), job, model, spec, evaluate, out, before)
     session.take_over(optimizer)
     return session
 
@@ -180,9 +184,10 @@ def join(
     optimizer: OptimizerSpec,
     evaluate: Evaluate | None,
     out: str | Path | None,
-    resume: bool = False,
+    before: Resumed | None = None,
 ) -> RankSession:
-    """This rank's session of a job on `comm`, which must have as many ranks as the job. Collective."""
+    """This rank's session of a job on `comm`, which must have as many ranks as the job, unless it goes on from
+    `before`. Collective."""
     from mpi4py import MPI
 
     from hpcsync.mpi.deaths import refuse_intolerant
@@ -190,12 +195,16 @@ def join(
     from hpcsync.mpi.placement import place
     from hpcsync.mpi.rank_session import Given
 
-    goes_on = not job.needs_all and agree(comm, lambda: outputs.began_as(out, resume)) is not None
-    fewer = goes_on and job.cluster.servers < comm.size < job.cluster.ranks
+    fewer = before is not None and not job.needs_all and job.cluster.servers < comm.size < job.cluster.ranks
     if comm.size != job.cluster.ranks and not fewer:
         raise JobError(
             f"cluster.workers = {job.cluster.workers}: with cluster.servers = {job.cluster.servers} this takes "
             f"{job.cluster.ranks} ranks, but {comm.size} were started"
+        )
+    if before is not None and before.n_peers is not None and comm.size > before.n_peers:
+        raise JobError(
+            f"--resume: {comm.size} ranks were started; must be at most {before.n_peers}, as {before.checkpoint} has "
+            "workers"
         )
     check_model(job, model, "model", evaluated=evaluate is not None)
     _refuse_differences(comm, job, model)
@@ -211,9 +220,9 @@ def join(
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
     with aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
-        folder, resumed = agree(comm, lambda: _make_folder(job, out, resume, comm.size))
+        folder = agree(comm, lambda: _make_folder(job, out, before))
         shared = comm.allreduce((folder / outputs.JOB).is_file(), MPI.LAND)
-    checkpoints = Checkpoints(folder, job.checkpoint.keep, resumed, shared)
+    checkpoints = Checkpoints(folder, job.checkpoint.keep, before.checkpoint if before else None, shared)
     if comm.rank == 0:
         lines = [*placement.lines(), *_checkpoint_lines(checkpoints)]
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
@@ -344,16 +353,10 @@ def _abort(comm: MPI.Intracomm) -> None:
     end_all(comm, error)
 
 
-def _make_folder(job: Job, out: str | Path | None, resume: bool, n_ranks: int) -> tuple[Path, Path | None]:
-    """The run's folder, and the checkpoint from which it goes on."""
-    if resume and out is None:
-        raise JobError("resume: must come with out, the folder of the run that is to go on")
-    if resume and out is not None and (resumed := outputs.reopen(Path(out), job)) is not None:
-        refuse_more_workers(resumed, job, n_ranks)
-        return Path(out).absolute(), resumed.absolute()
-    folder = outputs.choose(job, out)
-    outputs.create(folder, job)
-    return folder.absolute(), None
+def _make_folder(job: Job, out: str | Path | None, before: Resumed | None) -> Path:
+    folder = outputs.choose(job, out, before)
+    outputs.create(folder, job, before)
+    return folder.absolute()
 
 
 def _checkpoint_lines(checkpoints: Checkpoints) -> Iterator[str]:

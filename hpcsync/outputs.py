@@ -15,6 +15,7 @@ from rich.console import Console
 
 from hpcsync import checkpoints
 from hpcsync import job as jobs
+from hpcsync.checkpoints import Resumed
 from hpcsync.disk import aside, removing, whole
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
@@ -31,38 +32,24 @@ WEIGHTS = "weights.safetensors"
 SUMMARY = "summary.json"
 
 
-def choose(job: Job, out: str | Path | None) -> Path:
+def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> Path:
     """`out`, or else runs/NAME-TIME/, with a number behind it when that second is taken. Made if it is missing.
 
-    Raises JobError for a folder that holds a run's files already or cannot be written, or a path that is no folder.
+    Raises JobError for a folder that cannot be written, or that holds a run's files already, but for the run that goes
+    on from `before` and is still the same job, or a path that is no folder.
     """
     folder = _make_new(job) if out is None else Path(out)
     with _telling(folder):
         if folder.exists() and not folder.is_dir():
             raise JobError(f"out {folder}: must be a folder")
-        for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoints.FOLDER):
+        if before is not None:
+            checkpoints.refuse_other_job(before.job, job)
+        for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoints.FOLDER) if before is None else ():
             if (folder / name).exists():
                 raise _taken(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-
-
-def reopen(folder: Path, job: Job) -> Path | None:
-    """The checkpoint from which this job goes on in a folder. None where the run has to begin (again), because there is
-    none; what an attempt without one has left is put aside, under names of its own.
-
-    Raises JobError for a run that has finished, or that began as another job.
-    """
-    if (folder / SUMMARY).exists():
-        raise JobError(f"out {folder}: must hold a run that has not finished; this one has")
-    with _telling(folder):
-        resumed = newest_or_aside(folder)
-    if resumed is not None:
-        checkpoints.refuse_other_job(checkpoints.read_run(resumed)["job"], job)
-        with _telling(folder), whole(folder / JOB) as path:
-            path.write_text(job.to_toml(), encoding="utf-8")
-    return resumed
 
 
 def finished_already(out: str | Path | None, resume: bool) -> bool:
@@ -72,38 +59,51 @@ def finished_already(out: str | Path | None, resume: bool) -> bool:
     return resume and out is not None and (Path(out) / SUMMARY).exists()
 
 
-def began_as(out: str | Path | None, resume: bool) -> Job | None:
-    """The job of a run that goes on from a checkpoint in this folder, as it was then; None of others."""
-    if not resume or out is None or (resumed := checkpoints.newest(Path(out))) is None:
+def resumed(out: str | Path | None, resume: bool) -> Resumed | None:
+    """What goes on in this folder. None where a run begins: perhaps again, because there is no checkpoint; then what an
+    attempt without one has left is put aside, under names of its own.
+
+    Raises JobError for a run that has finished.
+    """
+    if not resume or out is None:
         return None
-    return Job.from_toml(checkpoints.read_run(resumed)["job"])
+    folder = Path(out)
+    if (folder / SUMMARY).exists():
+        raise JobError(f"out {folder}: must hold a run that has not finished; this one has")
+    with _telling(folder):
+        if (before := checkpoints.resumed(folder)) is None:
+            put_aside(folder)
+        return before
 
 
-def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None, resume: bool) -> Job:
-    """The job in this file, of a run in `out`. One that goes on has what was chosen for it when it began, and as
-    many workers, however many there are now, unless it needs all of them."""
-    before = began_as(out, resume)
+def put_aside(folder: Path) -> None:
+    """What an attempt has left in the folder gets other names."""
+    for path in [folder / name for name in (TRACE, JOB, WEIGHTS) if (folder / name).exists()]:
+        path.rename(aside(path))
+
+
+def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before: Resumed | None) -> Job:
+    """The job in this file. One that goes on has what was chosen for it when it began, and as many workers, however
+    many there are now, unless it needs all of them."""
     if before is None:
         return jobs.load(path, overrides, ranks)
-    job = jobs.load(path, overrides, ranks if before.needs_all else before.cluster.ranks)
-    if isinstance(job.paradigm, Stanza) and isinstance(before.paradigm, Stanza):
+    began = before.job
+    job = jobs.load(path, overrides, ranks if began.needs_all else began.cluster.ranks)
+    if isinstance(job.paradigm, Stanza) and isinstance(began.paradigm, Stanza):
         open_keys = [key for key in ("fc_share", "fc_workers") if getattr(job.paradigm, key) in (None, "auto")]
-        chosen = {key: getattr(before.paradigm, key) for key in open_keys}
+        chosen = {key: getattr(began.paradigm, key) for key in open_keys}
         job = job.model_copy(update={"paradigm": job.paradigm.model_copy(update=chosen)})
     return job
 
 
-def newest_or_aside(folder: Path) -> Path | None:
-    """The newest checkpoint; where there is none, what an attempt has left in the folder gets other names."""
-    if (resumed := checkpoints.newest(folder)) is None:
-        for path in [folder / name for name in (TRACE, JOB, WEIGHTS) if (folder / name).exists()]:
-            path.rename(aside(path))
-    return resumed
-
-
-def create(folder: Path, job: Job) -> None:
-    """Write the resolved job into the folder. Raises JobError when that is not possible."""
+def create(folder: Path, job: Job, before: Resumed | None = None) -> None:
+    """Write the resolved job into the folder, over that of a run that goes on. Raises JobError when that is not
+    possible."""
     with _telling(folder):
+        if before is not None:
+            with whole(folder / JOB) as path:
+                path.write_text(job.to_toml(), encoding="utf-8")
+            return
         try:
             with (folder / JOB).open("x", encoding="utf-8") as file, removing(folder / JOB):
                 file.write(job.to_toml())

@@ -12,6 +12,7 @@ import torch
 
 from hpcsync import gpus, outputs
 from hpcsync import job as jobs
+from hpcsync.checkpoints import Resumed
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError
 from hpcsync.job_paradigms import Stanza
@@ -49,8 +50,9 @@ def main(
                 if comm.rank == 0:
                     print(f"finished already: {out}")
                 return 0
-            job = agree(comm, lambda: outputs.job_of(path, overrides, ranks, out, resume))
-            train(arranged(comm, job.cluster), job, out, resume)
+            before = agree(comm, lambda: outputs.resumed(out, resume))
+            job = agree(comm, lambda: outputs.job_of(path, overrides, ranks, before))
+            train(arranged(comm, job.cluster), job, out, before)
     except JobError as error:
         if comm.rank == 0:
             print(f"hpcsync: {error}", file=sys.stderr)
@@ -58,8 +60,8 @@ def main(
     return 0
 
 
-def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, resume: bool = False) -> Session:
-    """This rank's part of the job. Collective."""
+def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed | None = None) -> Session:
+    """This rank's part of the job, from its beginning or from where it was before. Collective."""
     from hpcsync.mpi.measured_link import measured_link
 
     jobs.refuse_simulated(job)
@@ -71,7 +73,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, resume: bool = 
     assert not isinstance(job.workload, Script), "such a job has no workload"
     optimizer = OptimizerSpec.of_job(job)
     torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
-    with join(comm, job, workload.model, optimizer, workload.evaluate, out, resume) as sync:
+    with join(comm, job, workload.model, optimizer, workload.evaluate, out, before) as sync:
         replica, n_pieces = Replica(sync.flat, sync.loss_here(workload.loss)), job.n_pieces_of(sync.worker or 0)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
             sync.step(replica.compute_in_pieces(batch, n_pieces, sync.cancelled))

@@ -17,10 +17,9 @@ from hpcsync.coordinator import Coordinator
 from hpcsync.job import Job
 from hpcsync.learning import generators, rules
 from hpcsync.mpi.worker import Worker
-from hpcsync.rank import train
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import DIED, JOINED
-from tests.mpi.training import failures, on_some
+from tests.mpi.training import failures, go_on, on_some
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -191,7 +190,7 @@ def test_fewer_workers_go_on_and_one_comes_back(comm, only, folder, paradigm):
     without = killed(comm, folder / "a")
     fewer = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
     if fewer != MPI.COMM_NULL:
-        train(fewer, this, without, resume=True)
+        go_on(fewer, this, without)
         fewer.Free()
     comm.Barrier()
     assert checkpoints.number_of(checkpoints.newest(without)) > 1

@@ -14,6 +14,7 @@ from hpcsync.rank import train
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import JOINED, LEFT
+from tests.mpi.training import go_on
 
 PARADIGMS = {
     "bsp": {},
@@ -57,7 +58,7 @@ def run(
             **tables,
         }
     )
-    session = train(comm, job, folder, resume)
+    session = go_on(comm, job, folder) if resume else train(comm, job, folder)
     assert session.stopped or session.worker is None
     weights = comm.allgather(session.flat.weights.numpy())
     assert all((other == weights[0]).all() for other in weights)

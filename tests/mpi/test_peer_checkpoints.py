@@ -17,13 +17,12 @@ from hpcsync.mpi import peer_session
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.planning.batches import Estimate
-from hpcsync.rank import train
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import DIED
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
 from tests.mpi.test_stanza import job as separated
 from tests.mpi.test_stanza import run
-from tests.mpi.training import failures, on_some, one_process
+from tests.mpi.training import failures, go_on, on_some, one_process
 from tests.plain import on_batches
 
 ALLREDUCE = {"name": "allreduce"}
@@ -121,7 +120,7 @@ def test_separated_layers_go_on(comm, needs, folder):
     needs(2)
     this = separated(comm.size, ADAM, updates=20, checkpoint={"updates": 8, "keep": 9})
     weights = [run(comm, this, folder / "a")[1][0]]
-    session = train(comm, this, killed(comm, folder / "a"), resume=True)
+    session = go_on(comm, this, killed(comm, folder / "a"))
     weights.append(torch.cat([p.detach().flatten() for p in session._model.parameters()]).cpu().numpy())
     if comm.rank == 0:
         assert np.array_equal(*weights)
@@ -238,7 +237,7 @@ def with_fewer(comm: MPI.Intracomm, this: Job, folder: Path, n_ranks: int) -> np
     fewer = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
     if fewer == MPI.COMM_NULL:
         return None
-    weights = train(fewer, this, folder, resume=True).flat.weights.numpy().copy()
+    weights = go_on(fewer, this, folder).flat.weights.numpy().copy()
     fewer.Free()
     return weights
 
@@ -295,7 +294,7 @@ def test_who_cannot_go_on_is_refused_in_one_line(comm, only, folder, paradigm):
                 (torn / name).unlink()
         comm.Barrier()
         with pytest.raises(JobError, match=f"^--resume: {comm.size} ranks were started; must be at most"):
-            train(comm, longer, torn, resume=True)
+            go_on(comm, longer, torn)
     else:
         smaller = job(paradigm, comm.size - 1)
         expected = f"^cluster.workers = {comm.size - 1}: must be {comm.size}, as it was when the run began"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,17 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpcsync import outputs
 from hpcsync.deciding import create_paradigm
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
+from hpcsync.library import agree
 from hpcsync.mpi import placement
 from hpcsync.mpi.rank_session import RankSession
 from hpcsync.mpi.tensor_window import Transport
 from hpcsync.rank import train
+from hpcsync.session import Session
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
@@ -30,11 +34,16 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any, resume: bool = False) ->
     some = comm.Split(0 if comm.rank < job.cluster.ranks else MPI.UNDEFINED, comm.rank)
     if some == MPI.COMM_NULL:
         return None
-    session = train(some, job, folder, resume)
+    session = go_on(some, job, folder) if resume else train(some, job, folder)
     weights = session.flat.weights.cpu().numpy().copy()
     assert all((other == weights).all() for other in some.allgather(weights)), "all ranks end with the same weights"
     some.Free()
     return weights
+
+
+def go_on(comm: MPI.Intracomm, job: Job, folder: Path) -> Session:
+    """The run in this folder, from its newest checkpoint on."""
+    return train(comm, job, folder, agree(comm, lambda: outputs.resumed(folder, True)))
 
 
 def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:

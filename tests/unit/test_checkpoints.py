@@ -52,7 +52,7 @@ def test_one_of_another_version_is_refused(tmp_path, monkeypatch):
     written(tmp_path, 1)
     monkeypatch.setattr(checkpoints, "__version__", "99.0")
     with pytest.raises(JobError, match=r"^--resume: .*/checkpoints/1 is of hpcsync .*; must be of 99\.0$"):
-        checkpoints.read_run(checkpoints.newest(tmp_path))
+        checkpoints.resumed(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_what_may_be_otherwise_when_a_run_goes_on(changed, line):
     table = {"seed": 1, "optimizer": {"name": "sgd", "lr": 0.1}, "paradigm": {"name": "bsp"}}
     before, now = make_job(**table), make_job(**(table | changed))
     if line is None:
-        checkpoints.refuse_other_job(before.to_toml(), now)
+        checkpoints.refuse_other_job(before, now)
     else:
         with pytest.raises(JobError) as told:
-            checkpoints.refuse_other_job(before.to_toml(), now)
+            checkpoints.refuse_other_job(before, now)
         assert str(told.value) == line
 
 
@@ -83,7 +83,8 @@ def test_what_may_be_otherwise_when_a_run_goes_on(changed, line):
 
 def train(folder: Path) -> None:
     """A run in small: updates, some of them followed by a checkpoint, from the newest one on."""
-    resumed = outputs.newest_or_aside(folder)
+    if (resumed := checkpoints.newest(folder)) is None:
+        outputs.put_aside(folder)
     store = Checkpoints(folder, 2, resumed, shared=True)
     state, path = store.state(RUN), folder / outputs.TRACE
     if state is None:

@@ -217,7 +217,6 @@ def test_a_run_goes_on_where_there_is_a_checkpoint(
     assert front.run(path, ["stop.updates=99"], None, Path("o"), resume=True) == 1
     assert capsys.readouterr().err.endswith("hpcsync: --resume goes on from o/checkpoints/1\n")
     assert ranks.command[-3:] == ["--out", "o", "--resume"]
-    assert "updates = 99" in Path("o/job.toml").read_text()
     with pytest.raises(JobError, match="^seed = 5: must be 0, as it was when the run began$"):
         front.run(path, ["seed=5"], None, Path("o"), resume=True)
 
@@ -227,7 +226,6 @@ def test_a_run_with_servers_goes_on_with_fewer_workers(path: Path, ranks: Ranks)
     save(Path("o"), load(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 4))
     assert front.run(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 3, Path("o"), resume=True) == 0
     assert ranks.command[0] == "3"
-    assert load(Path("o/job.toml")).cluster.workers == 2, "as many as it began with"
 
 
 def test_without_a_checkpoint_it_begins_and_keeps_what_was_there(path: Path, ranks: Ranks) -> None:

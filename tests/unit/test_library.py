@@ -233,12 +233,20 @@ def lbfgs(model):
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: must come with evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: must come with evaluate"),
+        (sgd, {"resume": True}, "resume: must come with out, the folder of the run that is to go on"),
     ],
 )
 def test_settings_that_are_refused(model, make, settings, message):
     with pytest.raises(JobError, match=message) as caught:
         connect(model, make(model), **settings)
     assert "\n" not in str(caught.value)
+
+
+def test_alone_there_is_nothing_to_go_on_from(model, tmp_path):
+    train(model, out=tmp_path / "never", resume=True, stop={"updates": 1})
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    with pytest.raises(JobError, match="^resume: must come with several ranks: one cannot go on with"):
+        connect(model, sgd(model), out=tmp_path / "run", resume=True)
 
 
 def test_a_script_gets_the_device_that_there_is(monkeypatch):
