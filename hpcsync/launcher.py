@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,10 @@ OF_RANKS = (
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer one above fits
 
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # what Slurm's srun must be told for ranks to be one world
+
+# Open MPI's mpirun keeps files in a folder named after its process, in this one. It cannot start where there is such a
+# folder already: that of another one with the same number, which was killed. So each has a folder of its own there.
+SESSION_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
 
 MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch, so that stragglers can be found
 TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
@@ -209,11 +214,11 @@ def launch(
     mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with that of the launch around this one
     if output is None:
         print(shlex.join(line), flush=True)
-    with _noted_signals() as signums:
+    with _noted_signals() as signums, tempfile.TemporaryDirectory(prefix="hpcsync-", ignore_cleanup_errors=True) as own:
         try:
             process = subprocess.Popen(
                 line,
-                env={**environ, **_terminal(), MARK: mark},
+                env={SESSION_FOLDER: own, **environ, **_terminal(), MARK: mark},
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal

@@ -9,18 +9,14 @@ import sys
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 
-from hpcsync import __version__, launcher, outputs
+from hpcsync import launcher
 from hpcsync.checkpoints import Checkpoints
-from hpcsync.coordinator import Coordinator
-from hpcsync.deciding import decision_fields
 from hpcsync.disk import NotWritten
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
@@ -31,70 +27,10 @@ from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.placement import Placement
-from hpcsync.peers import PeerCoordinator
 from hpcsync.session import Session
-from hpcsync.signals import TO_BE_RESUMED, Interrupted, Suspended, Terminated, left_to_rank_0
-from hpcsync.traces.provenance import provenance
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
 
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
-
-
-def begin_trace(
-    job: Job,
-    folder: Path,
-    clocks: Iterable[tuple[int, str, float, float]],
-    measured: Mapping[str, Any],
-    resumed: Mapping[str, Any] | None = None,
-) -> TraceWriter:
-    """The trace of a run that begins or goes on, in its folder. clocks: its rows; measured: root attributes of its own.
-
-    resumed: what rank 0 knew when the checkpoint was written (`run_state`).
-    """
-    clocks = list(clocks)
-    library = MPI.Get_library_version().strip("\0 \n")
-    attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in clocks])
-    n_rows, start, now_s, seq = None, 0, 0.0, 0
-    if resumed is not None:
-        n_rows, start, now_s = resumed["trace_rows"], resumed["starts"], resumed["now_s"]
-        seq = resumed["coordinator"]["_seq"]
-    trace = TraceWriter(folder / outputs.TRACE, {**attributes, **measured}, decision_fields(job), n_rows)
-    trace.append("starts", (start, now_s, seq, attributes["created"], launcher.batch_job()))
-    for row in clocks:
-        trace.append("clocks", (start, *row))
-    trace.flush()
-    return trace
-
-
-def run_state(
-    job: Job, trace: TraceWriter, now_s: float, coordinator: Coordinator | PeerCoordinator, **more: Any
-) -> dict[str, Any]:
-    """What rank 0 knows of the run at a checkpoint."""
-    trace.sync()
-    return {
-        "hpcsync_version": __version__,
-        "job": job.to_toml(),
-        "now_s": now_s,
-        "starts": trace.n_rows()["starts"],
-        "trace_rows": trace.n_rows(),
-        "coordinator": coordinator.state(),
-        **more,
-    }
-
-
-def close_failed(trace: TraceWriter, error: BaseException) -> None:
-    """Close the trace of a run that cannot be finished, and say why."""
-    status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-    with contextlib.suppress(OSError, RuntimeError):
-        trace.close(status)
-    if isinstance(error, Suspended):
-        print(f"hpcsync: interrupted; --resume goes on from {error}", file=sys.stderr)
-    elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
-        print(f"hpcsync: {status}: {error}; the trace so far is {trace.path}", file=sys.stderr)
-    elif not isinstance(error, KeyboardInterrupt):
-        traceback.print_exception(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
 
 
 def end_all(comm: MPI.Intracomm, error: BaseException) -> None:

@@ -6,11 +6,11 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-from hpcsync import outputs
 from hpcsync.checkpoints import RUN
 from hpcsync.coordinator import coordinate
 from hpcsync.deciding import create_assignments, create_paradigm
@@ -19,16 +19,13 @@ from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import compressing, generators, rules
 from hpcsync.learning.prediction import estimator
 from hpcsync.mpi import cuda, wire
-from hpcsync.mpi.evaluator import Evaluator
+from hpcsync.mpi.books import Books
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.rank_session import Given, RankSession, begin_trace, close_failed, run_state
-from hpcsync.mpi.saver import Saver
+from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.shard import Shard, follow
-from hpcsync.mpi.watch import Watch
 from hpcsync.mpi.worker import Worker
-from hpcsync.progress import Progress, console
 from hpcsync.roles import Roles
 from hpcsync.signals import interrupt, on_signals
 
@@ -213,47 +210,34 @@ class LeaderSession(FollowerSession):
     """Server 0: decides, evaluates, and writes everything down."""
 
     def __init__(self, given: Given) -> None:
-        job, checkpoints, evaluate = given.job, given.checkpoints, given.evaluate
-        resumed = checkpoints.state(RUN)
+        job, resumed = given.job, given.checkpoints.state(RUN)
         super().__init__(given, 0.0 if resumed is None else resumed["now_s"])
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
-        self._trace = begin_trace(job, checkpoints.folder, self._clocks, given.placement.attributes(), resumed)
-        self._coordinator = coordinate(job, create_paradigm(job), self._trace)
-        self._unheard: list[tuple[Any, ...]] = []
-        self._evaluate = evaluate
-        self._evaluator = (
-            Evaluator(self._read, given.model, evaluate, job.evaluation.every_samples) if evaluate is not None else None
+        self._books = Books(
+            given,
+            resumed,
+            self._clocks,
+            self._link.phases,
+            given.placement.attributes(),
+            partial(coordinate, job, create_paradigm(job)),
+            self._read,
         )
-        if resumed is not None:
-            self._coordinator.restore(resumed["coordinator"])
-            self._unheard = resumed["unheard"]
-            if self._evaluator is not None:
-                self._evaluator.go_on(resumed["evaluated"])
-        places = [(rank, host) for rank, host, *_ in self._clocks[job.cluster.servers :]]
-        self._watch = Watch(self._coordinator, self._link.phases, self._trace, places, job.paradigm.bound)
-        self._console = console()
-        self._progress = Progress(self._console)
-
-    def _state(self) -> dict[str, Any]:
-        """What this server knows of the run."""
-        evaluated = None if self._evaluator is None else self._evaluator.state()
-        return run_state(self._job, self._trace, self._link.clock.now(), self._coordinator, evaluated=evaluated)
+        self._unheard: list[tuple[Any, ...]] = [] if resumed is None else resumed["unheard"]
 
     def _serve(self) -> None:
-        saver = None
-        if self._checkpoints.shared:
-            begin = self._link.clock.now(), self._coordinator.version
-            saver = Saver(self._checkpoints, self._job.checkpoint, self._state, self._unheard, *begin)
-        decides = self._shard, self._coordinator, self._evaluator
-        leader = Leader(self._link, *decides, self._chores, saver, self._watch.look)
+        books, clock = self._books, self._link.clock
+        saver = books.saver(lambda: books.state(clock.now()), self._unheard, clock.now())
+        leader = Leader(
+            self._link, self._shard, books.coordinator, books.evaluator, books.chores, saver, books.watch.look
+        )
         switch_s = sys.getswitchinterval()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
         try:
             leader.serve()
         finally:
             sys.setswitchinterval(switch_s)
-            self._progress.close()
+            books.stop_showing()
         with on_signals(interrupt):
             self._finish_training(leader)
         leader.finish()
@@ -263,36 +247,22 @@ class LeaderSession(FollowerSession):
         self._reader.read(self._reader.wait(version=version), self._link.pieces(into))
         return math.nan
 
-    def _chores(self, now_s: float) -> None:
-        self._trace.flush_if_due(now_s)
-        self._progress.show(now_s, self._coordinator)
-
     def _finish_training(self, leader: Leader) -> None:
-        """While the others still wait patiently: evaluate the final weights. The weights are safe before that."""
-        coordinator = self._coordinator
-        coordinator.close()
-        self._trace.flush()
-        if self._evaluator is not None:
-            self._evaluator.close()
-            if (judged := self._evaluator.result()) is not None:
-                coordinator.evaluated(*judged)
+        """While the others still wait patiently: evaluate the final weights."""
+        books = self._books
+        books.coordinator.close()
+        books.trace.flush()
+        if books.evaluator is not None:
+            books.evaluator.close()
+            if (judged := books.evaluator.result()) is not None:
+                books.coordinator.evaluated(*judged)
         leader.read(self._reader, self.flat.weights)
-        if self._evaluate is not None:
-            self._save()
-            loss, accuracy = self._evaluate(self._model)
-            coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy)
-
-    def _save(self) -> None:
-        outputs.save_weights(self._checkpoints.folder, self._model)
+        books.judge(self._model, math.nan)
 
     def _conclude(self) -> None:
-        if self._evaluate is None:  # else they are saved: what is evaluated has no running statistics to wait for
-            self._save()
-        self._trace.close("finished")
-        outputs.conclude(self._checkpoints.folder, self._console)
+        self._books.conclude(self._model)
 
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError, RuntimeError):
-            self._coordinator.close()
-        self._checkpoints.abandon()
-        close_failed(self._trace, error)
+            self._books.coordinator.close()
+        self._books.fail(error)

@@ -15,7 +15,7 @@ import hpcsync
 from hpcsync.job import Job
 from hpcsync.mpi import peer_session, reducer
 from hpcsync.mpi.allreduce import MpiMean, mean_vector
-from hpcsync.mpi.bookkeeper import BookkeeperSession
+from hpcsync.mpi.books import Books
 from hpcsync.mpi.patience import Patience
 from hpcsync.peers import Division
 from hpcsync.planning.batches import Estimate
@@ -156,7 +156,7 @@ def test_leaving_between_backward_and_step_is_an_iteration(comm, folder):
 def test_reports_that_wait_are_not_taken_for_weights(comm, folder, monkeypatch):
     """The monitor hears nothing for a while; more reports than it can hold lie on the exchange's communicator."""
     stalls = [1.0]
-    monkeypatch.setattr(BookkeeperSession, "_chores", lambda self, now_s: time.sleep(stalls.pop() if stalls else 0.0))
+    monkeypatch.setattr(Books, "chores", lambda self, now_s: time.sleep(stalls.pop() if stalls else 0.0))
     paradigm = {"name": "gossip", "mode": "permutation", "period": 50}
     this = job(paradigm, comm.size, evaluation={"every_samples": 0}, stop={"updates": 300 * comm.size})
     on_some(comm, this, folder)

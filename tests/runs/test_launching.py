@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,6 +30,21 @@ def test_ranks_are_one_world_with_our_settings(capfd: pytest.CaptureFixture[str]
     assert launcher.launch(n, ["python", "-c", code], timeout_s=60).status == 0
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("rank ")]
     assert lines == [f"rank True {n} {n} True 1 True "] * n
+
+
+def test_what_killed_launchers_have_left_is_in_nobody_s_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI's leave folders with the numbers of their processes, which come again."""
+    for pid in range(os.getpid(), os.getpid() + 2000):
+        (tmp_path / f"ompi.{pid}").mkdir()
+        (tmp_path / f"ompi.{pid}" / f"pmix.{os.uname().nodename}.tool").touch()
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    before = set(tmp_path.iterdir())
+    assert launcher.launch(1, ["true"], timeout_s=60).status == 0
+    assert set(tmp_path.iterdir()) == before
+    monkeypatch.setenv(launcher.SESSION_FOLDER, str(tmp_path))
+    needs_its_own = b"Open MPI" in subprocess.check_output([*launcher.mpiexec(), "--version"])
+    assert (launcher.launch(1, ["true"], timeout_s=60).status != 0) == needs_its_own, "the control"
 
 
 def test_one_rank_s_exception_ends_all(capfd: pytest.CaptureFixture[str]) -> None:

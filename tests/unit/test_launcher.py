@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -155,6 +156,22 @@ def test_output_can_be_kept(mpiexec: Path, tmp_path: Path, capfd: pytest.Capture
     with open(tmp_path / "out", "wb") as file:
         launcher.launch(1, ["python", "-c", "print('hello')"], output=file)
     assert ((tmp_path / "out").read_text(), capfd.readouterr().out) == ("hello\n", "")
+
+
+def test_every_launch_has_a_folder_of_its_own(mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    code = f"import os; folder = os.environ[{launcher.SESSION_FOLDER!r}]; print(folder, os.path.isdir(folder))"
+
+    def told() -> str:
+        with open(tmp_path / "out", "w+b") as file:
+            launcher.launch(1, ["python", "-c", code], output=file)
+        return (tmp_path / "out").read_text()
+
+    one, other = told(), told()
+    assert one != other and one.startswith(str(tmp_path)) and one.endswith(" True\n")
+    assert list(tmp_path.glob("hpcsync-*")) == []
+    monkeypatch.setenv(launcher.SESSION_FOLDER, "mine")
+    assert told() == "mine False\n"
 
 
 def test_a_launcher_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

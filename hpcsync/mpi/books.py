@@ -1,0 +1,153 @@
+"""The books of a run, which rank 0 keeps: who decided what, how good the weights were, and what goes on after it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from mpi4py import MPI
+
+from hpcsync import __version__, launcher, outputs
+from hpcsync.coordinator import Coordinator
+from hpcsync.deciding import decision_fields
+from hpcsync.disk import NotWritten
+from hpcsync.job import Job
+from hpcsync.job_errors import JobError
+from hpcsync.mpi.deaths import RankFailed
+from hpcsync.mpi.evaluator import Evaluator, Read
+from hpcsync.mpi.phases import Phases
+from hpcsync.mpi.rank_session import Given
+from hpcsync.mpi.saver import Saver
+from hpcsync.mpi.watch import Watch
+from hpcsync.peers import PeerCoordinator
+from hpcsync.progress import Progress, console
+from hpcsync.signals import Interrupted, Suspended
+from hpcsync.traces.provenance import provenance
+from hpcsync.traces.writer import TraceWriter
+
+C = TypeVar("C", Coordinator, PeerCoordinator)
+Clocks = list[tuple[int, str, float, float]]
+
+
+class Books(Generic[C]):
+    """Of one run, from its beginning or from a checkpoint on.
+
+    resumed:  what they said at that checkpoint (`state`).
+    clocks:   rows of the trace's table, of all ranks. phases: what workers are at. measured: root attributes of the
+              trace that were found out on these ranks.
+    decides:  makes the coordinator, which writes into the trace.
+    read:     as the evaluator's.
+    """
+
+    def __init__(
+        self,
+        given: Given,
+        resumed: Mapping[str, Any] | None,
+        clocks: Clocks,
+        phases: Phases,
+        measured: Mapping[str, Any],
+        decides: Callable[[TraceWriter], C],
+        read: Read,
+    ) -> None:
+        job = given.job
+        self._given = given
+        self.trace = _begin_trace(job, given.checkpoints.folder / outputs.TRACE, clocks, measured, resumed)
+        self.coordinator: C = decides(self.trace)
+        self.evaluator = (
+            Evaluator(read, given.model, given.evaluate, job.evaluation.every_samples) if given.evaluate else None
+        )
+        self._console = console()
+        self._progress = Progress(self._console)
+        places = [(rank, host) for rank, host, *_ in clocks[job.cluster.servers :]]
+        self.watch = Watch(self.coordinator, phases, self.trace, places, job.paradigm.bound)
+        if resumed is not None:
+            self.coordinator.restore(resumed["coordinator"])
+            if self.evaluator is not None and resumed["evaluated"] is not None:
+                self.evaluator.go_on(resumed["evaluated"])
+
+    def saver(self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float) -> Saver | None:
+        """Of checkpoints, from now on; None where the ranks have no folder in common."""
+        checkpoints, settings = self._given.checkpoints, self._given.job.checkpoint
+        if not checkpoints.shared:
+            return None
+        return Saver(checkpoints, settings, state, unheard, now_s, self.coordinator.version)
+
+    def state(self, now_s: float, *, evaluated: bool = True) -> dict[str, Any]:
+        """What rank 0 knows of the run at a checkpoint. evaluated: with it, when the next evaluation is due."""
+        self.trace.sync()
+        n_rows = self.trace.n_rows()
+        return {
+            "hpcsync_version": __version__,
+            "job": self._given.job.to_toml(),
+            "now_s": now_s,
+            "starts": n_rows["starts"],
+            "trace_rows": n_rows,
+            "coordinator": self.coordinator.state(),
+            "evaluated": self.evaluator.state() if self.evaluator is not None and evaluated else None,
+        }
+
+    def chores(self, now_s: float) -> None:
+        """What is done between decisions, quickly."""
+        self.trace.flush_if_due(now_s)
+        self._progress.show(now_s, self.coordinator)
+
+    def stop_showing(self) -> None:
+        """How far the run is: training has come to its end."""
+        self._progress.close()
+
+    def judge(self, model: torch.nn.Module, distance: float) -> None:
+        """Save and evaluate the final weights, if there is anything to evaluate, while other ranks still wait; they
+        are safe before that. distance: of the replicas from them."""
+        if self._given.evaluate is None:
+            return
+        self._save(model)
+        loss, accuracy = self._given.evaluate(model)
+        coordinator = self.coordinator
+        coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy, distance)
+
+    def conclude(self, model: torch.nn.Module) -> None:
+        """Close them. What was not evaluated is saved only now: running statistics are complete when all have ended."""
+        if self._given.evaluate is None:
+            self._save(model)
+        self.trace.close("finished")
+        outputs.conclude(self._given.checkpoints.folder, self._console)
+
+    def fail(self, error: BaseException) -> None:
+        """Close those of a run that cannot be finished, and say why."""
+        self._given.checkpoints.abandon()
+        status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        with contextlib.suppress(OSError, RuntimeError):
+            self.trace.close(status)
+        if isinstance(error, Suspended):
+            print(f"hpcsync: interrupted; --resume goes on from {error}", file=sys.stderr)
+        elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
+            print(f"hpcsync: {status}: {error}; the trace so far is {self.trace.path}", file=sys.stderr)
+        elif not isinstance(error, KeyboardInterrupt):
+            traceback.print_exception(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def _save(self, model: torch.nn.Module) -> None:
+        outputs.save_weights(self._given.checkpoints.folder, model)
+
+
+def _begin_trace(
+    job: Job, path: Path, clocks: Clocks, measured: Mapping[str, Any], resumed: Mapping[str, Any] | None
+) -> TraceWriter:
+    library = MPI.Get_library_version().strip("\0 \n")
+    attributes = provenance(job, engine="mpi", mpi_library=library, hosts=[host for _, host, _, _ in clocks])
+    n_rows, start, now_s, seq = None, 0, 0.0, 0
+    if resumed is not None:
+        n_rows, start, now_s = resumed["trace_rows"], resumed["starts"], resumed["now_s"]
+        seq = resumed["coordinator"]["_seq"]
+    trace = TraceWriter(path, {**attributes, **measured}, decision_fields(job), n_rows)
+    trace.append("starts", (start, now_s, seq, attributes["created"], launcher.batch_job()))
+    for row in clocks:
+        trace.append("clocks", (start, *row))
+    trace.flush()
+    return trace
