@@ -231,7 +231,7 @@ def join(
         with aborting(comm, but=(MemoryUnreachable, JobError)):
             if job.steps_on_workers or comm.rank < job.cluster.servers:
                 _load(optimizer, device_of(model))
-            gc.freeze()  # else a collection, of all that torch consists of, stops a rank for 0.16 s, and who waits for it
+            gc.freeze()  # else looking for garbage in all of torch stops a rank for 0.16 s, and who waits for it
             given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate)
             return _kind(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:

@@ -45,7 +45,7 @@ def test_it_trains_on_four_ranks_and_leaves_a_trace(tmp_path: Path) -> None:
 
 @pytest.mark.once
 def test_it_trains_alone_and_leaves_nothing(tmp_path: Path) -> None:
-    program = ended([sys.executable, str(SCRIPT)], cwd=tmp_path)
+    program = ended([sys.executable, str(SCRIPT)], cwd=tmp_path, environ={**os.environ, "OMP_NUM_THREADS": "1"})
     assert program.status == 0, program.err
     assert accuracies(program.out)[0] > 0.9
     assert list(tmp_path.iterdir()) == []
