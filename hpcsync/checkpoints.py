@@ -107,6 +107,11 @@ def newest(folder: Path) -> Path | None:
     return next(iter(reversed(_numbered(folder / FOLDER))), None)
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Of a run in this folder that has no finished checkpoint: what it has begun, if anything."""
+    shutil.rmtree(folder / FOLDER, ignore_errors=True)
+
+
 def number_of(checkpoint: Path | None) -> int:
     """A checkpoint's number, from 1; 0 of none."""
     return 0 if checkpoint is None else int(checkpoint.name)

@@ -263,8 +263,6 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def main() -> None:
-    # Python looks for garbage after every 700 new objects, and when it ends. Of torch's 280,000 none is garbage, but to
-    # see that takes half a second in the beginning, and another in the end.
-    gc.set_threshold(100_000)
+    # Python looks for garbage before it ends: among torch's 280,000 objects, which takes up to a second.
     atexit.register(gc.freeze)
     app(prog_name="hpcsync")

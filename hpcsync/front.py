@@ -23,7 +23,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     if outputs.finished_already(out, resume):
         print(f"finished already: {out}")
         return 0
-    before = outputs.resumed(out, resume)
+    before = outputs.going_on(out, resume)
     job = outputs.job_of(path, overrides, ranks, before)
     jobs.refuse_simulated(job)
     from hpcsync.learning.validation import check
@@ -33,6 +33,8 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     check(job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
     given = out is not None and os.path.exists(out)
+    if resume and before is None:
+        outputs.put_aside(out)
     folder = outputs.choose(job, out, before)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:

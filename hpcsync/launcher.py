@@ -25,6 +25,9 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
+from hpcsync import stragglers
+from hpcsync.stragglers import MARK
+
 TIMED_OUT = 124  # as timeout(1) says it
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -74,16 +77,18 @@ OF_RANKS = (
     *("SLURM", "SRUN_", "PBS_", "LSB_", "PE_HOSTFILE", "PALS_", "FLUX_"),
     # Other hosts that the user named.
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
+    # Of this launch alone.
+    "PRTE_MCA_prte_local_tmpdir_base",
 )
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer one above fits
 
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # what Slurm's srun must be told for ranks to be one world
 
 # Open MPI's mpirun keeps files in a folder named after its process, in this one. It cannot start where there is such a
-# folder already: that of another one with the same number, which was killed. So each has a folder of its own there.
-SESSION_FOLDER = "PRTE_MCA_prte_local_tmpdir_base"
+# folder already: that of another one with the same number, which was killed. So each gets another one, unless the user
+# says where; but not both, which it refuses.
+SESSION_FOLDER, SESSION_FOLDERS = "PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
 
-MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch, so that stragglers can be found
 TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
 
 
@@ -202,7 +207,8 @@ def launch(
     """Run n ranks of this program to their end, and print the command line first; or into `output`, without that.
 
     Interrupted (SIGINT, SIGTERM, SIGHUP) or out of time, it asks the launcher to end its ranks, and after `grace_s`
-    kills whatever is left. Should this process itself be killed, the kernel tells the launcher. SIGUSR1 is passed on.
+    kills whatever is left. Should this process itself be killed, the kernel tells the launcher, and another process
+    kills whatever is left a while later. SIGUSR1 is passed on.
 
     suspends: whether rank 0 ends the run in order when it gets SIGTERM. Then the first one is passed on to it, if it is
     on this node, and nothing else is done.
@@ -214,11 +220,11 @@ def launch(
     mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with that of the launch around this one
     if output is None:
         print(shlex.join(line), flush=True)
-    with _noted_signals() as signums, tempfile.TemporaryDirectory(prefix="hpcsync-", ignore_cleanup_errors=True) as own:
+    with _noted_signals() as signums, _session_folder(environ) as session, stragglers.guarded(mark):
         try:
             process = subprocess.Popen(
                 line,
-                env={SESSION_FOLDER: own, **environ, **_terminal(), MARK: mark},
+                env={**environ, **session, **_terminal(), MARK: mark},
                 stdout=output,
                 stderr=output,
                 stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal
@@ -231,12 +237,25 @@ def launch(
         stopped = process.returncode is None
         if stopped:
             _stop(process, grace_s)
-        _kill_marked(mark)
+        stragglers.kill(mark)
     if timed_out:
         return Ended(TIMED_OUT, None, True)
     signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)
     status = process.returncode if process.returncode >= 0 else 128 - process.returncode
     return Ended(128 + signum if stopped and signum and status == 0 else status, signum)
+
+
+@contextlib.contextmanager
+def _session_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
+    if SESSION_FOLDER in environ or SESSION_FOLDERS in environ:
+        yield {}
+        return
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="hpcsync-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise LaunchError(f"temporary folder: {error.strerror}") from None
+    with folder as name:
+        yield {SESSION_FOLDER: name}
 
 
 def _terminal() -> dict[str, str]:
@@ -297,36 +316,11 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.wait()
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill what is left of this launch on this node: ranks whose launcher died are nobody's children any more."""
-    deadline_s = time.monotonic() + 2.0  # the kernel takes its time to end a process that is busy in it
-    in_vain = 0
-    while in_vain < 3 and time.monotonic() < deadline_s:  # one that is just being started shows no environment
-        pids = _marked(mark)
-        in_vain = 0 if pids else in_vain + 1
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-
-
-def _marked(mark: str) -> dict[int, dict[str, str]]:
-    """The processes of this launch and of launches within it, and their environments."""
-    found = {}
-    for folder in Path("/proc").glob("[0-9]*"):  # there is no /proc outside Linux: then nothing is found
-        with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
-            pairs = os.fsdecode((folder / "environ").read_bytes()).split("\0")
-            environ = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
-            if environ.get(MARK, "").startswith(mark):
-                found[int(folder.name)] = environ
-    return found
-
-
 def _rank_0(mark: str) -> list[int]:
     """The process of this launch that is rank 0, if it is on this node."""
     return [
         pid
-        for pid, environ in _marked(mark).items()
+        for pid, environ in stragglers.find(mark).items()
         if environ[MARK] == mark and under_launcher(environ) and expected_rank(environ) == 0
     ]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hpcsync import gpus, launcher, outputs
-from hpcsync.checkpoints import Checkpoints, Resumed, newest
+from hpcsync.checkpoints import Checkpoints, Resumed
 from hpcsync.disk import NotWritten
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
@@ -113,24 +113,23 @@ def connect(
     checkpoint: as the job file's [checkpoint]: how often all that the run consists of is written into its folder.
     resume:    go on from the newest checkpoint in `out`, if there is one. Loaders then begin after what was trained on,
                and what the script has drawn from Python's, NumPy's and torch's generators goes on with them; what else
-               it keeps from iteration to iteration is its own business. A single process has nothing to go on from.
+               it keeps from iteration to iteration is its own business. A single process cannot: it is refused where
+               there is a checkpoint.
     comm:      the ranks that take part; default: all.
 
     Raises JobError for settings that are not allowed and LaunchError for a launcher that started the ranks wrongly,
     before any training begins.
     """
     comm = comm or world()
-    if resume and out is None:
-        raise JobError("resume: must come with out, the folder of the run that is to go on")
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
     if comm is None or comm.size == 1:
-        if resume and out is not None and newest(Path(out)) is not None:
+        if outputs.going_on(out, resume) is not None:
             raise JobError(f"resume: must come with several ranks: one cannot go on with the run of several in {out}")
         comm, n_workers = None, 2 if paradigm == "stanza" else 1
         options, batches = _alone(options, batches)
     else:
-        before = agree(comm, lambda: outputs.resumed(out, resume))
+        before = agree(comm, lambda: outputs.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
     spec = _spec(optimizer, model)
     job = Job.from_table(
@@ -173,6 +172,8 @@ def connect(
         return LocalSession(job, model, optimizer, evaluate)
     from hpcsync.mpi.arranging import arranged
 
+    if resume and before is None:
+        agree(comm, lambda: outputs.put_aside(out))
     session = join(arranged(comm, job.cluster), job, model, spec, evaluate, out, before)
     session.take_over(optimizer)
     return session
@@ -231,7 +232,8 @@ def join(
         with aborting(comm, but=(MemoryUnreachable, JobError)):
             if job.steps_on_workers or comm.rank < job.cluster.servers:
                 _load(optimizer, device_of(model))
-            gc.freeze()  # else looking for garbage in all of torch stops a rank for 0.16 s, and who waits for it
+            if not gc.get_freeze_count():  # only what is loaded: sessions are garbage when they have ended
+                gc.freeze()  # else looking for garbage in all of torch stops a rank for 0.16 s, and who waits for it
             given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate)
             return _kind(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:

@@ -35,8 +35,8 @@ SUMMARY = "summary.json"
 def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> Path:
     """`out`, or else runs/NAME-TIME/, with a number behind it when that second is taken. Made if it is missing.
 
-    Raises JobError for a folder that cannot be written, or that holds a run's files already, but for the run that goes
-    on from `before` and is still the same job, or a path that is no folder.
+    Raises JobError for a path that is no folder or cannot be written; for a folder that holds a run's files already;
+    or, if its run goes on from `before`, for another job than that.
     """
     folder = _make_new(job) if out is None else Path(out)
     with _telling(folder):
@@ -44,9 +44,10 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
             raise JobError(f"out {folder}: must be a folder")
         if before is not None:
             checkpoints.refuse_other_job(before.job, job)
-        for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoints.FOLDER) if before is None else ():
-            if (folder / name).exists():
-                raise _taken(folder, name)
+        else:
+            for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoints.FOLDER):
+                if (folder / name).exists():
+                    raise _taken(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
@@ -59,27 +60,27 @@ def finished_already(out: str | Path | None, resume: bool) -> bool:
     return resume and out is not None and (Path(out) / SUMMARY).exists()
 
 
-def resumed(out: str | Path | None, resume: bool) -> Resumed | None:
-    """What goes on in this folder. None where a run begins: perhaps again, because there is no checkpoint; then what an
-    attempt without one has left is put aside, under names of its own.
+def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
+    """What goes on in this folder; None where a run begins, perhaps again, because there is no checkpoint.
 
-    Raises JobError for a run that has finished.
+    Raises JobError for a run that has finished, and where nobody said what is to go on.
     """
-    if not resume or out is None:
+    if not resume:
         return None
-    folder = Path(out)
-    if (folder / SUMMARY).exists():
-        raise JobError(f"out {folder}: must hold a run that has not finished; this one has")
-    with _telling(folder):
-        if (before := checkpoints.resumed(folder)) is None:
-            put_aside(folder)
-        return before
+    if out is None:
+        raise JobError("resume: must come with out, the folder of the run that is to go on")
+    if (Path(out) / SUMMARY).exists():
+        raise JobError(f"out {out}: must hold a run that has not finished; this one has")
+    return checkpoints.resumed(Path(out))
 
 
-def put_aside(folder: Path) -> None:
-    """What an attempt has left in the folder gets other names."""
-    for path in [folder / name for name in (TRACE, JOB, WEIGHTS) if (folder / name).exists()]:
-        path.rename(aside(path))
+def put_aside(out: str | Path | None) -> None:
+    """What an attempt without a checkpoint has left in the folder gets names of its own; half a checkpoint goes."""
+    if out is not None:
+        with _telling(Path(out)):
+            checkpoints.remove_unfinished(Path(out))
+            for path in [Path(out) / name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]:
+                path.rename(aside(path))
 
 
 def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before: Resumed | None) -> Job:

@@ -50,8 +50,10 @@ def main(
                 if comm.rank == 0:
                     print(f"finished already: {out}")
                 return 0
-            before = agree(comm, lambda: outputs.resumed(out, resume))
+            before = agree(comm, lambda: outputs.going_on(out, resume))
             job = agree(comm, lambda: outputs.job_of(path, overrides, ranks, before))
+            if resume and before is None:
+                agree(comm, lambda: outputs.put_aside(out))
             train(arranged(comm, job.cluster), job, out, before)
     except JobError as error:
         if comm.rank == 0:

@@ -59,7 +59,9 @@ class Books(Generic[C]):
         self.trace = _begin_trace(job, given.checkpoints.folder / outputs.TRACE, clocks, measured, resumed)
         self.coordinator: C = decides(self.trace)
         self.evaluator = (
-            Evaluator(read, given.model, given.evaluate, job.evaluation.every_samples) if given.evaluate else None
+            Evaluator(read, given.model, given.evaluate, job.evaluation.every_samples)
+            if given.evaluate is not None
+            else None
         )
         self._console = console()
         self._progress = Progress(self._console)
@@ -97,12 +99,12 @@ class Books(Generic[C]):
         self._progress.show(now_s, self.coordinator)
 
     def stop_showing(self) -> None:
-        """How far the run is: training has come to its end."""
+        """Training has come to its end: show no more how far it is."""
         self._progress.close()
 
     def judge(self, model: torch.nn.Module, distance: float) -> None:
-        """Save and evaluate the final weights, if there is anything to evaluate, while other ranks still wait; they
-        are safe before that. distance: of the replicas from them."""
+        """While other ranks still wait: save the final weights, and then evaluate them, if there is anything to
+        evaluate. distance: of the replicas from them."""
         if self._given.evaluate is None:
             return
         self._save(model)

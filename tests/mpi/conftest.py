@@ -3,9 +3,9 @@
 Every rank runs every test. A failure on one rank would leave the others in a collective for ever, so it is told at once
 and ends the job. Only rank 0 reports; a test that needs more ranks than there are is skipped, and says so.
 
-Of a test with many cases only a part runs at each number of ranks, half of two or a third of more, another part at the
-next number and with the other MPI: so every test runs at every number with both, and every case with one or both.
-With `--every-case` all run.
+Of a test with several cases only a part runs at each number of ranks, half of two or a third of more, another part at
+the next number and with the other MPI: so every test runs at every number with both, and every case with one or both.
+With `--every-case` (`make test EVERY_CASE=1`) all run.
 """
 
 from __future__ import annotations

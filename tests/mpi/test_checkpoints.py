@@ -226,4 +226,5 @@ def test_another_job_is_refused_in_one_line(comm, only, folder):
     on_some(comm, longer, torn, resume=True)
     if comm.rank == 0:
         assert len(load(torn / "trace.h5").tables["updates"]) == UPDATES + 5
+        assert Job.from_toml((torn / "job.toml").read_text()) == longer
         assert np.array_equal(load(torn / "trace.h5").tables["updates"]["version"], np.arange(1, UPDATES + 6))

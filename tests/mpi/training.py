@@ -43,7 +43,7 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any, resume: bool = False) ->
 
 def go_on(comm: MPI.Intracomm, job: Job, folder: Path) -> Session:
     """The run in this folder, from its newest checkpoint on."""
-    return train(comm, job, folder, agree(comm, lambda: outputs.resumed(folder, True)))
+    return train(comm, job, folder, agree(comm, lambda: outputs.going_on(folder, True)))
 
 
 def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:

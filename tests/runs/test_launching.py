@@ -34,7 +34,9 @@ def test_ranks_are_one_world_with_our_settings(capfd: pytest.CaptureFixture[str]
 
 def test_what_killed_launchers_have_left_is_in_nobody_s_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Open MPI's leave folders with the numbers of their processes, which come again."""
-    for pid in range(os.getpid(), os.getpid() + 2000):
+    first = subprocess.Popen(["true"])
+    first.wait()
+    for pid in range(first.pid, first.pid + 2000):
         (tmp_path / f"ompi.{pid}").mkdir()
         (tmp_path / f"ompi.{pid}" / f"pmix.{os.uname().nodename}.tool").touch()
     monkeypatch.setenv("TMPDIR", str(tmp_path))

@@ -163,14 +163,14 @@ class Slurm:
             time.sleep(0.1)
         return found
 
-    def left(self, job: str) -> list[str]:
-        """What still runs of a job, on any host."""
-        mark, found = self.show(job)["JobId"], []
+    def left(self, job: str, **environ: str) -> list[psutil.Process]:
+        """What still runs of a job, on any host, with this in its environment."""
+        mark, found = {"SLURM_JOB_ID": self.show(job)["JobId"], **environ}.items(), []
         for i in range(1, 5):
             for process in self.hosts.processes(i):
                 with contextlib.suppress(psutil.Error):  # it ended meanwhile; pid 1 there waits for none of them
-                    if process.environ().get("SLURM_JOB_ID") == mark:
-                        found.append(" ".join(process.cmdline()))
+                    if mark <= process.environ().items():
+                        found.append(process)
         return found
 
     def close(self) -> None:

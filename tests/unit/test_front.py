@@ -231,6 +231,7 @@ def test_a_run_with_servers_goes_on_with_fewer_workers(path: Path, ranks: Ranks)
 def test_without_a_checkpoint_it_begins_and_keeps_what_was_there(path: Path, ranks: Ranks) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
     front.run(path, [], None, Path("o"))
+    Path("o/checkpoints/1.unfinished").mkdir(parents=True)
     ranks.ended, ranks.summary, ranks.status = Ended(0), True, "finished"
     assert front.run(path, [], None, Path("o"), resume=True) == 0
     assert reading.load("o/trace.lost-1.h5").status == "failed"

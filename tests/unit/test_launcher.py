@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync import launcher
+from hpcsync import launcher, stragglers
 from hpcsync.launcher import LaunchError
 
 RANKS = ("OMPI_", "PMI", "SLURM_", "PRTE_", "MPI", "PBS_", "HPCSYNC_")
@@ -260,6 +260,29 @@ def test_a_killed_front_takes_its_ranks_along(mpiexec: Path) -> None:
     front.kill()
     front.wait()
     await_sleepers("4325", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are found on Linux only")
+@pytest.mark.parametrize("guards", [True, False])
+def test_what_a_killed_front_s_launcher_leaves_is_killed(
+    mpiexec: Path, monkeypatch: pytest.MonkeyPatch, guards: bool
+) -> None:
+    """This launcher ends without its ranks when it is told to."""
+    mpiexec.write_text('#!/bin/sh\nshift 2\nsetsid "$@" &\nexec sleep 4329\n')
+    front = start(1, "sleep", "4328")
+    await_sleepers("4328", 1)
+    if not guards:
+        for process in psutil.Process(front.pid).children():
+            if process.cmdline()[2:3] == [stragglers.__file__]:
+                process.kill()
+    front.kill()
+    front.wait()
+    await_sleepers("4329", 0)
+    time.sleep(stragglers.GRACE_S + 1.0)
+    left = sleepers("4328")
+    for process in left:
+        process.kill()
+    assert len(left) == (0 if guards else 1)
 
 
 def test_signals_are_the_caller_s_again_afterwards(mpiexec: Path) -> None:
