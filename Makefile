@@ -7,6 +7,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP = -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 JOB ?= jobs/digits-dssp.toml
 SIZES ?= 1 2 3 5
+TURNS ?= --take-turns  # some cases at each of these numbers of ranks; all of them with TURNS=
 
 run: .venv/ready
 	.venv/bin/hpcsync run $(JOB)
@@ -45,7 +46,7 @@ unit: .venv/ready
 	.venv/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
 
 # Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts and under Slurm. What is marked
-# `once`, because it hardly depends on the MPI, is left to the first. EVERY_CASE=1: see tests/mpi/conftest.py. (Side by side they take little less on two cores.)
+# `once`, because it hardly depends on the MPI, is left to the first. (Side by side they take little less on two cores.)
 ranks: ranks-.venv ranks-.venv-mpich
 
 ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
@@ -53,7 +54,7 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	if ls tests/mpi/test_*.py >/dev/null 2>&1; then \
 	    for n in $(SIZES); do \
 	        $*/bin/python -m hpcsync.launcher -n $$n --timeout 600 -- python -m mpi4py -m pytest -x -q --color=no tests/mpi \
-	            $(if $(filter .venv-mpich,$*),-m "not once") $(if $(EVERY_CASE),--every-case); \
+	            $(if $(filter .venv-mpich,$*),-m "not once") $(TURNS); \
 	    done; \
 	fi; \
 	if ls tests/gpu/test_*.py >/dev/null 2>&1; then \

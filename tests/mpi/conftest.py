@@ -3,15 +3,14 @@
 Every rank runs every test. A failure on one rank would leave the others in a collective for ever, so it is told at once
 and ends the job. Only rank 0 reports; a test that needs more ranks than there are is skipped, and says so.
 
-Of a test with several cases only a part runs at each number of ranks, half of two or a third of more, another part at
-the next number and with the other MPI: so every test runs at every number with both, and every case with one or both.
-With `--every-case` (`make test EVERY_CASE=1`) all run.
+With `--take-turns`, as `make test` has it, of a test with several cases every other one is left to the next number of
+ranks, and to the other MPI: every test runs at every number with both, and every case at some, with one or both.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,28 +25,23 @@ SIZES = (1, 2, 3, 5)  # the numbers of ranks that `make test` runs
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--every-case", action="store_true", help="leave no case to another number of ranks or MPI")
+    parser.addoption("--take-turns", action="store_true", help="leave some cases to other numbers of ranks and MPIs")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("every_case"):
+    if not config.getoption("take_turns"):
         return
-    turn = sum(MPI.COMM_WORLD.size >= size for size in SIZES) + (MPI.get_vendor()[0] == "MPICH")
-    n_cases = Counter(_test(item) for item in items)
-    number: Counter[str] = Counter()
-    left, kept = [], []
-    for item in items:
-        share = min(n_cases[_test(item)], 3)
-        here_only = "only" in item.fixturenames or item.get_closest_marker("once")
-        its_turn = here_only or (number[_test(item)] + turn) % share == 0
-        (kept if its_turn else left).append(item)
-        number[_test(item)] += 1
+    turn = SIZES.index(MPI.COMM_WORLD.size) + (MPI.get_vendor()[0] == "MPICH")
+    kept, left = [], []
+    for _, several in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
+        cases = list(several)
+        for number, item in enumerate(cases):
+            here_only = len(cases) == 1 or "only" in item.fixturenames or item.get_closest_marker("once")
+            # Not simply every other number: those may all have the same value of a parameter.
+            its_turn = here_only or (number + number // 2 + turn) % 2 == 0
+            (kept if its_turn else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
-
-
-def _test(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(trylast=True)
