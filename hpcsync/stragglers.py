@@ -3,7 +3,7 @@
 A launcher that is killed leaves ranks, and so may Open MPI's if it is told to end while it still starts them. The
 process that launches looks for them when the launcher has ended. Should it be killed itself, a guard does.
 
-    python stragglers.py MARK       the guard: reads a byte, which comes when the launch is over
+    python stragglers.py MARK       the guard: waits until its standard input ends
 
 It imports the standard library only, so that it is there at once.
 """
@@ -65,11 +65,11 @@ def guarded(mark: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(BrokenPipeError):  # somebody has killed it
-            guard.communicate(b".")
+        guard.kill()
+        guard.communicate()
 
 
 if __name__ == "__main__":
-    if not sys.stdin.buffer.read(1):
-        time.sleep(GRACE_S)
-        kill(sys.argv[1])
+    sys.stdin.read()  # it ends with the process that has the other end
+    time.sleep(GRACE_S)
+    kill(sys.argv[1])

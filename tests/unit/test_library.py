@@ -9,10 +9,13 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
+import hpcsync
 from hpcsync import connect, device, gpus
+from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.job_errors import JobError
 from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.library import agree
+from tests.unit.jobs import make_job
 
 GENERATOR = torch.Generator().manual_seed(4)
 DATA = TensorDataset(torch.randn(50, 3, generator=GENERATOR), torch.randn(50, 1, generator=GENERATOR))
@@ -244,7 +247,10 @@ def test_settings_that_are_refused(model, make, settings, message):
 
 def test_alone_there_is_nothing_to_go_on_from(model, tmp_path):
     train(model, out=tmp_path / "never", resume=True, stop={"updates": 1})
-    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+    store = Checkpoints(tmp_path / "run", 2, None, shared=True)
+    store.begin(1)
+    store.write(1, RUN, {"hpcsync_version": hpcsync.__version__, "job": make_job().to_toml()})
+    store.commit(1)
     with pytest.raises(JobError, match="^resume: must come with several ranks: one cannot go on with"):
         connect(model, sgd(model), out=tmp_path / "run", resume=True)
 
