@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 
 N_RANKS = 3  # one server
 UPDATES = 200
-INTERRUPTIONS = 4  # then the ranks are left alone
+INTERRUPTIONS = 3  # then the ranks are left alone
 
 # The same ranks train under one paradigm after the other, each run in a folder of its own, from wherever it was; what
 # has finished they leave as it is. Once one of them has died the others end with that run.
