@@ -3,8 +3,9 @@
 Every rank runs every test. A failure on one rank would leave the others in a collective for ever, so it is told at once
 and ends the job. Only rank 0 reports; a test that needs more ranks than there are is skipped, and says so.
 
-With `--take-turns`, as `make test` has it, of a test with several cases every other one is left to the next number of
-ranks, and to the other MPI: every test runs at every number with both, and every case at some, with one or both.
+With `--take-turns`, as `make test` has it, of a test with several cases every third runs (every other one of two), at
+the next number of ranks and with the other MPI another third: so every test runs at every number with both, and every
+case at some number; also where it takes three ranks, or, of a test with two cases, five.
 """
 
 from __future__ import annotations
@@ -31,14 +32,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("take_turns"):
         return
-    turn = SIZES.index(MPI.COMM_WORLD.size) + (MPI.get_vendor()[0] == "MPICH")
+    turn = SIZES.index(MPI.COMM_WORLD.size) - (MPI.get_vendor()[0] == "MPICH")
     kept, left = [], []
     for _, several in itertools.groupby(items, lambda item: item.nodeid.partition("[")[0]):
         cases = list(several)
+        share = min(len(cases), 3)
         for number, item in enumerate(cases):
-            here_only = len(cases) == 1 or "only" in item.fixturenames or item.get_closest_marker("once")
-            # Not simply every other number: those may all have the same value of a parameter.
-            its_turn = here_only or (number + number // 2 + turn) % 2 == 0
+            here_only = "only" in item.fixturenames or item.get_closest_marker("once")
+            # Not simply every third number: those may all have the same value of a parameter.
+            its_turn = here_only or (number + number // share + turn) % share == 0
             (kept if its_turn else left).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left)
