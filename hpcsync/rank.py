@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -55,11 +57,23 @@ def main(
             if resume and before is None:
                 agree(comm, lambda: outputs.put_aside(out))
             train(arranged(comm, job.cluster), job, out, before)
+        _end_apart(comm.rank)
     except JobError as error:
         if comm.rank == 0:
             print(f"hpcsync: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _end_apart(rank: int) -> None:
+    """In a heterogeneous job let rank 0 end last. Slurm's srun (22.05) may wait for ever for a job whose components end
+    at the same moment, although it has heard of every rank's end."""
+    if "SLURM_HET_SIZE" in os.environ:
+        from mpi4py import MPI
+
+        MPI.Finalize()
+        if rank == 0:
+            time.sleep(1.0)
 
 
 def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed | None = None) -> Session:
