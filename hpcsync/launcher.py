@@ -64,6 +64,11 @@ ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes O
 # one that computes for a second for dead.
 TOLERANT = ("--with-ft", "ulfm", "-x", "EVENT_NOEPOLL=1")
 
+# Open MPI's mpirun keeps files in a folder named after its process, in this one. It cannot start where there is such a
+# folder already: that of another one with the same number, which was killed. So each gets another one, unless the user
+# says where; but not both, which it refuses.
+SESSION_FOLDER, SESSION_FOLDERS = "PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
+
 # What a launcher or a batch system puts into the environment of its ranks, by how the names begin. An mpiexec inside
 # would take itself for a part of that job, or look for hosts there.
 OF_RANKS = (
@@ -78,16 +83,11 @@ OF_RANKS = (
     # Other hosts that the user named.
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     # Of this launch alone.
-    "PRTE_MCA_prte_local_tmpdir_base",
+    SESSION_FOLDER,
 )
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer one above fits
 
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # what Slurm's srun must be told for ranks to be one world
-
-# Open MPI's mpirun keeps files in a folder named after its process, in this one. It cannot start where there is such a
-# folder already: that of another one with the same number, which was killed. So each gets another one, unless the user
-# says where; but not both, which it refuses.
-SESSION_FOLDER, SESSION_FOLDERS = "PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
 
 TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
 

@@ -69,7 +69,7 @@ def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
         return None
     if out is None:
         raise JobError("resume: must come with out, the folder of the run that is to go on")
-    if (Path(out) / SUMMARY).exists():
+    if finished_already(out, resume):
         raise JobError(f"out {out}: must hold a run that has not finished; this one has")
     return checkpoints.resumed(Path(out))
 
