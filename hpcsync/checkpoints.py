@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from hpcsync import __version__
-from hpcsync.disk import naming, removing, sync
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
+from hpcsync.system.atomic_files import naming, removing, sync
 
 FOLDER = "checkpoints"
 RUN = "run"  # the name of rank 0's knowledge of the run

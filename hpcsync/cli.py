@@ -15,8 +15,8 @@ import typer
 
 from hpcsync import __version__
 from hpcsync.job_errors import JobError
-from hpcsync.launcher import LaunchError, expected_rank, under_launcher
-from hpcsync.signals import left_to_rank_0
+from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
+from hpcsync.system.signals import left_to_rank_0
 
 app = typer.Typer(
     help="Train PyTorch models under any synchronisation paradigm, and see what each one costs.",

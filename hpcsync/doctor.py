@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync import launcher
 from hpcsync.mpi import shared_memory as windows
-from hpcsync.probes import ProbeError, probe
-from hpcsync.rehearsal import Rehearsed, fastest, reason, rehearse
+from hpcsync.system import launcher
+from hpcsync.system.subprocess_probe import ProbeError, probe
+from hpcsync.system.window_trials import Rehearsed, fastest, reason, rehearse
 
 PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
 SHM_BYTES = 256 * 2**20

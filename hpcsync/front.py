@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcsync import gpus, launcher
 from hpcsync import job as jobs
-from hpcsync.signals import TO_BE_RESUMED
+from hpcsync.system import gpu_selection, launcher
+from hpcsync.system.signals import TO_BE_RESUMED
 
 
 def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None, resume: bool = False) -> int:
@@ -62,8 +62,8 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
 
 def _refuse_without_gpu(device: str, window: str) -> None:
     """Where the ranks will be on this node. Elsewhere they have to find out for themselves."""
-    if gpus.needed(device, window) and launcher.on_this_node(os.environ):
-        gpus.choose(device, window, gpus.found())
+    if gpu_selection.needed(device, window) and launcher.on_this_node(os.environ):
+        gpu_selection.choose(device, window, gpu_selection.found())
 
 
 def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from: Path | None) -> int:

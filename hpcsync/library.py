@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hpcsync import gpus, launcher, outputs
+from hpcsync import outputs
 from hpcsync.checkpoints import Checkpoints, Resumed
-from hpcsync.disk import NotWritten
 from hpcsync.job import Job, default_servers
 from hpcsync.job_errors import JobError
 from hpcsync.job_paradigms import AllReduce, Stanza
@@ -26,6 +25,8 @@ from hpcsync.learning.validation import check_model
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.local_session import LocalSession
 from hpcsync.session import Session
+from hpcsync.system import gpu_selection, launcher
+from hpcsync.system.atomic_files import NotWritten
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -42,10 +43,10 @@ def device() -> torch.device:
     Call it before anything else uses a GPU, and before mpi4py.MPI is imported: an MPI that knows GPUs looks at the
     current one when it starts.
     """
-    found = gpus.found()
+    found = gpu_selection.found()
     if launcher.expected_rank() == 0:
         print(found.unused, end="", flush=True)
-    return gpus.claim(gpus.choose("auto", "auto", found))
+    return gpu_selection.claim(gpu_selection.choose("auto", "auto", found))
 
 
 def connect(

@@ -16,10 +16,10 @@ from rich.console import Console
 from hpcsync import checkpoints
 from hpcsync import job as jobs
 from hpcsync.checkpoints import Resumed
-from hpcsync.disk import aside, removing, whole
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.job_paradigms import Stanza
+from hpcsync.system.atomic_files import aside, removing, whole
 from hpcsync.traces.reading import opened
 from hpcsync.traces.summary import summarize, table
 

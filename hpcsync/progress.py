@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from hpcsync.launcher import TERMINAL, under_launcher
+from hpcsync.system.launcher import TERMINAL, under_launcher
 
 TERMINAL_EVERY_S = 0.25
 FILE_EVERY_S = 2.0

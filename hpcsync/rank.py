@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcsync import gpus, outputs
 from hpcsync import job as jobs
+from hpcsync import outputs
 from hpcsync.checkpoints import Resumed
 from hpcsync.job import Job, Script
 from hpcsync.job_errors import JobError
@@ -25,6 +25,7 @@ from hpcsync.learning.workloads import build, import_beside
 from hpcsync.library import aborting, agree, join, world
 from hpcsync.separating import resolved
 from hpcsync.session import Session
+from hpcsync.system import gpu_selection
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -37,10 +38,10 @@ def main(
 
     Raises LaunchError for a launcher that started the ranks wrongly.
     """
-    if not (found := gpus.found()).why:  # an MPI that knows GPUs looks at the current one when it starts
+    if not (found := gpu_selection.found()).why:  # an MPI that knows GPUs looks at the current one when it starts
         with suppress(JobError):  # told below, once
             cluster = jobs.load(path, overrides, ranks).cluster
-            gpus.claim(gpus.choose(cluster.device, cluster.window, found))
+            gpu_selection.claim(gpu_selection.choose(cluster.device, cluster.window, found))
     comm = world()
     assert comm is not None, "called on a rank"
     from hpcsync.mpi.arranging import arranged
@@ -104,7 +105,7 @@ def _device(comm: MPI.Intracomm, job: Job) -> torch.device:
     from hpcsync.mpi.placement import gpus_of_all
 
     found = gpus_of_all(comm)
-    chosen = gpus.choose(asked, window, found)
+    chosen = gpu_selection.choose(asked, window, found)
     if comm.rank == 0:
         print(found.unused, end="", flush=True)
-    return gpus.claim(chosen)
+    return gpu_selection.claim(chosen)

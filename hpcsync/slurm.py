@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpcsync import job as jobs
-from hpcsync import launcher
 from hpcsync.job_errors import JobError
+from hpcsync.system import launcher
 
 WARNING_S = (
     120  # before the end of its time a preemptible job is asked to write a checkpoint; Slurm may be a minute early

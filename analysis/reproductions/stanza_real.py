@@ -17,11 +17,12 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from hpcsync import launcher, outputs
+from hpcsync import outputs
 from hpcsync.job import Job
 from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.workloads import build
 from hpcsync.separating import resolved
+from hpcsync.system import launcher
 from hpcsync.traces.reading import load
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import finished, simulate_all

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from hpcsync import __version__, gpus, launcher
+from hpcsync import __version__
 from hpcsync.bench.figures import Figure, table
 from hpcsync.bench.machine import machine, versions
 from hpcsync.job_errors import JobError, did_you_mean, shown
-from hpcsync.rehearsal import reason, rehearse, serving
+from hpcsync.system import gpu_selection, launcher
+from hpcsync.system.window_trials import reason, rehearse, serving
 
 
 class Target(NamedTuple):
@@ -64,7 +65,7 @@ def main(targets: Sequence[str], path: str | Path | None = None, device: str = "
     written, before anything is measured.
     """
     chosen = parse(targets, device)
-    if device == "cuda" and (why := gpus.found().why):
+    if device == "cuda" and (why := gpu_selection.found().why):
         raise JobError(f"--device cuda: {why}")
     if path is not None:
         try:

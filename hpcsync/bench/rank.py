@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from hpcsync import gpus
+from hpcsync.system import gpu_selection
 
 
 def main(target: str, path: str, device: str = "cpu", kind: str = "") -> None:
@@ -16,7 +16,7 @@ def main(target: str, path: str, device: str = "cpu", kind: str = "") -> None:
 
     device, kind: where tensors lie and which windows they move in, for a target that moves some.
     """
-    claimed = gpus.claim(device)  # before MPI begins, which then finds the GPU that is in use
+    claimed = gpu_selection.claim(device)  # before MPI begins, which then finds the GPU that is in use
     from mpi4py import MPI
 
     from hpcsync.mpi.tensor_window import Transport

@@ -12,10 +12,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from mpi4py import MPI
 
-from hpcsync import __version__, launcher, outputs
+from hpcsync import __version__, outputs
 from hpcsync.coordinator import Coordinator
 from hpcsync.deciding import decision_fields
-from hpcsync.disk import NotWritten
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.mpi.deaths import RankFailed
@@ -26,7 +25,9 @@ from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.watch import Watch
 from hpcsync.peers import PeerCoordinator
 from hpcsync.progress import Progress, console
-from hpcsync.signals import Interrupted, Suspended
+from hpcsync.system import launcher
+from hpcsync.system.atomic_files import NotWritten
+from hpcsync.system.signals import Interrupted, Suspended
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter
 

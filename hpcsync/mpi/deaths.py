@@ -19,8 +19,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcsync import launcher
 from hpcsync.job_errors import JobError
+from hpcsync.system import launcher
 
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 

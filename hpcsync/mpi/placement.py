@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync import gpus
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError, shown
 from hpcsync.mpi.attempt import COUNT, attempt
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import HOST, Transport
-from hpcsync.rehearsal import ON_A_NODE, Rehearsed, fastest, reason, rehearse
+from hpcsync.system import gpu_selection
+from hpcsync.system.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 
 BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
 
@@ -39,16 +39,16 @@ class Placement(NamedTuple):
             "window_reason": self.why,
             "gpus": "\n".join(self.used),
         }
-        return {**found, **gpus.versions()} if self.used else found
+        return {**found, **gpu_selection.versions()} if self.used else found
 
     def lines(self) -> list[str]:
         """What the user is told when the run starts: nothing where there was nothing to choose."""
         return [*self.used, f"window: {self.transport.kind} ({self.why})"] if self.used else []
 
 
-def gpus_of_all(comm: MPI.Intracomm) -> gpus.Found:
+def gpus_of_all(comm: MPI.Intracomm) -> gpu_selection.Found:
     """What every rank can use. Collective."""
-    return gpus.common(comm.allgather((comm.rank, socket.gethostname(), gpus.found())))
+    return gpu_selection.common(comm.allgather((comm.rank, socket.gethostname(), gpu_selection.found())))
 
 
 def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
@@ -60,7 +60,7 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
         return Placement()
     if lacking := gpus_of_all(comm).why:
         raise JobError(f"model: must be on the CPU: {lacking}")
-    used = comm.allgather((comm.rank, socket.gethostname(), gpus.describe(device)))
+    used = comm.allgather((comm.rank, socket.gethostname(), gpu_selection.describe(device)))
     asked, patience = job.cluster.window, Patience(comm)
     kinds = _kinds(asked, patience.one_node)
     found = rehearse(kinds) if comm.rank == 0 else []
@@ -71,7 +71,7 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
         raise JobError(f'cluster.device = "cuda": must be "cpu" here, no kind of window serves: {reason(found)}')
     if kind is None:
         raise JobError(f"cluster.window = {shown(asked)}: must be another here: {reason(found)}")
-    return Placement(Transport(kind, device), reason(found, kind), tuple(gpus.users(used)))
+    return Placement(Transport(kind, device), reason(found, kind), tuple(gpu_selection.users(used)))
 
 
 def _kinds(asked: str, one_node: bool) -> Sequence[str]:

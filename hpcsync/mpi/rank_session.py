@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync import launcher
 from hpcsync.checkpoints import Checkpoints
-from hpcsync.disk import NotWritten
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.learning.flat import FlatModel
@@ -28,7 +26,9 @@ from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.placement import Placement
 from hpcsync.session import Session
-from hpcsync.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
+from hpcsync.system import launcher
+from hpcsync.system.atomic_files import NotWritten
+from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
 
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
 

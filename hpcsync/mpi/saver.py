@@ -10,7 +10,7 @@ from typing import Any
 from hpcsync.checkpoints import RUN, Checkpoints, number_of
 from hpcsync.job_checkpoint import Checkpoint
 from hpcsync.mpi import wire
-from hpcsync.signals import Suspended, interrupt
+from hpcsync.system.signals import Suspended, interrupt
 
 Record = tuple[Any, ...]
 

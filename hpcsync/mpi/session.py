@@ -27,7 +27,7 @@ from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.roles import Roles
-from hpcsync.signals import interrupt, on_signals
+from hpcsync.system.signals import interrupt, on_signals
 
 
 class LinkedSession(RankSession):

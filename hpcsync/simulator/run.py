@@ -16,16 +16,16 @@ from rich.console import Console
 from hpcsync import outputs
 from hpcsync.coordinator import Coordinator, Recorder
 from hpcsync.deciding import create_paradigm, decision_fields
-from hpcsync.disk import NotWritten
 from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import PeerCoordinator
 from hpcsync.progress import Progress
 from hpcsync.separating import resolved
-from hpcsync.signals import Interrupted, interrupt, on_signals
 from hpcsync.simulator import cluster, links, peers
 from hpcsync.simulator.simulation import Simulation
+from hpcsync.system.atomic_files import NotWritten
+from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.traces import comparing
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.reading import load

@@ -29,7 +29,7 @@ from typing import IO, Any, Self
 import h5py
 import numpy as np
 
-from hpcsync.disk import aside, naming
+from hpcsync.system.atomic_files import aside, naming
 from hpcsync.traces.schema import (
     CHANGES,
     FORMAT,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcsync import gpus
+from hpcsync.system import gpu_selection
 
-FOUND = gpus.found()
-DEVICE = gpus.claim("cpu" if FOUND.why else "cuda")
+FOUND = gpu_selection.found()
+DEVICE = gpu_selection.claim("cpu" if FOUND.why else "cuda")

@@ -12,7 +12,7 @@ from hpcsync.job_errors import JobError
 from hpcsync.mpi import cuda, placement
 from hpcsync.mpi.node_memory import HostMemory
 from hpcsync.mpi.tensor_window import NodeWindow
-from hpcsync.rehearsal import fastest
+from hpcsync.system.window_trials import fastest
 from hpcsync.traces.reading import load
 from tests.gpu.device import DEVICE
 from tests.mpi.test_placement import job

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 
 NETWORK = "10.87.0"
 AGENT = Path(__file__).with_name("agent")

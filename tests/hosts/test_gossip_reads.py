@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from tests.hosts.namespaces import Hosts, Unavailable
 
 AT_ONCE_S = 0.5  # 4 MB take 0.03 s at 1 Gbit/s; the rest is for the machine's other business

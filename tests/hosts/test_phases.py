@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from tests.hosts.namespaces import Hosts, Unavailable
 
 pytestmark = pytest.mark.hosts

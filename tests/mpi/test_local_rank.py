@@ -2,7 +2,7 @@
 
 from mpi4py import MPI
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 
 
 def test_ranks_of_a_node_are_numbered_as_mpi_numbers_them(comm: MPI.Intracomm) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcsync import gpus
-from hpcsync.gpus import Found, Gpu
 from hpcsync.job import Job
 from hpcsync.job_errors import JobError
 from hpcsync.mpi import patience, placement
 from hpcsync.mpi.attempt import Attempt
 from hpcsync.mpi.placement import Placement, place
 from hpcsync.mpi.tensor_window import Transport
-from hpcsync.rehearsal import Rehearsed
+from hpcsync.system import gpu_selection
+from hpcsync.system.gpu_selection import Found, Gpu
+from hpcsync.system.window_trials import Rehearsed
 
 GPU = torch.device("cuda", 0)
 
@@ -57,9 +57,9 @@ def machine(comm, monkeypatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(placement, "rehearse", machine.rehearse)
     monkeypatch.setattr(placement, "attempt", machine.attempt)
-    monkeypatch.setattr(gpus, "found", lambda: machine.found)
-    monkeypatch.setattr(gpus, "describe", lambda device: Gpu("H200", "0000:01"))
-    monkeypatch.setattr(gpus, "versions", lambda: {"cupy_version": "14"})
+    monkeypatch.setattr(gpu_selection, "found", lambda: machine.found)
+    monkeypatch.setattr(gpu_selection, "describe", lambda device: Gpu("H200", "0000:01"))
+    monkeypatch.setattr(gpu_selection, "versions", lambda: {"cupy_version": "14"})
     return machine
 
 
@@ -144,8 +144,8 @@ def test_trial_and_confirmation_with_host_memory_in_the_place_of_gpus(comm, need
     needs(2)
     if comm.size > 2:
         pytest.skip("on two ranks")
-    monkeypatch.setattr(gpus, "found", lambda: Found(1, ""))
-    monkeypatch.setattr(gpus, "describe", lambda device: Gpu("none", "0000:01"))
+    monkeypatch.setattr(gpu_selection, "found", lambda: Found(1, ""))
+    monkeypatch.setattr(gpu_selection, "describe", lambda device: Gpu("none", "0000:01"))
     monkeypatch.setattr(placement, "Transport", lambda kind, device: Transport(kind))
     found = place(comm, job(), GPU)
     assert found.why.count("4 MB there and back in") == 3 and found.why.startswith(f"{found.transport.kind}: ")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 
 MARK = "HPCSYNC_TEST"
 LIMIT_S = 100.0

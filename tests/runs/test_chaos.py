@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from tests.runs.processes import Program, started
@@ -73,7 +73,7 @@ for paradigm, options in PARADIGMS.items():
 N_PARADIGMS = 11
 START = """
 import sys
-from hpcsync.launcher import launch
+from hpcsync.system.launcher import launch
 tolerant = sys.argv[2] == "continue"
 sys.exit(launch({n}, ["python", "-m", "mpi4py", *sys.argv[1:]], suspends=True, tolerant=tolerant).status)
 """

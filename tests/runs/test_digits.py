@@ -11,9 +11,9 @@ import pytest
 from safetensors.torch import load_file
 
 from hpcsync import job as jobs
-from hpcsync import launcher
 from hpcsync.job import Job
 from hpcsync.learning.workloads import build
+from hpcsync.system import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from tests.runs.processes import Program, ended, hpcsync, mpiexec

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
-from hpcsync import gpus
-from hpcsync.rehearsal import ON_A_NODE, rehearse
+from hpcsync.system import gpu_selection
+from hpcsync.system.window_trials import ON_A_NODE, rehearse
 
 ENVIRON = {**os.environ, "COLUMNS": "200"}
 
@@ -39,6 +39,6 @@ def test_windows_are_tried_in_a_child_job() -> None:
     """With host memory in a GPU's place, where there is none."""
     found = rehearse()
     assert [one.kind for one in found] == list(ON_A_NODE)
-    assert all(one.took_s is not None for one in found if one.kind != "mpi" or gpus.found().why)
+    assert all(one.took_s is not None for one in found if one.kind != "mpi" or gpu_selection.found().why)
     (nothing,) = rehearse(["nothing"])
     assert nothing.took_s is None and "transport of kind 'nothing'" in nothing.failure

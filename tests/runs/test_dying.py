@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from tests.runs.processes import GONE_S, Program, hpcsync, mpiexec, started
@@ -36,7 +36,7 @@ WITHOUT_SERVER = ("allreduce", "gossip")
 WORKLOAD = """
 import os
 import torch
-from hpcsync.launcher import expected_rank
+from hpcsync.system.launcher import expected_rank
 from hpcsync.learning.workloads import Workload
 
 def loss(model, x):

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from tests.runs.processes import RANK_VARIABLES, ended, started
 
 # A rank that is up says so at once: MPICH mixes what comes in pieces.
@@ -119,7 +119,7 @@ def test_another_mpi_s_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capf
 PROBE = """
 import os
 from mpi4py import MPI
-from hpcsync.probes import probe
+from hpcsync.system.subprocess_probe import probe
 world = MPI.COMM_WORLD
 found = (probe("world", ranks=2), probe("library")["thread"]) if world.rank == 0 else None
 os.write(1, f"rank {world.size} {world.bcast(found)}{chr(10)}".encode())
@@ -175,7 +175,18 @@ def test_a_launch_within_a_launch_ends_with_it(victim: str, signum: int) -> None
 
 
 def launching(n: int, *arguments: str) -> list[str]:
-    return [sys.executable, "-m", "hpcsync.launcher", "-n", str(n), "--timeout", "90", "--", "python", *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "hpcsync.system.launcher",
+        "-n",
+        str(n),
+        "--timeout",
+        "90",
+        "--",
+        "python",
+        *arguments,
+    ]
 
 
 def is_rank_0(process: psutil.Process) -> bool:
@@ -183,7 +194,7 @@ def is_rank_0(process: psutil.Process) -> bool:
 
 
 def start(n: int, code: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "hpcsync.launcher", "-n", str(n), "--", "python", "-c", code]
+    argv = [sys.executable, "-m", "hpcsync.system.launcher", "-n", str(n), "--", "python", "-c", code]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 

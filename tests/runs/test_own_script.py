@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from tests.runs.processes import ended, mpiexec

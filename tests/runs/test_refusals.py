@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from tests.runs.processes import ended, hpcsync, mpiexec
 
 pytestmark = pytest.mark.once

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import COMPUTING

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import DIED, LEFT

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from hpcsync import checkpoints
 from hpcsync.job import load as load_job
-from hpcsync.signals import TO_BE_RESUMED
 from hpcsync.simulator.run import simulate
+from hpcsync.system.signals import TO_BE_RESUMED
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from tests.runs.processes import ended, hpcsync, started

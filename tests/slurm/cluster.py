@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from hpcsync import launcher
+from hpcsync.system import launcher
 from tests.hosts.namespaces import NETWORK, Hosts, Unavailable
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")

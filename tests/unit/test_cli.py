@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import hpcsync
 from hpcsync import __version__, cli, front
 from hpcsync.job_errors import JobError
-from hpcsync.launcher import LaunchError
+from hpcsync.system.launcher import LaunchError
 
 
 @pytest.fixture

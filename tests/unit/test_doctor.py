@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync import doctor, launcher
+from hpcsync import doctor
 from hpcsync.doctor import Finding, ProbeError
-from hpcsync.rehearsal import Rehearsed
+from hpcsync.system import launcher
+from hpcsync.system.window_trials import Rehearsed
 
 GOOD = {
     "packages": {"numpy": "2", "torch": "3"},
@@ -189,6 +190,6 @@ def test_a_probe_that_crashes(
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
     pretend(monkeypatch, tmp_path, "exec sleep 60")
-    monkeypatch.setattr("hpcsync.probes.LIMIT_S", 0.3)
+    monkeypatch.setattr("hpcsync.system.subprocess_probe.LIMIT_S", 0.3)
     with pytest.raises(ProbeError, match="^hangs: no end after 0 s$"):
         doctor.probe("world", ranks=ranks)

@@ -6,11 +6,12 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpcsync import __version__, front, launcher, outputs
+from hpcsync import __version__, front, outputs
 from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.job import Job, load
 from hpcsync.job_errors import JobError
-from hpcsync.launcher import Ended, LaunchError
+from hpcsync.system import launcher
+from hpcsync.system.launcher import Ended, LaunchError
 from hpcsync.traces import reading
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.writer import TraceWriter

@@ -25,7 +25,7 @@ def loaded(code: str) -> set[str]:
     [
         "import hpcsync; hpcsync.__version__",
         "import hpcsync.job",
-        "import hpcsync.launcher",
+        "import hpcsync.system.launcher",
         "import hpcsync.cli, contextlib\nwith contextlib.suppress(SystemExit): hpcsync.cli.app(['--help'])",
         "import hpcsync.paradigms",
     ],

@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
-from hpcsync import connect, device, gpus
+from hpcsync import connect, device
 from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.job_errors import JobError
 from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.library import agree
+from hpcsync.system import gpu_selection
 from tests.unit.jobs import make_job
 
 GENERATOR = torch.Generator().manual_seed(4)
@@ -256,10 +257,10 @@ def test_alone_there_is_nothing_to_go_on_from(model, tmp_path):
 
 
 def test_a_script_gets_the_device_that_there_is(monkeypatch):
-    monkeypatch.setattr(gpus, "found", lambda: gpus.Found(0, "torch sees no GPU"))
+    monkeypatch.setattr(gpu_selection, "found", lambda: gpu_selection.Found(0, "torch sees no GPU"))
     assert device() == torch.device("cpu")
-    monkeypatch.setattr(gpus, "found", lambda: gpus.Found(2, ""))
-    monkeypatch.setattr(gpus, "claim", lambda kind: torch.device(kind, 1))
+    monkeypatch.setattr(gpu_selection, "found", lambda: gpu_selection.Found(2, ""))
+    monkeypatch.setattr(gpu_selection, "claim", lambda kind: torch.device(kind, 1))
     assert device() == torch.device("cuda", 1)
 
 

@@ -10,10 +10,10 @@ import pytest
 
 from hpcsync import bench
 from hpcsync.bench import BenchError, Target
-from hpcsync.gpus import Found
 from hpcsync.job_errors import JobError
-from hpcsync.launcher import Ended
-from hpcsync.rehearsal import Rehearsed
+from hpcsync.system.gpu_selection import Found
+from hpcsync.system.launcher import Ended
+from hpcsync.system.window_trials import Rehearsed
 
 
 def test_nothing_asked_for_is_everything():

@@ -1,6 +1,6 @@
 """What is tried in processes of their own, because each of these may crash or hang.
 
-python -m hpcsync.probes NAME RESULT.json ARGUMENT...       (`world`, `passive` and `windows` on two ranks)
+python -m hpcsync.system.subprocess_probe NAME RESULT.json ARGUMENT...       (`world`, `passive` and `windows` on two ranks)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from hpcsync import gpus, launcher
+from hpcsync.system import gpu_selection, launcher
 
 LIMIT_S = 60.0
 BUSY_S = 0.5
@@ -40,7 +40,7 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         runner = ["-m", "mpi4py"] if ranks else []  # it ends all ranks when one fails
-        argv = [sys.executable, *runner, "-m", "hpcsync.probes", name, str(result), *arguments]
+        argv = [sys.executable, *runner, "-m", "hpcsync.system.subprocess_probe", name, str(result), *arguments]
         with open(Path(folder) / "output", "w+b") as output:
             if ranks:
                 ended = launcher.launch(ranks, argv, timeout_s=LIMIT_S, output=output)
@@ -118,7 +118,7 @@ def passive() -> dict[str, Any]:
 def gpu() -> dict[str, Any]:
     """What there is of CUDA: devices, why they cannot be used, the version of CuPy if they can, and whether the MPI
     library says it can send from their memory."""
-    found: dict[str, Any] = {**gpus.found()._asdict(), "cupy": None}
+    found: dict[str, Any] = {**gpu_selection.found()._asdict(), "cupy": None}
     if not found["why"]:
         import cupy
 
@@ -138,7 +138,7 @@ def takes_device_pointers() -> bool | None:
 
 def windows(*kinds: str) -> dict[str, Any]:
     """A transfer there and back through each of these kinds of windows, on GPUs if there are any to use."""
-    device = gpus.claim(gpus.choose("auto", "auto", gpus.found()))
+    device = gpu_selection.claim(gpu_selection.choose("auto", "auto", gpu_selection.found()))
     from mpi4py import MPI
 
     from hpcsync.mpi.attempt import Attempt, attempt

@@ -7,9 +7,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from hpcsync import gpus
-from hpcsync.gpus import Found, Gpu
 from hpcsync.job_errors import JobError
+from hpcsync.system import gpu_selection
+from hpcsync.system.gpu_selection import Found, Gpu
 
 NONE = Found(0, "torch sees no GPU")
 TWO = Found(2, "")
@@ -49,14 +49,14 @@ def two(monkeypatch: pytest.MonkeyPatch) -> CuPy:
 
 
 def test_two_gpus_are_found(two: CuPy) -> None:
-    assert gpus.found() == TWO
+    assert gpu_selection.found() == TWO
 
 
 @pytest.mark.parametrize(("built_for", "why"), [("13.0", NONE.why), (None, "torch is built without CUDA")])
 def test_torch_has_no_gpu(two: CuPy, monkeypatch: pytest.MonkeyPatch, built_for: str | None, why: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", built_for)
-    assert gpus.found() == Found(0, why)
+    assert gpu_selection.found() == Found(0, why)
 
 
 @pytest.mark.parametrize(("found", "told"), [(NONE, ""), (TWO, ""), (UNUSABLE, f"GPUs are not used: {UNUSABLE.why}\n")])
@@ -69,7 +69,7 @@ def test_torch_that_fails(two: CuPy, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no driver\nat all")
 
     monkeypatch.setattr(torch.cuda, "is_available", fail)
-    assert gpus.found() == (0, "torch does not work: no driver")
+    assert gpu_selection.found() == (0, "torch does not work: no driver")
 
 
 @pytest.mark.parametrize(
@@ -91,17 +91,17 @@ def test_cupy_that_does_not_serve(two: CuPy, monkeypatch: pytest.MonkeyPatch, cu
         monkeypatch.setattr(sys, "path", [])
     else:
         monkeypatch.setitem(sys.modules, "cupy", cupy)
-    assert gpus.found() == (2, why)
+    assert gpu_selection.found() == (2, why)
 
 
 def test_looking_needs_neither_gpu_nor_cupy() -> None:
     """On this machine, whatever it is."""
-    found = gpus.found()
+    found = gpu_selection.found()
     assert (found.devices > 0) or found.why.startswith("torch ")
 
 
 def test_importing_is_light() -> None:
-    code = "import sys, hpcsync.gpus, hpcsync.probes; sys.exit(bool({'torch', 'cupy', 'mpi4py'} & sys.modules.keys()))"
+    code = "import sys, hpcsync.system.gpu_selection, hpcsync.system.subprocess_probe; sys.exit(bool({'torch', 'cupy', 'mpi4py'} & sys.modules.keys()))"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -125,7 +125,7 @@ def test_importing_is_light() -> None:
     ],
 )
 def test_the_device_of_a_run(device: str, window: str, found: Found, chosen: str) -> None:
-    assert gpus.choose(device, window, found) == chosen
+    assert gpu_selection.choose(device, window, found) == chosen
 
 
 @pytest.mark.parametrize(
@@ -140,15 +140,15 @@ def test_the_device_of_a_run(device: str, window: str, found: Found, chosen: str
     ],
 )
 def test_what_needs_a_gpu_is_refused_without_one(device: str, window: str, found: Found, message: str) -> None:
-    assert gpus.needed(device, window)
+    assert gpu_selection.needed(device, window)
     with pytest.raises(JobError) as caught:
-        gpus.choose(device, window, found)
+        gpu_selection.choose(device, window, found)
     assert str(caught.value) == message
 
 
 def test_what_needs_no_gpu() -> None:
     assert not any(
-        gpus.needed(*asked) for asked in [("auto", "auto"), ("auto", "host"), ("cpu", "auto"), ("cpu", "host")]
+        gpu_selection.needed(*asked) for asked in [("auto", "auto"), ("auto", "host"), ("cpu", "auto"), ("cpu", "host")]
     )
 
 
@@ -157,7 +157,7 @@ def test_what_needs_no_gpu() -> None:
 
 @pytest.mark.parametrize(("local_rank", "devices", "index"), [(0, 1, 0), (3, 1, 0), (1, 4, 1), (5, 4, 1), (7, 2, 1)])
 def test_ranks_of_a_node_take_gpus_in_turn(local_rank: int, devices: int, index: int) -> None:
-    assert gpus.index({"OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank)}, devices) == index
+    assert gpu_selection.index({"OMPI_COMM_WORLD_LOCAL_RANK": str(local_rank)}, devices) == index
 
 
 def test_a_claimed_gpu_is_current_for_both(two: CuPy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,13 +165,13 @@ def test_a_claimed_gpu_is_current_for_both(two: CuPy, monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
-    device = gpus.claim("cuda")
+    device = gpu_selection.claim("cuda")
     assert (device, current, two.used) == (torch.device("cuda", 1), [1], [1])
-    assert gpus.describe(device) == Gpu("GPU of cuda:1", "0000:01:00.0")
+    assert gpu_selection.describe(device) == Gpu("GPU of cuda:1", "0000:01:00.0")
 
 
 def test_the_cpu_is_nobody_s() -> None:
-    assert gpus.claim("cpu") == torch.device("cpu")
+    assert gpu_selection.claim("cpu") == torch.device("cpu")
 
 
 # ---- who shares ----
@@ -205,7 +205,7 @@ A, B = Gpu("NVIDIA H200", "0000:01:00.0"), Gpu("NVIDIA H200", "0000:02:00.0")
     ],
 )
 def test_one_line_for_each_gpu(rows: list[tuple[int, str, Gpu]], lines: list[str]) -> None:
-    assert gpus.users(rows) == lines
+    assert gpu_selection.users(rows) == lines
 
 
 NOTHING, HERE = Found(0, "torch sees no GPU"), Found(2, "")
@@ -222,4 +222,4 @@ NOTHING, HERE = Found(0, "torch sees no GPU"), Found(2, "")
     ],
 )
 def test_what_one_rank_lacks_none_uses(everybody: list[Found], common: Found) -> None:
-    assert gpus.common([(rank, f"n{rank}", found) for rank, found in enumerate(everybody)]) == common
+    assert gpu_selection.common([(rank, f"n{rank}", found) for rank, found in enumerate(everybody)]) == common

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-HEAD = "import signal, time, os\nfrom hpcsync.signals import *\n"
+HEAD = "import signal, time, os\nfrom hpcsync.system.signals import *\n"
 LISTENING = {
     "on_signals": "heard = []\nwith on_signals(heard.append):\n    pass\n",
     "SignalListener": "listener, heard = SignalListener(), []\n"

@@ -1,6 +1,6 @@
 """Starting MPI ranks, and ending them: the launcher beside the running Python, its settings, and nothing left behind.
 
-    python -m hpcsync.launcher -n 3 --timeout 300 -- python -m mpi4py -m pytest -x tests/mpi
+    python -m hpcsync.system.launcher -n 3 --timeout 300 -- python -m mpi4py -m pytest -x tests/mpi
 
 This module imports no MPI: it runs in the process that starts the ranks, never to become one itself.
 """
@@ -25,8 +25,8 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, NamedTuple
 
-from hpcsync import stragglers
-from hpcsync.stragglers import MARK
+from hpcsync.system import process_cleanup
+from hpcsync.system.process_cleanup import MARK
 
 TIMED_OUT = 124  # as timeout(1) says it
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -220,7 +220,7 @@ def launch(
     mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with that of the launch around this one
     if output is None:
         print(shlex.join(line), flush=True)
-    with _noted_signals() as signums, _session_folder(environ) as session, stragglers.guarded(mark):
+    with _noted_signals() as signums, _session_folder(environ) as session, process_cleanup.guarded(mark):
         try:
             process = subprocess.Popen(
                 line,
@@ -237,7 +237,7 @@ def launch(
         stopped = process.returncode is None
         if stopped:
             _stop(process, grace_s)
-        stragglers.kill(mark)
+        process_cleanup.kill(mark)
     if timed_out:
         return Ended(TIMED_OUT, None, True)
     signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)
@@ -320,7 +320,7 @@ def _rank_0(mark: str) -> list[int]:
     """The process of this launch that is rank 0, if it is on this node."""
     return [
         pid
-        for pid, environ in stragglers.find(mark).items()
+        for pid, environ in process_cleanup.find(mark).items()
         if environ[MARK] == mark and under_launcher(environ) and expected_rank(environ) == 0
     ]
 
@@ -434,7 +434,7 @@ def refuse_singletons(world_size: int, library: str = "") -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpcsync.launcher", description="Run a program on n ranks.")
+    parser = argparse.ArgumentParser(prog="python -m hpcsync.system.launcher", description="Run a program on n ranks.")
     parser.add_argument("-n", type=int, required=True, metavar="RANKS")
     parser.add_argument("--timeout", type=float, metavar="SECONDS")
     parser.add_argument("program", nargs="+", help="after --; `python` is the Python that runs this")

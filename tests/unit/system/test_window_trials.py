@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from hpcsync import rehearsal
-from hpcsync.launcher import LaunchError
-from hpcsync.probes import ProbeError
-from hpcsync.rehearsal import ON_A_NODE, Rehearsed, fastest, reason, rehearse
+from hpcsync.system import window_trials
+from hpcsync.system.launcher import LaunchError
+from hpcsync.system.subprocess_probe import ProbeError
+from hpcsync.system.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 
 STAGED, IPC, MPI = (
     Rehearsed("staged", 0.0021),
@@ -55,7 +55,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             raise ProbeError("ended with status -11")
         return {"windows": [{STAGED.kind: STAGED, IPC.kind: IPC}[kind] for kind in kinds]}
 
-    monkeypatch.setattr(rehearsal.probes, "probe", probe)
+    monkeypatch.setattr(window_trials.probes, "probe", probe)
     return jobs
 
 
@@ -79,5 +79,5 @@ def test_where_no_child_job_runs_the_safest_is_left_to_the_run(
     def probe(*_: str, ranks: int) -> dict:
         raise error
 
-    monkeypatch.setattr(rehearsal.probes, "probe", probe)
+    monkeypatch.setattr(window_trials.probes, "probe", probe)
     assert fastest(rehearse()) == "staged" and fastest(rehearse(["ipc"])) == "ipc"

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcsync import launcher, probes
+from hpcsync.system import launcher, subprocess_probe
 
 ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is likeliest to crash
 
@@ -53,8 +53,8 @@ def reason(found: Sequence[Rehearsed], kind: str | None = None) -> str:
 
 def _tried(kinds: Sequence[str]) -> list[Rehearsed]:
     try:
-        return [Rehearsed(*one) for one in probes.probe("windows", *kinds, ranks=2)["windows"]]
-    except (probes.ProbeError, launcher.LaunchError) as error:
+        return [Rehearsed(*one) for one in subprocess_probe.probe("windows", *kinds, ranks=2)["windows"]]
+    except (subprocess_probe.ProbeError, launcher.LaunchError) as error:
         if len(kinds) == 1:
             return [Rehearsed(kinds[0], failure=str(error))]
         return [one for kind in kinds for one in _tried([kind])]
@@ -62,8 +62,8 @@ def _tried(kinds: Sequence[str]) -> list[Rehearsed]:
 
 def _child_jobs_run() -> bool:
     try:
-        return bool(probes.probe("world", ranks=2)["size"] == 2)
-    except (probes.ProbeError, launcher.LaunchError):
+        return bool(subprocess_probe.probe("world", ranks=2)["size"] == 2)
+    except (subprocess_probe.ProbeError, launcher.LaunchError):
         return False
 
 

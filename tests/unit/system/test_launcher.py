@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from hpcsync import launcher, stragglers
-from hpcsync.launcher import LaunchError
+from hpcsync.system import launcher, process_cleanup
+from hpcsync.system.launcher import LaunchError
 
 RANKS = ("OMPI_", "PMI", "SLURM_", "PRTE_", "MPI", "PBS_", "HPCSYNC_")
 
@@ -232,7 +232,7 @@ while not os.path.exists("over"):
     time.sleep(0.01)
 sys.exit(75 if rank == "0" else 0)
 """
-FRONT = "import sys; from hpcsync.launcher import launch; print(launch(2, sys.argv[1:], suspends={suspends}))"
+FRONT = "import sys; from hpcsync.system.launcher import launch; print(launch(2, sys.argv[1:], suspends={suspends}))"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found on Linux only")
@@ -273,12 +273,12 @@ def test_what_a_killed_front_s_launcher_leaves_is_killed(
     await_sleepers("4328", 1)
     if not guards:
         for process in psutil.Process(front.pid).children():
-            if process.cmdline()[2:3] == [stragglers.__file__]:
+            if process.cmdline()[2:3] == [process_cleanup.__file__]:
                 process.kill()
     front.kill()
     front.wait()
     await_sleepers("4329", 0)
-    time.sleep(stragglers.GRACE_S + 1.0)
+    time.sleep(process_cleanup.GRACE_S + 1.0)
     left = sleepers("4328")
     for process in left:
         process.kill()
@@ -292,7 +292,7 @@ def test_signals_are_the_caller_s_again_afterwards(mpiexec: Path) -> None:
 
 
 def start(n: int, *argv: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "hpcsync.launcher", "-n", str(n), "--", *argv])
+    return subprocess.Popen([sys.executable, "-m", "hpcsync.system.launcher", "-n", str(n), "--", *argv])
 
 
 def sleepers(seconds: str) -> list[psutil.Process]:
