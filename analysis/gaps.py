@@ -15,7 +15,7 @@ import pandas as pd
 import plotting
 from matplotlib.ticker import MaxNLocator
 
-from hpcsync.job_paradigms import Paradigm
+from hpcsync.config.paradigms import Paradigm
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.reading import Trace, TraceError
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpcsync import __version__
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError, shown
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job
 from hpcsync.system.atomic_files import naming, removing, sync
 
 FOLDER = "checkpoints"

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
+from hpcsync.config.job import Job, Stop
+from hpcsync.config.paradigms import Easgd
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
-from hpcsync.job import Job, Stop
-from hpcsync.job_paradigms import Easgd
 from hpcsync.learning.schedule import LearningRate, learning_rate
 from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 from hpcsync.paradigms.progress import Progress

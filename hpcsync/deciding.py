@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hpcsync import paradigms
-from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import Ashl, Served
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import Ashl, Served
 from hpcsync.paradigms import Grant, Paradigm
 from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.planning.batches import Allocator

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.job import Job
-from hpcsync.job_cluster import Change, Compute, Exponential, LogNormal, Recorded, absences
-from hpcsync.job_compression import Dense
-from hpcsync.job_times import read_times
+from hpcsync.config.cluster import Change, Compute, Exponential, LogNormal, Recorded, absences
+from hpcsync.config.compression import Dense
+from hpcsync.config.job import Job
+from hpcsync.config.time_table import read_times
 
 BLOCK = 64
 

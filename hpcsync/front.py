@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpcsync import job as jobs
+from hpcsync.config import job as jobs
 from hpcsync.system import gpu_selection, launcher
 from hpcsync.system.signals import TO_BE_RESUMED
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice, repeat
 from typing import Any
 
+from hpcsync.config.job import Job
 from hpcsync.devices import device
-from hpcsync.job import Job
 from hpcsync.learning.data import batches, fetch, n_batches, sequence_indices, whole_batches
 
 CALL_S = 5e-4  # from one call while padding to the next

@@ -16,9 +16,9 @@ import torch
 
 from hpcsync import outputs
 from hpcsync.checkpoints import Checkpoints, Resumed
-from hpcsync.job import Job, default_servers
-from hpcsync.job_errors import JobError
-from hpcsync.job_paradigms import AllReduce, Stanza
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, default_servers
+from hpcsync.config.paradigms import AllReduce, Stanza
 from hpcsync.learning.flat import device_of
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.validation import check_model

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from hpcsync.config.job import Job
 from hpcsync.iterations import Iterations
-from hpcsync.job import Job
 from hpcsync.learning.schedule import EvaluationSchedule, learning_rate
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.session import Session

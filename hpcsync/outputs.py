@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from hpcsync import checkpoints
-from hpcsync import job as jobs
 from hpcsync.checkpoints import Resumed
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
-from hpcsync.job_paradigms import Stanza
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Stanza
 from hpcsync.system.atomic_files import aside, removing, whole
 from hpcsync.traces.reading import opened
 from hpcsync.traces.summary import summarize, table

@@ -16,10 +16,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import Gossip
 from hpcsync.coordinator import Recorder, Resumable
 from hpcsync.deciding import create_allocator
-from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import Gossip
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.batches import Allocated, Allocator, Estimate

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table as Shown
 
 from hpcsync.bench.machine import machine
-from hpcsync.job_errors import JobError, in_one_line, shown
-from hpcsync.job_table import NotNegative, Positive, Table
+from hpcsync.config.base import NotNegative, Positive, Table
+from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.learning import architectures
 from hpcsync.learning.profiling import measured
 from hpcsync.learning.workloads import cross_entropy

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcsync import job as jobs
 from hpcsync import outputs
 from hpcsync.checkpoints import Resumed
-from hpcsync.job import Job, Script
-from hpcsync.job_errors import JobError
-from hpcsync.job_paradigms import Stanza
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import Stanza
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Replica, worker_seed
 from hpcsync.learning.validation import check

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import Stanza
+from hpcsync.config.workloads import Timing
 from hpcsync.devices import iteration_seconds
-from hpcsync.job import Job, Script
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_paradigms import Stanza
-from hpcsync.job_workloads import Timing
 from hpcsync.learning.cutting import Halves, cut, shape
 from hpcsync.learning.data import fetch
 from hpcsync.learning.profiling import Times, measured

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpcsync.job import Job, Script
-from hpcsync.job_cluster import Change, Cluster, Network
-from hpcsync.job_compression import RandomK, TopK
-from hpcsync.job_paradigms import (
+from hpcsync.config.cluster import Change, Cluster, Network
+from hpcsync.config.compression import RandomK, TopK
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import (
     Adsp,
     AllReduce,
     Ashl,

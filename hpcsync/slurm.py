@@ -25,8 +25,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hpcsync import job as jobs
-from hpcsync.job_errors import JobError
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
 from hpcsync.system import launcher
 
 WARNING_S = (

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcsync.config.job import Job
 from hpcsync.deciding import create_assignments
-from hpcsync.job import Job
 from hpcsync.learning.data import batch_indices, sequence_indices
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload

@@ -18,7 +18,7 @@ from matplotlib.lines import Line2D
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.traces.reading import load
 from hpcsync.traces.summary import summarize
 from reproductions.claims import Claim, Of, apart, conclude, largest, of, points, ratio, settled_s

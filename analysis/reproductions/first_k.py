@@ -21,7 +21,7 @@ from matplotlib.lines import Line2D
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.traces.reading import Trace, load
 from reproductions.claims import Claim, Of, conclude, of, points, ratio
 from reproductions.simulating import simulate_all

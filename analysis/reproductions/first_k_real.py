@@ -12,7 +12,7 @@ import pandas as pd
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from reproductions import first_k
 from reproductions.claims import Claim, conclude
 from reproductions.first_k import ASP, BATCH, BSP, Method, first

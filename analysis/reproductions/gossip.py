@@ -19,7 +19,7 @@ from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.traces.reading import load
 from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s
 from reproductions.simulating import simulate_all

@@ -9,7 +9,7 @@ import dataclasses
 import torch
 from torch import nn
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning.workloads import Workload, build, cross_entropy
 
 CLASSES = 10

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from hpcsync import outputs
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 
 
 def simulate_all(jobs: Mapping[str, Job], out: Path, processes: int, console: Console) -> int:

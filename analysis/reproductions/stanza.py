@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning import architectures
 from hpcsync.planning import node_assignment
 from hpcsync.planning.groups import Groups

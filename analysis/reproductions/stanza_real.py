@@ -18,8 +18,8 @@ import pandas as pd
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Stanza
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Stanza
 from hpcsync.learning.workloads import build
 from hpcsync.separating import resolved
 from hpcsync.system import launcher

@@ -21,7 +21,7 @@ from rich.console import Console
 from hpcsync import __version__
 from hpcsync.bench.figures import Figure, table
 from hpcsync.bench.machine import machine, versions
-from hpcsync.job_errors import JobError, did_you_mean, shown
+from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.system import gpu_selection, launcher
 from hpcsync.system.window_trials import reason, rehearse, serving
 

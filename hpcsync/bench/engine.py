@@ -10,9 +10,9 @@ from typing import TypeVar
 import torch
 from mpi4py import MPI
 
+from hpcsync.config.job import Stop
 from hpcsync.coordinator import Coordinator
 from hpcsync.deciding import Assignment
-from hpcsync.job import Stop
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.rules import Descent
 from hpcsync.mpi.leader import Leader

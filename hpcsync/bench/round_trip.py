@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi import cuda
 from hpcsync.mpi.tensor_window import HOST, Transport

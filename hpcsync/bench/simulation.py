@@ -14,8 +14,8 @@ import torch
 
 from hpcsync.bench.events import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.config.job import Job, Script
 from hpcsync.deciding import create_paradigm
-from hpcsync.job import Job, Script
 from hpcsync.learning.data import batches
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec

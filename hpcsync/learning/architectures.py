@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hpcsync.job_errors import JobError, did_you_mean, shown
+from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.learning import cutting
 from hpcsync.planning.halves import Shape
 

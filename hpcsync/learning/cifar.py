@@ -12,7 +12,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import torch
 
-from hpcsync.job_errors import JobError, shown
+from hpcsync.config.errors import JobError, shown
 
 PIXELS = 3 * 32 * 32
 PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"

@@ -15,8 +15,8 @@ import torch
 
 from hpcsync import compression
 from hpcsync.compression import Codec, Layout
-from hpcsync.job import Job
-from hpcsync.job_compression import Dense
+from hpcsync.config.compression import Dense
+from hpcsync.config.job import Job
 
 
 class Compressor:

@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from hpcsync.job_errors import did_you_mean
+from hpcsync.config.errors import did_you_mean
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.replica import Loss
 from hpcsync.planning.halves import Shape

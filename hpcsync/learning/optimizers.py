@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.planning.speed import Estimator, LastValue, Predictor, Smoothing, must_be_speed
 
 HIDDEN = 16

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Easgd
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Easgd
 from hpcsync.learning.optimizers import OptimizerSpec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 
 LearningRate = Callable[[int, int, int], float]
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.flat import device_of
 
 # What a character may be: these, and one symbol for all others.

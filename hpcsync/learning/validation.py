@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from hpcsync.job import Job, Script
-from hpcsync.job_errors import JobError, did_you_mean, shown
-from hpcsync.job_paradigms import Stanza
-from hpcsync.job_workloads import Timing
+from hpcsync.config.errors import JobError, did_you_mean, shown
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import Stanza
+from hpcsync.config.workloads import Timing
 from hpcsync.learning import compressing
 from hpcsync.learning.cutting import Halves, check_cut, cut
 from hpcsync.learning.data import fetch, whole_batches

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import Dataset, TensorDataset
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job
+from hpcsync.config.workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
 from hpcsync.learning import cifar, images, text
 from hpcsync.learning.flat import device_of
 from hpcsync.learning.replica import Loss

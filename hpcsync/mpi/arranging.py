@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from mpi4py import MPI
 
-from hpcsync.job_cluster import Cluster
+from hpcsync.config.cluster import Cluster
 
 
 def spread(hosts: Sequence[str], n_servers: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.mpi.node_memory import MemoryUnreachable
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import Transport

@@ -13,10 +13,10 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import __version__, outputs
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.coordinator import Coordinator
 from hpcsync.deciding import decision_fields
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
 from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator, Read
 from hpcsync.mpi.phases import Phases

@@ -19,7 +19,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.system import launcher
 
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from mpi4py import MPI
 from torch import nn
 
-from hpcsync.job import Job
-from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd, Stanza
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi.gossiping import Pulling, Pushing, PushSumming

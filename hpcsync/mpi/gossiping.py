@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Gossip
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Gossip
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.peer import absorb, average

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.job_paradigms import Easgd
+from hpcsync.config.paradigms import Easgd
 from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.rules import towards
 from hpcsync.learning.schedule import worker_rate

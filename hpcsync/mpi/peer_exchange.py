@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.iterations import Iterations
-from hpcsync.job import Job
-from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.learning import compressing
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec

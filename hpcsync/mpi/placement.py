@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError, shown
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job
 from hpcsync.mpi.attempt import COUNT, attempt
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import HOST, Transport

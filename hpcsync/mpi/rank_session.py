@@ -16,8 +16,8 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.checkpoints import Checkpoints
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.learning.replica import Loss

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from hpcsync.checkpoints import RUN, Checkpoints, number_of
-from hpcsync.job_checkpoint import Checkpoint
+from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.mpi import wire
 from hpcsync.system.signals import Suspended, interrupt
 

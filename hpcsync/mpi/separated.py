@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import Stanza
 from hpcsync.iterations import Iterations
-from hpcsync.job import Job, Script
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.cutting import Halves, activation_shape, check_halves, tensors_of, without_values
 from hpcsync.learning.data import fetch
 from hpcsync.learning.flat import FlatModel, trainable

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from hpcsync.checkpoints import RUN
+from hpcsync.config.paradigms import Easgd
 from hpcsync.coordinator import coordinate
 from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.iterations import Iterations
-from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import compressing, generators, rules
 from hpcsync.learning.prediction import estimator
 from hpcsync.mpi import cuda, wire

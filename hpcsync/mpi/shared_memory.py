@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,9 +16,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Easgd
 from hpcsync.coordinator import Collection, Update
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Easgd
 from hpcsync.learning import compressing, rules
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec

@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hpcsync.config.cluster import Change
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp, Stanza
 from hpcsync.devices import Device, device, takes_no_time
-from hpcsync.job import Job
-from hpcsync.job_cluster import Change
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp, Stanza
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from hpcsync.compression.codec import Array
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning import compressing
 from hpcsync.learning.compressing import Compression, as_array
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Gossip
 from hpcsync.coordinator import Recorder
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Gossip
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import drawing, taken_in
 from hpcsync.simulator.links import Workers

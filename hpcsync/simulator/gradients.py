@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hpcsync.job import Job, Script
+from hpcsync.config.job import Job, Script
 from hpcsync.learning.data import batches, fetch, sequence_indices
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.replica import Replica, worker_seed

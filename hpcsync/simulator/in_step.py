@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Gossip, LocalSgd
 from hpcsync.coordinator import Recorder
 from hpcsync.devices import encode_s
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Gossip, LocalSgd
 from hpcsync.learning import compressing
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.prediction import estimator, nominal_clock

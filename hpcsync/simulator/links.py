@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from hpcsync.config.cluster import Network as NetworkTable
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Stanza
 from hpcsync.devices import Device, device, takes_no_time
-from hpcsync.job import Job
-from hpcsync.job_cluster import Network as NetworkTable
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import sent_in_a_ring

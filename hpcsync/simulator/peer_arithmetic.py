@@ -13,8 +13,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Gossip, LocalSgd
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Gossip, LocalSgd
 from hpcsync.learning import compressing
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec

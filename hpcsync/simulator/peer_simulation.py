@@ -11,9 +11,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
+from hpcsync.config.job import Job, Script
 from hpcsync.coordinator import Recorder
 from hpcsync.devices import Device
-from hpcsync.job import Job, Script
 from hpcsync.learning.schedule import EvaluationSchedule, worker_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, PeerCoordinator

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.coordinator import Recorder
-from hpcsync.job import Job
-from hpcsync.job_paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gossiping import PullSimulation, PushSimulation
 from hpcsync.simulator.in_step import AllReduceSimulation, AveragingSimulation, PermutationSimulation

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcsync.job import Job, Script
-from hpcsync.job_cluster import Change
-from hpcsync.job_compression import Dense
-from hpcsync.job_errors import JobError, shown
+from hpcsync.config.cluster import Change
+from hpcsync.config.compression import Dense
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.job import Job, Script
 from hpcsync.simulator.transfers import Steps
 from hpcsync.traces.reading import Trace, TraceError, load
 

@@ -14,9 +14,9 @@ import torch
 from rich.console import Console
 
 from hpcsync import outputs
+from hpcsync.config.job import Job
 from hpcsync.coordinator import Coordinator, Recorder
 from hpcsync.deciding import create_paradigm, decision_fields
-from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import PeerCoordinator

@@ -12,8 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Stanza
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Stanza
 from hpcsync.learning.cutting import Halves
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.optimizers import OptimizerSpec

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from hpcsync.config.job import Job, Script
 from hpcsync.coordinator import (
     Collection,
     Coordinator,
@@ -23,7 +24,6 @@ from hpcsync.coordinator import (
 )
 from hpcsync.deciding import Assignment, create_assignments
 from hpcsync.devices import Device, encode_s
-from hpcsync.job import Job, Script
 from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule

@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from hpcsync.config.job import Job
+from hpcsync.config.paradigms import Stanza
 from hpcsync.coordinator import Recorder
-from hpcsync.job import Job
-from hpcsync.job_paradigms import Stanza
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Lockstep, sent_in_a_ring

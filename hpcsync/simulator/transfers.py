@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from hpcsync.job_cluster import Network as NetworkTable
+from hpcsync.config.cluster import Network as NetworkTable
 from hpcsync.roles import Roles
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcsync.job_errors import JobError, shown
+from hpcsync.config.errors import JobError, shown
 from hpcsync.system import launcher
 
 if TYPE_CHECKING:

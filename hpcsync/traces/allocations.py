@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.planning.batches import Estimate, equal_finish, whole
 
 SAME = 1e-9  # relative difference of numbers that are computed in another order

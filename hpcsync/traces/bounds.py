@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.job_paradigms import Easgd, Paradigm
+from hpcsync.config.paradigms import Easgd, Paradigm
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.commits import check_commits
 from hpcsync.traces.counting import NEVER, Recount

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcsync.job_paradigms import Adsp
+from hpcsync.config.paradigms import Adsp
 from hpcsync.paradigms.protocol import UNTIL
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.counting import NEVER, Recount

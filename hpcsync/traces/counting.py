@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcsync.job_paradigms import Easgd, FirstK
+from hpcsync.config.paradigms import Easgd, FirstK
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED, JOINED
 

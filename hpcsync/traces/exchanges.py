@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from hpcsync.job import Script
-from hpcsync.job_compression import Dgc, TopK
-from hpcsync.job_paradigms import Gossip, Stanza
+from hpcsync.config.compression import Dgc, TopK
+from hpcsync.config.job import Script
+from hpcsync.config.paradigms import Gossip, Stanza
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.traces.agreed_sizes import check_agreed_sizes
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller

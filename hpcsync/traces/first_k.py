@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from hpcsync.job_paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
+from hpcsync.config.paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.counting import DISTINCT, NEVER, Recount
 from hpcsync.traces.schema import APPLIED, DROPPED

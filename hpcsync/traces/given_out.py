@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.job import Job, Script
-from hpcsync.job_paradigms import Ashl, Bsp, FirstKOfAny, FirstKOfAVersion
+from hpcsync.config.job import Job, Script
+from hpcsync.config.paradigms import Ashl, Bsp, FirstKOfAny, FirstKOfAVersion
 from hpcsync.planning.batches import Allocator
 from hpcsync.traces.allocations import SAME, not_following, sizes_at_first
 from hpcsync.traces.checks import Check, check_all

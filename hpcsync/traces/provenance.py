@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcsync import __version__
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 
 _HASH = re.compile("[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
 

@@ -18,7 +18,7 @@ from hpcsync.traces.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, PHA
 if TYPE_CHECKING:
     import pandas
 
-    from hpcsync.job import Job
+    from hpcsync.config.job import Job
 
 SLICE_ROWS = 100_000  # of the widest table 14 MB
 
@@ -59,7 +59,7 @@ class _Described:
     @cached_property
     def job(self) -> Job:
         """The job that was run. Raises TraceError if this version cannot read it."""
-        from hpcsync.job import Job, JobError
+        from hpcsync.config.job import Job, JobError
 
         try:
             return Job.from_toml(self.attributes["job"])

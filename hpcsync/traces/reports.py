@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcsync.job_paradigms import Gossip, LocalSgd, Stanza
+from hpcsync.config.paradigms import Gossip, LocalSgd, Stanza
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.groups import Groups
 from hpcsync.traces.counting import running_count

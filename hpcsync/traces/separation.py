@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.job import Script
+from hpcsync.config.job import Script
 from hpcsync.planning.groups import Groups
 from hpcsync.planning.halves import SEPARATED
 from hpcsync.traces.checks import Check, check_all, check_rows

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpcsync.job import Script
-from hpcsync.job_paradigms import Ashl
+from hpcsync.config.job import Script
+from hpcsync.config.paradigms import Ashl
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.counting import NEVER, Recount, follow
 from hpcsync.traces.schema import APPLIED

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.job_paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion, Stanza
+from hpcsync.config.paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion, Stanza
 from hpcsync.traces.allocations import sizes_at_first
 from hpcsync.traces.reading import Trace, TraceFile
 from hpcsync.traces.schema import DROPPED, NOBODY

@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.mpi import cuda, placement
 from hpcsync.mpi.node_memory import HostMemory
 from hpcsync.mpi.tensor_window import NodeWindow

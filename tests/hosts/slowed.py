@@ -14,7 +14,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from hpcsync import job as jobs
+from hpcsync.config import job as jobs
 from hpcsync.learning.store import Store
 from hpcsync.mpi.patience import Patience
 from hpcsync.rank import train

@@ -7,7 +7,7 @@ import socket
 import pytest
 from mpi4py import MPI
 
-from hpcsync.job_cluster import Cluster
+from hpcsync.config.cluster import Cluster
 from hpcsync.mpi.arranging import arranged
 
 

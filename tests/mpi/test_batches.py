@@ -11,9 +11,9 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync import coordinator
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.deciding import create_assignments
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
 from hpcsync.planning.batches import Allocator
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import APPLIED

@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 import hpcsync
 from hpcsync import checkpoints
+from hpcsync.config.job import Job
 from hpcsync.coordinator import Coordinator
-from hpcsync.job import Job
 from hpcsync.learning import generators, rules
 from hpcsync.mpi.worker import Worker
 from hpcsync.traces.reading import load
@@ -216,9 +216,9 @@ def test_another_job_is_refused_in_one_line(comm, only, folder):
     on_some(comm, this, folder / "a")
     torn = killed(comm, folder / "a")
     other = job("bsp", comm.size - 1, optimizer=NESTEROV)
-    with pytest.raises(hpcsync.job_errors.JobError, match=r"^optimizer\.lr = 0\.02: must be 0\.05, as it was when"):
+    with pytest.raises(hpcsync.config.errors.JobError, match=r"^optimizer\.lr = 0\.02: must be 0\.05, as it was when"):
         on_some(comm, other, torn, resume=True)
-    with pytest.raises(hpcsync.job_errors.JobError, match="must hold a run that has not finished"):
+    with pytest.raises(hpcsync.config.errors.JobError, match="must hold a run that has not finished"):
         on_some(comm, this, folder / "a", resume=True)
     comm.Barrier()
     assert checkpoints.newest(torn) is not None

@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.mpi.clock import Clock
 from hpcsync.traces.reading import load
 from tests.mpi.training import failures, on_some

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hpcsync
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.validation import check
 from hpcsync.traces.reading import load

@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning import compressing
 from hpcsync.learning.compressing import Compression
 from hpcsync.learning.flat import FlatModel

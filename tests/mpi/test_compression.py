@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning.compressing import Compression
 from hpcsync.learning.validation import check
 from hpcsync.mpi.tensor_window import TensorWindow

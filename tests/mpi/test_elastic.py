@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hpcsync import library
+from hpcsync.config.job import Job
 from hpcsync.coordinator import Reply, Update
 from hpcsync.deciding import Assignment
-from hpcsync.job import Job
 from hpcsync.learning.data import batches
 from hpcsync.learning.rules import Elastic
 from hpcsync.learning.validation import check, optimizer_spec

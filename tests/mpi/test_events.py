@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.rank import train
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import Trace, load

@@ -10,9 +10,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
+from hpcsync.config.job import Job
 from hpcsync.coordinator import Collection, Reply, Update
 from hpcsync.deciding import Assignment
-from hpcsync.job import Job
 from hpcsync.learning.store import Store
 from hpcsync.mpi import wire
 from hpcsync.mpi.shard import encode

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.mpi import layers
 from hpcsync.mpi.node_memory import MemoryUnreachable
 from hpcsync.mpi.tensor_window import Transport

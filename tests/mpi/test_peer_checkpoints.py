@@ -10,8 +10,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.learning.peer import LocalOptimizer, Outer, Peer
 from hpcsync.mpi import peer_session
 from hpcsync.mpi.parcels import Parcels

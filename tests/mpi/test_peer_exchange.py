@@ -13,7 +13,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.validation import optimizer_spec
 from hpcsync.mpi.exchanges import exchange

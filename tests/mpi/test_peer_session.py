@@ -12,7 +12,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 import hpcsync
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.mpi import peer_session, reducer
 from hpcsync.mpi.allreduce import MpiMean, mean_vector
 from hpcsync.mpi.books import Books

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.mpi import patience, placement
 from hpcsync.mpi.attempt import Attempt
 from hpcsync.mpi.placement import Placement, place

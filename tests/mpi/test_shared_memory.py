@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.mpi import shared_memory
 from hpcsync.mpi.node_memory import HostMemory
 from hpcsync.mpi.window import Window

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import hpcsync
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.mpi import layers, tensor_window
 from hpcsync.mpi.tensor_window import TensorWindow

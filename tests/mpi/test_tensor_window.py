@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.mpi import tensor_window
 from hpcsync.mpi.attempt import Attempt, attempt
 from hpcsync.mpi.tensor_window import NodeWindow, StagedMpiWindow, Transport

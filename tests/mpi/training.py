@@ -11,8 +11,8 @@ import torch
 from mpi4py import MPI
 
 from hpcsync import outputs
+from hpcsync.config.job import Job
 from hpcsync.deciding import create_paradigm
-from hpcsync.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.library import agree

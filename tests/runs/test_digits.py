@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from hpcsync import job as jobs
-from hpcsync.job import Job
+from hpcsync.config import job as jobs
+from hpcsync.config.job import Job
 from hpcsync.learning.workloads import build
 from hpcsync.system import launcher
 from hpcsync.traces.audit import audit

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from hpcsync import job as jobs
+from hpcsync.config import job as jobs
 from hpcsync.simulator.run import simulate
 from hpcsync.traces.audit import audit
 from hpcsync.traces.comparing import compare

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from hpcsync import checkpoints
-from hpcsync.job import load as load_job
+from hpcsync.config.job import load as load_job
 from hpcsync.simulator.run import simulate
 from hpcsync.system.signals import TO_BE_RESUMED
 from hpcsync.traces.audit import audit

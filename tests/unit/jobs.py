@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 
 LINEAR = {"name": "linear", "batch_size": 4, "samples": 60, "features": 5}
 

@@ -14,7 +14,7 @@ import torch
 
 from hpcsync import checkpoints, outputs
 from hpcsync.checkpoints import RUN, Checkpoints
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.traces.reading import load
 from hpcsync.traces.writer import TraceWriter
 from tests.unit.jobs import make_job

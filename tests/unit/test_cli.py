@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import hpcsync
 from hpcsync import __version__, cli, front
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.system.launcher import LaunchError
 
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from hpcsync.config.job import Stop
 from hpcsync.coordinator import Cancellation, Collection, Coordinator, Reply, Report, Update, coordinate
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments, create_paradigm
-from hpcsync.job import Stop
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import Grant, create
 from hpcsync.paradigms.protocol import UNTIL

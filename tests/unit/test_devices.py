@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpcsync.config.cluster import Change
 from hpcsync.devices import Device, device, iteration_seconds
-from hpcsync.job_cluster import Change
 from tests.unit.jobs import make_job
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from hpcsync import __version__, front, outputs
 from hpcsync.checkpoints import RUN, Checkpoints
-from hpcsync.job import Job, load
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, load
 from hpcsync.system import launcher
 from hpcsync.system.launcher import Ended, LaunchError
 from hpcsync.traces import reading

@@ -24,7 +24,7 @@ def loaded(code: str) -> set[str]:
     "code",
     [
         "import hpcsync; hpcsync.__version__",
-        "import hpcsync.job",
+        "import hpcsync.config.job",
         "import hpcsync.system.launcher",
         "import hpcsync.cli, contextlib\nwith contextlib.suppress(SystemExit): hpcsync.cli.app(['--help'])",
         "import hpcsync.paradigms",

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import hpcsync
 from hpcsync import connect, device
 from hpcsync.checkpoints import RUN, Checkpoints
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.library import agree
 from hpcsync.system import gpu_selection

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from hpcsync import outputs
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import TABLES
 from hpcsync.traces.summary import summarize

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from hpcsync import front, outputs
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.simulator.run import simulate
 from hpcsync.traces import audit
 from hpcsync.traces.reading import TraceError, load, settle

@@ -6,8 +6,8 @@ import pytest
 from torch import nn
 
 from hpcsync import separating
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.planning.halves import Shape, Times
 from hpcsync.separating import divided, fc_share, resolved

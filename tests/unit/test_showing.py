@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.showing import in_words, print_job, rows
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync import cli
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.slurm import Asked, script
 
 JOB = """

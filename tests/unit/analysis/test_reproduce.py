@@ -11,7 +11,7 @@ from reproductions.claims import Claim, apart, judged, largest, of, points, rati
 from reproductions.simulating import finished, simulate_all
 from rich.console import Console
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 
 SEEDS = (1, 2, 3)
 

@@ -10,7 +10,7 @@ import pytest
 
 from hpcsync import bench
 from hpcsync.bench import BenchError, Target
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.system.gpu_selection import Found
 from hpcsync.system.launcher import Ended
 from hpcsync.system.window_trials import Rehearsed

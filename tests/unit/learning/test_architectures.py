@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning import architectures
 from hpcsync.learning.architectures import ARCHITECTURES, Architecture, build, shape
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync import job as jobs
-from hpcsync.job_errors import JobError
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
 from hpcsync.learning import cifar
 from hpcsync.learning.workloads import build
 from tests.unit.jobs import make_job

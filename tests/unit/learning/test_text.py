@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hpcsync.job_errors import JobError
-from hpcsync.job_workloads import Text
+from hpcsync.config.errors import JobError
+from hpcsync.config.workloads import Text
 from hpcsync.learning import text
 from hpcsync.learning.data import fetch
 from hpcsync.learning.workloads import Workload, build

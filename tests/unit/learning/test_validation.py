@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.learning.validation import check, check_model, has_running_statistics, optimizer_spec
 from hpcsync.learning.workloads import Workload

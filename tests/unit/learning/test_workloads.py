@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.workloads import Workload, build, classification, cross_entropy, half_squared_error
 from tests.unit.jobs import LINEAR, make_job

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hpcsync.checkpoints import Checkpoints, newest
-from hpcsync.job_checkpoint import Checkpoint
+from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.mpi.saver import Saver
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hpcsync.config.job import Job
 from hpcsync.deciding import decision_fields
-from hpcsync.job import Job
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.simulator.run import prepare
 from hpcsync.traces.audit import audit

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning.workloads import Workload, build, half_squared_error
 from hpcsync.simulator.run import prepare
 from tests.unit.jobs import make_job

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster
 from hpcsync.simulator.transfers import Networked, Timed

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.workloads import build
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import DROPPED

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpcsync.job_cluster import Network
+from hpcsync.config.cluster import Network
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import Links
 from hpcsync.simulator.loop import Loop

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from hpcsync.config.errors import JobError
 from hpcsync.deciding import decision_fields
-from hpcsync.job_errors import JobError
 from hpcsync.learning.data import batches
 from hpcsync.learning.peer import LocalOptimizer
 from hpcsync.learning.workloads import Workload, build

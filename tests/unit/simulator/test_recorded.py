@@ -4,7 +4,7 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.simulator.recorded import RecordedTimes, _joined, read
 from hpcsync.traces.comparing import compare
 from hpcsync.traces.reading import load

@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.learning import workloads
 from hpcsync.simulator.run import simulate
 from hpcsync.traces.audit import audit

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.learning.data import batch_indices, batches
 from hpcsync.learning.replica import worker_seed
 from hpcsync.learning.workloads import half_squared_error

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.workloads import build
 from hpcsync.planning import node_assignment

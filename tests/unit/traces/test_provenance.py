@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import hpcsync
-from hpcsync.job import Job
+from hpcsync.config.job import Job
 from hpcsync.traces.provenance import git_commit, provenance
 from tests.unit.jobs import make_job
 

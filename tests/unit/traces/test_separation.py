@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.job import Script
+from hpcsync.config.job import Script
 from hpcsync.planning.halves import SEPARATED
 from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import EVERYBODY

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcsync.job_errors import did_you_mean, shown
+from hpcsync.config.errors import did_you_mean, shown
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from hpcsync.job_cluster import Cluster
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_table import Count, Positive, Table
-from hpcsync.job_workloads import Script, Timing, Workload
+from hpcsync.config.base import Count, Positive, Table
+from hpcsync.config.cluster import Cluster
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.workloads import Script, Timing, Workload
 from hpcsync.planning.groups import Groups
 from hpcsync.planning.halves import Times
 

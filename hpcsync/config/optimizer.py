@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_table import Count, Positive, Table
+from hpcsync.config.base import Count, Positive, Table
 
 INCREASING = "a list of whole numbers of at least 1, each greater than the one before"
 

@@ -6,7 +6,7 @@ import csv
 import math
 from pathlib import Path
 
-from hpcsync.job_errors import JobError, shown
+from hpcsync.config.errors import JobError, shown
 
 
 def read_times(path: str | Path, n_workers: int) -> list[list[float]]:

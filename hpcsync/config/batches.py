@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_table import Count, Table
+from hpcsync.config.base import Count, Table
+from hpcsync.config.errors import JobError, shown
 
 SIZES = "a whole number of at least 1, or a list of them, one per worker"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hpcsync.job_table import Count, NotNegative, Table
+from hpcsync.config.base import Count, NotNegative, Table
 
 
 class Checkpoint(Table):

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.job import Job
-from hpcsync.job_cluster import Change, Network, absences
-from hpcsync.job_errors import JobError
+from hpcsync.config.cluster import Change, Network, absences
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from tests.unit.jobs import make_job
 
 COMPUTE = {"model": "constant", "seconds": 1.0}

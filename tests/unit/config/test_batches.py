@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hpcsync.job import Job
-from hpcsync.job_batches import Batches
-from hpcsync.job_errors import JobError
+from hpcsync.config.batches import Batches
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from tests.unit.jobs import make_job
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_table import Count, Positive, Share, Table
+from hpcsync.config.base import Count, Positive, Share, Table
+from hpcsync.config.errors import JobError, shown
 
 RATIOS = "a list of numbers greater than 0 and at most 1"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hpcsync.job import JobError, refuse_simulated
+from hpcsync.config.job import JobError, refuse_simulated
 from hpcsync.learning.validation import check
 from tests.unit.jobs import make_job
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.job import KINDS, Job, JobError, load, refuse_simulated
-from hpcsync.job_errors import shown
-from hpcsync.job_paradigms import Dssp
+from hpcsync.config.errors import shown
+from hpcsync.config.job import KINDS, Job, JobError, load, refuse_simulated
+from hpcsync.config.paradigms import Dssp
 
 TOML = """
 name = "example"

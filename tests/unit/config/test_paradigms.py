@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
 from hpcsync.paradigms import create
 from tests.unit.jobs import make_job
 

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Discriminator, Field, ValidationInfo, field_validator, model_validator
 
-from hpcsync.job_errors import JobError, shown
-from hpcsync.job_table import Count, NotNegative, Positive, Table, missing
-from hpcsync.job_times import read_times
+from hpcsync.config.base import Count, NotNegative, Positive, Table, missing
+from hpcsync.config.errors import JobError, shown
+from hpcsync.config.time_table import read_times
 
 # ---- how long iterations take ----
 

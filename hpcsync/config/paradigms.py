@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, ValidationInfo, field_validator
 
-from hpcsync.job_errors import JobError
-from hpcsync.job_separation import Stanza
-from hpcsync.job_table import Count, NotNegative, Positive, Share, Table
+from hpcsync.config.base import Count, NotNegative, Positive, Share, Table
+from hpcsync.config.errors import JobError
+from hpcsync.config.stanza import Stanza
 from hpcsync.planning.commit_rate import most_commits
 
 # ---- with a parameter server ----

@@ -15,14 +15,15 @@ from typing import Annotated, Any, Self, get_args
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
 
-from hpcsync import job_compression
-from hpcsync.job_batches import Batches
-from hpcsync.job_checkpoint import Checkpoint
-from hpcsync.job_cluster import Cluster, Compute
-from hpcsync.job_compression import Compression, Dense, RandomK, TopK
-from hpcsync.job_errors import JobError, in_one_line, shown
-from hpcsync.job_optimizer import Optimizer, Schedule
-from hpcsync.job_paradigms import (
+from hpcsync.config import compression as job_compression
+from hpcsync.config.base import Count, Positive, Table, matching
+from hpcsync.config.batches import Batches
+from hpcsync.config.checkpoint import Checkpoint
+from hpcsync.config.cluster import Cluster, Compute
+from hpcsync.config.compression import Compression, Dense, RandomK, TopK
+from hpcsync.config.errors import JobError, in_one_line, shown
+from hpcsync.config.optimizer import Optimizer, Schedule
+from hpcsync.config.paradigms import (
     WITHOUT_SERVER,
     Adsp,
     AllReduce,
@@ -36,8 +37,7 @@ from hpcsync.job_paradigms import (
     Served,
     Stanza,
 )
-from hpcsync.job_table import Count, Positive, Table, matching
-from hpcsync.job_workloads import WORKLOADS, Cifar, Script, Workload
+from hpcsync.config.workloads import WORKLOADS, Cifar, Script, Workload
 from hpcsync.planning.groups import Groups
 
 # ---- how it is trained ----

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.job_errors import JobError
-from hpcsync.job_times import read_times
+from hpcsync.config.errors import JobError
+from hpcsync.config.time_table import read_times
 
 HEAD = "worker,iteration,seconds\n"
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpcsync.job import Job
-from hpcsync.job_errors import JobError
-from hpcsync.job_workloads import Cifar, Images
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
+from hpcsync.config.workloads import Cifar, Images
 from tests.unit.jobs import make_job
 
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator, model_validator
 
-from hpcsync.job_errors import JobError
-from hpcsync.job_table import Count, NotNegative, Table, matching
+from hpcsync.config.base import Count, NotNegative, Table, matching
+from hpcsync.config.errors import JobError
 from hpcsync.planning.halves import Shape
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]

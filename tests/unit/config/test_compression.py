@@ -10,9 +10,9 @@ import pytest
 
 from hpcsync.compression import CODECS, ErrorFeedback, Layout, create
 from hpcsync.compression.dgc import DGC
-from hpcsync.job import KINDS, Job
-from hpcsync.job_compression import Codec, Dense
-from hpcsync.job_errors import JobError
+from hpcsync.config.compression import Codec, Dense
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import KINDS, Job
 from tests.unit.jobs import make_job
 
 
