@@ -22,7 +22,7 @@ from hpcsync.config.paradigms import Easgd
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
 from hpcsync.learning.schedule import LearningRate, learning_rate
 from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
-from hpcsync.paradigms.progress import Progress
+from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.planning.speed import Estimator
 from hpcsync.stalls import Stalls

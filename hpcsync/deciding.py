@@ -10,7 +10,7 @@ from hpcsync import paradigms
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Ashl, Served
 from hpcsync.paradigms import Grant, Paradigm
-from hpcsync.paradigms.protocol import UNTIL
+from hpcsync.paradigms.events import UNTIL
 from hpcsync.planning.batches import Allocator
 
 

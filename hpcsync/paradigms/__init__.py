@@ -11,24 +11,12 @@ from typing import Any
 from hpcsync.paradigms.adsp import ADSP
 from hpcsync.paradigms.ashl import ASHL
 from hpcsync.paradigms.asp import ASP
+from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.dssp import DSSP
 from hpcsync.paradigms.easgd import elastic
-from hpcsync.paradigms.k import KAsync, KBatchAsync, KBatchSync, KSync
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import (
-    Action,
-    Apply,
-    Cancel,
-    Collect,
-    Decision,
-    Drop,
-    Event,
-    Grant,
-    Joined,
-    Left,
-    Pushed,
-)
+from hpcsync.paradigms.events import Action, Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Pushed
+from hpcsync.paradigms.first_k import KAsync, KBatchAsync, KBatchSync, KSync
 from hpcsync.paradigms.ssp import SSP
 
 __all__ = [

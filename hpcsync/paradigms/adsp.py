@@ -37,8 +37,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import UNTIL, Action, Apply, Decision, Grant, Pushed
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import UNTIL, Action, Apply, Decision, Grant, Pushed
 from hpcsync.planning.commit_rate import Search, halved, most_commits, reward
 from hpcsync.planning.numbers import is_number, is_whole
 

@@ -31,10 +31,10 @@ from collections import deque
 from dataclasses import replace
 from statistics import median
 
-from hpcsync.paradigms.gate import Gate
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.progress import Progress
-from hpcsync.paradigms.protocol import Action, Apply, Decision, Grant, Pushed
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import Action, Apply, Decision, Grant, Pushed
+from hpcsync.paradigms.staleness_gate import Gate
+from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.local_steps import INDEXED, Profile, local_steps, ratios, shares
 from hpcsync.planning.numbers import is_number, is_whole
 

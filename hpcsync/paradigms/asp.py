@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Pushed
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import Action, Apply, Pushed
 
 
 class ASP(Paradigm):

@@ -6,8 +6,8 @@ whatever the order of arrival, so that a run is bitwise reproducible.
 
 from __future__ import annotations
 
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Pushed
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import Action, Apply, Pushed
 
 
 class BSP(Paradigm):

@@ -29,7 +29,7 @@ from __future__ import annotations
 import heapq
 import math
 
-from hpcsync.paradigms.protocol import Action, Decision, Grant
+from hpcsync.paradigms.events import Action, Decision, Grant
 from hpcsync.paradigms.ssp import SSP
 from hpcsync.planning.numbers import is_whole
 

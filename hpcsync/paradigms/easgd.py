@@ -7,9 +7,9 @@ moved it: both sides move by the same pair of values. So the grant comes first, 
 from __future__ import annotations
 
 from hpcsync.paradigms.asp import ASP
+from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.bsp import BSP
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Event
+from hpcsync.paradigms.events import Action, Apply, Event
 
 
 class _GrantsFirst(Paradigm):

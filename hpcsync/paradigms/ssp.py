@@ -13,9 +13,9 @@ first c - staleness iterations, and all of its own.
 
 from __future__ import annotations
 
-from hpcsync.paradigms.gate import Gate
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Pushed
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import Action, Apply, Pushed
+from hpcsync.paradigms.staleness_gate import Gate
 
 
 class SSP(Paradigm):

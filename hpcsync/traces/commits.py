@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcsync.config.paradigms import Adsp
-from hpcsync.paradigms.protocol import UNTIL
+from hpcsync.paradigms.events import UNTIL
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.counting import NEVER, Recount
 from hpcsync.traces.schema import APPLIED

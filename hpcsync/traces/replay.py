@@ -17,7 +17,7 @@ from typing import Any
 
 from hpcsync.deciding import STOP, Assignment, Assignments
 from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
-from hpcsync.paradigms.progress import Progress
+from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.batches import Allocated, Estimate
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount

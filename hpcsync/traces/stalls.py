@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.paradigms.protocol import UNTIL
+from hpcsync.paradigms.events import UNTIL
 from hpcsync.stalls import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.traces.checks import Check, check_all, teller
 from hpcsync.traces.reading import Trace

@@ -21,7 +21,7 @@ from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
 from hpcsync.paradigms import easgd
-from hpcsync.paradigms.paradigm import Paradigm
+from hpcsync.paradigms.base import Paradigm
 from hpcsync.rank import train
 from hpcsync.roles import Roles
 from hpcsync.traces.audit import audit

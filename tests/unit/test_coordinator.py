@@ -11,7 +11,7 @@ from hpcsync.coordinator import Cancellation, Collection, Coordinator, Reply, Re
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments, create_paradigm
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import Grant, create
-from hpcsync.paradigms.protocol import UNTIL
+from hpcsync.paradigms.events import UNTIL
 from hpcsync.planning.batches import Allocator
 from hpcsync.traces.schema import APPLIED, DIED, DROPPED, JOINED, LEFT, TABLES
 from tests.unit.jobs import make_job

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, Pushed, adsp
 from hpcsync.paradigms.adsp import ADSP
-from hpcsync.paradigms.protocol import UNTIL
+from hpcsync.paradigms.events import UNTIL
 from tests.unit.paradigms.schedule import PROPERTY, fixed, run, schedules
 
 NAN = math.nan

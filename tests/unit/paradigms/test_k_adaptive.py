@@ -3,7 +3,7 @@
 import pytest
 
 from hpcsync.paradigms import Apply, Decision, Pushed, create
-from hpcsync.paradigms.k import KAsync
+from hpcsync.paradigms.first_k import KAsync
 from hpcsync.planning.adaptive_k import INTERVAL, POLICIES, TIME_BETA, KController
 from tests.unit.paradigms.k_account import recount
 from tests.unit.paradigms.schedule import Schedule, fixed, run

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.paradigms import Apply, Grant, Joined, Left, Pushed, create
-from hpcsync.paradigms.gate import Gate
 from hpcsync.paradigms.ssp import SSP
+from hpcsync.paradigms.staleness_gate import Gate
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
 

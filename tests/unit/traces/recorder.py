@@ -12,7 +12,7 @@ import numpy as np
 from hpcsync.config.job import Job
 from hpcsync.coordinator import Cancellation, Reply, Report, Update, coordinate
 from hpcsync.deciding import create_assignments, create_paradigm, decision_fields
-from hpcsync.paradigms.protocol import UNTIL
+from hpcsync.paradigms.events import UNTIL
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import DIED, FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
 

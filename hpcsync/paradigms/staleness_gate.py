@@ -6,8 +6,8 @@ import heapq
 import math
 from collections.abc import Callable, Collection
 
-from hpcsync.paradigms.progress import Progress
-from hpcsync.paradigms.protocol import Grant
+from hpcsync.paradigms.events import Grant
+from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.numbers import is_whole
 
 

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import math
 
-from hpcsync.paradigms.paradigm import Paradigm
-from hpcsync.paradigms.protocol import Action, Apply, Cancel, Collect, Decision, Drop, Grant, Pushed
+from hpcsync.paradigms.base import Paradigm
+from hpcsync.paradigms.events import Action, Apply, Cancel, Collect, Decision, Drop, Grant, Pushed
 from hpcsync.planning.adaptive_k import POLICIES, KController, staleness_bound
 from hpcsync.planning.numbers import is_number, is_whole
 

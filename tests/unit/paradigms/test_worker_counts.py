@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms.progress import Progress
+from hpcsync.paradigms.worker_counts import Progress
 from tests.unit.paradigms.schedule import PROPERTY
 
 

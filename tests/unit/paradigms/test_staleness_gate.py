@@ -5,8 +5,8 @@ import math
 import pytest
 
 from hpcsync.paradigms import Grant
-from hpcsync.paradigms.gate import Gate
-from hpcsync.paradigms.progress import Progress
+from hpcsync.paradigms.staleness_gate import Gate
+from hpcsync.paradigms.worker_counts import Progress
 
 
 def grant(worker):

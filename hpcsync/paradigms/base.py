@@ -6,8 +6,8 @@ import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from hpcsync.paradigms.progress import Progress
-from hpcsync.paradigms.protocol import Action, Event, Grant, Joined, Left, Pushed
+from hpcsync.paradigms.events import Action, Event, Grant, Joined, Left, Pushed
+from hpcsync.paradigms.worker_counts import Progress
 
 
 class Paradigm(ABC):
