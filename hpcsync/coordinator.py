@@ -23,8 +23,8 @@ from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
 from hpcsync.learning.schedule import LearningRate, learning_rate
 from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 from hpcsync.paradigms.worker_counts import Progress
-from hpcsync.planning.batches import Allocated, Estimate
-from hpcsync.planning.speed import Estimator
+from hpcsync.planning.batch_allocation import Allocated, Estimate
+from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.stalls import Stalls
 from hpcsync.traces.schema import APPLIED, DROPPED, JOINED, LEFT
 

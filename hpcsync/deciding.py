@@ -11,7 +11,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Ashl, Served
 from hpcsync.paradigms import Grant, Paradigm
 from hpcsync.paradigms.events import UNTIL
-from hpcsync.planning.batches import Allocator
+from hpcsync.planning.batch_allocation import Allocator
 
 
 class Assignment(NamedTuple):

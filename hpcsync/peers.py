@@ -22,7 +22,7 @@ from hpcsync.coordinator import Recorder, Resumable
 from hpcsync.deciding import create_allocator
 from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
-from hpcsync.planning.batches import Allocated, Allocator, Estimate
+from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
 from hpcsync.stalls import Stalls
 from hpcsync.traces.schema import LEFT, NOBODY
 

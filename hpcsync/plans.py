@@ -20,8 +20,8 @@ from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.learning import architectures
 from hpcsync.learning.profiling import measured
 from hpcsync.learning.workloads import cross_entropy
-from hpcsync.planning.halves import Shape, Times
-from hpcsync.planning.node_assignment import Layout, Link, Plan, Profile, choose, faster, without_separation
+from hpcsync.planning.split_cost import Shape, Times
+from hpcsync.planning.stanza_planner import Layout, Link, Plan, Profile, choose, faster, without_separation
 
 MILLISECONDS = "milliseconds of a batch"
 

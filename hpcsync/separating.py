@@ -20,8 +20,8 @@ from hpcsync.learning.cutting import Halves, cut, shape
 from hpcsync.learning.data import fetch
 from hpcsync.learning.profiling import Times, measured
 from hpcsync.learning.workloads import Workload
-from hpcsync.planning.halves import Shape
-from hpcsync.planning.node_assignment import Link, Profile, choose
+from hpcsync.planning.split_cost import Shape
+from hpcsync.planning.stanza_planner import Link, Profile, choose
 
 ITERATIONS = 32  # of each worker, of which a mean is formed
 

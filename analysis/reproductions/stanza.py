@@ -20,10 +20,10 @@ from rich.console import Console
 from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.learning import architectures
-from hpcsync.planning import node_assignment
-from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import Times
-from hpcsync.planning.node_assignment import Link, Profile
+from hpcsync.planning import stanza_planner
+from hpcsync.planning.layer_groups import Groups
+from hpcsync.planning.split_cost import Times
+from hpcsync.planning.stanza_planner import Link, Profile
 from hpcsync.traces.reading import load
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import simulate_all
@@ -110,7 +110,7 @@ class Point(NamedTuple):
     @property
     def n_fc(self) -> int:
         """As many fully-connected workers as the planner chooses."""
-        return node_assignment.choose(self.profile, self.links, self.nodes).best.n_fc
+        return stanza_planner.choose(self.profile, self.links, self.nodes).best.n_fc
 
 
 def setting_of(model: str, gbit: float, nodes: int) -> str:
@@ -232,7 +232,7 @@ def derived(results: pd.DataFrame) -> pd.DataFrame:
     for point in points():
         of_point = results[(results["setting"] == point.setting) & (results["arm"] == point.arm)]
         chosen = point.n_fc
-        colocated_s = node_assignment.sharded_server_s(point.profile, point.links, point.nodes)
+        colocated_s = stanza_planner.sharded_server_s(point.profile, point.links, point.nodes)
         named = {CHOSEN: f"{STANZA} {chosen}", IN_PIECES: f"{STANZA} {chosen}, {PIECES} pieces"}
         for seed in seeds[point.setting, point.arm]:
             runs = of_point[of_point["seed"] == seed].set_index("paradigm")
@@ -358,7 +358,7 @@ def link_share(point: Point, aim: float) -> Of:
 
 def transfers_s(point: Point) -> float:
     """Of an iteration with a server in shards."""
-    return node_assignment.sharded_server_s(point.profile, point.links, point.nodes) - point.profile.times.batch_s
+    return stanza_planner.sharded_server_s(point.profile, point.links, point.nodes) - point.profile.times.batch_s
 
 
 def volumes(title: str, point: Point) -> list[Claim]:
@@ -367,10 +367,10 @@ def volumes(title: str, point: Point) -> list[Claim]:
     profile, nodes = point.profile, point.nodes
     groups = Groups(nodes, 1)
     expected = {
-        BESIDE: (node_assignment.parameter_server_bytes(profile, nodes), 0),
-        RING: (node_assignment.ring_bytes(profile, nodes), nodes),
+        BESIDE: (stanza_planner.parameter_server_bytes(profile, nodes), 0),
+        RING: (stanza_planner.ring_bytes(profile, nodes), nodes),
         f"{STANZA} 1": (
-            node_assignment.stanza_bytes(profile, groups) + node_assignment.label_bytes(profile, groups),
+            stanza_planner.stanza_bytes(profile, groups) + stanza_planner.label_bytes(profile, groups),
             nodes,
         ),
     }
@@ -397,7 +397,7 @@ def as_planned() -> list[Claim]:
     seconds, choices = [], []
     for point in main:
         n_fc = point.n_fc
-        planned_s = node_assignment.stanza_s(point.profile, point.links, Groups(point.nodes, n_fc))
+        planned_s = stanza_planner.stanza_s(point.profile, point.links, Groups(point.nodes, n_fc))
         seconds.append(_times(of("iteration_s", point.setting, point.arm, CHOSEN), 1 / planned_s))
         others = {n_fc - 1, n_fc + 1} & set(range(1, point.nodes))
         choices += [speed_up(point, f"{STANZA} {n}") for n in sorted(others)]

@@ -38,7 +38,7 @@ from hpcsync.config.paradigms import (
     Stanza,
 )
 from hpcsync.config.workloads import WORKLOADS, Cifar, Script, Workload
-from hpcsync.planning.groups import Groups
+from hpcsync.planning.layer_groups import Groups
 
 # ---- how it is trained ----
 

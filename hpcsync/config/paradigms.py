@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, ValidationInfo, field_validator
 from hpcsync.config.base import Count, NotNegative, Positive, Share, Table
 from hpcsync.config.errors import JobError
 from hpcsync.config.stanza import Stanza
-from hpcsync.planning.commit_rate import most_commits
+from hpcsync.planning.commit_rate_search import most_commits
 
 # ---- with a parameter server ----
 

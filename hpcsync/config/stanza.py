@@ -10,8 +10,8 @@ from hpcsync.config.base import Count, Positive, Table
 from hpcsync.config.cluster import Cluster
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.workloads import Script, Timing, Workload
-from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import Times
+from hpcsync.planning.layer_groups import Groups
+from hpcsync.planning.split_cost import Times
 
 
 class Stanza(Table):

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, ValidationInfo, field_validator,
 
 from hpcsync.config.base import Count, NotNegative, Table, matching
 from hpcsync.config.errors import JobError
-from hpcsync.planning.halves import Shape
+from hpcsync.planning.split_cost import Shape
 
 Dropout = Annotated[float, Field(ge=0, lt=1)]
 

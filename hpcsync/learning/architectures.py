@@ -12,7 +12,7 @@ from torch import nn
 
 from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.learning import cutting
-from hpcsync.planning.halves import Shape
+from hpcsync.planning.split_cost import Shape
 
 
 class Architecture(NamedTuple):

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from hpcsync.config.errors import did_you_mean
 from hpcsync.learning.flat import trainable
 from hpcsync.learning.replica import Loss
-from hpcsync.planning.halves import Shape
+from hpcsync.planning.split_cost import Shape
 
 
 class Halves(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.planning.speed import Estimator, LastValue, Predictor, Smoothing, must_be_speed
+from hpcsync.planning.speed_estimator import Estimator, LastValue, Predictor, Smoothing, must_be_speed
 
 HIDDEN = 16
 WINDOW = 10  # speeds that the network sees

@@ -10,7 +10,7 @@ import torch
 
 from hpcsync.learning.cutting import Halves
 from hpcsync.learning.replica import Loss
-from hpcsync.planning.halves import Times
+from hpcsync.planning.split_cost import Times
 
 REPEATED = 3, 9  # times at least and at most, after one to warm up
 ENOUGH_S = 10.0  # within the most

@@ -16,7 +16,7 @@ from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_session import PeerSession
 from hpcsync.mpi.rank_session import FAREWELL_S, Given, end_all
 from hpcsync.peers import PeerCoordinator
-from hpcsync.planning.batches import Allocated
+from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.system.signals import SignalListener, interrupt, on_signals
 from hpcsync.traces.schema import DIED
 

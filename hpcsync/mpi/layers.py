@@ -11,7 +11,7 @@ from torch import nn
 from hpcsync.learning.cutting import cut, positions
 from hpcsync.learning.flat import FlatModel, trainable
 from hpcsync.learning.peer import Mean
-from hpcsync.planning.groups import Groups
+from hpcsync.planning.layer_groups import Groups
 
 BCAST_BYTES = 1 << 30
 

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from hpcsync.mpi.trial import farthest
-from hpcsync.planning.node_assignment import Link
+from hpcsync.planning.stanza_planner import Link
 
 SMALL, LARGE = 8, 1 << 22  # bytes
 REPEATED = 5

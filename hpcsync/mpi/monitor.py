@@ -19,7 +19,7 @@ from hpcsync.mpi.leader import CHORES_S
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.saver import Saver, heed
 from hpcsync.peers import Exchanged, PeerCoordinator
-from hpcsync.planning.batches import Allocated
+from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.system.signals import interrupt
 from hpcsync.traces.schema import DIED, LEFT
 from hpcsync.traces.writer import TraceWriter

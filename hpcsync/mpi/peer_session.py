@@ -23,7 +23,7 @@ from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.peers import Exchanged, Lockstep, create_division, taken_in
-from hpcsync.planning.batches import Allocated, Estimate
+from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.traces.schema import COMPUTING, WAITING
 
 

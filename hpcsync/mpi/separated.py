@@ -32,7 +32,7 @@ from hpcsync.mpi.crossing import Crossing, Rows
 from hpcsync.mpi.layers import SeparatedLayers
 from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.planning.halves import Shape
+from hpcsync.planning.split_cost import Shape
 from hpcsync.traces.schema import EVERYBODY
 
 

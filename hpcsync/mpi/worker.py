@@ -12,7 +12,7 @@ from hpcsync.deciding import STOP
 from hpcsync.learning.compressing import Compressor
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.planning.speed import Estimator
+from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.traces.schema import COMPUTING, PUSHING, READING, WAITING
 
 

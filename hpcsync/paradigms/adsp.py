@@ -39,8 +39,8 @@ from dataclasses import replace
 
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import UNTIL, Action, Apply, Decision, Grant, Pushed
-from hpcsync.planning.commit_rate import Search, halved, most_commits, reward
-from hpcsync.planning.numbers import is_number, is_whole
+from hpcsync.planning.checks import is_number, is_whole
+from hpcsync.planning.commit_rate_search import Search, halved, most_commits, reward
 
 RULES = ("cumulative", "released")
 

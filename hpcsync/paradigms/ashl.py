@@ -35,8 +35,8 @@ from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Action, Apply, Decision, Grant, Pushed
 from hpcsync.paradigms.staleness_gate import Gate
 from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.planning.checks import is_number, is_whole
 from hpcsync.planning.local_steps import INDEXED, Profile, local_steps, ratios, shares
-from hpcsync.planning.numbers import is_number, is_whole
 
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
 SHARES = ("data", "equal")

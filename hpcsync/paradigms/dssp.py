@@ -31,7 +31,7 @@ import math
 
 from hpcsync.paradigms.events import Action, Decision, Grant
 from hpcsync.paradigms.ssp import SSP
-from hpcsync.planning.numbers import is_whole
+from hpcsync.planning.checks import is_whole
 
 MODES = ("bounded", "paper")
 

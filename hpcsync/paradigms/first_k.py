@@ -28,8 +28,8 @@ import math
 
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Action, Apply, Cancel, Collect, Decision, Drop, Grant, Pushed
-from hpcsync.planning.adaptive_k import POLICIES, KController, staleness_bound
-from hpcsync.planning.numbers import is_number, is_whole
+from hpcsync.planning.checks import is_number, is_whole
+from hpcsync.planning.k_controller import POLICIES, KController, staleness_bound
 
 CANCELS = ("drop", "abort")
 STALENESS_WEIGHTS = ("none", "inverse")

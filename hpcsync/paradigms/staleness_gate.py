@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 
 from hpcsync.paradigms.events import Grant
 from hpcsync.paradigms.worker_counts import Progress
-from hpcsync.planning.numbers import is_whole
+from hpcsync.planning.checks import is_whole
 
 
 class Gate:

@@ -15,7 +15,7 @@ from hpcsync.learning.prediction import estimator, nominal_clock
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
-from hpcsync.planning.batches import Estimate
+from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, together

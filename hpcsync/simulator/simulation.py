@@ -29,7 +29,7 @@ from hpcsync.learning.replica import piece_shares
 from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Workload
 from hpcsync.paradigms import Paradigm
-from hpcsync.planning.speed import Estimator
+from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.simulator.arithmetic import arithmetic
 from hpcsync.simulator.cluster import Cluster
 from hpcsync.simulator.gradients import Work

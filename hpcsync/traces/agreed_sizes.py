@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.planning.batches import Allocator
+from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.traces.allocations import maxima, not_following, possible, sizes_at_first
 from hpcsync.traces.checks import Check, Part, check_all, teller
 from hpcsync.traces.reports import SAME_TIME_S, Reports

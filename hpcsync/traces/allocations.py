@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hpcsync.config.job import Job
-from hpcsync.planning.batches import Estimate, equal_finish, whole
+from hpcsync.planning.batch_allocation import Estimate, equal_finish, whole
 
 SAME = 1e-9  # relative difference of numbers that are computed in another order
 

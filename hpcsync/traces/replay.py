@@ -18,7 +18,7 @@ from typing import Any
 from hpcsync.deciding import STOP, Assignment, Assignments
 from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 from hpcsync.paradigms.worker_counts import Progress
-from hpcsync.planning.batches import Allocated, Estimate
+from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.schema import APPLIED, DROPPED, JOINED

@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcsync.config.paradigms import Gossip, LocalSgd, Stanza
 from hpcsync.paradigms.gossip import Peers
-from hpcsync.planning.groups import Groups
+from hpcsync.planning.layer_groups import Groups
 from hpcsync.traces.counting import running_count
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import DIED, EVERYBODY, NOBODY

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcsync.config.job import Script
-from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import SEPARATED
+from hpcsync.planning.layer_groups import Groups
+from hpcsync.planning.split_cost import SEPARATED
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.reports import Reports
 

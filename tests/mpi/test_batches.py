@@ -14,7 +14,7 @@ from hpcsync import coordinator
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.deciding import create_assignments
-from hpcsync.planning.batches import Allocator
+from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import APPLIED
 from tests.mpi.training import failures, on_some, recomputed

@@ -16,7 +16,7 @@ from hpcsync.learning.peer import LocalOptimizer, Outer, Peer
 from hpcsync.mpi import peer_session
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.planning.batches import Estimate
+from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import DIED
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed

@@ -18,7 +18,7 @@ from hpcsync.mpi.allreduce import MpiMean, mean_vector
 from hpcsync.mpi.books import Books
 from hpcsync.mpi.patience import Patience
 from hpcsync.peers import Division
-from hpcsync.planning.batches import Estimate
+from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import in_step
 from hpcsync.simulator.run import simulate
 from hpcsync.traces.reading import load

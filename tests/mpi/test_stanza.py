@@ -13,7 +13,7 @@ from hpcsync.config.job import Job
 from hpcsync.learning.validation import check
 from hpcsync.mpi import layers, tensor_window
 from hpcsync.mpi.tensor_window import TensorWindow
-from hpcsync.planning.groups import Groups
+from hpcsync.planning.layer_groups import Groups
 from hpcsync.rank import train
 from hpcsync.simulator.run import prepare
 from hpcsync.traces.reading import load

@@ -12,7 +12,7 @@ from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments, 
 from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import Grant, create
 from hpcsync.paradigms.events import UNTIL
-from hpcsync.planning.batches import Allocator
+from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.traces.schema import APPLIED, DIED, DROPPED, JOINED, LEFT, TABLES
 from tests.unit.jobs import make_job
 

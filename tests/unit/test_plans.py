@@ -10,9 +10,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from hpcsync import cli, plans
-from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import Shape, Times
-from hpcsync.planning.node_assignment import Link, Profile, choose, stanza_s, without_separation
+from hpcsync.planning.layer_groups import Groups
+from hpcsync.planning.split_cost import Shape, Times
+from hpcsync.planning.stanza_planner import Link, Profile, choose, stanza_s, without_separation
 
 ASKED = {"--model": "alexnet", "--nodes": "10", "--bandwidth-gbit": "10", "--batch": "128"}
 TOML = "conv_forward_ms = 20\nconv_backward_ms = 40.5\nfc_ms = 8\nfc_fixed_ms = 5\n"

@@ -9,7 +9,7 @@ from hpcsync import separating
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.learning.workloads import Workload, build
-from hpcsync.planning.halves import Shape, Times
+from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.separating import divided, fc_share, resolved
 from tests.unit.jobs import make_job
 

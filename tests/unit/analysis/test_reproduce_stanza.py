@@ -10,7 +10,7 @@ from reproductions.stanza import COLOCATED, FC_LIGHT, SERVER, SPEEDS, Point
 from rich.console import Console
 
 from hpcsync.learning import architectures
-from hpcsync.planning.halves import Shape
+from hpcsync.planning.split_cost import Shape
 
 MODELS = {model: Shape(2_000, 50_000, 40, conv_flops=9_000, fc_flops=1_000) for model in SPEEDS}
 

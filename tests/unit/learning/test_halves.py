@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from hpcsync.learning.cutting import Halves, activation_shape, check_cut, cut, flops, shape
 from hpcsync.learning.workloads import cross_entropy
-from hpcsync.planning.halves import Shape
+from hpcsync.planning.split_cost import Shape
 from tests.unit.learning.test_cutting import Forward, Plain, batch, chain, seeded
 
 # ---- modes ----

@@ -20,7 +20,7 @@ from hpcsync.learning.prediction import (
     nominal_clock,
     predictor,
 )
-from hpcsync.planning.speed import Smoothing
+from hpcsync.planning.speed_estimator import Smoothing
 from tests.unit.jobs import make_job
 from tests.unit.planning import predicting
 

@@ -10,7 +10,7 @@ from hpcsync.learning import profiling
 from hpcsync.learning.cutting import Halves
 from hpcsync.learning.profiling import fixed, measured
 from hpcsync.learning.workloads import cross_entropy
-from hpcsync.planning.halves import Times
+from hpcsync.planning.split_cost import Times
 
 
 class Clock:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpcsync.paradigms import Apply, Cancel, Collect, Drop, Grant, Joined, Left, Pushed, create
 from hpcsync.paradigms.first_k import FirstK, KAsync, KBatchAsync, KBatchSync, KSync
-from hpcsync.planning.adaptive_k import KController
+from hpcsync.planning.k_controller import KController
 from tests.unit.paradigms.k_account import Account, recount
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, run, schedules
 

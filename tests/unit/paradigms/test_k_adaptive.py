@@ -4,7 +4,7 @@ import pytest
 
 from hpcsync.paradigms import Apply, Decision, Pushed, create
 from hpcsync.paradigms.first_k import KAsync
-from hpcsync.planning.adaptive_k import INTERVAL, POLICIES, TIME_BETA, KController
+from hpcsync.planning.k_controller import INTERVAL, POLICIES, TIME_BETA, KController
 from tests.unit.paradigms.k_account import recount
 from tests.unit.paradigms.schedule import Schedule, fixed, run
 

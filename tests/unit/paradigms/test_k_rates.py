@@ -10,7 +10,7 @@ import pytest
 
 from hpcsync.paradigms import Apply, Cancel, Grant, Pushed, create
 from hpcsync.paradigms.first_k import KAsync
-from hpcsync.planning.adaptive_k import staleness_bound
+from hpcsync.planning.k_controller import staleness_bound
 from tests.unit.paradigms.k_account import Account, largest_staleness, mean_staleness, recount
 from tests.unit.paradigms.schedule import Schedule, run
 

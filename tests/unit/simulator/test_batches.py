@@ -11,7 +11,7 @@ from hpcsync import coordinator
 from hpcsync.deciding import create_assignments
 from hpcsync.learning.data import sequence_indices
 from hpcsync.learning.workloads import build
-from hpcsync.planning.batches import Allocator
+from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.simulator import gradients
 from hpcsync.traces.schema import APPLIED
 from tests.plain import on_samples, whole_batches

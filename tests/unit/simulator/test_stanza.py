@@ -11,8 +11,8 @@ import torch
 from hpcsync.config.errors import JobError
 from hpcsync.learning.data import batch_indices
 from hpcsync.learning.workloads import build
-from hpcsync.planning import node_assignment
-from hpcsync.planning.halves import SEPARATED, Shape, Times
+from hpcsync.planning import stanza_planner
+from hpcsync.planning.split_cost import SEPARATED, Shape, Times
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.traces.schema import EVERYBODY, TABLES
@@ -46,10 +46,10 @@ def test_an_iteration_takes_what_its_parts_do(n_convolution, n_fc, seconds, piec
     n_served = n_convolution // n_fc
     convolution_s, fc_s = (1 - FC_SHARE) * seconds, FC_SHARE * seconds * n_served
     parts = convolution_s / 3, convolution_s * 2 / 3, FC_SHARE * seconds
-    profile = node_assignment.Profile(Times(*parts), Shape(below // 4, 1, 50_000), 8)
+    profile = stanza_planner.Profile(Times(*parts), Shape(below // 4, 1, 50_000), 8)
     ring_s = ring_allreduce_s(n_convolution, below, LATENCY_S, GBIT)
-    links = node_assignment.Link(GBIT, LATENCY_S)
-    done_s = node_assignment.stanza_s(profile, links, job.groups, micro_batches=pieces) - ring_s
+    links = stanza_planner.Link(GBIT, LATENCY_S)
+    done_s = stanza_planner.stanza_s(profile, links, job.groups, micro_batches=pieces) - ring_s
     run = Run(job)
     assert run.iteration_s() == pytest.approx(done_s + ring_s, rel=1e-6)
     rows = run.trace["exchanges"]

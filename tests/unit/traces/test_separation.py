@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hpcsync.config.job import Script
-from hpcsync.planning.halves import SEPARATED
+from hpcsync.planning.split_cost import SEPARATED
 from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import EVERYBODY
 from tests.unit.traces.peer_recorder import in_memory, peer_job, simulated

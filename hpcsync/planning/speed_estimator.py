@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-from hpcsync.planning.batches import Estimate
+from hpcsync.planning.batch_allocation import Estimate
 
 BETA = 0.3  # weight of the newest value in exponential smoothing
 

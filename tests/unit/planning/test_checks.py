@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcsync.planning.numbers import is_number, is_whole
+from hpcsync.planning.checks import is_number, is_whole
 
 
 @pytest.mark.parametrize("value", [0, -3, 10**30])

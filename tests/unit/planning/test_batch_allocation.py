@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.batches import Allocated, Allocator, Estimate, equal_finish, whole
+from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate, equal_finish, whole
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 NO_LIMIT = math.inf

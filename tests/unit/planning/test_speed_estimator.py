@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.planning import speed
-from hpcsync.planning.batches import Allocator, Estimate
-from hpcsync.planning.speed import Estimator, FixedCost, LastValue, Smoothing
+from hpcsync.planning import speed_estimator
+from hpcsync.planning.batch_allocation import Allocator, Estimate
+from hpcsync.planning.speed_estimator import Estimator, FixedCost, LastValue, Smoothing
 from tests.unit.planning import predicting
 
 every_predictor = pytest.mark.parametrize("make", [LastValue, Smoothing])
@@ -16,9 +16,9 @@ every_predictor = pytest.mark.parametrize("make", [LastValue, Smoothing])
 class Line(LastValue):
     """For negative controls: what would come next if the last change went on."""
 
-    def observe(self, speed, iteration_s=math.inf):
+    def observe(self, speed_estimator, iteration_s=math.inf):
         self._before = self._speed
-        super().observe(speed)
+        super().observe(speed_estimator)
 
     def predict(self):
         return self._speed if math.isnan(self._speed) or math.isnan(self._before) else 2 * self._speed - self._before
@@ -102,11 +102,11 @@ class PlainFit:
 
     def observe(self, n_samples, compute_s):
         n, t = n_samples, compute_s
-        self._sums = speed.MEMORY * self._sums + np.array([1.0, n, t, n * n, n * t])
+        self._sums = speed_estimator.MEMORY * self._sums + np.array([1.0, n, t, n * n, n * t])
 
     def samples(self):
         count, n, t, nn, nt = self._sums
-        if count < speed.N_LEAST or count * nn - n * n < 1e-9 * nn:
+        if count < speed_estimator.N_LEAST or count * nn - n * n < 1e-9 * nn:
             return 0.0
         slope = (count * nt - n * t) / (count * nn - n * n)
         fixed_s, sample_s = (t - slope * n) / count, max(slope, 1e-12)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning import node_assignment
-from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import Shape, Times
-from hpcsync.planning.node_assignment import (
+from hpcsync.planning import stanza_planner
+from hpcsync.planning.layer_groups import Groups
+from hpcsync.planning.split_cost import Shape, Times
+from hpcsync.planning.stanza_planner import (
     Link,
     Profile,
     all_reduce_s,
@@ -228,7 +228,7 @@ def test_a_choice_by_shortest_iteration_is_found_out():
 def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
     """Two workers serve two, or one serves three: as many samples a second if an iteration takes half as long again."""
     at = {1: 3.0, 2: 2.0}
-    monkeypatch.setattr(node_assignment, "stanza_s", lambda _, __, groups, *rest: at[groups.n_fc])
+    monkeypatch.setattr(stanza_planner, "stanza_s", lambda _, __, groups, *rest: at[groups.n_fc])
     plan = choose(sized(1, 1, 1), Link(1.0, 0.0), 4)
     assert (plan.best.n_fc, plan.margin) == (1, 0.0)
     at[2] = 1.999

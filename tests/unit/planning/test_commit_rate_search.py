@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.commit_rate import Search, halved, most_commits, reward
+from hpcsync.planning.commit_rate_search import Search, halved, most_commits, reward
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 

@@ -41,8 +41,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from hpcsync.planning.groups import Groups
-from hpcsync.planning.halves import Shape, Times
+from hpcsync.planning.layer_groups import Groups
+from hpcsync.planning.split_cost import Shape, Times
 
 
 class Profile(NamedTuple):

@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from statistics import median_low
 from typing import ClassVar
 
-from hpcsync.planning.numbers import is_whole
+from hpcsync.planning.checks import is_whole
 
 POLICIES = ("state", "loss", "min")
 

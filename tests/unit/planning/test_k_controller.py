@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.adaptive_k import (
+from hpcsync.planning.k_controller import (
     INTERVAL,
     LOSS_BETA,
     POLICIES,
