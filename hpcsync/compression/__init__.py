@@ -11,11 +11,11 @@ from numpy.typing import DTypeLike
 
 from hpcsync.compression.codec import Codec, Encoded, Layout
 from hpcsync.compression.dgc import DGC
-from hpcsync.compression.feedback import ErrorFeedback
-from hpcsync.compression.halves import Bf16, Fp16
+from hpcsync.compression.error_feedback import ErrorFeedback
+from hpcsync.compression.half_precision import Bf16, Fp16
+from hpcsync.compression.one_bit import OneBit, Sign
 from hpcsync.compression.powersgd import PowerSGD
 from hpcsync.compression.qsgd import QSGD
-from hpcsync.compression.signs import OneBit, Sign
 from hpcsync.compression.sparse import RandomK, TopK
 
 __all__ = ["CODECS", "Codec", "Encoded", "ErrorFeedback", "Layout", "create"]

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from hpcsync.compression import Layout, create
-from hpcsync.compression.halves import Bf16
+from hpcsync.compression.half_precision import Bf16
 from tests.unit.compression.vectors import decoded
 
 CASTS = [("fp16", torch.float16), ("bf16", torch.bfloat16)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hpcsync.compression import Layout, create
-from hpcsync.compression.signs import OneBit
+from hpcsync.compression.one_bit import OneBit
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
 
