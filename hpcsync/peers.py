@@ -20,11 +20,11 @@ from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Gossip
 from hpcsync.coordinator import Recorder, Resumable
 from hpcsync.deciding import create_allocator
-from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
 from hpcsync.stalls import Stalls
 from hpcsync.traces.schema import LEFT, NOBODY
+from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 
 class Exchanged(NamedTuple):

@@ -18,10 +18,10 @@ from hpcsync.bench.machine import machine
 from hpcsync.config.base import NotNegative, Positive, Table
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.learning import architectures
-from hpcsync.learning.profiling import measured
 from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.planning.stanza_planner import Layout, Link, Plan, Profile, choose, faster, without_separation
+from hpcsync.training.split_profile import measured
 
 MILLISECONDS = "milliseconds of a batch"
 

@@ -34,12 +34,12 @@ from hpcsync.config.paradigms import (
     Ssp,
     Stanza,
 )
-from hpcsync.learning import compressing
-from hpcsync.learning.flat import trainable
 from hpcsync.learning.validation import check
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
 from hpcsync.separating import divided, fc_share, resolved
+from hpcsync.training import compressor
+from hpcsync.training.flat_model import trainable
 
 EVENTS_SHOWN = 5
 
@@ -98,7 +98,7 @@ def _shard_rows(cluster: Cluster, size: int) -> list[tuple[str, str]]:
 
 def _sent(job: Job, parameters: Sequence[torch.nn.Parameter]) -> str:
     """How many bytes a worker sends, where these parameters' are as many to it."""
-    compression = compressing.of_job(job, parameters)
+    compression = compressor.of_job(job, parameters)
     if compression is None:
         return "as many"
     shards = Roles(max(1, job.cluster.servers), job.cluster.workers).shards(sum(p.numel() for p in parameters))

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.learning.flat import FlatModel
-from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.reducer import Reducer
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.optimizers import OptimizerSpec
 
 BATCH = 8  # small, so that it is the communication that counts
 OPTIONS: dict[str, float] = {"momentum": 0.9}

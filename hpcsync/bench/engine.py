@@ -13,8 +13,6 @@ from mpi4py import MPI
 from hpcsync.config.job import Stop
 from hpcsync.coordinator import Coordinator
 from hpcsync.deciding import Assignment
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.rules import Descent
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.shard import Shard
@@ -23,6 +21,8 @@ from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
 from hpcsync.roles import Roles
 from hpcsync.traces.writer import TraceWriter
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.update_rules import Descent
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from mpi4py import MPI
 
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.learning.optimizers import OptimizerSpec
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
+from hpcsync.training.optimizers import OptimizerSpec
 
 SIZE = 250
 WORKERS = (1, 3)

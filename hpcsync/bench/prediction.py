@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.learning.prediction import PREDICTORS, SHARE, WINDOW, nominal_clock, predictor
+from hpcsync.training.speed_models import PREDICTORS, SHARE, WINDOW, nominal_clock, predictor
 
 SPEED = 1000.0  # samples/s
 NOISE = 0.05  # of every series, but for the first

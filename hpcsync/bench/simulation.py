@@ -16,14 +16,14 @@ from hpcsync.bench.events import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
 from hpcsync.deciding import create_paradigm
-from hpcsync.learning.data import batches
-from hpcsync.learning.flat import FlatModel
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.replica import Replica
 from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.writer import TraceWriter
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.gradient import Replica
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.sampler import batches
 
 DSSP = {"name": "dssp", "staleness_min": 3, "staleness_max": 15}
 NETWORK = {"bandwidth_gbit": 10.0, "latency_us": 50.0}

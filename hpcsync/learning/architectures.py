@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from hpcsync.config.errors import JobError, did_you_mean, shown
-from hpcsync.learning import cutting
 from hpcsync.planning.split_cost import Shape
+from hpcsync.training import model_split
 
 
 class Architecture(NamedTuple):
@@ -37,10 +37,10 @@ def shape(name: str) -> Shape:
     """Of a network, by the meta device; its labels are numbers of classes. Raises JobError, as `build` does."""
     halves = build(name)
     image = torch.empty(1, *ARCHITECTURES[name].image, device="meta")
-    return cutting.shape(halves, (image, torch.zeros(1, dtype=torch.long)))
+    return model_split.shape(halves, (image, torch.zeros(1, dtype=torch.long)))
 
 
-def build(name: str, device: str = "meta") -> cutting.Halves:
+def build(name: str, device: str = "meta") -> model_split.Halves:
     """A network's halves; off the meta device with random weights. Raises JobError for a name that is none, or without
     torchvision."""
     if name not in ARCHITECTURES:
@@ -51,7 +51,7 @@ def build(name: str, device: str = "meta") -> cutting.Halves:
     models = _torchvision_models(name)
     with torch.device(device):
         model: nn.Module = _inception_v3(models) if name == "inception_v3" else getattr(models, name)()
-    return cutting.cut(model, architecture.cut)
+    return model_split.cut(model, architecture.cut)
 
 
 def _inception_v3(models: Any) -> nn.Module:

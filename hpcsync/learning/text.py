@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from hpcsync.config.errors import JobError
-from hpcsync.learning.flat import device_of
+from hpcsync.training.flat_model import device_of
 
 # What a character may be: these, and one symbol for all others.
 SYMBOLS = "\t\n" + "".join(map(chr, range(32, 127)))

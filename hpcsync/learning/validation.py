@@ -13,12 +13,12 @@ from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.config.workloads import Timing
-from hpcsync.learning import compressing
-from hpcsync.learning.cutting import Halves, check_cut, cut
-from hpcsync.learning.data import fetch, whole_batches
-from hpcsync.learning.flat import trainable
-from hpcsync.learning.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
 from hpcsync.learning.workloads import Workload, build
+from hpcsync.training import compressor
+from hpcsync.training.flat_model import trainable
+from hpcsync.training.model_split import Halves, check_cut, cut
+from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
+from hpcsync.training.sampler import fetch, whole_batches
 
 CUT_SAMPLES = 2  # with which the halves of a model are tried
 
@@ -84,7 +84,7 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
     layers are separated. Raises JobError."""
     try:
         size = sum(parameter.numel() for parameter in trainable(model))
-        compressing.of_job(job, trainable(model))  # where its gradients can be
+        compressor.of_job(job, trainable(model))  # where its gradients can be
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
     halves = None

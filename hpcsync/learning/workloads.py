@@ -22,9 +22,9 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
 from hpcsync.learning import cifar, images, text
-from hpcsync.learning.flat import device_of
-from hpcsync.learning.replica import Loss
 from hpcsync.learning.vgg import Vgg
+from hpcsync.training.flat_model import device_of
+from hpcsync.training.gradient import Loss
 
 Evaluate = Callable[[nn.Module], tuple[float, float]]
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from hpcsync.learning.flat import FlatModel
-from hpcsync.learning.schedule import EvaluationSchedule
 from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.lr_schedule import EvaluationSchedule
 
 Judged = tuple[float, int, int, float, float, float]
 Read = Callable[[int, torch.Tensor], float | None]

@@ -12,14 +12,14 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip
-from hpcsync.learning.flat import FlatModel
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import absorb, average
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_exchange import Exchange, Outcome
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.peers import drawing
 from hpcsync.traces.schema import PUSHING, READING
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.local_update import absorb, average
+from hpcsync.training.optimizers import OptimizerSpec
 
 
 class _Gossiping(Exchange):

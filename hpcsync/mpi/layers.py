@@ -8,10 +8,10 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from hpcsync.learning.cutting import cut, positions
-from hpcsync.learning.flat import FlatModel, trainable
-from hpcsync.learning.peer import Mean
 from hpcsync.planning.layer_groups import Groups
+from hpcsync.training.flat_model import FlatModel, trainable
+from hpcsync.training.local_update import Mean
+from hpcsync.training.model_split import cut, positions
 
 BCAST_BYTES = 1 << 30
 

@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.learning.compressing import Compression
-from hpcsync.learning.store import n_buffers, row_size
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.deaths import Deaths
@@ -20,6 +18,8 @@ from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.window import Window
 from hpcsync.roles import Roles
+from hpcsync.training.compressor import Compression
+from hpcsync.training.parameter_store import n_buffers, row_size
 
 
 class Link:

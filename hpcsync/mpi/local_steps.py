@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from hpcsync.config.paradigms import Easgd
-from hpcsync.learning.peer import LocalOptimizer
-from hpcsync.learning.rules import towards
-from hpcsync.learning.schedule import worker_rate
 from hpcsync.mpi.rank_session import Given
 from hpcsync.mpi.session import WorkerSession
+from hpcsync.training.local_update import LocalOptimizer
+from hpcsync.training.lr_schedule import worker_rate
+from hpcsync.training.update_rules import towards
 
 
 class LocalStepsSession(WorkerSession):

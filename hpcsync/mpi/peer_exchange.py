@@ -17,17 +17,17 @@ from mpi4py import MPI
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.iterations import Iterations
-from hpcsync.learning import compressing
-from hpcsync.learning.flat import FlatModel
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import Outer, Peer, average
-from hpcsync.learning.replica import Loss
 from hpcsync.mpi import wire
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.peers import Division, drawing
 from hpcsync.traces.schema import EVERYBODY, NOBODY, WAITING
+from hpcsync.training import compressor
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.gradient import Loss
+from hpcsync.training.local_update import Outer, Peer, average
+from hpcsync.training.optimizers import OptimizerSpec
 
 
 class Outcome(NamedTuple):
@@ -149,7 +149,7 @@ class Summing(Exchange):
         bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
         self._reducer = Reducer(
             comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport,
-            compression=compressing.of_job(job, flat.parameters),
+            compression=compressor.of_job(job, flat.parameters),
         )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
 

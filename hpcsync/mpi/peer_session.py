@@ -12,10 +12,6 @@ import torch
 
 from hpcsync.checkpoints import RUN
 from hpcsync.iterations import Iterations
-from hpcsync.learning import generators
-from hpcsync.learning.prediction import estimator
-from hpcsync.learning.replica import Loss
-from hpcsync.learning.schedule import EvaluationSchedule, learning_rate, worker_rate
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.exchanges import exchange, layers
 from hpcsync.mpi.peer_exchange import Outcome
@@ -25,6 +21,10 @@ from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.peers import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.traces.schema import COMPUTING, WAITING
+from hpcsync.training import rng_state
+from hpcsync.training.gradient import Loss
+from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate, worker_rate
+from hpcsync.training.speed_models import estimator
 
 
 class PeerSession(RankSession):
@@ -248,7 +248,7 @@ class PeerSession(RankSession):
             "counts": (self._iteration, self._samples, self._evaluations.next_samples),
             "lockstep": self._lockstep.state(),
             "iterations": self._iterations.state(),
-            "generators": generators.state(self.flat.weights.device),
+            "generators": rng_state.state(self.flat.weights.device),
             "buffers": dict(self._model.named_buffers()),
         }
 
@@ -258,7 +258,7 @@ class PeerSession(RankSession):
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
         self._iterations.restore(state["iterations"])
-        generators.restore(state["generators"], self.flat.weights.device)
+        rng_state.restore(state["generators"], self.flat.weights.device)
 
     # ---- the end ----
 

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.learning.compressing import Compression
-from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.background import Background
 from hpcsync.mpi.compressed_mean import compressed_mean
 from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.training.compressor import Compression
+from hpcsync.training.flat_model import FlatModel
 
 __all__ = ["BUCKET_BYTES", "Agreed", "Reduced", "Reducer"]
 

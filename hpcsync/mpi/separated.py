@@ -21,11 +21,6 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.iterations import Iterations
-from hpcsync.learning.cutting import Halves, activation_shape, check_halves, tensors_of, without_values
-from hpcsync.learning.data import fetch
-from hpcsync.learning.flat import FlatModel, trainable
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.replica import Loss
 from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed
 from hpcsync.mpi.crossing import Crossing, Rows
@@ -34,6 +29,11 @@ from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.planning.split_cost import Shape
 from hpcsync.traces.schema import EVERYBODY
+from hpcsync.training.flat_model import FlatModel, trainable
+from hpcsync.training.gradient import Loss
+from hpcsync.training.model_split import Halves, activation_shape, check_halves, tensors_of, without_values
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.sampler import fetch
 
 
 class Separated(Summing):

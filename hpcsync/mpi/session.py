@@ -16,8 +16,6 @@ from hpcsync.config.paradigms import Easgd
 from hpcsync.coordinator import coordinate
 from hpcsync.deciding import create_assignments, create_paradigm
 from hpcsync.iterations import Iterations
-from hpcsync.learning import compressing, generators, rules
-from hpcsync.learning.prediction import estimator
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.books import Books
 from hpcsync.mpi.layers import Layers
@@ -28,6 +26,8 @@ from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
 from hpcsync.roles import Roles
 from hpcsync.system.signals import interrupt, on_signals
+from hpcsync.training import compressor, rng_state, update_rules
+from hpcsync.training.speed_models import estimator
 
 
 class LinkedSession(RankSession):
@@ -46,7 +46,7 @@ class LinkedSession(RankSession):
             weights.dtype,
             given.placement.transport,
             contributors_read=contributors_read,
-            compression=compressing.of_job(job, self.flat.parameters),
+            compression=compressor.of_job(job, self.flat.parameters),
             begin_s=begin_s,
             tolerant=self._tolerant,
         )
@@ -137,14 +137,14 @@ class WorkerSession(LinkedSession):
         return {
             "engine": self._engine.state(),
             "iterations": self._iterations.state(),
-            "generators": generators.state(self.flat.weights.device),
+            "generators": rng_state.state(self.flat.weights.device),
             "buffers": dict(self._model.named_buffers()),
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Be as far as that; what is waited for next has not come."""
         self._iterations.restore(state["iterations"])
-        generators.restore(state["generators"], self.flat.weights.device)
+        rng_state.restore(state["generators"], self.flat.weights.device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
 
@@ -176,7 +176,7 @@ class FollowerSession(LinkedSession):
         super().__init__(given, begin_s)
         self._shard = Shard(
             self._link,
-            rules.of_job(given.job, given.optimizer),
+            update_rules.of_job(given.job, given.optimizer),
             self.flat.weights,
             create_assignments(given.job).first,
             self._save_shard,

@@ -9,11 +9,11 @@ import torch
 
 from hpcsync.coordinator import Collection, Order, Reply, Update
 from hpcsync.deciding import STOP, Assignment
-from hpcsync.learning.rules import Rule
-from hpcsync.learning.store import Store
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.wire import GrantRecord, OrderRecord
+from hpcsync.training.parameter_store import Store
+from hpcsync.training.update_rules import Rule
 
 
 def encode(orders: Sequence[Order]) -> list[OrderRecord]:

@@ -9,11 +9,11 @@ import torch
 
 from hpcsync.coordinator import Report, estimated
 from hpcsync.deciding import STOP
-from hpcsync.learning.compressing import Compressor
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.traces.schema import COMPUTING, PUSHING, READING, WAITING
+from hpcsync.training.compressor import Compressor
 
 
 class Worker:

@@ -19,16 +19,16 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Easgd
 from hpcsync.coordinator import Collection, Update
-from hpcsync.learning import compressing, rules
-from hpcsync.learning.flat import FlatModel, trainable
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import LocalOptimizer
-from hpcsync.learning.rules import towards
-from hpcsync.learning.schedule import worker_rate
-from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
 from hpcsync.simulator.gradients import Gradients, Work
+from hpcsync.training import compressor, update_rules
+from hpcsync.training.flat_model import FlatModel, trainable
+from hpcsync.training.local_update import LocalOptimizer
+from hpcsync.training.lr_schedule import worker_rate
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.parameter_store import Store, n_buffers, row_size
+from hpcsync.training.update_rules import towards
 
 
 class Contributed(NamedTuple):
@@ -48,7 +48,7 @@ class Sent:
         size = sum(p.numel() for p in parameters)
         self._shards = Roles(job.cluster.servers, job.cluster.workers).shards(size)
         self._dense = [(shard.stop - shard.start) * parameters[0].element_size() for shard in self._shards]
-        self._compression = compressing.of_job(job, parameters)
+        self._compression = compressor.of_job(job, parameters)
         self._compressors = []
         if self._compression is not None:
             self._compressors = [self._compression.compressor(worker) for worker in range(job.cluster.workers)]
@@ -133,7 +133,7 @@ class RealArithmetic:
         buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
         self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]  # made once: views cost time
         self._versions[0].copy_(self._flat.weights)
-        rule = rules.of_job(job, OptimizerSpec.of_job(job))
+        rule = update_rules.of_job(job, OptimizerSpec.of_job(job))
         self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), rule, size)
         self._promised = [self._versions[0]] * n_workers  # worker -> the version it reads
 

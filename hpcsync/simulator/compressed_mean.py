@@ -9,8 +9,8 @@ import torch
 
 from hpcsync.compression.codec import Array
 from hpcsync.config.job import Job
-from hpcsync.learning import compressing
-from hpcsync.learning.compressing import Compression, as_array
+from hpcsync.training import compressor
+from hpcsync.training.compressor import Compression, as_array
 
 
 class MeanInOneProcess(Protocol):
@@ -53,6 +53,6 @@ def _mean(arrays: Sequence[Array]) -> Array:
 
 def compressed_mean(job: Job, parameters: Sequence[torch.nn.Parameter]) -> MeanInOneProcess | None:
     """Of this job's gradients; None where they travel as they are."""
-    if (compression := compressing.of_job(job, parameters)) is None:
+    if (compression := compressor.of_job(job, parameters)) is None:
         return None
     return (FactorsInOneProcess if compression.averages else PayloadsInOneProcess)(compression, job.cluster.workers)

@@ -9,10 +9,6 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip, LocalSgd
 from hpcsync.coordinator import Recorder
 from hpcsync.devices import encode_s
-from hpcsync.learning import compressing
-from hpcsync.learning.flat import trainable
-from hpcsync.learning.prediction import estimator, nominal_clock
-from hpcsync.learning.schedule import learning_rate
 from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
 from hpcsync.planning.batch_allocation import Estimate
@@ -21,6 +17,10 @@ from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, together
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch, WithReplicas
 from hpcsync.traces.schema import EVERYBODY
+from hpcsync.training import compressor
+from hpcsync.training.flat_model import trainable
+from hpcsync.training.lr_schedule import learning_rate
+from hpcsync.training.speed_models import estimator, nominal_clock
 
 
 class _InStep(PeerSimulation):
@@ -121,7 +121,7 @@ class AllReduceSimulation(_InStep):
         self._lr = learning_rate(job)
         self._division = create_division(job)
         self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
-        compression = compressing.of_job(job, trainable(workload.model))
+        compression = compressor.of_job(job, trainable(workload.model))
         self._averages = compression is not None and compression.averages
         self._encode_s = encode_s(job, self._links.size_bytes)
         self._given_bytes: dict[int, int] = {}  # of compressed gradients: worker -> bytes that it gives the others

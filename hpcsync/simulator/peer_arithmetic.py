@@ -15,14 +15,14 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip, LocalSgd
-from hpcsync.learning import compressing
-from hpcsync.learning.flat import FlatModel, trainable
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import Mean, Outer, Peer, absorb, average
-from hpcsync.learning.rules import Descent
 from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.compressed_mean import compressed_mean
 from hpcsync.simulator.gradients import NEXT, Gradients, Work
+from hpcsync.training import compressor
+from hpcsync.training.flat_model import FlatModel, trainable
+from hpcsync.training.local_update import Mean, Outer, Peer, absorb, average
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.update_rules import Descent
 
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
 
@@ -121,7 +121,7 @@ class NothingTogether(Nothing):
     """Compressed gradients take what they take as a rule."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        compression = compressing.of_job(job, trainable(workload.model))
+        compression = compressor.of_job(job, trainable(workload.model))
         self._sizes = () if compression is None else (compression.nominal_bytes(compression.whole),)
 
     def contribute(self, worker: int, work: Work = NEXT, weight: float = 1.0) -> float:

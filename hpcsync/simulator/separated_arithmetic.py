@@ -14,14 +14,14 @@ from torch import nn
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
-from hpcsync.learning.cutting import Halves
-from hpcsync.learning.flat import FlatModel, trainable
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.replica import Replica
-from hpcsync.learning.rules import Descent
 from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gradients import Own, own_batches
 from hpcsync.simulator.peer_arithmetic import Evaluation, Judged, Nothing
+from hpcsync.training.flat_model import FlatModel, trainable
+from hpcsync.training.gradient import Replica
+from hpcsync.training.model_split import Halves
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.update_rules import Descent
 
 
 class InHalves(Judged, Protocol):

@@ -15,13 +15,13 @@ import numpy as np
 from hpcsync.config.compression import Dgc, TopK
 from hpcsync.config.job import Script
 from hpcsync.config.paradigms import Gossip, Stanza
-from hpcsync.learning.schedule import learning_rate, worker_rate
 from hpcsync.traces.agreed_sizes import check_agreed_sizes
 from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
 from hpcsync.traces.schema import CHANGES, DIED, EVERYBODY, LEFT, NOBODY
 from hpcsync.traces.separation import check_separation
+from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 OF_SERVERS = ("pushes", "grants")
 TIMES = ("now_s", "begin_s", "end_s")

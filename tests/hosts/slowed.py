@@ -15,9 +15,9 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcsync.config import job as jobs
-from hpcsync.learning.store import Store
 from hpcsync.mpi.patience import Patience
 from hpcsync.rank import train
+from hpcsync.training.parameter_store import Store
 
 DEAF_S = 0.5
 

@@ -7,9 +7,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench import allreduce, latency, round_trip, transfers
-from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.training.flat_model import FlatModel
 
 
 def positive(figures):

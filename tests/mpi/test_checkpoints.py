@@ -15,10 +15,10 @@ import hpcsync
 from hpcsync import checkpoints
 from hpcsync.config.job import Job
 from hpcsync.coordinator import Coordinator
-from hpcsync.learning import generators, rules
 from hpcsync.mpi.worker import Worker
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import DIED, JOINED
+from hpcsync.training import rng_state, update_rules
 from tests.mpi.training import failures, go_on, on_some
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_comes_to_the_same_bits(comm, needs, folder, paradigm
 
 
 FORGOTTEN = {
-    "optimizer": (rules.Descent, "restore", lambda self, state: None, {}),
+    "optimizer": (update_rules.Descent, "restore", lambda self, state: None, {}),
     "residual": (Worker, "state", lambda self: {"iteration": self.iteration}, {"compression": TOP_K}),
 }
 
@@ -136,7 +136,7 @@ def test_a_script_goes_on_in_its_own_loop(comm, only, folder, monkeypatch, parad
     """In the training epoch and at the batch at which it was, and so do the generators; without them is the control."""
     only(3)
     if forgets:
-        monkeypatch.setattr(generators, "restore", lambda states, device: None)
+        monkeypatch.setattr(rng_state, "restore", lambda states, device: None)
     finished = script(comm, folder / "a", paradigm)
     resumed = script(comm, killed(comm, folder / "a"), paradigm, resume=True)
     assert forgets != torch.equal(finished, resumed)

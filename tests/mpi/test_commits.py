@@ -10,10 +10,10 @@ import torch
 
 import hpcsync
 from hpcsync.config.job import Job
-from hpcsync.learning.data import batch_indices
 from hpcsync.learning.validation import check
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import APPLIED
+from hpcsync.training.sampler import batch_indices
 from tests.mpi.training import failures, on_some
 from tests.plain import committed
 

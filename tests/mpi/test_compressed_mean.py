@@ -13,9 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.learning import compressing
-from hpcsync.learning.compressing import Compression
-from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi import compressed_mean as module
 from hpcsync.mpi.allreduce import Agreed, MpiMean, Said
 from hpcsync.mpi.compressed_mean import CompressedMean, FactorsMean, GatheredMean
@@ -25,6 +22,9 @@ from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.simulator.compressed_mean import FactorsInOneProcess, PayloadsInOneProcess
 from hpcsync.simulator.run import simulate
 from hpcsync.traces.reading import load
+from hpcsync.training import compressor
+from hpcsync.training.compressor import Compression
+from hpcsync.training.flat_model import FlatModel
 from tests.mpi.training import failures, on_some
 
 CODECS: dict[str, dict[str, Any]] = {
@@ -128,14 +128,14 @@ def test_a_rank_that_does_something_else_is_noticed(comm, needs, monkeypatch, br
     needs(3)  # the sum of two is the same in either order
     of = compression("sign", torch.float32)
     if broken == "forgets":
-        encode = compressing.Compressor.encode
+        encode = compressor.Compressor.encode
 
         def forgetful(self: Any, *args: Any) -> Any:
             self.codec.residual = None
             return encode(self, *args)
 
         if comm.rank == 1:
-            monkeypatch.setattr(compressing.Compressor, "encode", forgetful)
+            monkeypatch.setattr(compressor.Compressor, "encode", forgetful)
     elif comm.rank == 1:
         add_up = Compression.decode_mean
         monkeypatch.setattr(Compression, "decode_mean", lambda of, payloads, into: add_up(of, payloads[::-1], into))

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.learning.compressing import Compression
 from hpcsync.learning.validation import check
 from hpcsync.mpi.tensor_window import TensorWindow
 from hpcsync.traces.reading import load
+from hpcsync.training.compressor import Compression
 from tests.mpi.training import failures, on_some, simulated
 
 CODECS = {

@@ -13,8 +13,6 @@ from hpcsync import library
 from hpcsync.config.job import Job
 from hpcsync.coordinator import Reply, Update
 from hpcsync.deciding import Assignment
-from hpcsync.learning.data import batches
-from hpcsync.learning.rules import Elastic
 from hpcsync.learning.validation import check, optimizer_spec
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
@@ -26,6 +24,8 @@ from hpcsync.rank import train
 from hpcsync.roles import Roles
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
+from hpcsync.training.sampler import batches
+from hpcsync.training.update_rules import Elastic
 from tests.mpi.training import leaving, simulated
 
 SGD = {"name": "sgd", "lr": 0.05}

@@ -13,12 +13,12 @@ import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.coordinator import Collection, Reply, Update
 from hpcsync.deciding import Assignment
-from hpcsync.learning.store import Store
 from hpcsync.mpi import wire
 from hpcsync.mpi.shard import encode
 from hpcsync.mpi.worker import Worker
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import APPLIED, DROPPED
+from hpcsync.training.parameter_store import Store
 from tests.mpi.training import alone, failures, on_some, recomputed, simulated
 
 SLOW_S = 0.4  # of an iteration, in which others make many; longer than one rank may begin after another

@@ -14,7 +14,6 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.config.job import Job
-from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.validation import optimizer_spec
 from hpcsync.mpi.exchanges import exchange
 from hpcsync.mpi.gossiping import Pushing
@@ -22,6 +21,7 @@ from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.peer_exchange import Exchange
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.peers import drawing
+from hpcsync.training.flat_model import FlatModel
 
 SIZE = 7
 SGD = {"name": "sgd", "lr": 0.1}

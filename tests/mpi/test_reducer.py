@@ -10,12 +10,12 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from hpcsync.learning.flat import FlatModel
 from hpcsync.mpi import allreduce, reducer, shared_memory
 from hpcsync.mpi.allreduce import Agreed, MpiMean, Said, SharedMean
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.mpi.tensor_window import Transport
+from hpcsync.training.flat_model import FlatModel
 
 LAYERS = 4
 SIZE = LAYERS * (5 * 5 + 5)

@@ -220,7 +220,7 @@ def _plainly(model: torch.nn.Module, data: Any, n_batches: int) -> torch.Tensor:
     """The script of one process, with so many batches at once; those of the last, smaller group are left out."""
     import copy
 
-    from hpcsync.learning.data import batch_indices
+    from hpcsync.training.sampler import batch_indices
 
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

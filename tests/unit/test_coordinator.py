@@ -9,11 +9,11 @@ import pytest
 from hpcsync.config.job import Stop
 from hpcsync.coordinator import Cancellation, Collection, Coordinator, Reply, Report, Update, coordinate
 from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments, create_paradigm
-from hpcsync.learning.schedule import learning_rate
 from hpcsync.paradigms import Grant, create
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.traces.schema import APPLIED, DIED, DROPPED, JOINED, LEFT, TABLES
+from hpcsync.training.lr_schedule import learning_rate
 from tests.unit.jobs import make_job
 
 

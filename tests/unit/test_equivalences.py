@@ -8,15 +8,15 @@ import torch
 
 from hpcsync.coordinator import Collection, Coordinator, Report, Update
 from hpcsync.deciding import create_paradigm
-from hpcsync.learning.data import batches
-from hpcsync.learning.flat import FlatModel
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.replica import Replica
-from hpcsync.learning.rules import Descent
-from hpcsync.learning.schedule import learning_rate
-from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.learning.workloads import Workload, build
 from hpcsync.roles import Roles
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.gradient import Replica
+from hpcsync.training.lr_schedule import learning_rate
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.parameter_store import Store, n_buffers, row_size
+from hpcsync.training.sampler import batches
+from hpcsync.training.update_rules import Descent
 from tests.unit.jobs import LINEAR, make_job
 
 UPDATES = 24

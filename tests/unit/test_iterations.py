@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpcsync.iterations import CALL_S, Iterations
-from hpcsync.learning.data import batches, sequence_indices
+from hpcsync.training.sampler import batches, sequence_indices
 from tests.unit.jobs import make_job
 
 DATA = TensorDataset(torch.arange(22))

@@ -13,9 +13,9 @@ import hpcsync
 from hpcsync import connect, device
 from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.config.errors import JobError
-from hpcsync.learning.data import batches, sequence_indices
 from hpcsync.library import agree
 from hpcsync.system import gpu_selection
+from hpcsync.training.sampler import batches, sequence_indices
 from tests.unit.jobs import make_job
 
 GENERATOR = torch.Generator().manual_seed(4)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from hpcsync.bench import prediction
-from hpcsync.learning.prediction import PREDICTORS
+from hpcsync.training.speed_models import PREDICTORS
 
 
 def test_every_predictor_but_the_last_value_stands_beside_it_on_every_series(monkeypatch):

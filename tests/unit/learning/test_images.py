@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from hpcsync.learning import images
-from hpcsync.learning.data import batch_indices, fetch
 from hpcsync.learning.workloads import Workload, build, cross_entropy
+from hpcsync.training.sampler import batch_indices, fetch
 from tests.unit.jobs import make_job
 
 SMALL = {"name": "images", "samples": 1500, "size": 8, "width": 4, "hidden": 64}

@@ -10,8 +10,8 @@ import torch
 from hpcsync.config.errors import JobError
 from hpcsync.config.workloads import Text
 from hpcsync.learning import text
-from hpcsync.learning.data import fetch
 from hpcsync.learning.workloads import Workload, build
+from hpcsync.training.sampler import fetch
 from tests.unit.jobs import make_job
 
 STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.learning.flat import FlatModel
 from hpcsync.learning.workloads import Workload, build, classification, cross_entropy, half_squared_error
+from hpcsync.training.flat_model import FlatModel
 from tests.unit.jobs import LINEAR, make_job
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.learning.peer import absorb, average
 from hpcsync.paradigms.gossip import BLOCK, TOPOLOGIES, Peers
+from hpcsync.training.local_update import absorb, average
 
 SELVES = [("complete", True), ("complete", False), ("ring", True), ("ring", False), ("exponential", False)]
 SIZES = [1, 2, 3, 5, 8]

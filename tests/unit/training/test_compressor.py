@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.learning.compressing import Compression
+from hpcsync.training.compressor import Compression
 from tests.unit.jobs import make_job
 
 SHAPES = [(7, 9), (5,), (3, 4, 2)]

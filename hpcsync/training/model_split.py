@@ -18,9 +18,9 @@ from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from hpcsync.config.errors import did_you_mean
-from hpcsync.learning.flat import trainable
-from hpcsync.learning.replica import Loss
 from hpcsync.planning.split_cost import Shape
+from hpcsync.training.flat_model import trainable
+from hpcsync.training.gradient import Loss
 
 
 class Halves(NamedTuple):

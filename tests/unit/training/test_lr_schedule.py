@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hpcsync.learning.schedule import EvaluationSchedule, factor, learning_rate
+from hpcsync.training.lr_schedule import EvaluationSchedule, factor, learning_rate
 from tests.unit.jobs import make_job
 
 

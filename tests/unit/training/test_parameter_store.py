@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
-from hpcsync.learning.rules import Descent
-from hpcsync.learning.store import Store, n_buffers, row_size
 from hpcsync.roles import Roles
+from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
+from hpcsync.training.parameter_store import Store, n_buffers, row_size
+from hpcsync.training.update_rules import Descent
 
 SGD = OptimizerSpec("sgd", 1.0)
 

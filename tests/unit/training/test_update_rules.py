@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.rules import Descent, Elastic, of_job, towards
-from hpcsync.learning.store import Store, row_size
 from hpcsync.roles import Roles
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.parameter_store import Store, row_size
+from hpcsync.training.update_rules import Descent, Elastic, of_job, towards
 from tests.unit.jobs import make_job
 
 

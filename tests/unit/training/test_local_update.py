@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.learning.optimizers import OptimizerSpec
-from hpcsync.learning.peer import LocalOptimizer, Mean, Outer, Peer, absorb, average
+from hpcsync.training.local_update import LocalOptimizer, Mean, Outer, Peer, absorb, average
+from hpcsync.training.optimizers import OptimizerSpec
 
 SIZE = 7
 NESTEROV = {"momentum": 0.9, "nesterov": True}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from hpcsync.learning.data import batch_indices, batches, fetch, sequence_indices
+from hpcsync.training.sampler import batch_indices, batches, fetch, sequence_indices
 
 
 def numbers(size: int) -> TensorDataset:

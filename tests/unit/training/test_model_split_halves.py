@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpcsync.learning.cutting import Halves, activation_shape, check_cut, cut, flops, shape
 from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.split_cost import Shape
-from tests.unit.learning.test_cutting import Forward, Plain, batch, chain, seeded
+from hpcsync.training.model_split import Halves, activation_shape, check_cut, cut, flops, shape
+from tests.unit.training.test_model_split import Forward, Plain, batch, chain, seeded
 
 # ---- modes ----
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.training.optimizers import OptimizerSpec
 
 
 class LocalOptimizer:

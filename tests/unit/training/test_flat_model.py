@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.learning.flat import FlatModel
+from hpcsync.training.flat_model import FlatModel
 
 
 def make_model() -> nn.Module:

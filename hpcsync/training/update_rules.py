@@ -10,7 +10,7 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Easgd
-from hpcsync.learning.optimizers import OptimizerSpec
+from hpcsync.training.optimizers import OptimizerSpec
 
 
 class Rule(ABC):

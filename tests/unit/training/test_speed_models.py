@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from hpcsync.bench.prediction import ITERATION_S, SERIES, errors, speeds
-from hpcsync.learning.prediction import (
+from hpcsync.planning.speed_estimator import Smoothing
+from hpcsync.training.speed_models import (
     GRU,
     PREDICTORS,
     SHARE,
@@ -20,7 +21,6 @@ from hpcsync.learning.prediction import (
     nominal_clock,
     predictor,
 )
-from hpcsync.planning.speed_estimator import Smoothing
 from tests.unit.jobs import make_job
 from tests.unit.planning import predicting
 

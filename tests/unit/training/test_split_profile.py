@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.learning import profiling
-from hpcsync.learning.cutting import Halves
-from hpcsync.learning.profiling import fixed, measured
 from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.split_cost import Times
+from hpcsync.training import split_profile
+from hpcsync.training.model_split import Halves
+from hpcsync.training.split_profile import fixed, measured
 
 
 class Clock:
@@ -48,8 +48,8 @@ class Timed(nn.Module):
 @pytest.mark.parametrize(("enough_s", "times"), [(0.0, 3), (1000.0, 9)])
 def test_times_of_halves(enough_s: float, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(profiling, "time", SimpleNamespace(perf_counter=clock.perf_counter))
-    monkeypatch.setattr(profiling, "ENOUGH_S", enough_s)
+    monkeypatch.setattr(split_profile, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(split_profile, "ENOUGH_S", enough_s)
     halves = Halves(Timed(clock, 3, 4, 2.0), Timed(clock, 4, 2, 1.0, 0.5))
     before = torch.get_num_threads()
     batch = (torch.randn(6, 3), torch.zeros(6, dtype=torch.long))

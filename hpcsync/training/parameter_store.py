@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcsync.learning.rules import Rule
+from hpcsync.training.update_rules import Rule
 
 ROW_ELEMENTS = 64  # a multiple of what torch's kernels take at once, on any CPU
 

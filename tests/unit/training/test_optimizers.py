@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpcsync.learning.optimizers import ELEMENTWISE, OptimizerSpec
+from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 
 
 def parameter() -> torch.nn.Parameter:

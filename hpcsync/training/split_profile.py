@@ -8,9 +8,9 @@ from statistics import median
 
 import torch
 
-from hpcsync.learning.cutting import Halves
-from hpcsync.learning.replica import Loss
 from hpcsync.planning.split_cost import Times
+from hpcsync.training.gradient import Loss
+from hpcsync.training.model_split import Halves
 
 REPEATED = 3, 9  # times at least and at most, after one to warm up
 ENOUGH_S = 10.0  # within the most

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from hpcsync.learning.flat import FlatModel
+from hpcsync.training.flat_model import FlatModel
 
 Loss = Callable[..., torch.Tensor]
 
