@@ -27,7 +27,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     job = outputs.job_of(path, overrides, ranks, before)
     jobs.refuse_simulated(job)
     from hpcsync.learning.validation import check
-    from hpcsync.learning.workloads import import_beside
+    from hpcsync.workloads.registry import import_beside
 
     import_beside(path)
     check(job)
@@ -73,9 +73,9 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
     if times_from is not None:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     job = jobs.load(path, overrides)
-    from hpcsync.learning.workloads import import_beside
     from hpcsync.progress import console
     from hpcsync.simulator import run
+    from hpcsync.workloads.registry import import_beside
 
     import_beside(path)
     return run.simulate(job, out, console())
@@ -95,8 +95,8 @@ def _settle(trace: Path, status: str) -> None:
 def show(path: Path, overrides: Sequence[str]) -> None:
     """Print what this job resolves to. Raises JobError."""
     job = jobs.load(path, overrides)
-    from hpcsync.learning.workloads import import_beside
     from hpcsync.showing import print_job
+    from hpcsync.workloads.registry import import_beside
 
     import_beside(path)
     print_job(job)

@@ -20,13 +20,13 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers
 from hpcsync.config.paradigms import AllReduce, Stanza
 from hpcsync.learning.validation import check_model
-from hpcsync.learning.workloads import Evaluate
 from hpcsync.local_session import LocalSession
 from hpcsync.session import Session
 from hpcsync.system import gpu_selection, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.workloads.registry import Evaluate
 
 if TYPE_CHECKING:
     from mpi4py import MPI

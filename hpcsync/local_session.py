@@ -11,9 +11,9 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.iterations import Iterations
-from hpcsync.learning.workloads import Evaluate
 from hpcsync.session import Session
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
+from hpcsync.workloads.registry import Evaluate
 
 
 class LocalSession(Session):

@@ -17,11 +17,11 @@ from rich.table import Table as Shown
 from hpcsync.bench.machine import machine
 from hpcsync.config.base import NotNegative, Positive, Table
 from hpcsync.config.errors import JobError, in_one_line, shown
-from hpcsync.learning import architectures
-from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.planning.stanza_planner import Layout, Link, Plan, Profile, choose, faster, without_separation
 from hpcsync.training.split_profile import measured
+from hpcsync.workloads import torchvision_models
+from hpcsync.workloads.registry import cross_entropy
 
 MILLISECONDS = "milliseconds of a batch"
 
@@ -54,7 +54,7 @@ def stanza(asked: Asked) -> None:
     _check(asked)
     console = Console(highlight=False)
     times, source = _times(asked, console)
-    shape = architectures.shape(asked.model)
+    shape = torchvision_models.shape(asked.model)
     profile = Profile(times, shape, asked.batch)
     link = Link(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
     plan = choose(profile, link, asked.nodes, micro_batches=asked.micro_batches)
@@ -91,7 +91,7 @@ def _check(asked: Asked) -> None:
         raise JobError(f"--samples-per-second {rate}: must be a number greater than 0")
     if rate is not None and asked.profile is not None:
         raise JobError(f"--samples-per-second {rate}: must be left out beside --profile {asked.profile}")
-    architectures.shape(asked.model)
+    torchvision_models.shape(asked.model)
     if asked.json is not None:
         try:
             asked.json.open("a").close()
@@ -104,12 +104,12 @@ def _times(asked: Asked, console: Console) -> tuple[Times, str]:
     if asked.profile is not None:
         return _read(asked.profile), f"from {asked.profile}"
     if asked.samples_per_second is not None:
-        times = Times.of(asked.batch / asked.samples_per_second, architectures.shape(asked.model).fc_share)
+        times = Times.of(asked.batch / asked.samples_per_second, torchvision_models.shape(asked.model).fc_share)
         how = "shared out by floating-point operations, backward passes counted twice"
         return times, f"of {asked.samples_per_second:g} samples/s, {how}"
     console.print(f"measuring {asked.model} ...", markup=False)
-    halves = architectures.build(asked.model, "cpu")
-    images = torch.randn(asked.batch, *architectures.ARCHITECTURES[asked.model].image)
+    halves = torchvision_models.build(asked.model, "cpu")
+    images = torch.randn(asked.batch, *torchvision_models.ARCHITECTURES[asked.model].image)
     times = measured(halves, cross_entropy, (images, torch.zeros(asked.batch, dtype=torch.long)))
     return times, f"measured here, on this machine: {machine()}, one thread"
 

@@ -19,13 +19,13 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.learning.validation import check
-from hpcsync.learning.workloads import build, import_beside
 from hpcsync.library import aborting, agree, join, world
 from hpcsync.separating import resolved
 from hpcsync.session import Session
 from hpcsync.system import gpu_selection
 from hpcsync.training.gradient import Replica, worker_seed
 from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.workloads.registry import build, import_beside
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -16,12 +16,12 @@ from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.config.workloads import Timing
 from hpcsync.devices import iteration_seconds
-from hpcsync.learning.workloads import Workload
 from hpcsync.planning.split_cost import Shape
 from hpcsync.planning.stanza_planner import Link, Profile, choose
 from hpcsync.training.model_split import Halves, cut, shape
 from hpcsync.training.sampler import fetch
 from hpcsync.training.split_profile import Times, measured
+from hpcsync.workloads.registry import Workload
 
 ITERATIONS = 32  # of each worker, of which a mean is formed
 

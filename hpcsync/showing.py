@@ -35,11 +35,11 @@ from hpcsync.config.paradigms import (
     Stanza,
 )
 from hpcsync.learning.validation import check
-from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
 from hpcsync.separating import divided, fc_share, resolved
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
+from hpcsync.workloads.registry import Workload
 
 EVENTS_SHOWN = 5
 

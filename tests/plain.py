@@ -11,10 +11,10 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.deciding import create_assignments
 from hpcsync.learning.validation import check
-from hpcsync.learning.workloads import Workload
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED
 from hpcsync.training.sampler import batch_indices, sequence_indices
+from hpcsync.workloads.registry import Workload
 
 
 def on_batches(job: Job, steps: Iterable[Iterable[int]]) -> np.ndarray:

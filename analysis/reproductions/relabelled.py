@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.learning.workloads import Workload, build, cross_entropy
+from hpcsync.workloads.registry import Workload, build, cross_entropy
 
 CLASSES = 10
 MEAN, DEVIATION = 0.3, 0.38  # of the pixels

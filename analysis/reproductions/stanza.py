@@ -19,12 +19,12 @@ from rich.console import Console
 
 from hpcsync import outputs
 from hpcsync.config.job import Job
-from hpcsync.learning import architectures
 from hpcsync.planning import stanza_planner
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Times
 from hpcsync.planning.stanza_planner import Link, Profile
 from hpcsync.traces.reading import load
+from hpcsync.workloads import torchvision_models
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import simulate_all
 
@@ -104,7 +104,7 @@ class Point(NamedTuple):
 
     @property
     def profile(self) -> Profile:
-        shape = architectures.shape(self.model)
+        shape = torchvision_models.shape(self.model)
         return Profile(Times.of(self.seconds, shape.fc_share), shape, self.batch)
 
     @property
@@ -145,7 +145,7 @@ def methods(point: Point) -> dict[str, dict[str, Any]]:
 
 
 def stanza(point: Point, n_fc: int, pieces: int = 1) -> dict[str, Any]:
-    share = architectures.shape(point.model).fc_share
+    share = torchvision_models.shape(point.model).fc_share
     table = {"name": "stanza", "cut": "classifier", "fc_workers": n_fc, "fc_share": share, "micro_batches": pieces}
     return table | {"workers": point.nodes}
 
@@ -167,7 +167,7 @@ def path_of(setting: str, arm: str, method: str, seed: int) -> str:
 
 
 def job(point: Point, name: str, method: dict[str, Any], seed: int) -> Job:
-    shape = architectures.shape(point.model)
+    shape = torchvision_models.shape(point.model)
     workers, servers = method["workers"], method.get("servers", 0)
     varies = point.arm == "jitter"
     compute = {"model": "lognormal", "jitter": JITTER} if varies else {"model": "constant"}

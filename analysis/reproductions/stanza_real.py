@@ -20,10 +20,10 @@ from rich.console import Console
 from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
-from hpcsync.learning.workloads import build
 from hpcsync.separating import resolved
 from hpcsync.system import launcher
 from hpcsync.traces.reading import load
+from hpcsync.workloads.registry import build
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import finished, simulate_all
 from reproductions.stanza import STANZA, measure, path_of

@@ -16,7 +16,6 @@ from hpcsync.bench.events import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
 from hpcsync.deciding import create_paradigm
-from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.writer import TraceWriter
@@ -24,6 +23,7 @@ from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.sampler import batches
+from hpcsync.workloads.registry import build
 
 DSSP = {"name": "dssp", "staleness_min": 3, "staleness_max": 15}
 NETWORK = {"bandwidth_gbit": 10.0, "latency_us": 50.0}

@@ -13,12 +13,12 @@ from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.config.workloads import Timing
-from hpcsync.learning.workloads import Workload, build
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.model_split import Halves, check_cut, cut
 from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
 from hpcsync.training.sampler import fetch, whole_batches
+from hpcsync.workloads.registry import Workload, build
 
 CUT_SAMPLES = 2  # with which the halves of a model are tried
 

@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 import torch
 
-from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi import cuda
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.lr_schedule import EvaluationSchedule
+from hpcsync.workloads.registry import Evaluate
 
 Judged = tuple[float, int, int, float, float, float]
 Read = Callable[[int, torch.Tensor], float | None]

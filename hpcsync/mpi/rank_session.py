@@ -18,7 +18,6 @@ from mpi4py import MPI
 from hpcsync.checkpoints import Checkpoints
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.learning.workloads import Evaluate
 from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.placement import Placement
@@ -29,6 +28,7 @@ from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
 

@@ -19,7 +19,6 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Easgd
 from hpcsync.coordinator import Collection, Update
-from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
 from hpcsync.simulator.gradients import Gradients, Work
 from hpcsync.training import compressor, update_rules
@@ -29,6 +28,7 @@ from hpcsync.training.lr_schedule import worker_rate
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store, n_buffers, row_size
 from hpcsync.training.update_rules import towards
+from hpcsync.workloads.registry import Workload
 
 
 class Contributed(NamedTuple):

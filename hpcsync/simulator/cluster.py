@@ -11,12 +11,12 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp, Stanza
 from hpcsync.devices import Device, device, takes_no_time
-from hpcsync.learning.workloads import Workload
 from hpcsync.roles import Roles
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.recorded import RecordedRun, read
 from hpcsync.simulator.transfers import AT_ONCE, Networked, Timed, Transfers
 from hpcsync.training.flat_model import trainable
+from hpcsync.workloads.registry import Workload
 
 
 @dataclass(frozen=True)

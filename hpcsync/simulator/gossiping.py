@@ -5,11 +5,11 @@ from __future__ import annotations
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip
 from hpcsync.coordinator import Recorder
-from hpcsync.learning.workloads import Workload
 from hpcsync.peers import drawing, taken_in
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Model, Parcel
 from hpcsync.simulator.peer_simulation import Watch, WithReplicas
+from hpcsync.workloads.registry import Workload
 
 
 class _Free(WithReplicas):

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job, Script
-from hpcsync.learning.workloads import Workload
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica, worker_seed
 from hpcsync.training.sampler import batches, fetch, sequence_indices
+from hpcsync.workloads.registry import Workload
 
 
 class Work(NamedTuple):

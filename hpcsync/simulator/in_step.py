@@ -9,7 +9,6 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip, LocalSgd
 from hpcsync.coordinator import Recorder
 from hpcsync.devices import encode_s
-from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator.gradients import Work
@@ -21,6 +20,7 @@ from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.lr_schedule import learning_rate
 from hpcsync.training.speed_models import estimator, nominal_clock
+from hpcsync.workloads.registry import Workload
 
 
 class _InStep(PeerSimulation):

@@ -13,13 +13,13 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
 from hpcsync.devices import Device, device, takes_no_time
-from hpcsync.learning.workloads import Workload
 from hpcsync.peers import sent_in_a_ring
 from hpcsync.simulator.cluster import refuse_standstill
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce, ring_alone_s
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network
 from hpcsync.training.flat_model import trainable
+from hpcsync.workloads.registry import Workload
 
 Then = Callable[..., object]
 

@@ -15,7 +15,6 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip, LocalSgd
-from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.compressed_mean import compressed_mean
 from hpcsync.simulator.gradients import NEXT, Gradients, Work
 from hpcsync.training import compressor
@@ -23,6 +22,7 @@ from hpcsync.training.flat_model import FlatModel, trainable
 from hpcsync.training.local_update import Mean, Outer, Peer, absorb, average
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent
+from hpcsync.workloads.registry import Workload
 
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
 

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from hpcsync.config.job import Job, Script
 from hpcsync.coordinator import Recorder
 from hpcsync.devices import Device
-from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Exchanged, PeerCoordinator
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, apart
 from hpcsync.traces.schema import NOBODY
 from hpcsync.training.lr_schedule import EvaluationSchedule, worker_rate
+from hpcsync.workloads.registry import Workload
 
 Watch = Callable[[float, PeerCoordinator], None]
 

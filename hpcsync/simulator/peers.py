@@ -5,12 +5,12 @@ from __future__ import annotations
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.coordinator import Recorder
-from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gossiping import PullSimulation, PushSimulation
 from hpcsync.simulator.in_step import AllReduceSimulation, AveragingSimulation, PermutationSimulation
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
 from hpcsync.simulator.stanza import StanzaSimulation
+from hpcsync.workloads.registry import Workload
 
 __all__ = ["PeerSimulation", "simulation"]
 

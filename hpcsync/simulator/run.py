@@ -18,7 +18,6 @@ from hpcsync.config.job import Job
 from hpcsync.coordinator import Coordinator, Recorder
 from hpcsync.deciding import create_paradigm, decision_fields
 from hpcsync.learning.validation import check
-from hpcsync.learning.workloads import Workload
 from hpcsync.peers import PeerCoordinator
 from hpcsync.progress import Progress
 from hpcsync.separating import resolved
@@ -30,6 +29,7 @@ from hpcsync.traces import comparing
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.reading import load
 from hpcsync.traces.writer import TraceWriter
+from hpcsync.workloads.registry import Workload
 
 CHORES_EVERY = 256  # pushes, or exchanges
 

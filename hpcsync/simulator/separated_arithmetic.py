@@ -14,7 +14,6 @@ from torch import nn
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
-from hpcsync.learning.workloads import Workload
 from hpcsync.simulator.gradients import Own, own_batches
 from hpcsync.simulator.peer_arithmetic import Evaluation, Judged, Nothing
 from hpcsync.training.flat_model import FlatModel, trainable
@@ -22,6 +21,7 @@ from hpcsync.training.gradient import Replica
 from hpcsync.training.model_split import Halves
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent
+from hpcsync.workloads.registry import Workload
 
 
 class InHalves(Judged, Protocol):

@@ -24,7 +24,6 @@ from hpcsync.coordinator import (
 )
 from hpcsync.deciding import Assignment, create_assignments
 from hpcsync.devices import Device, encode_s
-from hpcsync.learning.workloads import Workload
 from hpcsync.paradigms import Paradigm
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.simulator.arithmetic import arithmetic
@@ -33,6 +32,7 @@ from hpcsync.simulator.gradients import Work
 from hpcsync.training.gradient import piece_shares
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.speed_models import estimator, nominal_clock
+from hpcsync.workloads.registry import Workload
 
 
 class _Worker:

@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
 from hpcsync.coordinator import Recorder
-from hpcsync.learning.workloads import Workload
 from hpcsync.peers import Lockstep, sent_in_a_ring
 from hpcsync.separating import divided
 from hpcsync.simulator.links import Workers
@@ -24,6 +23,7 @@ from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
 from hpcsync.simulator.separated_arithmetic import InHalves, NothingInHalves, TwoHalves
 from hpcsync.traces.schema import EVERYBODY
 from hpcsync.training.lr_schedule import learning_rate
+from hpcsync.workloads.registry import Workload
 
 
 class _Pieces:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from hpcsync.learning.workloads import Workload, classification, cross_entropy
+from hpcsync.workloads.registry import Workload, classification, cross_entropy
 
 
 def regression(dtype: str = "float64") -> Workload:

@@ -14,7 +14,6 @@ from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.deciding import create_paradigm
 from hpcsync.learning.validation import check
-from hpcsync.learning.workloads import Workload
 from hpcsync.library import agree
 from hpcsync.mpi import placement
 from hpcsync.mpi.rank_session import RankSession
@@ -26,6 +25,7 @@ from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED
+from hpcsync.workloads.registry import Workload
 from tests.plain import on_batches, samples
 
 

@@ -37,7 +37,7 @@ WORKLOAD = """
 import os
 import torch
 from hpcsync.system.launcher import expected_rank
-from hpcsync.learning.workloads import Workload
+from hpcsync.workloads.registry import Workload
 
 def loss(model, x):
     if expected_rank() == 2 and os.path.exists("fail"):

@@ -8,7 +8,6 @@ import torch
 
 from hpcsync.coordinator import Collection, Coordinator, Report, Update
 from hpcsync.deciding import create_paradigm
-from hpcsync.learning.workloads import Workload, build
 from hpcsync.roles import Roles
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica
@@ -17,6 +16,7 @@ from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store, n_buffers, row_size
 from hpcsync.training.sampler import batches
 from hpcsync.training.update_rules import Descent
+from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import LINEAR, make_job
 
 UPDATES = 24

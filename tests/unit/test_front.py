@@ -249,7 +249,7 @@ def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> Non
     folder.mkdir()
     (folder / "front_test_workload.py").write_text(
         "import torch\n"
-        "from hpcsync.learning.workloads import Workload\n"
+        "from hpcsync.workloads.registry import Workload\n"
         "def make(size):\n"
         "    return Workload(torch.nn.Linear(size, 1), None, None, None)\n"
     )

@@ -8,9 +8,9 @@ from torch import nn
 from hpcsync import separating
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.learning.workloads import Workload, build
 from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.separating import divided, fc_share, resolved
+from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import make_job
 
 TIMING = {"name": "timing", "parameters": 1001, "classifier": 900, "activations": 30, "batch_size": 4}

@@ -9,8 +9,8 @@ from reproductions.simulating import simulate_all
 from reproductions.stanza import COLOCATED, FC_LIGHT, SERVER, SPEEDS, Point
 from rich.console import Console
 
-from hpcsync.learning import architectures
 from hpcsync.planning.split_cost import Shape
+from hpcsync.workloads import torchvision_models
 
 MODELS = {model: Shape(2_000, 50_000, 40, conv_flops=9_000, fc_flops=1_000) for model in SPEEDS}
 
@@ -18,7 +18,7 @@ MODELS = {model: Shape(2_000, 50_000, 40, conv_flops=9_000, fc_flops=1_000) for 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Models of the same names, most of whose parameters are fully connected."""
-    monkeypatch.setattr(architectures, "shape", MODELS.__getitem__)
+    monkeypatch.setattr(torchvision_models, "shape", MODELS.__getitem__)
 
 
 # ---- jobs ----

@@ -7,12 +7,12 @@ from typing import Any
 
 from hpcsync.config.job import Job
 from hpcsync.deciding import decision_fields
-from hpcsync.learning.workloads import Workload, build
 from hpcsync.simulator.run import prepare
 from hpcsync.traces.audit import audit
 from hpcsync.traces.provenance import provenance
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.writer import TraceWriter
+from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import make_job
 
 TIMING = {"name": "timing", "batch_size": 4, "parameters": 1000}

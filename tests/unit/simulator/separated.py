@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.learning.workloads import Workload, build, half_squared_error
 from hpcsync.simulator.run import prepare
+from hpcsync.workloads.registry import Workload, build, half_squared_error
 from tests.unit.jobs import make_job
 from tests.unit.simulator.test_peers import Recorder
 

@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from hpcsync.coordinator import Update
-from hpcsync.learning.workloads import Workload, build
 from hpcsync.simulator.arithmetic import NoArithmetic, RealArithmetic, arithmetic
 from hpcsync.simulator.gradients import NEXT
 from hpcsync.training.gradient import worker_seed
 from hpcsync.training.sampler import batches
+from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import TIMING
 

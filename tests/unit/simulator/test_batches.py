@@ -9,11 +9,11 @@ import torch
 
 from hpcsync import coordinator
 from hpcsync.deciding import create_assignments
-from hpcsync.learning.workloads import build
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.simulator import gradients
 from hpcsync.traces.schema import APPLIED
 from hpcsync.training.sampler import sequence_indices
+from hpcsync.workloads.registry import build
 from tests.plain import on_samples, whole_batches
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import failed, simulate, timing_job

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.learning.workloads import build
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import DROPPED
+from hpcsync.workloads.registry import build
 from tests.plain import committed
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.running import failed, simulate, timing_job

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hpcsync.compression import ErrorFeedback
-from hpcsync.learning.workloads import build
 from hpcsync.peers import Division
 from hpcsync.simulator import collectives, compressed_mean
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce_s
@@ -17,6 +16,7 @@ from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network
 from hpcsync.traces.schema import TABLES
 from hpcsync.training.compressor import of_job
+from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.running import failed, simulate, timing_job
 from tests.unit.simulator.test_peers import ALLREDUCE, BATCHES, LR, NESTEROV, Run, close, data, gradient, start

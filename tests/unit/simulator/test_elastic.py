@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from hpcsync.coordinator import Update
-from hpcsync.learning.workloads import build
 from hpcsync.simulator.arithmetic import ElasticArithmetic, arithmetic
 from hpcsync.simulator.gradients import Work
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.sampler import batches
+from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR, make_job
 
 SGD = {"name": "sgd", "lr": 0.05}

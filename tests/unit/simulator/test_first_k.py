@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.learning.workloads import build
 from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
+from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import failed, simulate, timing_job
 

@@ -13,7 +13,6 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.deciding import decision_fields
-from hpcsync.learning.workloads import Workload, build
 from hpcsync.peers import Division, drawing
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
@@ -22,6 +21,7 @@ from hpcsync.simulator.run import prepare
 from hpcsync.traces.schema import EVERYBODY, NOBODY, TABLES, decisions_dtype
 from hpcsync.training.local_update import LocalOptimizer
 from hpcsync.training.sampler import batches
+from hpcsync.workloads.registry import Workload, build
 from tests.plain import on_samples, sequence, whole_batches
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import TIMING, WITHOUT_SERVER, failed, simulate, timing_job

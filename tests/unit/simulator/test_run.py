@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.learning import workloads
 from hpcsync.simulator.run import simulate
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
+from hpcsync.workloads import registry
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import WITHOUT_SERVER, timing_job
 
@@ -59,7 +59,7 @@ def test_without_servers_it_leaves_the_same(tmp_path, paradigm):
 def test_the_weights_are_the_final_ones(tmp_path, paradigm):
     run(job(paradigm=paradigm), tmp_path / "out")
     (weights,) = load_file(tmp_path / "out" / "weights.safetensors").values()
-    workload = workloads.build(job())
+    workload = registry.build(job())
     assert not torch.equal(weights, next(workload.model.parameters()))
     with torch.no_grad():
         next(workload.model.parameters()).copy_(weights)
@@ -96,11 +96,11 @@ def test_a_run_and_what_would_have_been_side_by_side(tmp_path):
 
 def breaking(monkeypatch, loss):
     """The next workload has this loss."""
-    build = workloads.build
+    build = registry.build
 
     def broken(job):
         workload = build(job)
-        return workloads.Workload(workload.model, loss, workload.train, None)
+        return registry.Workload(workload.model, loss, workload.train, None)
 
     monkeypatch.setattr("hpcsync.learning.validation.build", broken)
 
@@ -127,7 +127,7 @@ def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, monkeypatch, capsys, numb
         computed += 1
         if computed == 7:
             signal.raise_signal(number)
-        return workloads.half_squared_error(model, x, y)
+        return registry.half_squared_error(model, x, y)
 
     breaking(monkeypatch, loss)
     before = signal.getsignal(number)

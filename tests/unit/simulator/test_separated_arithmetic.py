@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.learning.workloads import half_squared_error
 from hpcsync.simulator.separated_arithmetic import TwoHalves, _Half
 from hpcsync.training.gradient import worker_seed
 from hpcsync.training.sampler import batch_indices, batches
+from hpcsync.workloads.registry import half_squared_error
 from tests import plain
 from tests.unit.simulator.separated import LR, NESTEROV, Run, flat, separated, trained, workload
 

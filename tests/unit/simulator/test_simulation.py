@@ -9,13 +9,13 @@ import torch
 
 from hpcsync import paradigms
 from hpcsync.deciding import create_paradigm
-from hpcsync.learning.workloads import build
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import TABLES
 from hpcsync.traces.summary import summarize
 from hpcsync.training.sampler import batches
+from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import PARADIGMS, failed, simulate, timing_job
 

@@ -1,9 +1,9 @@
 """Traces of small runs without servers: simulated, in memory."""
 
 from hpcsync.deciding import decision_fields
-from hpcsync.learning.workloads import build
 from hpcsync.simulator import links
 from hpcsync.simulator.peers import simulation
+from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.traces.recorder import Rows, as_trace
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from hpcsync.deciding import create_paradigm, decision_fields
-from hpcsync.learning.workloads import build
 from hpcsync.mpi.watch import Watch
 from hpcsync.simulator import cluster, links
 from hpcsync.simulator.peers import simulation
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import COMPUTING, WAITING
+from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.traces.recorder import Rows, as_trace, edit, remove
 

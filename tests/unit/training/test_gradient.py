@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.learning.workloads import half_squared_error
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica, piece_shares
+from hpcsync.workloads.registry import half_squared_error
 
 
 def make_flat() -> FlatModel:

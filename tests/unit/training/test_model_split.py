@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpcsync.learning.workloads import cross_entropy
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.model_split import cut, positions
+from hpcsync.workloads.registry import cross_entropy
 
 
 def seeded(make):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.split_cost import Shape
 from hpcsync.training.model_split import Halves, activation_shape, check_cut, cut, flops, shape
+from hpcsync.workloads.registry import cross_entropy
 from tests.unit.training.test_model_split import Forward, Plain, batch, chain, seeded
 
 # ---- modes ----

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.learning.workloads import cross_entropy
 from hpcsync.planning.split_cost import Times
 from hpcsync.training import split_profile
 from hpcsync.training.model_split import Halves
 from hpcsync.training.split_profile import fixed, measured
+from hpcsync.workloads.registry import cross_entropy
 
 
 class Clock:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.learning import architectures
-from hpcsync.learning.architectures import ARCHITECTURES, Architecture, build, shape
+from hpcsync.workloads import torchvision_models
+from hpcsync.workloads.torchvision_models import ARCHITECTURES, Architecture, build, shape
 
 # Parameters below and above the cut, numbers there, and the operations of a sample's forward pass, in 10^9.
 SIZES = {
@@ -70,6 +70,6 @@ def test_other_mistakes_of_torchvision_are_its_own(monkeypatch: pytest.MonkeyPat
     def fails(name: str) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(architectures.importlib, "import_module", fails)
+    monkeypatch.setattr(torchvision_models.importlib, "import_module", fails)
     with pytest.raises(RuntimeError, match="no memory"):
         build("alexnet")

@@ -5,36 +5,36 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.learning import images
-from hpcsync.learning.workloads import Workload, build, cross_entropy
 from hpcsync.training.sampler import batch_indices, fetch
+from hpcsync.workloads import stripes
+from hpcsync.workloads.registry import Workload, build, cross_entropy
 from tests.unit.jobs import make_job
 
 SMALL = {"name": "images", "samples": 1500, "size": 8, "width": 4, "hidden": 64}
 
 
 def test_images_are_bytes_of_every_class():
-    x, y = images.draw(500, 16, 1)
+    x, y = stripes.draw(500, 16, 1)
     assert (x.shape, x.dtype) == ((500, 3, 16, 16), torch.uint8)
     assert (y.shape, y.dtype) == ((500,), torch.int64)
-    assert y.unique().tolist() == list(range(images.CLASSES))
-    assert all(torch.equal(a, b) for a, b in zip(images.draw(500, 16, 1), (x, y), strict=True))
-    assert not torch.equal(images.draw(500, 16, 2)[0], x)
+    assert y.unique().tolist() == list(range(stripes.CLASSES))
+    assert all(torch.equal(a, b) for a, b in zip(stripes.draw(500, 16, 1), (x, y), strict=True))
+    assert not torch.equal(stripes.draw(500, 16, 2)[0], x)
 
 
 def test_stripes_run_as_the_class_says():
-    x, y = images.draw(2000, 16, 1)
+    x, y = stripes.draw(2000, 16, 1)
     grey = x.double().mean(1)
     down = (grey[:, 1:] - grey[:, :-1]).square().mean((1, 2))
     along = (grey[:, :, 1:] - grey[:, :, :-1]).square().mean((1, 2))
-    share = torch.stack([(down / (down + along))[y == k].mean() for k in range(images.CLASSES)])
+    share = torch.stack([(down / (down + along))[y == k].mean() for k in range(stripes.CLASSES)])
     assert share.argmax() == 0  # class 0 changes from row to row, class 5 from column to column
     assert share.argmin() == 5
 
 
 def test_mean_and_std_are_those_of_numpy():
     x = torch.from_numpy(np.random.default_rng(1).integers(0, 256, (1234, 3, 4, 4)).astype(np.uint8))
-    mean, std = images.mean_and_std(x)
+    mean, std = stripes.mean_and_std(x)
     assert mean.dtype == std.dtype == torch.float32
     assert mean.numpy() == pytest.approx(x.numpy().mean((0, 2, 3)), rel=1e-6)
     assert std.numpy() == pytest.approx(x.numpy().std((0, 2, 3)), rel=1e-6)

@@ -14,8 +14,8 @@ import torch
 
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
-from hpcsync.learning import cifar
-from hpcsync.learning.workloads import build
+from hpcsync.workloads import cifar
+from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 
 N = 20  # images in a file

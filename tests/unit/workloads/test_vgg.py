@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.learning.vgg import Standardise, Vgg
-from hpcsync.learning.workloads import build, cross_entropy
 from hpcsync.training.model_split import activation_shape, check_cut, cut, positions
+from hpcsync.workloads.registry import build, cross_entropy
+from hpcsync.workloads.vgg import Standardise, Vgg
 from tests.unit.jobs import make_job
 
 

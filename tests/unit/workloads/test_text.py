@@ -9,9 +9,9 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.workloads import Text
-from hpcsync.learning import text
-from hpcsync.learning.workloads import Workload, build
 from hpcsync.training.sampler import fetch
+from hpcsync.workloads import text
+from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import make_job
 
 STDLIB = Path(sysconfig.get_path("stdlib"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.learning.workloads import Workload, build, classification, cross_entropy, half_squared_error
 from hpcsync.training.flat_model import FlatModel
+from hpcsync.workloads.registry import Workload, build, classification, cross_entropy, half_squared_error
 from tests.unit.jobs import LINEAR, make_job
 
 
@@ -132,7 +132,7 @@ MUST_BE_FOUND = "must name a function that can be imported: "
         ("nobodys:make", MUST_BE_FOUND + "No module named 'nobodys'"),
         ("somebodys:nothing", MUST_BE_FOUND + "module 'somebodys' has no attribute 'nothing'"),
         ("somebodys:number", "must name a function"),
-        ("somebodys:other", "must return a hpcsync.learning.workloads.Workload"),
+        ("somebodys:other", "must return a hpcsync.workloads.registry.Workload"),
     ],
 )
 def test_a_function_that_serves_not_is_refused(module, name, message):

@@ -21,10 +21,10 @@ from torch.utils.data import Dataset, TensorDataset
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.workloads import Cifar, Digits, Function, Images, Linear, Script, Text, Timing
-from hpcsync.learning import cifar, images, text
-from hpcsync.learning.vgg import Vgg
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.gradient import Loss
+from hpcsync.workloads import cifar, stripes, text
+from hpcsync.workloads.vgg import Vgg
 
 Evaluate = Callable[[nn.Module], tuple[float, float]]
 
@@ -92,7 +92,7 @@ def _from_user(settings: Function) -> Workload:
         raise JobError(f"workload.options = {shown(settings.options)}: must fit {settings.name}: {error}") from None
     workload = make(**settings.options)
     if not isinstance(workload, Workload):
-        raise JobError(f"{name}: must return a hpcsync.learning.workloads.Workload")
+        raise JobError(f"{name}: must return a hpcsync.workloads.registry.Workload")
     return workload
 
 
@@ -142,9 +142,9 @@ def _digits() -> Workload:
 
 def _images(settings: Images, seed: int) -> Workload:
     """Drawn ones, 500 more of which are held out."""
-    x, y = images.draw(settings.samples + 500, settings.size, seed)
+    x, y = stripes.draw(settings.samples + 500, settings.size, seed)
     training, held_out = (slice(settings.samples), slice(settings.samples, None))
-    return _vgg(settings, images.CLASSES, (x[training], y[training]), (x[held_out], y[held_out]))
+    return _vgg(settings, stripes.CLASSES, (x[training], y[training]), (x[held_out], y[held_out]))
 
 
 def _cifar(settings: Cifar) -> Workload:
@@ -156,7 +156,7 @@ def _cifar(settings: Cifar) -> Workload:
 def _vgg(settings: Images | Cifar, classes: int, training: cifar.Samples, held_out: cifar.Samples) -> Workload:
     """Images stay bytes until the model standardises them, by the training data's mean and standard deviation."""
     x, y = training
-    mean, std = images.mean_and_std(x)
+    mean, std = stripes.mean_and_std(x)
     model = Vgg(
         x.shape[-1],
         classes,
