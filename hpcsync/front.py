@@ -26,7 +26,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     before = outputs.going_on(out, resume)
     job = outputs.job_of(path, overrides, ranks, before)
     jobs.refuse_simulated(job)
-    from hpcsync.learning.validation import check
+    from hpcsync.core.job_validation import check
     from hpcsync.workloads.registry import import_beside
 
     import_beside(path)

@@ -9,7 +9,7 @@ from itertools import islice, repeat
 from typing import Any
 
 from hpcsync.config.job import Job
-from hpcsync.devices import device
+from hpcsync.core.device_speed import device
 from hpcsync.training.sampler import batches, fetch, n_batches, sequence_indices, whole_batches
 
 CALL_S = 5e-4  # from one call while padding to the next

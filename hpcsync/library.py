@@ -19,7 +19,7 @@ from hpcsync.checkpoints import Checkpoints, Resumed
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers
 from hpcsync.config.paradigms import AllReduce, Stanza
-from hpcsync.learning.validation import check_model
+from hpcsync.core.job_validation import check_model
 from hpcsync.local_session import LocalSession
 from hpcsync.session import Session
 from hpcsync.system import gpu_selection, launcher

@@ -18,9 +18,9 @@ from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
-from hpcsync.learning.validation import check
+from hpcsync.core.job_validation import check
+from hpcsync.core.stanza_resolution import resolved
 from hpcsync.library import aborting, agree, join, world
-from hpcsync.separating import resolved
 from hpcsync.session import Session
 from hpcsync.system import gpu_selection
 from hpcsync.training.gradient import Replica, worker_seed

@@ -34,9 +34,9 @@ from hpcsync.config.paradigms import (
     Ssp,
     Stanza,
 )
-from hpcsync.learning.validation import check
-from hpcsync.roles import Roles
-from hpcsync.separating import divided, fc_share, resolved
+from hpcsync.core.job_validation import check
+from hpcsync.core.roles import Roles
+from hpcsync.core.stanza_resolution import divided, fc_share, resolved
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
 from hpcsync.workloads.registry import Workload

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.deciding import create_assignments
-from hpcsync.learning.validation import check
+from hpcsync.core.assignments import create_assignments
+from hpcsync.core.job_validation import check
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import APPLIED
 from hpcsync.training.sampler import batch_indices, sequence_indices

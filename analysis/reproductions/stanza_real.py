@@ -20,7 +20,7 @@ from rich.console import Console
 from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
-from hpcsync.separating import resolved
+from hpcsync.core.stanza_resolution import resolved
 from hpcsync.system import launcher
 from hpcsync.traces.reading import load
 from hpcsync.workloads.registry import build

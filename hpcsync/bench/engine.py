@@ -11,15 +11,15 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.config.job import Stop
-from hpcsync.coordinator import Coordinator
-from hpcsync.deciding import Assignment
+from hpcsync.core.assignments import Assignment
+from hpcsync.core.coordinator import Coordinator
+from hpcsync.core.roles import Roles
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
-from hpcsync.roles import Roles
 from hpcsync.traces.writer import TraceWriter
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent

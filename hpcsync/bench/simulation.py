@@ -15,7 +15,7 @@ import torch
 from hpcsync.bench.events import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
-from hpcsync.deciding import create_paradigm
+from hpcsync.core.assignments import create_paradigm
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.writer import TraceWriter

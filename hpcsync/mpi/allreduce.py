@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpcsync.core.peer_coordinator import sent_in_a_ring
 from hpcsync.mpi import cuda, shared_memory
 from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.tensor_window import HOST, NodeWindow, Transport
-from hpcsync.peers import sent_in_a_ring
 
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin with a cache line: no two ranks write to the same one

@@ -15,15 +15,15 @@ from mpi4py import MPI
 from hpcsync import __version__, outputs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.coordinator import Coordinator
-from hpcsync.deciding import decision_fields
+from hpcsync.core.assignments import decision_fields
+from hpcsync.core.coordinator import Coordinator
+from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator, Read
 from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.rank_session import Given
 from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.watch import Watch
-from hpcsync.peers import PeerCoordinator
 from hpcsync.progress import Progress, console
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.coordinator import Cancellation, Coordinator, Order, Report
+from hpcsync.core.coordinator import Cancellation, Coordinator, Order, Report
 from hpcsync.mpi import deaths, wire
 from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpcsync.core.roles import Roles
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.deaths import Deaths
@@ -17,7 +18,6 @@ from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.window import Window
-from hpcsync.roles import Roles
 from hpcsync.training.compressor import Compression
 from hpcsync.training.parameter_store import n_buffers, row_size
 

@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
 from hpcsync.mpi import cuda, deaths, wire
 from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import CHORES_S
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.saver import Saver, heed
-from hpcsync.peers import Exchanged, PeerCoordinator
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.system.signals import interrupt
 from hpcsync.traces.schema import DIED, LEFT

@@ -16,12 +16,12 @@ from mpi4py import MPI
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
+from hpcsync.core.peer_coordinator import Division, drawing
 from hpcsync.iterations import Iterations
 from hpcsync.mpi import wire
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.peers import Division, drawing
 from hpcsync.traces.schema import EVERYBODY, NOBODY, WAITING
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import FlatModel

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from hpcsync.core.peer_coordinator import Exchanged
 from hpcsync.mpi import wire
 from hpcsync.mpi.clock import Clock
 from hpcsync.mpi.deaths import Deaths, survivors
@@ -17,7 +18,6 @@ from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.tensor_window import HOST, Transport
-from hpcsync.peers import Exchanged
 
 
 class PeerLink:

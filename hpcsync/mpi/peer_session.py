@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hpcsync.checkpoints import RUN
+from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.iterations import Iterations
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.exchanges import exchange, layers
@@ -18,7 +19,6 @@ from hpcsync.mpi.peer_exchange import Outcome
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import Given, RankSession
-from hpcsync.peers import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.traces.schema import COMPUTING, WAITING
 from hpcsync.training import rng_state

@@ -13,8 +13,9 @@ import torch
 
 from hpcsync.checkpoints import RUN
 from hpcsync.config.paradigms import Easgd
-from hpcsync.coordinator import coordinate
-from hpcsync.deciding import create_assignments, create_paradigm
+from hpcsync.core.assignments import create_assignments, create_paradigm
+from hpcsync.core.coordinator import coordinate
+from hpcsync.core.roles import Roles
 from hpcsync.iterations import Iterations
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.books import Books
@@ -24,7 +25,6 @@ from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
-from hpcsync.roles import Roles
 from hpcsync.system.signals import interrupt, on_signals
 from hpcsync.training import compressor, rng_state, update_rules
 from hpcsync.training.speed_models import estimator

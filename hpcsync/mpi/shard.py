@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hpcsync.coordinator import Collection, Order, Reply, Update
-from hpcsync.deciding import STOP, Assignment
+from hpcsync.core.assignments import STOP, Assignment
+from hpcsync.core.coordinator import Collection, Order, Reply, Update
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.wire import GrantRecord, OrderRecord

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
+from hpcsync.core.straggler_detector import LOOK_S, Stall, Stalls
 from hpcsync.mpi.phases import Phases
-from hpcsync.stalls import LOOK_S, Stall, Stalls
 from hpcsync.traces.schema import PHASES, WAITING
 from hpcsync.traces.writer import TraceWriter
 

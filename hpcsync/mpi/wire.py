@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.deciding import Assignment
+from hpcsync.core.assignments import Assignment
 
 TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
 TAG_MODEL = 6  # 5 is the clock's

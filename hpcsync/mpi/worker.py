@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hpcsync.coordinator import Report, estimated
-from hpcsync.deciding import STOP
+from hpcsync.core.assignments import STOP
+from hpcsync.core.coordinator import Report, estimated
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.planning.speed_estimator import Estimator

@@ -18,8 +18,8 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Easgd
-from hpcsync.coordinator import Collection, Update
-from hpcsync.roles import Roles
+from hpcsync.core.coordinator import Collection, Update
+from hpcsync.core.roles import Roles
 from hpcsync.simulator.gradients import Gradients, Work
 from hpcsync.training import compressor, update_rules
 from hpcsync.training.flat_model import FlatModel, trainable

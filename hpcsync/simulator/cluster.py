@@ -10,8 +10,8 @@ from hpcsync.config.cluster import Change
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp, Stanza
-from hpcsync.devices import Device, device, takes_no_time
-from hpcsync.roles import Roles
+from hpcsync.core.device_speed import Device, device, takes_no_time
+from hpcsync.core.roles import Roles
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.recorded import RecordedRun, read
 from hpcsync.simulator.transfers import AT_ONCE, Networked, Timed, Transfers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip
-from hpcsync.coordinator import Recorder
-from hpcsync.peers import drawing, taken_in
+from hpcsync.core.coordinator import Recorder
+from hpcsync.core.peer_coordinator import drawing, taken_in
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Model, Parcel
 from hpcsync.simulator.peer_simulation import Watch, WithReplicas

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip, LocalSgd
-from hpcsync.coordinator import Recorder
-from hpcsync.devices import encode_s
-from hpcsync.peers import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
+from hpcsync.core.coordinator import Recorder
+from hpcsync.core.device_speed import encode_s
+from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.links import Workers

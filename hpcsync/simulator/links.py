@@ -12,8 +12,8 @@ from hpcsync.config.cluster import Network as NetworkTable
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
-from hpcsync.devices import Device, device, takes_no_time
-from hpcsync.peers import sent_in_a_ring
+from hpcsync.core.device_speed import Device, device, takes_no_time
+from hpcsync.core.peer_coordinator import sent_in_a_ring
 from hpcsync.simulator.cluster import refuse_standstill
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce, ring_alone_s
 from hpcsync.simulator.loop import Loop

@@ -12,9 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
 from hpcsync.config.job import Job, Script
-from hpcsync.coordinator import Recorder
-from hpcsync.devices import Device
-from hpcsync.peers import Exchanged, PeerCoordinator
+from hpcsync.core.coordinator import Recorder
+from hpcsync.core.device_speed import Device
+from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, apart
 from hpcsync.traces.schema import NOBODY

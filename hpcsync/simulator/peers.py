@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
-from hpcsync.coordinator import Recorder
+from hpcsync.core.coordinator import Recorder
 from hpcsync.simulator.gossiping import PullSimulation, PushSimulation
 from hpcsync.simulator.in_step import AllReduceSimulation, AveragingSimulation, PermutationSimulation
 from hpcsync.simulator.links import Workers

@@ -15,12 +15,12 @@ from rich.console import Console
 
 from hpcsync import outputs
 from hpcsync.config.job import Job
-from hpcsync.coordinator import Coordinator, Recorder
-from hpcsync.deciding import create_paradigm, decision_fields
-from hpcsync.learning.validation import check
-from hpcsync.peers import PeerCoordinator
+from hpcsync.core.assignments import create_paradigm, decision_fields
+from hpcsync.core.coordinator import Coordinator, Recorder
+from hpcsync.core.job_validation import check
+from hpcsync.core.peer_coordinator import PeerCoordinator
+from hpcsync.core.stanza_resolution import resolved
 from hpcsync.progress import Progress
-from hpcsync.separating import resolved
 from hpcsync.simulator import cluster, links, peers
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.system.atomic_files import NotWritten

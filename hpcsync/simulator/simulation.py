@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from hpcsync.config.job import Job, Script
-from hpcsync.coordinator import (
+from hpcsync.core.assignments import Assignment, create_assignments
+from hpcsync.core.coordinator import (
     Collection,
     Coordinator,
     Order,
@@ -22,8 +23,7 @@ from hpcsync.coordinator import (
     coordinate,
     estimated,
 )
-from hpcsync.deciding import Assignment, create_assignments
-from hpcsync.devices import Device, encode_s
+from hpcsync.core.device_speed import Device, encode_s
 from hpcsync.paradigms import Paradigm
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.simulator.arithmetic import arithmetic

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
-from hpcsync.coordinator import Recorder
-from hpcsync.peers import Lockstep, sent_in_a_ring
-from hpcsync.separating import divided
+from hpcsync.core.coordinator import Recorder
+from hpcsync.core.peer_coordinator import Lockstep, sent_in_a_ring
+from hpcsync.core.stanza_resolution import divided
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch

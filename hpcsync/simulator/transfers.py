@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from hpcsync.config.cluster import Network as NetworkTable
-from hpcsync.roles import Roles
+from hpcsync.core.roles import Roles
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network
 

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.deciding import create_assignments, create_paradigm
+from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.traces import reading
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.checks import Check

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.deciding import create_assignments
+from hpcsync.core.assignments import create_assignments
 from hpcsync.traces.checks import Check, check_all, check_rows, teller
 from hpcsync.traces.counting import Recount
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from hpcsync.deciding import STOP, Assignment, Assignments
+from hpcsync.core.assignments import STOP, Assignment, Assignments
 from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.batch_allocation import Allocated, Estimate

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpcsync.core.straggler_detector import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.paradigms.events import UNTIL
-from hpcsync.stalls import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.traces.checks import Check, check_all, teller
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import PHASES

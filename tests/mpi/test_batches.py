@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
-from hpcsync import coordinator
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.deciding import create_assignments
+from hpcsync.core import coordinator
+from hpcsync.core.assignments import create_assignments
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.traces.reading import Trace, load
 from hpcsync.traces.schema import APPLIED

@@ -14,7 +14,7 @@ from mpi4py import MPI
 import hpcsync
 from hpcsync import checkpoints
 from hpcsync.config.job import Job
-from hpcsync.coordinator import Coordinator
+from hpcsync.core.coordinator import Coordinator
 from hpcsync.mpi.worker import Worker
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import DIED, JOINED

@@ -10,7 +10,7 @@ import torch
 
 import hpcsync
 from hpcsync.config.job import Job
-from hpcsync.learning.validation import check
+from hpcsync.core.job_validation import check
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import APPLIED
 from hpcsync.training.sampler import batch_indices

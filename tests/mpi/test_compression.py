@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.learning.validation import check
+from hpcsync.core.job_validation import check
 from hpcsync.mpi.tensor_window import TensorWindow
 from hpcsync.traces.reading import load
 from hpcsync.training.compressor import Compression

@@ -11,9 +11,10 @@ import torch
 
 from hpcsync import library
 from hpcsync.config.job import Job
-from hpcsync.coordinator import Reply, Update
-from hpcsync.deciding import Assignment
-from hpcsync.learning.validation import check, optimizer_spec
+from hpcsync.core.assignments import Assignment
+from hpcsync.core.coordinator import Reply, Update
+from hpcsync.core.job_validation import check, optimizer_spec
+from hpcsync.core.roles import Roles
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.shard import Shard, encode
@@ -21,7 +22,6 @@ from hpcsync.mpi.wire import OrderRecord
 from hpcsync.paradigms import easgd
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.rank import train
-from hpcsync.roles import Roles
 from hpcsync.traces.audit import audit
 from hpcsync.traces.reading import load
 from hpcsync.training.sampler import batches

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync.config.job import Job
-from hpcsync.coordinator import Collection, Reply, Update
-from hpcsync.deciding import Assignment
+from hpcsync.core.assignments import Assignment
+from hpcsync.core.coordinator import Collection, Reply, Update
 from hpcsync.mpi import wire
 from hpcsync.mpi.shard import encode
 from hpcsync.mpi.worker import Worker

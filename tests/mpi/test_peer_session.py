@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 
 import hpcsync
 from hpcsync.config.job import Job
+from hpcsync.core.peer_coordinator import Division
 from hpcsync.mpi import peer_session, reducer
 from hpcsync.mpi.allreduce import MpiMean, mean_vector
 from hpcsync.mpi.books import Books
 from hpcsync.mpi.patience import Patience
-from hpcsync.peers import Division
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import in_step
 from hpcsync.simulator.run import simulate

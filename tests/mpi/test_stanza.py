@@ -10,7 +10,7 @@ import torch
 
 import hpcsync
 from hpcsync.config.job import Job
-from hpcsync.learning.validation import check
+from hpcsync.core.job_validation import check
 from hpcsync.mpi import layers, tensor_window
 from hpcsync.mpi.tensor_window import TensorWindow
 from hpcsync.planning.layer_groups import Groups

@@ -10,13 +10,13 @@ import time
 
 import torch
 
-from hpcsync.deciding import Assignment
+from hpcsync.core.assignments import Assignment
+from hpcsync.core.roles import Roles
 from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.mailbox import Outbox
 from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.wire import OrderRecord
-from hpcsync.roles import Roles
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Descent

@@ -10,7 +10,7 @@ import torch
 
 from hpcsync import library
 from hpcsync.config.job import Job
-from hpcsync.learning.validation import check, optimizer_spec
+from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.traces.reading import load
 from tests.mpi.training import failures, leaving, on_some, one_process
 

@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from hpcsync import outputs
 from hpcsync.config.job import Job
-from hpcsync.deciding import create_paradigm
-from hpcsync.learning.validation import check
+from hpcsync.core.assignments import create_paradigm
+from hpcsync.core.job_validation import check
 from hpcsync.library import agree
 from hpcsync.mpi import placement
 from hpcsync.mpi.rank_session import RankSession

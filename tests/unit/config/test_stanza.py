@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from hpcsync.config.job import JobError, refuse_simulated
-from hpcsync.learning.validation import check
+from hpcsync.core.job_validation import check
 from tests.unit.jobs import make_job
 
 TIMING = {"name": "timing", "parameters": 9, "classifier": 5, "activations": 2, "batch_size": 4}

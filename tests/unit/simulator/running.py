@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hpcsync.config.job import Job
-from hpcsync.deciding import decision_fields
+from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator.run import prepare
 from hpcsync.traces.audit import audit
 from hpcsync.traces.provenance import provenance

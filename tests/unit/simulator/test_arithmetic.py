@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.coordinator import Update
+from hpcsync.core.coordinator import Update
 from hpcsync.simulator.arithmetic import NoArithmetic, RealArithmetic, arithmetic
 from hpcsync.simulator.gradients import NEXT
 from hpcsync.training.gradient import worker_seed

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync import coordinator
-from hpcsync.deciding import create_assignments
+from hpcsync.core import coordinator
+from hpcsync.core.assignments import create_assignments
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.simulator import gradients
 from hpcsync.traces.schema import APPLIED

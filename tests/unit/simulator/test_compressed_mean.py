@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hpcsync.compression import ErrorFeedback
-from hpcsync.peers import Division
+from hpcsync.core.peer_coordinator import Division
 from hpcsync.simulator import collectives, compressed_mean
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce_s
 from hpcsync.simulator.loop import Loop

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.coordinator import Update
+from hpcsync.core.coordinator import Update
 from hpcsync.simulator.arithmetic import ElasticArithmetic, arithmetic
 from hpcsync.simulator.gradients import Work
 from hpcsync.training.flat_model import FlatModel

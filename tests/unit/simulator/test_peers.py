@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.deciding import decision_fields
-from hpcsync.peers import Division, drawing
+from hpcsync.core.assignments import decision_fields
+from hpcsync.core.peer_coordinator import Division, drawing
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.simulator.peers import PeerSimulation, simulation

@@ -102,7 +102,7 @@ def breaking(monkeypatch, loss):
         workload = build(job)
         return registry.Workload(workload.model, loss, workload.train, None)
 
-    monkeypatch.setattr("hpcsync.learning.validation.build", broken)
+    monkeypatch.setattr("hpcsync.core.job_validation.build", broken)
 
 
 def test_an_exception_of_the_workload_is_a_failure(tmp_path, monkeypatch, capsys):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync import paradigms
-from hpcsync.deciding import create_paradigm
+from hpcsync.core.assignments import create_paradigm
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.traces.audit import audit

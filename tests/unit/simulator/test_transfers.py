@@ -3,7 +3,7 @@
 import pytest
 
 from hpcsync.config.cluster import Network as NetworkTable
-from hpcsync.roles import Roles
+from hpcsync.core.roles import Roles
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.transfers import Networked, Steps, Timed
 

@@ -1,6 +1,6 @@
 """Traces of small runs without servers: simulated, in memory."""
 
-from hpcsync.deciding import decision_fields
+from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator import links
 from hpcsync.simulator.peers import simulation
 from hpcsync.workloads.registry import build

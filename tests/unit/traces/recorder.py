@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from hpcsync.config.job import Job
-from hpcsync.coordinator import Cancellation, Reply, Report, Update, coordinate
-from hpcsync.deciding import create_assignments, create_paradigm, decision_fields
+from hpcsync.core.assignments import create_assignments, create_paradigm, decision_fields
+from hpcsync.core.coordinator import Cancellation, Reply, Report, Update, coordinate
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.traces.reading import Trace
 from hpcsync.traces.schema import DIED, FORMAT, FORMAT_VERSION, TABLES, decisions_dtype

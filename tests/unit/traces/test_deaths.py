@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator, taken_in
 from hpcsync.paradigms.gossip import Peers
-from hpcsync.peers import Exchanged, PeerCoordinator, taken_in
 from hpcsync.traces.audit import audit
 from hpcsync.traces.schema import DIED, LEFT
 from tests.unit.traces.peer_recorder import in_memory, peer_job

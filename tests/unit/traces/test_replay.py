@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcsync.deciding import create_assignments, create_paradigm
+from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
 from tests.unit.traces.recorder import (

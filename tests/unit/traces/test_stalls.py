@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcsync.deciding import create_paradigm, decision_fields
+from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.mpi.watch import Watch
 from hpcsync.simulator import cluster, links
 from hpcsync.simulator.peers import simulation

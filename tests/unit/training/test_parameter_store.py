@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from hpcsync.roles import Roles
+from hpcsync.core.roles import Roles
 from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.training.parameter_store import Store, n_buffers, row_size
 from hpcsync.training.update_rules import Descent

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.roles import Roles
+from hpcsync.core.roles import Roles
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store, row_size
 from hpcsync.training.update_rules import Descent, Elastic, of_job, towards

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.coordinator import Collection, Coordinator, Report, Update
-from hpcsync.deciding import create_paradigm
-from hpcsync.roles import Roles
+from hpcsync.core.assignments import create_paradigm
+from hpcsync.core.coordinator import Collection, Coordinator, Report, Update
+from hpcsync.core.roles import Roles
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica
 from hpcsync.training.lr_schedule import learning_rate

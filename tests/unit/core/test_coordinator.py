@@ -7,8 +7,8 @@ import random
 import pytest
 
 from hpcsync.config.job import Stop
-from hpcsync.coordinator import Cancellation, Collection, Coordinator, Reply, Report, Update, coordinate
-from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments, create_paradigm
+from hpcsync.core.assignments import STOP, Assignment, Assignments, create_assignments, create_paradigm
+from hpcsync.core.coordinator import Cancellation, Collection, Coordinator, Reply, Report, Update, coordinate
 from hpcsync.paradigms import Grant, create
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.planning.batch_allocation import Allocator

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpcsync.config.errors import JobError
-from hpcsync.learning.validation import check, check_model, has_running_statistics, optimizer_spec
+from hpcsync.core.job_validation import check, check_model, has_running_statistics, optimizer_spec
 from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.workloads.registry import Workload
 from tests.unit.jobs import LINEAR, make_job

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from hpcsync.roles import Roles
+from hpcsync.core.roles import Roles
 
 SPLITS = list(itertools.product((1, 2, 3, 7), (1, 2, 5)))
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.config.cluster import Change
-from hpcsync.devices import Device, device, iteration_seconds
+from hpcsync.core.device_speed import Device, device, iteration_seconds
 from tests.unit.jobs import make_job
 
 

@@ -19,12 +19,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hpcsync.config.job import Job, Stop
 from hpcsync.config.paradigms import Easgd
-from hpcsync.deciding import STOP, Assignment, Assignments, create_assignments
+from hpcsync.core.assignments import STOP, Assignment, Assignments, create_assignments
+from hpcsync.core.straggler_detector import Stalls
 from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.stalls import Stalls
 from hpcsync.traces.schema import APPLIED, DROPPED, JOINED, LEFT
 from hpcsync.training.lr_schedule import LearningRate, learning_rate
 

@@ -5,11 +5,11 @@ from unittest.mock import Mock
 import pytest
 from torch import nn
 
-from hpcsync import separating
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.core import stanza_resolution
+from hpcsync.core.stanza_resolution import divided, fc_share, resolved
 from hpcsync.planning.split_cost import Shape, Times
-from hpcsync.separating import divided, fc_share, resolved
 from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import make_job
 
@@ -33,10 +33,10 @@ def test_a_model_that_is_nothing_but_its_sizes() -> None:
 
 
 def test_the_model_is_cut_once_and_one_batch_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    times, spies = Times(1.0, 2.0, 3.0), [Mock(wraps=real) for real in (separating.cut, separating.fetch)]
+    times, spies = Times(1.0, 2.0, 3.0), [Mock(wraps=real) for real in (stanza_resolution.cut, stanza_resolution.fetch)]
     for name, spy in zip(("cut", "fetch"), spies, strict=True):
-        monkeypatch.setattr(separating, name, spy)
-    monkeypatch.setattr(separating, "measured", lambda halves, loss, batch: times)
+        monkeypatch.setattr(stanza_resolution, name, spy)
+    monkeypatch.setattr(stanza_resolution, "measured", lambda halves, loss, batch: times)
     open_job = job(IMAGES, fc_workers="auto")
     workload = build(open_job)
     closed = resolved(open_job, workload)
@@ -44,7 +44,7 @@ def test_the_model_is_cut_once_and_one_batch_taken(monkeypatch: pytest.MonkeyPat
     shape = divided(open_job, workload).shape
     assert closed.paradigm.fc_share == shape.fc_flops / (shape.fc_flops + shape.conv_flops)
     assert closed.groups.n_fc == 2  # half of the time is theirs
-    monkeypatch.setattr(separating, "measured", lambda halves, loss, batch: times._replace(fc_s=0.01))
+    monkeypatch.setattr(stanza_resolution, "measured", lambda halves, loss, batch: times._replace(fc_s=0.01))
     assert resolved(open_job, workload).groups.n_fc == 1, "the control"
     assert resolved(closed, workload) is closed
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from hpcsync.deciding import decision_fields
-from hpcsync.peers import Division, Exchanged, Lockstep, PeerCoordinator, create_division, drawing
+from hpcsync.core.assignments import decision_fields
+from hpcsync.core.peer_coordinator import Division, Exchanged, Lockstep, PeerCoordinator, create_division, drawing
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
 from hpcsync.traces.schema import EVERYBODY, LEFT, NOBODY, TABLES
 from tests.unit.jobs import make_job

@@ -15,7 +15,7 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.config.workloads import Timing
-from hpcsync.devices import iteration_seconds
+from hpcsync.core.device_speed import iteration_seconds
 from hpcsync.planning.split_cost import Shape
 from hpcsync.planning.stanza_planner import Link, Profile, choose
 from hpcsync.training.model_split import Halves, cut, shape

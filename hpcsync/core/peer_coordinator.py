@@ -18,11 +18,11 @@ from typing import NamedTuple
 
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Gossip
-from hpcsync.coordinator import Recorder, Resumable
-from hpcsync.deciding import create_allocator
+from hpcsync.core.assignments import create_allocator
+from hpcsync.core.coordinator import Recorder, Resumable
+from hpcsync.core.straggler_detector import Stalls
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
-from hpcsync.stalls import Stalls
 from hpcsync.traces.schema import LEFT, NOBODY
 from hpcsync.training.lr_schedule import learning_rate, worker_rate
 

@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from hpcsync.stalls import AWAY_S, KNOWN, LOOK_S, SLACK_S, WINDOW, Stalls
+from hpcsync.core.straggler_detector import AWAY_S, KNOWN, LOOK_S, SLACK_S, WINDOW, Stalls
 
 
 class Fixed(Stalls):
