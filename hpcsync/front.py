@@ -18,13 +18,14 @@ from hpcsync.system.signals import TO_BE_RESUMED
 
 def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None, resume: bool = False) -> int:
     """Start the ranks of this job and wait for their end; the exit status. Raises JobError before any rank starts."""
-    from hpcsync import checkpoints, outputs
+    from hpcsync.run_dir import checkpoint as checkpoints
+    from hpcsync.run_dir import layout
 
-    if outputs.finished_already(out, resume):
+    if layout.finished_already(out, resume):
         print(f"finished already: {out}")
         return 0
-    before = outputs.going_on(out, resume)
-    job = outputs.job_of(path, overrides, ranks, before)
+    before = layout.going_on(out, resume)
+    job = layout.job_of(path, overrides, ranks, before)
     jobs.refuse_simulated(job)
     from hpcsync.core.job_validation import check
     from hpcsync.workloads.registry import import_beside
@@ -34,8 +35,8 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
     given = out is not None and os.path.exists(out)
     if resume and before is None:
-        outputs.put_aside(out)
-    folder = outputs.choose(job, out, before)
+        layout.put_aside(out)
+    folder = layout.choose(job, out, before)
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
@@ -48,13 +49,13 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
             with suppress(OSError):  # it holds something
                 folder.rmdir()
     # Open MPI's launcher ends with 0 when it has lost a whole node: only the last file of a run proves its end.
-    if ended.status == 0 and (folder / outputs.SUMMARY).exists():
+    if ended.status == 0 and (folder / layout.SUMMARY).exists():
         return 0
-    if not (folder / outputs.TRACE).exists():
+    if not (folder / layout.TRACE).exists():
         return 2 if ended.status == 2 else 1
     if ended.status == TO_BE_RESUMED:
         return TO_BE_RESUMED
-    _settle(folder / outputs.TRACE, "failed" if ended.signum is None else "interrupted")
+    _settle(folder / layout.TRACE, "failed" if ended.signum is None else "interrupted")
     if (checkpoint := checkpoints.newest(folder)) is not None:
         print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
@@ -73,7 +74,7 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
     if times_from is not None:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     job = jobs.load(path, overrides)
-    from hpcsync.progress import console
+    from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import run
     from hpcsync.workloads.registry import import_beside
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hpcsync import outputs
-from hpcsync.checkpoints import Checkpoints, Resumed
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers
 from hpcsync.config.paradigms import AllReduce, Stanza
 from hpcsync.core.job_validation import check_model
 from hpcsync.local_session import LocalSession
+from hpcsync.run_dir import layout
+from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
 from hpcsync.session import Session
 from hpcsync.system import gpu_selection, launcher
 from hpcsync.system.atomic_files import NotWritten
@@ -125,12 +125,12 @@ def connect(
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
     if comm is None or comm.size == 1:
-        if outputs.going_on(out, resume) is not None:
+        if layout.going_on(out, resume) is not None:
             raise JobError(f"resume: must come with several ranks: one cannot go on with the run of several in {out}")
         comm, n_workers = None, 2 if paradigm == "stanza" else 1
         options, batches = _alone(options, batches)
     else:
-        before = agree(comm, lambda: outputs.going_on(out, resume))
+        before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
     spec = _spec(optimizer, model)
     job = Job.from_table(
@@ -174,7 +174,7 @@ def connect(
     from hpcsync.mpi.arranging import arranged
 
     if resume and before is None:
-        agree(comm, lambda: outputs.put_aside(out))
+        agree(comm, lambda: layout.put_aside(out))
     session = join(arranged(comm, job.cluster), job, model, spec, evaluate, out, before)
     session.take_over(optimizer)
     return session
@@ -224,7 +224,7 @@ def join(
     with aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
         folder = agree(comm, lambda: _make_folder(job, out, before))
-        shared = comm.allreduce((folder / outputs.JOB).is_file(), MPI.LAND)
+        shared = comm.allreduce((folder / layout.JOB).is_file(), MPI.LAND)
     checkpoints = Checkpoints(folder, job.checkpoint.keep, before.checkpoint if before else None, shared)
     if comm.rank == 0:
         lines = [*placement.lines(), *_checkpoint_lines(checkpoints)]
@@ -239,7 +239,7 @@ def join(
             return _kind(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:
         if comm.rank == 0 and checkpoints.resumed is None:
-            outputs.withdraw(folder)
+            layout.withdraw(folder)
         if isinstance(error, JobError):
             raise
         raise JobError(f'cluster.window = "{placement.transport.kind}": must be another here: {error}') from None
@@ -359,8 +359,8 @@ def _abort(comm: MPI.Intracomm) -> None:
 
 
 def _make_folder(job: Job, out: str | Path | None, before: Resumed | None) -> Path:
-    folder = outputs.choose(job, out, before)
-    outputs.create(folder, job, before)
+    folder = layout.choose(job, out, before)
+    layout.create(folder, job, before)
     return folder.absolute()
 
 

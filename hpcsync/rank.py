@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hpcsync import outputs
-from hpcsync.checkpoints import Resumed
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
@@ -21,6 +19,8 @@ from hpcsync.config.paradigms import Stanza
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.library import aborting, agree, join, world
+from hpcsync.run_dir import layout
+from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.session import Session
 from hpcsync.system import gpu_selection
 from hpcsync.training.gradient import Replica, worker_seed
@@ -49,14 +49,14 @@ def main(
     import_beside(path)
     try:
         with aborting(comm, but=JobError):
-            if agree(comm, lambda: outputs.finished_already(out, resume)):
+            if agree(comm, lambda: layout.finished_already(out, resume)):
                 if comm.rank == 0:
                     print(f"finished already: {out}")
                 return 0
-            before = agree(comm, lambda: outputs.going_on(out, resume))
-            job = agree(comm, lambda: outputs.job_of(path, overrides, ranks, before))
+            before = agree(comm, lambda: layout.going_on(out, resume))
+            job = agree(comm, lambda: layout.job_of(path, overrides, ranks, before))
             if resume and before is None:
-                agree(comm, lambda: outputs.put_aside(out))
+                agree(comm, lambda: layout.put_aside(out))
             train(arranged(comm, job.cluster), job, out, before)
         _end_apart(comm.rank)
     except JobError as error:

@@ -21,8 +21,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MultipleLocator
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 from hpcsync.traces.reading import Trace, load
 from reproductions.claims import Claim, Of, conclude, of, points, ratio
 from reproductions.simulating import simulate_all
@@ -209,7 +209,7 @@ def measure(folder: Path) -> dict[str, Any]:
     accuracy_s, loss_s: to these targets; not known where they have not been reached, and ..._at_least_s is then how
     long the run was. waits: the share of the workers' time. waits_after: the same since the last search, if any, ended.
     """
-    trace = load(folder / outputs.TRACE)
+    trace = load(folder / layout.TRACE)
     setting, arm, method, seed = folder.parts[-4:]
     updates, evaluations = trace.tables["updates"], trace.frame("evaluations")
     over_s = float(updates["now_s"][-1])  # what is still computed when the run is over counts for nothing

@@ -17,8 +17,8 @@ import plotting
 from matplotlib.lines import Line2D
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 from hpcsync.traces.reading import load
 from hpcsync.traces.summary import summarize
 from reproductions.claims import Claim, Of, apart, conclude, largest, of, points, ratio, settled_s
@@ -156,7 +156,7 @@ def bursts(seed: int, workers: int, until_s: float = 80.0) -> list[dict[str, Any
 
 def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     """The results of a run: a row, and its evaluations."""
-    trace = load(folder / outputs.TRACE)
+    trace = load(folder / layout.TRACE)
     setting, arm, paradigm, seed = folder.parts[-4:]
     summary, evaluations, updates = summarize(trace), trace.frame("evaluations"), trace.tables["updates"]
     run = {"setting": setting, "arm": arm, "paradigm": paradigm.replace("-", " "), "seed": int(seed)}

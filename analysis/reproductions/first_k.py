@@ -20,8 +20,8 @@ from adaptive import steps_of_k
 from matplotlib.lines import Line2D
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 from hpcsync.traces.reading import Trace, load
 from reproductions.claims import Claim, Of, conclude, of, points, ratio
 from reproductions.simulating import simulate_all
@@ -234,7 +234,7 @@ def measure(folder: Path) -> tuple[dict[str, Any], pd.DataFrame]:
     long the run was. ..._even_s: the same, had the nodes been as contended as they are in the mean, so that clusters
     and seeds are of one total speed.
     """
-    trace = load(folder / outputs.TRACE)
+    trace = load(folder / layout.TRACE)
     setting, rate, method, seed = folder.parts[-4:]
     targets = RATES[rate]
     run = {"setting": setting, "arm": rate, "paradigm": method.replace("_", " "), "seed": int(seed)}
@@ -493,6 +493,6 @@ def reproduce(out: Path, seeds: int, processes: int, console: Console, length: f
     draw_frontier(pd.concat(evaluations), out)
     shown = [(setting, rate, method) for setting, (rate, methods) in SHOWN.items() for method in methods]
     folder = out / "runs"
-    draw_k({(s, m): load(folder / name_of(s, r, m, FIRST_SEED) / outputs.TRACE) for s, r, m in shown}, out)
+    draw_k({(s, m): load(folder / name_of(s, r, m, FIRST_SEED) / layout.TRACE) for s, r, m in shown}, out)
     title = f"k-sync, virtual time, {seeds} seeds: mean (least to largest)"
     return conclude(claims(), results, out, console, title)

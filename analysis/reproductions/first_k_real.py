@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 from reproductions import first_k
 from reproductions.claims import Claim, conclude
 from reproductions.first_k import ASP, BATCH, BSP, Method, first
@@ -72,7 +72,7 @@ def job(setting: str, method: str, seed: int) -> Job:
 def run(job: Job, folder: Path) -> None:
     """On ranks, by `hpcsync run`. Raises CalledProcessError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (outputs.TRACE, outputs.JOB, outputs.WEIGHTS, outputs.SUMMARY):  # of a run that did not come to its end
+    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
         (folder / name).unlink(missing_ok=True)
     file = folder / "asked.toml"
     file.write_text(job.to_toml(), encoding="utf-8")

@@ -18,8 +18,8 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 from hpcsync.traces.reading import load
 from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s
 from reproductions.simulating import simulate_all
@@ -140,7 +140,7 @@ def write_times(path: Path, workers: int, seed: int) -> None:
 
 def measure(folder: Path) -> dict[str, Any]:
     """The results of a run. target_s is unknown if it has not been reached, at_least_s is then how long the run was."""
-    trace = load(folder / outputs.TRACE)
+    trace = load(folder / layout.TRACE)
     setting, arm, paradigm, seed = folder.parts[-4:]
     last = trace.tables["updates"][-1]  # what is still computed when the run is over counts for nothing
     duration_s = float(last["now_s"])

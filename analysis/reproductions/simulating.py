@@ -11,8 +11,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 
 
 def simulate_all(jobs: Mapping[str, Job], out: Path, processes: int, console: Console) -> int:
@@ -28,9 +28,9 @@ def simulate_all(jobs: Mapping[str, Job], out: Path, processes: int, console: Co
 
 def finished(folder: Path, job: Job) -> bool:
     """Whether this very job has come to its end in the folder."""
-    if not (folder / outputs.SUMMARY).exists():
+    if not (folder / layout.SUMMARY).exists():
         return False
-    return Job.from_toml((folder / outputs.JOB).read_text(encoding="utf-8")) == job
+    return Job.from_toml((folder / layout.JOB).read_text(encoding="utf-8")) == job
 
 
 @contextmanager
@@ -54,8 +54,8 @@ def _simulate(run: tuple[Job, Path]) -> None:
     from hpcsync.simulator.run import simulate  # in the process that simulates: it imports torch
 
     job, folder = run
-    for name in (outputs.TRACE, outputs.JOB, outputs.WEIGHTS, outputs.SUMMARY):  # of a run that did not come to its end
+    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
         (folder / name).unlink(missing_ok=True)
     if simulate(job, folder, Console(quiet=True)) != 0:
         raise RuntimeError(f"{folder}: the simulation has failed")
-    (folder / outputs.WEIGHTS).unlink()  # nobody asks for the weights of hundreds of runs
+    (folder / layout.WEIGHTS).unlink()  # nobody asks for the weights of hundreds of runs

@@ -17,12 +17,12 @@ import plotting
 from matplotlib.axes import Axes
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.planning import stanza_planner
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Times
 from hpcsync.planning.stanza_planner import Link, Profile
+from hpcsync.run_dir import layout as outputs
 from hpcsync.traces.reading import load
 from hpcsync.workloads import torchvision_models
 from reproductions.claims import Claim, Of, conclude, of, ratio

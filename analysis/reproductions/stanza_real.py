@@ -17,10 +17,10 @@ from typing import Any
 import pandas as pd
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
 from hpcsync.core.stanza_resolution import resolved
+from hpcsync.run_dir import layout
 from hpcsync.system import launcher
 from hpcsync.traces.reading import load
 from hpcsync.workloads.registry import build
@@ -93,7 +93,7 @@ def run_all(rate: str, seeds: Sequence[int], out: Path, console: Console) -> dic
 def run(hosts: Any, asked: Job, folder: Path) -> None:
     """One rank on each host, by `hpcsync run`. Raises CalledProcessError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (outputs.TRACE, outputs.JOB, outputs.WEIGHTS, outputs.SUMMARY):  # of a run that did not come to its end
+    for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
         (folder / name).unlink(missing_ok=True)
     file = folder / "asked.toml"
     file.write_text(asked.to_toml(), encoding="utf-8")
@@ -120,7 +120,7 @@ def succeed(hosts: Any, line: list[str], environ: Mapping[str, str]) -> str:
 
 def computing(folder: Path) -> dict[str, float]:
     """How long the slowest worker's iteration has computed, of what it had to: 1, where the machine keeps up."""
-    trace = load(folder / outputs.TRACE)
+    trace = load(folder / layout.TRACE)
     rows = trace.frame("pushes" if trace.job.has_servers else "exchanges")
     compute_s = rows[rows["iteration"] > LEFT_OUT].groupby("worker")["compute_s"].median()
     return {"slowed": float(compute_s.max()) / max_s(trace.job)}

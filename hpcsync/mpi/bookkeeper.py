@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from hpcsync.checkpoints import RUN
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.books import Books
 from hpcsync.mpi.layers import Read
@@ -17,6 +16,7 @@ from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_session import PeerSession
 from hpcsync.mpi.rank_session import FAREWELL_S, Given, end_all
 from hpcsync.planning.batch_allocation import Allocated
+from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import SignalListener, interrupt, on_signals
 from hpcsync.traces.schema import DIED
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from mpi4py import MPI
 
-from hpcsync import __version__, outputs
+from hpcsync import __version__
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
@@ -24,7 +24,8 @@ from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.rank_session import Given
 from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.watch import Watch
-from hpcsync.progress import Progress, console
+from hpcsync.run_dir import layout
+from hpcsync.run_dir.progress_line import Progress, console
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, Suspended
@@ -57,7 +58,7 @@ class Books(Generic[C]):
     ) -> None:
         job = given.job
         self._given = given
-        self.trace = _begin_trace(job, given.checkpoints.folder / outputs.TRACE, clocks, measured, resumed)
+        self.trace = _begin_trace(job, given.checkpoints.folder / layout.TRACE, clocks, measured, resumed)
         self.coordinator: C = decides(self.trace)
         self.evaluator = (
             Evaluator(read, given.model, given.evaluate, job.evaluation.every_samples)
@@ -118,7 +119,7 @@ class Books(Generic[C]):
         if self._given.evaluate is None:
             self._save(model)
         self.trace.close("finished")
-        outputs.conclude(self._given.checkpoints.folder, self._console)
+        layout.conclude(self._given.checkpoints.folder, self._console)
 
     def fail(self, error: BaseException) -> None:
         """Close those of a run that cannot be finished, and say why."""
@@ -136,7 +137,7 @@ class Books(Generic[C]):
         sys.stderr.flush()
 
     def _save(self, model: torch.nn.Module) -> None:
-        outputs.save_weights(self._given.checkpoints.folder, model)
+        layout.save_weights(self._given.checkpoints.folder, model)
 
 
 def _begin_trace(

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from hpcsync.checkpoints import RUN
 from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.iterations import Iterations
 from hpcsync.mpi import cuda, wire
@@ -20,6 +19,7 @@ from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.planning.batch_allocation import Allocated, Estimate
+from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.traces.schema import COMPUTING, WAITING
 from hpcsync.training import rng_state
 from hpcsync.training.gradient import Loss

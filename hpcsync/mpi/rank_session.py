@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.checkpoints import Checkpoints
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.placement import Placement
+from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.session import Session
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
-from hpcsync.checkpoints import RUN, Checkpoints, number_of
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.mpi import wire
+from hpcsync.run_dir.checkpoint import RUN, Checkpoints, number_of
 from hpcsync.system.signals import Suspended, interrupt
 
 Record = tuple[Any, ...]

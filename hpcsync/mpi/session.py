@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from hpcsync.checkpoints import RUN
 from hpcsync.config.paradigms import Easgd
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
@@ -25,6 +24,7 @@ from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.worker import Worker
+from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import interrupt, on_signals
 from hpcsync.training import compressor, rng_state, update_rules
 from hpcsync.training.speed_models import estimator

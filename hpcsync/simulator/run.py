@@ -13,14 +13,14 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.core.coordinator import Coordinator, Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.stanza_resolution import resolved
-from hpcsync.progress import Progress
+from hpcsync.run_dir import layout
+from hpcsync.run_dir.progress_line import Progress
 from hpcsync.simulator import cluster, links, peers
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.system.atomic_files import NotWritten
@@ -45,11 +45,11 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     workload = check(job)
     job = resolved(job, workload)
     begin = prepare(job, workload)
-    folder = outputs.choose(job, out)
+    folder = layout.choose(job, out)
     status = _simulate(job, workload, begin, folder, console)
     if status == 0 and job.cluster.times_from is not None:
         console.print()
-        comparison = comparing.compare(load(job.cluster.times_from), load(folder / outputs.TRACE))
+        comparison = comparing.compare(load(job.cluster.times_from), load(folder / layout.TRACE))
         console.print(comparing.table(comparison))
     return status
 
@@ -68,9 +68,9 @@ def _simulate(
     folder: Path,
     console: Console,
 ) -> int:
-    outputs.create(folder, job)
+    layout.create(folder, job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
-    path, trace = folder / outputs.TRACE, None
+    path, trace = folder / layout.TRACE, None
     progress = Progress(console)
     try:
         trace = TraceWriter(path, attributes, decision_fields(job))
@@ -83,10 +83,10 @@ def _simulate(
             if isinstance(simulation, peers.PeerSimulation):
                 trace.describe(simulation.attributes)
             simulation.run()
-        outputs.save_weights(folder, workload.model)
+        layout.save_weights(folder, workload.model)
         trace.close("finished")
         progress.close()
-        outputs.conclude(folder, console)
+        layout.conclude(folder, console)
     except BaseException as error:
         progress.close()
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"

@@ -12,10 +12,10 @@ import torch
 from mpi4py import MPI
 
 import hpcsync
-from hpcsync import checkpoints
 from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.mpi.worker import Worker
+from hpcsync.run_dir import checkpoint
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import DIED, JOINED
 from hpcsync.training import rng_state, update_rules
@@ -193,7 +193,7 @@ def test_fewer_workers_go_on_and_one_comes_back(comm, only, folder, paradigm):
         go_on(fewer, this, without)
         fewer.Free()
     comm.Barrier()
-    assert checkpoints.number_of(checkpoints.newest(without)) > 1
+    assert checkpoint.number_of(checkpoint.newest(without)) > 1
     back = killed(comm, without, n_checkpoints=2)
     on_some(comm, this, back, resume=True)
     if comm.rank == 0:
@@ -221,7 +221,7 @@ def test_another_job_is_refused_in_one_line(comm, only, folder):
     with pytest.raises(hpcsync.config.errors.JobError, match="must hold a run that has not finished"):
         on_some(comm, this, folder / "a", resume=True)
     comm.Barrier()
-    assert checkpoints.newest(torn) is not None
+    assert checkpoint.newest(torn) is not None
     longer = job("bsp", comm.size - 1, stop={"updates": UPDATES + 5})
     on_some(comm, longer, torn, resume=True)
     if comm.rank == 0:

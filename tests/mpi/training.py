@@ -10,7 +10,6 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync import outputs
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.job_validation import check
@@ -19,6 +18,7 @@ from hpcsync.mpi import placement
 from hpcsync.mpi.rank_session import RankSession
 from hpcsync.mpi.tensor_window import Transport
 from hpcsync.rank import train
+from hpcsync.run_dir import layout
 from hpcsync.session import Session
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
@@ -43,7 +43,7 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any, resume: bool = False) ->
 
 def go_on(comm: MPI.Intracomm, job: Job, folder: Path) -> Session:
     """The run in this folder, from its newest checkpoint on."""
-    return train(comm, job, folder, agree(comm, lambda: outputs.going_on(folder, True)))
+    return train(comm, job, folder, agree(comm, lambda: layout.going_on(folder, True)))
 
 
 def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:

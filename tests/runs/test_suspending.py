@@ -7,8 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpcsync import checkpoints
 from hpcsync.config.job import load as load_job
+from hpcsync.run_dir import checkpoint
 from hpcsync.simulator.run import simulate
 from hpcsync.system.signals import TO_BE_RESUMED
 from hpcsync.traces.audit import audit
@@ -34,7 +34,7 @@ def test_what_was_interrupted_goes_on_as_if_it_had_not_been(tmp_path: Path) -> N
     with started(hpcsync("run", job, "--out", out, "--set", "stop.updates=100_000")) as program:
         program.wait_for(lambda said: " samples " in said.out)
         program.process.send_signal(signal.SIGUSR1)
-        program.wait_for(lambda _: checkpoints.newest(out) is not None)
+        program.wait_for(lambda _: checkpoint.newest(out) is not None)
         program.process.send_signal(signal.SIGTERM)
         assert program.status == TO_BE_RESUMED, program.err
     assert "interrupted; --resume goes on from checkpoint 2" in program.err

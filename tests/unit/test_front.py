@@ -6,10 +6,11 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpcsync import __version__, front, outputs
-from hpcsync.checkpoints import RUN, Checkpoints
+from hpcsync import __version__, front
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, load
+from hpcsync.run_dir import layout
+from hpcsync.run_dir.checkpoint import RUN, Checkpoints
 from hpcsync.system import launcher
 from hpcsync.system.launcher import Ended, LaunchError
 from hpcsync.traces import reading
@@ -52,12 +53,12 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         if self.status is not None:
             attributes = provenance(self._job, engine="mpi", mpi_library="", hosts=["h"])
-            writer = TraceWriter(folder / outputs.TRACE, attributes, ())
+            writer = TraceWriter(folder / layout.TRACE, attributes, ())
             writer.close("finished")
-            with h5py.File(folder / outputs.TRACE, "r+") as file:
+            with h5py.File(folder / layout.TRACE, "r+") as file:
                 file.attrs["status"] = self.status
         if self.summary:
-            (folder / outputs.SUMMARY).write_text("{}")
+            (folder / layout.SUMMARY).write_text("{}")
         return self.ended
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcsync import front, outputs
+from hpcsync import front
 from hpcsync.config.errors import JobError
+from hpcsync.run_dir import layout
 from hpcsync.simulator.run import simulate
 from hpcsync.traces import audit
 from hpcsync.traces.reading import TraceError, load, settle
@@ -43,14 +44,14 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("name", ["empty", "new", "new/below"])
 def test_a_read_only_file_system(disk: Path, name: str) -> None:
     with pytest.raises(JobError) as caught:
-        outputs.choose(JOB, disk / name)
+        layout.choose(JOB, disk / name)
     assert str(caught.value) == f"out {disk / name}: Read-only file system"
 
 
 def test_the_usual_folder_in_a_read_only_place(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(disk)
     with pytest.raises(JobError, match="^out runs: Read-only file system$"):
-        outputs.choose(JOB, None)
+        layout.choose(JOB, None)
 
 
 def test_a_simulation_is_refused_too(disk: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_simulation_is_refused_too(disk: Path) -> None:
 
 def test_a_name_that_is_too_long(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=": File name too long$"):
-        outputs.choose(JOB, tmp_path / ("x" * 300))
+        layout.choose(JOB, tmp_path / ("x" * 300))
 
 
 def test_a_folder_in_which_nobody_may_write(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_folder_in_which_nobody_may_write(tmp_path: Path) -> None:
     try:
         for out in (folder, folder / "new"):
             with pytest.raises(JobError, match=r": (Permission denied|Operation not permitted)$"):
-                outputs.choose(JOB, out)
+                layout.choose(JOB, out)
     finally:
         if os.geteuid():
             folder.chmod(0o700)

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from hpcsync.checkpoints import Checkpoints, newest
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.mpi.saver import Saver
+from hpcsync.run_dir.checkpoint import Checkpoints, newest
 
 
 def make_saver(folder: Path) -> Saver:

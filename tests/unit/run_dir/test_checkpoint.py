@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync import checkpoints, outputs
-from hpcsync.checkpoints import RUN, Checkpoints
 from hpcsync.config.errors import JobError
+from hpcsync.run_dir import checkpoint, layout
+from hpcsync.run_dir.checkpoint import RUN, Checkpoints
 from hpcsync.traces.reading import load
 from hpcsync.traces.writer import TraceWriter
 from tests.unit.jobs import make_job
@@ -24,11 +24,11 @@ ATTRIBUTES = {"job": "", "paradigm": "bsp", "n_workers": 2, "hosts": "n1", "crea
 
 
 def written(folder: Path, *numbers: int, keep: int = 2) -> Checkpoints:
-    store = Checkpoints(folder, keep, checkpoints.newest(folder), shared=True)
+    store = Checkpoints(folder, keep, checkpoint.newest(folder), shared=True)
     for number in numbers:
         store.begin(number)
         for name in ("server-0", RUN):
-            store.write(number, name, {"hpcsync_version": checkpoints.__version__, "value": torch.full((3,), number)})
+            store.write(number, name, {"hpcsync_version": checkpoint.__version__, "value": torch.full((3,), number)})
         store.commit(number)
     return store
 
@@ -44,15 +44,15 @@ def test_what_was_written_comes_back(tmp_path):
 def test_only_the_newest_ones_stay(tmp_path):
     written(tmp_path, 1, 2, 3, 10, keep=2)
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["10", "3"]
-    assert checkpoints.number_of(checkpoints.newest(tmp_path)) == 10
-    assert checkpoints.newest(tmp_path / "elsewhere") is None and checkpoints.number_of(None) == 0
+    assert checkpoint.number_of(checkpoint.newest(tmp_path)) == 10
+    assert checkpoint.newest(tmp_path / "elsewhere") is None and checkpoint.number_of(None) == 0
 
 
 def test_one_of_another_version_is_refused(tmp_path, monkeypatch):
     written(tmp_path, 1)
-    monkeypatch.setattr(checkpoints, "__version__", "99.0")
+    monkeypatch.setattr(checkpoint, "__version__", "99.0")
     with pytest.raises(JobError, match=r"^--resume: .*/checkpoints/1 is of hpcsync .*; must be of 99\.0$"):
-        checkpoints.resumed(tmp_path)
+        checkpoint.resumed(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_what_may_be_otherwise_when_a_run_goes_on(changed, line):
     table = {"seed": 1, "optimizer": {"name": "sgd", "lr": 0.1}, "paradigm": {"name": "bsp"}}
     before, now = make_job(**table), make_job(**(table | changed))
     if line is None:
-        checkpoints.refuse_other_job(before, now)
+        checkpoint.refuse_other_job(before, now)
     else:
         with pytest.raises(JobError) as told:
-            checkpoints.refuse_other_job(before, now)
+            checkpoint.refuse_other_job(before, now)
         assert str(told.value) == line
 
 
@@ -83,15 +83,15 @@ def test_what_may_be_otherwise_when_a_run_goes_on(changed, line):
 
 def train(folder: Path) -> None:
     """A run in small: updates, some of them followed by a checkpoint, from the newest one on."""
-    if (resumed := checkpoints.newest(folder)) is None:
-        outputs.put_aside(folder)
+    if (resumed := checkpoint.newest(folder)) is None:
+        layout.put_aside(folder)
     store = Checkpoints(folder, 2, resumed, shared=True)
-    state, path = store.state(RUN), folder / outputs.TRACE
+    state, path = store.state(RUN), folder / layout.TRACE
     if state is None:
         trace, version = TraceWriter(path, ATTRIBUTES), 0
     else:
         trace, version = TraceWriter(path, ATTRIBUTES, going_on=state["rows"]), state["version"]
-    number = checkpoints.number_of(resumed)
+    number = checkpoint.number_of(resumed)
     while True:
         for _ in range(3):
             version += 1
@@ -107,7 +107,7 @@ def train(folder: Path) -> None:
 def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
     dice = random.Random(7)
     for attempt in range(5 * KILLS):
-        if attempt >= KILLS and checkpoints.number_of(checkpoints.newest(folder)) >= 3:
+        if attempt >= KILLS and checkpoint.number_of(checkpoint.newest(folder)) >= 3:
             return
         pid = os.fork()
         if pid == 0:
@@ -125,19 +125,19 @@ def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
 
 def complete(folder: Path) -> None:
     """The newest checkpoint is whole, and the trace has what was there when it was written."""
-    if (newest := checkpoints.newest(folder)) is None:
+    if (newest := checkpoint.newest(folder)) is None:
         return
     store = Checkpoints(folder, 2, newest, shared=True)
     run, server = store.state(RUN), store.state("server-0")
     assert (server["weights"] == run["version"]).all()
-    versions = load(folder / outputs.TRACE).tables["updates"]["version"]
+    versions = load(folder / layout.TRACE).tables["updates"]["version"]
     assert np.array_equal(versions, np.arange(1, len(versions) + 1))
     assert len(versions) >= run["version"] == run["rows"]["updates"]
 
 
 def test_killed_forty_times_a_run_has_lost_nothing_that_it_saved(tmp_path):
     kill_often(tmp_path, complete)
-    assert checkpoints.number_of(checkpoints.newest(tmp_path)) >= 3, "it must have come somewhere in spite of it"
+    assert checkpoint.number_of(checkpoint.newest(tmp_path)) >= 3, "it must have come somewhere in spite of it"
     lost = list(tmp_path.glob("trace.lost-*.h5"))
     assert lost
     for path in lost:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from hpcsync.progress import Progress
+from hpcsync.run_dir.progress_line import Progress
 
 
 def coordinator(loss=0.25, accuracy=math.nan):

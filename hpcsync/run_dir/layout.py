@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from hpcsync import checkpoints
-from hpcsync.checkpoints import Resumed
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
+from hpcsync.run_dir import checkpoint
+from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.system.atomic_files import aside, removing, whole
 from hpcsync.traces.reading import opened
 from hpcsync.traces.summary import summarize, table
@@ -43,9 +43,9 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
         if folder.exists() and not folder.is_dir():
             raise JobError(f"out {folder}: must be a folder")
         if before is not None:
-            checkpoints.refuse_other_job(before.job, job)
+            checkpoint.refuse_other_job(before.job, job)
         else:
-            for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoints.FOLDER):
+            for name in (TRACE, JOB, WEIGHTS, SUMMARY, checkpoint.FOLDER):
                 if (folder / name).exists():
                     raise _taken(folder, name)
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,14 +71,14 @@ def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
         raise JobError("resume: must come with out, the folder of the run that is to go on")
     if finished_already(out, resume):
         raise JobError(f"out {out}: must hold a run that has not finished; this one has")
-    return checkpoints.resumed(Path(out))
+    return checkpoint.resumed(Path(out))
 
 
 def put_aside(out: str | Path | None) -> None:
     """What an attempt without a checkpoint has left in the folder gets names of its own; half a checkpoint goes."""
     if out is not None:
         with _telling(Path(out)):
-            checkpoints.remove_unfinished(Path(out))
+            checkpoint.remove_unfinished(Path(out))
             for path in [Path(out) / name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]:
                 path.rename(aside(path))
 

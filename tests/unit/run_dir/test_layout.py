@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync import outputs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.run_dir import layout
 from hpcsync.traces.reading import load
 from hpcsync.traces.schema import TABLES
 from hpcsync.traces.summary import summarize
@@ -24,31 +24,31 @@ from tests.unit.traces import recorder
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(outputs.time, "strftime", lambda _: "20260102-030405")
+    monkeypatch.setattr(layout.time, "strftime", lambda _: "20260102-030405")
 
 
 def test_a_folder_of_the_users_is_taken_as_it_is(tmp_path):
-    assert outputs.choose(make_job(), "here") == tmp_path.joinpath("here").relative_to(tmp_path)
+    assert layout.choose(make_job(), "here") == tmp_path.joinpath("here").relative_to(tmp_path)
     assert list((tmp_path / "here").iterdir()) == []
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes").write_text("mine")
-    assert outputs.choose(make_job(), tmp_path / "there") == tmp_path / "there"
+    assert layout.choose(make_job(), tmp_path / "there") == tmp_path / "there"
     assert [p.name for p in (tmp_path / "there").iterdir()] == ["notes"]
-    assert outputs.choose(make_job(), tmp_path / "there") == tmp_path / "there"  # as the ranks do after the front
+    assert layout.choose(make_job(), tmp_path / "there") == tmp_path / "there"  # as the ranks do after the front
 
 
 def test_otherwise_it_is_named_after_job_and_time(tmp_path):
     names = []
     for _ in range(3):
-        folder = outputs.choose(make_job(), None)
-        outputs.create(folder, make_job())
+        folder = layout.choose(make_job(), None)
+        layout.create(folder, make_job())
         names.append(str(folder))
     assert names == [f"runs/test-20260102-030405{suffix}" for suffix in ("", "-2", "-3")]
 
 
 def test_runs_that_begin_in_the_same_second_have_folders_of_their_own():
     with ThreadPoolExecutor(8) as pool:
-        folders = list(pool.map(lambda _: outputs.choose(make_job(), None), range(40)))
+        folders = list(pool.map(lambda _: layout.choose(make_job(), None), range(40)))
     assert len(set(folders)) == 40
 
 
@@ -57,40 +57,40 @@ def test_a_finished_or_unfinished_run_is_never_overwritten(tmp_path, name):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / name).write_bytes(b"mine")
     with pytest.raises(JobError, match=f"^out run: must not hold a {name} already: runs are never overwritten$"):
-        outputs.choose(make_job(), "run")
+        layout.choose(make_job(), "run")
     assert (tmp_path / "run" / name).read_bytes() == b"mine"
 
 
 def test_of_two_runs_that_choose_the_same_folder_one_gets_it(tmp_path):
-    folders = [outputs.choose(make_job(), "run") for _ in range(2)]
-    outputs.create(folders[0], make_job())
+    folders = [layout.choose(make_job(), "run") for _ in range(2)]
+    layout.create(folders[0], make_job())
     with pytest.raises(JobError, match=r"^out run: must not hold a job.toml already: runs are never overwritten$"):
-        outputs.create(folders[1], make_job(seed=5))
+        layout.create(folders[1], make_job(seed=5))
     assert Job.from_toml((tmp_path / "run" / "job.toml").read_text()) == make_job()
 
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(JobError, match=r"^out run: must be a folder$"):
-        outputs.choose(make_job(), "run")
+        layout.choose(make_job(), "run")
     with pytest.raises(JobError, match=r"^out run/below: Not a directory$"):
-        outputs.choose(make_job(), "run/below")
+        layout.choose(make_job(), "run/below")
     (tmp_path / "runs").write_text("")
     with pytest.raises(JobError, match=r"^out runs: File exists$"):
-        outputs.choose(make_job(), None)
+        layout.choose(make_job(), None)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(monkeypatch):
     def refuse(**_):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(outputs.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr(layout.tempfile, "TemporaryFile", refuse)
     with pytest.raises(JobError, match=r"^out run: Permission denied$"):
-        outputs.choose(make_job(), "run")
+        layout.choose(make_job(), "run")
 
 
 def test_the_resolved_job_lies_in_the_folder(tmp_path):
-    outputs.create(outputs.choose(make_job(), tmp_path / "a" / "b"), make_job())
+    layout.create(layout.choose(make_job(), tmp_path / "a" / "b"), make_job())
     assert Job.from_toml((tmp_path / "a" / "b" / "job.toml").read_text()) == make_job()
 
 
@@ -110,14 +110,14 @@ def write_trace(folder, iterations, workers=20):
 
 def test_at_the_end_there_is_a_summary_in_the_folder_and_on_the_terminal(tmp_path):
     folder, shown = write_trace(tmp_path / "run", 5), io.StringIO()
-    outputs.conclude(folder, Console(file=shown, width=80))
+    layout.conclude(folder, Console(file=shown, width=80))
     assert json.loads((folder / "summary.json").read_text()) == summarize(load(folder / "trace.h5")).as_dict()
     assert "20 workers" in shown.getvalue()
     assert shown.getvalue().endswith(f"trace: {folder / 'trace.h5'}\n")
 
 
 def test_a_longer_run_takes_no_more_memory_at_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(outputs, "opened", functools.partial(outputs.opened, slice_rows=500))
+    monkeypatch.setattr(layout, "opened", functools.partial(layout.opened, slice_rows=500))
 
     def peak_bytes(work):
         tracemalloc.start()
@@ -127,7 +127,7 @@ def test_a_longer_run_takes_no_more_memory_at_its_end(tmp_path, monkeypatch):
         return peak
 
     shorter, longer = (write_trace(tmp_path / f"{iterations}", iterations) for iterations in (100, 1000))
-    conclude = functools.partial(outputs.conclude, console=Console(file=io.StringIO()))
+    conclude = functools.partial(layout.conclude, console=Console(file=io.StringIO()))
     conclude(write_trace(tmp_path / "first", 1))  # what is imported and compiled once
     one, ten = (peak_bytes(functools.partial(conclude, folder)) for folder in (shorter, longer))
     assert ten < 1.5 * one
