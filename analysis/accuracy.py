@@ -17,7 +17,7 @@ import plotting
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
-from hpcsync.traces.reading import Trace, TraceError
+from hpcsync.trace.reader import Trace, TraceError
 
 QUANTITIES = ("accuracy", "loss")
 POINTS = 500  # of a line

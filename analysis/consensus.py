@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 import plotting
 
-from hpcsync.traces.reading import Trace, TraceError
+from hpcsync.trace.reader import Trace, TraceError
 
 
 def draw(traces: list[Trace], folder: Path) -> None:

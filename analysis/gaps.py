@@ -16,8 +16,8 @@ import plotting
 from matplotlib.ticker import MaxNLocator
 
 from hpcsync.config.paradigms import Paradigm
+from hpcsync.trace.reader import Trace, TraceError
 from hpcsync.traces.counting import Recount
-from hpcsync.traces.reading import Trace, TraceError
 
 
 def draw(traces: list[Trace], folder: Path) -> None:

@@ -15,7 +15,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hpcsync.traces.reading import Trace, TraceError, load
+from hpcsync.trace.reader import Trace, TraceError, load
 
 PAGE_INCHES, COLUMN_INCHES = 7.0, 3.4
 POINTS = 2000  # of a scatter; more would be ink, not knowledge

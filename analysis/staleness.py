@@ -14,7 +14,7 @@ import pandas as pd
 import plotting
 from matplotlib.ticker import MaxNLocator
 
-from hpcsync.traces.reading import Trace, TraceError
+from hpcsync.trace.reader import Trace, TraceError
 
 BINS = 60
 

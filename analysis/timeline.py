@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 import plotting
 
-from hpcsync.traces.reading import Trace, TraceError
+from hpcsync.trace.reader import Trace, TraceError
 
 BARS = 20_000
 ITERATIONS = 8  # of the slowest worker, in the window that is shown if none is asked for

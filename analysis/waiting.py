@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import plotting
 
-from hpcsync.traces.reading import Trace, TraceError
+from hpcsync.trace.reader import Trace, TraceError
 
 COLUMNS = {"compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
 INK = {"transfer": "white"}  # on the colours of the bars; elsewhere black

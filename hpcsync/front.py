@@ -84,7 +84,7 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
 
 def _settle(trace: Path, status: str) -> None:
     """Ranks that were killed could not say in the trace what became of them."""
-    from hpcsync.traces.reading import TraceError, settle
+    from hpcsync.trace.reader import TraceError, settle
 
     try:
         if settle(trace, status):

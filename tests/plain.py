@@ -11,8 +11,8 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_assignments
 from hpcsync.core.job_validation import check
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import APPLIED
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import APPLIED
 from hpcsync.training.sampler import batch_indices, sequence_indices
 from hpcsync.workloads.registry import Workload
 

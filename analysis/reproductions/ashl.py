@@ -23,7 +23,7 @@ from rich.console import Console
 
 from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
-from hpcsync.traces.reading import Trace, load
+from hpcsync.trace.reader import Trace, load
 from reproductions.claims import Claim, Of, conclude, of, points, ratio
 from reproductions.simulating import simulate_all
 

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s
 from reproductions.simulating import simulate_all
 

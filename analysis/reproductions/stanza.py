@@ -23,7 +23,7 @@ from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Times
 from hpcsync.planning.stanza_planner import Link, Profile
 from hpcsync.run_dir import layout as outputs
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from hpcsync.workloads import torchvision_models
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import simulate_all

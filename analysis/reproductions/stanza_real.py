@@ -22,7 +22,7 @@ from hpcsync.config.paradigms import Stanza
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.run_dir import layout
 from hpcsync.system import launcher
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import build
 from reproductions.claims import Claim, Of, conclude, of, ratio
 from reproductions.simulating import finished, simulate_all

@@ -20,7 +20,7 @@ from hpcsync.mpi.shard import Shard
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent
 

@@ -18,7 +18,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica
 from hpcsync.training.optimizers import OptimizerSpec

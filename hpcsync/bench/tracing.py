@@ -13,8 +13,8 @@ from typing import BinaryIO
 import numpy as np
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.traces.schema import PUSHES
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace.schema import PUSHES
+from hpcsync.trace.writer import TraceWriter
 
 ROWS = 4000  # below what the writer holds in memory, so that an append never flushes
 

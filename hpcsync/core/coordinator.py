@@ -25,7 +25,7 @@ from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Gra
 from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.traces.schema import APPLIED, DROPPED, JOINED, LEFT
+from hpcsync.trace.schema import APPLIED, DROPPED, JOINED, LEFT
 from hpcsync.training.lr_schedule import LearningRate, learning_rate
 
 

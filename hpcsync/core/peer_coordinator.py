@@ -23,7 +23,7 @@ from hpcsync.core.coordinator import Recorder, Resumable
 from hpcsync.core.straggler_detector import Stalls
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
-from hpcsync.traces.schema import LEFT, NOBODY
+from hpcsync.trace.schema import LEFT, NOBODY
 from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 

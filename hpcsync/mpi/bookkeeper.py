@@ -18,7 +18,7 @@ from hpcsync.mpi.rank_session import FAREWELL_S, Given, end_all
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import SignalListener, interrupt, on_signals
-from hpcsync.traces.schema import DIED
+from hpcsync.trace.schema import DIED
 
 
 class BookkeeperSession(PeerSession):

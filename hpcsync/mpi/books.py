@@ -29,8 +29,8 @@ from hpcsync.run_dir.progress_line import Progress, console
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, Suspended
-from hpcsync.traces.provenance import provenance
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace.provenance import provenance
+from hpcsync.trace.writer import TraceWriter
 
 C = TypeVar("C", Coordinator, PeerCoordinator)
 Clocks = list[tuple[int, str, float, float]]

@@ -23,7 +23,7 @@ from hpcsync.mpi.background import Background
 from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.planning.layer_groups import Groups
-from hpcsync.traces.schema import COMPUTING, WAITING
+from hpcsync.trace.schema import COMPUTING, WAITING
 
 ALIGNED = 16  # bytes: labels of several types lie one after the other
 

@@ -16,7 +16,7 @@ from hpcsync.core.peer_coordinator import drawing
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.peer_exchange import Exchange, Outcome
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.traces.schema import PUSHING, READING
+from hpcsync.trace.schema import PUSHING, READING
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.local_update import absorb, average
 from hpcsync.training.optimizers import OptimizerSpec

@@ -16,7 +16,7 @@ from hpcsync.mpi.saver import Saver, heed
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.wire import OrderRecord
 from hpcsync.system.signals import on_signals
-from hpcsync.traces.schema import DIED
+from hpcsync.trace.schema import DIED
 
 CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
 

@@ -21,8 +21,8 @@ from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.saver import Saver, heed
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.system.signals import interrupt
-from hpcsync.traces.schema import DIED, LEFT
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace.schema import DIED, LEFT
+from hpcsync.trace.writer import TraceWriter
 
 
 class Monitor:

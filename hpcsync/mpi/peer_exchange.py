@@ -22,7 +22,7 @@ from hpcsync.mpi import wire
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.traces.schema import EVERYBODY, NOBODY, WAITING
+from hpcsync.trace.schema import EVERYBODY, NOBODY, WAITING
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss

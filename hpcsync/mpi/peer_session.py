@@ -20,7 +20,7 @@ from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.run_dir.checkpoint import RUN
-from hpcsync.traces.schema import COMPUTING, WAITING
+from hpcsync.trace.schema import COMPUTING, WAITING
 from hpcsync.training import rng_state
 from hpcsync.training.gradient import Loss
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate, worker_rate

@@ -28,7 +28,7 @@ from hpcsync.mpi.layers import SeparatedLayers
 from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.planning.split_cost import Shape
-from hpcsync.traces.schema import EVERYBODY
+from hpcsync.trace.schema import EVERYBODY
 from hpcsync.training.flat_model import FlatModel, trainable
 from hpcsync.training.gradient import Loss
 from hpcsync.training.model_split import Halves, activation_shape, check_halves, tensors_of, without_values

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from hpcsync.core.straggler_detector import LOOK_S, Stall, Stalls
 from hpcsync.mpi.phases import Phases
-from hpcsync.traces.schema import PHASES, WAITING
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace.schema import PHASES, WAITING
+from hpcsync.trace.writer import TraceWriter
 
 MANY = 8  # more workers are not shown one by one
 NAMES = {phase: name for name, phase in PHASES.items()}

@@ -12,7 +12,7 @@ from hpcsync.core.coordinator import Report, estimated
 from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.traces.schema import COMPUTING, PUSHING, READING, WAITING
+from hpcsync.trace.schema import COMPUTING, PUSHING, READING, WAITING
 from hpcsync.training.compressor import Compressor
 
 

@@ -20,7 +20,7 @@ from hpcsync.config.paradigms import Stanza
 from hpcsync.run_dir import checkpoint
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.system.atomic_files import aside, removing, whole
-from hpcsync.traces.reading import opened
+from hpcsync.trace.reader import opened
 from hpcsync.traces.summary import summarize, table
 
 if TYPE_CHECKING:

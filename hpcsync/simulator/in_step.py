@@ -15,7 +15,7 @@ from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, Model, together
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch, WithReplicas
-from hpcsync.traces.schema import EVERYBODY
+from hpcsync.trace.schema import EVERYBODY
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.lr_schedule import learning_rate

@@ -17,7 +17,7 @@ from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
 from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged, apart
-from hpcsync.traces.schema import NOBODY
+from hpcsync.trace.schema import NOBODY
 from hpcsync.training.lr_schedule import EvaluationSchedule, worker_rate
 from hpcsync.workloads.registry import Workload
 

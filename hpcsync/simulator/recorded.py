@@ -23,7 +23,7 @@ from hpcsync.config.compression import Dense
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.simulator.transfers import Steps
-from hpcsync.traces.reading import Trace, TraceError, load
+from hpcsync.trace.reader import Trace, TraceError, load
 
 
 class RecordedTimes:

@@ -25,10 +25,10 @@ from hpcsync.simulator import cluster, links, peers
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
+from hpcsync.trace.provenance import provenance
+from hpcsync.trace.reader import load
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces import comparing
-from hpcsync.traces.provenance import provenance
-from hpcsync.traces.reading import load
-from hpcsync.traces.writer import TraceWriter
 from hpcsync.workloads.registry import Workload
 
 CHORES_EVERY = 256  # pushes, or exchanges

@@ -21,7 +21,7 @@ from hpcsync.simulator.links import Workers
 from hpcsync.simulator.peer_arithmetic import Judged
 from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
 from hpcsync.simulator.separated_arithmetic import InHalves, NothingInHalves, TwoHalves
-from hpcsync.traces.schema import EVERYBODY
+from hpcsync.trace.schema import EVERYBODY
 from hpcsync.training.lr_schedule import learning_rate
 from hpcsync.workloads.registry import Workload
 

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.core.assignments import create_assignments, create_paradigm
-from hpcsync.traces import reading
+from hpcsync.trace import reader
+from hpcsync.trace.reader import Trace, TraceError
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.checks import Check
 from hpcsync.traces.counting import Recount
@@ -23,7 +24,6 @@ from hpcsync.traces.exchanges import check_exchanges
 from hpcsync.traces.given_out import check_sizes
 from hpcsync.traces.invariants import check_invariants
 from hpcsync.traces.payloads import check_payloads
-from hpcsync.traces.reading import Trace, TraceError
 from hpcsync.traces.replay import replay
 from hpcsync.traces.stalls import check_stalls
 
@@ -36,7 +36,7 @@ def audit(trace: Trace | str | Path) -> list[Check]:
     Raises TraceError if the file is not a trace, or of a paradigm that this version does not know.
     """
     if not isinstance(trace, Trace):
-        trace = reading.load(trace)
+        trace = reader.load(trace)
     if not trace.job.has_servers:
         return [*check_exchanges(trace), *check_stalls(trace)]
     invariants = check_invariants(trace)
@@ -66,7 +66,7 @@ def main(path: str | Path, console: Console | None = None) -> int:
     """Audit one file and print the result. Returns 0 if all checks passed, 1 if one failed, 2 if it is not a trace."""
     console = console or Console()
     try:
-        trace = reading.load(path)
+        trace = reader.load(path)
         checks = audit(trace)
     except TraceError as error:
         Console(stderr=True).print(f"hpcsync audit: {error}", highlight=False, markup=False, soft_wrap=True)

@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 
 from hpcsync.config.paradigms import Easgd, Paradigm
+from hpcsync.trace.schema import APPLIED
 from hpcsync.traces.checks import Check, check_all, check_rows
 from hpcsync.traces.commits import check_commits
 from hpcsync.traces.counting import NEVER, Recount
 from hpcsync.traces.first_k import cancelled_is_dropped, check_first_k
-from hpcsync.traces.schema import APPLIED
 from hpcsync.traces.stages import Stages, check_stages
 
 

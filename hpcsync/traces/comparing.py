@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.traces.reading import Trace
+from hpcsync.trace.reader import Trace
 
 
 class Side(BaseModel):

@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 
 from hpcsync.config.paradigms import Easgd, FirstK
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import APPLIED, JOINED
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import APPLIED, JOINED
 
 NEVER = np.iinfo(np.int64).max
 DISTINCT = ("k-sync", "k-async")  # of the k family: those that count workers, not mini-batches

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hpcsync.trace.reader import Trace, TraceError, TraceFile
+from hpcsync.trace.schema import JOINED
 from hpcsync.traces.counting import NEVER, follow
-from hpcsync.traces.reading import Trace, TraceError, TraceFile
-from hpcsync.traces.schema import JOINED
 
 
 def push_gaps(trace: Trace | TraceFile, most: int) -> np.ndarray:

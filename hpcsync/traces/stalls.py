@@ -12,9 +12,9 @@ import numpy as np
 
 from hpcsync.core.straggler_detector import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.paradigms.events import UNTIL
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import PHASES
 from hpcsync.traces.checks import Check, check_all, teller
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import PHASES
 
 SAME_S = 1e-6
 

@@ -17,8 +17,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.traces.push_gaps import push_gaps
-from hpcsync.traces.reading import Trace, TraceFile
 from hpcsync.traces.tally import Tally
 
 MANY_WORKERS = 20  # more are not shown one by one

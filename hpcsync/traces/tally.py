@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from hpcsync.config.paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion, Stanza
+from hpcsync.trace.reader import Trace, TraceFile
+from hpcsync.trace.schema import DROPPED, NOBODY
 from hpcsync.traces.allocations import sizes_at_first
-from hpcsync.traces.reading import Trace, TraceFile
-from hpcsync.traces.schema import DROPPED, NOBODY
 
 
 class Tally:

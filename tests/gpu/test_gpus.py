@@ -13,7 +13,7 @@ from hpcsync.mpi import cuda, placement
 from hpcsync.mpi.node_memory import HostMemory
 from hpcsync.mpi.tensor_window import NodeWindow
 from hpcsync.system.window_trials import fastest
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from tests.gpu.device import DEVICE
 from tests.mpi.test_placement import job
 from tests.mpi.training import failures, on_some

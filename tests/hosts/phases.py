@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.phases import Phases
-from hpcsync.traces.schema import COMPUTING
+from hpcsync.trace.schema import COMPUTING
 
 COMPUTE_S = 1.0
 

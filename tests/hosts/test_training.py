@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from hpcsync.system import launcher
+from hpcsync.trace.reader import Trace, load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import Trace, load
 from tests.hosts.namespaces import Hosts, Unavailable
 
 LINEAR = """

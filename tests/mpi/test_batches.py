@@ -15,8 +15,8 @@ from hpcsync.config.job import Job
 from hpcsync.core import coordinator
 from hpcsync.core.assignments import create_assignments
 from hpcsync.planning.batch_allocation import Allocator
-from hpcsync.traces.reading import Trace, load
-from hpcsync.traces.schema import APPLIED
+from hpcsync.trace.reader import Trace, load
+from hpcsync.trace.schema import APPLIED
 from tests.mpi.training import failures, on_some, recomputed
 from tests.plain import first_of, on_samples, whole_batches
 

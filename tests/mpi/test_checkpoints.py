@@ -16,8 +16,8 @@ from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.mpi.worker import Worker
 from hpcsync.run_dir import checkpoint
-from hpcsync.traces.reading import load
-from hpcsync.traces.schema import DIED, JOINED
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import DIED, JOINED
 from hpcsync.training import rng_state, update_rules
 from tests.mpi.training import failures, go_on, on_some
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from hpcsync.config.job import Job
 from hpcsync.mpi.clock import Clock
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from tests.mpi.training import failures, on_some
 
 

@@ -11,8 +11,8 @@ import torch
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
-from hpcsync.traces.reading import load
-from hpcsync.traces.schema import APPLIED
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import APPLIED
 from hpcsync.training.sampler import batch_indices
 from tests.mpi.training import failures, on_some
 from tests.plain import committed

@@ -21,7 +21,7 @@ from hpcsync.mpi.reducer import Reducer
 from hpcsync.mpi.tensor_window import HOST, Transport
 from hpcsync.simulator.compressed_mean import FactorsInOneProcess, PayloadsInOneProcess
 from hpcsync.simulator.run import simulate
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from hpcsync.training import compressor
 from hpcsync.training.compressor import Compression
 from hpcsync.training.flat_model import FlatModel

@@ -22,8 +22,8 @@ from hpcsync.mpi.wire import OrderRecord
 from hpcsync.paradigms import easgd
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.rank import train
+from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import load
 from hpcsync.training.sampler import batches
 from hpcsync.training.update_rules import Elastic
 from tests.mpi.training import leaving, simulated

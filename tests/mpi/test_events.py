@@ -11,9 +11,9 @@ import pytest
 
 from hpcsync.config.job import Job
 from hpcsync.rank import train
+from hpcsync.trace.reader import Trace, load
+from hpcsync.trace.schema import JOINED, LEFT
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import Trace, load
-from hpcsync.traces.schema import JOINED, LEFT
 from tests.mpi.training import go_on
 
 PARADIGMS = {

@@ -16,8 +16,8 @@ from hpcsync.core.coordinator import Collection, Reply, Update
 from hpcsync.mpi import wire
 from hpcsync.mpi.shard import encode
 from hpcsync.mpi.worker import Worker
-from hpcsync.traces.reading import Trace, load
-from hpcsync.traces.schema import APPLIED, DROPPED
+from hpcsync.trace.reader import Trace, load
+from hpcsync.trace.schema import APPLIED, DROPPED
 from hpcsync.training.parameter_store import Store
 from tests.mpi.training import alone, failures, on_some, recomputed, simulated
 

@@ -16,8 +16,8 @@ from hpcsync.mpi import peer_session
 from hpcsync.mpi.parcels import Parcels
 from hpcsync.mpi.reducer import Reducer
 from hpcsync.planning.batch_allocation import Estimate
-from hpcsync.traces.reading import load
-from hpcsync.traces.schema import DIED
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import DIED
 from hpcsync.training.local_update import LocalOptimizer, Outer, Peer
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
 from tests.mpi.test_stanza import job as separated

@@ -21,8 +21,8 @@ from hpcsync.mpi.patience import Patience
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import in_step
 from hpcsync.simulator.run import simulate
-from hpcsync.traces.reading import load
-from hpcsync.traces.schema import EVERYBODY, NOBODY
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import EVERYBODY, NOBODY
 from tests.mpi.training import alone, failures, on_some, one_process
 from tests.plain import on_samples, whole_batches
 

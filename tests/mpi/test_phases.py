@@ -6,7 +6,7 @@ import pytest
 
 from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.phases import RING, Phases
-from hpcsync.traces.schema import COMPUTING, PUSHING, UNKNOWN
+from hpcsync.trace.schema import COMPUTING, PUSHING, UNKNOWN
 
 
 @pytest.fixture(params=[True, False], ids=["one node", "several"])

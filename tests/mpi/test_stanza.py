@@ -16,7 +16,7 @@ from hpcsync.mpi.tensor_window import TensorWindow
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.rank import train
 from hpcsync.simulator.run import prepare
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from tests.mpi.training import Nothing, failures, one_process
 
 NESTEROV = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "nesterov": True}

@@ -10,7 +10,7 @@ from hpcsync.config.job import Job
 from hpcsync.mpi import tensor_window
 from hpcsync.mpi.attempt import Attempt, attempt
 from hpcsync.mpi.tensor_window import NodeWindow, StagedMpiWindow, Transport
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from tests.mpi import test_peer_session as without_servers
 from tests.mpi import test_training as with_servers
 from tests.mpi.training import failures, on_some, route

@@ -11,7 +11,7 @@ import torch
 from hpcsync import library
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check, optimizer_spec
-from hpcsync.traces.reading import load
+from hpcsync.trace.reader import load
 from tests.mpi.training import failures, leaving, on_some, one_process
 
 PARADIGMS = {

@@ -22,9 +22,9 @@ from hpcsync.run_dir import layout
 from hpcsync.session import Session
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import APPLIED
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import APPLIED
 from hpcsync.workloads.registry import Workload
 from tests.plain import on_batches, samples
 

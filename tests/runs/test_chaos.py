@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from hpcsync.system import launcher
+from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import load
 from tests.runs.processes import Program, started
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
 from hpcsync.system import launcher
+from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import load
 from hpcsync.workloads.registry import build
 from tests.runs.processes import Program, ended, hpcsync, mpiexec
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 
 from hpcsync.system import launcher
+from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import load
 from tests.runs.processes import GONE_S, Program, hpcsync, mpiexec, started
 
 JOB = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcsync.trace.reader import Trace, load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import Trace, load
 from tests.runs.processes import Program, ended, hpcsync
 
 JOB = """

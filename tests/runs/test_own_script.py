@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from hpcsync.system import launcher
+from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import load
 from tests.runs.processes import ended, mpiexec
 
 SCRIPT = Path(__file__).parents[2] / "jobs" / "own_script.py"

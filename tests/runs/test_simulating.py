@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from hpcsync.config import job as jobs
 from hpcsync.simulator.run import simulate
+from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
 from hpcsync.traces.comparing import compare
-from hpcsync.traces.reading import load
 from tests.runs.processes import ended, hpcsync, started
 
 pytestmark = pytest.mark.once

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hpcsync.system import launcher
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import COMPUTING
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import load
-from hpcsync.traces.schema import COMPUTING
 from tests.runs.processes import Program, hpcsync, started
 
 STOPPED_S = 2.0  # the deadline is at 1.2 s

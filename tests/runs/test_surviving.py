@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from hpcsync.system import launcher
+from hpcsync.trace.reader import Trace, load
+from hpcsync.trace.schema import DIED, LEFT
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import Trace, load
-from hpcsync.traces.schema import DIED, LEFT
 from tests.runs.processes import Program, ended, hpcsync, mpiexec, started
 
 JOB = """

@@ -11,8 +11,8 @@ from hpcsync.config.job import load as load_job
 from hpcsync.run_dir import checkpoint
 from hpcsync.simulator.run import simulate
 from hpcsync.system.signals import TO_BE_RESUMED
+from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import load
 from tests.runs.processes import ended, hpcsync, started
 
 UPDATES = 800

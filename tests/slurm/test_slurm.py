@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hpcsync.slurm import mpi_of_this_python
+from hpcsync.trace.reader import Trace, load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.reading import Trace, load
 from tests.hosts.namespaces import Unavailable
 from tests.slurm.cluster import Slurm
 

@@ -13,9 +13,9 @@ from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
 from hpcsync.system import launcher
 from hpcsync.system.launcher import Ended, LaunchError
-from hpcsync.traces import reading
-from hpcsync.traces.provenance import provenance
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace import reader
+from hpcsync.trace.provenance import provenance
+from hpcsync.trace.writer import TraceWriter
 
 TOML = """
 name = "tiny"
@@ -155,7 +155,7 @@ def test_the_trace_says_what_became_of_the_ranks(
 ) -> None:
     ranks.ended, ranks.summary, ranks.status = ended, False, status
     assert front.run(path, [], None, Path("o")) == (75 if ended.signum else 1)
-    assert reading.load("o/trace.h5").status == expected
+    assert reader.load("o/trace.h5").status == expected
     said = "" if status == "failed" else f"hpcsync: {expected}; the trace so far is o/trace.h5\n"
     assert capsys.readouterr().err == said
 
@@ -163,7 +163,7 @@ def test_the_trace_says_what_became_of_the_ranks(
 def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks) -> None:
     ranks.ended = Ended(143, 15)
     assert front.run(path, [], None, Path("o")) == 75
-    assert reading.load("o/trace.h5").status == "finished"
+    assert reader.load("o/trace.h5").status == "finished"
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 2), (1, 1), (137, 1), (0, 1)])
@@ -236,8 +236,8 @@ def test_without_a_checkpoint_it_begins_and_keeps_what_was_there(path: Path, ran
     Path("o/checkpoints/1.unfinished").mkdir(parents=True)
     ranks.ended, ranks.summary, ranks.status = Ended(0), True, "finished"
     assert front.run(path, [], None, Path("o"), resume=True) == 0
-    assert reading.load("o/trace.lost-1.h5").status == "failed"
-    assert reading.load("o/trace.h5").status == "finished"
+    assert reader.load("o/trace.lost-1.h5").status == "failed"
+    assert reader.load("o/trace.h5").status == "finished"
 
 
 def test_one_that_can_be_resumed_says_so_to_the_batch_system(path: Path, ranks: Ranks) -> None:

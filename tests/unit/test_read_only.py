@@ -12,10 +12,10 @@ from hpcsync import front
 from hpcsync.config.errors import JobError
 from hpcsync.run_dir import layout
 from hpcsync.simulator.run import simulate
+from hpcsync.trace.reader import TraceError, load, settle
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces import audit
-from hpcsync.traces.reading import TraceError, load, settle
 from hpcsync.traces.summary import summarize
-from hpcsync.traces.writer import TraceWriter
 from tests.unit.jobs import make_job
 from tests.unit.traces import recorder
 

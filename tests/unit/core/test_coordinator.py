@@ -12,7 +12,7 @@ from hpcsync.core.coordinator import Cancellation, Collection, Coordinator, Repl
 from hpcsync.paradigms import Grant, create
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.planning.batch_allocation import Allocator
-from hpcsync.traces.schema import APPLIED, DIED, DROPPED, JOINED, LEFT, TABLES
+from hpcsync.trace.schema import APPLIED, DIED, DROPPED, JOINED, LEFT, TABLES
 from hpcsync.training.lr_schedule import learning_rate
 from tests.unit.jobs import make_job
 

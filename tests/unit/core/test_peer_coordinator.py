@@ -7,7 +7,7 @@ import pytest
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.peer_coordinator import Division, Exchanged, Lockstep, PeerCoordinator, create_division, drawing
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
-from hpcsync.traces.schema import EVERYBODY, LEFT, NOBODY, TABLES
+from hpcsync.trace.schema import EVERYBODY, LEFT, NOBODY, TABLES
 from tests.unit.jobs import make_job
 
 ALLREDUCE = {"name": "allreduce"}

@@ -15,8 +15,8 @@ import torch
 from hpcsync.config.errors import JobError
 from hpcsync.run_dir import checkpoint, layout
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
-from hpcsync.traces.reading import load
-from hpcsync.traces.writer import TraceWriter
+from hpcsync.trace.reader import load
+from hpcsync.trace.writer import TraceWriter
 from tests.unit.jobs import make_job
 
 KILLS = 40

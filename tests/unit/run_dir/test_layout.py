@@ -13,10 +13,10 @@ from rich.console import Console
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.run_dir import layout
-from hpcsync.traces.reading import load
-from hpcsync.traces.schema import TABLES
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import TABLES
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces.summary import summarize
-from hpcsync.traces.writer import TraceWriter
 from tests.unit.jobs import make_job
 from tests.unit.traces import recorder
 

@@ -8,10 +8,10 @@ from typing import Any
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator.run import prepare
+from hpcsync.trace.provenance import provenance
+from hpcsync.trace.reader import Trace, load
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces.audit import audit
-from hpcsync.traces.provenance import provenance
-from hpcsync.traces.reading import Trace, load
-from hpcsync.traces.writer import TraceWriter
 from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import make_job
 

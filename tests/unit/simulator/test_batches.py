@@ -11,7 +11,7 @@ from hpcsync.core import coordinator
 from hpcsync.core.assignments import create_assignments
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.simulator import gradients
-from hpcsync.traces.schema import APPLIED
+from hpcsync.trace.schema import APPLIED
 from hpcsync.training.sampler import sequence_indices
 from hpcsync.workloads.registry import build
 from tests.plain import on_samples, whole_batches

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hpcsync.config.errors import JobError
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import DROPPED
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import DROPPED
 from hpcsync.workloads.registry import build
 from tests.plain import committed
 from tests.unit.jobs import LINEAR

@@ -14,7 +14,7 @@ from hpcsync.simulator import collectives, compressed_mean
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce_s
 from hpcsync.simulator.loop import Loop
 from hpcsync.simulator.network import Network
-from hpcsync.traces.schema import TABLES
+from hpcsync.trace.schema import TABLES
 from hpcsync.training.compressor import of_job
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR

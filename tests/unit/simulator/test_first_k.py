@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.traces.schema import APPLIED, DROPPED, TABLES
+from hpcsync.trace.schema import APPLIED, DROPPED, TABLES
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import failed, simulate, timing_job

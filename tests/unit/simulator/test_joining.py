@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import JOINED, LEFT
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import JOINED, LEFT
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.running import failed, simulate, timing_job
 

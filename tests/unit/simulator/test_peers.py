@@ -18,7 +18,7 @@ from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.links import build as build_workers
 from hpcsync.simulator.peers import PeerSimulation, simulation
 from hpcsync.simulator.run import prepare
-from hpcsync.traces.schema import EVERYBODY, NOBODY, TABLES, decisions_dtype
+from hpcsync.trace.schema import EVERYBODY, NOBODY, TABLES, decisions_dtype
 from hpcsync.training.local_update import LocalOptimizer
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import Workload, build

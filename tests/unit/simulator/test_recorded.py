@@ -6,8 +6,8 @@ import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.simulator.recorded import RecordedTimes, _joined, read
+from hpcsync.trace.reader import load
 from hpcsync.traces.comparing import compare
-from hpcsync.traces.reading import load
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 
 FIRST_K = [

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.trace.reader import load
+from hpcsync.trace.schema import DROPPED
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces import audit as auditing
 from hpcsync.traces.audit import audit, main
-from hpcsync.traces.reading import load
-from hpcsync.traces.schema import DROPPED
-from hpcsync.traces.writer import TraceWriter
-from tests.unit.traces.recorder import (
+from tests.unit.trace.recorder import (
     PARADIGMS,
     Rows,
     as_trace,

@@ -6,7 +6,7 @@ import pytest
 from hpcsync.traces.audit import audit
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.counting import Recount
-from tests.unit.traces.recorder import edit, record, remove, with_job, with_rows
+from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows
 
 
 def bounds(trace):

@@ -11,7 +11,7 @@ from hpcsync.traces.commits import _Account, _Due
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.payloads import check_payloads
 from hpcsync.traces.stages import algorithm_1, algorithm_2
-from tests.unit.traces.recorder import ASHL, TOP_K, edit, make_job, record, with_job, with_rows, with_status
+from tests.unit.trace.recorder import ASHL, TOP_K, edit, make_job, record, with_job, with_rows, with_status
 from tests.unit.traces.test_bounds import delay_grant
 
 FIXED = 'name = "adsp"\ncheck_period_s = 12\ninterval_min_s = 2\ncommits = 3'

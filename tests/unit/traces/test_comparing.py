@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import GRANTS, PUSHES, UPDATES
 from hpcsync.traces.comparing import compare, table
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import GRANTS, PUSHES, UPDATES
+from tests.unit.trace.recorder import make_job
 from tests.unit.traces import peer_recorder
-from tests.unit.traces.recorder import make_job
 
 
 def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi", samples=8) -> Trace:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpcsync.trace.schema import APPLIED
 from hpcsync.traces.counting import NEVER, Recount, follow, running_count
-from hpcsync.traces.schema import APPLIED
-from tests.unit.traces.recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
+from tests.unit.trace.recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
 
 HOWS = [
     {},

@@ -5,10 +5,10 @@ import pytest
 
 from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator, taken_in
 from hpcsync.paradigms.gossip import Peers
+from hpcsync.trace.schema import DIED, LEFT
 from hpcsync.traces.audit import audit
-from hpcsync.traces.schema import DIED, LEFT
-from tests.unit.traces.peer_recorder import in_memory, peer_job
-from tests.unit.traces.recorder import Rows, edit, with_rows
+from tests.unit.trace.peer_recorder import in_memory, peer_job
+from tests.unit.trace.recorder import Rows, edit, with_rows
 
 N, DEAD, DIES_AT, ROUNDS = 4, 2, 9, 30
 BATCH, BYTES = 4, 24

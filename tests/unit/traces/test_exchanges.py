@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.traces import reading
+from hpcsync.trace import reader
+from hpcsync.trace.schema import EVERYBODY, NOBODY
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces.audit import audit, main
-from hpcsync.traces.schema import EVERYBODY, NOBODY
-from hpcsync.traces.writer import TraceWriter
-from tests.unit.traces.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
-from tests.unit.traces.recorder import as_trace, attributes, edit, remove, with_rows, with_status
+from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
+from tests.unit.trace.recorder import as_trace, attributes, edit, remove, with_rows, with_status
 
 POSSIBLE = "values are possible"
 ITERATIONS = "iterations count a worker's steps"
@@ -573,6 +573,6 @@ def test_a_file_is_audited(tmp_path):
     console = Console(width=80, color_system=None, record=True)
     assert main(tmp_path / "t.h5", console) == 0
     shown = console.export_text()
-    rows = reading.load(tmp_path / "t.h5").tables["exchanges"]
+    rows = reader.load(tmp_path / "t.h5").tables["exchanges"]
     assert f"gossip, {(rows['batch_size'] > 0).sum()} iterations: all 13 checks passed" in shown
     assert max(map(len, shown.splitlines())) <= 80

@@ -5,11 +5,11 @@ from functools import cached_property
 import numpy as np
 import pytest
 
+from hpcsync.trace.schema import APPLIED, DROPPED
 from hpcsync.traces.audit import audit
 from hpcsync.traces.bounds import check_bounds
 from hpcsync.traces.counting import Recount
-from hpcsync.traces.schema import APPLIED, DROPPED
-from tests.unit.traces.recorder import edit, record, remove, with_job, with_rows, with_status
+from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows, with_status
 
 SECONDS = (1.0, 1.3, 2.1, 3.7)
 FORMS = ["k-sync", "k-batch-sync", "k-async", "k-batch-async"]

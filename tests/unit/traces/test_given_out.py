@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from hpcsync.trace.schema import APPLIED, DROPPED
 from hpcsync.traces.audit import audit
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.given_out import check_sizes
-from hpcsync.traces.schema import APPLIED, DROPPED
-from tests.unit.traces.recorder import (
+from tests.unit.trace.recorder import (
     BATCHES,
     PARADIGMS,
     Rows,

@@ -7,11 +7,11 @@ telling as one that fewer do.
 import numpy as np
 import pytest
 
+from hpcsync.trace.schema import DIED, JOINED
+from hpcsync.trace.schema import LEFT as LEFT_ROW
+from hpcsync.trace.schema import TABLES as SCHEMA
 from hpcsync.traces.audit import audit
-from hpcsync.traces.schema import DIED, JOINED
-from hpcsync.traces.schema import LEFT as LEFT_ROW
-from hpcsync.traces.schema import TABLES as SCHEMA
-from tests.unit.traces.recorder import edit, record, remove, with_rows, with_status
+from tests.unit.trace.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"
 REPLAY_UPDATES = "replay gives the same updates"

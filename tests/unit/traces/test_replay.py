@@ -6,7 +6,7 @@ import pytest
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.traces.counting import Recount
 from hpcsync.traces.replay import replay
-from tests.unit.traces.recorder import (
+from tests.unit.trace.recorder import (
     BATCHES,
     PARADIGMS,
     edit,

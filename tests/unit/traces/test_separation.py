@@ -9,10 +9,10 @@ import pytest
 
 from hpcsync.config.job import Script
 from hpcsync.planning.split_cost import SEPARATED
+from hpcsync.trace.schema import EVERYBODY
 from hpcsync.traces.audit import audit
-from hpcsync.traces.schema import EVERYBODY
-from tests.unit.traces.peer_recorder import in_memory, peer_job, simulated
-from tests.unit.traces.recorder import as_trace, attributes, edit, with_rows, with_status
+from tests.unit.trace.peer_recorder import in_memory, peer_job, simulated
+from tests.unit.trace.recorder import as_trace, attributes, edit, with_rows, with_status
 
 TIMING = {"name": "timing", "batch_size": 4, "parameters": 1000, "classifier": 799, "activations": 30}
 SIZES = dict(zip(SEPARATED, (4 * 201, 4 * 799, 4 * 30, 8), strict=True))

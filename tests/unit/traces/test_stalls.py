@@ -8,11 +8,11 @@ from hpcsync.mpi.watch import Watch
 from hpcsync.simulator import cluster, links
 from hpcsync.simulator.peers import simulation
 from hpcsync.simulator.simulation import Simulation
+from hpcsync.trace.schema import COMPUTING, WAITING
 from hpcsync.traces.audit import audit
-from hpcsync.traces.schema import COMPUTING, WAITING
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
-from tests.unit.traces.recorder import Rows, as_trace, edit, remove
+from tests.unit.trace.recorder import Rows, as_trace, edit, remove
 
 LASTED = "stalls are of iterations that lasted so long"
 DEADLINE = "deadlines follow from a worker's own iterations"

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.traces import reading
+from hpcsync.trace import reader
+from hpcsync.trace.reader import TraceError
+from hpcsync.trace.schema import NOBODY
+from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces.counting import Recount
-from hpcsync.traces.reading import TraceError
-from hpcsync.traces.schema import NOBODY
 from hpcsync.traces.summary import summarize, table
-from hpcsync.traces.writer import TraceWriter
-from tests.unit.traces import peer_recorder
-from tests.unit.traces.recorder import (
+from tests.unit.trace.recorder import (
     PARADIGMS,
     Rows,
     as_trace,
@@ -29,6 +28,7 @@ from tests.unit.traces.recorder import (
     with_rows,
     with_status,
 )
+from tests.unit.traces import peer_recorder
 
 #        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes share predicted pull encode weight outcome
 NAN, INF = math.nan, math.inf
@@ -335,8 +335,8 @@ def test_the_order_of_pushes_in_the_file_does_not_matter_to_gaps():
 )
 def test_a_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_rows, cut, status):
     path = write(tmp_path / "trace.h5", *played(paradigm, cut, status, jitter=0.5, leave={1: 5}))
-    with reading.opened(path, slice_rows) as file:
-        assert summarize(file) == summarize(reading.load(path))
+    with reader.opened(path, slice_rows) as file:
+        assert summarize(file) == summarize(reader.load(path))
 
 
 @pytest.mark.parametrize("iteration", [-1, 0, 2**40])
@@ -463,9 +463,9 @@ def test_one_that_did_nothing():
 def test_its_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_rows):
     job = peer_recorder.peer_job(paradigm, leave={1: 5})
     path = write(tmp_path / "trace.h5", job, peer_recorder.simulated(job), (), "finished")
-    with reading.opened(path, slice_rows) as file:
+    with reader.opened(path, slice_rows) as file:
         summary = summarize(file)
-    assert summary == summarize(reading.load(path))
+    assert summary == summarize(reader.load(path))
     assert sum(worker.iterations for worker in summary.workers) == summary.iterations
     for worker in summary.workers:
         assert worker.compute_share + worker.wait_share + worker.comm_share == pytest.approx(1.0)

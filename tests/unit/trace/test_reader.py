@@ -4,11 +4,11 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcsync.traces import reading
-from hpcsync.traces.reading import TraceError
-from hpcsync.traces.schema import TABLES
-from hpcsync.traces.writer import TraceWriter
-from tests.unit.traces.recorder import attributes, make_job, play
+from hpcsync.trace import reader
+from hpcsync.trace.reader import TraceError
+from hpcsync.trace.schema import TABLES
+from hpcsync.trace.writer import TraceWriter
+from tests.unit.trace.recorder import attributes, make_job, play
 
 
 @pytest.fixture
@@ -23,14 +23,14 @@ def path(tmp_path):
 def test_pushes_are_in_the_order_of_seq(path):
     with h5py.File(path) as file:
         file_order = file["pushes"][:]["seq"]
-    pushes = reading.load(path).tables["pushes"]
+    pushes = reader.load(path).tables["pushes"]
     assert len(pushes) == 15
     assert (np.diff(pushes["seq"]) > 0).all()
     assert sorted(file_order) == pushes["seq"].tolist()
 
 
 def test_the_job_is_the_one_that_ran(path):
-    trace = reading.load(path)
+    trace = reader.load(path)
     assert trace.job == make_job("bsp", updates=5)
     assert (trace.status, trace.finished, trace.n_workers) == ("finished", True, 3)
 
@@ -38,14 +38,14 @@ def test_the_job_is_the_one_that_ran(path):
 def test_a_job_that_cannot_be_read_is_told_when_it_is_asked_for(path):
     with h5py.File(path, "r+") as file:
         file.attrs["job"] = "nonsense = 1"
-    trace = reading.load(path)
+    trace = reader.load(path)
     with pytest.raises(TraceError, match=r"trace\.h5: its job cannot be read: .*nonsense"):
         _ = trace.job
 
 
 def test_frame_has_words_for_codes(path):
     pytest.importorskip("pandas")
-    frame = reading.load(path).frame("pushes")
+    frame = reader.load(path).frame("pushes")
     assert set(frame["outcome"]) == {"applied"}
     assert list(frame["seq"]) == sorted(frame["seq"])
     assert frame["now_s"].dtype == np.float64
@@ -56,7 +56,7 @@ def test_frame_has_text_for_bytes(tmp_path):
     with TraceWriter(tmp_path / "t.h5", attributes(make_job("asp"))) as trace:
         trace.append("clocks", (0, 0, "node-0", 0.0, 0.0))
         trace.append("membership", (1, 0.5, 0, 0))
-    trace = reading.load(tmp_path / "t.h5")
+    trace = reader.load(tmp_path / "t.h5")
     assert trace.frame("clocks")["host"].tolist() == ["node-0"]
     assert trace.frame("membership")["change"].tolist() == ["left"]
 
@@ -71,14 +71,14 @@ def _flushed_before(path):
 
 def test_rows_after_the_last_whole_flush_are_not_read(path):
     _flushed_before(path)
-    tables = reading.load(path).tables
+    tables = reader.load(path).tables
     assert (len(tables["pushes"]), len(tables["grants"]), len(tables["updates"])) == (9, 9, 5)
 
 
 def test_slices_are_the_rows_in_the_order_of_the_file(path):
     with h5py.File(path) as file:
         in_file = {table: file[table][:] for table in TABLES}
-    with reading.opened(path, slice_rows=4) as trace:
+    with reader.opened(path, slice_rows=4) as trace:
         slices = {table: list(trace.slices(table)) for table in TABLES}
         assert (trace.job, trace.status, trace.n_workers) == (make_job("bsp", updates=5), "finished", 3)
     assert [len(rows) for rows in slices["pushes"]] == [4, 4, 4, 3]
@@ -89,19 +89,19 @@ def test_slices_are_the_rows_in_the_order_of_the_file(path):
 
 def test_slices_end_with_the_last_whole_flush(path):
     _flushed_before(path)
-    with reading.opened(path, slice_rows=4) as trace:
+    with reader.opened(path, slice_rows=4) as trace:
         assert [len(rows) for rows in trace.slices("pushes")] == [4, 4, 1]
 
 
 def test_a_trace_in_memory_is_one_slice(path):
-    trace = reading.load(path)
+    trace = reader.load(path)
     (rows,) = trace.slices("pushes")
     assert rows is trace.tables["pushes"]
 
 
 def test_slices_of_a_damaged_trace_are_told_in_one_line(path):
     _without_a_table(path)
-    with reading.opened(path) as trace, pytest.raises(TraceError, match="trace.h5: a damaged trace: .*grants"):
+    with reader.opened(path) as trace, pytest.raises(TraceError, match="trace.h5: a damaged trace: .*grants"):
         list(trace.slices("grants"))
 
 
@@ -170,7 +170,7 @@ def _cut_short(path):
 def test_what_is_not_a_trace_is_told_in_one_line(path, damage, says):
     damage(path)
     with pytest.raises(TraceError, match=says) as caught:
-        reading.load(path)
+        reader.load(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -187,23 +187,23 @@ def test_what_is_not_a_trace_is_told_in_one_line(path, damage, says):
 def test_settle_changes_only_what_is_open(path, before, after, changed):
     with h5py.File(path, "r+") as file:
         file.attrs["status"] = before
-    assert reading.settle(path, "failed") is changed
-    trace = reading.load(path)
+    assert reader.settle(path, "failed") is changed
+    trace = reader.load(path)
     assert trace.status == after
     assert len(trace.tables["pushes"]) == 15
 
 
 def test_settle_without_a_file_is_no_error(tmp_path):
-    assert reading.settle(tmp_path / "none.h5", "failed") is False
+    assert reader.settle(tmp_path / "none.h5", "failed") is False
 
 
 def test_settle_refuses_what_is_not_a_trace(path):
     _a_text(path)
     with pytest.raises(TraceError, match="not an HDF5 file"):
-        reading.settle(path, "failed")
+        reader.settle(path, "failed")
 
 
 @pytest.mark.parametrize("wrong", ["running", "dead"])
 def test_settle_needs_a_final_status(path, wrong):
     with pytest.raises(ValueError, match=wrong):
-        reading.settle(path, wrong)
+        reader.settle(path, wrong)

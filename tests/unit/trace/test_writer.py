@@ -14,9 +14,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcsync.traces import reading, writer
-from hpcsync.traces.schema import CHANGES, OUTCOMES, TABLES
-from hpcsync.traces.writer import FLUSH_INTERVAL_S, TraceWriter
+from hpcsync.trace import reader, writer
+from hpcsync.trace.schema import CHANGES, OUTCOMES, TABLES
+from hpcsync.trace.writer import FLUSH_INTERVAL_S, TraceWriter
 
 ATTRIBUTES = {"paradigm": "asp", "n_workers": 2, "job": "", "seed": 3, "hosts": ["a", "b"], "git_commit": None}
 PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 1.0, 0.01, 0.001, 0.05, 0.0, 1.0, 0)
@@ -50,7 +50,7 @@ def test_rows_come_back_as_they_were_appended(path):
     with TraceWriter(path, ATTRIBUTES, ("gap_iters", "limit")) as trace:
         for table, row in rows.items():
             trace.append(table, row)
-    trace = reading.load(path)
+    trace = reader.load(path)
     for table, row in rows.items():
         expected = tuple(value.encode() if isinstance(value, str) else value for value in row)
         assert trace.tables[table].tolist() == [expected]
@@ -59,7 +59,7 @@ def test_rows_come_back_as_they_were_appended(path):
 
 def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
-        assert reading.load(path).attributes == {
+        assert reader.load(path).attributes == {
             "format": "hpcsync-trace",
             "format_version": 5,
             "status": "running",
@@ -85,7 +85,7 @@ def test_a_trace_is_never_overwritten(path):
         pass
     with pytest.raises(FileExistsError):
         TraceWriter(path, {**ATTRIBUTES, "seed": 4})
-    assert reading.load(path).attributes["seed"] == 3
+    assert reader.load(path).attributes["seed"] == 3
 
 
 def test_a_file_that_cannot_be_laid_out_is_not_left_behind(path):
@@ -103,14 +103,14 @@ def test_appending_wrong_values_raises_and_leaves_no_row(path):
             trace.append("grants", ("one", *GRANT[1:]))
         with pytest.raises(KeyError):
             trace.append("grant", GRANT)
-    assert len(reading.load(path).tables["grants"]) == 1
+    assert len(reader.load(path).tables["grants"]) == 1
 
 
 def test_numbers_of_other_libraries_are_taken(path):
     with TraceWriter(path, ATTRIBUTES) as trace:
         numbers = (np.float32(0.5), np.int32(1), np.int64(32), np.float64(0.25), np.float32(0.5), np.float16(2))
         trace.append("evaluations", numbers)
-    assert reading.load(path).tables["evaluations"].tolist() == [(0.5, 1, 32, 0.25, 0.5, 2.0)]
+    assert reader.load(path).tables["evaluations"].tolist() == [(0.5, 1, 32, 0.25, 0.5, 2.0)]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_the_status_says_how_the_block_was_left(path, error, expected):
     except BaseException as caught:
         assert type(caught) is error
     assert status(path) == expected
-    assert len(reading.load(path).tables["pushes"]) == 1
+    assert len(reader.load(path).tables["pushes"]) == 1
 
 
 def test_closing_again_changes_nothing(path):
@@ -151,17 +151,17 @@ def test_more_rows_than_fit_in_memory(path, monkeypatch):
             trace.append("grants", (seq, *GRANT[1:]))
             if seq % 3 == 0:
                 trace.append("updates", (seq, 0.0, 1, 0.1, 32))
-        on_disk = reading.load(path)
+        on_disk = reader.load(path)
         assert len(on_disk.tables["grants"]) == 128 * 7
         assert len(on_disk.tables["updates"]) == -(-128 * 7 // 3), "all tables are flushed together"
-    trace = reading.load(path)
+    trace = reader.load(path)
     assert (trace.tables["grants"]["seq"] == np.arange(1000)).all()
     assert (trace.tables["updates"]["version"] == np.arange(0, 1000, 3)).all()
 
 
 def test_flushing_is_due_every_few_seconds(path):
     def on_disk():
-        return len(reading.load(path).tables["grants"])
+        return len(reader.load(path).tables["grants"])
 
     with TraceWriter(path, ATTRIBUTES) as trace:
         trace.flush_if_due(100.0)
@@ -179,15 +179,15 @@ def test_what_is_known_later_is_described_later(path):
     with TraceWriter(path, ATTRIBUTES) as trace:
         trace.describe({"answer": 42})
         trace.describe({})
-    assert reading.load(path).attributes["answer"] == 42
+    assert reader.load(path).attributes["answer"] == 42
     trace.describe({"answer": 43})  # closed: nobody is there to hear
-    assert reading.load(path).attributes["answer"] == 42
+    assert reader.load(path).attributes["answer"] == 42
 
 
 FILL_DISK = """
 import sys
-from hpcsync.traces.writer import TraceWriter
-from tests.unit.traces.test_writer import ATTRIBUTES, GRANT, PUSH
+from hpcsync.trace.writer import TraceWriter
+from tests.unit.trace.test_writer import ATTRIBUTES, GRANT, PUSH
 
 folder, rows_a_flush, others = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 try:
@@ -223,7 +223,7 @@ def test_a_full_disk_is_one_error_and_leaves_a_trace(tmp_path, size, rows_a_flus
         argv = [sys.executable, "-c", FILL_DISK, str(tmp_path), str(rows_a_flush), str(others)]
         done = subprocess.run(argv, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, "full\n", "")
-        trace = reading.load(tmp_path / "trace.h5")
+        trace = reader.load(tmp_path / "trace.h5")
         seqs = trace.tables["pushes"]["seq"]
         assert (seqs == np.arange(len(seqs))).all()
         assert len(seqs) >= least
@@ -249,7 +249,7 @@ def test_after_a_failed_write_the_file_is_left_alone(path, monkeypatch):
             trace.append("grants", GRANT)
         trace.flush()
     assert status(path) == "running", "nobody has said that it failed"
-    assert len(reading.load(path).tables["grants"]) == 1
+    assert len(reader.load(path).tables["grants"]) == 1
     trace.close("failed")
     assert status(path) == "failed"
     trace.close("interrupted")
@@ -266,7 +266,7 @@ def test_tracing_knows_its_own_cost(path):
         begin_s = time.perf_counter()
         trace.flush()
         assert appended_s < trace.tracing_overhead_s <= appended_s + time.perf_counter() - begin_s
-    assert reading.load(path).attributes["tracing_overhead_s"] >= appended_s
+    assert reader.load(path).attributes["tracing_overhead_s"] >= appended_s
 
 
 def test_an_append_takes_microseconds_at_most(path):
@@ -309,7 +309,7 @@ def test_a_killed_writer_leaves_every_flushed_row(path, trial):
     time.sleep(0.04 * random.Random(trial).random())
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    trace = reading.load(path)
+    trace = reader.load(path)
     pushes, updates = trace.tables["pushes"], trace.tables["updates"]
     assert trace.status == "running"
     assert len(pushes) >= struct.unpack("q", flushed[:8])[0]
@@ -317,5 +317,5 @@ def test_a_killed_writer_leaves_every_flushed_row(path, trial):
     assert (pushes["seq"] == np.arange(len(pushes))).all()
     assert (updates["version"] == np.arange(len(updates))).all()
     assert (pushes["wire_bytes"] == 4096).all()
-    assert reading.settle(path, "failed")
-    assert reading.load(path).status == "failed"
+    assert reader.settle(path, "failed")
+    assert reader.load(path).status == "failed"

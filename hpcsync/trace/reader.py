@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from hpcsync.traces.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, PHASES, STATUSES, TABLES
+from hpcsync.trace.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, PHASES, STATUSES, TABLES
 
 if TYPE_CHECKING:
     import pandas

@@ -13,8 +13,8 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_assignments, create_paradigm, decision_fields
 from hpcsync.core.coordinator import Cancellation, Reply, Report, Update, coordinate
 from hpcsync.paradigms.events import UNTIL
-from hpcsync.traces.reading import Trace
-from hpcsync.traces.schema import DIED, FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
+from hpcsync.trace.reader import Trace
+from hpcsync.trace.schema import DIED, FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
 
 JOB = """
 name = "made-up"

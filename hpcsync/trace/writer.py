@@ -30,16 +30,7 @@ import h5py
 import numpy as np
 
 from hpcsync.system.atomic_files import aside, naming
-from hpcsync.traces.schema import (
-    CHANGES,
-    FORMAT,
-    FORMAT_VERSION,
-    OUTCOMES,
-    PHASES,
-    STATUSES,
-    TABLES,
-    decisions_dtype,
-)
+from hpcsync.trace.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, PHASES, STATUSES, TABLES, decisions_dtype
 
 RING_ROWS = 8192  # rows of a table that fit in memory between two flushes
 CHUNK_BYTES = 65536  # a chunk is written whole, so not larger than a few seconds of rows are worth
@@ -319,7 +310,7 @@ def _nowhere() -> IO[bytes]:
 
 def _settle_elsewhere(path: Path, status: str) -> None:
     """In this process HDF5 still has pieces of the file that it could not write: opening it again would crash."""
-    code = "import sys; from hpcsync.traces.reading import settle; settle(*sys.argv[1:])"
+    code = "import sys; from hpcsync.trace.reader import settle; settle(*sys.argv[1:])"
     quiet = subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):
         argv = [sys.executable, "-c", code, str(path), status]

@@ -5,7 +5,7 @@ from hpcsync.simulator import links
 from hpcsync.simulator.peers import simulation
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
-from tests.unit.traces.recorder import Rows, as_trace
+from tests.unit.trace.recorder import Rows, as_trace
 
 PARADIGMS = {
     "allreduce": {"name": "allreduce"},

@@ -7,7 +7,7 @@ import pytest
 
 import hpcsync
 from hpcsync.config.job import Job
-from hpcsync.traces.provenance import git_commit, provenance
+from hpcsync.trace.provenance import git_commit, provenance
 from tests.unit.jobs import make_job
 
 COMMIT, OTHER = "1" * 40, "2" * 40
