@@ -19,8 +19,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hpcsync.report.compare import compare
 from hpcsync.trace.reader import load
-from hpcsync.traces.comparing import compare
 
 JOBS = Path(__file__).parents[1] / "jobs"
 PARADIGMS = ("bsp", "asp", "ssp", "dssp")

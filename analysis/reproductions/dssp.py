@@ -18,9 +18,9 @@ from matplotlib.lines import Line2D
 from rich.console import Console
 
 from hpcsync.config.job import Job
+from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load
-from hpcsync.traces.summary import summarize
 from reproductions.claims import Claim, Of, apart, conclude, largest, of, points, ratio, settled_s
 from reproductions.simulating import simulate_all
 

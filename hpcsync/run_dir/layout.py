@@ -17,11 +17,11 @@ from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
+from hpcsync.report.summary import summarize, table
 from hpcsync.run_dir import checkpoint
 from hpcsync.run_dir.checkpoint import Resumed
 from hpcsync.system.atomic_files import aside, removing, whole
 from hpcsync.trace.reader import opened
-from hpcsync.traces.summary import summarize, table
 
 if TYPE_CHECKING:
     import torch

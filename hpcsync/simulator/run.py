@@ -19,6 +19,7 @@ from hpcsync.core.coordinator import Coordinator, Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.stanza_resolution import resolved
+from hpcsync.report import compare
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress
 from hpcsync.simulator import cluster, links, peers
@@ -28,7 +29,6 @@ from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.reader import load
 from hpcsync.trace.writer import TraceWriter
-from hpcsync.traces import comparing
 from hpcsync.workloads.registry import Workload
 
 CHORES_EVERY = 256  # pushes, or exchanges
@@ -49,8 +49,8 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     status = _simulate(job, workload, begin, folder, console)
     if status == 0 and job.cluster.times_from is not None:
         console.print()
-        comparison = comparing.compare(load(job.cluster.times_from), load(folder / layout.TRACE))
-        console.print(comparing.table(comparison))
+        comparison = compare.compare(load(job.cluster.times_from), load(folder / layout.TRACE))
+        console.print(compare.table(comparison))
     return status
 
 

@@ -11,10 +11,10 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from hpcsync.config import job as jobs
+from hpcsync.report.compare import compare
 from hpcsync.simulator.run import simulate
 from hpcsync.trace.reader import load
 from hpcsync.traces.audit import audit
-from hpcsync.traces.comparing import compare
 from tests.runs.processes import ended, hpcsync, started
 
 pytestmark = pytest.mark.once

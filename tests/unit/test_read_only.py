@@ -10,12 +10,12 @@ from rich.console import Console
 
 from hpcsync import front
 from hpcsync.config.errors import JobError
+from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
 from hpcsync.simulator.run import simulate
 from hpcsync.trace.reader import TraceError, load, settle
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.traces import audit
-from hpcsync.traces.summary import summarize
 from tests.unit.jobs import make_job
 from tests.unit.traces import recorder
 

@@ -12,11 +12,11 @@ from rich.console import Console
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
-from hpcsync.traces.summary import summarize
 from tests.unit.jobs import make_job
 from tests.unit.traces import recorder
 

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from hpcsync.config.errors import JobError
+from hpcsync.report.compare import compare
 from hpcsync.simulator.recorded import RecordedTimes, _joined, read
 from hpcsync.trace.reader import load
-from hpcsync.traces.comparing import compare
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 
 FIRST_K = [

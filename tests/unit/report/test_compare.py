@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.report.compare import compare, table
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import GRANTS, PUSHES, UPDATES
-from hpcsync.traces.comparing import compare, table
 from tests.unit.trace.recorder import make_job
 from tests.unit.traces import peer_recorder
 

@@ -17,9 +17,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync.report.aggregate import Tally
+from hpcsync.report.lead import push_gaps
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.traces.push_gaps import push_gaps
-from hpcsync.traces.tally import Tally
 
 MANY_WORKERS = 20  # more are not shown one by one
 
