@@ -13,8 +13,8 @@ import pandas as pd
 import plotting
 from matplotlib.ticker import MaxNLocator
 
+from hpcsync.audit.batch_decisions import sizes_at_first
 from hpcsync.trace.reader import Trace, TraceError
-from hpcsync.traces.allocations import sizes_at_first
 
 
 def draw(traces: list[Trace], folder: Path, workers: int = 8) -> None:

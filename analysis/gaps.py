@@ -15,9 +15,9 @@ import pandas as pd
 import plotting
 from matplotlib.ticker import MaxNLocator
 
+from hpcsync.audit.server_recount import Recount
 from hpcsync.config.paradigms import Paradigm
 from hpcsync.trace.reader import Trace, TraceError
-from hpcsync.traces.counting import Recount
 
 
 def draw(traces: list[Trace], folder: Path) -> None:

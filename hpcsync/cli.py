@@ -99,7 +99,7 @@ def show(job: JobPath, overrides: Overrides = None) -> None:
 @app.command()
 def audit(trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.h5.", show_default=False)]) -> None:
     """Replay a trace's pushes through a fresh paradigm, compare every grant, and check the invariants."""
-    from hpcsync.traces import audit as auditing
+    from hpcsync.audit import run as auditing
 
     with told_in_one_line():
         sys.exit(auditing.main(trace))

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hpcsync.audit.server_recount import NEVER, follow
 from hpcsync.trace.reader import Trace, TraceError, TraceFile
 from hpcsync.trace.schema import JOINED
-from hpcsync.traces.counting import NEVER, follow
 
 
 def push_gaps(trace: Trace | TraceFile, most: int) -> np.ndarray:

@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
-from hpcsync.traces.audit import audit
 from tests.hosts.namespaces import Hosts, Unavailable
 
 LINEAR = """

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hpcsync import library
+from hpcsync.audit.run import audit
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Reply, Update
@@ -23,7 +24,6 @@ from hpcsync.paradigms import easgd
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.rank import train
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from hpcsync.training.sampler import batches
 from hpcsync.training.update_rules import Elastic
 from tests.mpi.training import leaving, simulated

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.config.job import Job
 from hpcsync.rank import train
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import JOINED, LEFT
-from hpcsync.traces.audit import audit
 from tests.mpi.training import go_on
 
 PARADIGMS = {

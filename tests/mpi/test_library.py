@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
+from hpcsync.audit.run import audit
 from hpcsync.config.errors import JobError
 from hpcsync.mpi import layers
 from hpcsync.mpi.node_memory import MemoryUnreachable
 from hpcsync.mpi.tensor_window import Transport
-from hpcsync.traces.audit import audit
 
 
 def problem() -> tuple[torch.nn.Module, TensorDataset]:

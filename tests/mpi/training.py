@@ -10,6 +10,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from hpcsync.audit.run import audit
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.job_validation import check
@@ -24,7 +25,6 @@ from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import APPLIED
-from hpcsync.traces.audit import audit
 from hpcsync.workloads.registry import Workload
 from tests.plain import on_batches, samples
 

@@ -14,9 +14,9 @@ import numpy as np
 import psutil
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from tests.runs.processes import Program, started
 
 pytestmark = pytest.mark.timeout(600)

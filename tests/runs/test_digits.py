@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from hpcsync.audit.run import audit
 from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from hpcsync.workloads.registry import build
 from tests.runs.processes import Program, ended, hpcsync, mpiexec
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from tests.runs.processes import GONE_S, Program, hpcsync, mpiexec, started
 
 JOB = """

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.trace.reader import Trace, load
-from hpcsync.traces.audit import audit
 from tests.runs.processes import Program, ended, hpcsync
 
 JOB = """

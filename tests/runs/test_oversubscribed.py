@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from hpcsync.audit.run import audit
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from tests.runs.processes import ended, hpcsync
 
 JOB = Path(__file__).parents[2] / "jobs" / "oversubscribed.toml"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from tests.runs.processes import ended, mpiexec
 
 SCRIPT = Path(__file__).parents[2] / "jobs" / "own_script.py"

@@ -10,11 +10,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from hpcsync.audit.run import audit
 from hpcsync.config import job as jobs
 from hpcsync.report.compare import compare
 from hpcsync.simulator.run import simulate
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from tests.runs.processes import ended, hpcsync, started
 
 pytestmark = pytest.mark.once

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import COMPUTING
-from hpcsync.traces.audit import audit
 from tests.runs.processes import Program, hpcsync, started
 
 STOPPED_S = 2.0  # the deadline is at 1.2 s

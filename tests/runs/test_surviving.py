@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import DIED, LEFT
-from hpcsync.traces.audit import audit
 from tests.runs.processes import Program, ended, hpcsync, mpiexec, started
 
 JOB = """

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.slurm import mpi_of_this_python
 from hpcsync.trace.reader import Trace, load
-from hpcsync.traces.audit import audit
 from tests.hosts.namespaces import Unavailable
 from tests.slurm.cluster import Slurm
 

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 from hpcsync import front
+from hpcsync.audit import run
 from hpcsync.config.errors import JobError
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
 from hpcsync.simulator.run import simulate
 from hpcsync.trace.reader import TraceError, load, settle
 from hpcsync.trace.writer import TraceWriter
-from hpcsync.traces import audit
 from tests.unit.jobs import make_job
 from tests.unit.traces import recorder
 
@@ -89,7 +89,7 @@ def test_a_trace_is_read_where_nothing_can_be_written(disk: Path) -> None:
     trace = load(disk / "trace.h5")
     assert trace.status == "running"
     assert summarize(trace).as_dict()
-    assert audit.main(disk / "trace.h5") == 0
+    assert run.main(disk / "trace.h5") == 0
 
 
 def test_what_became_of_a_run_cannot_be_written_there(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.audit.server_recount import Recount
 from hpcsync.report.summary import summarize, table
 from hpcsync.trace import reader
 from hpcsync.trace.reader import TraceError
 from hpcsync.trace.schema import NOBODY
 from hpcsync.trace.writer import TraceWriter
-from hpcsync.traces.counting import Recount
 from tests.unit.trace.recorder import (
     PARADIGMS,
     Rows,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from hpcsync.audit.run import audit
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator.run import prepare
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.writer import TraceWriter
-from hpcsync.traces.audit import audit
 from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import make_job
 

@@ -9,11 +9,11 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
+from hpcsync.audit.run import audit
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.simulator.run import simulate
 from hpcsync.trace.reader import load
-from hpcsync.traces.audit import audit
 from hpcsync.workloads import registry
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import WITHOUT_SERVER, timing_job

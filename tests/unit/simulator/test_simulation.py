@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hpcsync import paradigms
+from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.trace.schema import TABLES
-from hpcsync.traces.audit import audit
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR, make_job

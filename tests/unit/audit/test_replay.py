@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from hpcsync.audit.replay import replay
+from hpcsync.audit.server_recount import Recount
 from hpcsync.core.assignments import create_assignments, create_paradigm
-from hpcsync.traces.counting import Recount
-from hpcsync.traces.replay import replay
 from tests.unit.trace.recorder import (
     BATCHES,
     PARADIGMS,

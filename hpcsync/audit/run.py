@@ -14,18 +14,18 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync.audit.batches import check_sizes
+from hpcsync.audit.bounds import check_bounds
+from hpcsync.audit.check import Check
+from hpcsync.audit.compression import check_payloads
+from hpcsync.audit.invariants import check_invariants
+from hpcsync.audit.peers import check_exchanges
+from hpcsync.audit.replay import replay
+from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.stragglers import check_stalls
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.trace import reader
 from hpcsync.trace.reader import Trace, TraceError
-from hpcsync.traces.bounds import check_bounds
-from hpcsync.traces.checks import Check
-from hpcsync.traces.counting import Recount
-from hpcsync.traces.exchanges import check_exchanges
-from hpcsync.traces.given_out import check_sizes
-from hpcsync.traces.invariants import check_invariants
-from hpcsync.traces.payloads import check_payloads
-from hpcsync.traces.replay import replay
-from hpcsync.traces.stalls import check_stalls
 
 __all__ = ["Check", "audit", "main", "render"]
 

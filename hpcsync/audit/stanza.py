@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.peer_recount import Reports
 from hpcsync.config.job import Script
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import SEPARATED
-from hpcsync.traces.checks import Check, check_all, check_rows
-from hpcsync.traces.reports import Reports
 
 
 class Pairs(NamedTuple):

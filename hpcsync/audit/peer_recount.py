@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
+from hpcsync.audit.server_recount import running_count
 from hpcsync.config.paradigms import Gossip, LocalSgd, Stanza
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import DIED, EVERYBODY, NOBODY
-from hpcsync.traces.counting import running_count
 
 DRIFT = 1e-4  # seconds in which the clocks of two hosts come apart in one second, at most
 SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.audit.run import audit, main
 from hpcsync.trace import reader
 from hpcsync.trace.schema import EVERYBODY, NOBODY
 from hpcsync.trace.writer import TraceWriter
-from hpcsync.traces.audit import audit, main
 from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, remove, with_rows, with_status
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hpcsync.audit.batch_decisions import possible
+from hpcsync.audit.check import Check, Part, check_all, check_rows, teller
+from hpcsync.audit.server_recount import NEVER, Recount, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import CHANGES, DROPPED, JOINED, OUTCOMES
-from hpcsync.traces.allocations import possible
-from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
-from hpcsync.traces.counting import NEVER, Recount, running_count
 
 NUMBERED = ("pushes", "grants", "decisions", "membership")  # the tables with a `seq`
 DURATIONS = ("compute_s", "wait_s", "comm_s")

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from hpcsync.traces.audit import audit
-from hpcsync.traces.bounds import check_bounds
-from hpcsync.traces.counting import Recount
+from hpcsync.audit.bounds import check_bounds
+from hpcsync.audit.run import audit
+from hpcsync.audit.server_recount import Recount
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows
 
 

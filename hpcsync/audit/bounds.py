@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpcsync.audit.adsp import check_commits
+from hpcsync.audit.ashl import Stages, check_stages
+from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.first_k import cancelled_is_dropped, check_first_k
+from hpcsync.audit.server_recount import NEVER, Recount
 from hpcsync.config.paradigms import Easgd, Paradigm
 from hpcsync.trace.schema import APPLIED
-from hpcsync.traces.checks import Check, check_all, check_rows
-from hpcsync.traces.commits import check_commits
-from hpcsync.traces.counting import NEVER, Recount
-from hpcsync.traces.first_k import cancelled_is_dropped, check_first_k
-from hpcsync.traces.stages import Stages, check_stages
 
 
 def check_bounds(recount: Recount) -> list[Check]:

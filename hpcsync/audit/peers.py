@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 import numpy as np
 
+from hpcsync.audit.batch_agreement import check_agreed_sizes
+from hpcsync.audit.check import Check, Part, check_all, check_rows, teller
+from hpcsync.audit.peer_recount import SAME_TIME_S, Reports, previous
+from hpcsync.audit.stanza import check_separation
 from hpcsync.config.compression import Dgc, TopK
 from hpcsync.config.job import Script
 from hpcsync.config.paradigms import Gossip, Stanza
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import CHANGES, DIED, EVERYBODY, LEFT, NOBODY
-from hpcsync.traces.agreed_sizes import check_agreed_sizes
-from hpcsync.traces.checks import Check, Part, check_all, check_rows, teller
-from hpcsync.traces.reports import SAME_TIME_S, Reports, previous
-from hpcsync.traces.separation import check_separation
 from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 OF_SERVERS = ("pushes", "grants")

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from hpcsync.audit import run as auditing
+from hpcsync.audit.run import audit, main
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import DROPPED
 from hpcsync.trace.writer import TraceWriter
-from hpcsync.traces import audit as auditing
-from hpcsync.traces.audit import audit, main
 from tests.unit.trace.recorder import (
     PARADIGMS,
     Rows,

@@ -5,14 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.traces.audit import audit
-from hpcsync.traces.bounds import check_bounds
-from hpcsync.traces.commits import _Account, _Due
-from hpcsync.traces.counting import Recount
-from hpcsync.traces.payloads import check_payloads
-from hpcsync.traces.stages import algorithm_1, algorithm_2
+from hpcsync.audit.adsp import _Account, _Due
+from hpcsync.audit.ashl import algorithm_1, algorithm_2
+from hpcsync.audit.bounds import check_bounds
+from hpcsync.audit.compression import check_payloads
+from hpcsync.audit.run import audit
+from hpcsync.audit.server_recount import Recount
+from tests.unit.audit.test_bounds import delay_grant
 from tests.unit.trace.recorder import ASHL, TOP_K, edit, make_job, record, with_job, with_rows, with_status
-from tests.unit.traces.test_bounds import delay_grant
 
 FIXED = 'name = "adsp"\ncheck_period_s = 12\ninterval_min_s = 2\ncommits = 3'
 SEARCHING = 'name = "adsp"\ncheck_period_s = 3\ninterval_min_s = 0.5\nsearch_every_s = 10'

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.server_recount import NEVER, Recount
 from hpcsync.config.paradigms import Adsp
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.trace.schema import APPLIED
-from hpcsync.traces.checks import Check, check_all, check_rows
-from hpcsync.traces.counting import NEVER, Recount
 
 POINTS = ("loss_start", "loss_middle", "loss_end")
 SHORTEST = 1e-6  # of a period: the least time until a commit

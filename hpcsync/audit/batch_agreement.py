@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpcsync.audit.batch_decisions import maxima, not_following, possible, sizes_at_first
+from hpcsync.audit.check import Check, Part, check_all, teller
+from hpcsync.audit.peer_recount import SAME_TIME_S, Reports
 from hpcsync.planning.batch_allocation import Allocator
-from hpcsync.traces.allocations import maxima, not_following, possible, sizes_at_first
-from hpcsync.traces.checks import Check, Part, check_all, teller
-from hpcsync.traces.reports import SAME_TIME_S, Reports
 
 FIELDS = ("iteration", *Allocator.decision_fields)
 

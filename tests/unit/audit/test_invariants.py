@@ -7,10 +7,10 @@ telling as one that fewer do.
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.trace.schema import DIED, JOINED
 from hpcsync.trace.schema import LEFT as LEFT_ROW
 from hpcsync.trace.schema import TABLES as SCHEMA
-from hpcsync.traces.audit import audit
 from tests.unit.trace.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"

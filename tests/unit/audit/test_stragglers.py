@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.mpi.watch import Watch
 from hpcsync.simulator import cluster, links
 from hpcsync.simulator.peers import simulation
 from hpcsync.simulator.simulation import Simulation
 from hpcsync.trace.schema import COMPUTING, WAITING
-from hpcsync.traces.audit import audit
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.trace.recorder import Rows, as_trace, edit, remove

@@ -12,10 +12,10 @@ import math
 
 import numpy as np
 
+from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.server_recount import DISTINCT, NEVER, Recount
 from hpcsync.config.paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
 from hpcsync.trace.schema import APPLIED, DROPPED
-from hpcsync.traces.checks import Check, check_all, check_rows
-from hpcsync.traces.counting import DISTINCT, NEVER, Recount
 
 INTERVAL = 20  # updates from one choice of k to the next
 CHOSEN_FROM = ("version", "k_before", "k_state", "k_loss", "active")

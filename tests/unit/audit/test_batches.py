@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from hpcsync.audit.batches import check_sizes
+from hpcsync.audit.run import audit
+from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.schema import APPLIED, DROPPED
-from hpcsync.traces.audit import audit
-from hpcsync.traces.counting import Recount
-from hpcsync.traces.given_out import check_sizes
 from tests.unit.trace.recorder import (
     BATCHES,
     PARADIGMS,

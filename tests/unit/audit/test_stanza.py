@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.config.job import Script
 from hpcsync.planning.split_cost import SEPARATED
 from hpcsync.trace.schema import EVERYBODY
-from hpcsync.traces.audit import audit
 from tests.unit.trace.peer_recorder import in_memory, peer_job, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, with_rows, with_status
 

@@ -11,11 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from hpcsync.audit.check import Check, check_all, check_rows
+from hpcsync.audit.server_recount import NEVER, Recount, follow
 from hpcsync.config.job import Script
 from hpcsync.config.paradigms import Ashl
 from hpcsync.trace.schema import APPLIED
-from hpcsync.traces.checks import Check, check_all, check_rows
-from hpcsync.traces.counting import NEVER, Recount, follow
 
 COARSE, FINE = 1, 2
 TIMES = ("iteration_s", "push_s", "pull_s", "encode_s")

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hpcsync.audit.check import Check, check_all, teller
 from hpcsync.core.straggler_detector import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import PHASES
-from hpcsync.traces.checks import Check, check_all, teller
 
 SAME_S = 1e-6
 

@@ -5,10 +5,10 @@ from functools import cached_property
 import numpy as np
 import pytest
 
+from hpcsync.audit.bounds import check_bounds
+from hpcsync.audit.run import audit
+from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.schema import APPLIED, DROPPED
-from hpcsync.traces.audit import audit
-from hpcsync.traces.bounds import check_bounds
-from hpcsync.traces.counting import Recount
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows, with_status
 
 SECONDS = (1.0, 1.3, 2.1, 3.7)

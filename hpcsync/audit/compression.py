@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from hpcsync.audit.check import Check, check_all, check_rows, teller
+from hpcsync.audit.server_recount import Recount
 from hpcsync.core.assignments import create_assignments
-from hpcsync.traces.checks import Check, check_all, check_rows, teller
-from hpcsync.traces.counting import Recount
 
 VARYING = ("top-k", "random-k", "dgc")  # codecs that send fewer elements where there are fewer, or choose how many
 SAME_TIME_S = 1e-6

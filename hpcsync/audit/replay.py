@@ -15,13 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from hpcsync.audit.check import Check
+from hpcsync.audit.server_recount import Recount
 from hpcsync.core.assignments import STOP, Assignment, Assignments
 from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 from hpcsync.paradigms.worker_counts import Progress
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.trace.schema import APPLIED, DROPPED, JOINED
-from hpcsync.traces.checks import Check
-from hpcsync.traces.counting import Recount
 
 Row = dict[str, Any]
 KINDS = ("grants", "decisions", "updates")

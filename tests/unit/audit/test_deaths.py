@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from hpcsync.audit.run import audit
 from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator, taken_in
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.trace.schema import DIED, LEFT
-from hpcsync.traces.audit import audit
 from tests.unit.trace.peer_recorder import in_memory, peer_job
 from tests.unit.trace.recorder import Rows, edit, with_rows
 
