@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.mpi import shared_memory as windows
+from hpcsync.mpi.transport import shm_budget as windows
 from hpcsync.system import launcher
 from hpcsync.system.subprocess_probe import ProbeError, probe
 from hpcsync.system.window_trials import Rehearsed, fastest, reason, rehearse

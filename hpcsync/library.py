@@ -171,7 +171,7 @@ def connect(
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduce(name="allreduce"), "cluster": one})
         return LocalSession(job, model, optimizer, evaluate)
-    from hpcsync.mpi.arranging import arranged
+    from hpcsync.mpi.transport.rank_order import arranged
 
     if resume and before is None:
         agree(comm, lambda: layout.put_aside(out))
@@ -193,10 +193,10 @@ def join(
     `before`. Collective."""
     from mpi4py import MPI
 
-    from hpcsync.mpi.deaths import refuse_intolerant
-    from hpcsync.mpi.node_memory import MemoryUnreachable
-    from hpcsync.mpi.placement import place
     from hpcsync.mpi.rank_session import Given
+    from hpcsync.mpi.transport.node_memory import MemoryUnreachable
+    from hpcsync.mpi.transport.ulfm import refuse_intolerant
+    from hpcsync.mpi.transport.window_selection import place
 
     fewer = before is not None and not job.needs_all and job.cluster.servers < comm.size < job.cluster.ranks
     if comm.size != job.cluster.ranks and not fewer:

@@ -44,7 +44,7 @@ def main(
             gpu_selection.claim(gpu_selection.choose(cluster.device, cluster.window, found))
     comm = world()
     assert comm is not None, "called on a rank"
-    from hpcsync.mpi.arranging import arranged
+    from hpcsync.mpi.transport.rank_order import arranged
 
     import_beside(path)
     try:
@@ -79,7 +79,7 @@ def _end_apart(rank: int) -> None:
 
 def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed | None = None) -> Session:
     """This rank's part of the job, from its beginning or from where it was before. Collective."""
-    from hpcsync.mpi.measured_link import measured_link
+    from hpcsync.mpi.transport.link_speed import measured_link
 
     jobs.refuse_simulated(job)
     link = measured_link(comm) if isinstance(job.paradigm, Stanza) and job.paradigm.fc_workers == "auto" else None
@@ -102,7 +102,7 @@ def _device(comm: MPI.Intracomm, job: Job) -> torch.device:
     asked, window = job.cluster.device, job.cluster.window
     if asked == "cpu":
         return torch.device("cpu")
-    from hpcsync.mpi.placement import gpus_of_all
+    from hpcsync.mpi.transport.window_selection import gpus_of_all
 
     found = gpus_of_all(comm)
     chosen = gpu_selection.choose(asked, window, found)

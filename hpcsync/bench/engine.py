@@ -17,7 +17,7 @@ from hpcsync.core.roles import Roles
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link
 from hpcsync.mpi.shard import Shard
-from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
 from hpcsync.trace.writer import TraceWriter

@@ -19,7 +19,7 @@ def main(target: str, path: str, device: str = "cpu", kind: str = "") -> None:
     claimed = gpu_selection.claim(device)  # before MPI begins, which then finds the GPU that is in use
     from mpi4py import MPI
 
-    from hpcsync.mpi.tensor_window import Transport
+    from hpcsync.mpi.transport.tensor_window import Transport
 
     comm = MPI.COMM_WORLD
     arguments = (comm, Transport(kind, claimed)) if kind else (comm,)

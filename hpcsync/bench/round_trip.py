@@ -11,8 +11,8 @@ from mpi4py import MPI
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.errors import JobError
-from hpcsync.mpi import cuda
-from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.mpi.transport import cuda
+from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.worker import Worker
 from hpcsync.training.optimizers import OptimizerSpec
 

@@ -11,9 +11,9 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.mpi import cuda
-from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.tensor_window import HOST, TensorWindow, Transport
+from hpcsync.mpi.transport import cuda
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.tensor_window import HOST, TensorWindow, Transport
 
 SIZES_MB = (1, 16, 100)
 AIM = 0.8  # in host memory

@@ -20,10 +20,10 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.core.peer_coordinator import sent_in_a_ring
-from hpcsync.mpi import cuda, shared_memory
-from hpcsync.mpi.node_memory import HostMemory, NodeMemory, node_memory
-from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.tensor_window import HOST, NodeWindow, Transport
+from hpcsync.mpi.transport import cuda, shm_budget
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.node_memory import HostMemory, NodeMemory, node_memory
+from hpcsync.mpi.transport.tensor_window import HOST, NodeWindow, Transport
 
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin with a cache line: no two ranks write to the same one
@@ -93,7 +93,7 @@ def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: T
     """Of `size` zeros on every rank, float32 or float64; collective. The fastest way that this communicator allows."""
     patience = Patience(comm)
     in_shm = 0 if transport.kind == "ipc" else size * dtype.itemsize
-    if comm.size > 1 and patience.one_node and not shared_memory.lacking(comm, in_shm):
+    if comm.size > 1 and patience.one_node and not shm_budget.lacking(comm, in_shm):
         return SharedMean(comm, size, dtype, transport, patience)
     return MpiMean(comm, size, dtype, transport, patience)
 

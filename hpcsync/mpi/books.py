@@ -18,11 +18,11 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator, Read
-from hpcsync.mpi.phases import Phases
 from hpcsync.mpi.rank_session import Given
 from hpcsync.mpi.saver import Saver
+from hpcsync.mpi.transport.ulfm import RankFailed
+from hpcsync.mpi.transport.worker_state import Phases
 from hpcsync.mpi.watch import Watch
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress, console

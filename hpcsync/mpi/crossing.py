@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import torch
 
-from hpcsync.mpi import cuda, wire
-from hpcsync.mpi.background import Background
-from hpcsync.mpi.mailbox import Inbox, Outbox
 from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.transport import cuda, messages
+from hpcsync.mpi.transport.background_thread import Background
+from hpcsync.mpi.transport.mailbox import Inbox, Outbox
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.trace.schema import COMPUTING, WAITING
 
@@ -73,8 +73,8 @@ class Crossing:
         n_octets = self._label_begins[-1] if self._is_fc else 0
         self._label_window = link.transport.window(link.comm, n_octets, torch.uint8)
         self._phases = link.phases
-        self._inbox = Inbox(self._comm, wire.TAG_CROSSED, wire.CROSSED)
-        self._outbox = Outbox(self._comm, wire.TAG_CROSSED, wire.CROSSED)
+        self._inbox = Inbox(self._comm, messages.TAG_CROSSED, messages.CROSSED)
+        self._outbox = Outbox(self._comm, messages.TAG_CROSSED, messages.CROSSED)
         self._background = Background()
         self._come = [0] * pieces  # of each piece: how many have sent theirs, and it is not taken yet
         self._gone: int | None = None  # a worker that sends nothing more
@@ -105,7 +105,7 @@ class Crossing:
                 self._label_window.put(label, fc, begin + place * label.numel())
             self._window.flush(fc)
             self._label_window.flush(fc)
-            self._outbox.send(fc, (wire.PIECE, self._comm.rank, piece, False, False))
+            self._outbox.send(fc, (messages.PIECE, self._comm.rank, piece, False, False))
 
         self._background.submit(put)
 
@@ -147,7 +147,7 @@ class Crossing:
                 self._window.put(part, worker, piece * size)
             for worker in self._others:
                 self._window.flush(worker)
-                self._outbox.send(worker, (wire.PIECE, self._comm.rank, piece, last, halt))
+                self._outbox.send(worker, (messages.PIECE, self._comm.rank, piece, last, halt))
 
         self._background.submit(put)
 
@@ -181,7 +181,7 @@ class Crossing:
     def _hear(self) -> None:
         while (said := self._inbox.poll()) is not None:
             kind, worker, piece, last, halt = said
-            if kind == wire.GONE:
+            if kind == messages.GONE:
                 self._gone = worker
             else:
                 self._come[piece] += 1
@@ -194,7 +194,7 @@ class Crossing:
     def leave(self) -> None:
         """Say that this worker sends nothing more."""
         for worker in self._others:
-            self._outbox.send(worker, (wire.GONE, self._comm.rank, 0, False, False))
+            self._outbox.send(worker, (messages.GONE, self._comm.rank, 0, False, False))
 
     def free(self) -> None:
         """Collective."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from hpcsync.mpi import cuda
+from hpcsync.mpi.transport import cuda
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.workloads.registry import Evaluate

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from hpcsync.core.coordinator import Cancellation, Coordinator, Order, Report
-from hpcsync.mpi import deaths, wire
-from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.saver import Saver, heed
 from hpcsync.mpi.shard import Shard, encode
-from hpcsync.mpi.wire import OrderRecord
+from hpcsync.mpi.transport import messages, ulfm
+from hpcsync.mpi.transport.messages import OrderRecord
+from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.system.signals import on_signals
 from hpcsync.trace.schema import DIED
 
@@ -46,9 +46,9 @@ class Leader:
         self._saver = saver
         self._watch = watch
         self._dead: set[int] = set()  # workers
-        self._reports = link.inbox(wire.TAG_REPORT, wire.REPORT)
-        self._orders = link.outbox(wire.TAG_ORDER, wire.ORDER)
-        self._cancellations = link.outbox(wire.TAG_CANCELLATION, wire.CANCELLATION)
+        self._reports = link.inbox(messages.TAG_REPORT, messages.REPORT)
+        self._orders = link.outbox(messages.TAG_ORDER, messages.ORDER)
+        self._cancellations = link.outbox(messages.TAG_CANCELLATION, messages.CANCELLATION)
 
     def serve(self) -> None:
         """Until every worker has left. Raises Interrupted (Suspended, if it can go on from a checkpoint) or RankFailed
@@ -83,21 +83,23 @@ class Leader:
 
     def finish(self) -> None:
         """Tell every rank that the run is over."""
-        self._command([OrderRecord(wire.FINISH)])
+        self._command([OrderRecord(messages.FINISH)])
         self._orders.free()
         self._cancellations.free()
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, report = record[0], Report._make(record[1:])
-        if kind == wire.SAVED or (kind in (wire.PUSHED, wire.LEFT, wire.JOINED) and report.worker in self._dead):
+        if kind == messages.SAVED or (
+            kind in (messages.PUSHED, messages.LEFT, messages.JOINED) and report.worker in self._dead
+        ):
             return  # it was on its way when nothing of its came any more
-        if kind == wire.JOINED and report.worker in self._coordinator.active:
+        if kind == messages.JOINED and report.worker in self._coordinator.active:
             return  # it has said so before and after a checkpoint
-        if kind == wire.PUSHED:
+        if kind == messages.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, report))
-        elif kind == wire.LEFT:
+        elif kind == messages.LEFT:
             self._carry_out(self._coordinator.left(now_s, report.worker))
-        elif kind == wire.JOINED:
+        elif kind == messages.JOINED:
             self._carry_out(self._coordinator.joined(now_s, report.worker))
         else:
             raise RankFailed(f"rank {report.worker} failed")
@@ -111,7 +113,7 @@ class Leader:
         if not (saver.holding or self._coordinator.stopping or self._died()):
             saver.hold_if_due(now_s, self._coordinator.version)
         if saver.holding:
-            if record is not None and record[0] == wire.SAVED:
+            if record is not None and record[0] == messages.SAVED:
                 saver.saved(record[1])
             elif record is not None and not saver.keeps_back(record):
                 return record
@@ -130,7 +132,7 @@ class Leader:
             number = saver.begin([*range(1, roles.n_servers), *map(roles.rank_of, workers)])
             for worker in workers:
                 self._shard.let_save(worker, number)
-            self._command([OrderRecord(wire.SAVE, version=number)])
+            self._command([OrderRecord(messages.SAVE, version=number)])
         saver.commit_if_complete()
 
     def _died(self) -> list[int]:
@@ -146,11 +148,11 @@ class Leader:
                 self._saver.lost(rank)
             else:
                 self._lose(now_s, worker)
-                deaths.tell(rank)
+                ulfm.tell(rank)
 
     def _lose(self, now_s: float, worker: int) -> None:
         self._dead.add(worker)
-        self._command([OrderRecord(wire.DISCARD, worker)])
+        self._command([OrderRecord(messages.DISCARD, worker)])
         if worker in self._coordinator.active:
             self._carry_out(self._coordinator.left(now_s, worker, DIED))
             if not (self._coordinator.active or self._coordinator.stopping):
@@ -174,7 +176,7 @@ class Leader:
 
     def _promise_evaluator(self) -> None:
         reader = self._link.roles.evaluator
-        self._command([OrderRecord(wire.PROMISE, reader, version=self._coordinator.version, local_steps=1)])
+        self._command([OrderRecord(messages.PROMISE, reader, version=self._coordinator.version, local_steps=1)])
 
     def _carry_out(self, orders: list[Order]) -> None:
         for order in orders:

@@ -10,14 +10,14 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.core.roles import Roles
-from hpcsync.mpi import wire
-from hpcsync.mpi.clock import Clock
-from hpcsync.mpi.deaths import Deaths
-from hpcsync.mpi.mailbox import Inbox, Outbox
-from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.phases import Phases
-from hpcsync.mpi.tensor_window import HOST, Transport
-from hpcsync.mpi.window import Window
+from hpcsync.mpi.transport import messages
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.clock import Clock
+from hpcsync.mpi.transport.mailbox import Inbox, Outbox
+from hpcsync.mpi.transport.tensor_window import HOST, Transport
+from hpcsync.mpi.transport.ulfm import Deaths
+from hpcsync.mpi.transport.window import Window
+from hpcsync.mpi.transport.worker_state import Phases
 from hpcsync.training.compressor import Compression
 from hpcsync.training.parameter_store import n_buffers, row_size
 
@@ -96,9 +96,9 @@ class Link:
 
     def say(self, kind: int) -> None:
         """Tell server 0 that this rank has failed, or has written its part of a checkpoint."""
-        reports = self.outbox(wire.TAG_REPORT, wire.REPORT)
-        reports.send(0, wire.brief(wire.REPORT, kind, self.comm.rank))
-        if kind != wire.FAILED:
+        reports = self.outbox(messages.TAG_REPORT, messages.REPORT)
+        reports.send(0, messages.brief(messages.REPORT, kind, self.comm.rank))
+        if kind != messages.FAILED:
             reports.free()
 
     def clocks(self) -> list[tuple[int, str, float, float]] | None:
@@ -127,12 +127,12 @@ class Reader:
         self._reader = reader
         self._save = save
         self._patience = copy.copy(link.patience)  # a state of its own: the evaluator waits in a thread
-        tag = wire.TAG_EVALUATION if reader == link.roles.evaluator else wire.TAG_GRANT
-        self._inbox = link.inbox(tag, wire.GRANT)
-        self._early: list[wire.GrantRecord] = []  # that came while none was waited for
+        tag = messages.TAG_EVALUATION if reader == link.roles.evaluator else messages.TAG_GRANT
+        self._inbox = link.inbox(tag, messages.GRANT)
+        self._early: list[messages.GrantRecord] = []  # that came while none was waited for
         self._word = np.zeros(1, np.int64)
 
-    def wait(self, *, version: int | None = None, iteration: int | None = None) -> list[wire.GrantRecord]:
+    def wait(self, *, version: int | None = None, iteration: int | None = None) -> list[messages.GrantRecord]:
         """Every server's grant for the next read, in the order of the servers.
 
         version, iteration: what they must be for, where that is known. Raises RuntimeError where they are for something
@@ -152,21 +152,21 @@ class Reader:
         while not self._early and now() < until_s:
             if (record := self._inbox.poll()) is None:
                 patience.pause()
-            elif (grant := wire.GrantRecord._make(record)).serial == wire.NO_GRANT:
+            elif (grant := messages.GrantRecord._make(record)).serial == messages.NO_GRANT:
                 self._save(grant.version)
             else:
                 self._early.append(grant)
         return not self._early
 
-    def _next(self) -> wire.GrantRecord:
+    def _next(self) -> messages.GrantRecord:
         if self._early:
             return self._early.pop()
         until, poll = self._patience.until, self._inbox.poll
-        while (record := wire.GrantRecord._make(until(poll))).serial == wire.NO_GRANT:
+        while (record := messages.GrantRecord._make(until(poll))).serial == messages.NO_GRANT:
             self._save(record.version)
         return record
 
-    def read(self, grants: list[wire.GrantRecord], into: list[torch.Tensor]) -> None:
+    def read(self, grants: list[messages.GrantRecord], into: list[torch.Tensor]) -> None:
         """Copy the promised version into the `pieces` of a vector, and give the buffers back."""
         link = self._link
         for grant in grants:

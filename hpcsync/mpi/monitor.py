@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
-from hpcsync.mpi import cuda, deaths, wire
-from hpcsync.mpi.deaths import RankFailed
 from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.leader import CHORES_S
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.saver import Saver, heed
+from hpcsync.mpi.transport import cuda, messages, ulfm
+from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.system.signals import interrupt
 from hpcsync.trace.schema import DIED, LEFT
@@ -137,15 +137,15 @@ class Monitor:
         kind, exchanged = record[0], Exchanged._make(record[1:])
         if exchanged.worker in self._dead:
             return  # it was on its way when nothing of its came any more
-        if kind == wire.EXCHANGED:
+        if kind == messages.EXCHANGED:
             self._coordinator.exchanged(now_s, exchanged)
-        elif kind == wire.ENDED:
+        elif kind == messages.ENDED:
             self._left(now_s, exchanged.worker, LEFT)
-        elif kind == wire.SETTLED:
+        elif kind == messages.SETTLED:
             self._unsettled.remove(exchanged.worker)
-        elif kind == wire.HALTED:
+        elif kind == messages.HALTED:
             self._halted.add(exchanged.worker)
-        elif kind == wire.WRITTEN:
+        elif kind == messages.WRITTEN:
             if self._saver is not None:  # else somebody has died meanwhile
                 self._saver.saved(exchanged.worker)
         else:
@@ -154,9 +154,9 @@ class Monitor:
     def _left(self, now_s: float, worker: int, change: int) -> None:
         self._coordinator.left(now_s, worker, change)
         if change == DIED:
-            self._tell(wire.BURY, worker)
+            self._tell(messages.BURY, worker)
         if not self._coordinator.active:
-            self._tell(wire.ALL_ENDED)
+            self._tell(messages.ALL_ENDED)
 
     def _bury(self, now_s: float) -> None:
         """Go on without those who have died. What they have reported was heard before, and counts."""
@@ -165,7 +165,7 @@ class Monitor:
                 self._unsettled.remove(worker)
                 self._dead.add(worker)
                 self._left(now_s, worker, DIED)
-                deaths.tell(worker)
+                ulfm.tell(worker)
 
     def _look_around(self, now_s: float) -> None:
         if (number := self._received()) is not None:
@@ -176,7 +176,7 @@ class Monitor:
         self._evaluate_if_due(now_s)
         if self._coordinator.stopping and not self._told:
             self._told = True
-            self._tell(wire.STOP)
+            self._tell(messages.STOP)
         self._chores(now_s)
         if not self._halted:
             self._watch(now_s)
@@ -194,16 +194,16 @@ class Monitor:
             if not coordinator.stopping:
                 saver.hold_if_due(now_s, coordinator.version)
                 if saver.holding:
-                    self._tell(wire.HALT)
+                    self._tell(messages.HALT)
         elif saver.can_begin(()) and len(self._halted) == n_workers:
-            self._tell(wire.WRITE, saver.begin(range(n_workers)))
+            self._tell(messages.WRITE, saver.begin(range(n_workers)))
         elif saver.commit_if_complete():
             self._go_on()
 
     def _go_on(self) -> None:
         self._coordinator.goes_on(self._link.clock.now())
         self._halted.clear()
-        self._tell(wire.GO_ON)
+        self._tell(messages.GO_ON)
 
     def _give_up(self) -> None:
         """Somebody has ended: there are no checkpoints any more."""

@@ -18,10 +18,10 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.core.peer_coordinator import Division, drawing
 from hpcsync.iterations import Iterations
-from hpcsync.mpi import wire
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.reducer import Reducer
+from hpcsync.mpi.transport import messages
 from hpcsync.trace.schema import EVERYBODY, NOBODY, WAITING
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import FlatModel
@@ -305,7 +305,7 @@ class Permuting(_Rounds):
             # All have agreed to make this exchange, so nobody still reads what the last one has given it.
             self._given.put(x, to, 0)
             self._given.flush(to)
-            comm.Sendrecv(self._token, to, wire.TAG_MODEL, self._token.copy(), source, wire.TAG_MODEL)
+            comm.Sendrecv(self._token, to, messages.TAG_MODEL, self._token.copy(), source, messages.TAG_MODEL)
             self._given.acquire(0, self._flat.size)
             average(x, self._given.local)
             self._given.release(0, 0)

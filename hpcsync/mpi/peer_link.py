@@ -10,14 +10,14 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.core.peer_coordinator import Exchanged
-from hpcsync.mpi import wire
-from hpcsync.mpi.clock import Clock
-from hpcsync.mpi.deaths import Deaths, survivors
-from hpcsync.mpi.exposure import Exposure
-from hpcsync.mpi.mailbox import Inbox, Outbox
-from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.phases import Phases
-from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.mpi.transport import messages
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.clock import Clock
+from hpcsync.mpi.transport.mailbox import Inbox, Outbox
+from hpcsync.mpi.transport.published_replica import Exposure
+from hpcsync.mpi.transport.tensor_window import HOST, Transport
+from hpcsync.mpi.transport.ulfm import Deaths, survivors
+from hpcsync.mpi.transport.worker_state import Phases
 
 
 class PeerLink:
@@ -49,8 +49,8 @@ class PeerLink:
         self.told_to_halt = False
         self.all_ended = False
         self._to_write: int | None = None  # the checkpoint with this number
-        self._orders = Inbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER, self.deaths)
-        self._reports = Outbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT, self.deaths)
+        self._orders = Inbox(self.comm, messages.TAG_ORDER, messages.PEER_ORDER, self.deaths)
+        self._reports = Outbox(self.comm, messages.TAG_REPORT, messages.PEER_REPORT, self.deaths)
         self._inbox: Inbox | None = None
 
     def start(self, begin_s: float = 0.0) -> list[tuple[int, str, float, float]] | None:
@@ -62,32 +62,32 @@ class PeerLink:
     # ---- every rank ----
 
     def report(self, exchanged: Exchanged) -> None:
-        self._reports.send(0, (wire.EXCHANGED, *exchanged))
+        self._reports.send(0, (messages.EXCHANGED, *exchanged))
 
     def say(self, kind: int) -> None:
         """Report that this rank has left, is settled, or has failed; that it has halted, or written its part."""
-        self._reports.send(0, wire.brief(wire.PEER_REPORT, kind, self.comm.rank))
+        self._reports.send(0, messages.brief(messages.PEER_REPORT, kind, self.comm.rank))
 
     def hear(self) -> None:
         """Take note of what rank 0 has said."""
         while (order := self._orders.poll()) is not None:
             kind, number = order
-            if kind in (wire.STOP, wire.ALL_ENDED):
+            if kind in (messages.STOP, messages.ALL_ENDED):
                 self.told_to_stop = True
-                self.all_ended = self.all_ended or kind == wire.ALL_ENDED
-            elif kind == wire.BURY:
+                self.all_ended = self.all_ended or kind == messages.ALL_ENDED
+            elif kind == messages.BURY:
                 self.exposure.forget(number)
                 self.died.append(number)
-            elif kind == wire.WRITE:
+            elif kind == messages.WRITE:
                 self._to_write = number
             else:
-                self.told_to_halt, self._to_write = kind == wire.HALT, None
+                self.told_to_halt, self._to_write = kind == messages.HALT, None
 
     def halt(self, write: Callable[[int], None]) -> None:
         """Make no further iteration until rank 0 says so; before that, when all have halted, write this rank's part of
         the checkpoint with the number that it says, unless there is none after all."""
         self.told_to_halt = True  # in step, others may have been told earlier
-        self.say(wire.HALTED)
+        self.say(messages.HALTED)
 
         def told() -> bool | None:
             self.hear()
@@ -100,7 +100,7 @@ class PeerLink:
         self.patience.until(told)
         if self._to_write is not None:
             write(self._to_write)
-            self.say(wire.WRITTEN)
+            self.say(messages.WRITTEN)
             self.patience.until(goes_on)
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
@@ -131,12 +131,12 @@ class PeerLink:
 
     def reports(self) -> Inbox:
         """On rank 0: what all ranks report. It is withdrawn together with the link."""
-        self._inbox = Inbox(self.comm, wire.TAG_REPORT, wire.PEER_REPORT, self.deaths)
+        self._inbox = Inbox(self.comm, messages.TAG_REPORT, messages.PEER_REPORT, self.deaths)
         return self._inbox
 
     def orders(self) -> Outbox:
         """On rank 0: to tell ranks something."""
-        return Outbox(self.comm, wire.TAG_ORDER, wire.PEER_ORDER, self.deaths)
+        return Outbox(self.comm, messages.TAG_ORDER, messages.PEER_ORDER, self.deaths)
 
     def free(self) -> None:
         """Collective, and harmless when repeated: returns when every rank has come here."""

@@ -12,12 +12,12 @@ import torch
 
 from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.iterations import Iterations
-from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.exchanges import exchange, layers
 from hpcsync.mpi.peer_exchange import Outcome
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.mpi.progression import choose
 from hpcsync.mpi.rank_session import Given, RankSession
+from hpcsync.mpi.transport import cuda, messages
+from hpcsync.mpi.transport.progress_engine import choose
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.trace.schema import COMPUTING, WAITING
@@ -271,10 +271,10 @@ class PeerSession(RankSession):
             self._advance(0)
             self._share_out(None)
             self._halt_if_told()
-        self._link.say(wire.ENDED)
+        self._link.say(messages.ENDED)
         self._link.wait_for_all()
         self._settle()
-        self._link.say(wire.SETTLED)
+        self._link.say(messages.SETTLED)
         while not self._exchange.show(self._serial() + 1):
             time.sleep(1e-3)  # the evaluation still reads earlier ones
         together = self._link.together()
@@ -293,7 +293,7 @@ class PeerSession(RankSession):
         """All have published their last weights."""
 
     def _report_failure(self) -> None:
-        self._link.say(wire.LOST)
+        self._link.say(messages.LOST)
 
     def _free(self) -> None:
         for hook in self._hooks:

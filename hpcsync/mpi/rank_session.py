@@ -17,9 +17,9 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.mpi.deaths import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.layers import Layers
-from hpcsync.mpi.placement import Placement
+from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
+from hpcsync.mpi.transport.window_selection import Placement
 from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.session import Session
 from hpcsync.system import launcher

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
-from hpcsync.mpi.background import Background
 from hpcsync.mpi.compressed_mean import compressed_mean
-from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.mpi.transport import cuda
+from hpcsync.mpi.transport.background_thread import Background
+from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.compressor import Compression
 from hpcsync.training.flat_model import FlatModel
 

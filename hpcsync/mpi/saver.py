@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from hpcsync.config.checkpoint import Checkpoint
-from hpcsync.mpi import wire
+from hpcsync.mpi.transport import messages
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints, number_of
 from hpcsync.system.signals import Suspended, interrupt
 
@@ -58,7 +58,7 @@ class Saver:
 
     def keeps_back(self, record: Record) -> bool:
         """Whether this report is one for later; then it is taken."""
-        if self.holding and record[0] in (wire.PUSHED, wire.LEFT, wire.JOINED):
+        if self.holding and record[0] in (messages.PUSHED, messages.LEFT, messages.JOINED):
             self.unheard.append(record)
             return True
         return False

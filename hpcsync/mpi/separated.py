@@ -21,12 +21,12 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.iterations import Iterations
-from hpcsync.mpi import cuda
 from hpcsync.mpi.allreduce import Agreed
 from hpcsync.mpi.crossing import Crossing, Rows
 from hpcsync.mpi.layers import SeparatedLayers
 from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.transport import cuda
 from hpcsync.planning.split_cost import Shape
 from hpcsync.trace.schema import EVERYBODY
 from hpcsync.training.flat_model import FlatModel, trainable

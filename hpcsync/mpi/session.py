@@ -16,13 +16,13 @@ from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.roles import Roles
 from hpcsync.iterations import Iterations
-from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.books import Books
 from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.shard import Shard, follow
+from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.worker import Worker
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import interrupt, on_signals
@@ -53,7 +53,7 @@ class LinkedSession(RankSession):
         self._clocks = self._link.clocks()
 
     def _report_failure(self) -> None:
-        self._link.say(wire.FAILED)
+        self._link.say(messages.FAILED)
 
     def _free(self) -> None:
         self._link.free()
@@ -198,7 +198,7 @@ class FollowerSession(LinkedSession):
     def _save_shard(self, number: int) -> None:
         self._checkpoints.write(number, self._name, self._shard.state())
         if self.rank > 0:
-            self._link.say(wire.SAVED)
+            self._link.say(messages.SAVED)
 
     def _part(self) -> None:
         if not self._shard.finished:

@@ -9,9 +9,9 @@ import torch
 
 from hpcsync.core.assignments import STOP, Assignment
 from hpcsync.core.coordinator import Collection, Order, Reply, Update
-from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link
-from hpcsync.mpi.wire import GrantRecord, OrderRecord
+from hpcsync.mpi.transport import cuda, messages
+from hpcsync.mpi.transport.messages import GrantRecord, OrderRecord
 from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Rule
 
@@ -23,13 +23,13 @@ def encode(orders: Sequence[Order]) -> list[OrderRecord]:
     for order in reversed(orders):
         if isinstance(order, Update):
             *others, (last, weight) = zip(order.workers, order.weights, strict=True)
-            records.append(OrderRecord(wire.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor))
-            records += [OrderRecord(wire.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)]
+            records.append(OrderRecord(messages.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor))
+            records += [OrderRecord(messages.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)]
             contributing.update(order.workers)
         elif isinstance(order, Collection):
-            records.append(OrderRecord(wire.COLLECT, order.worker, weight=order.weight))
+            records.append(OrderRecord(messages.COLLECT, order.worker, weight=order.weight))
         elif isinstance(order, Reply):
-            kind = wire.RESERVE if order.worker in contributing else wire.PROMISE
+            kind = messages.RESERVE if order.worker in contributing else messages.PROMISE
             records.append(OrderRecord(kind, order.worker, order.iteration, order.version, *order.assignment))
     return records[::-1]
 
@@ -76,11 +76,11 @@ class Shard:
         self._weights: list[float] = []  # theirs
         self._reserved: dict[int, GrantRecord] = {}  # workers, and grants that wait for an update
         self._dead: set[int] = set()
-        self._grants = link.outbox(wire.TAG_GRANT, wire.GRANT)
-        self._evaluation = link.outbox(wire.TAG_EVALUATION, wire.GRANT)
+        self._grants = link.outbox(messages.TAG_GRANT, messages.GRANT)
+        self._evaluation = link.outbox(messages.TAG_EVALUATION, messages.GRANT)
         self.finished = False
         for worker, assignment in enumerate(first if state is None else ()):
-            self.carry_out(OrderRecord(wire.PROMISE, worker, 1, 0, *assignment))
+            self.carry_out(OrderRecord(messages.PROMISE, worker, 1, 0, *assignment))
 
     def state(self) -> dict[str, Any]:
         """All that this server has, while every worker waits for an answer."""
@@ -90,24 +90,24 @@ class Shard:
 
     def carry_out(self, order: OrderRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
-        if order.kind in (wire.CONTRIBUTION, wire.UPDATE):
+        if order.kind in (messages.CONTRIBUTION, messages.UPDATE):
             self._contributors.append(order.reader)
             self._weights.append(order.weight)
-            if order.kind == wire.UPDATE:
+            if order.kind == messages.UPDATE:
                 self._update(order)
-        elif order.kind == wire.COLLECT:
+        elif order.kind == messages.COLLECT:
             self._acquire(order.reader)
             self.store.collect(order.reader, order.weight)
             cuda.ready(self._link.tensors.local)  # the next that its worker hears is that its slot is free
-        elif order.kind in (wire.PROMISE, wire.RESERVE):
+        elif order.kind in (messages.PROMISE, messages.RESERVE):
             if order.version != self.store.version:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
             self._promise(order.reader, order)
-        elif order.kind == wire.DISCARD:
+        elif order.kind == messages.DISCARD:
             self._dead.add(order.reader)
             self._reserved.pop(order.reader, None)
             self.store.discard(order.reader)
-        elif order.kind == wire.SAVE:
+        elif order.kind == messages.SAVE:
             self._save(order.version)
         else:
             for worker in set(range(self._link.roles.n_workers)) - self._dead:
@@ -133,7 +133,7 @@ class Shard:
             link.compression.decode(self._put[worker], self._slots[worker, : shard.stop - shard.start], shard)
 
     def _promise(self, reader: int, order: OrderRecord) -> None:
-        reserved = order.kind == wire.RESERVE
+        reserved = order.kind == messages.RESERVE
         buffer, serial = self.store.pin(reader, contributing=reserved)
         head = (self._server, order.iteration, self.store.version, buffer, serial)
         grant = GrantRecord(*head, *order.assignment)
@@ -145,7 +145,7 @@ class Shard:
 
     def let_save(self, worker: int, number: int) -> None:
         """Have a worker write its part of the checkpoint; it waits for a grant."""
-        record = GrantRecord(self._server, 0, number, 0, wire.NO_GRANT, *STOP)
+        record = GrantRecord(self._server, 0, number, 0, messages.NO_GRANT, *STOP)
         self._grants.send(self._link.roles.rank_of(worker), record)
 
     def _send_reserved(self) -> None:
@@ -165,6 +165,6 @@ class Shard:
 
 def follow(link: Link, shard: Shard) -> None:
     """The loop of every server but the first: carry out orders until the last one."""
-    orders = link.inbox(wire.TAG_ORDER, wire.ORDER)
+    orders = link.inbox(messages.TAG_ORDER, messages.ORDER)
     while not shard.finished:
         shard.carry_out(OrderRecord._make(link.patience.until(orders.poll)))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from hpcsync.core.straggler_detector import LOOK_S, Stall, Stalls
-from hpcsync.mpi.phases import Phases
+from hpcsync.mpi.transport.worker_state import Phases
 from hpcsync.trace.schema import PHASES, WAITING
 from hpcsync.trace.writer import TraceWriter
 

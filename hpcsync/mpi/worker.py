@@ -9,8 +9,8 @@ import torch
 
 from hpcsync.core.assignments import STOP
 from hpcsync.core.coordinator import Report, estimated
-from hpcsync.mpi import cuda, wire
 from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.transport import cuda, messages
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.trace.schema import COMPUTING, PUSHING, READING, WAITING
 from hpcsync.training.compressor import Compressor
@@ -58,9 +58,9 @@ class Worker:
         self._slots = [link.slot(server, self.index) for server in range(len(link.shards))]
         self._save = save
         self._reader = Reader(link, self.index, self._write)
-        self._reports = link.outbox(wire.TAG_REPORT, wire.REPORT)
+        self._reports = link.outbox(messages.TAG_REPORT, messages.REPORT)
         # Where none can come there is no inbox: MPI would look through its receives for every grant.
-        self._cancellations = link.inbox(wire.TAG_CANCELLATION, wire.CANCELLATION) if cancellable else None
+        self._cancellations = link.inbox(messages.TAG_CANCELLATION, messages.CANCELLATION) if cancellable else None
         self._cancelled = -1  # the last version from which it is of no use to compute on
         self._estimator = estimator
         self._wait_s = 0.0
@@ -124,14 +124,14 @@ class Worker:
         )
         if self._estimator is not None:
             report = estimated(report, self._estimator)
-        self._reports.send(0, (wire.PUSHED, *report))
+        self._reports.send(0, (messages.PUSHED, *report))
         self._await(self.iteration + 1)
 
     def leave(self) -> None:
         """Take no further part; return once every worker has left."""
         if not self._has_left:
             self._has_left = True
-            self._say(wire.LEFT)
+            self._say(messages.LEFT)
         if not self._finished:
             self._reader.wait(iteration=0)  # FINISH names none
 
@@ -139,20 +139,20 @@ class Worker:
         """Take no part in the run until then; return with the next weights read, or `stopped` if it is over before."""
         if not self.is_away:
             self.is_away = True
-            self._say(wire.LEFT)
+            self._say(messages.LEFT)
         if not self._joins and self._reader.idle(until_s):
             self._joins = True
-            self._say(wire.JOINED)
+            self._say(messages.JOINED)
         self._await(self.iteration)
         self._has_left = self._finished
         self.is_away = self._joins = False
 
     def _say(self, kind: int) -> None:
-        self._reports.send(0, wire.brief(wire.REPORT, kind, self.index))
+        self._reports.send(0, messages.brief(messages.REPORT, kind, self.index))
 
     def _write(self, number: int) -> None:
         self._save(number)
-        self._link.say(wire.SAVED)
+        self._link.say(messages.SAVED)
 
     def _put(self) -> None:
         link, pieces = self._link, self._contribution

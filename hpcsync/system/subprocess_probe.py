@@ -99,8 +99,8 @@ def passive() -> dict[str, Any]:
     import numpy as np
     from mpi4py import MPI
 
-    from hpcsync.mpi.trial import while_busy
-    from hpcsync.mpi.window import Window
+    from hpcsync.mpi.transport.busy_target import while_busy
+    from hpcsync.mpi.transport.window import Window
 
     comm = MPI.COMM_WORLD
     values = np.ones(1 << 17)
@@ -141,8 +141,8 @@ def windows(*kinds: str) -> dict[str, Any]:
     device = gpu_selection.claim(gpu_selection.choose("auto", "auto", gpu_selection.found()))
     from mpi4py import MPI
 
-    from hpcsync.mpi.attempt import Attempt, attempt
-    from hpcsync.mpi.tensor_window import Transport
+    from hpcsync.mpi.transport.tensor_window import Transport
+    from hpcsync.mpi.transport.window_test import Attempt, attempt
 
     found = []
     for kind in kinds:

@@ -36,7 +36,7 @@ def trials() -> dict[str, Rehearsed]:
     """Of each kind of window, on this machine."""
     from mpi4py import MPI
 
-    from hpcsync.mpi.patience import Patience
+    from hpcsync.mpi.transport.backoff import Patience
 
     found = rehearse() if MPI.COMM_WORLD.rank == 0 else []
     Patience(MPI.COMM_WORLD).barrier()

@@ -9,16 +9,16 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.mpi import cuda, placement
-from hpcsync.mpi.node_memory import HostMemory
-from hpcsync.mpi.tensor_window import NodeWindow
+from hpcsync.mpi.transport import cuda, window_selection
+from hpcsync.mpi.transport.node_memory import HostMemory
+from hpcsync.mpi.transport.tensor_window import NodeWindow
 from hpcsync.system.window_trials import fastest
 from hpcsync.trace.reader import load
 from tests.gpu.device import DEVICE
-from tests.mpi.test_placement import job
 from tests.mpi.training import failures, on_some
+from tests.mpi.transport.test_window_selection import job
 
-place = placement.place
+place = window_selection.place
 LONG = 200_000_000  # clock cycles that the GPU is kept busy for
 
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from hpcsync.mpi.patience import Patience
-from hpcsync.mpi.phases import Phases
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.worker_state import Phases
 from hpcsync.trace.schema import COMPUTING
 
 COMPUTE_S = 1.0

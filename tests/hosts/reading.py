@@ -14,9 +14,9 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.exposure import Exposure
-from hpcsync.mpi.parcels import Parcels
-from hpcsync.mpi.progression import Progression, choose
+from hpcsync.mpi.transport.progress_engine import Progression, choose
+from hpcsync.mpi.transport.published_replica import Exposure
+from hpcsync.mpi.transport.push_inbox import Parcels
 
 SIZE = 1_000_000
 COMPUTE_S = 2.0

@@ -15,7 +15,7 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcsync.config import job as jobs
-from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.rank import train
 from hpcsync.training.parameter_store import Store
 

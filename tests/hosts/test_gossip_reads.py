@@ -75,7 +75,7 @@ def test_without_help_the_read_waits_for_the_peer(hosts: Hosts, tmp_path: Path) 
 def test_a_thread_that_nobody_stops_does_not_keep_ranks_from_ending(hosts: Hosts, tmp_path: Path, ending: str) -> None:
     script = tmp_path / "forgetful.py"
     script.write_text(
-        "from mpi4py import MPI\nfrom hpcsync.mpi.progression import choose\n"
+        "from mpi4py import MPI\nfrom hpcsync.mpi.transport.progress_engine import choose\n"
         f"comm = MPI.COMM_WORLD\nprogression = choose(comm, 'thread')\n{ending}\n"
     )
     assert (run(hosts, tmp_path, str(script)).returncode != 0) is bool(ending)

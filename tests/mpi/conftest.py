@@ -19,7 +19,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.tensor_window import Transport
+from hpcsync.mpi.transport.tensor_window import Transport
 from tests.mpi.training import route
 
 SIZES = (1, 2, 3, 5)  # the numbers of ranks that `make test` runs

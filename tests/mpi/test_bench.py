@@ -8,7 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench import allreduce, latency, round_trip, transfers
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.flat_model import FlatModel
 
 

@@ -16,9 +16,9 @@ from hpcsync.config.job import Job
 from hpcsync.mpi import compressed_mean as module
 from hpcsync.mpi.allreduce import Agreed, MpiMean, Said
 from hpcsync.mpi.compressed_mean import CompressedMean, FactorsMean, GatheredMean
-from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.mpi.tensor_window import HOST, Transport
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.simulator.compressed_mean import FactorsInOneProcess, PayloadsInOneProcess
 from hpcsync.simulator.run import simulate
 from hpcsync.trace.reader import load

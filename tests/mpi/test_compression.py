@@ -10,7 +10,7 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
-from hpcsync.mpi.tensor_window import TensorWindow
+from hpcsync.mpi.transport.tensor_window import TensorWindow
 from hpcsync.trace.reader import load
 from hpcsync.training.compressor import Compression
 from tests.mpi.training import failures, on_some, simulated

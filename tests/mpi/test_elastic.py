@@ -16,10 +16,10 @@ from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Reply, Update
 from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.core.roles import Roles
-from hpcsync.mpi import wire
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.shard import Shard, encode
-from hpcsync.mpi.wire import OrderRecord
+from hpcsync.mpi.transport import messages
+from hpcsync.mpi.transport.messages import OrderRecord
 from hpcsync.paradigms import easgd
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.rank import train
@@ -164,11 +164,11 @@ def test_a_push_is_of_a_whole_period_and_what_comes_after_the_last_is_left_behin
 def test_a_promise_before_the_readers_own_update_is_told_apart():
     update, first, second = Update((0, 1), (1.0, 1.0), 2.0, 0.5), Reply(0, 2, 7, GIVEN), Reply(1, 2, 7, GIVEN)
     kinds = [(record.kind, record.reader) for record in encode([first, second, update])]
-    assert kinds == [(wire.RESERVE, 0), (wire.RESERVE, 1), (wire.CONTRIBUTION, 0), (wire.UPDATE, 1)]
+    assert kinds == [(messages.RESERVE, 0), (messages.RESERVE, 1), (messages.CONTRIBUTION, 0), (messages.UPDATE, 1)]
     kinds = [(record.kind, record.reader) for record in encode([update, first, second])]
-    assert kinds == [(wire.CONTRIBUTION, 0), (wire.UPDATE, 1), (wire.PROMISE, 0), (wire.PROMISE, 1)]
+    assert kinds == [(messages.CONTRIBUTION, 0), (messages.UPDATE, 1), (messages.PROMISE, 0), (messages.PROMISE, 1)]
     kinds = [(record.kind, record.reader) for record in encode([first, Update((1,), (1.0,), 1.0, 0.5), second])]
-    assert kinds == [(wire.PROMISE, 0), (wire.UPDATE, 1), (wire.PROMISE, 1)]
+    assert kinds == [(messages.PROMISE, 0), (messages.UPDATE, 1), (messages.PROMISE, 1)]
 
 
 def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
@@ -186,7 +186,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
         link.tensors.flush(0)
     comm.Barrier()
     if shard:
-        shard.carry_out(OrderRecord(wire.RESERVE, 0, iteration=2, local_steps=1))
+        shard.carry_out(OrderRecord(messages.RESERVE, 0, iteration=2, local_steps=1))
     comm.Barrier()
     if comm.rank == 1:
         until_s = time.monotonic() + 0.2
@@ -194,7 +194,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
             assert reader._inbox.poll() is None
     comm.Barrier()
     if shard:
-        shard.carry_out(OrderRecord(wire.UPDATE, 0, lr=0.25))
+        shard.carry_out(OrderRecord(messages.UPDATE, 0, lr=0.25))
         assert shard.store.weights.tolist() == [1.0] * 10
     if comm.rank == 1:
         read = torch.empty(10, dtype=torch.float64)

@@ -13,8 +13,8 @@ import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Collection, Reply, Update
-from hpcsync.mpi import wire
 from hpcsync.mpi.shard import encode
+from hpcsync.mpi.transport import messages
 from hpcsync.mpi.worker import Worker
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import APPLIED, DROPPED
@@ -140,7 +140,12 @@ def test_a_slot_is_collected_before_its_worker_hears_that_it_is_free():
     given = Assignment(batch_size=8)
     records = encode([collection, Reply(0, 2, 7, given), update, Reply(1, 3, 8, given)])
     kinds = [(record.kind, record.reader, record.weight) for record in records]
-    assert kinds == [(wire.COLLECT, 0, 0.5), (wire.PROMISE, 0, 1.0), (wire.UPDATE, 1, 1.0), (wire.PROMISE, 1, 1.0)]
+    assert kinds == [
+        (messages.COLLECT, 0, 0.5),
+        (messages.PROMISE, 0, 1.0),
+        (messages.UPDATE, 1, 1.0),
+        (messages.PROMISE, 1, 1.0),
+    ]
     assert records[2].divisor == 2.0
 
 

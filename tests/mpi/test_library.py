@@ -14,8 +14,8 @@ import hpcsync
 from hpcsync.audit.run import audit
 from hpcsync.config.errors import JobError
 from hpcsync.mpi import layers
-from hpcsync.mpi.node_memory import MemoryUnreachable
-from hpcsync.mpi.tensor_window import Transport
+from hpcsync.mpi.transport.node_memory import MemoryUnreachable
+from hpcsync.mpi.transport.tensor_window import Transport
 
 
 def problem() -> tuple[torch.nn.Module, TensorDataset]:

@@ -17,7 +17,7 @@ from hpcsync.core.peer_coordinator import Division
 from hpcsync.mpi import peer_session, reducer
 from hpcsync.mpi.allreduce import MpiMean, mean_vector
 from hpcsync.mpi.books import Books
-from hpcsync.mpi.patience import Patience
+from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import in_step
 from hpcsync.simulator.run import simulate

@@ -10,11 +10,12 @@ import torch
 from mpi4py import MPI
 from torch import nn
 
-from hpcsync.mpi import allreduce, reducer, shared_memory
+from hpcsync.mpi import allreduce, reducer
 from hpcsync.mpi.allreduce import Agreed, MpiMean, Said, SharedMean
-from hpcsync.mpi.patience import Patience
 from hpcsync.mpi.reducer import Reducer
-from hpcsync.mpi.tensor_window import Transport
+from hpcsync.mpi.transport import shm_budget
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.training.flat_model import FlatModel
 
 LAYERS = 4
@@ -363,7 +364,7 @@ def test_shared_memory_is_used_on_one_node_if_there_is_room(comm, monkeypatch):
     mean.free()
     mean = allreduce.mean_vector(comm, 10, torch.float32)
     mean.free()
-    monkeypatch.setattr(shared_memory, "SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr(shm_budget, "SPARE_BYTES", 1 << 60)
     mean = allreduce.mean_vector(comm, 10, torch.float32)
     assert type(mean) is MpiMean
     mean.free()

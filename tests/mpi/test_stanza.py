@@ -11,8 +11,9 @@ import torch
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
-from hpcsync.mpi import layers, tensor_window
-from hpcsync.mpi.tensor_window import TensorWindow
+from hpcsync.mpi import layers
+from hpcsync.mpi.transport import tensor_window
+from hpcsync.mpi.transport.tensor_window import TensorWindow
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.rank import train
 from hpcsync.simulator.run import prepare

@@ -15,9 +15,9 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.job_validation import check
 from hpcsync.library import agree
-from hpcsync.mpi import placement
 from hpcsync.mpi.rank_session import RankSession
-from hpcsync.mpi.tensor_window import Transport
+from hpcsync.mpi.transport import window_selection
+from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.rank import train
 from hpcsync.run_dir import layout
 from hpcsync.session import Session
@@ -48,14 +48,14 @@ def go_on(comm: MPI.Intracomm, job: Job, folder: Path) -> Session:
 
 def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
     """Let the tensors of runs on this device move so, without a trial."""
-    place = placement.place
+    place = window_selection.place
 
-    def placed(comm: MPI.Intracomm, job: Job, device: torch.device) -> placement.Placement:
+    def placed(comm: MPI.Intracomm, job: Job, device: torch.device) -> window_selection.Placement:
         if device.type != transport.device.type:
             return place(comm, job, device)
-        return placement.Placement(transport, "the test wants it")
+        return window_selection.Placement(transport, "the test wants it")
 
-    monkeypatch.setattr(placement, "place", placed)
+    monkeypatch.setattr(window_selection, "place", placed)
 
 
 def one_process(job: Job, batches_per_step: int) -> np.ndarray:

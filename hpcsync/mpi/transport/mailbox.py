@@ -1,0 +1,92 @@
+"""The control plane: small records of fixed size, in non-blocking messages, in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from hpcsync.mpi.transport.ulfm import Deaths
+
+DEPTH = 64
+
+
+class Inbox:
+    """Receives records of one type under one tag from anybody.
+
+    A ring of receives is always posted. MPI matches messages from all sources to receives in the order in which these
+    were posted, so only the oldest one has to be tested, however many senders there are.
+
+    deaths: which of them are tolerated, by default none.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
+        self._deaths = deaths or Deaths(comm)
+        self._records = np.zeros(DEPTH, dtype)
+        self._head = 0
+        self._requests = [
+            comm.Recv_init([self._records[i : i + 1].view(np.uint8), MPI.BYTE], MPI.ANY_SOURCE, tag)
+            for i in range(DEPTH)
+        ]
+        MPI.Prequest.Startall(self._requests)
+
+    def poll(self) -> tuple[Any, ...] | None:
+        """The fields of the next record, or None if there is none yet. Raises RankFailed."""
+        request = self._requests[self._head]
+        try:
+            if not request.Test():
+                return None
+        except MPI.Exception as error:
+            self._deaths.heard(error)
+            return None
+        record: tuple[Any, ...] = self._records[self._head].item()
+        request.Start()
+        self._head = (self._head + 1) % DEPTH
+        return record
+
+    def free(self) -> None:
+        """Withdraw the posted receives; harmless when repeated."""
+        for request in self._requests:
+            request.Cancel()
+            request.Wait()
+            request.Free()
+        self._requests = []
+
+
+class Outbox:
+    """Sends records of one type under one tag. `send` returns at once; the record is copied.
+
+    deaths: which of them are tolerated, by default none; what is sent to those who have died is lost.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
+        self._comm = comm
+        self._deaths = deaths or Deaths(comm)
+        self._tag = tag
+        self._records = np.zeros(DEPTH, dtype)
+        self._buffers = [[self._records[i : i + 1].view(np.uint8), MPI.BYTE] for i in range(DEPTH)]
+        self._requests = [MPI.REQUEST_NULL] * DEPTH
+        self._next = 0
+
+    def send(self, rank: int, record: tuple[Any, ...]) -> None:
+        i = self._next
+        self._settle(i)  # long done, unless the receiver is DEPTH messages behind
+        self._records[i] = record
+        try:
+            self._requests[i] = self._comm.Isend(self._buffers[i], rank, self._tag)
+        except MPI.Exception as error:
+            self._deaths.heard(error)
+        self._next = (i + 1) % DEPTH
+
+    def free(self) -> None:
+        """Wait until everything sent has left; harmless when repeated."""
+        for i in range(DEPTH):
+            self._settle(i)
+
+    def _settle(self, i: int) -> None:
+        try:
+            self._requests[i].Wait()
+        except MPI.Exception as error:
+            self._requests[i] = MPI.REQUEST_NULL
+            self._deaths.heard(error)

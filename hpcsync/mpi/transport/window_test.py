@@ -1,0 +1,67 @@
+"""A transfer there and back through a window, of which every element is compared."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from hpcsync.config.errors import JobError
+from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.node_memory import MemoryUnreachable
+from hpcsync.mpi.transport.tensor_window import Transport
+
+COUNT = 1_000_000  # float32, 4 MB
+TURNS = 3
+
+
+class Attempt(NamedTuple):
+    """took_s: rank 0's fastest put and get; None after a failure. note: what else is to be said."""
+
+    took_s: float | None = None
+    failure: str = ""
+    note: str = ""
+
+
+def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> Attempt:
+    """Every rank puts a pattern into the next one's window, and gets what that one shows; all have the same result.
+
+    count: elements, each way. Collective.
+    """
+    to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    times, right = [], True
+    try:
+        window = transport.window(comm, 2 * count, torch.float32)
+    except (MemoryUnreachable, JobError) as error:
+        return Attempt(failure=str(error))
+    patience = Patience(comm, passive=transport.passive)  # as the ranks of a run wait
+    here = torch.zeros(count, device=transport.device)
+    for turn in range(TURNS):
+        here.copy_(_pattern(comm.rank, turn, count))
+        window.local[count:].copy_(_pattern(comm.rank, ~turn, count))
+        window.release(0, 2 * count)
+        patience.barrier()
+        begin_s = time.perf_counter()
+        window.put(here, to, 0)
+        window.flush(to)
+        window.get(here, to, count)
+        window.flush(to)
+        times.append(time.perf_counter() - begin_s)
+        patience.barrier()
+        window.acquire(0, count)
+        right &= torch.equal(window.local[:count].cpu(), _pattern(source, turn, count))
+        right &= torch.equal(here.cpu(), _pattern(to, ~turn, count))
+        window.release(0, count)
+        patience.barrier()
+    everybody = comm.allgather((right, min(times), window.note))
+    window.free()
+    if not all(right for right, _, _ in everybody):
+        return Attempt(failure="what arrives is not what was sent")
+    return Attempt(everybody[0][1], note=next((note for _, _, note in everybody if note), ""))
+
+
+def _pattern(rank: int, turn: int, count: int) -> torch.Tensor:
+    """Whole numbers that float32 holds exactly, of which no two ranks and turns have the same."""
+    return (torch.arange(count) % 65521 + 7 * turn + 101 * rank).float()

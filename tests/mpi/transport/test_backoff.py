@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from hpcsync.mpi.transport.backoff import NETWORK_PROBES, NODE_CEILING_S, SPIN_S, Patience
+
+
+@pytest.fixture
+def slept_s(monkeypatch):
+    """What is slept is written down instead, and passes on the clock; a look at the clock takes a microsecond."""
+    now_s, naps_s = [0.0], []
+
+    def look() -> float:
+        now_s[0] += 1e-6
+        return now_s[0]
+
+    def sleep(nap_s: float) -> None:
+        naps_s.append(nap_s)
+        now_s[0] += nap_s
+
+    monkeypatch.setattr(time, "perf_counter", look)
+    monkeypatch.setattr(time, "sleep", sleep)
+    return naps_s
+
+
+def test_it_spins_first_and_then_sleeps_an_eighth_of_the_wait_up_to_the_ceiling(comm, slept_s):
+    patience = Patience(comm)
+    polls = iter(range(1000))
+    assert patience.until(lambda: 7 if next(polls) == 200 else None) == 7
+    assert slept_s and slept_s[0] >= SPIN_S / 8
+    assert slept_s == sorted(slept_s) and slept_s[-1] == NODE_CEILING_S
+
+
+def test_every_wait_begins_with_spinning(comm, slept_s):
+    patience = Patience(comm)
+    for _ in range(3):
+        polls = iter(range(100))
+        patience.until(lambda polls=polls: True if next(polls) == 20 else None)
+    assert slept_s == []
+
+
+@pytest.mark.parametrize(
+    ("one_node", "passive", "calls"), [(True, True, 0), (True, False, NETWORK_PROBES), (False, True, NETWORK_PROBES)]
+)
+def test_it_makes_mpi_calls_when_it_pauses_where_transfers_need_them(
+    comm, slept_s, monkeypatch, one_node, passive, calls
+):
+    monkeypatch.setattr("hpcsync.mpi.transport.backoff.on_one_node", lambda comm: one_node)
+    patience = Patience(comm, passive=passive)
+    probes = []
+    patience._comm = type("Probed", (), {"Iprobe": lambda self: probes.append(1)})()
+    patience.pause()
+    assert len(probes) == calls

@@ -1,0 +1,239 @@
+"""A reader gets one publication whole, however fast the owner publishes, and neither waits for the other.
+
+Every rank publishes vectors that hold their serial number everywhere, so a read must be uniformly what it says it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.mpi.transport import cuda, published_replica
+from hpcsync.mpi.transport.published_replica import Exposure
+from hpcsync.mpi.transport.tensor_window import HOST
+
+SIZE = (1 << 19) + 3
+BUSY_S = 0.3
+LIMIT_S = 30.0
+
+
+def filled(value: float, size: int = 5, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.full((size,), float(value), dtype=dtype)
+
+
+class Reading(threading.Thread):
+    """Reads all ranks in turn as one reader; counts reads that were mixed or went back."""
+
+    def __init__(self, exposed: Exposure, peers: list[int], reader: int, into: torch.Tensor) -> None:
+        super().__init__()
+        self.exposed, self.peers, self.reader = exposed, peers, reader
+        self.into = into
+        self.reads = self.mixed = self.back = 0
+        self.done = threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        with cuda.own_stream(self.into.device):
+            self.read()
+
+    def read(self) -> None:
+        last = dict.fromkeys(self.peers, 0)
+        while not self.done.is_set():
+            for peer in self.peers:
+                serial = self.exposed.read(peer, self.into, self.reader)
+                self.reads += 1
+                self.mixed += not (self.into == serial).all()
+                self.back += serial < last[peer]
+                last[peer] = serial
+
+
+def hammer(comm, dtype, transport=HOST, *, until_mixed: bool) -> tuple[int, int, int, int]:
+    """(publications refused, reads, mixed, back) of all ranks: each publishes without pause, and a thread reads."""
+    refused, serial = 0, 0
+    everybody = list(range(comm.size))
+    vector = torch.zeros(SIZE, dtype=dtype, device=transport.device)
+    with Exposure(comm, SIZE, dtype, transport) as exposed:
+        peers = [peer for peer in everybody if peer != comm.rank]
+        readers = [Reading(exposed, peers, comm.rank, vector.clone())] if peers else []
+        if comm.rank == 0:
+            readers.append(Reading(exposed, everybody, comm.size, vector.clone()))
+        deadline_s = time.monotonic() + (LIMIT_S if until_mixed else BUSY_S)
+        enough = None  # nobody stops publishing before all readers have had enough
+        while enough is None or not enough.Test():
+            vector[:] = serial + 1
+            if exposed.publish(vector):
+                serial += 1
+            else:
+                refused += 1
+            assert exposed.serial == serial
+            over = time.monotonic() > deadline_s or (until_mixed and all(reader.mixed for reader in readers))
+            if enough is None and over:
+                enough = comm.Ibarrier()
+        for reader in readers:
+            reader.done.set()
+        for reader in readers:
+            reader.join()
+        comm.Barrier()
+    counts = [refused, *(sum(getattr(r, name) for r in readers) for name in ("reads", "mixed", "back"))]
+    return tuple(np.sum(comm.allgather(counts), axis=0).tolist())
+
+
+def test_no_read_is_mixed_and_serial_numbers_never_go_back(comm, transport):
+    refused, reads, mixed, back = hammer(comm, torch.float32, transport, until_mixed=False)
+    if comm.rank == 0:
+        print(f"{reads} reads, {refused} publications refused")
+    assert (mixed, back) == (0, 0) and reads > 0
+
+
+def test_reads_are_mixed_when_the_current_row_is_filled(comm, transport, monkeypatch):
+    monkeypatch.setattr(Exposure, "_free_row", lambda self: 0)
+    assert hammer(comm, torch.float32, transport, until_mixed=True)[2] > 0
+
+
+# ---- the protocol step by step ----
+
+
+def after_ten_publications(comm) -> tuple[torch.Tensor, int]:
+    """What the last rank's evaluator copies of rank 0 that has published 1, was pinned, and published 2 to 11."""
+    into, serial, reads = filled(-1), 1, comm.rank == comm.size - 1
+    with Exposure(comm, 5, torch.float64) as exposed:
+        if comm.rank == 0:
+            assert exposed.publish(filled(1))
+        comm.Barrier()
+        if reads:
+            serial, row = exposed._pin(0, comm.size)
+        comm.Barrier()
+        if comm.rank == 0:
+            assert all(exposed.publish(filled(value)) for value in range(2, 12))
+        comm.Barrier()
+        if reads:
+            exposed._copy(0, row, into)
+            exposed._set_pin(0, comm.size, 0)
+            latest = filled(0)
+            assert exposed.read(0, latest, comm.size) == 11 and (latest == 11).all()
+        comm.Barrier()
+    return comm.bcast((into, serial), comm.size - 1)
+
+
+def test_what_is_pinned_stays_through_ten_publications(comm):
+    into, serial = after_ten_publications(comm)
+    assert serial == 1 and (into == 1).all()
+
+
+def test_what_is_pinned_does_not_stay_when_the_owner_ignores_pins(comm, monkeypatch):
+    monkeypatch.setattr(Exposure, "_pins", lambda self: [])
+    into, serial = after_ten_publications(comm)
+    assert serial == 1 and (into != 1).all()
+
+
+def copies_what_is_being_filled(comm) -> bool:
+    """Whether a reader that pins between the owner's choice of a row and the filling of it goes on to copy that row."""
+    with Exposure(comm, 5, torch.float64) as exposed:
+        look, chosen = exposed._current, []
+
+        def slow_look(peer: int) -> tuple[int, int]:
+            found = look(peer)
+            if not chosen:
+                assert exposed.publish(filled(1))
+                chosen.append(exposed._free_row())
+            return found
+
+        exposed._current = slow_look
+        _, row = exposed._pin(comm.rank, comm.size)
+        comm.Barrier()
+    return row in chosen
+
+
+def test_a_row_that_was_chosen_before_it_was_pinned_is_not_copied(comm):
+    assert not copies_what_is_being_filled(comm)
+
+
+def test_without_the_second_look_it_would_be(comm, monkeypatch):
+    def hasty(self: Exposure, peer: int, reader: int) -> tuple[int, int]:
+        serial, row = self._current(peer)
+        self._set_pin(peer, reader, row + 1)
+        return serial, row
+
+    monkeypatch.setattr(Exposure, "_pin", hasty)
+    assert copies_what_is_being_filled(comm)
+
+
+def test_an_owner_that_keeps_ahead_is_held_for_one_look(comm):
+    with Exposure(comm, 5, torch.float64) as exposed:
+        look, published = exposed._current, []
+
+        def slow_look(peer: int) -> tuple[int, int]:
+            published.append(exposed.publish(filled(exposed.serial + 1)))
+            return look(peer)
+
+        exposed._current = slow_look
+        into = filled(-1)
+        serial = exposed.read(comm.rank, into, comm.size)
+        assert (into == serial).all() and serial == exposed.serial
+        assert published == [True] * (published_replica.TRIES + 1) + [False], (
+            "refused while the pin says ANY, and only then"
+        )
+        assert exposed.publish(filled(99))
+        comm.Barrier()
+
+
+def test_without_a_free_row_the_last_publication_stands(comm):
+    with Exposure(comm, 5, torch.float64) as exposed:
+        slow = exposed._n_rows - 1  # readers, each of which holds another publication
+        for reader in range(slow):
+            assert exposed.publish(filled(reader + 1))
+            assert exposed._pin(comm.rank, reader)[0] == reader + 1
+        assert exposed.publish(filled(slow + 1))
+        assert not exposed.publish(filled(99)) and exposed.serial == slow + 1
+        into = filled(-1)
+        assert exposed.read(comm.rank, into) == slow + 1 and (into == slow + 1).all()
+        exposed._set_pin(comm.rank, 1, 0)
+        assert exposed.publish(filled(6)) and exposed.serial == slow + 2
+        comm.Barrier()
+
+
+# ---- the interface ----
+
+
+def test_before_the_first_publication_there_are_zeros(comm):
+    with Exposure(comm, 3, torch.float32) as exposed:
+        for peer in range(comm.size):
+            into = filled(-1, 3, torch.float32)
+            assert exposed.read(peer, into) == 0 and (into == 0).all()
+        comm.Barrier()
+
+
+@pytest.mark.parametrize("size", [1, 7, 1001])
+def test_everybody_reads_everybody(comm, size, transport):
+    counting = torch.arange(size, dtype=torch.float32, device=transport.device)
+    with Exposure(comm, size, torch.float32, transport) as exposed:
+        for turn in range(1, 6):
+            assert exposed.publish(counting + 100 * comm.rank + turn, weight=turn / 2)
+            comm.Barrier()
+            for peer in range(comm.size):
+                into, weight = torch.zeros_like(counting), torch.zeros_like(counting[:1])
+                assert exposed.read(peer, into, weight=weight) == turn
+                assert (into == counting + 100 * peer + turn).all() and weight == turn / 2
+            comm.Barrier()
+
+
+def test_wrong_vectors_and_readers_are_refused(comm):
+    with Exposure(comm, 3, torch.float32) as exposed:
+        with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
+            exposed.publish(filled(1, 3))
+        with pytest.raises(ValueError, match=r"float32\[2\] is not"):
+            exposed.read(0, filled(1, 2, torch.float32))
+        with pytest.raises(ValueError, match="reader"):
+            exposed.read(0, filled(1, 3, torch.float32), comm.size + 1)
+
+
+def test_free_is_idempotent_and_a_freed_exposure_refuses(comm):
+    exposed = Exposure(comm, 3, torch.float64)
+    exposed.free()
+    exposed.free()
+    with pytest.raises(ValueError, match="freed"):
+        exposed.publish(filled(1, 3))

@@ -1,0 +1,90 @@
+"""Readers never see half of an update, however fast the server makes them.
+
+Rank 0 updates without pause, rank 1's gradient makes every weight equal to the version, and all other ranks read. What
+a reader has read must be one and the same number everywhere: the version that it was promised.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from hpcsync.core.assignments import Assignment
+from hpcsync.core.roles import Roles
+from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.shard import Shard
+from hpcsync.mpi.transport import messages
+from hpcsync.mpi.transport.mailbox import Outbox
+from hpcsync.mpi.transport.messages import OrderRecord
+from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.parameter_store import Store
+from hpcsync.training.update_rules import Descent
+
+SIZE = 1 << 18
+LIMIT_S = 30.0
+
+
+def serve(link: Link, shard: Shard) -> None:
+    """Update as fast as possible; a PUSHED report is a request to read, LEFT says that a reader has had enough."""
+    inbox = link.inbox(messages.TAG_REPORT, messages.REPORT)
+    readers = link.roles.n_workers - 1
+    while readers:
+        shard.carry_out(OrderRecord(messages.UPDATE, 0, lr=1.0))
+        while (record := inbox.poll()) is not None:
+            kind, worker = record[:2]
+            if kind == messages.LEFT:
+                readers -= 1
+            else:
+                promise = OrderRecord(messages.PROMISE, worker, iteration=1, version=shard.store.version, local_steps=1)
+                shard.carry_out(promise)
+    shard.free()
+
+
+def read(link: Link, *, until_torn: bool, reads: int = 40) -> int:
+    """How many of the reads were not uniformly the version promised; asked for at least so many reads."""
+    worker = link.roles.worker(link.comm.rank)
+    reader, reports = Reader(link, worker), Outbox(link.comm, messages.TAG_REPORT, messages.REPORT)
+    nothing = (0,) * (len(messages.REPORT) - 2)
+    into = link.tensors.local.new_zeros(SIZE)
+    torn, deadline_s = 0, time.monotonic() + LIMIT_S
+    reader.read(reader.wait(), [into])
+    while reads > 0 or (until_torn and not torn and time.monotonic() < deadline_s):
+        reports.send(0, (messages.PUSHED, worker, *nothing))
+        grants = reader.wait()
+        reader.read(grants, [into])
+        torn += not (into == grants[0].version).all()
+        reads -= 1
+    reports.send(0, (messages.LEFT, worker, *nothing))
+    reports.free()
+    return torn
+
+
+def torn_reads(comm, transport, *, until_torn: bool) -> int:
+    start = torch.zeros(SIZE, dtype=torch.float64, device=transport.device)
+    link = Link(comm, Roles(1, comm.size - 1), SIZE, torch.float64, transport)
+    if comm.rank == 1:
+        gradient = start - 1.0
+        link.tensors.put(gradient, 0, link.n_buffers * SIZE)
+        link.tensors.flush(0)
+    comm.Barrier()
+    torn = 0
+    if comm.rank == 0:
+        serve(link, Shard(link, Descent(OptimizerSpec("sgd", 1.0)), start, [Assignment()] * link.roles.n_workers))
+    elif comm.rank == 1:
+        Reader(link, 0).wait()  # what is sent must be received, or a later communicator may find it
+    else:
+        torn = read(link, until_torn=until_torn)
+    link.free()
+    return comm.allreduce(torn)
+
+
+def test_no_read_is_torn(comm, needs, transport):
+    needs(3)
+    assert torn_reads(comm, transport, until_torn=False) == 0
+
+
+def test_without_the_protection_reads_are_torn(comm, needs, transport, monkeypatch):
+    needs(3)
+    monkeypatch.setattr(Store, "_make_writable", lambda self: None)
+    assert torn_reads(comm, transport, until_torn=True) > 0

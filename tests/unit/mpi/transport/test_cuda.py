@@ -1,0 +1,90 @@
+"""What is left of CUDA where there is none: pages, and calls that do nothing to tensors in host memory."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from hpcsync.mpi.transport import cuda
+
+PAGE = cuda.PAGE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([], []),
+        ([(PAGE, 0)], []),
+        ([(PAGE, 1)], [(PAGE, PAGE)]),
+        ([(PAGE + 5, PAGE)], [(PAGE, 2 * PAGE)]),
+        ([(9 * PAGE, PAGE), (PAGE, PAGE)], [(PAGE, PAGE), (9 * PAGE, PAGE)]),
+        ([(PAGE, 10), (PAGE + 64, 10)], [(PAGE, PAGE)]),
+        ([(PAGE, 2 * PAGE), (3 * PAGE, 8)], [(PAGE, 3 * PAGE)]),
+        ([(PAGE, 9 * PAGE), (2 * PAGE, 8)], [(PAGE, 9 * PAGE)]),
+    ],
+)
+def test_no_page_is_locked_twice(spans, expected):
+    assert cuda.pages(spans) == expected
+
+
+class Runtime:
+    """Stands for CUDA's: locks of pages, of which the `limit`-th fails."""
+
+    def __init__(self, limit: int = 99) -> None:
+        self.locked: list[tuple[int, int]] = []
+        self.limit = limit
+
+    def hostRegister(self, begin: int, size: int, flags: int) -> None:
+        if len(self.locked) + 1 >= self.limit:
+            raise RuntimeError("cudaErrorMemoryAllocation")
+        self.locked.append((begin, size))
+
+    def hostUnregister(self, begin: int) -> None:
+        self.locked = [lock for lock in self.locked if lock[0] != begin]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[Runtime], Runtime]:
+    def install(runtime: Runtime) -> Runtime:
+        cupy = type("CuPy", (), {"cuda": type("Cuda", (), {"runtime": runtime})})
+        monkeypatch.setitem(sys.modules, "cupy", cupy)
+        return runtime
+
+    return install
+
+
+def test_pages_are_locked_until_they_are_unlocked(runtime):
+    found, arrays = runtime(Runtime()), [np.zeros(3 * PAGE, np.uint8), np.zeros(50 * PAGE, np.uint8)]
+    lock = cuda.PageLock(arrays)
+    assert lock.failure == ""
+    for array in arrays:
+        assert any(
+            begin <= array.ctypes.data and array.ctypes.data + array.nbytes <= begin + n for begin, n in found.locked
+        )
+    lock.free()
+    lock.free()
+    assert found.locked == []
+
+
+def test_after_a_failure_nothing_stays_locked(runtime):
+    found = runtime(Runtime(limit=2))
+    lock = cuda.PageLock([np.zeros(PAGE, np.uint8), np.zeros(500 * PAGE, np.uint8), np.zeros(PAGE, np.uint8)])
+    assert "MemoryAllocation" in lock.failure and found.locked == []
+    lock.free()
+
+
+def test_on_the_cpu_calls_are_made_as_they_are():
+    made = []
+    cpu = torch.device("cpu")
+    assert cuda.new_stream(cpu) is None
+    call = cuda.after_this(lambda: made.append(threading.get_ident()), cpu, None)
+    call()
+    with cuda.own_stream(torch.device("cpu")):
+        cuda.ready(torch.zeros(1))
+    assert made == [threading.get_ident()]
+    assert torch.equal(cuda.allocate(3, torch.float64, torch.device("cpu")), torch.zeros(3, dtype=torch.float64))
