@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.mpi.reducer import Reducer
+from hpcsync.mpi.collectives.bucket_reducer import Reducer
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import OptimizerSpec

@@ -11,7 +11,7 @@ import torch
 
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.books import Books
-from hpcsync.mpi.layers import Read
+from hpcsync.mpi.collectives.model_parts import Read
 from hpcsync.mpi.monitor import Monitor
 from hpcsync.mpi.peer_session import PeerSession
 from hpcsync.mpi.rank_session import FAREWELL_S, Given, end_all

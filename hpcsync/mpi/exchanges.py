@@ -10,8 +10,8 @@ from torch import nn
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.core.peer_coordinator import Division
+from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
 from hpcsync.mpi.gossiping import Pulling, Pushing, PushSumming
-from hpcsync.mpi.layers import Layers, SeparatedLayers
 from hpcsync.mpi.peer_exchange import AllReducing, Averaging, Exchange, Permuting
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.separated import Separated

@@ -18,9 +18,9 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.core.peer_coordinator import Division, drawing
 from hpcsync.iterations import Iterations
-from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
+from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
+from hpcsync.mpi.collectives.bucket_reducer import Reducer
 from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.mpi.reducer import Reducer
 from hpcsync.mpi.transport import messages
 from hpcsync.trace.schema import EVERYBODY, NOBODY, WAITING
 from hpcsync.training import compressor

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.mpi.layers import Layers
+from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import Placement
 from hpcsync.run_dir.checkpoint import Checkpoints

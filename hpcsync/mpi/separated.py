@@ -21,9 +21,9 @@ from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.iterations import Iterations
-from hpcsync.mpi.allreduce import Agreed
+from hpcsync.mpi.collectives.allreduce import Agreed
+from hpcsync.mpi.collectives.model_parts import SeparatedLayers
 from hpcsync.mpi.crossing import Crossing, Rows
-from hpcsync.mpi.layers import SeparatedLayers
 from hpcsync.mpi.peer_exchange import Outcome, Summing
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.mpi.transport import cuda

@@ -17,7 +17,7 @@ from hpcsync.core.coordinator import coordinate
 from hpcsync.core.roles import Roles
 from hpcsync.iterations import Iterations
 from hpcsync.mpi.books import Books
-from hpcsync.mpi.layers import Layers
+from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.rank_session import Given, RankSession

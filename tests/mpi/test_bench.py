@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench import allreduce, latency, round_trip, transfers
-from hpcsync.mpi.reducer import Reducer
+from hpcsync.mpi.collectives.bucket_reducer import Reducer
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.flat_model import FlatModel
 

@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 import hpcsync
 from hpcsync.audit.run import audit
 from hpcsync.config.errors import JobError
-from hpcsync.mpi import layers
+from hpcsync.mpi.collectives import model_parts
 from hpcsync.mpi.transport.node_memory import MemoryUnreachable
 from hpcsync.mpi.transport.tensor_window import Transport
 
@@ -104,7 +104,7 @@ def test_an_evaluation_that_falls_due_as_the_last_worker_leaves(comm, needs, fol
 @pytest.mark.parametrize("piece", [1 << 30, 7])
 def test_all_of_rank_0s_model_becomes_everybodys(comm, folder, piece, monkeypatch):
     """Frozen parameters and buffers too, of any type; in pieces, where they are larger than MPI takes."""
-    monkeypatch.setattr(layers, "BCAST_BYTES", piece)
+    monkeypatch.setattr(model_parts, "BCAST_BYTES", piece)
     torch.manual_seed(comm.rank)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1))
     model[0].requires_grad_(False)

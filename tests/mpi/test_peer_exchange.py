@@ -16,9 +16,9 @@ from mpi4py import MPI
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import optimizer_spec
 from hpcsync.core.peer_coordinator import drawing
+from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.exchanges import exchange
 from hpcsync.mpi.gossiping import Pushing
-from hpcsync.mpi.layers import Layers
 from hpcsync.mpi.peer_exchange import Exchange
 from hpcsync.mpi.peer_link import PeerLink
 from hpcsync.training.flat_model import FlatModel

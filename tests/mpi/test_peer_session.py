@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import Division
-from hpcsync.mpi import peer_session, reducer
-from hpcsync.mpi.allreduce import MpiMean, mean_vector
+from hpcsync.mpi import peer_session
 from hpcsync.mpi.books import Books
+from hpcsync.mpi.collectives import bucket_reducer
+from hpcsync.mpi.collectives.allreduce import MpiMean, mean_vector
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import in_step
@@ -223,8 +224,8 @@ def batch_sizes(folder: Any) -> np.ndarray:
 @pytest.mark.parametrize("way", ["fastest", "mpi"])
 def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, overlap):
     if way == "mpi":
-        monkeypatch.setattr(reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Patience(comm)))
-    assert reducer.mean_vector is mean_vector or way == "mpi"
+        monkeypatch.setattr(bucket_reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Patience(comm)))
+    assert bucket_reducer.mean_vector is mean_vector or way == "mpi"
     paradigm = {**ALLREDUCE, "bucket_mb": 0.00004}
     this = sharing(comm.size, slowest_s=0.0 if overlap else 1e-4, paradigm=paradigm)
     weights = on_some(comm, this, folder / "run")

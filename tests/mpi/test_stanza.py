@@ -11,7 +11,7 @@ import torch
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
-from hpcsync.mpi import layers
+from hpcsync.mpi.collectives import model_parts
 from hpcsync.mpi.transport import tensor_window
 from hpcsync.mpi.transport.tensor_window import TensorWindow
 from hpcsync.planning.layer_groups import Groups
@@ -110,7 +110,7 @@ def test_what_travels_is_what_the_trace_counts_and_the_formula_says(comm, needs,
         if issubclass(kind, TensorWindow) and "put" in vars(kind) and kind is not TensorWindow:
             monkeypatch.setattr(kind, "put", _recorded(kind.put, put))
     shared: list[tuple[int, int]] = []  # ranks of the communicator, numbers
-    share = layers.share
+    share = model_parts.share
     monkeypatch.setattr(
         layers,
         "share",

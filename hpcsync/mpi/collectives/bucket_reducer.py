@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.allreduce import Agreed, Said, mean_vector
-from hpcsync.mpi.compressed_mean import compressed_mean
+from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
+from hpcsync.mpi.collectives.compressed_allreduce import compressed_mean
 from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.background_thread import Background
 from hpcsync.mpi.transport.tensor_window import HOST, Transport

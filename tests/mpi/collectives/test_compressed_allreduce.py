@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.mpi import compressed_mean as module
-from hpcsync.mpi.allreduce import Agreed, MpiMean, Said
-from hpcsync.mpi.compressed_mean import CompressedMean, FactorsMean, GatheredMean
-from hpcsync.mpi.reducer import Reducer
+from hpcsync.mpi.collectives import compressed_allreduce as module
+from hpcsync.mpi.collectives.allreduce import Agreed, MpiMean, Said
+from hpcsync.mpi.collectives.bucket_reducer import Reducer
+from hpcsync.mpi.collectives.compressed_allreduce import CompressedMean, FactorsMean, GatheredMean
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.simulator.compressed_mean import FactorsInOneProcess, PayloadsInOneProcess

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from hpcsync.compression import ErrorFeedback
 from hpcsync.compression.codec import Array
 from hpcsync.core.peer_coordinator import sent_in_a_ring, sent_to_all
-from hpcsync.mpi.allreduce import LINE_BYTES, Agreed, MeanVector, Said, agreed, mean_vector
+from hpcsync.mpi.collectives.allreduce import LINE_BYTES, Agreed, MeanVector, Said, agreed, mean_vector
 from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.mpi.transport.tensor_window import Transport
