@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hpcsync.core.coordinator import Cancellation, Coordinator, Order, Report
-from hpcsync.mpi.evaluator import Evaluator
 from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.saver import Saver, heed
+from hpcsync.mpi.rank0.checkpointing import Saver, heed
+from hpcsync.mpi.rank0.evaluator import Evaluator
 from hpcsync.mpi.shard import Shard, encode
 from hpcsync.mpi.transport import messages, ulfm
 from hpcsync.mpi.transport.messages import OrderRecord

@@ -16,10 +16,10 @@ from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.roles import Roles
 from hpcsync.iterations import Iterations
-from hpcsync.mpi.books import Books
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.leader import Leader
 from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.rank0.run_recorder import Books
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.shard import Shard, follow
 from hpcsync.mpi.transport import cuda, messages

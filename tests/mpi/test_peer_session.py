@@ -15,9 +15,9 @@ import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import Division
 from hpcsync.mpi import peer_session
-from hpcsync.mpi.books import Books
 from hpcsync.mpi.collectives import bucket_reducer
 from hpcsync.mpi.collectives.allreduce import MpiMean, mean_vector
+from hpcsync.mpi.rank0.run_recorder import Books
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import in_step

@@ -5,7 +5,7 @@ import pytest
 
 from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm, decision_fields
-from hpcsync.mpi.watch import Watch
+from hpcsync.mpi.rank0.straggler_report import Watch
 from hpcsync.simulator import cluster, links
 from hpcsync.simulator.peers import simulation
 from hpcsync.simulator.simulation import Simulation

@@ -18,12 +18,12 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.mpi.evaluator import Evaluator, Read
+from hpcsync.mpi.rank0.checkpointing import Saver
+from hpcsync.mpi.rank0.evaluator import Evaluator, Read
+from hpcsync.mpi.rank0.straggler_report import Watch
 from hpcsync.mpi.rank_session import Given
-from hpcsync.mpi.saver import Saver
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.worker_state import Phases
-from hpcsync.mpi.watch import Watch
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress, console
 from hpcsync.system import launcher

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from hpcsync.config.checkpoint import Checkpoint
-from hpcsync.mpi.saver import Saver
+from hpcsync.mpi.rank0.checkpointing import Saver
 from hpcsync.run_dir.checkpoint import Checkpoints, newest
 
 
