@@ -248,9 +248,9 @@ def join(
 def _kind(job: Job, rank: int) -> Callable[[Given], RankSession]:
     """The session of this rank of a job."""
     from hpcsync.mpi.bookkeeper import BookkeeperSession
-    from hpcsync.mpi.local_steps import CommittingSession, ElasticSession
     from hpcsync.mpi.peer_session import PeerSession
-    from hpcsync.mpi.session import FollowerSession, LeaderSession, WorkerSession
+    from hpcsync.mpi.server.local_steps import CommittingSession, ElasticSession
+    from hpcsync.mpi.server.session import FollowerSession, LeaderSession, WorkerSession
 
     if not job.has_servers:
         return BookkeeperSession if rank == 0 else PeerSession

@@ -14,11 +14,11 @@ from hpcsync.config.job import Stop
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.roles import Roles
-from hpcsync.mpi.leader import Leader
-from hpcsync.mpi.link import Link
-from hpcsync.mpi.shard import Shard
+from hpcsync.mpi.server.channel import Link
+from hpcsync.mpi.server.leader import Leader
+from hpcsync.mpi.server.shard import Shard
+from hpcsync.mpi.server.worker import Worker
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
-from hpcsync.mpi.worker import Worker
 from hpcsync.paradigms import create
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.optimizers import OptimizerSpec

@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
+from hpcsync.mpi.server.worker import Worker
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
-from hpcsync.mpi.worker import Worker
 from hpcsync.training.optimizers import OptimizerSpec
 
 SIZE = 250

@@ -11,9 +11,9 @@ from mpi4py import MPI
 from hpcsync.bench.engine import with_engine
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.errors import JobError
+from hpcsync.mpi.server.worker import Worker
 from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
-from hpcsync.mpi.worker import Worker
 from hpcsync.training.optimizers import OptimizerSpec
 
 SIZES = {"cpu": (25_000_000,), "cuda": (25_000_000, 100_000_000, 500_000_000)}

@@ -14,7 +14,7 @@ from mpi4py import MPI
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.coordinator import Coordinator
-from hpcsync.mpi.worker import Worker
+from hpcsync.mpi.server.worker import Worker
 from hpcsync.run_dir import checkpoint
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import DIED, JOINED

@@ -16,8 +16,8 @@ from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Reply, Update
 from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.core.roles import Roles
-from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.shard import Shard, encode
+from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.server.shard import Shard, encode
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.messages import OrderRecord
 from hpcsync.paradigms import easgd

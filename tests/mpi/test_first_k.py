@@ -13,9 +13,9 @@ import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Collection, Reply, Update
-from hpcsync.mpi.shard import encode
+from hpcsync.mpi.server.shard import encode
+from hpcsync.mpi.server.worker import Worker
 from hpcsync.mpi.transport import messages
-from hpcsync.mpi.worker import Worker
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import APPLIED, DROPPED
 from hpcsync.training.parameter_store import Store

@@ -12,8 +12,8 @@ import torch
 
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.roles import Roles
-from hpcsync.mpi.link import Link, Reader
-from hpcsync.mpi.shard import Shard
+from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.server.shard import Shard
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.mailbox import Outbox
 from hpcsync.mpi.transport.messages import OrderRecord

@@ -9,7 +9,7 @@ import torch
 
 from hpcsync.core.assignments import STOP, Assignment
 from hpcsync.core.coordinator import Collection, Order, Reply, Update
-from hpcsync.mpi.link import Link
+from hpcsync.mpi.server.channel import Link
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.messages import GrantRecord, OrderRecord
 from hpcsync.training.parameter_store import Store

@@ -11,7 +11,7 @@ import torch
 
 from hpcsync.config.paradigms import Easgd
 from hpcsync.mpi.rank_session import Given
-from hpcsync.mpi.session import WorkerSession
+from hpcsync.mpi.server.session import WorkerSession
 from hpcsync.training.local_update import LocalOptimizer
 from hpcsync.training.lr_schedule import worker_rate
 from hpcsync.training.update_rules import towards

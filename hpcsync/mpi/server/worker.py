@@ -9,7 +9,7 @@ import torch
 
 from hpcsync.core.assignments import STOP
 from hpcsync.core.coordinator import Report, estimated
-from hpcsync.mpi.link import Link, Reader
+from hpcsync.mpi.server.channel import Link, Reader
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.trace.schema import COMPUTING, PUSHING, READING, WAITING

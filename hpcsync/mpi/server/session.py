@@ -17,13 +17,13 @@ from hpcsync.core.coordinator import coordinate
 from hpcsync.core.roles import Roles
 from hpcsync.iterations import Iterations
 from hpcsync.mpi.collectives.model_parts import Layers
-from hpcsync.mpi.leader import Leader
-from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.rank0.run_recorder import Books
 from hpcsync.mpi.rank_session import Given, RankSession
-from hpcsync.mpi.shard import Shard, follow
+from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.server.leader import Leader
+from hpcsync.mpi.server.shard import Shard, follow
+from hpcsync.mpi.server.worker import Worker
 from hpcsync.mpi.transport import cuda, messages
-from hpcsync.mpi.worker import Worker
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import interrupt, on_signals
 from hpcsync.training import compressor, rng_state, update_rules

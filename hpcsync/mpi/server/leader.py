@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from hpcsync.core.coordinator import Cancellation, Coordinator, Order, Report
-from hpcsync.mpi.link import Link, Reader
 from hpcsync.mpi.rank0.checkpointing import Saver, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
-from hpcsync.mpi.shard import Shard, encode
+from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.server.shard import Shard, encode
 from hpcsync.mpi.transport import messages, ulfm
 from hpcsync.mpi.transport.messages import OrderRecord
 from hpcsync.mpi.transport.ulfm import RankFailed
