@@ -247,8 +247,8 @@ def join(
 
 def _kind(job: Job, rank: int) -> Callable[[Given], RankSession]:
     """The session of this rank of a job."""
-    from hpcsync.mpi.bookkeeper import BookkeeperSession
-    from hpcsync.mpi.peer_session import PeerSession
+    from hpcsync.mpi.peer.rank0_session import BookkeeperSession
+    from hpcsync.mpi.peer.session import PeerSession
     from hpcsync.mpi.server.local_steps import CommittingSession, ElasticSession
     from hpcsync.mpi.server.session import FollowerSession, LeaderSession, WorkerSession
 

@@ -1,5 +1,11 @@
 """What tests/mpi shows of tensors in host memory, shown of tensors in a GPU's."""
 
+from tests.mpi.peer.test_session import (  # noqa: F401
+    foretold,
+    test_allreduce_equals_one_process_with_the_whole_batch,
+    test_any_split_is_the_whole_batch,
+    test_averaging_after_every_step_is_synchronous_sgd,
+)
 from tests.mpi.test_batches import test_any_split_is_the_whole_batch as test_any_split_under_bsp  # noqa: F401
 from tests.mpi.test_commits import test_the_weights_are_those_of_the_commits_in_the_trace  # noqa: F401
 from tests.mpi.test_compression import (  # noqa: F401
@@ -9,12 +15,6 @@ from tests.mpi.test_compression import (  # noqa: F401
 from tests.mpi.test_first_k import (  # noqa: F401
     test_a_late_worker_is_stopped_early,
     test_weights_are_what_the_trace_says_they_are_made_of,
-)
-from tests.mpi.test_peer_session import (  # noqa: F401
-    foretold,
-    test_allreduce_equals_one_process_with_the_whole_batch,
-    test_any_split_is_the_whole_batch,
-    test_averaging_after_every_step_is_synchronous_sgd,
 )
 from tests.mpi.test_stanza import (  # noqa: F401
     test_evaluations_are_of_both_halves,

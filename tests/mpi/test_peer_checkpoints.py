@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.mpi import peer_session
 from hpcsync.mpi.collectives.bucket_reducer import Reducer
+from hpcsync.mpi.peer import session as peer_session
 from hpcsync.mpi.transport.push_inbox import Parcels
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.trace.reader import load

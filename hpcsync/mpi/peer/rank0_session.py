@@ -11,8 +11,8 @@ import torch
 
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.collectives.model_parts import Read
-from hpcsync.mpi.monitor import Monitor
-from hpcsync.mpi.peer_session import PeerSession
+from hpcsync.mpi.peer.monitor import Monitor
+from hpcsync.mpi.peer.session import PeerSession
 from hpcsync.mpi.rank0.run_recorder import Books
 from hpcsync.mpi.rank_session import FAREWELL_S, Given, end_all
 from hpcsync.planning.batch_allocation import Allocated

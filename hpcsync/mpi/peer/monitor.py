@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
-from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.peer.channel import PeerLink
 from hpcsync.mpi.rank0.checkpointing import Saver, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
 from hpcsync.mpi.server.leader import CHORES_S

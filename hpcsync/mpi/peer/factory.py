@@ -11,10 +11,10 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.core.peer_coordinator import Division
 from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
-from hpcsync.mpi.gossiping import Pulling, Pushing, PushSumming
-from hpcsync.mpi.peer_exchange import AllReducing, Averaging, Exchange, Permuting
-from hpcsync.mpi.peer_link import PeerLink
-from hpcsync.mpi.separated import Separated
+from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Permuting
+from hpcsync.mpi.peer.gossip import Pulling, Pushing, PushSumming
+from hpcsync.mpi.peer.stanza import Separated
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import OptimizerSpec
 

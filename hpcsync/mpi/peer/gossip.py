@@ -13,8 +13,8 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip
 from hpcsync.core.peer_coordinator import drawing
-from hpcsync.mpi.peer_exchange import Exchange, Outcome
-from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.exchange import Exchange, Outcome
 from hpcsync.mpi.transport.push_inbox import Parcels
 from hpcsync.trace.schema import PUSHING, READING
 from hpcsync.training.flat_model import FlatModel

@@ -23,9 +23,9 @@ from hpcsync.config.paradigms import Stanza
 from hpcsync.iterations import Iterations
 from hpcsync.mpi.collectives.allreduce import Agreed
 from hpcsync.mpi.collectives.model_parts import SeparatedLayers
-from hpcsync.mpi.crossing import Crossing, Rows
-from hpcsync.mpi.peer_exchange import Outcome, Summing
-from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.peer.activation_exchange import Crossing, Rows
+from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.exchange import Outcome, Summing
 from hpcsync.mpi.transport import cuda
 from hpcsync.planning.split_cost import Shape
 from hpcsync.trace.schema import EVERYBODY

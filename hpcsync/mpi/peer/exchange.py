@@ -20,7 +20,7 @@ from hpcsync.core.peer_coordinator import Division, drawing
 from hpcsync.iterations import Iterations
 from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.collectives.bucket_reducer import Reducer
-from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.peer.channel import PeerLink
 from hpcsync.mpi.transport import messages
 from hpcsync.trace.schema import EVERYBODY, NOBODY, WAITING
 from hpcsync.training import compressor

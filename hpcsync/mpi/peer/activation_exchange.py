@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.peer.channel import PeerLink
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.background_thread import Background
 from hpcsync.mpi.transport.mailbox import Inbox, Outbox

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import Division
-from hpcsync.mpi import peer_session
 from hpcsync.mpi.collectives import bucket_reducer
 from hpcsync.mpi.collectives.allreduce import MpiMean, mean_vector
+from hpcsync.mpi.peer import session
 from hpcsync.mpi.rank0.run_recorder import Books
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.planning.batch_allocation import Estimate
@@ -207,7 +207,7 @@ def foretold(monkeypatch):
             self.n_observed += 1
             return Estimate(0.001 * self.worker, 0.001 * 2.0 ** (self.worker * (1 + self.n_observed // 4 % 3)))
 
-    for engine in (peer_session, in_step):
+    for engine in (session, in_step):
         monkeypatch.setattr(engine, "estimator", lambda job, worker, *_: Foretelling(worker))
 
 

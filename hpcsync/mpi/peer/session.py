@@ -12,9 +12,9 @@ import torch
 
 from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.iterations import Iterations
-from hpcsync.mpi.exchanges import exchange, layers
-from hpcsync.mpi.peer_exchange import Outcome
-from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.exchange import Outcome
+from hpcsync.mpi.peer.factory import exchange, layers
 from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.progress_engine import choose

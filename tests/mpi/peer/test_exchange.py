@@ -17,10 +17,10 @@ from hpcsync.config.job import Job
 from hpcsync.core.job_validation import optimizer_spec
 from hpcsync.core.peer_coordinator import drawing
 from hpcsync.mpi.collectives.model_parts import Layers
-from hpcsync.mpi.exchanges import exchange
-from hpcsync.mpi.gossiping import Pushing
-from hpcsync.mpi.peer_exchange import Exchange
-from hpcsync.mpi.peer_link import PeerLink
+from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.exchange import Exchange
+from hpcsync.mpi.peer.factory import exchange
+from hpcsync.mpi.peer.gossip import Pushing
 from hpcsync.training.flat_model import FlatModel
 
 SIZE = 7
