@@ -31,7 +31,7 @@ from hpcsync.workloads.registry import Evaluate
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from hpcsync.mpi.rank_session import Given, RankSession
+    from hpcsync.mpi.session_base import Given, RankSession
 
 T = TypeVar("T")
 
@@ -193,7 +193,7 @@ def join(
     `before`. Collective."""
     from mpi4py import MPI
 
-    from hpcsync.mpi.rank_session import Given
+    from hpcsync.mpi.session_base import Given
     from hpcsync.mpi.transport.node_memory import MemoryUnreachable
     from hpcsync.mpi.transport.ulfm import refuse_intolerant
     from hpcsync.mpi.transport.window_selection import place
@@ -346,7 +346,7 @@ def aborting(comm: MPI.Intracomm, *, but: type[BaseException] | tuple[type[BaseE
 
 def _abort(comm: MPI.Intracomm) -> None:
     """End the job for an exception of one rank alone: the others would wait for it for ever."""
-    from hpcsync.mpi.rank_session import end_all
+    from hpcsync.mpi.session_base import end_all
 
     error = sys.exception()
     assert error is not None

@@ -15,7 +15,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.job_validation import check
 from hpcsync.library import agree
-from hpcsync.mpi.rank_session import RankSession
+from hpcsync.mpi.session_base import RankSession
 from hpcsync.mpi.transport import window_selection
 from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.rank import train

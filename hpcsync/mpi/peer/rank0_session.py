@@ -14,7 +14,7 @@ from hpcsync.mpi.collectives.model_parts import Read
 from hpcsync.mpi.peer.monitor import Monitor
 from hpcsync.mpi.peer.session import PeerSession
 from hpcsync.mpi.rank0.run_recorder import Books
-from hpcsync.mpi.rank_session import FAREWELL_S, Given, end_all
+from hpcsync.mpi.session_base import FAREWELL_S, Given, end_all
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import SignalListener, interrupt, on_signals

@@ -15,7 +15,7 @@ from hpcsync.iterations import Iterations
 from hpcsync.mpi.peer.channel import PeerLink
 from hpcsync.mpi.peer.exchange import Outcome
 from hpcsync.mpi.peer.factory import exchange, layers
-from hpcsync.mpi.rank_session import Given, RankSession
+from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.progress_engine import choose
 from hpcsync.planning.batch_allocation import Allocated, Estimate

@@ -21,7 +21,7 @@ from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.rank0.checkpointing import Saver
 from hpcsync.mpi.rank0.evaluator import Evaluator, Read
 from hpcsync.mpi.rank0.straggler_report import Watch
-from hpcsync.mpi.rank_session import Given
+from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.worker_state import Phases
 from hpcsync.run_dir import layout

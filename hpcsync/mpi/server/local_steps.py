@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hpcsync.config.paradigms import Easgd
-from hpcsync.mpi.rank_session import Given
 from hpcsync.mpi.server.session import WorkerSession
+from hpcsync.mpi.session_base import Given
 from hpcsync.training.local_update import LocalOptimizer
 from hpcsync.training.lr_schedule import worker_rate
 from hpcsync.training.update_rules import towards

@@ -18,11 +18,11 @@ from hpcsync.core.roles import Roles
 from hpcsync.iterations import Iterations
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.rank0.run_recorder import Books
-from hpcsync.mpi.rank_session import Given, RankSession
 from hpcsync.mpi.server.channel import Link, Reader
 from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.server.shard import Shard, follow
 from hpcsync.mpi.server.worker import Worker
+from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import interrupt, on_signals
