@@ -75,7 +75,7 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     job = jobs.load(path, overrides)
     from hpcsync.run_dir.progress_line import console
-    from hpcsync.simulator import run
+    from hpcsync.simulator import simulate as run
     from hpcsync.workloads.registry import import_beside
 
     import_beside(path)

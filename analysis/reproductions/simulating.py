@@ -51,7 +51,7 @@ def _workers(processes: int) -> Iterator:
 
 
 def _simulate(run: tuple[Job, Path]) -> None:
-    from hpcsync.simulator.run import simulate  # in the process that simulates: it imports torch
+    from hpcsync.simulator.simulate import simulate  # in the process that simulates: it imports torch
 
     job, folder = run
     for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end

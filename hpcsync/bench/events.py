@@ -11,7 +11,7 @@ from itertools import cycle
 from typing import Any
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 
 BARE = "a bare heap: pop and push (time, number)"
 SIMPY_AIM = 1.0  # below it, the kernel that others keep would be the better choice

@@ -17,7 +17,7 @@ from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.simulator import cluster
-from hpcsync.simulator.simulation import Simulation
+from hpcsync.simulator.server_run import Simulation
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica

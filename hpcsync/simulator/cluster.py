@@ -12,9 +12,9 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp, Stanza
 from hpcsync.core.device_speed import Device, device, takes_no_time
 from hpcsync.core.roles import Roles
-from hpcsync.simulator.loop import Loop
-from hpcsync.simulator.recorded import RecordedRun, read
-from hpcsync.simulator.transfers import AT_ONCE, Networked, Timed, Transfers
+from hpcsync.simulator.event_loop import Loop
+from hpcsync.simulator.replayed_times import RecordedRun, read
+from hpcsync.simulator.server_transfers import AT_ONCE, Networked, Timed, Transfers
 from hpcsync.training.flat_model import trainable
 from hpcsync.workloads.registry import Workload
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 
 SETTLE = 1  # priority in the loop: after everything that happens at the same time
 LEFT, SINCE, RATE, END = range(4)  # rows of what is known of the flows

@@ -17,10 +17,10 @@ from hpcsync.config.paradigms import Stanza
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.peer_coordinator import Lockstep, sent_in_a_ring
 from hpcsync.core.stanza_resolution import divided
-from hpcsync.simulator.links import Workers
-from hpcsync.simulator.peer_arithmetic import Judged
-from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
-from hpcsync.simulator.separated_arithmetic import InHalves, NothingInHalves, TwoHalves
+from hpcsync.simulator.peer_numerics import Judged
+from hpcsync.simulator.peer_run import PeerSimulation, Watch
+from hpcsync.simulator.peer_transfers import Workers
+from hpcsync.simulator.stanza_numerics import InHalves, NothingInHalves, TwoHalves
 from hpcsync.trace.schema import EVERYBODY
 from hpcsync.training.lr_schedule import learning_rate
 from hpcsync.workloads.registry import Workload

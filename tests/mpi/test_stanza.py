@@ -16,7 +16,7 @@ from hpcsync.mpi.transport import tensor_window
 from hpcsync.mpi.transport.tensor_window import TensorWindow
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.rank import train
-from hpcsync.simulator.run import prepare
+from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.reader import load
 from tests.mpi.training import Nothing, failures, one_process
 

@@ -22,7 +22,7 @@ from hpcsync.rank import train
 from hpcsync.run_dir import layout
 from hpcsync.session import Session
 from hpcsync.simulator import cluster
-from hpcsync.simulator.simulation import Simulation
+from hpcsync.simulator.server_run import Simulation
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import APPLIED
 from hpcsync.workloads.registry import Workload

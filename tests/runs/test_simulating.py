@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from hpcsync.audit.run import audit
 from hpcsync.config import job as jobs
 from hpcsync.report.compare import compare
-from hpcsync.simulator.run import simulate
+from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 from tests.runs.processes import ended, hpcsync, started
 

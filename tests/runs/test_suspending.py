@@ -10,7 +10,7 @@ from rich.console import Console
 from hpcsync.audit.run import audit
 from hpcsync.config.job import load as load_job
 from hpcsync.run_dir import checkpoint
-from hpcsync.simulator.run import simulate
+from hpcsync.simulator.simulate import simulate
 from hpcsync.system.signals import TO_BE_RESUMED
 from hpcsync.trace.reader import load
 from tests.runs.processes import ended, hpcsync, started

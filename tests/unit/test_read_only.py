@@ -13,7 +13,7 @@ from hpcsync.audit import run
 from hpcsync.config.errors import JobError
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
-from hpcsync.simulator.run import simulate
+from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import TraceError, load, settle
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.jobs import make_job

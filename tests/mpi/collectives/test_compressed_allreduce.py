@@ -20,7 +20,7 @@ from hpcsync.mpi.collectives.compressed_allreduce import CompressedMean, Factors
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.simulator.compressed_mean import FactorsInOneProcess, PayloadsInOneProcess
-from hpcsync.simulator.run import simulate
+from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 from hpcsync.training import compressor
 from hpcsync.training.compressor import Compression

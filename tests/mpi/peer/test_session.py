@@ -20,8 +20,8 @@ from hpcsync.mpi.peer import session
 from hpcsync.mpi.rank0.run_recorder import Books
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.planning.batch_allocation import Estimate
-from hpcsync.simulator import in_step
-from hpcsync.simulator.run import simulate
+from hpcsync.simulator import sync_peers
+from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import EVERYBODY, NOBODY
 from tests.mpi.training import alone, failures, on_some, one_process
@@ -207,7 +207,7 @@ def foretold(monkeypatch):
             self.n_observed += 1
             return Estimate(0.001 * self.worker, 0.001 * 2.0 ** (self.worker * (1 + self.n_observed // 4 % 3)))
 
-    for engine in (session, in_step):
+    for engine in (session, sync_peers):
         monkeypatch.setattr(engine, "estimator", lambda job, worker, *_: Foretelling(worker))
 
 

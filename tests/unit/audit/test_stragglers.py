@@ -6,9 +6,9 @@ import pytest
 from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.mpi.rank0.straggler_report import Watch
-from hpcsync.simulator import cluster, links
-from hpcsync.simulator.peers import simulation
-from hpcsync.simulator.simulation import Simulation
+from hpcsync.simulator import cluster, peer_transfers
+from hpcsync.simulator.factory import simulation
+from hpcsync.simulator.server_run import Simulation
 from hpcsync.trace.schema import COMPUTING, WAITING
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
@@ -52,7 +52,7 @@ def record(paradigm, phases=(COMPUTING,) * 3):
     if job.has_servers:
         Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), trace, look).run()
     else:
-        simulation(job, workload, links.build(job, workload), trace, look).run()
+        simulation(job, workload, peer_transfers.build(job, workload), trace, look).run()
     return as_trace(job, trace.rows, decision_fields(job))
 
 

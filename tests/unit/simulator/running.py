@@ -8,7 +8,7 @@ from typing import Any
 from hpcsync.audit.run import audit
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
-from hpcsync.simulator.run import prepare
+from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.writer import TraceWriter

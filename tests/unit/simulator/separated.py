@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.simulator.run import prepare
+from hpcsync.simulator.simulate import prepare
 from hpcsync.workloads.registry import Workload, build, half_squared_error
 from tests.unit.jobs import make_job
-from tests.unit.simulator.test_peers import Recorder
+from tests.unit.simulator.test_factory import Recorder
 
 LR = 0.1
 NESTEROV = {"name": "sgd", "lr": LR, "momentum": 0.9, "nesterov": True}

@@ -4,7 +4,7 @@ import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.simulator import cluster
-from hpcsync.simulator.transfers import Networked, Timed
+from hpcsync.simulator.server_transfers import Networked, Timed
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import simulate, timing_job

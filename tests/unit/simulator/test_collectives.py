@@ -19,7 +19,7 @@ from hpcsync.simulator.collectives import (
     tree_broadcast_s,
     tree_reduce,
 )
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import Network
 
 SIZE, LATENCY_S, BANDWIDTH = 240_000, 1e-4, 1e6

@@ -12,14 +12,14 @@ from hpcsync.compression import ErrorFeedback
 from hpcsync.core.peer_coordinator import Division
 from hpcsync.simulator import collectives, compressed_mean
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce_s
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import Network
 from hpcsync.trace.schema import TABLES
 from hpcsync.training.compressor import of_job
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.running import failed, simulate, timing_job
-from tests.unit.simulator.test_peers import ALLREDUCE, BATCHES, LR, NESTEROV, Run, close, data, gradient, start
+from tests.unit.simulator.test_factory import ALLREDUCE, BATCHES, LR, NESTEROV, Run, close, data, gradient, start
 
 NAMES = ["top-k", "random-k", "dgc", "qsgd", "one-bit", "sign", "powersgd", "fp16", "bf16"]
 NETWORK = {"bandwidth_gbit": 1e-3, "latency_us": 1000}

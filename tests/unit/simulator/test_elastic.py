@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hpcsync.core.coordinator import Update
-from hpcsync.simulator.arithmetic import ElasticArithmetic, arithmetic
 from hpcsync.simulator.gradients import Work
+from hpcsync.simulator.server_numerics import ElasticArithmetic, arithmetic
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import build

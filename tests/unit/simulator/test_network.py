@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.simulator import network as module
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import Network, fair_rates
 
 # ---- other ways to share, for comparison ----

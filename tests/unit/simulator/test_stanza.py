@@ -12,7 +12,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.planning import stanza_planner
 from hpcsync.planning.split_cost import SEPARATED, Shape, Times
 from hpcsync.simulator.collectives import ring_allreduce_s
-from hpcsync.simulator.links import build as build_workers
+from hpcsync.simulator.peer_transfers import build as build_workers
 from hpcsync.trace.schema import EVERYBODY, TABLES
 from hpcsync.training.sampler import batch_indices
 from hpcsync.workloads.registry import build

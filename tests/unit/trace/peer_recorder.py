@@ -1,8 +1,8 @@
 """Traces of small runs without servers: simulated, in memory."""
 
 from hpcsync.core.assignments import decision_fields
-from hpcsync.simulator import links
-from hpcsync.simulator.peers import simulation
+from hpcsync.simulator import peer_transfers
+from hpcsync.simulator.factory import simulation
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.trace.recorder import Rows, as_trace
@@ -47,7 +47,7 @@ def simulated(job):
     trace, workload = Rows(), build(job)
     for rank in range(job.cluster.ranks):
         trace.append("clocks", (0, rank, b"virtual", 0.0, 0.0))
-    simulation(job, workload, links.build(job, workload), trace).run()
+    simulation(job, workload, peer_transfers.build(job, workload), trace).run()
     return trace.rows
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
 from hpcsync.core.coordinator import Recorder
-from hpcsync.simulator.gossiping import PullSimulation, PushSimulation
-from hpcsync.simulator.in_step import AllReduceSimulation, AveragingSimulation, PermutationSimulation
-from hpcsync.simulator.links import Workers
-from hpcsync.simulator.peer_simulation import PeerSimulation, Watch
+from hpcsync.simulator.gossip import PullSimulation, PushSimulation
+from hpcsync.simulator.peer_run import PeerSimulation, Watch
+from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.simulator.stanza import StanzaSimulation
+from hpcsync.simulator.sync_peers import AllReduceSimulation, AveragingSimulation, PermutationSimulation
 from hpcsync.workloads.registry import Workload
 
 __all__ = ["PeerSimulation", "simulation"]

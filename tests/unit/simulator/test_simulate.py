@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from hpcsync.audit.run import audit
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.simulator.run import simulate
+from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 from hpcsync.workloads import registry
 from tests.unit.jobs import LINEAR, make_job

@@ -6,7 +6,7 @@ import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.report.compare import compare
-from hpcsync.simulator.recorded import RecordedTimes, _joined, read
+from hpcsync.simulator.replayed_times import RecordedTimes, _joined, read
 from hpcsync.trace.reader import load
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from hpcsync.core.coordinator import Update
-from hpcsync.simulator.arithmetic import NoArithmetic, RealArithmetic, arithmetic
 from hpcsync.simulator.gradients import NEXT
+from hpcsync.simulator.server_numerics import NoArithmetic, RealArithmetic, arithmetic
 from hpcsync.training.gradient import worker_seed
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import Workload, build

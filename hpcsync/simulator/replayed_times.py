@@ -22,7 +22,7 @@ from hpcsync.config.cluster import Change
 from hpcsync.config.compression import Dense
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
-from hpcsync.simulator.transfers import Steps
+from hpcsync.simulator.server_transfers import Steps
 from hpcsync.trace.reader import Trace, TraceError, load
 
 

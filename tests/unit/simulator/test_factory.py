@@ -15,9 +15,9 @@ from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.peer_coordinator import Division, drawing
 from hpcsync.simulator.collectives import ring_allreduce_s
-from hpcsync.simulator.links import build as build_workers
-from hpcsync.simulator.peers import PeerSimulation, simulation
-from hpcsync.simulator.run import prepare
+from hpcsync.simulator.factory import PeerSimulation, simulation
+from hpcsync.simulator.peer_transfers import build as build_workers
+from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.schema import EVERYBODY, NOBODY, TABLES, decisions_dtype
 from hpcsync.training.local_update import LocalOptimizer
 from hpcsync.training.sampler import batches

@@ -6,9 +6,9 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Gossip
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.peer_coordinator import drawing, taken_in
-from hpcsync.simulator.links import Workers
-from hpcsync.simulator.peer_arithmetic import Model, Parcel
-from hpcsync.simulator.peer_simulation import Watch, WithReplicas
+from hpcsync.simulator.peer_numerics import Model, Parcel
+from hpcsync.simulator.peer_run import Watch, WithReplicas
+from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.workloads.registry import Workload
 
 

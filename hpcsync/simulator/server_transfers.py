@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 
 from hpcsync.config.cluster import Network as NetworkTable
 from hpcsync.core.roles import Roles
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import Network
 
 Then = Callable[[int, float], None]  # called with the worker, and when the step before had been done

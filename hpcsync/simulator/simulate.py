@@ -22,8 +22,8 @@ from hpcsync.core.stanza_resolution import resolved
 from hpcsync.report import compare
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress
-from hpcsync.simulator import cluster, links, peers
-from hpcsync.simulator.simulation import Simulation
+from hpcsync.simulator import cluster, factory, peer_transfers
+from hpcsync.simulator.server_run import Simulation
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.trace.provenance import provenance
@@ -54,17 +54,17 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     return status
 
 
-def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulation | peers.PeerSimulation]:
+def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulation | factory.PeerSimulation]:
     """What makes the simulation, whose `run` runs it. Raises JobError for a job that cannot be simulated."""
     if job.has_servers:
         return partial(Simulation, job, workload, cluster.build(job, workload), create_paradigm(job))
-    return partial(peers.simulation, job, workload, links.build(job, workload))
+    return partial(factory.simulation, job, workload, peer_transfers.build(job, workload))
 
 
 def _simulate(
     job: Job,
     workload: Workload,
-    begin: Callable[[Recorder, Watch], Simulation | peers.PeerSimulation],
+    begin: Callable[[Recorder, Watch], Simulation | factory.PeerSimulation],
     folder: Path,
     console: Console,
 ) -> int:
@@ -80,7 +80,7 @@ def _simulate(
         watch = _Watch(trace, progress)
         with on_signals(watch.received.append):
             simulation = begin(trace, watch)
-            if isinstance(simulation, peers.PeerSimulation):
+            if isinstance(simulation, factory.PeerSimulation):
                 trace.describe(simulation.attributes)
             simulation.run()
         layout.save_weights(folder, workload.model)

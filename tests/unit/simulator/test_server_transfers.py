@@ -4,8 +4,8 @@ import pytest
 
 from hpcsync.config.cluster import Network as NetworkTable
 from hpcsync.core.roles import Roles
-from hpcsync.simulator.loop import Loop
-from hpcsync.simulator.transfers import Networked, Steps, Timed
+from hpcsync.simulator.event_loop import Loop
+from hpcsync.simulator.server_transfers import Networked, Steps, Timed
 
 LATENCY_S = 1e-3
 RATE = 1e9 / 8  # bytes a second of 1 Gbit/s

@@ -16,7 +16,7 @@ from hpcsync.core.device_speed import Device, device, takes_no_time
 from hpcsync.core.peer_coordinator import sent_in_a_ring
 from hpcsync.simulator.cluster import refuse_standstill
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce, ring_alone_s
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import Network
 from hpcsync.training.flat_model import trainable
 from hpcsync.workloads.registry import Workload

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.simulator.separated_arithmetic import TwoHalves, _Half
+from hpcsync.simulator.stanza_numerics import TwoHalves, _Half
 from hpcsync.training.gradient import worker_seed
 from hpcsync.training.sampler import batch_indices, batches
 from hpcsync.workloads.registry import half_squared_error

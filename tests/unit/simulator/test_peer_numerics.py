@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from hpcsync.simulator.gradients import Work
-from hpcsync.simulator.peer_arithmetic import NothingApart, NothingTogether, OneReplica, Replicas, apart, together
+from hpcsync.simulator.peer_numerics import NothingApart, NothingTogether, OneReplica, Replicas, apart, together
 from hpcsync.training.gradient import worker_seed
 from hpcsync.training.sampler import batches, sequence_indices
 from hpcsync.workloads.registry import Workload, build
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import TIMING
-from tests.unit.simulator.test_arithmetic import Noisy
+from tests.unit.simulator.test_server_numerics import Noisy
 
 PUSH = {"name": "gossip", "mode": "push"}
 PUSH_SUM = {"name": "gossip", "mode": "push-sum"}

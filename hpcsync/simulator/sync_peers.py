@@ -12,9 +12,9 @@ from hpcsync.core.device_speed import encode_s
 from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator.gradients import Work
-from hpcsync.simulator.links import Workers
-from hpcsync.simulator.peer_arithmetic import Judged, Model, together
-from hpcsync.simulator.peer_simulation import PeerSimulation, Watch, WithReplicas
+from hpcsync.simulator.peer_numerics import Judged, Model, together
+from hpcsync.simulator.peer_run import PeerSimulation, Watch, WithReplicas
+from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.trace.schema import EVERYBODY
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable

@@ -15,7 +15,7 @@ from torch import nn
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import Stanza
 from hpcsync.simulator.gradients import Own, own_batches
-from hpcsync.simulator.peer_arithmetic import Evaluation, Judged, Nothing
+from hpcsync.simulator.peer_numerics import Evaluation, Judged, Nothing
 from hpcsync.training.flat_model import FlatModel, trainable
 from hpcsync.training.gradient import Replica
 from hpcsync.training.model_split import Halves

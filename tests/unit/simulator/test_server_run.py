@@ -12,7 +12,7 @@ from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
-from hpcsync.simulator.simulation import Simulation
+from hpcsync.simulator.server_run import Simulation
 from hpcsync.trace.schema import TABLES
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import build

@@ -4,8 +4,8 @@ import pytest
 
 from hpcsync.config.cluster import Network
 from hpcsync.simulator.collectives import ring_allreduce_s
-from hpcsync.simulator.links import Links
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
+from hpcsync.simulator.peer_transfers import Links
 
 GBIT, LATENCY_S, SIZE = 125e6, 5e-5, 10**6
 

@@ -15,8 +15,8 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
-from hpcsync.simulator.links import Workers
-from hpcsync.simulator.peer_arithmetic import Judged, apart
+from hpcsync.simulator.peer_numerics import Judged, apart
+from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.trace.schema import NOBODY
 from hpcsync.training.lr_schedule import EvaluationSchedule, worker_rate
 from hpcsync.workloads.registry import Workload

@@ -26,9 +26,9 @@ from hpcsync.core.coordinator import (
 from hpcsync.core.device_speed import Device, encode_s
 from hpcsync.paradigms import Paradigm
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.simulator.arithmetic import arithmetic
 from hpcsync.simulator.cluster import Cluster
 from hpcsync.simulator.gradients import Work
+from hpcsync.simulator.server_numerics import arithmetic
 from hpcsync.training.gradient import piece_shares
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.speed_models import estimator, nominal_clock

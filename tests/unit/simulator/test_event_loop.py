@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.simulator.loop import Loop
+from hpcsync.simulator.event_loop import Loop
 
 
 class Unnumbered(Loop):
