@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpcsync.library import connect as connect
-    from hpcsync.library import device as device
+    from hpcsync.api.connect import connect as connect
+    from hpcsync.api.connect import device as device
 
 __version__ = "0.1.0"
 __all__ = ["__version__", "connect", "device"]
@@ -19,7 +19,7 @@ __all__ = ["__version__", "connect", "device"]
 
 def __getattr__(name: str) -> Any:
     if name in ("connect", "device"):
-        from hpcsync import library
+        from hpcsync.api import connect as library
 
         return getattr(library, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpcsync.api.connect import aborting, agree, join, world
+from hpcsync.api.session import Session
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.core.job_validation import check
 from hpcsync.core.stanza_resolution import resolved
-from hpcsync.library import aborting, agree, join, world
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Resumed
-from hpcsync.session import Session
 from hpcsync.system import gpu_selection
 from hpcsync.training.gradient import Replica, worker_seed
 from hpcsync.training.optimizers import OptimizerSpec

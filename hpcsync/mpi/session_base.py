@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
+from hpcsync.api.session import Session
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import Placement
 from hpcsync.run_dir.checkpoint import Checkpoints
-from hpcsync.session import Session
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0

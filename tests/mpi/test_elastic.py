@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync import library
+from hpcsync.api import connect
 from hpcsync.audit.run import audit
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
@@ -69,7 +69,7 @@ def positions(comm: Any, this: Job, folder: Any, exchanges: int = 20) -> tuple[n
     """
     workload = check(this)
     period = this.paradigm.period
-    with library.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
+    with connect.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
         left = 0
         if sync.worker is not None:
             sync.flat.weights.add_(sync.worker + 1.0)

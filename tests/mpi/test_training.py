@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync import library
+from hpcsync.api import connect
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.trace.reader import load
@@ -92,7 +92,7 @@ def test_workers_may_finish_early(comm, needs, folder, paradigm):
     needs(2)
     this = job(paradigm, 1, comm.size - 1, stop={"updates": 10**6})
     workload = check(this)
-    with library.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
+    with connect.join(comm, this, workload.model, optimizer_spec(this), None, folder) as sync:
         left = 0 if sync.worker is None else 10 + 15 * sync.worker
         leaving(sync, this, workload, left)
     weights = comm.allgather(sync.flat.weights.numpy())
@@ -120,7 +120,7 @@ def test_evaluation_delays_nobody(comm, needs, folder):
         return 0.0, 0.0
 
     workload = check(this)
-    with library.join(comm, this, workload.model, optimizer_spec(this), evaluate, folder) as sync:
+    with connect.join(comm, this, workload.model, optimizer_spec(this), evaluate, folder) as sync:
         for x, y in sync.shard(workload.train, batch_size=8, epochs=None):
             sync.flat.zero_gradient()
             loss = workload.loss(workload.model, x, y)
@@ -147,5 +147,5 @@ def test_a_job_of_another_size_is_refused_on_every_rank(comm, needs, folder):
     needs(2)
     this = job("asp", 1, comm.size)
     workload = check(this)
-    with pytest.raises(library.JobError, match="ranks, but"):
-        library.join(comm, this, workload.model, optimizer_spec(this), None, folder)
+    with pytest.raises(connect.JobError, match="ranks, but"):
+        connect.join(comm, this, workload.model, optimizer_spec(this), None, folder)

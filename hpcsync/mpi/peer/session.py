@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from hpcsync.api.batches import Iterations
 from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, taken_in
-from hpcsync.iterations import Iterations
 from hpcsync.mpi.peer.channel import PeerLink
 from hpcsync.mpi.peer.exchange import Outcome
 from hpcsync.mpi.peer.factory import exchange, layers

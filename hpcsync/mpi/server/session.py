@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
+from hpcsync.api.batches import Iterations
 from hpcsync.config.paradigms import Easgd
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.roles import Roles
-from hpcsync.iterations import Iterations
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.rank0.run_recorder import Books
 from hpcsync.mpi.server.channel import Link, Reader

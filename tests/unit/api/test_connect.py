@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync import connect, device
+from hpcsync.api.connect import agree
 from hpcsync.config.errors import JobError
-from hpcsync.library import agree
 from hpcsync.run_dir.checkpoint import RUN, Checkpoints
 from hpcsync.system import gpu_selection
 from hpcsync.training.sampler import batches, sequence_indices
