@@ -1,5 +1,5 @@
 """`python -m hpcsync`, which is also what every rank of a run is started as."""
 
-from hpcsync.cli import main
+from hpcsync.cli.app import main
 
 main()

@@ -1,6 +1,8 @@
-"""What is tried in processes of their own, because each of these may crash or hang.
+"""Probes that run in processes of their own, because each of them may crash or hang.
 
-python -m hpcsync.system.subprocess_probe NAME RESULT.json ARGUMENT...       (`world`, `passive` and `windows` on two ranks)
+python -m hpcsync.system.subprocess_probe NAME RESULT.json ARGUMENT...
+
+`world`, `passive` and `windows` run on two ranks.
 """
 
 from __future__ import annotations

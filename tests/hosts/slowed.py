@@ -14,9 +14,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from hpcsync.cli.rank_main import train
 from hpcsync.config import job as jobs
 from hpcsync.mpi.transport.backoff import Patience
-from hpcsync.rank import train
 from hpcsync.training.parameter_store import Store
 
 DEAF_S = 0.5

@@ -11,6 +11,7 @@ import torch
 
 from hpcsync.api import connect
 from hpcsync.audit.run import audit
+from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Reply, Update
@@ -22,7 +23,6 @@ from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.messages import OrderRecord
 from hpcsync.paradigms import easgd
 from hpcsync.paradigms.base import Paradigm
-from hpcsync.rank import train
 from hpcsync.trace.reader import load
 from hpcsync.training.sampler import batches
 from hpcsync.training.update_rules import Elastic

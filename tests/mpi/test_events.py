@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.run import audit
+from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
-from hpcsync.rank import train
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import JOINED, LEFT
 from tests.mpi.training import go_on

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import hpcsync
+from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
 from hpcsync.mpi.collectives import model_parts
 from hpcsync.mpi.transport import tensor_window
 from hpcsync.mpi.transport.tensor_window import TensorWindow
 from hpcsync.planning.layer_groups import Groups
-from hpcsync.rank import train
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.reader import load
 from tests.mpi.training import Nothing, failures, one_process
@@ -112,7 +112,7 @@ def test_what_travels_is_what_the_trace_counts_and_the_formula_says(comm, needs,
     shared: list[tuple[int, int]] = []  # ranks of the communicator, numbers
     share = model_parts.share
     monkeypatch.setattr(
-        layers,
+        model_parts,
         "share",
         lambda tensors, comm, root: share(
             [shared.append((comm.size, tensor.numel())) or tensor for tensor in tensors], comm, root

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.run import audit
-from hpcsync.slurm import mpi_of_this_python
+from hpcsync.cli.slurm import mpi_of_this_python
 from hpcsync.trace.reader import Trace, load
 from tests.hosts.namespaces import Unavailable
 from tests.slurm.cluster import Slurm

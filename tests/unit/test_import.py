@@ -26,7 +26,7 @@ def loaded(code: str) -> set[str]:
         "import hpcsync; hpcsync.__version__",
         "import hpcsync.config.job",
         "import hpcsync.system.launcher",
-        "import hpcsync.cli, contextlib\nwith contextlib.suppress(SystemExit): hpcsync.cli.app(['--help'])",
+        "import hpcsync.cli.app, contextlib\nwith contextlib.suppress(SystemExit): hpcsync.cli.app.app(['--help'])",
         "import hpcsync.paradigms",
     ],
 )

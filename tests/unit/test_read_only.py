@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcsync import front
 from hpcsync.audit import run
+from hpcsync.cli import run as front
 from hpcsync.config.errors import JobError
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
@@ -17,7 +17,7 @@ from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import TraceError, load, settle
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.jobs import make_job
-from tests.unit.traces import recorder
+from tests.unit.trace import recorder
 
 JOB = recorder.make_job("bsp", 2)
 

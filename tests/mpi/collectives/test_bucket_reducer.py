@@ -70,7 +70,7 @@ def test_the_mean_is_exact(comm, bucket_bytes, overlap, clear):
         for step in range(3):
             clear(flat)
             backward(flat, known(comm.rank, step))
-            assert bucket_reducer.finish() == Agreed(comm.size, comm.size, 0, False)
+            assert reducer.finish() == Agreed(comm.size, comm.size, 0, False)
             assert torch.equal(flat.gradient, mean_of([known(rank, step) for rank in range(comm.size)]))
     assert torch.equal(flat.gradient, mean_of([known(rank, 2) for rank in range(comm.size)]))
 
@@ -86,7 +86,7 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(comm, dtype, bucket_by
             flat.drop_gradient()
             backward(flat, noise)
             assert comm.size == 1 or not equal_everywhere(comm, noise)  # the control
-            bucket_reducer.finish()
+            reducer.finish()
             assert equal_everywhere(comm, flat.gradient)
             results.append(flat.gradient.clone())
     assert all(torch.equal(result, results[0]) for result in results)
@@ -99,14 +99,14 @@ def test_gradients_count_as_often_as_their_ranks_say(comm, bucket_bytes, overlap
     flat = make()
     with Reducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
         for step in range(4):
-            bucket_reducer.weight = 1.0 if step == 3 else 2.0 ** (comm.rank - step)
+            reducer.weight = 1.0 if step == 3 else 2.0 ** (comm.rank - step)
             flat.drop_gradient()
             if step == 1:
                 for parameter, part in zip(flat.parameters, known(comm.rank, step).split(parts(flat)), strict=True):
                     parameter.grad = part.view(parameter.shape).clone()
             else:
                 backward(flat, known(comm.rank, step))
-            bucket_reducer.finish()
+            reducer.finish()
             weights = [1.0 if step == 3 else 2.0 ** (rank - step) for rank in range(comm.size)]
             assert torch.equal(flat.gradient, mean_of([w * known(rank, step) for rank, w in enumerate(weights)]))
             assert (
@@ -126,7 +126,7 @@ def test_the_gradient_of_a_script_that_replaces_it(comm):
         for parameter in flat.parameters:
             parameter.grad = torch.ones_like(parameter)
         backward(flat, known(comm.rank))  # adds to the script's own
-        bucket_reducer.finish()
+        reducer.finish()
         assert torch.equal(flat.gradient, mean_of([known(rank) + 1 for rank in range(comm.size)]))
         assert all(p.grad.untyped_storage().data_ptr() == flat.gradient.untyped_storage().data_ptr()
                    for p in flat.parameters)  # fmt: skip
@@ -139,7 +139,7 @@ def test_parameters_without_part_in_the_loss(comm, used):
         flat.gradient.fill_(9.0)
         flat.drop_gradient()
         backward(flat, known(comm.rank), used)
-        bucket_reducer.finish()
+        reducer.finish()
         expected = torch.zeros(SIZE, dtype=torch.float64)
         sizes = [p.numel() for p in flat.parameters]
         for part, whole in list(
@@ -156,7 +156,7 @@ def test_ranks_that_use_different_parameters(comm):
     with Reducer(comm, flat, TINY) as reducer:
         flat.drop_gradient()
         backward(flat, torch.ones(SIZE), used)
-        bucket_reducer.finish()
+        reducer.finish()
         odd = comm.size // 2
         assert flat.gradient[0] == odd / comm.size
         assert flat.gradient[-1] == (comm.size - odd) / comm.size
@@ -169,10 +169,10 @@ def test_a_second_backward_before_finish_is_refused(comm, needs):
         backward(flat, known(comm.rank))
         with pytest.raises(RuntimeError, match="second backward pass before .* call finish"):
             backward(flat, known(comm.rank))
-        bucket_reducer.finish()
+        reducer.finish()
         flat.zero_gradient()
         backward(flat, known(comm.rank))  # after it, one is welcome
-        bucket_reducer.finish()
+        reducer.finish()
         assert torch.equal(flat.gradient, mean_of([known(rank) for rank in range(comm.size)]))
 
 
@@ -181,13 +181,13 @@ def test_without_overlap_backward_passes_add_up(comm):
     with Reducer(comm, flat, MIDDLE, overlap=False) as reducer:
         flat.zero_gradient()
         backward(flat, known(comm.rank, 1))
-        bucket_reducer.overlap = True
+        reducer.overlap = True
         backward(flat, known(comm.rank, 2))
-        bucket_reducer.finish()
+        reducer.finish()
         expected = mean_of([known(rank, 1) + known(rank, 2) for rank in range(comm.size)])
         assert torch.equal(flat.gradient, expected)
         backward(flat, known(comm.rank, 3))  # not cleared: the next mean is added
-        bucket_reducer.finish()
+        reducer.finish()
         assert torch.equal(flat.gradient, expected + mean_of([known(rank, 3) for rank in range(comm.size)]))
 
 
@@ -202,7 +202,7 @@ def test_ranks_without_a_batch_take_part_until_nobody_has_one(comm, bucket_bytes
             if contributing:
                 flat.drop_gradient()
                 backward(flat, known(comm.rank, step))
-            agreed = bucket_reducer.finish(contributing)
+            agreed = reducer.finish(contributing)
             if agreed.n_contributing == 0:
                 break
             assert agreed.n_contributing == comm.size - step
@@ -218,8 +218,8 @@ def test_a_rank_cannot_withdraw_what_it_has_launched(comm, needs):
     with Reducer(comm, flat, MIDDLE) as reducer:
         backward(flat, known(comm.rank))
         with pytest.raises(RuntimeError, match="on their way"):
-            bucket_reducer.finish(contributing=False)
-        bucket_reducer.finish()
+            reducer.finish(contributing=False)
+        reducer.finish()
 
 
 def test_one_rank_stops_all_at_the_same_step(comm):
@@ -228,7 +228,7 @@ def test_one_rank_stops_all_at_the_same_step(comm):
         steps = []
         for step in range(10):
             backward(flat, known(comm.rank))
-            if bucket_reducer.finish(stop=comm.rank == comm.size - 1 and step == 3).stop:
+            if reducer.finish(stop=comm.rank == comm.size - 1 and step == 3).stop:
                 break
             steps.append(step)
     assert steps == [0, 1, 2]
@@ -256,14 +256,14 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(comm, needs, overlap):
 
         def during():
             deadline = time.monotonic() + (10 if overlap else 0.2)
-            while bucket_reducer.n_reduced < LAYERS - 1 and time.monotonic() < deadline:
+            while reducer.n_reduced < LAYERS - 1 and time.monotonic() < deadline:
                 time.sleep(0.01)
-            seen.append(bucket_reducer.n_reduced)
+            seen.append(reducer.n_reduced)
 
         nn.Sequential(*rest)(Slow.apply(first(torch.ones(1, 5, dtype=torch.float64)), during)).sum().backward()
-        bucket_reducer.finish()
+        reducer.finish()
         assert seen == [LAYERS - 1 if overlap else 0]
-        assert bucket_reducer.reduced.comm_s > 0
+        assert reducer.reduced.comm_s > 0
 
 
 def test_finish_waits_for_the_slowest_and_says_so(comm, needs):
@@ -275,14 +275,14 @@ def test_finish_waits_for_the_slowest_and_says_so(comm, needs):
             time.sleep(0.3)
         backward(flat, known(comm.rank))
         used_s = time.process_time()
-        bucket_reducer.finish()
+        reducer.finish()
         used_s = time.process_time() - used_s
         if comm.rank > 0:
-            assert bucket_reducer.reduced.waited_s > 0.1
+            assert reducer.reduced.waited_s > 0.1
 
 
 def test_without_calls_from_several_threads_everything_waits_for_finish(comm, monkeypatch):
-    monkeypatch.setattr(bucket_reducer.MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    monkeypatch.setattr(reducer.MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     threads = threading.active_count()
     flat = make()
     with Reducer(comm, flat, MIDDLE) as one:
@@ -298,7 +298,7 @@ def test_without_calls_from_several_threads_everything_waits_for_finish(comm, mo
 
 def test_the_gradient_may_be_the_mean_when_backward_returns(comm):
     flat, finished = make(), []
-    with Reducer(comm, flat, MIDDLE, lambda: finished.append(bucket_reducer.finish())) as reducer:
+    with Reducer(comm, flat, MIDDLE, lambda: finished.append(reducer.finish())) as reducer:
         for step in range(3):
             flat.drop_gradient()
             backward(flat, known(comm.rank, step))
@@ -312,11 +312,11 @@ def test_what_is_raised_there_comes_out_of_backward(comm):
     def refuse():
         raise ArithmeticError("not this one")
 
-    calls = [refuse, lambda: bucket_reducer.finish()]
+    calls = [refuse, lambda: reducer.finish()]
     with Reducer(comm, flat, MIDDLE, lambda: calls.pop(0)()) as reducer:
         with pytest.raises(ArithmeticError, match="not this one"):
             backward(flat, known(comm.rank))
-        bucket_reducer.finish()
+        reducer.finish()
         flat.zero_gradient()
         backward(flat, known(comm.rank))  # the next one is not affected
         assert calls == []
@@ -330,14 +330,14 @@ def test_closing_without_a_step_and_twice(comm):
     before = threading.active_count()
     flat = make()
     reducer = Reducer(comm, flat, MIDDLE)
-    bucket_reducer.close()
-    bucket_reducer.close()
+    reducer.close()
+    reducer.close()
     assert threading.active_count() == before
     flat.zero_gradient()
     backward(flat, known(comm.rank))  # no hook is left, and the memory is there
     assert torch.equal(flat.gradient, known(comm.rank))
     with pytest.raises(RuntimeError, match="after close"):
-        bucket_reducer.finish()
+        reducer.finish()
 
 
 def test_closing_with_buckets_on_their_way(comm):

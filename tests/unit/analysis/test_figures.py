@@ -12,8 +12,8 @@ import pytest
 
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
+from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import edit, record, with_rows, with_status
-from tests.unit.traces import peer_recorder
 
 # By hand: pushes at 1, 2, 3 s (worker 0) and 2.5 s (worker 1) make the four updates; worker 1's at 5 s is dropped.
 UNEVEN = ("asp", (1.0, 2.5), 4)

@@ -9,8 +9,8 @@ from rich.console import Console
 from hpcsync.report.compare import compare, table
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import GRANTS, PUSHES, UPDATES
+from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import make_job
-from tests.unit.traces import peer_recorder
 
 
 def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi", samples=8) -> Trace:

@@ -15,6 +15,7 @@ from hpcsync.trace import reader
 from hpcsync.trace.reader import TraceError
 from hpcsync.trace.schema import NOBODY
 from hpcsync.trace.writer import TraceWriter
+from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import (
     PARADIGMS,
     Rows,
@@ -28,7 +29,6 @@ from tests.unit.trace.recorder import (
     with_rows,
     with_status,
 )
-from tests.unit.traces import peer_recorder
 
 #        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes share predicted pull encode weight outcome
 NAN, INF = math.nan, math.inf

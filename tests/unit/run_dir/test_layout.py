@@ -18,7 +18,7 @@ from hpcsync.trace.reader import load
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.jobs import make_job
-from tests.unit.traces import recorder
+from tests.unit.trace import recorder
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync import doctor
-from hpcsync.doctor import Finding, ProbeError
+from hpcsync.cli import doctor
+from hpcsync.cli.doctor import Finding, ProbeError
 from hpcsync.system import launcher
 from hpcsync.system.window_trials import Rehearsed
 

@@ -9,7 +9,8 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from hpcsync import cli, plans
+from hpcsync.cli import app
+from hpcsync.cli import plan as plans
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.planning.stanza_planner import Link, Profile, choose, stanza_s, without_separation
@@ -24,7 +25,7 @@ LINKS = Link(1.25e9, 50e-6)
 def plan(**changed: str) -> Result:
     """With these options more or otherwise, by their names with _ for -."""
     options = ASKED | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
-    return CliRunner().invoke(cli.app, ["plan", "stanza", *(word for pair in options.items() for word in pair)])
+    return CliRunner().invoke(app.app, ["plan", "stanza", *(word for pair in options.items() for word in pair)])
 
 
 @pytest.fixture

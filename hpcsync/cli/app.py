@@ -58,10 +58,10 @@ def run(
     with told_in_one_line():
         if under_launcher():
             left_to_rank_0()  # before anything slow: a batch system's signal may come at any time
-            from hpcsync import rank as one
+            from hpcsync.cli import rank_main as one
 
             sys.exit(one.main(job, overrides or [], ranks, out, resume))
-        from hpcsync import front
+        from hpcsync.cli import run as front
 
         sys.exit(front.run(job, overrides or [], ranks, out, resume))
 
@@ -82,7 +82,7 @@ def simulate(
 ) -> None:
     """Train in virtual time, on one core: any number of workers, the same decisions, the same trace."""
     with told_in_one_line():
-        from hpcsync import front
+        from hpcsync.cli import run as front
 
         sys.exit(front.simulate(job, overrides or [], out, times_from))
 
@@ -90,7 +90,7 @@ def simulate(
 @app.command()
 def show(job: JobPath, overrides: Overrides = None) -> None:
     """What a job resolves to: roles, sizes, bytes per iteration. Nothing runs."""
-    from hpcsync import front
+    from hpcsync.cli import run as front
 
     with told_in_one_line():
         front.show(job, overrides or [])
@@ -108,7 +108,7 @@ def audit(trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.h
 @app.command()
 def doctor() -> None:
     """Which MPI there is, and whether it serves."""
-    from hpcsync import doctor as examination
+    from hpcsync.cli import doctor as examination
 
     sys.exit(examination.main())
 
@@ -161,7 +161,7 @@ def slurm(
 
     What is said of nodes, given several times, is for as many kinds of node: a heterogeneous job.
     """
-    from hpcsync import slurm as scripts
+    from hpcsync.cli import slurm as scripts
 
     with told_in_one_line():
         asked = scripts.Asked(
@@ -215,7 +215,7 @@ def stanza(
     ] = None,
 ) -> None:
     """How many nodes should train the fully-connected layers, beside parameter servers and all-reduce."""
-    from hpcsync import plans
+    from hpcsync.cli import plan as plans
 
     with told_in_one_line():
         asked = plans.Asked(

@@ -96,7 +96,7 @@ def _settle(trace: Path, status: str) -> None:
 def show(path: Path, overrides: Sequence[str]) -> None:
     """Print what this job resolves to. Raises JobError."""
     job = jobs.load(path, overrides)
-    from hpcsync.showing import print_job
+    from hpcsync.cli.show import print_job
     from hpcsync.workloads.registry import import_beside
 
     import_beside(path)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync import cli
+from hpcsync.cli import app
+from hpcsync.cli.slurm import Asked, script
 from hpcsync.config.errors import JobError
-from hpcsync.slurm import Asked, script
 
 JOB = """
 name = "small"
@@ -183,7 +183,7 @@ def written(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.chdir(REPOSITORY)
     monkeypatch.setattr(sys, "argv", shlex.split(command))
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        app.main()
     assert not ended.value.code
     return capsys.readouterr().out
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from hpcsync import __version__, front
+from hpcsync import __version__
+from hpcsync.cli import run
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, load
 from hpcsync.run_dir import layout
@@ -68,26 +69,26 @@ def ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
 
 
 def test_ranks_are_told_everything(path: Path, ranks: Ranks) -> None:
-    assert front.run(path, ["seed=5", "optimizer.lr=0.2"], 5, Path("o")) == 0
+    assert run.run(path, ["seed=5", "optimizer.lr=0.2"], 5, Path("o")) == 0
     program = "5 python -m mpi4py -m hpcsync run".split()
     settings = ["--set", "seed=5", "--set", "optimizer.lr=0.2", "-n", "5", "--out", "o"]
     assert ranks.command == [*program, str(path), *settings]
 
 
 def test_a_folder_is_chosen_anew_for_every_run(path: Path, ranks: Ranks) -> None:
-    front.run(path, [], None, None)
-    front.run(path, [], None, None)
+    run.run(path, [], None, None)
+    run.run(path, [], None, None)
     folders = sorted(Path("runs").iterdir())
     assert len(folders) == 2
     assert all(folder.name.startswith("tiny-") for folder in folders)
 
 
 def test_a_trace_is_never_overwritten(path: Path, ranks: Ranks) -> None:
-    assert front.run(path, [], None, Path("o")) == 0
+    assert run.run(path, [], None, Path("o")) == 0
     ranks.command = []
     before = Path("o/trace.h5").read_bytes()
     with pytest.raises(JobError, match="^out o: must not hold a trace.h5 already: runs are never overwritten$"):
-        front.run(path, [], None, Path("o"))
+        run.run(path, [], None, Path("o"))
     assert (ranks.command, Path("o/trace.h5").read_bytes()) == ([], before)
 
 
@@ -102,14 +103,14 @@ def test_a_trace_is_never_overwritten(path: Path, ranks: Ranks) -> None:
 )
 def test_nothing_starts_that_is_wrong(path: Path, ranks: Ranks, override: str, message: str) -> None:
     with pytest.raises(JobError) as caught:
-        front.run(path, [override], None, Path("o"))
+        run.run(path, [override], None, Path("o"))
     assert str(caught.value).startswith(message)
     assert (ranks.command, Path("o").exists()) == ([], False)
 
 
 def test_nothing_starts_without_a_folder(path: Path, ranks: Ranks) -> None:
     with pytest.raises(JobError, match="^out tiny.toml/below: Not a directory$"):
-        front.run(path, [], None, Path("tiny.toml/below"))
+        run.run(path, [], None, Path("tiny.toml/below"))
     assert ranks.command == []
 
 
@@ -125,7 +126,7 @@ def test_a_launch_that_fails_leaves_no_empty_folder(
 
     monkeypatch.setattr(launcher, "launch", fail)
     with pytest.raises(LaunchError):
-        front.run(path, [], None, out)
+        run.run(path, [], None, out)
     assert found == [True], "the ranks would find it made and empty"
     assert not any(Path("runs").iterdir()) if out is None else not out.exists()
 
@@ -133,7 +134,7 @@ def test_a_launch_that_fails_leaves_no_empty_folder(
 def test_an_empty_folder_of_the_user_s_stays(path: Path, ranks: Ranks) -> None:
     Path("o").mkdir()
     ranks.ended, ranks.status, ranks.summary = Ended(1), None, False
-    assert front.run(path, [], None, Path("o")) == 1
+    assert run.run(path, [], None, Path("o")) == 1
     assert Path("o").is_dir()
 
 
@@ -154,7 +155,7 @@ def test_the_trace_says_what_became_of_the_ranks(
     path: Path, ranks: Ranks, ended: Ended, status: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks.ended, ranks.summary, ranks.status = ended, False, status
-    assert front.run(path, [], None, Path("o")) == (75 if ended.signum else 1)
+    assert run.run(path, [], None, Path("o")) == (75 if ended.signum else 1)
     assert reader.load("o/trace.h5").status == expected
     said = "" if status == "failed" else f"hpcsync: {expected}; the trace so far is o/trace.h5\n"
     assert capsys.readouterr().err == said
@@ -162,14 +163,14 @@ def test_the_trace_says_what_became_of_the_ranks(
 
 def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks) -> None:
     ranks.ended = Ended(143, 15)
-    assert front.run(path, [], None, Path("o")) == 75
+    assert run.run(path, [], None, Path("o")) == 75
     assert reader.load("o/trace.h5").status == "finished"
 
 
 @pytest.mark.parametrize(("status", "expected"), [(2, 2), (1, 1), (137, 1), (0, 1)])
 def test_ranks_that_left_no_trace(path: Path, ranks: Ranks, status: int, expected: int) -> None:
     ranks.ended, ranks.status, ranks.summary = Ended(status), None, False
-    assert front.run(path, [], None, Path("o")) == expected
+    assert run.run(path, [], None, Path("o")) == expected
 
 
 def test_a_trace_that_does_not_open_is_said(
@@ -184,7 +185,7 @@ def test_a_trace_that_does_not_open_is_said(
         return launch(n, argv)
 
     monkeypatch.setattr(launcher, "launch", tear)
-    assert front.run(path, [], None, Path("o")) == 1
+    assert run.run(path, [], None, Path("o")) == 1
     assert capsys.readouterr().err == "hpcsync: o/trace.h5: not a trace (not an HDF5 file)\n"
 
 
@@ -202,10 +203,10 @@ def test_what_is_finished_or_nowhere_does_not_go_on(
     path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(JobError, match="^--resume: must come with --out DIR, the folder of the run that is to go on$"):
-        front.run(path, [], None, None, resume=True)
-    front.run(path, [], None, Path("o"))
+        run.run(path, [], None, None, resume=True)
+    run.run(path, [], None, Path("o"))
     ranks.command = []
-    assert front.run(path, [], None, Path("o"), resume=True) == 0
+    assert run.run(path, [], None, Path("o"), resume=True) == 0
     assert (ranks.command, capsys.readouterr().out) == ([], "finished already: o\n")
 
 
@@ -213,36 +214,36 @@ def test_a_run_goes_on_where_there_is_a_checkpoint(
     path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
-    assert front.run(path, [], None, Path("o")) == 1
+    assert run.run(path, [], None, Path("o")) == 1
     save(Path("o"), load(path))
     Path("o/trace.h5").unlink()
-    assert front.run(path, ["stop.updates=99"], None, Path("o"), resume=True) == 1
+    assert run.run(path, ["stop.updates=99"], None, Path("o"), resume=True) == 1
     assert capsys.readouterr().err.endswith("hpcsync: --resume goes on from o/checkpoints/1\n")
     assert ranks.command[-3:] == ["--out", "o", "--resume"]
     with pytest.raises(JobError, match="^seed = 5: must be 0, as it was when the run began$"):
-        front.run(path, ["seed=5"], None, Path("o"), resume=True)
+        run.run(path, ["seed=5"], None, Path("o"), resume=True)
 
 
 def test_a_run_with_servers_goes_on_with_fewer_workers(path: Path, ranks: Ranks) -> None:
     (path.parent / "o").mkdir()
     save(Path("o"), load(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 4))
-    assert front.run(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 3, Path("o"), resume=True) == 0
+    assert run.run(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 3, Path("o"), resume=True) == 0
     assert ranks.command[0] == "3"
 
 
 def test_without_a_checkpoint_it_begins_and_keeps_what_was_there(path: Path, ranks: Ranks) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
-    front.run(path, [], None, Path("o"))
+    run.run(path, [], None, Path("o"))
     Path("o/checkpoints/1.unfinished").mkdir(parents=True)
     ranks.ended, ranks.summary, ranks.status = Ended(0), True, "finished"
-    assert front.run(path, [], None, Path("o"), resume=True) == 0
+    assert run.run(path, [], None, Path("o"), resume=True) == 0
     assert reader.load("o/trace.lost-1.h5").status == "failed"
     assert reader.load("o/trace.h5").status == "finished"
 
 
 def test_one_that_can_be_resumed_says_so_to_the_batch_system(path: Path, ranks: Ranks) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(75), False, "interrupted"
-    assert front.run(path, [], None, Path("o")) == 75
+    assert run.run(path, [], None, Path("o")) == 75
 
 
 def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> None:
@@ -256,4 +257,4 @@ def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> Non
     )
     job = folder / "own.toml"
     job.write_text(TOML.replace('"timing", parameters = 3', '"front_test_workload:make", options = {size = 3}'))
-    assert front.run(job, [], None, Path("o")) == 0
+    assert run.run(job, [], None, Path("o")) == 0

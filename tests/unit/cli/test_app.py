@@ -9,7 +9,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import hpcsync
-from hpcsync import __version__, cli, front
+from hpcsync import __version__
+from hpcsync.cli import app
+from hpcsync.cli import run as front
 from hpcsync.config.errors import JobError
 from hpcsync.system.launcher import LaunchError
 
@@ -27,7 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
         return function
 
     rank = SimpleNamespace(main=stand_in("rank", 4))
-    monkeypatch.setitem(sys.modules, "hpcsync.rank", rank)  # the real one would initialise MPI
+    monkeypatch.setitem(sys.modules, "hpcsync.cli.rank_main", rank)  # the real one would initialise MPI
     monkeypatch.setattr(hpcsync, "rank", rank, raising=False)
     monkeypatch.setattr(front, "run", stand_in("run", 3))
     monkeypatch.setattr(front, "show", stand_in("show", 0))
@@ -37,7 +39,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
+    return CliRunner().invoke(app.app, arguments)
 
 
 def test_a_plain_run_starts_ranks(calls: list[tuple]) -> None:

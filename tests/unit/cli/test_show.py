@@ -2,8 +2,8 @@
 
 import pytest
 
+from hpcsync.cli.show import in_words, print_job, rows
 from hpcsync.config.job import Job
-from hpcsync.showing import in_words, print_job, rows
 
 
 def job(paradigm: dict, **tables: dict) -> Job:
