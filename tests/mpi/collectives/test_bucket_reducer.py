@@ -282,7 +282,7 @@ def test_finish_waits_for_the_slowest_and_says_so(comm, needs):
 
 
 def test_without_calls_from_several_threads_everything_waits_for_finish(comm, monkeypatch):
-    monkeypatch.setattr(reducer.MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
+    monkeypatch.setattr(bucket_reducer.MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     threads = threading.active_count()
     flat = make()
     with Reducer(comm, flat, MIDDLE) as one:
