@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hpcsync.api.session import Session
 from hpcsync.api.single_process import LocalSession
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers
 from hpcsync.config.paradigms import AllReduce, Stanza
 from hpcsync.core.job_validation import check_model
+from hpcsync.core.session import Session
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
 from hpcsync.system import gpu_selection, launcher

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpcsync.api.connect import aborting, agree, join, world
-from hpcsync.api.session import Session
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
 from hpcsync.core.job_validation import check
+from hpcsync.core.session import Session
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Resumed

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.api.session import Session
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.core.session import Session
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import Placement

@@ -11,12 +11,12 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.api.connect import agree
-from hpcsync.api.session import Session
 from hpcsync.audit.run import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.core.job_validation import check
+from hpcsync.core.session import Session
 from hpcsync.mpi.session_base import RankSession
 from hpcsync.mpi.transport import window_selection
 from hpcsync.mpi.transport.tensor_window import Transport

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from hpcsync.api.batches import Iterations
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
+from hpcsync.core.batches import Iterations
 from hpcsync.core.peer_coordinator import Division, drawing
 from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.collectives.bucket_reducer import Reducer

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.api.batches import Iterations
+from hpcsync.core.batches import Iterations
 from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, taken_in
 from hpcsync.mpi.peer.channel import PeerLink
 from hpcsync.mpi.peer.exchange import Outcome

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpcsync.api.batches import Iterations
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Stanza
+from hpcsync.core.batches import Iterations
 from hpcsync.mpi.collectives.allreduce import Agreed
 from hpcsync.mpi.collectives.model_parts import SeparatedLayers
 from hpcsync.mpi.peer.activation_exchange import Crossing, Rows

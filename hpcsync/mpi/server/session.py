@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from hpcsync.api.batches import Iterations
 from hpcsync.config.paradigms import Easgd
 from hpcsync.core.assignments import create_assignments, create_paradigm
+from hpcsync.core.batches import Iterations
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.roles import Roles
 from hpcsync.mpi.collectives.model_parts import Layers
