@@ -171,7 +171,7 @@ def connect(
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduce(name="allreduce"), "cluster": one})
         return LocalSession(job, model, optimizer, evaluate)
-    from hpcsync.mpi.transport.rank_order import arranged
+    from hpcsync.mpi.transport.node_topology import arranged
 
     if resume and before is None:
         agree(comm, lambda: layout.put_aside(out))

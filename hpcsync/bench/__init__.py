@@ -22,8 +22,8 @@ from hpcsync import __version__
 from hpcsync.bench.figures import Figure, table
 from hpcsync.bench.machine import machine, versions
 from hpcsync.config.errors import JobError, did_you_mean, shown
+from hpcsync.mpi.transport.window_trials import reason, rehearse, serving
 from hpcsync.system import gpu_selection, launcher
-from hpcsync.system.window_trials import reason, rehearse, serving
 
 
 class Target(NamedTuple):

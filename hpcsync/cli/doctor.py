@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.mpi.transport import shm_budget as windows
+from hpcsync.mpi.transport.subprocess_probe import ProbeError, probe
+from hpcsync.mpi.transport.window_trials import Rehearsed, fastest, reason, rehearse
 from hpcsync.system import launcher
-from hpcsync.system.subprocess_probe import ProbeError, probe
-from hpcsync.system.window_trials import Rehearsed, fastest, reason, rehearse
 
 PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
 SHM_BYTES = 256 * 2**20

@@ -44,7 +44,7 @@ def main(
             gpu_selection.claim(gpu_selection.choose(cluster.device, cluster.window, found))
     comm = world()
     assert comm is not None, "called on a rank"
-    from hpcsync.mpi.transport.rank_order import arranged
+    from hpcsync.mpi.transport.node_topology import arranged
 
     import_beside(path)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.system.window_trials import ON_A_NODE, Rehearsed, fastest, rehearse
+from hpcsync.mpi.transport.window_trials import ON_A_NODE, Rehearsed, fastest, rehearse
 from tests.gpu.device import DEVICE, FOUND
 from tests.mpi.conftest import (  # noqa: F401
     Transport,

@@ -12,7 +12,7 @@ from hpcsync.config.job import Job
 from hpcsync.mpi.transport import cuda, window_selection
 from hpcsync.mpi.transport.node_memory import HostMemory
 from hpcsync.mpi.transport.tensor_window import NodeWindow
-from hpcsync.system.window_trials import fastest
+from hpcsync.mpi.transport.window_trials import fastest
 from hpcsync.trace.reader import load
 from tests.gpu.device import DEVICE
 from tests.mpi.training import failures, on_some

@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
+from hpcsync.mpi.transport.window_trials import ON_A_NODE, rehearse
 from hpcsync.system import gpu_selection
-from hpcsync.system.window_trials import ON_A_NODE, rehearse
 
 ENVIRON = {**os.environ, "COLUMNS": "200"}
 

@@ -119,7 +119,7 @@ def test_another_mpi_s_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capf
 PROBE = """
 import os
 from mpi4py import MPI
-from hpcsync.system.subprocess_probe import probe
+from hpcsync.mpi.transport.subprocess_probe import probe
 world = MPI.COMM_WORLD
 found = (probe("world", ranks=2), probe("library")["thread"]) if world.rank == 0 else None
 os.write(1, f"rank {world.size} {world.bcast(found)}{chr(10)}".encode())

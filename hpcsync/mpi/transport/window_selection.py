@@ -18,8 +18,8 @@ from hpcsync.config.job import Job
 from hpcsync.mpi.transport.backoff import Patience
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.window_test import COUNT, attempt
+from hpcsync.mpi.transport.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 from hpcsync.system import gpu_selection
-from hpcsync.system.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 
 BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
 

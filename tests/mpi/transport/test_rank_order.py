@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 from hpcsync.config.cluster import Cluster
-from hpcsync.mpi.transport.rank_order import arranged
+from hpcsync.mpi.transport.node_topology import arranged
 
 
 @pytest.fixture

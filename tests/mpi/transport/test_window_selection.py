@@ -11,9 +11,9 @@ from hpcsync.mpi.transport import backoff, window_selection
 from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.mpi.transport.window_selection import Placement, place
 from hpcsync.mpi.transport.window_test import Attempt
+from hpcsync.mpi.transport.window_trials import Rehearsed
 from hpcsync.system import gpu_selection
 from hpcsync.system.gpu_selection import Found, Gpu
-from hpcsync.system.window_trials import Rehearsed
 
 GPU = torch.device("cuda", 0)
 

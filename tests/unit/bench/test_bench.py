@@ -11,9 +11,9 @@ import pytest
 from hpcsync import bench
 from hpcsync.bench import BenchError, Target
 from hpcsync.config.errors import JobError
+from hpcsync.mpi.transport.window_trials import Rehearsed
 from hpcsync.system.gpu_selection import Found
 from hpcsync.system.launcher import Ended
-from hpcsync.system.window_trials import Rehearsed
 
 
 def test_nothing_asked_for_is_everything():

@@ -8,8 +8,8 @@ import pytest
 
 from hpcsync.cli import doctor
 from hpcsync.cli.doctor import Finding, ProbeError
+from hpcsync.mpi.transport.window_trials import Rehearsed
 from hpcsync.system import launcher
-from hpcsync.system.window_trials import Rehearsed
 
 GOOD = {
     "packages": {"numpy": "2", "torch": "3"},
@@ -190,6 +190,6 @@ def test_a_probe_that_crashes(
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_probe_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
     pretend(monkeypatch, tmp_path, "exec sleep 60")
-    monkeypatch.setattr("hpcsync.system.subprocess_probe.LIMIT_S", 0.3)
+    monkeypatch.setattr("hpcsync.mpi.transport.subprocess_probe.LIMIT_S", 0.3)
     with pytest.raises(ProbeError, match="^hangs: no end after 0 s$"):
         doctor.probe("world", ranks=ranks)

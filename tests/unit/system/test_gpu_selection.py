@@ -102,7 +102,7 @@ def test_looking_needs_neither_gpu_nor_cupy() -> None:
 
 def test_importing_is_light() -> None:
     code = (
-        "import sys, hpcsync.system.gpu_selection, hpcsync.system.subprocess_probe;"
+        "import sys, hpcsync.system.gpu_selection, hpcsync.mpi.transport.subprocess_probe;"
         "sys.exit(bool({'torch', 'cupy', 'mpi4py'} & sys.modules.keys()))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,6 +1,6 @@
 """Probes that run in processes of their own, because each of them may crash or hang.
 
-python -m hpcsync.system.subprocess_probe NAME RESULT.json ARGUMENT...
+python -m hpcsync.mpi.transport.subprocess_probe NAME RESULT.json ARGUMENT...
 
 `world`, `passive` and `windows` run on two ranks.
 """
@@ -42,7 +42,7 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         runner = ["-m", "mpi4py"] if ranks else []  # it ends all ranks when one fails
-        argv = [sys.executable, *runner, "-m", "hpcsync.system.subprocess_probe", name, str(result), *arguments]
+        argv = [sys.executable, *runner, "-m", "hpcsync.mpi.transport.subprocess_probe", name, str(result), *arguments]
         with open(Path(folder) / "output", "w+b") as output:
             if ranks:
                 ended = launcher.launch(ranks, argv, timeout_s=LIMIT_S, output=output)

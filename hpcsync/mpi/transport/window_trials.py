@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcsync.system import launcher, subprocess_probe
+from hpcsync.mpi.transport import subprocess_probe
+from hpcsync.system import launcher
 
 ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is likeliest to crash
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from hpcsync.system import window_trials
+from hpcsync.mpi.transport import window_trials
+from hpcsync.mpi.transport.subprocess_probe import ProbeError
+from hpcsync.mpi.transport.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 from hpcsync.system.launcher import LaunchError
-from hpcsync.system.subprocess_probe import ProbeError
-from hpcsync.system.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
 
 STAGED, IPC, MPI = (
     Rehearsed("staged", 0.0021),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpcsync.mpi.transport.rank_order import spread
+from hpcsync.mpi.transport.node_topology import spread
 
 Order = Callable[[Sequence[str], int], list[int]]
 
