@@ -13,7 +13,7 @@ import pandas as pd
 import plotting
 from matplotlib.ticker import MaxNLocator
 
-from hpcsync.audit.batch_decisions import sizes_at_first
+from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.trace.reader import Trace, TraceError
 
 

@@ -1,25 +1,35 @@
-"""Train PyTorch models under any synchronisation paradigm, and see what each one costs.
+"""Train PyTorch models under any synchronisation paradigm, and measure what each one costs.
 
-`connect` makes a training script a rank of a run, on the device that `device` gives it.
+`connect` makes a training script a rank of a run, on the device that `device` returns. `Workload` is what a function
+named in a job file returns. `load_trace` reads the trace of a run.
 
-Importing this loads neither MPI, torch, CuPy nor h5py: a training script gets them when it asks for what needs them.
+Importing hpcsync loads neither MPI, torch, CuPy nor h5py; they are loaded when one of these names is first used.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hpcsync.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from hpcsync.api.connect import connect as connect
     from hpcsync.api.connect import device as device
+    from hpcsync.trace.reader import load as load_trace
+    from hpcsync.workloads.registry import Workload as Workload
 
-__version__ = "0.1.0"
-__all__ = ["__version__", "connect", "device"]
+_HOMES = {
+    "connect": ("hpcsync.api.connect", "connect"),
+    "device": ("hpcsync.api.connect", "device"),
+    "Workload": ("hpcsync.workloads.registry", "Workload"),
+    "load_trace": ("hpcsync.trace.reader", "load"),
+}
+__all__ = ["Workload", "__version__", "connect", "device", "load_trace"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("connect", "device"):
-        from hpcsync.api import connect as library
-
-        return getattr(library, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module, attribute = _HOMES[name]
+    return getattr(import_module(module), attribute)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcsync.audit.check import Check, check_all, check_rows
-from hpcsync.audit.server_recount import NEVER, Recount
+from hpcsync.audit.server_recount import Recount
 from hpcsync.config.paradigms import Adsp
 from hpcsync.paradigms.events import UNTIL
+from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import APPLIED
 
 POINTS = ("loss_start", "loss_middle", "loss_end")

@@ -12,9 +12,10 @@ from itertools import pairwise
 import numpy as np
 
 from hpcsync.audit.check import Check, check_all, check_rows
-from hpcsync.audit.server_recount import NEVER, Recount, follow
+from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
 from hpcsync.config.paradigms import Ashl
+from hpcsync.trace.iteration_counts import NEVER, follow
 from hpcsync.trace.schema import APPLIED
 
 COARSE, FINE = 1, 2

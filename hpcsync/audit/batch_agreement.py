@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.audit.batch_decisions import maxima, not_following, possible, sizes_at_first
+from hpcsync.audit.batch_decisions import not_following, possible
 from hpcsync.audit.check import Check, Part, check_all, teller
 from hpcsync.audit.peer_recount import SAME_TIME_S, Reports
+from hpcsync.core.batch_sizes import maxima, sizes_at_first
 from hpcsync.planning.batch_allocation import Allocator
 
 FIELDS = ("iteration", *Allocator.decision_fields)

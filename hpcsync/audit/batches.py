@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.audit.batch_decisions import SAME, not_following, sizes_at_first
+from hpcsync.audit.batch_decisions import SAME, not_following
 from hpcsync.audit.check import Check, check_all
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import Ashl, Bsp, FirstKOfAny, FirstKOfAVersion
+from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.trace.schema import DROPPED
 

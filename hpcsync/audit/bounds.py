@@ -15,8 +15,9 @@ from hpcsync.audit.adsp import check_commits
 from hpcsync.audit.ashl import Stages, check_stages
 from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.first_k import cancelled_is_dropped, check_first_k
-from hpcsync.audit.server_recount import NEVER, Recount
+from hpcsync.audit.server_recount import Recount
 from hpcsync.config.paradigms import Easgd, Paradigm
+from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import APPLIED
 
 

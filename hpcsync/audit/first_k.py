@@ -13,8 +13,9 @@ import math
 import numpy as np
 
 from hpcsync.audit.check import Check, check_all, check_rows
-from hpcsync.audit.server_recount import DISTINCT, NEVER, Recount
+from hpcsync.audit.server_recount import DISTINCT, Recount
 from hpcsync.config.paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
+from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import APPLIED, DROPPED
 
 INTERVAL = 20  # updates from one choice of k to the next

@@ -13,7 +13,8 @@ import numpy as np
 
 from hpcsync.audit.batch_decisions import possible
 from hpcsync.audit.check import Check, Part, check_all, check_rows, teller
-from hpcsync.audit.server_recount import NEVER, Recount, running_count
+from hpcsync.audit.server_recount import Recount
+from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import CHANGES, DROPPED, JOINED, OUTCOMES
 

@@ -11,10 +11,10 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcsync.audit.server_recount import running_count
 from hpcsync.config.paradigms import Gossip, LocalSgd, Stanza
 from hpcsync.paradigms.gossip import Peers
 from hpcsync.planning.layer_groups import Groups
+from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import DIED, EVERYBODY, NOBODY
 

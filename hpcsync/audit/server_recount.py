@@ -8,16 +8,15 @@ for `invariants` to check.
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cached_property
 
 import numpy as np
 
 from hpcsync.config.paradigms import Easgd, FirstK
+from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import APPLIED, JOINED
 
-NEVER = np.iinfo(np.int64).max
 DISTINCT = ("k-sync", "k-async")  # of the k family: those that count workers, not mini-batches
 COUNTED = (*DISTINCT, "bsp", "easgd")  # whose updates may take all workers that there are
 
@@ -295,38 +294,6 @@ class Recount:
 def _first_missing(seqs: np.ndarray) -> int:
     holes = np.flatnonzero(seqs != np.arange(1, len(seqs) + 1))
     return int(holes[0]) + 1 if len(holes) else len(seqs) + 1
-
-
-def follow(n_workers: int, events: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """After each event: how far its worker is, and how far the slowest active one is. Shapes (n_events,).
-
-    A push that `counts` makes it one. Whoever joins is as far as the slowest active one, if it is not farther.
-    """
-    iters, active, n_active = [0] * n_workers, [True] * n_workers, n_workers
-    least, workers_at = 0, Counter({0: n_workers})  # active ones
-    own, slowest = np.zeros((2, len(events)), np.int64)
-    columns = [column.tolist() for column in (events["worker"], events["is_push"], events["joins"], counts)]
-    for i, (worker, is_push, joins, more) in enumerate(zip(*columns, strict=True)):
-        before = active[worker]
-        workers_at[iters[worker]] -= before
-        iters[worker] = max(iters[worker], least) if joins else iters[worker] + (is_push and more)
-        active[worker] = joins or (before and is_push)
-        workers_at[iters[worker]] += active[worker]
-        n_active += active[worker] - before
-        while n_active and not workers_at[least]:
-            least += 1
-        own[i], slowest[i] = iters[worker], least
-    return own, slowest
-
-
-def running_count(labels: np.ndarray) -> np.ndarray:
-    """For each element the number of equal ones up to and with it."""
-    order = np.argsort(labels, kind="stable")
-    ordered = labels[order]
-    first_of_run = np.searchsorted(ordered, ordered, side="left")
-    counts = np.empty(len(labels), np.int64)
-    counts[order] = np.arange(len(labels)) - first_of_run + 1
-    return counts
 
 
 def _next(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, after: np.ndarray) -> np.ndarray:

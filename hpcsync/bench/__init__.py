@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from hpcsync import __version__
+from hpcsync.version import __version__
 from hpcsync.bench.figures import Figure, table
 from hpcsync.bench.machine import machine, versions
 from hpcsync.config.errors import JobError, did_you_mean, shown

@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from hpcsync import __version__
+from hpcsync.version import __version__
 from hpcsync.config.errors import JobError
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import left_to_rank_0

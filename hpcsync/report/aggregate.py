@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.audit.batch_decisions import sizes_at_first
 from hpcsync.config.paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion, Stanza
+from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.trace.reader import Trace, TraceFile
 from hpcsync.trace.schema import DROPPED, NOBODY
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpcsync.audit.server_recount import NEVER, follow
+from hpcsync.trace.iteration_counts import NEVER, follow
 from hpcsync.trace.reader import Trace, TraceError, TraceFile
 from hpcsync.trace.schema import JOINED
 

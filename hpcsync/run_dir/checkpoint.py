@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcsync import __version__
+from hpcsync.version import __version__
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.system.atomic_files import naming, removing, sync

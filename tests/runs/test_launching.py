@@ -22,7 +22,7 @@ def test_ranks_are_one_world_with_our_settings(capfd: pytest.CaptureFixture[str]
     """More ranks than cores, each with the size that its launcher told it, and with threads for the evaluation."""
     n = 2 * (os.cpu_count() or 1) + 1
     code = (
-        "import os; from mpi4py import MPI; from hpcsync import launcher as l; w = MPI.COMM_WORLD\n"
+        "import os; from mpi4py import MPI; from hpcsync.system import launcher as l; w = MPI.COMM_WORLD\n"
         "facts = (w.rank == l.expected_rank(), w.size, l.expected_size(), l.under_launcher(), "
         "os.environ['OMP_NUM_THREADS'], MPI.Query_thread() == MPI.THREAD_MULTIPLE)\n"
         "os.write(1, ' '.join(map(str, ('rank', *facts, chr(10)))).encode())"  # at once: MPICH mixes lines otherwise
@@ -101,7 +101,7 @@ def test_another_mpi_s_launcher_is_refused(monkeypatch: pytest.MonkeyPatch, capf
     mine = launcher.mpiexec()[0]
     monkeypatch.setenv("MPIEXEC", str(other))
     code = (
-        "import os; from mpi4py import MPI; from hpcsync import launcher as l; del os.environ['MPIEXEC']\n"
+        "import os; from mpi4py import MPI; from hpcsync.system import launcher as l; del os.environ['MPIEXEC']\n"
         "try: l.refuse_singletons(MPI.COMM_WORLD.size, MPI.Get_library_version())\n"
         "except l.LaunchError as error: os.write(1, f'refused: {error}{chr(10)}'.encode()); raise\n"
     )
@@ -133,7 +133,7 @@ time.sleep(600)
 TRY = f"""
 import os
 from mpi4py import MPI
-from hpcsync import launcher
+from hpcsync.system import launcher
 world = MPI.COMM_WORLD
 ended = None
 if world.rank == 0:
@@ -146,7 +146,7 @@ INNER = HANG.format(700)
 OUTER = f"""
 import sys
 from mpi4py import MPI
-from hpcsync import launcher
+from hpcsync.system import launcher
 if MPI.COMM_WORLD.rank == 0:
     sys.exit(launcher.launch(2, ["python", "-c", {INNER!r}]).status)
 MPI.COMM_WORLD.Barrier()

@@ -7,7 +7,7 @@ from pathlib import Path
 import hpcsync
 
 WALL = {"time", "time_ns", "localtime", "gmtime", "ctime", "asctime", "strftime", "now", "utcnow", "today"}
-ALLOWED = {"outputs.py", "provenance.py"}  # the name of a folder, to which a number is added if need be, and `created`
+ALLOWED = {"layout.py", "provenance.py"}  # the name of a folder, to which a number is added if need be, and `created`
 
 
 def looks(source: str) -> bool:

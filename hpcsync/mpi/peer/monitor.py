@@ -16,7 +16,7 @@ from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
 from hpcsync.mpi.peer.channel import PeerLink
 from hpcsync.mpi.rank0.checkpointing import Saver, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
-from hpcsync.mpi.server.leader import CHORES_S
+from hpcsync.mpi.rank0.run_recorder import CHORES_S
 from hpcsync.mpi.transport import cuda, messages, ulfm
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.planning.batch_allocation import Allocated

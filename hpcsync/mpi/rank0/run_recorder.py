@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from mpi4py import MPI
 
-from hpcsync import __version__
+from hpcsync.version import __version__
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
@@ -34,6 +34,8 @@ from hpcsync.trace.writer import TraceWriter
 
 C = TypeVar("C", Coordinator, PeerCoordinator)
 Clocks = list[tuple[int, str, float, float]]
+
+CHORES_S = 0.1  # while messages keep arriving, rank 0 postpones everything else for at most this long
 
 
 class Books(Generic[C]):

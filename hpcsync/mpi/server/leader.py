@@ -10,6 +10,7 @@ import torch
 from hpcsync.core.coordinator import Cancellation, Coordinator, Order, Report
 from hpcsync.mpi.rank0.checkpointing import Saver, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
+from hpcsync.mpi.rank0.run_recorder import CHORES_S
 from hpcsync.mpi.server.channel import Link, Reader
 from hpcsync.mpi.server.shard import Shard, encode
 from hpcsync.mpi.transport import messages, ulfm
@@ -17,8 +18,6 @@ from hpcsync.mpi.transport.messages import OrderRecord
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.system.signals import on_signals
 from hpcsync.trace.schema import DIED
-
-CHORES_S = 0.1  # how long a server that always has reports waiting puts everything else off
 
 
 class Leader:

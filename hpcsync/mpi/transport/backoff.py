@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from mpi4py import MPI
 
+from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.ulfm import Deaths
 
 T = TypeVar("T")
@@ -17,14 +18,6 @@ SPIN_S = 50e-6  # long enough for an answer from an idle peer on the same node
 NODE_CEILING_S = 1e-3
 NETWORK_CEILING_S = 2e-4
 NETWORK_PROBES = 16
-
-
-def on_one_node(comm: MPI.Comm) -> bool:
-    """Whether all ranks can share memory; collective."""
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    one_node: bool = comm.allreduce(node.size == comm.size, MPI.LAND)
-    node.Free()
-    return one_node
 
 
 class Patience:

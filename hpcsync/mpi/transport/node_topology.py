@@ -1,4 +1,7 @@
-"""Which rank plays which part: the first ranks of a communicator are its servers, so it is put in the order wanted."""
+"""Ranks and nodes: whether ranks share a node, and the rank order that spreads servers over nodes.
+
+The first ranks of a communicator are its servers, so placing servers means reordering the communicator.
+"""
 
 from __future__ import annotations
 
@@ -32,3 +35,11 @@ def arranged(comm: MPI.Intracomm, cluster: Cluster) -> MPI.Intracomm:
         return comm
     order = spread(comm.allgather(socket.gethostname()), cluster.servers)
     return comm.Split(0, order.index(comm.rank))  # type: ignore[return-value]
+
+
+def on_one_node(comm: MPI.Comm) -> bool:
+    """Whether all ranks can share memory; collective."""
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    one_node: bool = comm.allreduce(node.size == comm.size, MPI.LAND)
+    node.Free()
+    return one_node

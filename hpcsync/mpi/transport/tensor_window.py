@@ -23,8 +23,8 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.mpi.transport import cuda
-from hpcsync.mpi.transport.backoff import on_one_node
 from hpcsync.mpi.transport.node_memory import HostMemory, NodeMemory, node_memory, numpy_dtype
+from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.mpi.transport.window import Window
 
 CPU = torch.device("cpu")

@@ -20,6 +20,7 @@ from typing import Any
 from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
+from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.system import launcher
 
 DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
@@ -37,8 +38,6 @@ def tolerable() -> bool:
 
 def refuse_intolerant(comm: MPI.Intracomm) -> None:
     """Raises JobError where a run cannot go on when ranks die; collective."""
-    from hpcsync.mpi.transport.backoff import on_one_node  # which needs this module
-
     if not tolerable():
         raise JobError(
             'cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open MPI, '

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.audit.server_recount import NEVER, Recount, follow, running_count
+from hpcsync.audit.server_recount import Recount
+from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.schema import APPLIED
 from tests.unit.trace.recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
 

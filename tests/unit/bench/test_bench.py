@@ -91,7 +91,7 @@ def launched(monkeypatch):
             json.dump({"library": "Some MPI", "figures": figures}, file)
         return Ended(0)
 
-    monkeypatch.setattr(bench.gpus, "found", lambda: Found(1, ""))
+    monkeypatch.setattr(bench.gpu_selection, "found", lambda: Found(1, ""))
     monkeypatch.setattr(bench, "machine", lambda device: f"a machine with {device}")
     monkeypatch.setattr(bench, "versions", lambda device: f"versions of {device}")
     monkeypatch.setattr(bench, "windows", lambda: (["staged", "ipc"], "staged: in 1 ms; ipc: in 2 ms; mpi: hangs"))
@@ -125,7 +125,7 @@ def test_on_the_cpu_tensors_move_in_host_windows_and_nothing_is_tried(launched, 
 
 
 def test_without_a_gpu_nothing_is_measured(launched, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.gpus, "found", lambda: Found(0, "torch sees no GPU"))
+    monkeypatch.setattr(bench.gpu_selection, "found", lambda: Found(0, "torch sees no GPU"))
     with pytest.raises(JobError, match="^--device cuda: torch sees no GPU$"):
         bench.main([], tmp_path / "figures.json", "cuda")
     assert launched == [] and not list(tmp_path.iterdir())
@@ -144,7 +144,7 @@ def test_the_fastest_windows_come_first_and_those_that_fail_not_at_all(monkeypat
 
 CLAIMED = """
 import sys
-from hpcsync import gpus
+from hpcsync.system import gpu_selection as gpus
 from hpcsync.bench import rank
 
 def claim(device):

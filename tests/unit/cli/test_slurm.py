@@ -175,7 +175,7 @@ def test_the_mpi_of_this_python_is_asked_for(job: Path) -> None:
 
 # ---- the scripts of slurm/ ----
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 TEMPLATES = sorted((REPOSITORY / "slurm").glob("*.sh"))
 
 

@@ -86,7 +86,7 @@ def test_a_small_file_is_enough() -> None:
     assert (job.workload.parameters, type(job.optimizer.lr)) == (1000, float)
 
 
-JOBS = Path(__file__).parents[2] / "jobs"
+JOBS = Path(__file__).parents[3] / "jobs"
 
 
 @pytest.mark.parametrize("job", sorted(JOBS.glob("*.toml")), ids=lambda job: job.name)

@@ -242,7 +242,7 @@ def test_rank_0_alone_is_told_to_end_where_it_does_so_in_order(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = [sys.executable, "-c", FRONT.format(suspends=suspends), "python", "-c", RANK]
-    environ = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[1])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[2])}
     front = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ)
     while len(list(tmp_path.glob("ready-*"))) < 2:
         time.sleep(0.02)
@@ -434,7 +434,7 @@ def test_a_rank_launches_from_outside(
 def test_a_launch_finds_what_launches_within_it_left(mpiexec: Path) -> None:
     """The inner launch's front and launcher are killed: nobody but the outer one is there to find its ranks."""
     code = (
-        "import os, signal; from hpcsync import launcher; from pathlib import Path\n"
+        "import os, signal; from hpcsync.system import launcher; from pathlib import Path\n"
         "path = Path(os.environ['MPIEXEC']).with_name('deserter')\n"
         "path.write_text('#!/bin/sh\\nshift 2\\nsetsid \"$@\" &\\nkill -9 $PPID\\n'); path.chmod(0o755)\n"
         "os.environ['MPIEXEC'] = str(path); launcher.launch(1, ['sleep', '4327'])"

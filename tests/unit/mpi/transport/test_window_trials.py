@@ -55,7 +55,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
             raise ProbeError("ended with status -11")
         return {"windows": [{STAGED.kind: STAGED, IPC.kind: IPC}[kind] for kind in kinds]}
 
-    monkeypatch.setattr(window_trials.probes, "probe", probe)
+    monkeypatch.setattr(window_trials.subprocess_probe, "probe", probe)
     return jobs
 
 
@@ -79,5 +79,5 @@ def test_where_no_child_job_runs_the_safest_is_left_to_the_run(
     def probe(*_: str, ranks: int) -> dict:
         raise error
 
-    monkeypatch.setattr(window_trials.probes, "probe", probe)
+    monkeypatch.setattr(window_trials.subprocess_probe, "probe", probe)
     assert fastest(rehearse()) == "staged" and fastest(rehearse(["ipc"])) == "ipc"

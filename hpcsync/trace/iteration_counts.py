@@ -1,0 +1,41 @@
+"""Iterations counted from the rows of a trace: of each worker, and of the slowest active one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+NEVER = np.iinfo(np.int64).max
+
+
+def follow(n_workers: int, events: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """After each event: how far its worker is, and how far the slowest active one is. Shapes (n_events,).
+
+    A push that `counts` makes it one. Whoever joins is as far as the slowest active one, if it is not farther.
+    """
+    iters, active, n_active = [0] * n_workers, [True] * n_workers, n_workers
+    least, workers_at = 0, Counter({0: n_workers})  # active ones
+    own, slowest = np.zeros((2, len(events)), np.int64)
+    columns = [column.tolist() for column in (events["worker"], events["is_push"], events["joins"], counts)]
+    for i, (worker, is_push, joins, more) in enumerate(zip(*columns, strict=True)):
+        before = active[worker]
+        workers_at[iters[worker]] -= before
+        iters[worker] = max(iters[worker], least) if joins else iters[worker] + (is_push and more)
+        active[worker] = joins or (before and is_push)
+        workers_at[iters[worker]] += active[worker]
+        n_active += active[worker] - before
+        while n_active and not workers_at[least]:
+            least += 1
+        own[i], slowest[i] = iters[worker], least
+    return own, slowest
+
+
+def running_count(labels: np.ndarray) -> np.ndarray:
+    """For each element the number of equal ones up to and with it."""
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    first_of_run = np.searchsorted(ordered, ordered, side="left")
+    counts = np.empty(len(labels), np.int64)
+    counts[order] = np.arange(len(labels)) - first_of_run + 1
+    return counts
