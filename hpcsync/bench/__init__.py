@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from hpcsync.version import __version__
 from hpcsync.bench.figures import Figure, table
 from hpcsync.bench.machine import machine, versions
 from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.mpi.transport.window_trials import reason, rehearse, serving
 from hpcsync.system import gpu_selection, launcher
+from hpcsync.version import __version__
 
 
 class Target(NamedTuple):

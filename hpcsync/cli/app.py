@@ -13,10 +13,10 @@ from typing import Annotated
 
 import typer
 
-from hpcsync.version import __version__
 from hpcsync.config.errors import JobError
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import left_to_rank_0
+from hpcsync.version import __version__
 
 app = typer.Typer(
     help="Train PyTorch models under any synchronisation paradigm, and see what each one costs.",

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpcsync.version import __version__
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.system.atomic_files import naming, removing, sync
+from hpcsync.version import __version__
 
 FOLDER = "checkpoints"
 RUN = "run"  # the name of rank 0's knowledge of the run

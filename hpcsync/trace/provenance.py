@@ -9,8 +9,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from hpcsync.version import __version__
 from hpcsync.config.job import Job
+from hpcsync.version import __version__
 
 _HASH = re.compile("[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
 

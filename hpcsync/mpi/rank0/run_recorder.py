@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from mpi4py import MPI
 
-from hpcsync.version import __version__
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
@@ -31,6 +30,7 @@ from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, Suspended
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
+from hpcsync.version import __version__
 
 C = TypeVar("C", Coordinator, PeerCoordinator)
 Clocks = list[tuple[int, str, float, float]]
