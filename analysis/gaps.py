@@ -16,7 +16,7 @@ import plotting
 from matplotlib.ticker import MaxNLocator
 
 from hpcsync.audit.server_recount import Recount
-from hpcsync.config.paradigms import Paradigm
+from hpcsync.config.paradigms import ParadigmOptions
 from hpcsync.trace.reader import Trace, TraceError
 
 
@@ -53,7 +53,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     plotting.save(figure, frame[columns], folder, "gaps")
 
 
-def push_gap_bound(paradigm: Paradigm) -> int | None:
+def push_gap_bound(paradigm: ParadigmOptions) -> int | None:
     """The largest push gap that the paradigm allows: an iteration may start one less ahead. None if any is."""
     match paradigm.name:
         case "bsp":

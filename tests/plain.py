@@ -12,7 +12,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_assignments
 from hpcsync.core.job_validation import check
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 from hpcsync.training.sampler import batch_indices, sequence_indices
 from hpcsync.workloads.registry import Workload
 
@@ -101,7 +101,7 @@ def committed(job: Job, trace: Any) -> np.ndarray:
             optimizer.step()
         buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
         done = mine.detach() if buffer is None else mine.detach() + ahead * buffer
-        if push["outcome"] == APPLIED:
+        if push["outcome"] == Outcome.APPLIED:
             versions.append(versions[-1] + float(push["weight"]) * (done - read))
     return versions[-1].numpy()
 

@@ -21,7 +21,7 @@ from hpcsync.config.job import Job
 from hpcsync.planning import stanza_planner
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Times
-from hpcsync.planning.stanza_planner import Link, Profile
+from hpcsync.planning.stanza_planner import Link, SplitProfile
 from hpcsync.run_dir import layout as outputs
 from hpcsync.trace.reader import load
 from hpcsync.workloads import torchvision_models
@@ -103,9 +103,9 @@ class Point(NamedTuple):
         return Link(self.gbit * 1e9 / 8, 1e-6 * LATENCY_US)
 
     @property
-    def profile(self) -> Profile:
+    def profile(self) -> SplitProfile:
         shape = torchvision_models.shape(self.model)
-        return Profile(Times.of(self.seconds, shape.fc_share), shape, self.batch)
+        return SplitProfile(Times.of(self.seconds, shape.fc_share), shape, self.batch)
 
     @property
     def n_fc(self) -> int:

@@ -18,7 +18,7 @@ import pandas as pd
 from rich.console import Console
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.run_dir import layout
 from hpcsync.system import launcher
@@ -128,7 +128,7 @@ def computing(folder: Path) -> dict[str, float]:
 
 def max_s(asked: Job) -> float:
     """What the worker with most to compute has to."""
-    if not isinstance(asked.paradigm, Stanza):
+    if not isinstance(asked.paradigm, StanzaOptions):
         return SECONDS
     share = asked.paradigm.fc_share or 0.0
     return SECONDS * max(1 - share, share * asked.groups.n_convolution)

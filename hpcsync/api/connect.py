@@ -17,7 +17,7 @@ import torch
 from hpcsync.api.single_process import LocalSession
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, default_servers
-from hpcsync.config.paradigms import AllReduce, Stanza
+from hpcsync.config.paradigms import AllReduceOptions, StanzaOptions
 from hpcsync.core.job_validation import check_model
 from hpcsync.core.session import Session
 from hpcsync.run_dir import layout
@@ -167,9 +167,9 @@ def connect(
         _refuse_targets(job)
     if comm is None:
         check_model(job, model, "model", evaluated=False)  # its running statistics are all here
-        if isinstance(job.paradigm, Stanza):  # with all the layers there is nobody to share them with
+        if isinstance(job.paradigm, StanzaOptions):  # with all the layers there is nobody to share them with
             one = job.cluster.model_copy(update={"workers": 1})
-            job = job.model_copy(update={"paradigm": AllReduce(name="allreduce"), "cluster": one})
+            job = job.model_copy(update={"paradigm": AllReduceOptions(name="allreduce"), "cluster": one})
         return LocalSession(job, model, optimizer, evaluate)
     from hpcsync.mpi.transport.node_topology import arranged
 
@@ -247,13 +247,13 @@ def join(
 
 def _kind(job: Job, rank: int) -> Callable[[Given], RankSession]:
     """The session of this rank of a job."""
-    from hpcsync.mpi.peer.rank0_session import BookkeeperSession
+    from hpcsync.mpi.peer.rank0_session import Rank0Session
     from hpcsync.mpi.peer.session import PeerSession
     from hpcsync.mpi.server.local_steps import CommittingSession, ElasticSession
     from hpcsync.mpi.server.session import FollowerSession, LeaderSession, WorkerSession
 
     if not job.has_servers:
-        return BookkeeperSession if rank == 0 else PeerSession
+        return Rank0Session if rank == 0 else PeerSession
     if rank < job.cluster.servers:
         return LeaderSession if rank == 0 else FollowerSession
     if job.steps_on_workers:

@@ -13,10 +13,10 @@ import numpy as np
 
 from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.server_recount import Recount
-from hpcsync.config.paradigms import Adsp
+from hpcsync.config.paradigms import AdspOptions
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.trace.iteration_counts import NEVER
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 
 POINTS = ("loss_start", "loss_middle", "loss_end")
 SHORTEST = 1e-6  # of a period: the least time until a commit
@@ -24,12 +24,12 @@ SAME = 1e-9  # relative difference of numbers that are computed in another order
 SAME_TIME_S = 1e-6
 
 
-def check_commits(recount: Recount, paradigm: Adsp) -> list[Check]:
+def check_commits(recount: Recount, paradigm: AdspOptions) -> list[Check]:
     """The checks of this module."""
     lacking = {"reward", *POINTS} - set(recount.decisions.dtype.names or ())
     if lacking:
         return [Check("trials are as they must be", False, 0, f"/decisions lacks {', '.join(sorted(lacking))}")]
-    account = _Account(recount, paradigm)
+    account = _CommitAccount(recount, paradigm)
     account.run()
     return [
         commits_count_one_of_all(recount),
@@ -44,7 +44,7 @@ def check_commits(recount: Recount, paradigm: Adsp) -> list[Check]:
 def commits_count_one_of_all(recount: Recount) -> Check:
     """An applied push counts one part of as many as there are workers, a dropped one nothing."""
     pushes = recount.pushes
-    expected = np.where(pushes["outcome"] == APPLIED, 1 / recount.n_workers, 0.0)
+    expected = np.where(pushes["outcome"] == Outcome.APPLIED, 1 / recount.n_workers, 0.0)
     return check_rows(
         "commits count one of as many as there are workers",
         ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
@@ -52,7 +52,7 @@ def commits_count_one_of_all(recount: Recount) -> Check:
     )
 
 
-def commits_come_when_granted(recount: Recount, paradigm: Adsp) -> Check:
+def commits_come_when_granted(recount: Recount, paradigm: AdspOptions) -> Check:
     """Everybody is told when to commit, and how nothing else; and nobody ends its last step before.
 
     The last push of a worker before it leaves may come before.
@@ -89,10 +89,10 @@ class _Due(NamedTuple):
     target: float = math.nan  # of the loss
 
 
-class _Account:
+class _CommitAccount:
     """Event by event, as long as the run goes on: who is held, from when on, and what a search is at."""
 
-    def __init__(self, recount: Recount, paradigm: Adsp) -> None:
+    def __init__(self, recount: Recount, paradigm: AdspOptions) -> None:
         n = recount.n_workers
         self.recount = recount
         self.paradigm = paradigm
@@ -135,7 +135,7 @@ class _Account:
                 self.held.pop(worker, None)
             else:
                 push = self.recount.pushes[row]
-                if push["outcome"] != APPLIED:
+                if push["outcome"] != Outcome.APPLIED:
                     return  # the run is over, or the trace
                 self._push(push, now_s)
                 self.held[worker] = row

@@ -14,9 +14,9 @@ import numpy as np
 from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Script
-from hpcsync.config.paradigms import Ashl
+from hpcsync.config.paradigms import AshlOptions
 from hpcsync.trace.iteration_counts import NEVER, follow
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 
 COARSE, FINE = 1, 2
 TIMES = ("iteration_s", "push_s", "pull_s", "encode_s")
@@ -30,7 +30,7 @@ class Stages:
     begins: `seq` of the rows that begin the coarse and the fine stage; NEVER for one that did not begin.
     """
 
-    def __init__(self, recount: Recount, paradigm: Ashl) -> None:
+    def __init__(self, recount: Recount, paradigm: AshlOptions) -> None:
         self.recount = recount
         self.paradigm = paradigm
         options = recount.job.paradigm_options
@@ -46,7 +46,7 @@ class Stages:
     @cached_property
     def applied(self) -> np.ndarray:
         """The pushes that the paradigm heard of."""
-        return self.recount.pushes[self.recount.pushes["outcome"] == APPLIED]
+        return self.recount.pushes[self.recount.pushes["outcome"] == Outcome.APPLIED]
 
     def n_active(self, seq: np.ndarray) -> np.ndarray:
         """How many workers took part before each seq."""
@@ -84,7 +84,7 @@ class Stages:
         return [float(np.median(column)) if len(column) else 0.0 for column in newest]
 
 
-def check_stages(recount: Recount, paradigm: Ashl) -> list[Check]:
+def check_stages(recount: Recount, paradigm: AshlOptions) -> list[Check]:
     """The checks of this module. Whether nobody is held before the fine stage is for `bounds`."""
     lacking = {*TIMES, "loss"} - set(recount.decisions.dtype.names or ())
     if lacking:
@@ -306,7 +306,7 @@ def commits_count_their_share(stages: Stages) -> Check:
     n_active = stages.n_active(pushes["seq"])
     expected = stages.in_force(b"share", pushes["worker"], pushes["seq"], np.nan)
     expected = np.where(pushes["seq"] < stages.begins[0], 1 / np.maximum(n_active, 1), expected)
-    expected = np.where(pushes["outcome"] == APPLIED, expected, 0.0)
+    expected = np.where(pushes["outcome"] == Outcome.APPLIED, expected, 0.0)
     return check_rows(
         "commits count their share",
         ~(np.abs(pushes["weight"] - expected) <= SAME * expected),

@@ -12,14 +12,14 @@ import numpy as np
 
 from hpcsync.audit.batch_decisions import not_following, possible
 from hpcsync.audit.check import Check, Part, check_all, teller
-from hpcsync.audit.peer_recount import SAME_TIME_S, Reports
+from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount
 from hpcsync.core.batch_sizes import maxima, sizes_at_first
 from hpcsync.planning.batch_allocation import Allocator
 
 FIELDS = ("iteration", *Allocator.decision_fields)
 
 
-def check_agreed_sizes(run: Reports) -> list[Check]:
+def check_agreed_sizes(run: PeerRecount) -> list[Check]:
     """All checks of this module. If the first fails, the values cannot be counted with and it is the only one."""
     first = sizes_are_possible(run)
     if not first.passed:
@@ -52,7 +52,7 @@ class AgreedSizes:
     Of a run that did not finish the latest, after which nothing was reported, may be there in part: it is left out.
     """
 
-    def __init__(self, run: Reports) -> None:
+    def __init__(self, run: PeerRecount) -> None:
         self.run = run
         self.last = int(run.count.max(initial=0))
         self.first = sizes_at_first(run.job)
@@ -87,7 +87,7 @@ class AgreedSizes:
         return sizes
 
 
-def sizes_are_possible(run: Reports) -> Check:
+def sizes_are_possible(run: PeerRecount) -> Check:
     """Decisions are of workers that exist, about batches, and in whole samples."""
     rows, name = run.decisions, "values of /decisions are possible"
     if not set(FIELDS) <= set(rows.dtype.names or ()):

@@ -15,10 +15,10 @@ from hpcsync.audit.batch_decisions import SAME, not_following
 from hpcsync.audit.check import Check, check_all
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Job, Script
-from hpcsync.config.paradigms import Ashl, Bsp, FirstKOfAny, FirstKOfAVersion
+from hpcsync.config.paradigms import AshlOptions, BspOptions, FirstKOfAnyOptions, FirstKOfAVersionOptions
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.planning.batch_allocation import Allocator
-from hpcsync.trace.schema import DROPPED
+from hpcsync.trace.schema import Outcome
 
 
 def check_sizes(recount: Recount) -> list[Check]:
@@ -43,16 +43,16 @@ def weights_follow_sizes(recount: Recount) -> Check:
     complete = recount.applied_version <= n_complete
     rows, version = recount.applied[complete], recount.applied_version[complete] - 1
     size = pushes["batch_size"][rows]
-    if isinstance(job.paradigm, Bsp | FirstKOfAVersion):
+    if isinstance(job.paradigm, BspOptions | FirstKOfAVersionOptions):
         expected = size / np.bincount(version, size, n_complete)[version]
     else:
         expected = 1 / recount.updates["n_contributions"][version]
         if job.batch_total is not None and not job.steps_on_workers:
             expected *= size * (recount.n_workers / job.batch_total)
-        if isinstance(job.paradigm, FirstKOfAny) and job.paradigm.staleness_weight == "inverse":
+        if isinstance(job.paradigm, FirstKOfAnyOptions) and job.paradigm.staleness_weight == "inverse":
             expected /= np.maximum(pushes["staleness"][rows], 1)
     weight = pushes["weight"][rows]
-    dropped = pushes[pushes["outcome"] == DROPPED]
+    dropped = pushes[pushes["outcome"] == Outcome.DROPPED]
     return check_all(
         "weights follow from batch sizes",
         (
@@ -72,7 +72,7 @@ def nothing_is_handed_out(recount: Recount) -> Check:
     But for ASHL, whose workers make different numbers of local steps: see `stages`.
     """
     grants, pushes, decisions = recount.grants, recount.pushes, recount.decisions
-    dealt = isinstance(recount.job.paradigm, Ashl) and not isinstance(recount.job.workload, Script)
+    dealt = isinstance(recount.job.paradigm, AshlOptions) and not isinstance(recount.job.workload, Script)
     return check_all(
         "no batches are given out",
         (

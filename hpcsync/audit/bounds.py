@@ -16,9 +16,9 @@ from hpcsync.audit.ashl import Stages, check_stages
 from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.first_k import cancelled_is_dropped, check_first_k
 from hpcsync.audit.server_recount import Recount
-from hpcsync.config.paradigms import Easgd, Paradigm
+from hpcsync.config.paradigms import EasgdOptions, ParadigmOptions
 from hpcsync.trace.iteration_counts import NEVER
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 
 
 def check_bounds(recount: Recount) -> list[Check]:
@@ -26,7 +26,7 @@ def check_bounds(recount: Recount) -> list[Check]:
     return [*_of_paradigm(recount, recount.job.paradigm), cancelled_is_dropped(recount)]
 
 
-def _of_paradigm(recount: Recount, paradigm: Paradigm) -> list[Check]:
+def _of_paradigm(recount: Recount, paradigm: ParadigmOptions) -> list[Check]:
     match paradigm.name:
         case "bsp":
             return [no_staleness(recount), rounds_are_complete(recount), slowest_is_never_held(recount)]
@@ -53,7 +53,7 @@ def _of_paradigm(recount: Recount, paradigm: Paradigm) -> list[Check]:
     return []
 
 
-def moves_are_as_often_and_as_far(recount: Recount, paradigm: Easgd) -> Check:
+def moves_are_as_often_and_as_far(recount: Recount, paradigm: EasgdOptions) -> Check:
     """Every push comes after `period` iterations, every update moves the centre by alpha."""
     pushes, grants, updates = recount.pushes, recount.grants[~recount.is_stop], recount.updates
     period, alpha = paradigm.period, paradigm.moving_rate(recount.n_workers)
@@ -132,7 +132,7 @@ def nobody_is_held(recount: Recount, until_seq: int = NEVER) -> Check:
 
 def no_staleness(recount: Recount) -> Check:
     """Nobody else's update comes between a read and the update of what was computed then."""
-    pushes = recount.pushes[recount.pushes["outcome"] == APPLIED]
+    pushes = recount.pushes[recount.pushes["outcome"] == Outcome.APPLIED]
     own = 1 if recount.grants_first else 0  # the update of the round before, which is granted first
     return check_rows(
         f"staleness is {own}" + (", and 0 at first" if own else ""),

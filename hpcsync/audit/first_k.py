@@ -14,15 +14,15 @@ import numpy as np
 
 from hpcsync.audit.check import Check, check_all, check_rows
 from hpcsync.audit.server_recount import DISTINCT, Recount
-from hpcsync.config.paradigms import FirstK, FirstKOfAny, FirstKOfAVersion
+from hpcsync.config.paradigms import FirstKOfAnyOptions, FirstKOfAVersionOptions, FirstKOptions
 from hpcsync.trace.iteration_counts import NEVER
-from hpcsync.trace.schema import APPLIED, DROPPED
+from hpcsync.trace.schema import Outcome
 
 INTERVAL = 20  # updates from one choice of k to the next
 CHOSEN_FROM = ("version", "k_before", "k_state", "k_loss", "active")
 
 
-def check_first_k(recount: Recount, paradigm: FirstK) -> list[Check]:
+def check_first_k(recount: Recount, paradigm: FirstKOptions) -> list[Check]:
     """All checks of this module, but for that of waiting where nobody does: see `bounds`."""
     checks = [updates_take_k(recount), drops_are_too_stale(recount, paradigm), k_is_chosen_right(recount, paradigm)]
     if paradigm.name in DISTINCT:
@@ -56,30 +56,30 @@ def updates_take_k(recount: Recount) -> Check:
     )
 
 
-def drops_are_too_stale(recount: Recount, paradigm: FirstK) -> Check:
+def drops_are_too_stale(recount: Recount, paradigm: FirstKOptions) -> Check:
     """Whatever is staler than accepted when it comes is dropped; nothing else, but what is left over at the end."""
     pushes, too_stale = recount.pushes, _too_stale(recount, paradigm)
     made = recount.update_event[recount.update_event != NEVER]
     last_seq = recount.events["seq"][made].max(initial=0)
-    wasted = (pushes["outcome"] == DROPPED) & ~too_stale & (pushes["seq"] <= last_seq)
-    sync = isinstance(paradigm, FirstKOfAVersion)
+    wasted = (pushes["outcome"] == Outcome.DROPPED) & ~too_stale & (pushes["seq"] <= last_seq)
+    sync = isinstance(paradigm, FirstKOfAVersionOptions)
     return check_all(
         f"what is dropped is {'of an older version' if sync else 'beyond the bound of staleness'}",
         (
-            (pushes["outcome"] == APPLIED) & too_stale,
+            (pushes["outcome"] == Outcome.APPLIED) & too_stale,
             lambda i: f"{_push(recount, i)} is applied, which is {_staleness(recount)[i]} versions old when it comes",
         ),
         (wasted, lambda i: f"{_push(recount, i)} is dropped, {_staleness(recount)[i]} versions old when it comes"),
     )
 
 
-def contributors_wait_for_their_update(recount: Recount, paradigm: FirstK) -> Check:
+def contributors_wait_for_their_update(recount: Recount, paradigm: FirstKOptions) -> Check:
     """Who contributes is granted in the answer that makes the update, who is too stale in that to its own push."""
     pushes, n_complete = recount.pushes, len(recount.update_event)
     expected = np.full(len(pushes), NEVER)
     taken = recount.applied_version <= n_complete
     expected[recount.applied[taken]] = recount.update_event[recount.applied_version[taken] - 1]
-    at_once = _too_stale(recount, paradigm) & (pushes["outcome"] == DROPPED)
+    at_once = _too_stale(recount, paradigm) & (pushes["outcome"] == Outcome.DROPPED)
     expected[at_once] = recount.push_event[at_once]
     known = (recount.push_grant >= 0) & (expected != NEVER)
     released = np.append(recount.grant_event, -1)[recount.push_grant]
@@ -90,7 +90,7 @@ def contributors_wait_for_their_update(recount: Recount, paradigm: FirstK) -> Ch
     )
 
 
-def k_is_chosen_right(recount: Recount, paradigm: FirstK) -> Check:
+def k_is_chosen_right(recount: Recount, paradigm: FirstKOptions) -> Check:
     """k is the job's; or it moves by 1 towards what it is chosen from, after every so many updates at the most."""
     name = "k moves as it is told to, within its limits"
     assert recount.k is not None
@@ -137,7 +137,7 @@ def cancelled_is_dropped(recount: Recount) -> Check:
     """Only with cancel = "abort" does an iteration end early, and too late to count."""
     pushes, aborts = recount.pushes, recount.job.aborts
     early = pushes["share"] < 1
-    right = (pushes["outcome"] == DROPPED) & (_staleness(recount) > 0)
+    right = (pushes["outcome"] == Outcome.DROPPED) & (_staleness(recount) > 0)
     return check_rows(
         "cancelled iterations are of an older version" if aborts else "no iteration is cancelled",
         early & ~(right & aborts),
@@ -150,10 +150,10 @@ def _staleness(recount: Recount) -> np.ndarray:
     return recount.version_at(recount.pushes["seq"]) - recount.pushes["version_read"]
 
 
-def _too_stale(recount: Recount, paradigm: FirstK) -> np.ndarray:
+def _too_stale(recount: Recount, paradigm: FirstKOptions) -> np.ndarray:
     """Of each push when it comes: whether its form does not accept it. Shape (n_pushes,)."""
     bound: np.ndarray | float = 0
-    if isinstance(paradigm, FirstKOfAny):
+    if isinstance(paradigm, FirstKOfAnyOptions):
         bound = math.inf if paradigm.staleness_max is None else paradigm.staleness_max
         if paradigm.staleness_max is None:
             assert recount.k is not None

@@ -16,11 +16,11 @@ from hpcsync.audit.check import Check, Part, check_all, check_rows, teller
 from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import CHANGES, DROPPED, JOINED, OUTCOMES
+from hpcsync.trace.schema import Change, Outcome
 
 NUMBERED = ("pushes", "grants", "decisions", "membership")  # the tables with a `seq`
 DURATIONS = ("compute_s", "wait_s", "comm_s")
-OUTCOME_CODES, CHANGE_CODES = list(OUTCOMES.values()), list(CHANGES.values())
+OUTCOME_CODES, CHANGE_CODES = list(Outcome), list(Change)
 SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time
 
 
@@ -86,7 +86,9 @@ def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
     else:
         pushes, grants = (rows[rows["seq"] >= recount.horizon] for rows in (trace.tables[t] for t in NUMBERED[:2]))
         missing = f"seq {recount.horizon} is missing, but the run went on"
-        parts.append((pushes["outcome"] != DROPPED, lambda i: f"{missing} with the push of seq {pushes['seq'][i]}"))
+        parts.append(
+            (pushes["outcome"] != Outcome.DROPPED, lambda i: f"{missing} with the push of seq {pushes['seq'][i]}")
+        )
         going_on = (grants["local_steps"] != 0) & ~_answers_a_return(trace, grants)
         if recount.grants_first:
             events = np.concatenate([trace.tables[table]["seq"] for table in ("pushes", "membership")])
@@ -103,7 +105,7 @@ def _answers_a_return(trace: Trace, grants: np.ndarray) -> np.ndarray:
         (
             table["worker"],
             table["seq"],
-            table["change"] == JOINED if name == "membership" else np.zeros(len(table), bool),
+            table["change"] == Change.JOINED if name == "membership" else np.zeros(len(table), bool),
         )
         for name in ("pushes", "membership")
         for table in [trace.tables[name]]
@@ -277,7 +279,7 @@ def gap_is_recounted(recount: Recount) -> Check:
 def nobody_acts_after_leaving(recount: Recount) -> Check:
     """A worker leaves, joins, leaves, ..., and has no push and no grant while it is away."""
     pushes, grants, changes = recount.pushes, recount.grants, recount.membership
-    joins = changes["change"] == JOINED
+    joins = changes["change"] == Change.JOINED
     is_odd = running_count(changes["worker"]) % 2 == 1
     return check_all(
         "nobody acts after leaving",
@@ -316,7 +318,7 @@ def the_end_is_the_end(recount: Recount) -> Check:
             lambda i: f"{_grant(recount, i)} lets a worker go on after seq {recount.stop_seq} ended the run",
         ),
         (
-            late & (pushes["outcome"] != DROPPED),
+            late & (pushes["outcome"] != Outcome.DROPPED),
             lambda i: f"{_push(recount, i)} is applied after seq {recount.stop_seq} ended the run",
         ),
         (

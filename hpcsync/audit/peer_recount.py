@@ -11,12 +11,12 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcsync.config.paradigms import Gossip, LocalSgd, Stanza
-from hpcsync.paradigms.gossip import Peers
+from hpcsync.config.paradigms import GossipOptions, LocalSgdOptions, StanzaOptions
+from hpcsync.paradigms.gossip import PeerSelection
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import DIED, EVERYBODY, NOBODY
+from hpcsync.trace.schema import ALL_PEERS, NO_PEER, Change
 
 DRIFT = 1e-4  # seconds in which the clocks of two hosts come apart in one second, at most
 SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time
@@ -30,7 +30,7 @@ def previous(workers: np.ndarray) -> np.ndarray:
     return before
 
 
-class Reports:
+class PeerRecount:
     """The rows of `/exchanges`, in the order in which they were reported, and what follows from that order.
 
     steps: those that are iterations. count: of each step, which one of its worker's it is, from 1 on.
@@ -60,7 +60,7 @@ class Reports:
     def mode(self) -> str:
         """The paradigm, or what a gossip's workers do."""
         paradigm = self.job.paradigm
-        return paradigm.mode if isinstance(paradigm, Gossip) else paradigm.name
+        return paradigm.mode if isinstance(paradigm, GossipOptions) else paradigm.name
 
     @property
     def together(self) -> bool:
@@ -76,7 +76,7 @@ class Reports:
     def groups(self) -> Groups | None:
         """Where layers are separated: who trains which."""
         paradigm = self.job.paradigm
-        return paradigm.groups(self.n_workers) if isinstance(paradigm, Stanza) else None
+        return paradigm.groups(self.n_workers) if isinstance(paradigm, StanzaOptions) else None
 
     @cached_property
     def is_fc(self) -> np.ndarray:
@@ -93,7 +93,7 @@ class Reports:
     def period(self) -> int:
         """Iterations from one exchange to the next."""
         match self.job.paradigm:
-            case LocalSgd(steps=period) | Gossip(period=period):
+            case LocalSgdOptions(steps=period) | GossipOptions(period=period):
                 return period
         return 1
 
@@ -102,11 +102,11 @@ class Reports:
         """Whom each step's exchange is with, as the job says. Shape (n_steps,)."""
         exchanges, workers = self.count % self.period == 0, self.steps["worker"]
         if self.groups is not None:
-            fc_of = [EVERYBODY if self.groups.is_fc(w) else self.groups.fc_of(w) for w in range(self.n_workers)]
+            fc_of = [ALL_PEERS if self.groups.is_fc(w) else self.groups.fc_of(w) for w in range(self.n_workers)]
             return np.array(fc_of)[workers]
-        if not isinstance(self.job.paradigm, Gossip):
-            return np.where(exchanges, EVERYBODY, NOBODY)
-        peer = np.full(len(self.count), NOBODY)
+        if not isinstance(self.job.paradigm, GossipOptions):
+            return np.where(exchanges, ALL_PEERS, NO_PEER)
+        peer = np.full(len(self.count), NO_PEER)
         if self.mode == "permutation":
             peer[exchanges] = self.permutations[self.count[exchanges] // self.period, workers[exchanges]]
         else:
@@ -135,7 +135,7 @@ class Reports:
     @cached_property
     def died(self) -> np.ndarray:
         """The rows of /membership of workers that died, in their order."""
-        return self.membership[self.membership["change"] == DIED]
+        return self.membership[self.membership["change"] == Change.DIED]
 
     @property
     def _weight(self) -> np.ndarray:
@@ -145,7 +145,7 @@ class Reports:
     @property
     def exchanged(self) -> np.ndarray:
         """Which steps end with an exchange with somebody else, or everybody. Shape (n_steps,)."""
-        return (self.peer != NOBODY) & (self.peer != self.steps["worker"])
+        return (self.peer != NO_PEER) & (self.peer != self.steps["worker"])
 
     @cached_property
     def permutations(self) -> np.ndarray:
@@ -155,10 +155,10 @@ class Reports:
         return np.array([list(gives_to) for gives_to in rounds])
 
     @property
-    def _peers(self) -> Peers:
+    def _peers(self) -> PeerSelection:
         paradigm = self.job.paradigm
-        assert isinstance(paradigm, Gossip)
-        return Peers(self.n_workers, self.job.seed, paradigm.topology, paradigm.include_self)
+        assert isinstance(paradigm, GossipOptions)
+        return PeerSelection(self.n_workers, self.job.seed, paradigm.topology, paradigm.include_self)
 
     @cached_property
     def n_contributing(self) -> np.ndarray:

@@ -14,13 +14,13 @@ import numpy as np
 
 from hpcsync.audit.batch_agreement import check_agreed_sizes
 from hpcsync.audit.check import Check, Part, check_all, check_rows, teller
-from hpcsync.audit.peer_recount import SAME_TIME_S, Reports, previous
+from hpcsync.audit.peer_recount import SAME_TIME_S, PeerRecount, previous
 from hpcsync.audit.stanza import check_separation
-from hpcsync.config.compression import Dgc, TopK
+from hpcsync.config.compression import DgcOptions, TopKOptions
 from hpcsync.config.job import Script
-from hpcsync.config.paradigms import Gossip, Stanza
+from hpcsync.config.paradigms import GossipOptions, StanzaOptions
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import CHANGES, DIED, EVERYBODY, LEFT, NOBODY
+from hpcsync.trace.schema import ALL_PEERS, NO_PEER, Change
 from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 OF_SERVERS = ("pushes", "grants")
@@ -34,7 +34,7 @@ def check_exchanges(trace: Trace) -> list[Check]:
     first = values_are_possible(trace)
     if not first.passed:
         return [first]
-    run = Reports(trace)
+    run = PeerRecount(trace)
     in_step = [exchanges_of_all_keep_in_step(run)] if run.together else []
     shares = [] if run.job.batches.policy == "equal" else check_agreed_sizes(run)
     separated = [] if run.groups is None else check_separation(run, run.groups)
@@ -50,10 +50,10 @@ def values_are_possible(trace: Trace) -> Check:
         for table in (*OF_SERVERS, *(["decisions"] if trace.job.batches.policy == "equal" else []))
     ]
     paradigm = trace.job.paradigm
-    unresolved = isinstance(paradigm, Stanza) and paradigm.fc_workers == "auto"
+    unresolved = isinstance(paradigm, StanzaOptions) and paradigm.fc_workers == "auto"
     parts.append((np.array([unresolved]), lambda _: "the job does not say how many workers are fully-connected ones"))
     exist = (rows["worker"] >= 0) & (rows["worker"] < n_workers) & (rows["iteration"] >= 0)
-    exist &= (rows["peer"] >= NOBODY) & (rows["peer"] < n_workers)
+    exist &= (rows["peer"] >= NO_PEER) & (rows["peer"] < n_workers)
     for name in TIMES:
         exist &= np.isfinite(rows[name])
     parts.append((~exist, teller("/exchanges", rows, "worker", "iteration", "peer", *TIMES)))
@@ -66,12 +66,12 @@ def values_are_possible(trace: Trace) -> Check:
     made = (updates["n_contributions"] >= 1) & np.isfinite(updates["now_s"])
     parts.append((~made, teller("/updates", updates, "version", "n_contributions", "now_s")))
     told = (membership["worker"] >= 0) & (membership["worker"] < n_workers) & np.isfinite(membership["now_s"])
-    told &= np.isin(membership["change"], list(CHANGES.values()))
+    told &= np.isin(membership["change"], list(Change))
     parts.append((~told, teller("/membership", membership, "worker", "now_s", "change")))
     return check_all("values are possible", *parts)
 
 
-def iterations_count_steps(run: Reports) -> Check:
+def iterations_count_steps(run: PeerRecount) -> Check:
     """A worker's iterations are 1, 2, 3, ..., and after its last one it can only take in what others pushed."""
     before = previous(run.rows["worker"])
     resumed = (before >= 0) & run.is_step & ~run.is_step[before]
@@ -87,7 +87,7 @@ def iterations_count_steps(run: Reports) -> Check:
     )
 
 
-def times_are_in_order(run: Reports) -> Check:
+def times_are_in_order(run: PeerRecount) -> Check:
     """A worker computes, reports, and only then begins again; reports are heard one after the other. Only where layers
     are separated does it wait while it computes."""
     steps, rows = run.steps, run.rows
@@ -113,17 +113,17 @@ def times_are_in_order(run: Reports) -> Check:
     )
 
 
-def peers_are_as_drawn(run: Reports) -> Check:
+def peers_are_as_drawn(run: PeerRecount) -> Check:
     """Everybody exchanges when the job says so, and with whom its seed says."""
     peer, absorbed = run.steps["peer"], run.rows[~run.is_step]
     return check_all(
         "peers are those of the job and its seed",
         (peer != run.peer, lambda i: f"{run.told(i)} is with {_peer(peer[i])}, not with {_peer(run.peer[i])}"),
-        (absorbed["peer"] != NOBODY, lambda i: f"worker {absorbed['worker'][i]} exchanges after its end"),
+        (absorbed["peer"] != NO_PEER, lambda i: f"worker {absorbed['worker'][i]} exchanges after its end"),
     )
 
 
-def given_is_received(run: Reports) -> Check:
+def given_is_received(run: PeerRecount) -> Check:
     """As many models, or gradients, are received as were given."""
     name, steps = "what is given is received", run.steps
     if run.mode not in ("push", "push-sum"):
@@ -152,7 +152,7 @@ def given_is_received(run: Reports) -> Check:
     return Check(name, right, len(run.rows), "" if right else f"{n_given:,} were pushed, {n_received:,} received")
 
 
-def weights_add_up(run: Reports) -> Check:
+def weights_add_up(run: PeerRecount) -> Check:
     """Push-sum: a push gives half away, only what is received adds, and at the end nothing is lost but what those who
     died had, and what was on its way to them. Otherwise 1."""
     rows, weight = run.rows, run.rows["weight"]
@@ -185,17 +185,17 @@ def weights_add_up(run: Reports) -> Check:
     )
 
 
-def bytes_are_those_of_an_exchange(run: Reports) -> Check:
+def bytes_are_those_of_an_exchange(run: PeerRecount) -> Check:
     """Nothing moves without an exchange, and like exchanges move as much as each other. From a codec that sends more of
     one gradient than of another, as many elements, of four bytes or more, go to each of the others."""
     moved, exchanged = run.steps["wire_bytes"], run.exchanged
     labels = np.zeros(len(moved), np.int64)
-    if not isinstance(run.job.paradigm, Gossip):
+    if not isinstance(run.job.paradigm, GossipOptions):
         labels = run.steps["worker"] * (run.n_workers + 1) + np.minimum(run.steps["n_received"], run.n_workers)
     labels = np.where(exchanged, labels, -1)
     _, first, place = np.unique(labels, return_index=True, return_inverse=True)
     expected = np.where(exchanged, moved[first[place]], 0) if len(moved) else moved
-    if isinstance(run.job.compression, TopK | Dgc):
+    if isinstance(run.job.compression, TopKOptions | DgcOptions):
         n_others = run.n_workers - np.searchsorted(run.died["now_s"], run.steps["now_s"], side="right") - 1
         unit = 4 * np.maximum(n_others, 1)
         expected = np.where(n_others > 0, np.maximum(moved - moved % unit, unit), expected)
@@ -210,7 +210,7 @@ def bytes_are_those_of_an_exchange(run: Reports) -> Check:
     )
 
 
-def exchanges_of_all_keep_in_step(run: Reports) -> Check:
+def exchanges_of_all_keep_in_step(run: PeerRecount) -> Check:
     """After an exchange of all, or of all of a group, nobody of them computes before everybody of them has computed
     what was exchanged."""
     group = run.is_fc.astype(int)
@@ -227,7 +227,7 @@ def exchanges_of_all_keep_in_step(run: Reports) -> Check:
     )
 
 
-def updates_are_the_steps(run: Reports) -> Check:
+def updates_are_the_steps(run: PeerRecount) -> Check:
     """Versions are 1, 2, 3, ...: all-reduce's are iterations of all, others a worker's step, made when reported."""
     updates, due_s = run.updates, run.updated_s
     n = min(len(updates), len(due_s))
@@ -256,7 +256,7 @@ def updates_are_the_steps(run: Reports) -> Check:
     )
 
 
-def rates_are_of_the_schedule(run: Reports) -> Check:
+def rates_are_of_the_schedule(run: PeerRecount) -> Check:
     """An update's learning rate is that of its worker, which counts its own samples and iterations."""
     if run.one_model:
         return _rates_are_of_one_model(run)
@@ -271,7 +271,7 @@ def rates_are_of_the_schedule(run: Reports) -> Check:
     return _same_rates(run.updates["lr"][: len(expected)], expected)
 
 
-def _rates_are_of_one_model(run: Reports) -> Check:
+def _rates_are_of_one_model(run: PeerRecount) -> Check:
     rate, samples = learning_rate(run.job), np.append(0, run.updates["samples"])[:-1].tolist()
     expected = [rate(before, version, run.n_workers) for version, before in enumerate(samples)]
     return _same_rates(run.updates["lr"], np.array(expected))
@@ -285,7 +285,7 @@ def _same_rates(lr: np.ndarray, expected: np.ndarray) -> Check:
     )
 
 
-def samples_add_up(run: Reports) -> Check:
+def samples_add_up(run: PeerRecount) -> Check:
     """/updates counts the batches of its steps; /evaluations says what /updates says of that version.
 
     Workers in step show their weights when they have made them; reports are heard later, or in a run that did not
@@ -317,7 +317,7 @@ def samples_add_up(run: Reports) -> Check:
     )
 
 
-def distances_are_possible(run: Reports) -> Check:
+def distances_are_possible(run: PeerRecount) -> Check:
     """A distance is not negative, known where a loss is, and 0 where all make the same updates of one model."""
     distance, agree = run.evaluations["consensus_distance"], run.one_model
     unknown = np.isnan(distance) & np.isfinite(run.evaluations["loss"])
@@ -328,11 +328,11 @@ def distances_are_possible(run: Reports) -> Check:
     )
 
 
-def nobody_acts_after_leaving(run: Reports) -> Check:
+def nobody_acts_after_leaving(run: PeerRecount) -> Check:
     """A worker leaves at most once, and makes no iteration after that; it may still die."""
     steps, seq, departures = run.steps, run.membership["seq"], run.membership["worker"]
     change, before = run.membership["change"], previous(departures)
-    again = (before >= 0) & ~((change == DIED) & (change[before] == LEFT))
+    again = (before >= 0) & ~((change == Change.DIED) & (change[before] == Change.LEFT))
     both = np.sort(np.append(seq, run.decisions["seq"]))
     return check_all(
         "nobody acts after leaving",
@@ -346,7 +346,7 @@ def nobody_acts_after_leaving(run: Reports) -> Check:
     )
 
 
-def the_rule_ends_the_run(run: Reports) -> Check:
+def the_rule_ends_the_run(run: PeerRecount) -> Check:
     """In the end all have left: when the stopping rule held, or earlier if the job or its script says so.
 
     Workers in step then end with the same iteration, the first one that was enough as they count.
@@ -379,7 +379,7 @@ def the_rule_ends_the_run(run: Reports) -> Check:
     )
 
 
-CHECKS: tuple[Callable[[Reports], Check], ...] = (
+CHECKS: tuple[Callable[[PeerRecount], Check], ...] = (
     iterations_count_steps,
     times_are_in_order,
     peers_are_as_drawn,
@@ -396,4 +396,4 @@ CHECKS: tuple[Callable[[Reports], Check], ...] = (
 
 
 def _peer(peer: int) -> str:
-    return {EVERYBODY: "everybody", NOBODY: "nobody"}.get(int(peer), f"worker {peer}")
+    return {ALL_PEERS: "everybody", NO_PEER: "nobody"}.get(int(peer), f"worker {peer}")

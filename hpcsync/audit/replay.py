@@ -18,10 +18,10 @@ from typing import Any
 from hpcsync.audit.check import Check
 from hpcsync.audit.server_recount import Recount
 from hpcsync.core.assignments import STOP, Assignment, Assignments
-from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
-from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.paradigms import Accumulate, Action, Apply, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
+from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.batch_allocation import Allocated, Estimate
-from hpcsync.trace.schema import APPLIED, DROPPED, JOINED
+from hpcsync.trace.schema import Change, Outcome
 
 Row = dict[str, Any]
 KINDS = ("grants", "decisions", "updates")
@@ -61,7 +61,7 @@ class _Replay:
         self._assignments = assignments
         self._allocator = assignments.allocator
         self._finished = recount.finished
-        applied = recount.pushes["seq"][recount.pushes["outcome"] == APPLIED]
+        applied = recount.pushes["seq"][recount.pushes["outcome"] == Outcome.APPLIED]
         self._last_applied = int(applied.max(initial=0))
         self._updates = [int(n) for n in recount.updates["n_contributions"]]
         self._events = sorted([*_rows(recount.pushes), *_rows(recount.membership)], key=lambda row: int(row["seq"]))
@@ -71,7 +71,7 @@ class _Replay:
         )
         self._version = 0
         self._stopping = False
-        self._progress = Progress(recount.n_workers)
+        self._progress = WorkerCounts(recount.n_workers)
         self._pending: dict[int, Row] = {}  # contributions that the paradigm has neither applied nor dropped
         self._collected: list[Row] = []  # those of them that have made room for the next of their workers
         self._held: dict[int, Row] = {}  # pushes, and returns, without a grant
@@ -110,7 +110,7 @@ class _Replay:
         """Whether the run was stopped from outside, with nobody held whom a stop grant could have told."""
         alone = "change" not in event and self._held.keys() == {event["worker"]}
         told = _is_stop(answer[0]) if answer else cut
-        return alone and event["outcome"] == DROPPED and told
+        return alone and event["outcome"] == Outcome.DROPPED and told
 
     def _was_over(self, event: Row) -> bool:
         """Whether it can be that nobody decided any more: the run was stopped from outside, with nobody held, and the
@@ -125,10 +125,10 @@ class _Replay:
                 case Apply(workers):
                     self._apply(event, workers)
                     can_stop = True
-                case Collect(worker):
+                case Accumulate(worker):
                     self._collected.append(self._pending.pop(worker))
                 case Drop(worker):
-                    self._settle(event, self._pending.pop(worker), DROPPED)
+                    self._settle(event, self._pending.pop(worker), Outcome.DROPPED)
                 case Grant() | Decision():
                     row = next(rows, None)
                     if row is None:
@@ -188,7 +188,7 @@ class _Replay:
             detail = f"version {self._version} has {recorded} contributions, the replay gives {len(taken)}"
             raise _Differs("updates", detail)
         for push in taken:
-            self._settle(event, push, APPLIED)
+            self._settle(event, push, Outcome.APPLIED)
         self.n_same["updates"] += 1
 
     def _settle(self, event: Row, push: Row, outcome: int) -> None:
@@ -249,7 +249,7 @@ class _Replay:
             raise _Differs("updates", f"version {self._version + 1} is recorded, but nothing made it")
         # Pending contributions are dropped; or the trace ends while the rows of their update were being written.
         for push in [*self._collected, *self._pending.values()]:
-            if push["outcome"] == APPLIED and not extra:
+            if push["outcome"] == Outcome.APPLIED and not extra:
                 raise _Differs("updates", f"the push of seq {push['seq']} is applied, the replay never applies it")
 
 
@@ -275,7 +275,7 @@ def _split(rows: list[Row], seqs: list[int]) -> Iterator[list[Row]]:
 
 
 def _joins(event: Row) -> bool:
-    return event.get("change") == JOINED
+    return event.get("change") == Change.JOINED
 
 
 def _is_stop(row: Row) -> bool:

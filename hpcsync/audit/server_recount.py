@@ -12,10 +12,10 @@ from functools import cached_property
 
 import numpy as np
 
-from hpcsync.config.paradigms import Easgd, FirstK
+from hpcsync.config.paradigms import EasgdOptions, FirstKOptions
 from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import APPLIED, JOINED
+from hpcsync.trace.schema import Change, Outcome
 
 DISTINCT = ("k-sync", "k-async")  # of the k family: those that count workers, not mini-batches
 COUNTED = (*DISTINCT, "bsp", "easgd")  # whose updates may take all workers that there are
@@ -36,7 +36,7 @@ class Recount:
         self.job = trace.job
         self.finished = trace.finished
         self.n_workers = trace.n_workers
-        self.grants_first = isinstance(trace.job.paradigm, Easgd)
+        self.grants_first = isinstance(trace.job.paradigm, EasgdOptions)
         tables = trace.tables
         numbered = [tables[name] for name in ("pushes", "grants", "decisions", "membership")]
         self.seqs = np.sort(np.concatenate([table["seq"] for table in numbered]))
@@ -57,7 +57,7 @@ class Recount:
         for rows, is_push in ((self.pushes, True), (self.membership, False)):
             part = events[: len(self.pushes)] if is_push else events[len(self.pushes) :]
             part["seq"], part["now_s"], part["worker"] = rows["seq"], rows["now_s"], rows["worker"]
-            part["is_push"], part["joins"] = is_push, False if is_push else rows["change"] == JOINED
+            part["is_push"], part["joins"] = is_push, False if is_push else rows["change"] == Change.JOINED
         return events[np.argsort(events["seq"], kind="stable")]
 
     def event_at(self, seq: np.ndarray) -> np.ndarray:
@@ -205,7 +205,7 @@ class Recount:
     @cached_property
     def applied(self) -> np.ndarray:
         """Rows in `pushes` of the applied contributions: updates consume them in this order."""
-        return np.flatnonzero(self.pushes["outcome"] == APPLIED)
+        return np.flatnonzero(self.pushes["outcome"] == Outcome.APPLIED)
 
     @cached_property
     def applied_version(self) -> np.ndarray:
@@ -231,7 +231,7 @@ class Recount:
         The first one is the job's; if it may change, a decision changes it for the updates after the one it follows.
         """
         paradigm = self.job.paradigm
-        if not isinstance(paradigm, FirstK):
+        if not isinstance(paradigm, FirstKOptions):
             return None
         rows = self.decisions[(self.decisions["controller"] == b"k") & isinstance(paradigm.k, str)]
         changed = np.searchsorted(self.complete_seq, rows["seq"], side="left")
@@ -254,7 +254,7 @@ class Recount:
         if (
             paradigm.name in DISTINCT
             or paradigm.name == "bsp"
-            or (isinstance(paradigm, Easgd) and paradigm.synchronous)
+            or (isinstance(paradigm, EasgdOptions) and paradigm.synchronous)
         ):
             version = self.applied_version[self.applied_version <= len(last)] - 1
             worker = self.pushes["worker"][self.applied[: len(version)]]

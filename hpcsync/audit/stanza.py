@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcsync.audit.check import Check, check_all, check_rows
-from hpcsync.audit.peer_recount import Reports
+from hpcsync.audit.peer_recount import PeerRecount
 from hpcsync.config.job import Script
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import SEPARATED
@@ -25,7 +25,7 @@ class Pairs(NamedTuple):
     above: np.ndarray
 
 
-def check_separation(run: Reports, groups: Groups) -> list[Check]:
+def check_separation(run: PeerRecount, groups: Groups) -> list[Check]:
     """All checks of this module; the values can be counted with."""
     return [
         batches_are_of_the_groups(run, groups),
@@ -36,7 +36,7 @@ def check_separation(run: Reports, groups: Groups) -> list[Check]:
     ]
 
 
-def batches_are_of_the_groups(run: Reports, groups: Groups) -> Check:
+def batches_are_of_the_groups(run: PeerRecount, groups: Groups) -> Check:
     """All convolution workers' batches are alike, and a fully-connected worker has one of each that it serves."""
     steps = run.steps
     if isinstance(run.job.workload, Script):
@@ -52,7 +52,7 @@ def batches_are_of_the_groups(run: Reports, groups: Groups) -> Check:
     )
 
 
-def losses_are_known_above(run: Reports) -> Check:
+def losses_are_known_above(run: PeerRecount) -> Check:
     """A convolution worker has none; what a script says there is its own affair."""
     loss = run.steps["loss"]
     claimed = ~run.is_fc & ~np.isnan(loss) & (not isinstance(run.job.workload, Script))
@@ -63,7 +63,7 @@ def losses_are_known_above(run: Reports) -> Check:
     )
 
 
-def parts_fit(run: Reports) -> Check:
+def parts_fit(run: PeerRecount) -> Check:
     """Computation, waiting and transfers follow each other, from where an iteration begins to its report."""
     steps = run.steps
     spent_s = steps["compute_s"] + steps["wait_s"] + steps["comm_s"]
@@ -75,7 +75,7 @@ def parts_fit(run: Reports) -> Check:
     )
 
 
-def both_sides_wait(run: Reports, pairs: Pairs) -> Check:
+def both_sides_wait(run: PeerRecount, pairs: Pairs) -> Check:
     """A fully-connected worker ends when what it computes with has been begun, at the earliest; a convolution worker
     when the former can have computed."""
     (below, above), steps = pairs, run.steps
@@ -95,7 +95,7 @@ def both_sides_wait(run: Reports, pairs: Pairs) -> Check:
     )
 
 
-def bytes_are_of_the_sizes(run: Reports, groups: Groups) -> Check:
+def bytes_are_of_the_sizes(run: PeerRecount, groups: Groups) -> Check:
     """Every sample's activations cross and as many gradients come back, labels cross, and each group sums its half of
     the gradients in a ring (volumes of Stanza, Wu et al., arXiv 1812.10624, by our own count)."""
     name, moved = "bytes are those of the layers' sizes", run.steps["wire_bytes"]
@@ -111,14 +111,14 @@ def bytes_are_of_the_sizes(run: Reports, groups: Groups) -> Check:
     return check_rows(name, moved != due, lambda i: f"{run.told(i)} moved {moved[i]} bytes, not {due[i]}")
 
 
-def _n_batches(run: Reports, groups: Groups) -> np.ndarray:
+def _n_batches(run: PeerRecount, groups: Groups) -> np.ndarray:
     """Of how many convolution workers each step computes the batches."""
     n_batches = np.ones(run.n_workers, np.int64)
     n_batches[: groups.n_fc] = [len(groups.served(fc)) for fc in groups.fc]
     return n_batches[run.steps["worker"]]
 
 
-def _pairs(run: Reports) -> Pairs:
+def _pairs(run: PeerRecount) -> Pairs:
     step_of = np.full((run.n_workers, len(run.n_contributing)), -1)
     step_of[run.steps["worker"], run.count] = np.arange(len(run.steps))
     below = np.flatnonzero(~run.is_fc)

@@ -14,7 +14,7 @@ from hpcsync.audit.check import Check, check_all, teller
 from hpcsync.core.straggler_detector import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import PHASES
+from hpcsync.trace.schema import Phase
 
 SAME_S = 1e-6
 
@@ -35,7 +35,7 @@ def check_stalls(trace: Trace) -> list[Check]:
         return []
     possible = (stalls["worker"] >= 0) & (stalls["worker"] < trace.n_workers)
     possible &= (stalls["n_waiting"] >= 0) & (stalls["n_waiting"] < trace.n_workers)
-    possible &= np.isin(stalls["phase"], list(PHASES.values()))
+    possible &= np.isin(stalls["phase"], list(Phase))
     overdue = stalls["lasted_s"] > stalls["deadline_s"]
     lasted, expected = (np.ones(len(stalls), bool) for _ in range(2))
     of_worker = {

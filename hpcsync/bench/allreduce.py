@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.mpi.collectives.bucket_reducer import Reducer
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import OptimizerSpec
 
@@ -51,7 +51,7 @@ def measure(
     comm: MPI.Intracomm, ranks: Sequence[int] = (1, 2, 3, 4), nets: Sequence[Net] = NETS, repetitions: int = 5
 ) -> list[Figure]:
     """The first ranks of comm train, all on this node; the others wait quietly. The figures come back on rank 0."""
-    patience, figures = Patience(comm), []
+    patience, figures = Backoff(comm), []
     with _gloo(comm):
         for n_ranks in ranks:
             group = dist.new_group(range(n_ranks))  # everybody takes part in making it
@@ -81,7 +81,7 @@ def _gloo(comm: MPI.Intracomm) -> Iterator[None]:
 def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> list[Figure]:
     model, peer = FlatModel(net.build()), net.build()
     batch = torch.randn(BATCH, net.width, generator=torch.Generator().manual_seed(comm.rank))
-    with Reducer(comm, model) as reducer:
+    with BucketReducer(comm, model) as reducer:
         other = np.ones(model.size, np.float32)
         kinds = (
             _ours(model, reducer, batch),
@@ -96,7 +96,7 @@ def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> lis
     return _figures(comm.size, model.size, *times)
 
 
-def _ours(flat: FlatModel, reducer: Reducer, batch: torch.Tensor) -> Callable[[], None]:
+def _ours(flat: FlatModel, reducer: BucketReducer, batch: torch.Tensor) -> Callable[[], None]:
     parameter = nn.Parameter(flat.weights)
     parameter.grad = flat.gradient
     optimizer = OptimizerSpec("sgd", LR, OPTIONS).build(parameter)

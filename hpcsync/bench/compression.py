@@ -11,7 +11,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.compression import CODECS, Codec, Layout, create
+from hpcsync.compression import CODECS, Codec, TensorLayout, create
 
 SIZES = (1_000_000, 25_000_000)
 
@@ -22,10 +22,10 @@ def measure(sizes: Sequence[int] = SIZES, repetitions: int = 5) -> list[Figure]:
         return [figure for n in sizes for name in CODECS for figure in _measure(name, n, repetitions)]
 
 
-def layout(n: int) -> Layout:
+def layout(n: int) -> TensorLayout:
     """Of so many elements: three large matrices and a bias."""
     width = math.isqrt((n - 1) // 4)
-    return Layout([(width, 2 * width), (width, width), (width, width), (n - 4 * width * width,)])
+    return TensorLayout([(width, 2 * width), (width, width), (width, width), (n - 4 * width * width,)])
 
 
 def _measure(name: str, n: int, repetitions: int) -> list[Figure]:

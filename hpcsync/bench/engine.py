@@ -14,7 +14,7 @@ from hpcsync.config.job import Stop
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.roles import Roles
-from hpcsync.mpi.server.channel import Link
+from hpcsync.mpi.server.channel import ServerChannel
 from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.server.shard import Shard
 from hpcsync.mpi.server.worker import Worker
@@ -41,7 +41,7 @@ def with_engine(
     Collective; ranks leave it together and quietly.
     """
     weights, gradient = torch.zeros(size, device=transport.device), torch.full((size,), 1e-3, device=transport.device)
-    link = Link(comm, Roles(1, comm.size - 1), size, weights.dtype, transport)
+    link = ServerChannel(comm, Roles(1, comm.size - 1), size, weights.dtype, transport)
     result = None
     if comm.rank == 0:
         _serve(link, optimizer, weights)
@@ -54,7 +54,7 @@ def with_engine(
     return result
 
 
-def _serve(link: Link, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
+def _serve(link: ServerChannel, optimizer: OptimizerSpec, weights: torch.Tensor) -> None:
     n_workers = link.roles.n_workers
     shard = Shard(link, Descent(optimizer), weights, [Assignment()] * n_workers)
     with tempfile.TemporaryDirectory() as folder, TraceWriter(Path(folder) / "trace.h5", {}) as trace:

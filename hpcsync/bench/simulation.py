@@ -17,7 +17,7 @@ from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.simulator import cluster
-from hpcsync.simulator.server_run import Simulation
+from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica
@@ -95,7 +95,7 @@ def simulate(job: Job) -> tuple[int, float]:
         tempfile.TemporaryDirectory() as folder,
         TraceWriter(Path(folder) / "trace.h5", {}, paradigm.decision_fields) as trace,
     ):
-        simulation = Simulation(job, workload, virtual, paradigm, trace)
+        simulation = ServerSimulation(job, workload, virtual, paradigm, trace)
         begin_s = time.perf_counter()
         simulation.run()
         trace.flush()

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.mpi.transport import cuda
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, TensorWindow, Transport
 
 SIZES_MB = (1, 16, 100)
@@ -25,12 +25,12 @@ def measure(
     comm: MPI.Intracomm, transport: Transport = HOST, sizes_mb: Sequence[float] = SIZES_MB, repetitions: int = 11
 ) -> list[Figure]:
     """Rank 1 transfers to and from rank 0, which waits quietly."""
-    patience = Patience(comm, passive=transport.passive)
+    patience = Backoff(comm, passive=transport.passive)
     return [figure for size_mb in sizes_mb for figure in _measure_size(comm, transport, patience, size_mb, repetitions)]
 
 
 def _measure_size(
-    comm: MPI.Intracomm, transport: Transport, patience: Patience, size_mb: float, repetitions: int
+    comm: MPI.Intracomm, transport: Transport, patience: Backoff, size_mb: float, repetitions: int
 ) -> list[Figure]:
     size_bytes = int(size_mb * 1e6)
     here = torch.ones(size_bytes if comm.rank == 1 else 0, dtype=torch.uint8, device=transport.device)

@@ -164,7 +164,7 @@ def slurm(
     from hpcsync.cli import slurm as scripts
 
     with told_in_one_line():
-        asked = scripts.Asked(
+        asked = scripts.BatchRequest(
             nodes=nodes,
             ntasks_per_node=ntasks_per_node,
             cpus_per_task=cpus_per_task,

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from hpcsync.mpi.transport import shm_budget as windows
 from hpcsync.mpi.transport.subprocess_probe import ProbeError, probe
-from hpcsync.mpi.transport.window_trials import Rehearsed, fastest, reason, rehearse
+from hpcsync.mpi.transport.window_trials import WindowTrial, fastest, reason, rehearse
 from hpcsync.system import launcher
 
 PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
@@ -148,7 +148,7 @@ def gpus() -> Iterator[Finding]:
     yield gpu_windows(rehearse())
 
 
-def gpu_windows(found: Sequence[Rehearsed]) -> Finding:
+def gpu_windows(found: Sequence[WindowTrial]) -> Finding:
     """What was tried, whatever the library says of itself."""
     if (kind := fastest(found)) is None:
         return Finding("GPU windows", "bad", reason(found), 'cluster.device = "cpu"')

@@ -18,7 +18,7 @@ from hpcsync.bench.machine import machine
 from hpcsync.config.base import NotNegative, Positive, Table
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.planning.split_cost import Shape, Times
-from hpcsync.planning.stanza_planner import Layout, Link, Plan, Profile, choose, faster, without_separation
+from hpcsync.planning.stanza_planner import Link, Plan, SplitProfile, StanzaLayout, choose, faster, without_separation
 from hpcsync.training.split_profile import measured
 from hpcsync.workloads import torchvision_models
 from hpcsync.workloads.registry import cross_entropy
@@ -55,7 +55,7 @@ def stanza(asked: Asked) -> None:
     console = Console(highlight=False)
     times, source = _times(asked, console)
     shape = torchvision_models.shape(asked.model)
-    profile = Profile(times, shape, asked.batch)
+    profile = SplitProfile(times, shape, asked.batch)
     link = Link(asked.bandwidth_gbit * 1e9 / 8, asked.latency_us * 1e-6)
     plan = choose(profile, link, asked.nodes, micro_batches=asked.micro_batches)
     others = without_separation(profile, link, asked.nodes)
@@ -146,7 +146,7 @@ def _about(asked: Asked, shape: Shape, times: Times, source: str) -> list[str]:
     ]
 
 
-def _table(plan: Plan, others: Sequence[Layout]) -> Shown:
+def _table(plan: Plan, others: Sequence[StanzaLayout]) -> Shown:
     result = Shown(box=None, pad_edge=False)
     result.add_column("layout", no_wrap=True)
     for column in ("batches", "iteration", "samples/s", "MB sent", "MB in a link"):
@@ -165,11 +165,11 @@ def _table(plan: Plan, others: Sequence[Layout]) -> Shown:
     return result
 
 
-def _in_words(row: Layout) -> str:
+def _in_words(row: StanzaLayout) -> str:
     return f"stanza, {row.n_fc} FC" if row.n_fc else row.name
 
 
-def _conclusion(plan: Plan, others: Sequence[Layout]) -> list[str]:
+def _conclusion(plan: Plan, others: Sequence[StanzaLayout]) -> list[str]:
     best = plan.best
     workers = "1 fully-connected worker" if best.n_fc == 1 else f"{best.n_fc} fully-connected workers"
     convolution = "1 convolution worker" if best.batches == 1 else f"{best.batches} convolution workers"
@@ -185,7 +185,7 @@ def _ms(seconds: float) -> str:
 
 
 def _numbers(
-    asked: Asked, shape: Shape, times: Times, source: str, plan: Plan, others: Sequence[Layout]
+    asked: Asked, shape: Shape, times: Times, source: str, plan: Plan, others: Sequence[StanzaLayout]
 ) -> dict[str, Any]:
     paths = {"profile", "json"}
     return {

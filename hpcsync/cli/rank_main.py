@@ -16,7 +16,7 @@ from hpcsync.api.connect import aborting, agree, join, world
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job, Script
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.core.job_validation import check
 from hpcsync.core.session import Session
 from hpcsync.core.stanza_resolution import resolved
@@ -82,7 +82,9 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed
     from hpcsync.mpi.transport.link_speed import measured_link
 
     jobs.refuse_simulated(job)
-    link = measured_link(comm) if isinstance(job.paradigm, Stanza) and job.paradigm.fc_workers == "auto" else None
+    link = (
+        measured_link(comm) if isinstance(job.paradigm, StanzaOptions) and job.paradigm.fc_workers == "auto" else None
+    )
     # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
     job = agree(comm, lambda: resolved(job, check(job), link))
     workload = build(job)

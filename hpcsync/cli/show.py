@@ -11,28 +11,28 @@ from rich.markup import escape
 from rich.table import Table
 
 from hpcsync.config.cluster import Change, Cluster, Network
-from hpcsync.config.compression import RandomK, TopK
+from hpcsync.config.compression import RandomKOptions, TopKOptions
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import (
-    Adsp,
-    AllReduce,
-    Ashl,
-    Asp,
-    Bsp,
-    Dssp,
-    Easgd,
-    FirstK,
-    FirstKOfAny,
-    FirstKOfAVersion,
-    Gossip,
-    KAsync,
-    KBatchAsync,
-    KBatchSync,
-    KSync,
-    LocalSgd,
-    Paradigm,
-    Ssp,
-    Stanza,
+    AdspOptions,
+    AllReduceOptions,
+    AshlOptions,
+    AspOptions,
+    BspOptions,
+    DsspOptions,
+    EasgdOptions,
+    FirstKOfAnyOptions,
+    FirstKOfAVersionOptions,
+    FirstKOptions,
+    GossipOptions,
+    KAsyncOptions,
+    KBatchAsyncOptions,
+    KBatchSyncOptions,
+    KSyncOptions,
+    LocalSgdOptions,
+    ParadigmOptions,
+    SspOptions,
+    StanzaOptions,
 )
 from hpcsync.core.job_validation import check
 from hpcsync.core.roles import Roles
@@ -75,7 +75,7 @@ def rows(job: Job) -> list[tuple[str, str]]:
 
 def _who_is_who(job: Job, workload: Workload) -> str:
     cluster, paradigm = job.cluster, job.paradigm
-    if isinstance(paradigm, Stanza):
+    if isinstance(paradigm, StanzaOptions):
         auto = paradigm.fc_workers == "auto"
         if auto and cluster.compute is None:
             return "workers, of which as many as then seem best are fully-connected ones (chosen when the run starts)"
@@ -106,7 +106,7 @@ def _sent(job: Job, parameters: Sequence[torch.nn.Parameter]) -> str:
     def about(ratio: float = math.nan) -> str:
         return f"about {sum(compression.nominal_bytes(shard, ratio) for shard in shards):,}"
 
-    if isinstance(job.paradigm, Ashl) and isinstance(job.compression, TopK | RandomK):
+    if isinstance(job.paradigm, AshlOptions) and isinstance(job.compression, TopKOptions | RandomKOptions):
         coarse, fine = (about(ratio) for ratio in (job.paradigm.ratio_coarse, job.paradigm.ratio_fine))
         return f"{coarse} ({job.compression.name}; in the fine stage {fine}) or more"
     return f"{about()} ({job.compression.name})"
@@ -115,12 +115,12 @@ def _sent(job: Job, parameters: Sequence[torch.nn.Parameter]) -> str:
 def _move_rows(
     job: Job, workload: Workload, size_bytes: int, parameters: Sequence[torch.nn.Parameter]
 ) -> list[tuple[str, str]]:
-    if isinstance(job.paradigm, Stanza):
+    if isinstance(job.paradigm, StanzaOptions):
         return _crossing_rows(job, job.paradigm, workload)
     return [_moves(job, size_bytes, _sent(job, parameters))]
 
 
-def _crossing_rows(job: Job, paradigm: Stanza, workload: Workload) -> list[tuple[str, str]]:
+def _crossing_rows(job: Job, paradigm: StanzaOptions, workload: Workload) -> list[tuple[str, str]]:
     """Where layers are separated."""
     assert not isinstance(job.workload, Script)
     shape = divided(job, workload).shape
@@ -148,17 +148,17 @@ def _crossing_rows(job: Job, paradigm: Stanza, workload: Workload) -> list[tuple
 
 def _moves(job: Job, size_bytes: int, sent: str) -> tuple[str, str]:
     match job.paradigm:
-        case Easgd(period=n):
+        case EasgdOptions(period=n):
             return _every(n), f"{size_bytes:,} bytes of weights from the worker, and as many of the centre's to it"
-        case AllReduce() if job.compresses:
+        case AllReduceOptions() if job.compresses:
             return "an iteration moves", f"of {size_bytes:,} bytes of gradient {sent} from each worker to the others"
-        case AllReduce():
+        case AllReduceOptions():
             return "an iteration moves", f"{size_bytes:,} bytes of gradient, summed among the workers"
-        case LocalSgd(steps=n):
+        case LocalSgdOptions(steps=n):
             return _every(n), f"{size_bytes:,} bytes of weights, summed among the workers"
-        case Gossip(period=n):
+        case GossipOptions(period=n):
             return _every(n), f"{size_bytes:,} bytes of weights from one worker to another, for each worker"
-        case Ashl() | Adsp():
+        case AshlOptions() | AdspOptions():
             return "a push moves", f"{size_bytes:,} bytes of weights to the worker, and {sent} of their change from it"
         case _:
             return (
@@ -171,8 +171,8 @@ def _every(n: int) -> str:
     return "an iteration moves" if n == 1 else f"every {n} iterations move"
 
 
-def _k_rows(paradigm: Paradigm, n_workers: int) -> list[tuple[str, str]]:
-    if not isinstance(paradigm, FirstK) or isinstance(paradigm.k, int):
+def _k_rows(paradigm: ParadigmOptions, n_workers: int) -> list[tuple[str, str]]:
+    if not isinstance(paradigm, FirstKOptions) or isinstance(paradigm.k, int):
         return []
     follows = {
         "state": "the workers' speeds",
@@ -183,9 +183,9 @@ def _k_rows(paradigm: Paradigm, n_workers: int) -> list[tuple[str, str]]:
     return [("k", f"{paradigm.k_min} to {n_workers}, at first {start}: follows {follows[paradigm.k]}")]
 
 
-def _commit_rows(paradigm: Paradigm) -> list[tuple[str, str]]:
+def _commit_rows(paradigm: ParadigmOptions) -> list[tuple[str, str]]:
     match paradigm:
-        case Ashl(loss_preset=preset) as ashl:
+        case AshlOptions(loss_preset=preset) as ashl:
             until = (
                 f"improves by less than {100 * ashl.plateau:g} % over five rounds"
                 if preset is None
@@ -197,7 +197,7 @@ def _commit_rows(paradigm: Paradigm) -> list[tuple[str, str]]:
                 ("coarse stage", f"{_steps(ashl.steps_coarse)}; nobody waits; until the average loss {until}"),
                 ("fine stage", f"{_steps(ashl.steps_fine)}; {ahead}"),
             ]
-        case Adsp(commits=commits) as adsp:
+        case AdspOptions(commits=commits) as adsp:
             within = f"in {adsp.check_period_s:g} s, at least {adsp.interval_min_s:g} s apart"
             missed = ", and what is missed is made up for" if adsp.rule == "cumulative" else ""
             if commits is not None:
@@ -216,7 +216,7 @@ def _steps(n: int) -> str:
 
 def _samples(job: Job, batch_size: int) -> str:
     batches, workers = job.batches, job.cluster.workers
-    if isinstance(job.paradigm, Stanza):
+    if isinstance(job.paradigm, StanzaOptions):
         if job.paradigm.fc_workers == "auto":
             return f"{batch_size} a convolution worker"
         return f"{batch_size} a convolution worker, {batch_size * job.groups.n_convolution} together"
@@ -277,52 +277,52 @@ def _happens(event: Change) -> str:
 
 def in_words(job: Job) -> str:
     match job.paradigm:
-        case Bsp():
+        case BspOptions():
             return "every update is the mean of all workers' gradients, and all wait for the slowest"
-        case Asp():
+        case AspOptions():
             return "every gradient is an update, and nobody waits"
-        case Ssp(staleness=math.inf):
+        case SspOptions(staleness=math.inf):
             return "every gradient is an update, and nobody waits (no bound)"
-        case Ssp(staleness=bound):
+        case SspOptions(staleness=bound):
             return f"every gradient is an update, and nobody starts more than {bound} iterations ahead of the slowest"
-        case Dssp(staleness_min=low, staleness_max=high, mode=mode):
+        case DsspOptions(staleness_min=low, staleness_max=high, mode=mode):
             ahead = f"more than {low} iterations ahead of the slowest only as its controller predicts"
             return f"every gradient is an update, and {ahead}, " + (
                 f"never more than {high}"
                 if mode == "bounded"
                 else f"aiming at {high} (as printed in the paper: no bound)"
             )
-        case KSync() as first:
+        case KSyncOptions() as first:
             return f"every update is the mean of the first {_k(first)} workers' gradients; {_late(first)}"
-        case KBatchSync() as first:
+        case KBatchSyncOptions() as first:
             of = f"the first {_k(first)} gradients of its version, of which a worker may give several"
             return f"every update is the mean of {of}; {_late(first)}"
-        case KAsync() as first:
+        case KAsyncOptions() as first:
             of = f"the next {_k(first)} workers' gradients, which wait for it while the others go on"
             return f"every update is the mean of {of}{_stale(first)}"
-        case KBatchAsync() as first:
+        case KBatchAsyncOptions() as first:
             return f"every update is the mean of the next {_k(first)} gradients, and nobody waits{_stale(first)}"
-        case Easgd(synchronous=synchronous) as easgd:
+        case EasgdOptions(synchronous=synchronous) as easgd:
             rate = easgd.moving_rate(job.cluster.workers)
             together = "all workers at once" if synchronous else "each worker when it suits it"
             return f"workers and the centre move {rate:.3g} of their distance towards each other, {together}"
-        case Ashl(share=share):
+        case AshlOptions(share=share):
             counts = "counts as the data behind it" if share == "data" else "counts as much as any other"
             return f"workers push how local steps have changed their weights, all expected at once; a push {counts}"
-        case Adsp():
+        case AdspOptions():
             return "workers push how local steps have changed their weights, equally often, and go on without waiting"
-        case AllReduce():
+        case AllReduceOptions():
             return "every update is the mean of all workers' gradients, which they sum among themselves"
-        case Stanza():
+        case StanzaOptions():
             return "one model, its layers separated; every update is the mean of all convolution workers' batches"
-        case LocalSgd(steps=steps, outer_lr=1.0, outer_momentum=0.0):
+        case LocalSgdOptions(steps=steps, outer_lr=1.0, outer_momentum=0.0):
             return f"every {steps} iterations all workers' weights become their mean"
-        case LocalSgd(steps=steps, outer_lr=lr, outer_momentum=momentum):
+        case LocalSgdOptions(steps=steps, outer_lr=lr, outer_momentum=momentum):
             outer = f"outer learning rate {lr:g} and momentum {momentum:g}"
             return f"every {steps} iterations all workers' weights step towards their mean with {outer} (DiLoCo)"
-        case Gossip(mode="permutation", topology=topology):
+        case GossipOptions(mode="permutation", topology=topology):
             return f"all workers average their weights with another's at once, drawn by permutation ({topology})"
-        case Gossip(mode=mode, topology=topology):
+        case GossipOptions(mode=mode, topology=topology):
             does = {
                 "pull": "reads a peer's weights when it suits it, and averages",
                 "push": "gives a peer its weights when it suits it, and averages its own with those that have come",
@@ -331,17 +331,17 @@ def in_words(job: Job) -> str:
             return f"each worker {does[mode]}; peers are drawn ({topology})"
 
 
-def _k(paradigm: FirstK) -> str:
+def _k(paradigm: FirstKOptions) -> str:
     return str(paradigm.k) if isinstance(paradigm.k, int) else "k"
 
 
-def _late(paradigm: FirstKOfAVersion) -> str:
+def _late(paradigm: FirstKOfAVersionOptions) -> str:
     if paradigm.cancel == "drop":
         return "late ones are dropped"
     return f"late ones are dropped, and not computed to their end ({paradigm.micro_batches} micro-batches)"
 
 
-def _stale(paradigm: FirstKOfAny) -> str:
+def _stale(paradigm: FirstKOfAnyOptions) -> str:
     bound = ""
     if paradigm.staleness_max is None:
         bound = f"; what is older than 2 workers / {_k(paradigm)} updates is dropped"

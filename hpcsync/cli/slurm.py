@@ -34,7 +34,7 @@ WARNING_S = (
 )
 
 
-class Asked(NamedTuple):
+class BatchRequest(NamedTuple):
     """What the command line says, by the names of its options.
 
     Of the first six each has one value, which holds for all nodes, or as many as there are kinds of node.
@@ -72,7 +72,7 @@ ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 OF_A_KIND = ("partition", "nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "mem")
 
 
-def script(path: Path, overrides: Sequence[str], asked: Asked, command: str) -> str:
+def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: str) -> str:
     """The batch script of this job file, whose first line says which command has written it. Raises JobError."""
     kinds = _kinds(asked)
     ranks = sum(kind["nodes"] * kind["ntasks_per_node"] for kind in kinds)
@@ -100,7 +100,7 @@ def script(path: Path, overrides: Sequence[str], asked: Asked, command: str) -> 
     return "\n".join(lines) + "\n"
 
 
-def _kinds(asked: Asked) -> list[dict[str, Any]]:
+def _kinds(asked: BatchRequest) -> list[dict[str, Any]]:
     """Of every kind of node its options. Raises JobError for what is not allowed."""
     for name, (allowed, must_be) in ALLOWED.items():
         given = getattr(asked, name)
@@ -178,7 +178,7 @@ def mpi_of_this_python() -> str:
     return kind
 
 
-def _program(path: Path, overrides: Sequence[str], asked: Asked, n_kinds: int, *, settings: bool) -> list[str]:
+def _program(path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds: int, *, settings: bool) -> list[str]:
     srun = f"srun --mpi={asked.mpi or mpi_of_this_python()} --kill-on-bad-exit=1"
     groups = [f"_HET_GROUP_{i}" for i in range(n_kinds)] if n_kinds > 1 else [""]
     ranks = f"$(({' + '.join(f'SLURM_NTASKS{group}' for group in groups)}))" if n_kinds > 1 else '"$SLURM_NTASKS"'

@@ -9,7 +9,7 @@ from typing import Any
 
 from numpy.typing import DTypeLike
 
-from hpcsync.compression.codec import Codec, Encoded, Layout
+from hpcsync.compression.codec import Codec, Encoded, TensorLayout
 from hpcsync.compression.dgc import DGC
 from hpcsync.compression.error_feedback import ErrorFeedback
 from hpcsync.compression.half_precision import Bf16, Fp16
@@ -18,7 +18,7 @@ from hpcsync.compression.powersgd import PowerSGD
 from hpcsync.compression.qsgd import QSGD
 from hpcsync.compression.sparse import RandomK, TopK
 
-__all__ = ["CODECS", "Codec", "Encoded", "ErrorFeedback", "Layout", "create"]
+__all__ = ["CODECS", "Codec", "Encoded", "ErrorFeedback", "TensorLayout", "create"]
 
 CODECS: dict[str, type[Codec]] = {
     "top-k": TopK,
@@ -35,7 +35,7 @@ CODECS: dict[str, type[Codec]] = {
 
 def create(
     name: str,
-    layout: Layout,
+    layout: TensorLayout,
     dtype: DTypeLike,
     *,
     seed: int = 0,

@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     end: int
 
 
-class Layout:
+class TensorLayout:
     """Tensors that lie in a flat vector one after the other.
 
     size:   elements of all.
@@ -92,7 +92,7 @@ class Codec(ABC):
     averages: bool = False  # the mean of all ranks' vectors is a product of mean factors, and not a mean of products
     factor_sizes: tuple[int, int] = (0, 0)  # elements of the left ones, and of the right ones
 
-    def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0) -> None:
+    def __init__(self, layout: TensorLayout, dtype: DTypeLike, *, seed: int = 0) -> None:
         self.layout = layout
         self.dtype = np.dtype(dtype)
         self.seed = seed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from numpy.typing import DTypeLike
 
-from hpcsync.compression.codec import Array, Encoded, Layout, blocks, must_be_share, namespace
+from hpcsync.compression.codec import Array, Encoded, TensorLayout, blocks, must_be_share, namespace
 from hpcsync.compression.sparse import Elements, Sparse, largest
 
 STAGES = 5  # of the warm-up, unless its ratios are given
@@ -29,7 +29,7 @@ class DGC(Sparse):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: TensorLayout,
         dtype: DTypeLike,
         *,
         seed: int = 0,

@@ -19,7 +19,7 @@ class Rounded(Encoded):
         return self.bits[begin:end].view(np.uint8)
 
 
-class Halves(Codec):
+class HalfPrecision(Codec):
     """Codecs that round every element to two bytes: to the nearest, and of two the even one. NaN stays NaN."""
 
     def _encode(self, vector: Array, ratio: float) -> Encoded:
@@ -44,7 +44,7 @@ class Halves(Codec):
     def _widened(self, bits: Array) -> Array: ...
 
 
-class Fp16(Halves):
+class Fp16(HalfPrecision):
     """11 bits of precision, from 6e-8 to 65504: what is larger becomes infinite."""
 
     def _rounded(self, values: Array) -> Array:
@@ -55,7 +55,7 @@ class Fp16(Halves):
         return bits.view(np.float16)
 
 
-class Bf16(Halves):
+class Bf16(HalfPrecision):
     """8 bits of precision, and the range of a single."""
 
     def _rounded(self, values: Array) -> Array:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hpcsync.compression.codec import Array, Codec, Encoded, Layout, Piece, blocks, joined, namespace
+from hpcsync.compression.codec import Array, Codec, Encoded, Piece, TensorLayout, blocks, joined, namespace
 
 
 class Bits(Encoded):
     """A payload is two values for each matrix that it touches, the elements of small tensors, and bits for all."""
 
-    def __init__(self, layout: Layout, stands_for: Array, vector: Array, bits: Array) -> None:
+    def __init__(self, layout: TensorLayout, stands_for: Array, vector: Array, bits: Array) -> None:
         self.layout = layout
         self.stands_for = stands_for  # (tensors, 2): what a cleared bit and a set one stand for
         self.small = {

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from hpcsync.compression.codec import BLOCK, Array, Codec, Encoded, Layout, Piece, joined, namespace
+from hpcsync.compression.codec import BLOCK, Array, Codec, Encoded, Piece, TensorLayout, joined, namespace
 
 RATE_MIN = 2  # a matrix is sent in parts if these have fewer elements by this factor
 
@@ -46,7 +46,7 @@ class PowerSGD(Codec):
     feeds_back = True
     averages = True
 
-    def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, rank: int = 2) -> None:
+    def __init__(self, layout: TensorLayout, dtype: DTypeLike, *, seed: int = 0, rank: int = 2) -> None:
         super().__init__(layout, dtype, seed=seed)
         if rank < 1:
             raise ValueError(f"rank is {rank}; 1 or more is needed")

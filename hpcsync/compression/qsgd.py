@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from hpcsync.compression.codec import BLOCK, Array, Codec, Encoded, Layout, blocks, joined, namespace
+from hpcsync.compression.codec import BLOCK, Array, Codec, Encoded, TensorLayout, blocks, joined, namespace
 
 
 class Levels(Encoded):
@@ -32,7 +32,7 @@ class QSGD(Codec):
     """
 
     def __init__(
-        self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, levels: int = 127, bucket: int = 512
+        self, layout: TensorLayout, dtype: DTypeLike, *, seed: int = 0, levels: int = 127, bucket: int = 512
     ) -> None:
         super().__init__(layout, dtype, seed=seed)
         if not 1 <= levels <= 32767:

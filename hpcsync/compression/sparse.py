@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import DTypeLike
 
-from hpcsync.compression.codec import Array, Codec, Encoded, Layout, joined, must_be_share, namespace
+from hpcsync.compression.codec import Array, Codec, Encoded, TensorLayout, joined, must_be_share, namespace
 
 TOO_MANY = 1 << 31  # elements: int32 has no more positions
 ALL = -1  # instead of a count: the values of all elements follow
@@ -43,7 +43,7 @@ class Sparse(Codec):
     Where values and positions would take more bytes than all elements, all are sent, whatever the ratio.
     """
 
-    def __init__(self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01) -> None:
+    def __init__(self, layout: TensorLayout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01) -> None:
         super().__init__(layout, dtype, seed=seed)
         must_be_share("ratio", ratio)
         if layout.size >= TOO_MANY:
@@ -129,7 +129,7 @@ class RandomK(Sparse):
     takes_ratio = True
 
     def __init__(
-        self, layout: Layout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01, rescaled: bool = False
+        self, layout: TensorLayout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01, rescaled: bool = False
     ) -> None:
         super().__init__(layout, dtype, seed=seed, ratio=ratio)
         self.rescaled = rescaled

@@ -30,13 +30,13 @@ SECONDS = "a number of at least 0, or a list of them, one per worker"
 Seconds = Annotated[float | tuple[float, ...], _one_or_each(lambda x: x >= 0, SECONDS)]
 
 # Of an iteration's time at the job's batch size, what does not depend on how many samples the iteration is of.
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Constant(Table):
     model: Literal["constant"]
     seconds: Seconds = Field(description=SECONDS)
-    fixed_share: Share = 0.0
+    fixed_share: Fraction = 0.0
 
 
 class LogNormal(Table):
@@ -45,7 +45,7 @@ class LogNormal(Table):
     model: Literal["lognormal"]
     seconds: Seconds = Field(description=SECONDS)
     jitter: NotNegative = 0.2
-    fixed_share: Share = 0.0
+    fixed_share: Fraction = 0.0
 
 
 class Exponential(Table):
@@ -53,18 +53,18 @@ class Exponential(Table):
 
     model: Literal["exponential"]
     seconds: Seconds = Field(description=SECONDS)
-    fixed_share: Share = 0.0
+    fixed_share: Fraction = 0.0
 
 
-class Recorded(Table):
+class RecordedCompute(Table):
     """Times from a CSV file with the columns worker, iteration (both from 0) and seconds; see `read_times`."""
 
     model: Literal["table"]
     table: str = Field(description="a CSV file with the columns worker,iteration,seconds")
-    fixed_share: Share = 0.0
+    fixed_share: Fraction = 0.0
 
 
-Compute = Annotated[Constant | LogNormal | Exponential | Recorded, Discriminator("model")]
+Compute = Annotated[Constant | LogNormal | Exponential | RecordedCompute, Discriminator("model")]
 
 
 # ---- what changes during the run ----
@@ -264,7 +264,7 @@ class Cluster(Table):
                     f"cluster.times_from = {shown(str(path))}: must be a trace, or a run's folder; no such file"
                 )
             update["times_from"] = str(path)
-        if isinstance(self.compute, Recorded):
+        if isinstance(self.compute, RecordedCompute):
             table = str((folder / self.compute.table).resolve())
             read_times(table, self.workers)
             update["compute"] = self.compute.model_copy(update={"table": table})

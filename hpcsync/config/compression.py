@@ -19,13 +19,13 @@ def _ratios(ratios: Any) -> Any:
     return tuple(map(float, each))
 
 
-class Dense(Table):
+class DenseOptions(Table):
     """Nothing is compressed."""
 
     name: Literal["none"]
 
 
-class Codec(Table):
+class CodecOptions(Table):
     """gbytes_per_s: how fast vectors are compressed in a simulation; absent, in no time."""
 
     name: str
@@ -37,33 +37,33 @@ class Codec(Table):
         return self.model_dump(exclude={"name", "gbytes_per_s"}, exclude_none=True)
 
 
-class Biased(Codec):
+class BiasedOptions(CodecOptions):
     """What is lost is sent with the next push, unless that is turned off."""
 
     error_feedback: bool = True
 
 
-class Unbiased(Codec):
+class UnbiasedOptions(CodecOptions):
     """What is lost is lost: on average nothing, or next to nothing."""
 
     error_feedback: bool = False
 
 
-class TopK(Biased):
+class TopKOptions(BiasedOptions):
     """The largest elements, a share of `ratio` of them."""
 
     name: Literal["top-k"]
     ratio: Share | None = 0.01  # None: the paradigm says it
 
 
-class RandomK(Biased):
+class RandomKOptions(BiasedOptions):
     """Elements drawn at random, a share of `ratio` of them."""
 
     name: Literal["random-k"]
     ratio: Share | None = 0.01  # None: the paradigm says it
 
 
-class Dgc(Codec):
+class DgcOptions(CodecOptions):
     """Deep gradient compression: the largest elements of accumulated gradients with a momentum.
 
     nesterov: the momentum's kind. clip: the largest norm of a gradient. warmup: pushes with ratios that come down to
@@ -86,7 +86,7 @@ class Dgc(Codec):
         return ratios
 
 
-class Qsgd(Unbiased):
+class QsgdOptions(UnbiasedOptions):
     """Every element is rounded at random to one of so many levels of the norm of its bucket."""
 
     name: Literal["qsgd"]
@@ -94,39 +94,49 @@ class Qsgd(Unbiased):
     bucket: Count = 512
 
 
-class OneBit(Biased):
+class OneBitOptions(BiasedOptions):
     """Every element is the mean of the negative ones or that of the others."""
 
     name: Literal["one-bit"]
 
 
-class Sign(Biased):
+class SignOptions(BiasedOptions):
     """Every element is the mean magnitude, with its sign."""
 
     name: Literal["sign"]
 
 
-class PowerSgd(Biased):
+class PowerSgdOptions(BiasedOptions):
     """Every matrix is the product of two thin ones, of this rank."""
 
     name: Literal["powersgd"]
     rank: Count = 2
 
 
-class Fp16(Unbiased):
+class Fp16Options(UnbiasedOptions):
     """Half the bits, or a quarter."""
 
     name: Literal["fp16"]
 
 
-class Bf16(Unbiased):
+class Bf16Options(UnbiasedOptions):
     """Half the bits, or a quarter, in a wider range."""
 
     name: Literal["bf16"]
 
 
-Compression = Annotated[
-    Dense | TopK | RandomK | Dgc | Qsgd | OneBit | Sign | PowerSgd | Fp16 | Bf16, Discriminator("name")
+CompressionOptions = Annotated[
+    DenseOptions
+    | TopKOptions
+    | RandomKOptions
+    | DgcOptions
+    | QsgdOptions
+    | OneBitOptions
+    | SignOptions
+    | PowerSgdOptions
+    | Fp16Options
+    | Bf16Options,
+    Discriminator("name"),
 ]
 
 UNCOMPRESSED = ("easgd", "local-sgd", "gossip")  # paradigms that exchange weights
@@ -146,16 +156,16 @@ def with_defaults(table: Any, paradigm: Any) -> Any:
     return table
 
 
-def check(compression: Compression, paradigm: str, momentum: Any) -> None:
+def check(compression: CompressionOptions, paradigm: str, momentum: Any) -> None:
     """Raises JobError where pushes of this paradigm, for an optimizer of this momentum, cannot be compressed so."""
     name, having = f"compression.name = {shown(compression.name)}", f"with paradigm.name = {shown(paradigm)}"
-    if isinstance(compression, Dense):
+    if isinstance(compression, DenseOptions):
         return
     if paradigm in UNCOMPRESSED:
         raise JobError(f'{name}: must be "none" {having}, where weights travel, which must be whole')
     if paradigm == "stanza":
         raise JobError(f'{name}: must be "none" {having}, where activations travel, which must be whole')
-    if isinstance(compression, Dgc):
+    if isinstance(compression, DgcOptions):
         if paradigm in ("ashl", "adsp"):
             raise JobError(f"{name}: must be another {having}, where no gradients travel: its momentum is for these")
         if momentum != 0:

@@ -20,24 +20,24 @@ from hpcsync.config.base import Count, Positive, Table, matching
 from hpcsync.config.batches import Batches
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.config.cluster import Cluster, Compute
-from hpcsync.config.compression import Compression, Dense, RandomK, TopK
+from hpcsync.config.compression import CompressionOptions, DenseOptions, RandomKOptions, TopKOptions
 from hpcsync.config.errors import JobError, in_one_line, shown
 from hpcsync.config.optimizer import Optimizer, Schedule
 from hpcsync.config.paradigms import (
     WITHOUT_SERVER,
-    Adsp,
-    AllReduce,
-    Ashl,
-    Easgd,
-    FirstK,
-    FirstKOfAVersion,
-    Gossip,
-    LocalSgd,
-    Paradigm,
-    Served,
-    Stanza,
+    AdspOptions,
+    AllReduceOptions,
+    AshlOptions,
+    EasgdOptions,
+    FirstKOfAVersionOptions,
+    FirstKOptions,
+    GossipOptions,
+    LocalSgdOptions,
+    ParadigmOptions,
+    ServedOptions,
+    StanzaOptions,
 )
-from hpcsync.config.workloads import WORKLOADS, Cifar, Script, Workload
+from hpcsync.config.workloads import WORKLOADS, Cifar, Script, WorkloadOptions
 from hpcsync.planning.layer_groups import Groups
 
 # ---- how it is trained ----
@@ -67,7 +67,7 @@ class Stop(Table):
         )
 
 
-class Evaluation(Table):
+class EvaluationOptions(Table):
     """How often the server's weights are evaluated, in samples trained on; 0 is only at the end."""
 
     every_samples: Annotated[int, Field(ge=0)] = 5000
@@ -81,14 +81,14 @@ A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as di
 class Job(Table):
     name: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._+-]*", A_NAME)] = Field(description=A_NAME)
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0  # what HDF5 can hold
-    workload: Workload = Field(description="a table")
+    workload: WorkloadOptions = Field(description="a table")
     optimizer: Optimizer = Field(description="a table")
     stop: Stop = Field(description="a table")
-    evaluation: Evaluation = Evaluation()
+    evaluation: EvaluationOptions = EvaluationOptions()
     checkpoint: Checkpoint = Checkpoint()
-    paradigm: Paradigm = Field(description="a table")
+    paradigm: ParadigmOptions = Field(description="a table")
     batches: Batches = Batches(policy="equal")
-    compression: Compression = Dense(name="none")
+    compression: CompressionOptions = DenseOptions(name="none")
     cluster: Cluster = Cluster()
 
     @model_validator(mode="before")
@@ -136,16 +136,18 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _tables_suit_each_other(self) -> Self:
-        if isinstance(self.paradigm, Easgd | FirstK):
+        if isinstance(self.paradigm, EasgdOptions | FirstKOptions):
             self.paradigm.check(self.cluster.workers)
-        if isinstance(self.paradigm, Stanza):
+        if isinstance(self.paradigm, StanzaOptions):
             self.paradigm.check(self.workload, self.cluster)
         job_compression.check(self.compression, self.paradigm.name, self.optimizer.options.get("momentum", 0))
         return self
 
     @model_validator(mode="after")
     def _batches_can_be_given_out(self) -> Self:
-        if self.batches.policy != "equal" and isinstance(self.paradigm, Ashl | Adsp | LocalSgd | Gossip | Stanza):
+        if self.batches.policy != "equal" and isinstance(
+            self.paradigm, AshlOptions | AdspOptions | LocalSgdOptions | GossipOptions | StanzaOptions
+        ):
             given_out = "servers give batches out, or all workers together under allreduce"
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
@@ -158,7 +160,7 @@ class Job(Table):
     def _others_can_go_on(self) -> Self:
         paradigm = self.paradigm
         named = f'paradigm.name = "{paradigm.name}"'
-        if isinstance(paradigm, Gossip):
+        if isinstance(paradigm, GossipOptions):
             named = f'paradigm.mode = "{paradigm.mode}"' if paradigm.mode == "permutation" else ""
         if self.cluster.on_death == "continue" and named and not self.has_servers:
             raise JobError(
@@ -169,18 +171,18 @@ class Job(Table):
     @property
     def groups(self) -> Groups:
         """Under layer separation, once it is chosen how many train the fully-connected layers: who is what."""
-        assert isinstance(self.paradigm, Stanza)
+        assert isinstance(self.paradigm, StanzaOptions)
         return self.paradigm.groups(self.cluster.workers)
 
     @property
     def takers(self) -> range:
         """The workers that take batches: all, or under layer separation the convolution workers."""
-        return self.groups.convolution if isinstance(self.paradigm, Stanza) else range(self.cluster.workers)
+        return self.groups.convolution if isinstance(self.paradigm, StanzaOptions) else range(self.cluster.workers)
 
     @property
     def one_model(self) -> bool:
         """Whether all workers make the same step at once, where there is no server."""
-        return isinstance(self.paradigm, AllReduce | Stanza)
+        return isinstance(self.paradigm, AllReduceOptions | StanzaOptions)
 
     @property
     def batch_total(self) -> int | None:
@@ -193,7 +195,9 @@ class Job(Table):
     def needs_all(self) -> bool:
         """Whether it takes all of its workers to go on from a checkpoint."""
         paradigm = self.paradigm
-        return isinstance(paradigm, Stanza) or (isinstance(paradigm, Gossip) and paradigm.mode == "permutation")
+        return isinstance(paradigm, StanzaOptions) or (
+            isinstance(paradigm, GossipOptions) and paradigm.mode == "permutation"
+        )
 
     @property
     def has_servers(self) -> bool:
@@ -203,44 +207,44 @@ class Job(Table):
     @property
     def steps_on_workers(self) -> bool:
         """Whether every worker has weights of its own, and an optimizer that makes steps of them."""
-        return not self.has_servers or self.commits or isinstance(self.paradigm, Easgd)
+        return not self.has_servers or self.commits or isinstance(self.paradigm, EasgdOptions)
 
     @property
     def commits(self) -> bool:
         """Whether what a worker pushes is the change of its weights since it read the servers'."""
-        return isinstance(self.paradigm, Ashl | Adsp)
+        return isinstance(self.paradigm, AshlOptions | AdspOptions)
 
     @property
     def compresses(self) -> bool:
         """Whether less is pushed than there is."""
-        return not isinstance(self.compression, Dense)
+        return not isinstance(self.compression, DenseOptions)
 
     @property
     def paradigm_options(self) -> dict[str, Any]:
         """What `paradigms.create` is given besides the name and the workers."""
-        assert isinstance(self.paradigm, Served)
-        if isinstance(self.paradigm, Ashl) and not isinstance(self.compression, TopK | RandomK):
+        assert isinstance(self.paradigm, ServedOptions)
+        if isinstance(self.paradigm, AshlOptions) and not isinstance(self.compression, TopKOptions | RandomKOptions):
             return {**self.paradigm.options, "ratio_coarse": None, "ratio_fine": None}
         return self.paradigm.options
 
     @property
     def local_steps(self) -> int:
         """Iterations of a push, where its grant does not say how many."""
-        return self.paradigm.period if isinstance(self.paradigm, Easgd) else 1
+        return self.paradigm.period if isinstance(self.paradigm, EasgdOptions) else 1
 
     @property
     def aborts(self) -> bool:
         """Whether a worker may be told that what it computes is of no use any more."""
-        return isinstance(self.paradigm, FirstKOfAVersion) and self.paradigm.cancel == "abort"
+        return isinstance(self.paradigm, FirstKOfAVersionOptions) and self.paradigm.cancel == "abort"
 
     @property
     def n_pieces(self) -> int:
         """In how many pieces a batch is computed; between them a worker looks whether it has been cancelled."""
-        return self.paradigm.micro_batches if self.aborts and isinstance(self.paradigm, FirstKOfAVersion) else 1
+        return self.paradigm.micro_batches if self.aborts and isinstance(self.paradigm, FirstKOfAVersionOptions) else 1
 
     def n_pieces_of(self, worker: int) -> int:
         """In how many pieces this worker's loop computes a batch. (A convolution worker's model does it by itself.)"""
-        if isinstance(self.paradigm, Stanza):
+        if isinstance(self.paradigm, StanzaOptions):
             return self.paradigm.micro_batches if self.groups.is_fc(worker) else 1
         return self.n_pieces
 
@@ -248,7 +252,7 @@ class Job(Table):
     def _ends(self) -> Self:
         if not isinstance(self.workload, Script) and all(value is None for _, value in self.stop):
             raise JobError(f"stop: empty; must have at least one of {', '.join(Stop.model_fields)}")
-        first_s = self.paradigm.first_commit_s if isinstance(self.paradigm, Adsp) else 0.0
+        first_s = self.paradigm.first_commit_s if isinstance(self.paradigm, AdspOptions) else 0.0
         if self.stop.seconds is not None and self.stop.seconds <= first_s:
             raise JobError(
                 f"stop.seconds = {self.stop.seconds:g}: must be greater than {first_s:g}, before which no worker "
@@ -293,10 +297,10 @@ def _kinds(union: Any, key: str) -> list[str]:
 
 KINDS = {  # what may stand in the key that tells a table's kind
     "workload": [*WORKLOADS, '"package.module:function"'],
-    "paradigm": _kinds(Paradigm, "name"),
+    "paradigm": _kinds(ParadigmOptions, "name"),
     "schedule": _kinds(Schedule, "name"),
     "compute": _kinds(Compute, "model"),
-    "compression": _kinds(Compression, "name"),
+    "compression": _kinds(CompressionOptions, "name"),
 }
 
 WITHOUT_SERVER_NAMES = [get_args(kind.model_fields["name"].annotation)[0] for kind in WITHOUT_SERVER]
@@ -331,7 +335,7 @@ def refuse_simulated(job: Job) -> None:
             f"cluster.times_from = {shown(trace)}: must not be given to run: real ranks take their own times; "
             "hpcsync simulate takes it"
         )
-    if isinstance(job.paradigm, Stanza):
+    if isinstance(job.paradigm, StanzaOptions):
         job.paradigm.refuse_simulated(job.workload)
 
 

@@ -9,13 +9,13 @@ from pydantic import Discriminator, Field, ValidationInfo, field_validator
 
 from hpcsync.config.base import Count, NotNegative, Positive, Share, Table
 from hpcsync.config.errors import JobError
-from hpcsync.config.stanza import Stanza
+from hpcsync.config.stanza import StanzaOptions
 from hpcsync.planning.commit_rate_search import most_commits
 
 # ---- with a parameter server ----
 
 
-class Served(Table):
+class ServedOptions(Table):
     @property
     def bound(self) -> str:
         """Who waits for whom."""
@@ -27,7 +27,7 @@ class Served(Table):
         return self.model_dump(exclude={"name"})
 
 
-class Bsp(Served):
+class BspOptions(ServedOptions):
     name: Literal["bsp"]
 
     @property
@@ -35,11 +35,11 @@ class Bsp(Served):
         return "in every iteration all wait for all"
 
 
-class Asp(Served):
+class AspOptions(ServedOptions):
     name: Literal["asp"]
 
 
-class Ssp(Served):
+class SspOptions(ServedOptions):
     name: Literal["ssp"]
     staleness: int | float = Field(description="a whole number of at least 0, or inf")
 
@@ -55,7 +55,7 @@ class Ssp(Served):
         return f"who is more than {self.staleness} iterations ahead of the slowest waits for it"
 
 
-class Dssp(Served):
+class DsspOptions(ServedOptions):
     name: Literal["dssp"]
     staleness_min: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least 0")
     staleness_max: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least staleness_min")
@@ -77,7 +77,7 @@ class Dssp(Served):
 K = 'a whole number of at least 1, or one of "state", "loss", "min"'
 
 
-class FirstK(Served):
+class FirstKOptions(ServedOptions):
     """Every update is made of k contributions.
 
     k: how many, or what chooses it during the run: the workers' "state", the "loss", or the "min" of both.
@@ -139,7 +139,7 @@ class FirstK(Served):
                 raise JobError(f"paradigm.{key} = {value}: must be at most cluster.workers = {n_workers}")
 
 
-class FirstKOfAVersion(FirstK):
+class FirstKOfAVersionOptions(FirstKOptions):
     """All contributions to an update were computed from the version before it; late ones are dropped.
 
     cancel: whether a worker whose version is over goes on to the end of its iteration ("drop") or stops at its next
@@ -150,19 +150,19 @@ class FirstKOfAVersion(FirstK):
     micro_batches: Count = 4
 
 
-class KSync(FirstKOfAVersion):
+class KSyncOptions(FirstKOfAVersionOptions):
     """Of k workers, the first to contribute."""
 
     name: Literal["k-sync"]
 
 
-class KBatchSync(FirstKOfAVersion):
+class KBatchSyncOptions(FirstKOfAVersionOptions):
     """The first k contributions, of which a fast worker may give several."""
 
     name: Literal["k-batch-sync"]
 
 
-class FirstKOfAny(FirstK):
+class FirstKOfAnyOptions(FirstKOptions):
     """Nothing is cancelled: a contribution counts whatever version it was computed from.
 
     staleness_max: a contribution older than so many updates is dropped; inf: none is. Unless it is said, no bound with
@@ -178,19 +178,19 @@ class FirstKOfAny(FirstK):
     )
 
 
-class KAsync(FirstKOfAny):
+class KAsyncOptions(FirstKOfAnyOptions):
     """Of k workers, which wait for the update; the others go on."""
 
     name: Literal["k-async"]
 
 
-class KBatchAsync(FirstKOfAny):
+class KBatchAsyncOptions(FirstKOfAnyOptions):
     """Any k contributions; nobody waits."""
 
     name: Literal["k-batch-async"]
 
 
-class Easgd(Served):
+class EasgdOptions(ServedOptions):
     """Every `period` iterations a worker and the centre on the server move towards each other.
 
     alpha: the share of their distance by which each moves; beta = workers x alpha. One of them, or else beta = 0.9.
@@ -233,7 +233,7 @@ class Easgd(Served):
             )
 
 
-class Ashl(Served):
+class AshlOptions(ServedOptions):
     """Workers make so many local steps that all are expected to push at once, first many (coarse), then few (fine).
 
     Before, each is timed one step at a time, `warmup` pushes and then `profiled` ones. steps_coarse, steps_fine: local
@@ -268,7 +268,7 @@ class Ashl(Served):
         return f"in the fine stage who is more than {self.staleness} pushes ahead of the slowest waits for it"
 
 
-class Adsp(Served):
+class AdspOptions(ServedOptions):
     """Workers make local steps without waiting, and commit so often that all commit equally often.
 
     check_period_s: seconds of a period, in which each worker is to make `commits`; without it the number is searched
@@ -315,7 +315,7 @@ class Adsp(Served):
 # ---- without ----
 
 
-class AllReduce(Table):
+class AllReduceOptions(Table):
     """Every update is the mean of all workers' gradients, which the workers sum among themselves.
 
     bucket_mb: megabytes of the gradient that are summed at a time, while the rest is still computed.
@@ -329,7 +329,7 @@ class AllReduce(Table):
         return "in every iteration all wait for all"
 
 
-class LocalSgd(Table):
+class LocalSgdOptions(Table):
     """Every `steps` iterations the workers' weights are replaced by their mean.
 
     With another outer learning rate than 1, or a momentum, the mean is where an outer SGD with Nesterov's momentum
@@ -346,7 +346,7 @@ class LocalSgd(Table):
         return f"every {self.steps} iterations all wait for all"
 
 
-class Gossip(Table):
+class GossipOptions(Table):
     """Every `period` iterations a worker averages its weights with those of a peer.
 
     mode: "pull" reads the peer's, "push" gives it one's own, "push-sum" half of one's own and of a weight, all of them
@@ -377,23 +377,23 @@ class Gossip(Table):
         return f"every {self.period} iterations all wait for all" if in_step else "nobody waits for anybody"
 
 
-Paradigm = Annotated[
-    Bsp
-    | Asp
-    | Ssp
-    | Dssp
-    | KSync
-    | KBatchSync
-    | KAsync
-    | KBatchAsync
-    | Easgd
-    | Ashl
-    | Adsp
-    | AllReduce
-    | LocalSgd
-    | Gossip
-    | Stanza,
+ParadigmOptions = Annotated[
+    BspOptions
+    | AspOptions
+    | SspOptions
+    | DsspOptions
+    | KSyncOptions
+    | KBatchSyncOptions
+    | KAsyncOptions
+    | KBatchAsyncOptions
+    | EasgdOptions
+    | AshlOptions
+    | AdspOptions
+    | AllReduceOptions
+    | LocalSgdOptions
+    | GossipOptions
+    | StanzaOptions,
     Discriminator("name"),
 ]
 
-WITHOUT_SERVER = (AllReduce, LocalSgd, Gossip, Stanza)
+WITHOUT_SERVER = (AllReduceOptions, LocalSgdOptions, GossipOptions, StanzaOptions)

@@ -9,12 +9,12 @@ from pydantic import Field, field_validator
 from hpcsync.config.base import Count, Positive, Table
 from hpcsync.config.cluster import Cluster
 from hpcsync.config.errors import JobError, shown
-from hpcsync.config.workloads import Script, Timing, Workload
+from hpcsync.config.workloads import Script, Timing, WorkloadOptions
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Times
 
 
-class Stanza(Table):
+class StanzaOptions(Table):
     """Convolution workers and fully-connected workers train one model; fully-connected weights stay where they are.
 
     cut: the submodule, by its name, with which the fully-connected layers begin. fc_workers: how many of the workers,
@@ -56,7 +56,7 @@ class Stanza(Table):
         assert self.fc_workers != "auto"
         return Groups(n_workers, self.fc_workers)
 
-    def check(self, workload: Workload, cluster: Cluster) -> None:
+    def check(self, workload: WorkloadOptions, cluster: Cluster) -> None:
         """Raises JobError where layers cannot be separated so: of this model, among these workers."""
         fewest = 2 if self.fc_workers == "auto" else 2 * self.fc_workers
         if cluster.workers < fewest:
@@ -100,7 +100,7 @@ class Stanza(Table):
         if self.cut != "classifier":
             raise JobError(f'paradigm.cut = {shown(self.cut)}: must be "classifier" with workload.name = "timing"')
 
-    def refuse_simulated(self, workload: Workload) -> None:
+    def refuse_simulated(self, workload: WorkloadOptions) -> None:
         """Raises JobError for a workload of which only a simulation can separate layers."""
         if isinstance(workload, Timing):
             raise JobError(

@@ -134,7 +134,7 @@ def _workload_tag(table: Any) -> str | None:
     return name if name in (*WORKLOADS, "script") else None
 
 
-Workload = Annotated[
+WorkloadOptions = Annotated[
     Annotated[Digits, Tag("digits")]
     | Annotated[Images, Tag("images")]
     | Annotated[Cifar, Tag("cifar10")]

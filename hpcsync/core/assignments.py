@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hpcsync import paradigms
 from hpcsync.config.job import Job, Script
-from hpcsync.config.paradigms import Ashl, Served
+from hpcsync.config.paradigms import AshlOptions, ServedOptions
 from hpcsync.paradigms import Grant, Paradigm
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.planning.batch_allocation import Allocator
@@ -97,7 +97,7 @@ class Assignments:
 
 def create_paradigm(job: Job) -> Paradigm:
     """The paradigm of a job with servers."""
-    assert isinstance(job.paradigm, Served)
+    assert isinstance(job.paradigm, ServedOptions)
     return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm_options)
 
 
@@ -121,7 +121,7 @@ def create_allocator(job: Job) -> Allocator | None:
 def create_assignments(job: Job) -> Assignments:
     """Of this job; those of the first iterations are given."""
     paradigm, dealt = create_paradigm(job), None
-    if isinstance(job.paradigm, Ashl) and not isinstance(job.workload, Script):
+    if isinstance(job.paradigm, AshlOptions) and not isinstance(job.workload, Script):
         dealt = job.workload.batch_size
     first = map(paradigm.first, range(job.cluster.workers))
     return Assignments(first, job.local_steps, create_allocator(job), dealt)

@@ -18,18 +18,18 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 from hpcsync.config.job import Job, Stop
-from hpcsync.config.paradigms import Easgd
+from hpcsync.config.paradigms import EasgdOptions
 from hpcsync.core.assignments import STOP, Assignment, Assignments, create_assignments
-from hpcsync.core.straggler_detector import Stalls
-from hpcsync.paradigms import Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
-from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.core.straggler_detector import StragglerDetector
+from hpcsync.paradigms import Accumulate, Apply, Cancel, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
+from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.trace.schema import APPLIED, DROPPED, JOINED, LEFT
+from hpcsync.trace.schema import Change, Outcome
 from hpcsync.training.lr_schedule import LearningRate, learning_rate
 
 
-class Report(NamedTuple):
+class PushInfo(NamedTuple):
     """What a worker says with a contribution. Seconds are on the deciding server's clock, since the start of the run.
 
     begin_s, end_s: the worker's own computation, padding included (compute_s is their difference);
@@ -73,7 +73,7 @@ class Report(NamedTuple):
         return self.compute_s / self.share
 
 
-def estimated(report: Report, estimator: Estimator) -> Report:
+def with_prediction(report: PushInfo, estimator: Estimator) -> PushInfo:
     """The report with what its worker expects of its next iterations, having learned from this one."""
     n = report.local_steps
     fixed_s, sample_s = estimator.observe(report.batch_size // n, report.iteration_s / n, report.comm_s / n)
@@ -81,7 +81,7 @@ def estimated(report: Report, estimator: Estimator) -> Report:
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateCommand:
     """Order: one update from what has been collected and these workers' slots, in this order.
 
     Its gradient is the sum, each contribution times its weight, over the divisor. lr: its rate, see `Coordinator`.
@@ -94,7 +94,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class Collection:
+class AccumulateCommand:
     """Order: take this worker's contribution, times its weight, out of its slot and into the next update's sum."""
 
     worker: int
@@ -102,7 +102,7 @@ class Collection:
 
 
 @dataclass(frozen=True, slots=True)
-class Cancellation:
+class CancelCommand:
     """Order: tell this worker that it may stop early what it computes from this version, or from one before it: it will
     be dropped, or the run is over."""
 
@@ -111,7 +111,7 @@ class Cancellation:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class GrantCommand:
     """Order: let this worker read the current version and start `iteration`, which consists of what it is assigned;
     with zero local steps its part is over."""
 
@@ -121,7 +121,7 @@ class Reply:
     assignment: Assignment
 
 
-Order = Update | Collection | Cancellation | Reply
+Command = UpdateCommand | AccumulateCommand | CancelCommand | GrantCommand
 
 
 class Resumable:
@@ -143,7 +143,7 @@ class _Contribution(NamedTuple):
 
     seq: int
     now_s: float
-    report: Report
+    report: PushInfo
 
 
 class Recorder(Protocol):
@@ -188,7 +188,7 @@ class Coordinator(Resumable):
         self.last_loss = math.nan
         self.last_accuracy = math.nan
         self.stopping = False
-        self._progress = Progress(n_workers)
+        self._progress = WorkerCounts(n_workers)
         self.active = self._progress.active
         self._paradigm = paradigm
         self._trace = trace
@@ -209,9 +209,9 @@ class Coordinator(Resumable):
         self._held: dict[int, float] = {}  # workers that wait for an answer, since when
         self._cuts_short = cuts_short
         self._computing = set(range(n_workers))
-        self.stalls = Stalls()
+        self.stalls = StragglerDetector()
 
-    def pushed(self, now_s: float, report: Report) -> list[Order]:
+    def pushed(self, now_s: float, report: PushInfo) -> list[Command]:
         """Worker `report.worker`'s contribution is in its slot."""
         self._now_s = now_s
         self._pending[report.worker] = _Contribution(self._next_seq(), now_s, report)
@@ -229,7 +229,7 @@ class Coordinator(Resumable):
         self._drop(report.worker)
         return [self._reply(now_s, self._stop_grant(now_s, report.worker))]
 
-    def left(self, now_s: float, worker: int, change: int = LEFT) -> list[Order]:
+    def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> list[Command]:
         """Worker `worker` takes no further part. change: LEFT or DIED, for the trace."""
         self._now_s = now_s
         self._held.pop(worker, None)
@@ -243,13 +243,13 @@ class Coordinator(Resumable):
             self._record_sizes(now_s, self._allocator.left(worker))
         return self._decide(Left(now_s, worker))
 
-    def joined(self, now_s: float, worker: int) -> list[Order]:
+    def joined(self, now_s: float, worker: int) -> list[Command]:
         """Worker `worker`, which has left, takes part again; in vain once the run is over, or nobody else does."""
         if self.stopping or not self.active:
             return []
         self._now_s = now_s
         self._held[worker] = now_s
-        self._trace.append("membership", (self._next_seq(), now_s, worker, JOINED))
+        self._trace.append("membership", (self._next_seq(), now_s, worker, Change.JOINED))
         self._progress.join(worker)
         if self._allocator is not None:
             self._record_sizes(now_s, self._allocator.joined(worker))
@@ -257,18 +257,18 @@ class Coordinator(Resumable):
 
     def evaluated(
         self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float = math.nan
-    ) -> list[Order]:
+    ) -> list[Command]:
         """The weights of `version`, which were current at now_s, have been judged on held-out data, by now."""
         self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, distance))
         self.last_accuracy = accuracy
         return self.stop(max(now_s, self._now_s)) if self._stop.satisfied(loss, accuracy) else []
 
-    def passed(self, now_s: float) -> list[Order]:
+    def passed(self, now_s: float) -> list[Command]:
         """Time has passed; ends the run when its seconds are up."""
         self._now_s = now_s
         return self.stop(now_s) if self._stop.reached(seconds=now_s) else []
 
-    def stop(self, now_s: float) -> list[Order]:
+    def stop(self, now_s: float) -> list[Command]:
         """End the run: whoever waits is told at once, whoever computes with the answer to its next contribution."""
         if self.stopping:
             return []
@@ -280,7 +280,7 @@ class Coordinator(Resumable):
         collected, self._collected = self._collected, []
         pending, self._pending = self._pending, {}
         for contribution in sorted([*pending.values(), *(contribution for contribution, _ in collected)]):
-            self._record_push(contribution, 0.0, DROPPED)
+            self._record_push(contribution, 0.0, Outcome.DROPPED)
 
     @property
     def held(self) -> Mapping[int, float]:
@@ -303,18 +303,18 @@ class Coordinator(Resumable):
         if self._allocator is not None:
             self._allocator.check()
 
-    def _decide(self, event: Event) -> list[Order]:
-        orders: list[Order] = []
+    def _decide(self, event: Event) -> list[Command]:
+        orders: list[Command] = []
         for action in self._paradigm.handle(event):
             match action:
                 case Apply(workers, weights):
                     orders.append(self._update(event.now_s, workers, weights or (1.0,) * len(workers)))
-                case Collect(worker, weight):
+                case Accumulate(worker, weight):
                     weighted = self._weigh(worker, weight)
                     self._collected.append((self._pending.pop(worker), weighted))
-                    orders.append(Collection(worker, weighted))
+                    orders.append(AccumulateCommand(worker, weighted))
                 case Cancel(worker):
-                    orders.append(Cancellation(worker, self.version - 1))
+                    orders.append(CancelCommand(worker, self.version - 1))
                 case Grant() as grant:
                     if self.stopping:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
@@ -327,7 +327,7 @@ class Coordinator(Resumable):
             orders += self._end(event.now_s)
         return orders
 
-    def _update(self, now_s: float, workers: tuple[int, ...], weights: tuple[float, ...]) -> Update:
+    def _update(self, now_s: float, workers: tuple[int, ...], weights: tuple[float, ...]) -> UpdateCommand:
         taken, self._collected = self._collected, []
         weighted = []
         for worker, weight in zip(workers, weights, strict=True):
@@ -344,10 +344,10 @@ class Coordinator(Resumable):
             self.samples += contribution.report.batch_size
         self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples))
         for contribution, weight in sorted(taken):
-            self._record_push(contribution, weight / divisor, APPLIED)
+            self._record_push(contribution, weight / divisor, Outcome.APPLIED)
         enough = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
         self.stopping = self.stopping or enough
-        return Update(workers, tuple(weighted), divisor, lr)
+        return UpdateCommand(workers, tuple(weighted), divisor, lr)
 
     def _weigh(self, worker: int, weight: float) -> float:
         """How often this worker's contribution counts, whose weight in the paradigm is this."""
@@ -360,12 +360,12 @@ class Coordinator(Resumable):
         return weight * (batch_size * per / samples)
 
     def _drop(self, worker: int) -> None:
-        self._record_push(self._pending.pop(worker), 0.0, DROPPED)
+        self._record_push(self._pending.pop(worker), 0.0, Outcome.DROPPED)
 
     def _record_push(self, contribution: _Contribution, weight: float, outcome: int) -> None:
         """Its fate is known."""
         seq, now_s, r = contribution
-        version = self.version - 1 if outcome == APPLIED else self.version
+        version = self.version - 1 if outcome == Outcome.APPLIED else self.version
         head = (seq, now_s, r.worker, r.iteration, r.version_read, version - r.version_read)
         self._trace.append("pushes", head + r[3:] + (weight, outcome))
 
@@ -379,7 +379,7 @@ class Coordinator(Resumable):
     ) -> None:
         self._trace.append("decisions", (self._next_seq(), now_s, controller, worker, chosen, *inputs))
 
-    def _reply(self, now_s: float, grant: Grant) -> Reply:
+    def _reply(self, now_s: float, grant: Grant) -> GrantCommand:
         del self._held[grant.worker]
         assignment = STOP
         if not self.stopping:
@@ -388,17 +388,17 @@ class Coordinator(Resumable):
             self.stalls.began(grant.worker, grant.iteration, now_s, assignment.size)
         head = (self._next_seq(), now_s, grant.worker, grant.iteration, self.version)
         self._trace.append("grants", (*head, grant.gap_iters, grant.credits, grant.held_s, *assignment))
-        return Reply(grant.worker, grant.iteration, self.version, assignment)
+        return GrantCommand(grant.worker, grant.iteration, self.version, assignment)
 
     def _stop_grant(self, now_s: float, worker: int) -> Grant:
         iteration = self._progress.pushes[worker] + 1
         return Grant(worker, iteration, self._progress.gap(worker), 0, now_s - self._held[worker])
 
-    def _end(self, now_s: float) -> list[Order]:
+    def _end(self, now_s: float) -> list[Command]:
         """The run has just ended: whoever waits hears of it, and where stretches are long who computes does too."""
         told = sorted(self._computing) if self._cuts_short else []
         replies = [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._held)]
-        return [*replies, *(Cancellation(worker, self.version) for worker in told)]
+        return [*replies, *(CancelCommand(worker, self.version) for worker in told)]
 
     def _next_seq(self) -> int:
         self._seq += 1
@@ -422,5 +422,5 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
 def _rate(job: Job) -> LearningRate:
     if not job.steps_on_workers:
         return learning_rate(job)
-    of_all = job.paradigm.moving_rate(job.cluster.workers) if isinstance(job.paradigm, Easgd) else 1.0
+    of_all = job.paradigm.moving_rate(job.cluster.workers) if isinstance(job.paradigm, EasgdOptions) else 1.0
     return lambda samples, updates, n_contributions: of_all

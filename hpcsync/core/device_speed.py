@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.config.cluster import Change, Compute, Exponential, LogNormal, Recorded, absences
-from hpcsync.config.compression import Dense
+from hpcsync.config.cluster import Change, Compute, Exponential, LogNormal, RecordedCompute, absences
+from hpcsync.config.compression import DenseOptions
 from hpcsync.config.job import Job
 from hpcsync.config.time_table import read_times
 
@@ -116,13 +116,13 @@ def device(job: Job, worker: int) -> Device:
 
 def encode_s(job: Job, n_bytes: int) -> float:
     """What a device takes, in virtual time, to compress so many."""
-    speed = None if isinstance(job.compression, Dense) else job.compression.gbytes_per_s
+    speed = None if isinstance(job.compression, DenseOptions) else job.compression.gbytes_per_s
     return n_bytes / (1e9 * speed) if speed else 0.0
 
 
 def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:
     """Whether every iteration of this worker takes 0 seconds."""
-    if isinstance(compute, Recorded):
+    if isinstance(compute, RecordedCompute):
         return not any(_table(compute.table, os.stat(compute.table).st_mtime_ns, n_workers)[worker])
     return (compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]) == 0.0
 
@@ -139,7 +139,7 @@ def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) 
     `constant` gives `seconds`; `lognormal` has the median `seconds`, its logarithm the standard deviation `jitter`;
     `exponential` has the mean `seconds`; `table` gives the worker's rows in order and then starts over.
     """
-    if isinstance(compute, Recorded):
+    if isinstance(compute, RecordedCompute):
         times = _table(compute.table, os.stat(compute.table).st_mtime_ns, n_workers)[worker]
         while True:
             yield from times

@@ -11,11 +11,11 @@ import torch
 
 from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.config.job import Job, Script
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.config.workloads import Timing
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
-from hpcsync.training.model_split import Halves, check_cut, cut
+from hpcsync.training.model_split import ModelSplit, check_cut, cut
 from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
 from hpcsync.training.sampler import fetch, whole_batches
 from hpcsync.workloads.registry import Workload, build
@@ -79,7 +79,7 @@ def check(job: Job) -> Workload:
     return workload
 
 
-def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool) -> Halves | None:
+def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool) -> ModelSplit | None:
     """The model can be trained in flat shards, one for each server, and evaluated if it is to be; its halves, where
     layers are separated. Raises JobError."""
     try:
@@ -88,7 +88,7 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
     halves = None
-    if isinstance(job.paradigm, Stanza) and not isinstance(job.workload, Timing):
+    if isinstance(job.paradigm, StanzaOptions) and not isinstance(job.workload, Timing):
         with _of_the_cut(job):
             halves = cut(model, job.paradigm.cut)
     devices = {str(tensor.device) for tensor in (*model.parameters(), *model.buffers())}
@@ -110,7 +110,7 @@ def _of_the_cut(job: Job) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        assert isinstance(job.paradigm, Stanza)
+        assert isinstance(job.paradigm, StanzaOptions)
         raise JobError(f"paradigm.cut = {shown(job.paradigm.cut)}: {error}") from None
 
 

@@ -17,17 +17,17 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hpcsync.config.job import Job, Script
-from hpcsync.config.paradigms import Gossip
+from hpcsync.config.paradigms import GossipOptions
 from hpcsync.core.assignments import create_allocator
 from hpcsync.core.coordinator import Recorder, Resumable
-from hpcsync.core.straggler_detector import Stalls
-from hpcsync.paradigms.gossip import Peers
+from hpcsync.core.straggler_detector import StragglerDetector
+from hpcsync.paradigms.gossip import PeerSelection
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
-from hpcsync.trace.schema import LEFT, NOBODY
+from hpcsync.trace.schema import NO_PEER, Change
 from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 
-class Exchanged(NamedTuple):
+class StepInfo(NamedTuple):
     """A worker's iteration, and the exchange that ended it. Seconds are on worker 0's clock, from the start of the run.
 
     peer:       the other worker; itself if it drew itself; EVERYBODY or NOBODY of `traces.schema`.
@@ -55,26 +55,26 @@ class Exchanged(NamedTuple):
     weight: float
 
 
-def taken_in(worker: int, iteration: int, now_s: float, n_received: int, weight: float) -> Exchanged:
+def intake_info(worker: int, iteration: int, now_s: float, n_received: int, weight: float) -> StepInfo:
     """The report of a worker that has ended with this iteration, and takes in what had come since."""
-    return Exchanged(worker, iteration, NOBODY, now_s, now_s, 0.0, 0.0, 0.0, 0, math.nan, 0, n_received, weight)
+    return StepInfo(worker, iteration, NO_PEER, now_s, now_s, 0.0, 0.0, 0.0, 0, math.nan, 0, n_received, weight)
 
 
-def sent_in_a_ring(n_bytes: int, n_workers: int) -> int:
+def ring_bytes(n_bytes: int, n_workers: int) -> int:
     """Bytes that each worker sends in a ring all-reduce of so many, on the average."""
     return 2 * (n_workers - 1) * n_bytes // n_workers
 
 
-def sent_to_all(n_bytes: int, n_workers: int) -> int:
+def broadcast_bytes(n_bytes: int, n_workers: int) -> int:
     """Bytes that a worker sends whose so many all others are given. In a ring it is others who pass them on: all
     together send as much."""
     return (n_workers - 1) * n_bytes
 
 
-def drawing(job: Job) -> Peers:
+def create_peer_selection(job: Job) -> PeerSelection:
     """Whom the workers of a gossip job draw."""
-    assert isinstance(job.paradigm, Gossip)
-    return Peers(job.cluster.workers, job.seed, job.paradigm.topology, job.paradigm.include_self)
+    assert isinstance(job.paradigm, GossipOptions)
+    return PeerSelection(job.cluster.workers, job.seed, job.paradigm.topology, job.paradigm.include_self)
 
 
 class Lockstep:
@@ -115,7 +115,7 @@ class Lockstep:
         return self._stop.reached(samples=self.samples + steps * (self._batch_size or 0), updates=self.updates + steps)
 
 
-class Division:
+class BatchDivision:
     """Who computes which samples, where batches are given out to workers in step: each of them works it out for itself.
 
     An iteration of all takes the next samples of the run's sequence, worker after worker. Every `interval` iterations,
@@ -167,10 +167,10 @@ class Division:
         return allocated
 
 
-def create_division(job: Job) -> Division | None:
+def create_batch_division(job: Job) -> BatchDivision | None:
     """Of this job; None where all batches are alike."""
     allocator = create_allocator(job)
-    return None if allocator is None else Division(allocator)
+    return None if allocator is None else BatchDivision(allocator)
 
 
 class PeerCoordinator(Resumable):
@@ -194,7 +194,7 @@ class PeerCoordinator(Resumable):
         self.stopping = False
         self.active = set(range(n_workers))
         self.done = [0] * n_workers
-        self.stalls = Stalls()
+        self.stalls = StragglerDetector()
         self._trace = trace
         self._stop = job.stop
         self._n_workers = n_workers
@@ -204,10 +204,10 @@ class PeerCoordinator(Resumable):
         self._counting = job.takers
         self._judging = range(self._counting.start) or self._counting
         self._own_samples = [0] * n_workers
-        self._round: dict[int, list[Exchanged]] = {}  # of all together: iteration -> who has reported it
+        self._round: dict[int, list[StepInfo]] = {}  # of all together: iteration -> who has reported it
         self._seq = 0
 
-    def exchanged(self, now_s: float, report: Exchanged) -> None:
+    def exchanged(self, now_s: float, report: StepInfo) -> None:
         """A worker has ended an iteration."""
         r = report
         self._trace.append(
@@ -240,7 +240,7 @@ class PeerCoordinator(Resumable):
             row = (self._seq, now_s, "batches", worker, float(size), float(iteration), *inputs)
             self._trace.append("decisions", row)
 
-    def left(self, now_s: float, worker: int, change: int = LEFT) -> None:
+    def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> None:
         """A worker makes no further iteration. change: LEFT or DIED, for the trace."""
         self._seq += 1
         self._trace.append("membership", (self._seq, now_s, worker, change))
@@ -275,7 +275,7 @@ class PeerCoordinator(Resumable):
             if all(self.done[worker] >= iteration for worker in self.active):
                 self._update(now_s, self._round.pop(iteration))
 
-    def _update(self, now_s: float, reports: list[Exchanged]) -> None:
+    def _update(self, now_s: float, reports: list[StepInfo]) -> None:
         worker, iteration = reports[0].worker, reports[0].iteration
         if self._one_model:
             lr = self._lr(self.samples, self.version, self._n_workers)

@@ -13,12 +13,12 @@ import torch
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.config.workloads import Timing
 from hpcsync.core.device_speed import iteration_seconds
 from hpcsync.planning.split_cost import Shape
-from hpcsync.planning.stanza_planner import Link, Profile, choose
-from hpcsync.training.model_split import Halves, cut, shape
+from hpcsync.planning.stanza_planner import Link, SplitProfile, choose
+from hpcsync.training.model_split import ModelSplit, cut, shape
 from hpcsync.training.sampler import fetch
 from hpcsync.training.split_profile import Times, measured
 from hpcsync.workloads.registry import Workload
@@ -30,13 +30,13 @@ class Divided(NamedTuple):
     """A model that is cut. batch: the first one. A model that is nothing but its sizes has neither this nor halves."""
 
     shape: Shape
-    halves: Halves | None = None
+    halves: ModelSplit | None = None
     batch: Sequence[torch.Tensor] = ()
 
 
 def divided(job: Job, workload: Workload) -> Divided:
     """The model of this job, which separates its layers."""
-    assert isinstance(job.paradigm, Stanza) and not isinstance(job.workload, Script)
+    assert isinstance(job.paradigm, StanzaOptions) and not isinstance(job.workload, Script)
     if isinstance(job.workload, Timing):
         return Divided(job.workload.shape)
     assert workload.train is not None
@@ -50,7 +50,7 @@ def fc_share(job: Job, shape: Shape) -> float:
 
     Raises JobError where there are none.
     """
-    assert isinstance(job.paradigm, Stanza)
+    assert isinstance(job.paradigm, StanzaOptions)
     if job.paradigm.fc_share is not None:
         return job.paradigm.fc_share
     if shape.conv_flops + shape.fc_flops == 0:
@@ -68,19 +68,19 @@ def resolved(job: Job, workload: Workload, link: Link | None = None) -> Job:
     transfer takes time. A job of another paradigm stays as it is. Raises JobError for what cannot be found.
     """
     paradigm = job.paradigm
-    if not isinstance(paradigm, Stanza) or (paradigm.fc_share is not None and paradigm.fc_workers != "auto"):
+    if not isinstance(paradigm, StanzaOptions) or (paradigm.fc_share is not None and paradigm.fc_workers != "auto"):
         return job
     model = divided(job, workload)
     paradigm = paradigm.model_copy(update={"fc_share": fc_share(job, model.shape)})
     if paradigm.fc_workers == "auto":
         assert not isinstance(job.workload, Script)
-        profile = Profile(_times(job, paradigm, workload, model), model.shape, job.workload.batch_size)
+        profile = SplitProfile(_times(job, paradigm, workload, model), model.shape, job.workload.batch_size)
         plan = choose(profile, link or _link(job), job.cluster.workers, micro_batches=paradigm.micro_batches)
         paradigm = paradigm.model_copy(update={"fc_workers": plan.best.n_fc})
     return job.model_copy(update={"paradigm": paradigm})
 
 
-def _times(job: Job, paradigm: Stanza, workload: Workload, model: Divided) -> Times:
+def _times(job: Job, paradigm: StanzaOptions, workload: Workload, model: Divided) -> Times:
     """By the job's [cluster.compute], or else as this process takes them."""
     compute, n_workers = job.cluster.compute, job.cluster.workers
     if compute is None:

@@ -31,7 +31,7 @@ LOOK_S = 0.1  # from one look to the next
 AWAY_S = 1.0  # so long without one, and nobody knows who did what in the meantime
 
 
-class Stall(NamedTuple):
+class Straggler(NamedTuple):
     """An iteration that has lasted longer than its deadline. usual_s: the median of its worker's last ones. ended:
     whether it is over; `lasted_s` is then what it took, waits included."""
 
@@ -53,7 +53,7 @@ class _Iteration:
     deadline_s: float | None = None  # once somebody has asked
 
 
-class Stalls:
+class StragglerDetector:
     """Keeps the durations of every worker's own iterations, and says which one is overdue.
 
     An iteration is told of once it is, again whenever it has lasted twice as long as when it was told of last, and when
@@ -63,7 +63,7 @@ class Stalls:
     def __init__(self) -> None:
         self._durations: dict[int, deque[float]] = {}  # of a worker's last iterations, each per unit of its size
         self._running: dict[int, _Iteration] = {}
-        self._over: list[Stall] = []
+        self._over: list[Straggler] = []
         self._looked_s = 0.0
 
     def began(self, worker: int, iteration: int, now_s: float, size: float = 1.0) -> None:
@@ -99,7 +99,7 @@ class Stalls:
         mad = median(abs(duration - usual) for duration in durations)
         return size * usual + max(size * SPREAD * NORMAL * mad, size * SHARE * usual, SLACK_S)
 
-    def look(self, now_s: float, waiting: Container[int] = ()) -> list[Stall]:
+    def look(self, now_s: float, waiting: Container[int] = ()) -> list[Straggler]:
         """What is to be told now. waiting: workers that wait for others. To be called every `LOOK_S`."""
         since_s, self._looked_s = now_s - self._looked_s, now_s
         found, self._over = self._over, []
@@ -115,7 +115,7 @@ class Stalls:
                     found.append(self._stall(worker, running, lasted_s))
         return found
 
-    def _stall(self, worker: int, running: _Iteration, lasted_s: float) -> Stall:
+    def _stall(self, worker: int, running: _Iteration, lasted_s: float) -> Straggler:
         assert running.deadline_s is not None
         usual_s = running.size * median(self._durations[worker])
-        return Stall(worker, running.number, lasted_s, running.deadline_s, usual_s)
+        return Straggler(worker, running.number, lasted_s, running.deadline_s, usual_s)

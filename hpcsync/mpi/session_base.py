@@ -20,7 +20,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.session import Session
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
-from hpcsync.mpi.transport.window_selection import Placement
+from hpcsync.mpi.transport.window_selection import WindowSelection
 from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
@@ -51,7 +51,7 @@ class Given(NamedTuple):
     comm: MPI.Intracomm
     job: Job
     model: torch.nn.Module
-    placement: Placement
+    placement: WindowSelection
     checkpoints: Checkpoints
     optimizer: OptimizerSpec
     evaluate: Evaluate | None

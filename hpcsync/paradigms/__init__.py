@@ -15,16 +15,28 @@ from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.bsp import BSP
 from hpcsync.paradigms.dssp import DSSP
 from hpcsync.paradigms.easgd import elastic
-from hpcsync.paradigms.events import Action, Apply, Cancel, Collect, Decision, Drop, Event, Grant, Joined, Left, Pushed
+from hpcsync.paradigms.events import (
+    Accumulate,
+    Action,
+    Apply,
+    Cancel,
+    Decision,
+    Drop,
+    Event,
+    Grant,
+    Joined,
+    Left,
+    Pushed,
+)
 from hpcsync.paradigms.first_k import KAsync, KBatchAsync, KBatchSync, KSync
 from hpcsync.paradigms.ssp import SSP
 
 __all__ = [
     "PARADIGMS",
+    "Accumulate",
     "Action",
     "Apply",
     "Cancel",
-    "Collect",
     "Decision",
     "Drop",
     "Event",

@@ -34,9 +34,9 @@ from statistics import median
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.paradigms.events import Action, Apply, Decision, Grant, Pushed
 from hpcsync.paradigms.staleness_gate import Gate
-from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.checks import is_number, is_whole
-from hpcsync.planning.local_steps import INDEXED, Profile, local_steps, ratios, shares
+from hpcsync.planning.local_steps import INDEXED, WorkerProfile, local_steps, ratios, shares
 
 PROFILE, COARSE, FINE = 0, 1, 2  # stages
 SHARES = ("data", "equal")
@@ -116,7 +116,9 @@ class ASHL(Paradigm):
         self._warmup = warmup
         self._profiled = profiled
         # The newest measurements of each worker.
-        self._times_s = [{name: deque[float](maxlen=profiled) for name in Profile._fields} for _ in range(n_workers)]
+        self._times_s = [
+            {name: deque[float](maxlen=profiled) for name in WorkerProfile._fields} for _ in range(n_workers)
+        ]
         # The plan, of the active workers, once there is one.
         self._steps: dict[int, int] = {}
         self._shares: dict[int, float] = {}
@@ -125,7 +127,7 @@ class ASHL(Paradigm):
         self._commits = 0  # since the last check
         self._checked: deque[float] = deque(maxlen=CHECKS + 1)
         self._begun: set[int] = set()  # workers that have been granted something in the fine stage
-        self._fine = Progress(n_workers)  # commits of what was granted there
+        self._fine = WorkerCounts(n_workers)  # commits of what was granted there
         self._gate = Gate(self._fine, staleness)
 
     def first(self, worker: int) -> Grant:
@@ -249,7 +251,7 @@ class ASHL(Paradigm):
         steps_preset, ratio_preset = self._presets[self.stage]
         active = sorted(self._progress.active)
         profiles = [
-            Profile(**{name: median(times_s) if times_s else 0.0 for name, times_s in self._times_s[i].items()})
+            WorkerProfile(**{name: median(times_s) if times_s else 0.0 for name, times_s in self._times_s[i].items()})
             for i in active
         ]
         steps = local_steps(profiles, steps_preset)

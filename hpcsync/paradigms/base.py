@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from hpcsync.paradigms.events import Action, Event, Grant, Joined, Left, Pushed
-from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.paradigms.worker_counts import WorkerCounts
 
 
 class Paradigm(ABC):
@@ -29,7 +29,7 @@ class Paradigm(ABC):
             raise ValueError(f"n_workers is {n_workers}; at least 1 is needed")
         self.n_workers = n_workers
         self._now_s = -math.inf
-        self._progress = Progress(n_workers)
+        self._progress = WorkerCounts(n_workers)
         self._held_since_s: dict[int, float] = {}  # held worker: time of the push, or return, that awaits its grant
 
     def handle(self, event: Event) -> list[Action]:

@@ -83,7 +83,7 @@ class Apply:
 
 
 @dataclass(frozen=True, slots=True)
-class Collect:
+class Accumulate:
     """Take the contribution out of this worker's slot, times `weight`, into the sum of the next update.
 
     The slot is free then: the worker may be granted, and push again into the same update.
@@ -151,4 +151,4 @@ class Decision:
 
 
 Event = Pushed | Left | Joined
-Action = Apply | Collect | Drop | Cancel | Grant | Decision
+Action = Apply | Accumulate | Drop | Cancel | Grant | Decision

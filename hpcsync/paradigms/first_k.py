@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 
 from hpcsync.paradigms.base import Paradigm
-from hpcsync.paradigms.events import Action, Apply, Cancel, Collect, Decision, Drop, Grant, Pushed
+from hpcsync.paradigms.events import Accumulate, Action, Apply, Cancel, Decision, Drop, Grant, Pushed
 from hpcsync.planning.checks import is_number, is_whole
 from hpcsync.planning.k_controller import POLICIES, KController, staleness_bound
 
@@ -110,7 +110,7 @@ class FirstK(Paradigm):
         weight = self._weight(staleness)
         if not self.distinct and self._collected + 1 < self.k:  # (a)
             self._collected += 1
-            return [Collect(worker, weight), self._grant(worker)]
+            return [Accumulate(worker, weight), self._grant(worker)]
         self._hold(worker)
         self._waiting[worker] = weight
         return self._end_round_if_complete(worker)

@@ -27,7 +27,7 @@ BLOCK = 64  # rounds that are drawn at a time
 
 
 @dataclass(frozen=True)
-class Peers:
+class PeerSelection:
     """Whom workers draw. include_self: whether they may draw themselves; not with the exponential topology.
     dead: workers that there are no more; the others stand closer together, as if these had never been.
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection
 
 from hpcsync.paradigms.events import Grant
-from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.checks import is_whole
 
 
@@ -18,7 +18,7 @@ class Gate:
     staleness: a whole number from 0 (lock-step) on, or math.inf (nobody ever waits).
     """
 
-    def __init__(self, progress: Progress, staleness: float) -> None:
+    def __init__(self, progress: WorkerCounts, staleness: float) -> None:
         if staleness != math.inf and not (is_whole(staleness) and staleness >= 0):
             raise ValueError(f"staleness is {staleness}; a whole number from 0 on, or inf, is needed")
         self.staleness = staleness

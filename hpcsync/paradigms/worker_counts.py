@@ -9,7 +9,7 @@ many workers there are. (Unless the fastest leave and join again and again.)
 from __future__ import annotations
 
 
-class Progress:
+class WorkerCounts:
     """How far each worker is, and the extremes over the active ones.
 
     pushes:    pushes of worker i so far; those of a departed worker stay as they were.

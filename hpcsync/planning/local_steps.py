@@ -15,7 +15,7 @@ from typing import NamedTuple
 INDEXED = 2.0  # cost of an element that is sent with its index: four bytes each
 
 
-class Profile(NamedTuple):
+class WorkerProfile(NamedTuple):
     """What was measured of one worker, in seconds: typical values, from 0 on.
 
     iteration_s: one local step. push_s: sending all of a push. pull_s: reading the weights. encode_s: compressing a
@@ -28,7 +28,7 @@ class Profile(NamedTuple):
     encode_s: float
 
 
-def local_steps(profiles: Sequence[Profile], preset: int) -> list[int]:
+def local_steps(profiles: Sequence[WorkerProfile], preset: int) -> list[int]:
     """Algorithm 1: each worker's H, with which all need about as long as the slowest, of which it is `preset`.
 
     Rounded to the nearest whole number, halves up, so that nobody is off by more than half a step; never fewer than
@@ -50,7 +50,7 @@ def shares(steps: Sequence[int]) -> list[float]:
     return [one / total for one in steps]
 
 
-def ratios(profiles: Sequence[Profile], steps: Sequence[int], preset: float, cost: float = 1.0) -> list[float]:
+def ratios(profiles: Sequence[WorkerProfile], steps: Sequence[int], preset: float, cost: float = 1.0) -> list[float]:
     """Algorithm 2: each worker's R, the part of a push's elements that it sends, when it makes so many steps.
 
     With them all need as long as the last, which sends `preset`. 1 is for who has time for all of a push, as it is, or

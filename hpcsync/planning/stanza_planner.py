@@ -45,7 +45,7 @@ from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Shape, Times
 
 
-class Profile(NamedTuple):
+class SplitProfile(NamedTuple):
     """What a node takes for a batch, of so many samples, and how large everything is."""
 
     times: Times
@@ -65,7 +65,7 @@ class Link(NamedTuple):
     latency_s: float
 
 
-class Layout(NamedTuple):
+class StanzaLayout(NamedTuple):
     """An iteration of n nodes.
 
     n_fc: FC workers, 0 of a layout without. batches: computed in an iteration. n_bytes: sent by all nodes together,
@@ -86,9 +86,9 @@ class Plan(NamedTuple):
     """rows: Stanza's layouts, by n_fc. best: the one with the most samples a second, of equals with the fewest FC
     workers. second: the next best, if there is another."""
 
-    rows: tuple[Layout, ...]
-    best: Layout
-    second: Layout | None
+    rows: tuple[StanzaLayout, ...]
+    best: StanzaLayout
+    second: StanzaLayout | None
 
     @property
     def margin(self) -> float:
@@ -99,23 +99,23 @@ class Plan(NamedTuple):
 # ---- bytes ----
 
 
-def parameter_server_bytes(profile: Profile, n_workers: int) -> int:
+def parameter_server_bytes(profile: SplitProfile, n_workers: int) -> int:
     """n workers send a gradient and are sent the weights. Servers are on nodes of their own, however many."""
     return 2 * n_workers * profile.shape.model_bytes
 
 
-def ring_bytes(profile: Profile, n_workers: int) -> int:
+def ring_bytes(profile: SplitProfile, n_workers: int) -> int:
     """The same for a parameter server that lies in shards on the n workers, who need send nobody their own shard's."""
     return 2 * (n_workers - 1) * profile.shape.model_bytes
 
 
-def stanza_bytes(profile: Profile, groups: Groups) -> int:
+def stanza_bytes(profile: SplitProfile, groups: Groups) -> int:
     """Without labels: `label_bytes`."""
     rings = (groups.n_convolution - 1) * profile.shape.conv_bytes + (groups.n_fc - 1) * profile.shape.fc_bytes
     return 2 * (rings + groups.n_convolution * profile.cut_bytes)
 
 
-def label_bytes(profile: Profile, groups: Groups) -> int:
+def label_bytes(profile: SplitProfile, groups: Groups) -> int:
     return groups.n_convolution * profile.batch * profile.shape.label_bytes
 
 
@@ -124,12 +124,12 @@ def ring_link_bytes(n_bytes: int, n_workers: int) -> float:
     return 2 * (n_workers - 1) / n_workers * n_bytes
 
 
-def convolution_link_bytes(profile: Profile, groups: Groups) -> float:
+def convolution_link_bytes(profile: SplitProfile, groups: Groups) -> float:
     """What a convolution worker sends, labels not counted in, and receives."""
     return ring_link_bytes(profile.shape.conv_bytes, groups.n_convolution) + profile.cut_bytes
 
 
-def fc_link_bytes(profile: Profile, groups: Groups) -> float:
+def fc_link_bytes(profile: SplitProfile, groups: Groups) -> float:
     """What the FC worker that serves the most sends, and receives, labels not counted in."""
     return ring_link_bytes(profile.shape.fc_bytes, groups.n_fc) + most_served(groups) * profile.cut_bytes
 
@@ -146,7 +146,7 @@ def ring_s(link: Link, n_workers: int, n_bytes: int) -> float:
     return 2 * (n_workers - 1) * (link.latency_s + n_bytes / n_workers / link.bandwidth)
 
 
-def stanza_s(profile: Profile, link: Link, groups: Groups, micro_batches: int = 1) -> float:
+def stanza_s(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int = 1) -> float:
     m, pieces = most_served(groups), micro_batches
     forward, backward = profile.times.conv_forward_s / pieces, profile.times.conv_backward_s / pieces
     above = profile.times.above_s(m) / pieces
@@ -163,16 +163,16 @@ def stanza_s(profile: Profile, link: Link, groups: Groups, micro_batches: int = 
     )
 
 
-def all_reduce_s(profile: Profile, link: Link, n_nodes: int) -> float:
+def all_reduce_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
     return profile.times.batch_s + ring_s(link, n_nodes, profile.shape.model_bytes)
 
 
-def dedicated_server_s(profile: Profile, link: Link, n_nodes: int) -> float:
+def dedicated_server_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
     """One of the nodes is the server, through whose link all push and read: n_nodes - 1 compute."""
     return profile.times.batch_s + 2 * (link.latency_s + (n_nodes - 1) * profile.shape.model_bytes / link.bandwidth)
 
 
-def sharded_server_s(profile: Profile, link: Link, n_nodes: int) -> float:
+def sharded_server_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
     """Every node computes, and is the server of an equal shard."""
     once = ring_link_bytes(profile.shape.model_bytes, n_nodes) / 2
     return profile.times.batch_s + 2 * (link.latency_s + once / link.bandwidth)
@@ -181,22 +181,24 @@ def sharded_server_s(profile: Profile, link: Link, n_nodes: int) -> float:
 # ---- layouts ----
 
 
-def stanza(profile: Profile, link: Link, groups: Groups, micro_batches: int = 1) -> Layout:
+def stanza(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int = 1) -> StanzaLayout:
     seconds = stanza_s(profile, link, groups, micro_batches)
     link_bytes = max(convolution_link_bytes(profile, groups), fc_link_bytes(profile, groups))
     batches, labels = groups.n_convolution, label_bytes(profile, groups)
     per_s = _per_s(profile, batches, seconds)
-    return Layout("stanza", groups.n_fc, batches, seconds, per_s, stanza_bytes(profile, groups), labels, link_bytes)
+    return StanzaLayout(
+        "stanza", groups.n_fc, batches, seconds, per_s, stanza_bytes(profile, groups), labels, link_bytes
+    )
 
 
-def without_separation(profile: Profile, link: Link, n_nodes: int) -> tuple[Layout, ...]:
+def without_separation(profile: SplitProfile, link: Link, n_nodes: int) -> tuple[StanzaLayout, ...]:
     """On the same number of nodes: one parameter server with n_nodes - 1 workers, a parameter server in shards on
     n_nodes workers, and ring all-reduce among n_nodes workers."""
     n, sent = n_nodes, ring_bytes(profile, n_nodes)
     through_link = ring_link_bytes(profile.shape.model_bytes, n)
 
-    def layout(name: str, batches: int, seconds: float, n_bytes: int, link_bytes: float) -> Layout:
-        return Layout(name, 0, batches, seconds, _per_s(profile, batches, seconds), n_bytes, 0, link_bytes)
+    def layout(name: str, batches: int, seconds: float, n_bytes: int, link_bytes: float) -> StanzaLayout:
+        return StanzaLayout(name, 0, batches, seconds, _per_s(profile, batches, seconds), n_bytes, 0, link_bytes)
 
     dedicated_s = dedicated_server_s(profile, link, n)
     through_server = parameter_server_bytes(profile, n - 1)
@@ -207,11 +209,11 @@ def without_separation(profile: Profile, link: Link, n_nodes: int) -> tuple[Layo
     )
 
 
-def _per_s(profile: Profile, batches: int, seconds: float) -> float:
+def _per_s(profile: SplitProfile, batches: int, seconds: float) -> float:
     return batches * profile.batch / seconds if seconds > 0 else math.inf
 
 
-def choose(profile: Profile, link: Link, n_nodes: int, *, micro_batches: int = 1) -> Plan:
+def choose(profile: SplitProfile, link: Link, n_nodes: int, *, micro_batches: int = 1) -> Plan:
     """How many of n_nodes, at least 2, should train the fully-connected layers: 1 to n_nodes / 2 are all tried. More
     would be given nothing."""
     every = [Groups(n_nodes, n_fc) for n_fc in range(1, n_nodes // 2 + 1)]
@@ -220,6 +222,6 @@ def choose(profile: Profile, link: Link, n_nodes: int, *, micro_batches: int = 1
     return Plan(rows, best, others[0] if others else None)
 
 
-def faster(one: Layout, other: Layout) -> float:
+def faster(one: StanzaLayout, other: StanzaLayout) -> float:
     """By which share of the other's samples a second."""
     return 0.0 if one.samples_per_s == other.samples_per_s else one.samples_per_s / other.samples_per_s - 1

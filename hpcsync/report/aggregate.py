@@ -7,10 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.config.paradigms import Adsp, FirstK, FirstKOfAny, FirstKOfAVersion, Stanza
+from hpcsync.config.paradigms import (
+    AdspOptions,
+    FirstKOfAnyOptions,
+    FirstKOfAVersionOptions,
+    FirstKOptions,
+    StanzaOptions,
+)
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.trace.reader import Trace, TraceFile
-from hpcsync.trace.schema import DROPPED, NOBODY
+from hpcsync.trace.schema import NO_PEER, Outcome
 
 
 class Tally:
@@ -35,17 +41,17 @@ class Tally:
         )
         self.paradigm = trace.job.paradigm
         self.layers: list[str | None] = [None] * n_workers
-        if isinstance(self.paradigm, Stanza):
+        if isinstance(self.paradigm, StanzaOptions):
             groups = self.paradigm.groups(n_workers)
             self.layers = ["fully-connected" if groups.is_fc(w) else "convolution" for w in range(n_workers)]
         self.outdated, self.cancelled = 0, 0
         self.samples_computed, self.samples_dropped = np.zeros(n_workers), np.zeros(n_workers)
-        self.ks = [self.paradigm.k_at_first(n_workers)] if isinstance(self.paradigm, FirstK) else []
+        self.ks = [self.paradigm.k_at_first(n_workers)] if isinstance(self.paradigm, FirstKOptions) else []
         self.batch_size = None if trace.job.batches.policy == "equal" else sizes_at_first(trace.job)
         self._allocated_s = np.zeros(n_workers)  # when each was given its size, as all that were active
         self.chosen = {name: np.full(n_workers, np.nan) for name in ("local-steps", "share", "ratio")}
         self.began_s: dict[int, float] = {}
-        self.commits = self.paradigm.commits or 1 if isinstance(self.paradigm, Adsp) else None
+        self.commits = self.paradigm.commits or 1 if isinstance(self.paradigm, AdspOptions) else None
         self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
         self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
         for table, add in (
@@ -60,13 +66,13 @@ class Tally:
                 add(rows)
 
     def _add_pushes(self, rows: np.ndarray) -> None:
-        applied = rows[rows["outcome"] != DROPPED]
+        applied = rows[rows["outcome"] != Outcome.DROPPED]
         np.add.at(self.pushes, rows["worker"], 1)
-        np.add.at(self.dropped, rows["worker"], rows["outcome"] == DROPPED)
+        np.add.at(self.dropped, rows["worker"], rows["outcome"] == Outcome.DROPPED)
         np.add.at(self.staleness, applied["worker"], applied["staleness"])
         np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])
         np.add.at(self.iterations, rows["worker"], rows["local_steps"])
-        self._add_drops(rows[rows["outcome"] == DROPPED])
+        self._add_drops(rows[rows["outcome"] == Outcome.DROPPED])
         np.add.at(self.samples_computed, rows["worker"], rows["share"] * rows["batch_size"])
         self._add_costs(rows)
         if self.encode_s is not None:
@@ -81,7 +87,7 @@ class Tally:
 
     def _add_exchanges(self, rows: np.ndarray) -> None:
         np.add.at(self.iterations, rows["worker"], rows["batch_size"] > 0)
-        np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NOBODY) & (rows["peer"] != rows["worker"]))
+        np.add.at(self.exchanges, rows["worker"], (rows["peer"] != NO_PEER) & (rows["peer"] != rows["worker"]))
         self._add_costs(rows)
 
     def _add_costs(self, rows: np.ndarray) -> None:
@@ -121,7 +127,9 @@ class Tally:
     def about_drops(self) -> dict[str, Any]:
         """Of the whole run: what was computed in vain, and why."""
         total, dropped = float(self.samples_computed.sum()), float(self.samples_dropped.sum())
-        synchronous, asynchronous = (isinstance(self.paradigm, form) for form in (FirstKOfAVersion, FirstKOfAny))
+        synchronous, asynchronous = (
+            isinstance(self.paradigm, form) for form in (FirstKOfAVersionOptions, FirstKOfAnyOptions)
+        )
         return {
             "dropped_share": dropped / total if total else None,
             "late": self.outdated if synchronous else None,

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcsync.trace.iteration_counts import NEVER, follow
 from hpcsync.trace.reader import Trace, TraceError, TraceFile
-from hpcsync.trace.schema import JOINED
+from hpcsync.trace.schema import Change
 
 
 def push_gaps(trace: Trace | TraceFile, most: int) -> np.ndarray:
@@ -18,7 +18,7 @@ def push_gaps(trace: Trace | TraceFile, most: int) -> np.ndarray:
     """
     horizon = _horizon(trace)
     changes = np.concatenate(list(_until(trace, "membership", horizon)))
-    if (changes["change"] == JOINED).any():
+    if (changes["change"] == Change.JOINED).any():
         return _with_returns(trace, horizon, changes)
     reached = _reached(trace, horizon, most)
     largest = np.zeros(trace.n_workers, np.int64)
@@ -35,7 +35,7 @@ def _with_returns(trace: Trace | TraceFile, horizon: int, changes: np.ndarray) -
     events = np.zeros(len(seq), [("worker", "<i8"), ("is_push", "?"), ("joins", "?")])
     events["worker"] = np.concatenate([pushes["worker"], changes["worker"]])
     events["is_push"][: len(pushes)] = True
-    events["joins"][len(pushes) :] = changes["change"] == JOINED
+    events["joins"][len(pushes) :] = changes["change"] == Change.JOINED
     events = events[np.argsort(seq)]
     own, slowest = follow(trace.n_workers, events, events["is_push"])
     largest = np.zeros(trace.n_workers, np.int64)

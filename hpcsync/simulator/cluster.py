@@ -9,7 +9,19 @@ from dataclasses import dataclass
 from hpcsync.config.cluster import Change
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Adsp, AllReduce, Bsp, Dssp, Easgd, Gossip, KAsync, KSync, LocalSgd, Ssp, Stanza
+from hpcsync.config.paradigms import (
+    AdspOptions,
+    AllReduceOptions,
+    BspOptions,
+    DsspOptions,
+    EasgdOptions,
+    GossipOptions,
+    KAsyncOptions,
+    KSyncOptions,
+    LocalSgdOptions,
+    SspOptions,
+    StanzaOptions,
+)
 from hpcsync.core.device_speed import Device, device, takes_no_time
 from hpcsync.core.roles import Roles
 from hpcsync.simulator.event_loop import Loop
@@ -20,7 +32,7 @@ from hpcsync.workloads.registry import Workload
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SimulatedCluster:
     """shard_bytes: of the weights on each server. devices: one for each worker."""
 
     loop: Loop
@@ -29,7 +41,7 @@ class Cluster:
     transfers: Transfers
 
 
-def build(job: Job, workload: Workload) -> Cluster:
+def build(job: Job, workload: Workload) -> SimulatedCluster:
     """The cluster of this job, at time 0.
 
     Raises JobError for a job that does not say how long its iterations take, for a trace that does not fit it, and
@@ -45,19 +57,19 @@ def build(job: Job, workload: Workload) -> Cluster:
             Device(times.seconds(), _changes(job, worker, recorded)) for worker, times in enumerate(recorded.workers)
         ]
         steps = Timed(loop, lambda worker, iteration: recorded.workers[worker].steps(iteration))
-        return Cluster(loop, shard_bytes, devices, steps)
+        return SimulatedCluster(loop, shard_bytes, devices, steps)
     if cluster.compute is None:
         raise JobError(
             "cluster.compute: missing; a simulation must have it (or --times-from): it says how long iterations take"
         )
     devices = [device(job, worker) for worker in range(cluster.workers)]
     idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
-    if cluster.network is None or isinstance(job.paradigm, Adsp):
+    if cluster.network is None or isinstance(job.paradigm, AdspOptions):
         refuse_standstill(job, "cluster.compute", idle)
     if cluster.network is not None:
         networked = Networked(loop, cluster.network, roles, shard_bytes)
-        return Cluster(loop, shard_bytes, devices, networked)
-    return Cluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
+        return SimulatedCluster(loop, shard_bytes, devices, networked)
+    return SimulatedCluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
 
 
 def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[Change]:
@@ -78,18 +90,18 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
             f'batches.policy = {shown(job.batches.policy)}: must be "equal" where iterations take 0 seconds, as worker '
             f"{list(idle).index(True)}'s do by {key}"
         )
-    if isinstance(paradigm, Adsp) and any(idle):
+    if isinstance(paradigm, AdspOptions) and any(idle):
         raise JobError(
             f'paradigm.name = "adsp": must not be simulated where iterations take 0 seconds, as worker '
             f"{list(idle).index(True)}'s do by {key}: it is time that ends a worker's local steps"
         )
-    bounded = isinstance(paradigm, Bsp | AllReduce | LocalSgd | Stanza)
-    bounded = bounded or (isinstance(paradigm, Ssp) and paradigm.staleness != math.inf)
-    bounded = bounded or (isinstance(paradigm, Dssp) and paradigm.mode == "bounded")
-    bounded = bounded or (isinstance(paradigm, Easgd) and paradigm.synchronous)
-    bounded = bounded or (isinstance(paradigm, Gossip) and paradigm.mode == "permutation")
+    bounded = isinstance(paradigm, BspOptions | AllReduceOptions | LocalSgdOptions | StanzaOptions)
+    bounded = bounded or (isinstance(paradigm, SspOptions) and paradigm.staleness != math.inf)
+    bounded = bounded or (isinstance(paradigm, DsspOptions) and paradigm.mode == "bounded")
+    bounded = bounded or (isinstance(paradigm, EasgdOptions) and paradigm.synchronous)
+    bounded = bounded or (isinstance(paradigm, GossipOptions) and paradigm.mode == "permutation")
     enough = len(idle) if bounded else 1  # idle workers, to go on for ever without the others
-    if isinstance(paradigm, KSync | KAsync):
+    if isinstance(paradigm, KSyncOptions | KAsyncOptions):
         enough = paradigm.smallest_k
     if stop.samples is None and stop.updates is None and sum(idle) >= enough:
         raise JobError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcsync.simulator.network import Network
+from hpcsync.simulator.network import SharedLinks
 
 Then = Callable[..., object]
 
@@ -26,22 +26,22 @@ class Message(NamedTuple):
     after: Sequence[int]
 
 
-def ring_allreduce(network: Network, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
+def ring_allreduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
     """Call then(*args) when all these hosts have the sum of what each of them has."""
     _Exchange(network, ring(hosts, size_bytes), then, args)
 
 
-def tree_broadcast(network: Network, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
+def tree_broadcast(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
     """Call then(*args) when all these hosts have what the first of them has."""
     _Exchange(network, one_at_a_time(_outwards(hosts), size_bytes), then, args)
 
 
-def tree_reduce(network: Network, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
+def tree_reduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
     """Call then(*args) when the first of these hosts has the sum of what each of them has."""
     _Exchange(network, one_at_a_time(_inwards(hosts), size_bytes), then, args)
 
 
-def tree_allreduce(network: Network, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
+def tree_allreduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
     """Call then(*args) when all these hosts have the sum of what each of them has: a reduction, then a broadcast."""
     _Exchange(network, one_at_a_time(_inwards(hosts) + _outwards(hosts), size_bytes), then, args)
 
@@ -124,7 +124,7 @@ def _inwards(hosts: Sequence[int]) -> list[tuple[int, int]]:
 class _Exchange:
     """Messages under way. Calls then(*args) when the last has arrived, through the loop even if there are none."""
 
-    def __init__(self, network: Network, messages: Sequence[Message], then: Then, args: tuple[Any, ...]) -> None:
+    def __init__(self, network: SharedLinks, messages: Sequence[Message], then: Then, args: tuple[Any, ...]) -> None:
         self._network = network
         self._messages = messages
         self._then = then

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
+from hpcsync.config.paradigms import AllReduceOptions, GossipOptions, LocalSgdOptions, StanzaOptions
 from hpcsync.core.coordinator import Recorder
 from hpcsync.simulator.gossip import PullSimulation, PushSimulation
 from hpcsync.simulator.peer_run import PeerSimulation, Watch
@@ -25,15 +25,15 @@ def simulation(
     """The simulation of this job, which has no servers."""
     kind: type[PeerSimulation]
     match job.paradigm:
-        case AllReduce():
+        case AllReduceOptions():
             kind = AllReduceSimulation
-        case Stanza():
+        case StanzaOptions():
             kind = StanzaSimulation
-        case LocalSgd():
+        case LocalSgdOptions():
             kind = AveragingSimulation
-        case Gossip(mode="permutation"):
+        case GossipOptions(mode="permutation"):
             kind = PermutationSimulation
-        case Gossip(mode="pull"):
+        case GossipOptions(mode="pull"):
             kind = PullSimulation
         case _:
             kind = PushSimulation

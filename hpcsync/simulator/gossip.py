@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Gossip
+from hpcsync.config.paradigms import GossipOptions
 from hpcsync.core.coordinator import Recorder
-from hpcsync.core.peer_coordinator import drawing, taken_in
-from hpcsync.simulator.peer_numerics import Model, Parcel
+from hpcsync.core.peer_coordinator import create_peer_selection, intake_info
+from hpcsync.simulator.peer_numerics import Model, SentModel
 from hpcsync.simulator.peer_run import Watch, WithReplicas
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.workloads.registry import Workload
@@ -17,9 +17,9 @@ class _Free(WithReplicas):
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
-        assert isinstance(job.paradigm, Gossip)
+        assert isinstance(job.paradigm, GossipOptions)
         self._period = job.paradigm.period
-        self._peers = drawing(job)
+        self._peers = create_peer_selection(job)
 
     def _drawn(self, worker: int) -> int:
         return self._peers.drawn(worker, self._workers[worker].iteration // self._period, self._weight(worker))
@@ -69,7 +69,7 @@ class PushSimulation(_Free):
         else:
             self._links.send(worker, peer, self._arrived, worker, peer, self._replicas.push(worker))
 
-    def _arrived(self, worker: int, peer: int, parcel: Parcel) -> None:
+    def _arrived(self, worker: int, peer: int, parcel: SentModel) -> None:
         self._replicas.arrive(peer, parcel)
         self._links.message(self._take_in, worker, peer)
 
@@ -82,5 +82,5 @@ class PushSimulation(_Free):
         """What came for workers after their last round. Nobody leaves before what it gave away has arrived."""
         for worker, state in enumerate(self._workers):
             if n_received := self._replicas.absorb(worker, drew_itself=False):
-                rest = taken_in(worker, state.iteration, now_s, n_received, self._weight(worker))
+                rest = intake_info(worker, state.iteration, now_s, n_received, self._weight(worker))
                 self.coordinator.exchanged(now_s, rest)

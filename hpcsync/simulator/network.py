@@ -23,7 +23,7 @@ LEFT, SINCE, RATE, END = range(4)  # rows of what is known of the flows
 
 
 class _Flow:
-    """A transfer whose bytes flow. state: while it is alone, what `Network._state` holds of the others."""
+    """A transfer whose bytes flow. state: while it is alone, what `SharedLinks._state` holds of the others."""
 
     __slots__ = ("args", "links", "number", "state", "then")
 
@@ -35,7 +35,7 @@ class _Flow:
         self.state = (0.0, 0.0, 0.0, math.inf)
 
 
-class Network:
+class SharedLinks:
     """up, down: bytes per second of each host's links, finite or not; latency_s: of every transfer."""
 
     def __init__(self, loop: Loop, up: Sequence[float], down: Sequence[float], latency_s: float) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Gossip, LocalSgd
+from hpcsync.config.paradigms import GossipOptions, LocalSgdOptions
 from hpcsync.simulator.compressed_mean import compressed_mean
 from hpcsync.simulator.gradients import NEXT, Gradients, Work
 from hpcsync.training import compressor
@@ -27,7 +27,7 @@ from hpcsync.workloads.registry import Workload
 Model = torch.Tensor | None  # flat weights, shape (size,); None where there is no arithmetic
 
 
-class Parcel(NamedTuple):
+class SentModel(NamedTuple):
     """What a worker pushes to another. Its tensor is the receiver's to change. weight: of push-sum; else 1."""
 
     model: Model
@@ -73,10 +73,10 @@ class Apart(Judged, Protocol):
     def mix(self, worker: int, other: Model) -> None:
         """The worker's weights become half of them and half of the other's."""
 
-    def push(self, worker: int) -> Parcel:
+    def push(self, worker: int) -> SentModel:
         """What the worker sends away. Under push-sum half of what it has, and it keeps the other half."""
 
-    def arrive(self, worker: int, parcel: Parcel) -> None:
+    def arrive(self, worker: int, parcel: SentModel) -> None:
         """A parcel for the worker has come."""
 
     def absorb(self, worker: int, *, drew_itself: bool) -> int:
@@ -96,7 +96,7 @@ class _Inbox:
         self.total: Model = None
         self.weight = 0.0
 
-    def add(self, parcel: Parcel) -> None:
+    def add(self, parcel: SentModel) -> None:
         if self.total is None:
             self.total = parcel.model
         elif parcel.model is not None:
@@ -151,12 +151,12 @@ class NothingApart(Nothing):
 
     def mix(self, worker: int, other: Model) -> None: ...
 
-    def push(self, worker: int) -> Parcel:
+    def push(self, worker: int) -> SentModel:
         if self._push_sum:
             self._weights[worker] *= 0.5
-        return Parcel(None, self._weights[worker])
+        return SentModel(None, self._weights[worker])
 
-    def arrive(self, worker: int, parcel: Parcel) -> None:
+    def arrive(self, worker: int, parcel: SentModel) -> None:
         self._inboxes[worker].add(parcel)
 
     def absorb(self, worker: int, *, drew_itself: bool) -> int:
@@ -172,7 +172,7 @@ class NothingApart(Nothing):
 # ---- with it ----
 
 
-class Evaluation:
+class MeanEvaluation:
     """The workload's evaluation, on a model of its own."""
 
     def __init__(self, workload: Workload) -> None:
@@ -190,7 +190,7 @@ class OneReplica:
     process would have, look-ahead included."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        self._evaluation = Evaluation(workload)
+        self._evaluation = MeanEvaluation(workload)
         self._gradients = Gradients(job, workload)
         start = self._gradients.flat.weights
         self._weights = torch.nn.Parameter(start.clone())
@@ -229,7 +229,7 @@ class Replicas:
 
     def __init__(self, job: Job, workload: Workload) -> None:
         n_workers, spec = job.cluster.workers, OptimizerSpec.of_job(job)
-        self._evaluation = Evaluation(workload)
+        self._evaluation = MeanEvaluation(workload)
         self._gradients = Gradients(job, workload)
         start = self._gradients.flat.weights
         self._push_sum = _push_sum(job)
@@ -237,7 +237,7 @@ class Replicas:
         self._peers = [Peer(weights, spec) for weights in self._weights]
         self._inboxes = [_Inbox() for _ in range(n_workers)]
         self._outer: Outer | None = None
-        if isinstance(job.paradigm, LocalSgd):
+        if isinstance(job.paradigm, LocalSgdOptions):
             self._outer = Outer(
                 start, job.paradigm.outer_lr, job.paradigm.outer_momentum
             )  # everybody's, they are equal
@@ -267,16 +267,16 @@ class Replicas:
         with self._peers[worker].exchanging() as x:
             average(x, other)
 
-    def push(self, worker: int) -> Parcel:
+    def push(self, worker: int) -> SentModel:
         peer = self._peers[worker]
         if not self._push_sum:
-            return Parcel(peer.shown().clone(), 1.0)
+            return SentModel(peer.shown().clone(), 1.0)
         with peer.exchanging() as x:
             x.mul_(0.5)
             peer.weight *= 0.5
-            return Parcel(x.clone(), peer.weight)
+            return SentModel(x.clone(), peer.weight)
 
-    def arrive(self, worker: int, parcel: Parcel) -> None:
+    def arrive(self, worker: int, parcel: SentModel) -> None:
         self._inboxes[worker].add(parcel)
 
     def absorb(self, worker: int, *, drew_itself: bool) -> int:
@@ -312,7 +312,7 @@ class Replicas:
 
 
 def _push_sum(job: Job) -> bool:
-    return isinstance(job.paradigm, Gossip) and job.paradigm.mode == "push-sum"
+    return isinstance(job.paradigm, GossipOptions) and job.paradigm.mode == "push-sum"
 
 
 def together(job: Job, workload: Workload) -> Together:

@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping
 from hpcsync.config.job import Job, Script
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device
-from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
+from hpcsync.core.peer_coordinator import PeerCoordinator, StepInfo
 from hpcsync.simulator.peer_numerics import Judged, apart
 from hpcsync.simulator.peer_transfers import Workers
-from hpcsync.trace.schema import NOBODY
+from hpcsync.trace.schema import NO_PEER
 from hpcsync.training.lr_schedule import EvaluationSchedule, worker_rate
 from hpcsync.workloads.registry import Workload
 
 Watch = Callable[[float, PeerCoordinator], None]
 
 
-class _Worker:
+class _PeerWorker:
     """Where a worker is in its chain. iteration: that it computes, or has computed last."""
 
     __slots__ = ("begin_s", "device", "end_s", "has_left", "iteration", "loss")
@@ -62,7 +62,7 @@ class PeerSimulation(ABC):
         self._batch_size = job.workload.batch_size
         self._rate = worker_rate(job)
         self._loop, self._links = workers.loop, workers.links
-        self._workers = [_Worker(device) for device in workers.devices]
+        self._workers = [_PeerWorker(device) for device in workers.devices]
         self._evaluated = workload.evaluate is not None
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
         self._period = 1
@@ -133,16 +133,16 @@ class PeerSimulation(ABC):
         else:
             self._ended(worker)
 
-    def _ended(self, worker: int, *, peer: int = NOBODY, wire_bytes: int = 0, n_received: int = 0) -> None:
+    def _ended(self, worker: int, *, peer: int = NO_PEER, wire_bytes: int = 0, n_received: int = 0) -> None:
         """The worker's iteration is over, and it goes on."""
         self._report(worker, peer, wire_bytes, n_received, self._workers[worker].end_s)
         self._evaluate_if_due()
         self._go_on(worker)
 
-    def _report(self, worker: int, peer: int, wire_bytes: int, n_received: int, waited_until_s: float) -> Exchanged:
+    def _report(self, worker: int, peer: int, wire_bytes: int, n_received: int, waited_until_s: float) -> StepInfo:
         now_s, state = self._loop.now_s, self._workers[worker]
         computed_s, waited_s = self._spent(worker)
-        report = Exchanged(
+        report = StepInfo(
             worker=worker,
             iteration=state.iteration,
             peer=peer,

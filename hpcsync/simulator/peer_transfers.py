@@ -11,13 +11,13 @@ from typing import Any
 from hpcsync.config.cluster import Network as NetworkTable
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.core.device_speed import Device, device, takes_no_time
-from hpcsync.core.peer_coordinator import sent_in_a_ring
+from hpcsync.core.peer_coordinator import ring_bytes
 from hpcsync.simulator.cluster import refuse_standstill
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce, ring_alone_s
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.network import Network
+from hpcsync.simulator.network import SharedLinks
 from hpcsync.training.flat_model import trainable
 from hpcsync.workloads.registry import Workload
 
@@ -34,13 +34,13 @@ class Links:
         self.size_bytes = size_bytes
         self._loop = loop
         self._n_workers = n_workers
-        self._network: Network | None = None
+        self._network: SharedLinks | None = None
         self._rates: Sequence[float] = ()
         self._latency_s = 0.0
         if table is not None:
             rates = self._rates = table.rates(0, n_workers)
             self._latency_s = 1e-6 * table.latency_us
-            self._network = Network(loop, rates, rates, self._latency_s)
+            self._network = SharedLinks(loop, rates, rates, self._latency_s)
         # Nothing else is under way during an all-reduce of all, so that one takes as long as another.
         self._ring_s = cache(lambda n: ring_alone_s(self._rates, n, self._latency_s) if self._rates else 0.0)
 
@@ -83,13 +83,13 @@ class Links:
     @property
     def all_reduce_bytes(self) -> int:
         """That each worker sends."""
-        return sent_in_a_ring(self.size_bytes, self._n_workers)
+        return ring_bytes(self.size_bytes, self._n_workers)
 
 
 class InOrder:
     """Messages from one worker to another: each waits for its own latency, but for the bytes of those before it."""
 
-    def __init__(self, loop: Loop, network: Network | None, latency_s: float, source: int, target: int) -> None:
+    def __init__(self, loop: Loop, network: SharedLinks | None, latency_s: float, source: int, target: int) -> None:
         self._loop, self._network, self._latency_s = loop, network, latency_s
         self._ends = source, target
         self._waiting: deque[tuple[int, Then, tuple[Any, ...]]] = deque()  # the first one flows
@@ -118,7 +118,7 @@ class InOrder:
 
 def own_share(job: Job, worker: int) -> float:
     """Of what an iteration of the whole model takes, what this worker's own part does: all of it, or of one half."""
-    if not isinstance(job.paradigm, Stanza):
+    if not isinstance(job.paradigm, StanzaOptions):
         return 1.0
     forward, backward, above = job.paradigm.shares
     return above if job.groups.is_fc(worker) else forward + backward

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hpcsync.config.cluster import Change
-from hpcsync.config.compression import Dense
+from hpcsync.config.compression import DenseOptions
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.simulator.server_transfers import Steps
@@ -95,7 +95,7 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
     except TraceError as error:
         raise JobError(f"cluster.times_from: {error}") from None
     for what, compression in (("with", job.compression), ("of a run with", trace.job.compression)):
-        if not isinstance(compression, Dense):
+        if not isinstance(compression, DenseOptions):
             raise JobError(f'{key}: must not be given {what} compression.name = "{compression.name}"')
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
     for name, needed, found in (

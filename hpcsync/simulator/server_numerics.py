@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Easgd
-from hpcsync.core.coordinator import Collection, Update
+from hpcsync.config.paradigms import EasgdOptions
+from hpcsync.core.coordinator import AccumulateCommand, UpdateCommand
 from hpcsync.core.roles import Roles
 from hpcsync.simulator.gradients import Gradients, Work
 from hpcsync.training import compressor, update_rules
@@ -82,10 +82,10 @@ class Arithmetic(Protocol):
     def contribute(self, worker: int, work: Work) -> Contributed:
         """Compute the worker's next contribution, of all its local steps, into its slot; not if it is cancelled."""
 
-    def collect(self, collection: Collection) -> None:
+    def collect(self, collection: AccumulateCommand) -> None:
         """Carry out a collection."""
 
-    def apply(self, update: Update) -> None:
+    def apply(self, update: UpdateCommand) -> None:
         """Carry out an update."""
 
     def evaluate(self) -> tuple[float, float]:
@@ -109,9 +109,9 @@ class NoArithmetic:
     def contribute(self, worker: int, work: Work) -> Contributed:
         return Contributed(math.nan, self._sent.nominal_bytes(work.ratio) if work.share == 1.0 else ())
 
-    def collect(self, collection: Collection) -> None: ...
+    def collect(self, collection: AccumulateCommand) -> None: ...
 
-    def apply(self, update: Update) -> None: ...
+    def apply(self, update: UpdateCommand) -> None: ...
 
     def evaluate(self) -> tuple[float, float]:
         raise RuntimeError("a workload without arithmetic cannot be evaluated")
@@ -150,10 +150,10 @@ class RealArithmetic:
             return Contributed(loss, self._sent.put(worker, self._flat.gradient, self._slots[worker], work.ratio))
         return Contributed(loss, ())
 
-    def collect(self, collection: Collection) -> None:
+    def collect(self, collection: AccumulateCommand) -> None:
         self._store.collect(collection.worker, collection.weight)
 
-    def apply(self, update: Update) -> None:
+    def apply(self, update: UpdateCommand) -> None:
         self._store.apply(update.workers, update.lr, update.weights, update.divisor)
 
     def evaluate(self) -> tuple[float, float]:
@@ -202,7 +202,7 @@ class ElasticArithmetic(LocalStepsArithmetic):
 
     def __init__(self, job: Job, workload: Workload) -> None:
         super().__init__(job, workload)
-        assert isinstance(job.paradigm, Easgd)
+        assert isinstance(job.paradigm, EasgdOptions)
         self._alpha = job.paradigm.moving_rate(job.cluster.workers)
         self._centre = torch.empty_like(self._flat.weights)
         self._last = [torch.empty_like(self._flat.weights) for _ in self._trainees]  # worker -> its last gradient
@@ -279,4 +279,4 @@ def arithmetic(job: Job, workload: Workload) -> Arithmetic:
         return NoArithmetic(job, workload)
     if job.commits:
         return CommittingArithmetic(job, workload)
-    return (ElasticArithmetic if isinstance(job.paradigm, Easgd) else RealArithmetic)(job, workload)
+    return (ElasticArithmetic if isinstance(job.paradigm, EasgdOptions) else RealArithmetic)(job, workload)

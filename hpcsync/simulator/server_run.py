@@ -13,20 +13,20 @@ from functools import partial
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import Assignment, create_assignments
 from hpcsync.core.coordinator import (
-    Collection,
+    AccumulateCommand,
+    Command,
     Coordinator,
-    Order,
+    GrantCommand,
+    PushInfo,
     Recorder,
-    Reply,
-    Report,
-    Update,
+    UpdateCommand,
     coordinate,
-    estimated,
+    with_prediction,
 )
 from hpcsync.core.device_speed import Device, encode_s
 from hpcsync.paradigms import Paradigm
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.simulator.cluster import Cluster
+from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.server_numerics import arithmetic
 from hpcsync.training.gradient import piece_shares
@@ -69,7 +69,7 @@ class _Worker:
         self.comm_s = 0.0  # reading, before the computation
 
 
-class Simulation:
+class ServerSimulation:
     """One run of a job.
 
     watch: called after every push, for whoever wants to show how far the run is, or to end it by raising.
@@ -79,7 +79,7 @@ class Simulation:
         self,
         job: Job,
         workload: Workload,
-        cluster: Cluster,
+        cluster: SimulatedCluster,
         paradigm: Paradigm,
         trace: Recorder,
         watch: Callable[[float, Coordinator], None] = lambda now_s, coordinator: None,
@@ -221,7 +221,7 @@ class Simulation:
         """The server hears of the worker's contribution."""
         now_s, state = self._loop.now_s, self._workers[worker]
         state.put_s = put_s
-        report = Report(
+        report = PushInfo(
             worker=worker,
             iteration=state.iteration,
             version_read=state.version,
@@ -239,25 +239,25 @@ class Simulation:
             encode_s=state.sent_s - state.end_s,
         )
         if state.estimator is not None:
-            report = estimated(report, state.estimator)
+            report = with_prediction(report, state.estimator)
         self._carry_out(self.coordinator.pushed(now_s, report))
         self._check_now_and_then()
         self._evaluate_if_due()
         self._watch(now_s, self.coordinator)
 
-    def _carry_out(self, orders: Sequence[Order]) -> None:
+    def _carry_out(self, orders: Sequence[Command]) -> None:
         for order in orders:
-            if isinstance(order, Reply):
+            if isinstance(order, GrantCommand):
                 self._answer(order)
-            elif isinstance(order, Update):
+            elif isinstance(order, UpdateCommand):
                 self._arithmetic.apply(order)
-            elif isinstance(order, Collection):
+            elif isinstance(order, AccumulateCommand):
                 self._arithmetic.collect(order)
             else:
                 iteration = self._workers[order.worker].iteration
                 self._transfers.cancel(order.worker, iteration, partial(self._cancelled, order.version))
 
-    def _answer(self, reply: Reply) -> None:
+    def _answer(self, reply: GrantCommand) -> None:
         if reply.assignment.local_steps == 0:
             self._transfers.stop(reply.worker, reply.iteration, self._stopped)
             return

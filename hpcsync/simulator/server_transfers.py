@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 from hpcsync.config.cluster import Network as NetworkTable
 from hpcsync.core.roles import Roles
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.network import Network
+from hpcsync.simulator.network import SharedLinks
 
 Then = Callable[[int, float], None]  # called with the worker, and when the step before had been done
 
@@ -95,7 +95,7 @@ class Networked:
         self._roles = roles
         self._latency_s = 1e-6 * table.latency_us
         self._grant_s = (1 if roles.n_servers == 1 else 2) * self._latency_s  # others hear of it from server 0
-        self._network = Network(loop, rates, rates, self._latency_s)
+        self._network = SharedLinks(loop, rates, rates, self._latency_s)
         self._shard_bytes = shard_bytes
         self._missing = [0] * roles.n_workers  # worker -> shards under way
         self._granted_s = [0.0] * roles.n_workers

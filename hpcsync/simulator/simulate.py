@@ -23,7 +23,7 @@ from hpcsync.report import compare
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress
 from hpcsync.simulator import cluster, factory, peer_transfers
-from hpcsync.simulator.server_run import Simulation
+from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, interrupt, on_signals
 from hpcsync.trace.provenance import provenance
@@ -54,17 +54,17 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     return status
 
 
-def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], Simulation | factory.PeerSimulation]:
+def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], ServerSimulation | factory.PeerSimulation]:
     """What makes the simulation, whose `run` runs it. Raises JobError for a job that cannot be simulated."""
     if job.has_servers:
-        return partial(Simulation, job, workload, cluster.build(job, workload), create_paradigm(job))
+        return partial(ServerSimulation, job, workload, cluster.build(job, workload), create_paradigm(job))
     return partial(factory.simulation, job, workload, peer_transfers.build(job, workload))
 
 
 def _simulate(
     job: Job,
     workload: Workload,
-    begin: Callable[[Recorder, Watch], Simulation | factory.PeerSimulation],
+    begin: Callable[[Recorder, Watch], ServerSimulation | factory.PeerSimulation],
     folder: Path,
     console: Console,
 ) -> int:

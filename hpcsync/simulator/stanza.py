@@ -13,15 +13,15 @@ import math
 from collections.abc import Iterable
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.core.coordinator import Recorder
-from hpcsync.core.peer_coordinator import Lockstep, sent_in_a_ring
+from hpcsync.core.peer_coordinator import Lockstep, ring_bytes
 from hpcsync.core.stanza_resolution import divided
 from hpcsync.simulator.peer_numerics import Judged
 from hpcsync.simulator.peer_run import PeerSimulation, Watch
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.simulator.stanza_numerics import InHalves, NothingInHalves, TwoHalves
-from hpcsync.trace.schema import EVERYBODY
+from hpcsync.trace.schema import ALL_PEERS
 from hpcsync.training.lr_schedule import learning_rate
 from hpcsync.workloads.registry import Workload
 
@@ -68,7 +68,7 @@ class StanzaSimulation(PeerSimulation):
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
-        assert isinstance(job.paradigm, Stanza)
+        assert isinstance(job.paradigm, StanzaOptions)
         model = divided(job, workload)
         self._in_halves: InHalves = (
             NothingInHalves() if model.halves is None else TwoHalves(job, workload, model.halves)
@@ -188,7 +188,7 @@ class StanzaSimulation(PeerSimulation):
         lockstep.exchanged(n, n, n * self._batch_size)
         self._look()
         for worker in group.workers:
-            peer = EVERYBODY if group.is_fc else self._partners[worker][0]
+            peer = ALL_PEERS if group.is_fc else self._partners[worker][0]
             self._report(worker, peer, self._sent_bytes(worker), len(group.workers) - 1, began_s)
         for worker in group.workers:
             self._go_on(worker)
@@ -196,7 +196,7 @@ class StanzaSimulation(PeerSimulation):
     def _sent_bytes(self, worker: int) -> int:
         """In an iteration."""
         group = self._group_of[worker]
-        return self._n_samples(worker) * group.row_bytes + sent_in_a_ring(group.size_bytes, len(group.workers))
+        return self._n_samples(worker) * group.row_bytes + ring_bytes(group.size_bytes, len(group.workers))
 
     def _spent(self, worker: int) -> tuple[float, float]:
         group, state = self._group_of[worker], self._workers[worker]

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.simulator.gradients import Own, own_batches
-from hpcsync.simulator.peer_numerics import Evaluation, Judged, Nothing
+from hpcsync.simulator.peer_numerics import Judged, MeanEvaluation, Nothing
 from hpcsync.training.flat_model import FlatModel, trainable
 from hpcsync.training.gradient import Replica
-from hpcsync.training.model_split import Halves
+from hpcsync.training.model_split import ModelSplit
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent
 from hpcsync.workloads.registry import Workload
@@ -78,11 +78,11 @@ class _Half:
 class TwoHalves:
     """Both halves of the model. Memory: beside them, what autograd keeps of all workers' batches at once."""
 
-    def __init__(self, job: Job, workload: Workload, halves: Halves) -> None:
-        assert isinstance(job.paradigm, Stanza)
+    def __init__(self, job: Job, workload: Workload, halves: ModelSplit) -> None:
+        assert isinstance(job.paradigm, StanzaOptions)
         self._groups, self._n_pieces = job.groups, job.paradigm.micro_batches
         self._parameters = trainable(workload.model)
-        self._evaluation = Evaluation(workload)
+        self._evaluation = MeanEvaluation(workload)
         self._below = _Half(halves.below, job, self._groups.convolution)
         self._above = _Half(halves.above, job, self._groups.fc)
         self._replica = Replica(self._above.flat, workload.loss)

@@ -6,16 +6,23 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Gossip, LocalSgd
+from hpcsync.config.paradigms import GossipOptions, LocalSgdOptions
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import encode_s
-from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, drawing, sent_in_a_ring, sent_to_all
+from hpcsync.core.peer_coordinator import (
+    Lockstep,
+    StepInfo,
+    broadcast_bytes,
+    create_batch_division,
+    create_peer_selection,
+    ring_bytes,
+)
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.peer_numerics import Judged, Model, together
 from hpcsync.simulator.peer_run import PeerSimulation, Watch, WithReplicas
 from hpcsync.simulator.peer_transfers import Workers
-from hpcsync.trace.schema import EVERYBODY
+from hpcsync.trace.schema import ALL_PEERS
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.lr_schedule import learning_rate
@@ -94,7 +101,7 @@ class _InStep(PeerSimulation):
         staying = [worker for worker, state in enumerate(self._workers) if not state.has_left]
         n_received, began_s = len(self._contributing) - 1, self._began_s
         moved = {worker: self._moved_bytes(worker) for worker in staying}
-        self._share_out([self._report(worker, EVERYBODY, moved[worker], n_received, began_s) for worker in staying])
+        self._share_out([self._report(worker, ALL_PEERS, moved[worker], n_received, began_s) for worker in staying])
         self._n_absent = len(staying)
         for worker in staying:
             self._go_on(worker)
@@ -103,7 +110,7 @@ class _InStep(PeerSimulation):
         """That the worker has sent."""
         return self._links.all_reduce_bytes
 
-    def _share_out(self, reports: Sequence[Exchanged]) -> None:
+    def _share_out(self, reports: Sequence[StepInfo]) -> None:
         """All have reported their iterations, and nobody has begun the next."""
 
 
@@ -119,7 +126,7 @@ class AllReduceSimulation(_InStep):
         super().__init__(job, workload, workers, trace, watch)
         self._together = together(job, workload)
         self._lr = learning_rate(job)
-        self._division = create_division(job)
+        self._division = create_batch_division(job)
         self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
         compression = compressor.of_job(job, trainable(workload.model))
         self._averages = compression is not None and compression.averages
@@ -155,7 +162,7 @@ class AllReduceSimulation(_InStep):
     def _moved_bytes(self, worker: int) -> int:
         if not self._given_bytes:
             return super()._moved_bytes(worker)
-        sent = sent_in_a_ring if self._averages else sent_to_all
+        sent = ring_bytes if self._averages else broadcast_bytes
         return sent(self._given_bytes[worker], len(self._workers))
 
     def _reduced(self) -> None:
@@ -169,7 +176,7 @@ class AllReduceSimulation(_InStep):
         self._look()
         self._all_done()
 
-    def _share_out(self, reports: Sequence[Exchanged]) -> None:
+    def _share_out(self, reports: Sequence[StepInfo]) -> None:
         if self._division is None or self._is_last:
             return
         said: list[Estimate | None] = [None] * len(self._workers)
@@ -186,7 +193,7 @@ class AveragingSimulation(WithReplicas, _InStep):
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
-        assert isinstance(job.paradigm, LocalSgd)
+        assert isinstance(job.paradigm, LocalSgdOptions)
         self._period = job.paradigm.steps
 
     def _exchange_all(self) -> None:
@@ -203,9 +210,9 @@ class PermutationSimulation(WithReplicas, _InStep):
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
-        assert isinstance(job.paradigm, Gossip)
+        assert isinstance(job.paradigm, GossipOptions)
         self._period = job.paradigm.period
-        self._peers = drawing(job)
+        self._peers = create_peer_selection(job)
         self._round = 0
         self._targets: Sequence[int] = ()  # worker -> whom it gives to in this round
         self._given: list[Model] = [None] * len(self._workers)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import h5py
 import numpy as np
 
-from hpcsync.trace.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, PHASES, STATUSES, TABLES
+from hpcsync.trace.schema import ENUMS, FORMAT, FORMAT_VERSION, STATUSES, TABLES
 
 if TYPE_CHECKING:
     import pandas
@@ -22,11 +22,7 @@ if TYPE_CHECKING:
 
 SLICE_ROWS = 100_000  # of the widest table 14 MB
 
-_WORDS = {
-    "outcome": {code: word for word, code in OUTCOMES.items()},
-    "change": {code: word for word, code in CHANGES.items()},
-    "phase": {code: word for word, code in PHASES.items()},
-}
+_WORDS = {column: {int(code): code.name.lower() for code in codes} for column, codes in ENUMS.items()}
 
 
 class TraceError(Exception):

@@ -7,20 +7,40 @@ grants, decisions and membership changes, from 1 on, so that their order is tota
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 
 FORMAT = "hpcsync-trace"
 FORMAT_VERSION = 5
 
-APPLIED, DROPPED = 0, 1
-OUTCOMES = {"applied": APPLIED, "dropped": DROPPED}
 
-LEFT, JOINED, DIED = 0, 1, 2
-CHANGES = {"left": LEFT, "joined": JOINED, "died": DIED}
+class Outcome(IntEnum):
+    """The fate of a push."""
 
-UNKNOWN, WAITING, READING, COMPUTING, PUSHING = 0, 1, 2, 3, 4
-PHASES = {"unknown": UNKNOWN, "waiting": WAITING, "reading": READING, "computing": COMPUTING, "pushing": PUSHING}
+    APPLIED = 0
+    DROPPED = 1
+
+
+class Change(IntEnum):
+    """A change of membership."""
+
+    LEFT = 0
+    JOINED = 1
+    DIED = 2
+
+
+class Phase(IntEnum):
+    """The activity of a worker."""
+
+    UNKNOWN = 0
+    WAITING = 1
+    READING = 2
+    COMPUTING = 3
+    PUSHING = 4
+
+
+ENUMS: dict[str, type[IntEnum]] = {"outcome": Outcome, "change": Change, "phase": Phase}  # by column
 
 STATUSES = ("running", "finished", "failed", "interrupted")
 
@@ -110,7 +130,7 @@ DECISIONS = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), (
 # them: there a worker also waits), `wait_s` the wait for others, `comm_s` the transfers, `wire_bytes` what they moved.
 # `n_received` models (or gradients) of others came into the worker's; `weight` is its push-sum weight afterwards. A row
 # with batch size 0 is no iteration: what had come for a worker that had ended.
-EVERYBODY, NOBODY = -1, -2
+ALL_PEERS, NO_PEER = -1, -2
 EXCHANGES = np.dtype(
     [
         ("now_s", "<f8"),

@@ -30,7 +30,7 @@ import h5py
 import numpy as np
 
 from hpcsync.system.atomic_files import aside, naming
-from hpcsync.trace.schema import CHANGES, FORMAT, FORMAT_VERSION, OUTCOMES, PHASES, STATUSES, TABLES, decisions_dtype
+from hpcsync.trace.schema import ENUMS, FORMAT, FORMAT_VERSION, STATUSES, TABLES, decisions_dtype
 
 RING_ROWS = 8192  # rows of a table that fit in memory between two flushes
 CHUNK_BYTES = 65536  # a chunk is written whole, so not larger than a few seconds of rows are worth
@@ -39,7 +39,7 @@ COPIED_ROWS = 100_000  # at once
 SETTLE_S = 10.0  # a process that imports h5py and changes one attribute, on a busy machine
 
 _STRUCT_CODES = {"<i1": "b", "<i4": "i", "<i8": "q", "<f8": "d", "|i1": "b"}
-_ENUMS = {"outcome": OUTCOMES, "change": CHANGES, "phase": PHASES}
+_ENUMS = {column: {code.name.lower(): int(code) for code in codes} for column, codes in ENUMS.items()}
 
 
 class _Ring:

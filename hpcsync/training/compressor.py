@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from hpcsync import compression
-from hpcsync.compression import Codec, Layout
-from hpcsync.config.compression import Dense
+from hpcsync.compression import Codec, TensorLayout
+from hpcsync.config.compression import DenseOptions
 from hpcsync.config.job import Job
 
 
@@ -27,7 +27,7 @@ class Compressor:
 
     def encode(self, vector: torch.Tensor, shards: Sequence[slice], ratio: float = math.nan) -> list[torch.Tensor]:
         """Of a flat vector, shape (size,), what the holder of each shard is to be given: bytes, as many as whole
-        elements of the vector take. ratio: see `compression.Codec.encode`."""
+        elements of the vector take. ratio: see `compression.CodecOptions.encode`."""
         encoded = self.codec.encode(as_array(vector), ratio)
         return [_filled(as_tensor(encoded.payload(s.start, s.stop)), vector.itemsize) for s in shards]
 
@@ -36,13 +36,13 @@ class Compression:
     """All that is alike on all ranks. shapes: of the model's tensors, in the order in which they lie in the flat
     vector, which is of type `dtype`.
 
-    whole: the flat vector. averages: see `Codec`.
+    whole: the flat vector. averages: see `CodecOptions`.
     """
 
     def __init__(self, job: Job, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
-        assert not isinstance(job.compression, Dense)
+        assert not isinstance(job.compression, DenseOptions)
         self._name, self._options = job.compression.name, job.compression.options
-        self._layout, self._dtype = Layout(shapes), dtype
+        self._layout, self._dtype = TensorLayout(shapes), dtype
         self._seed = job.seed
         self._decoder = self._create(seed=0)
         self.whole = slice(0, self._layout.size)

@@ -23,7 +23,7 @@ from hpcsync.training.flat_model import trainable
 from hpcsync.training.gradient import Loss
 
 
-class Halves(NamedTuple):
+class ModelSplit(NamedTuple):
     """below: from a batch's first tensor to the activations that enter the submodule. above: from those to the model's
     output.
 
@@ -80,7 +80,7 @@ class _Tracer(fx.Tracer):
         return super().create_arg(a)
 
 
-def cut(model: nn.Module, name: str) -> Halves:
+def cut(model: nn.Module, name: str) -> ModelSplit:
     """The halves of a model. The submodule `name` is the first of the upper half; all that follows it belongs there.
 
     Raises ValueError, with the reason in one line, for a model that cannot be cut there.
@@ -112,7 +112,7 @@ def cut(model: nn.Module, name: str) -> Halves:
             if source is not entering and source not in looked_up and source not in after:
                 what = "the batch itself" if source is given else f"{source.name}, which is computed before it,"
                 raise ValueError(f"{what} is used after it: what is below may pass on only the tensor that enters it")
-    halves = Halves(
+    halves = ModelSplit(
         _half(model, held, before, given=given, result=entering),
         _half(model, held, after, given=entering, result=result),
     )
@@ -182,7 +182,7 @@ def _hold(half: fx.GraphModule, name: str, key: str, tensor: torch.Tensor) -> No
         module.register_buffer(key, tensor)
 
 
-def _check_shares(model: nn.Module, halves: Halves) -> None:
+def _check_shares(model: nn.Module, halves: ModelSplit) -> None:
     """Every parameter that is trained belongs to one half, and each has one."""
     below, above = ({id(t) for t in (*half.parameters(), *half.buffers())} for half in halves)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -258,7 +258,7 @@ def flops(half: nn.Module, x: torch.Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-def shape(halves: Halves, batch: Sequence[torch.Tensor]) -> Shape:
+def shape(halves: ModelSplit, batch: Sequence[torch.Tensor]) -> Shape:
     """How large they are. batch: samples, and what else the loss needs. Raises ValueError, as `activation_shape`."""
     x, *labels = (tensor[:1] for tensor in batch)
     below, above = (trainable(half) for half in halves)
@@ -282,7 +282,7 @@ def tensors_of(batch: Any) -> Sequence[torch.Tensor]:
     return batch
 
 
-def check_halves(model: nn.Module, halves: Halves, x: torch.Tensor) -> None:
+def check_halves(model: nn.Module, halves: ModelSplit, x: torch.Tensor) -> None:
     """Raises ValueError unless the halves make of x what the model does, in evaluation mode, and the upper one leaves
     what enters it as it is."""
     with _evaluating(model), torch.no_grad():
@@ -308,7 +308,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def check_cut(model: nn.Module, halves: Halves, loss: Loss, batch: Sequence[torch.Tensor]) -> None:
+def check_cut(model: nn.Module, halves: ModelSplit, loss: Loss, batch: Sequence[torch.Tensor]) -> None:
     """Raises ValueError unless the halves have the model's loss and gradient on this batch, in evaluation mode.
 
     That the loss is a mean over samples, as everywhere, is not looked at.

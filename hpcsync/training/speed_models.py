@@ -82,7 +82,7 @@ class GRU:
     def __init__(
         self, seed: int, clock: Callable[[], float] = time.perf_counter, *, smooth_first: bool = False
     ) -> None:
-        self._network = Network(seed)
+        self._network = GruNetwork(seed)
         # With fused=True all that it keeps is where the parameters are, whatever a script's default device is.
         self._adam = torch.optim.Adam(self._network.parameters(), lr=LR, fused=True)
         self._clock = clock
@@ -179,7 +179,7 @@ class Blend:
         return weight * self.gru.predict() + (1.0 - weight) * smoothed
 
 
-class Network(nn.Module):
+class GruNetwork(nn.Module):
     """A GRU of one layer over a series around 1, and one output from its last state.
 
     It begins with an output of exactly 1, and so with no error where nothing changes. In float64: the square of an

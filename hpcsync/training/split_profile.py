@@ -10,14 +10,14 @@ import torch
 
 from hpcsync.planning.split_cost import Times
 from hpcsync.training.gradient import Loss
-from hpcsync.training.model_split import Halves
+from hpcsync.training.model_split import ModelSplit
 
 REPEATED = 3, 9  # times at least and at most, after one to warm up
 ENOUGH_S = 10.0  # within the most
 MORE = 4  # times as many samples, to tell what is the same for any number of them
 
 
-def measured(halves: Halves, loss: Loss, batch: Sequence[torch.Tensor]) -> Times:
+def measured(halves: ModelSplit, loss: Loss, batch: Sequence[torch.Tensor]) -> Times:
     """Medians in one thread, where the model is on the CPU. batch: samples, and what else the loss needs."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -46,7 +46,7 @@ def _medians(measure: Callable[[], tuple[float, ...]]) -> list[float]:
     return [median(column) for column in zip(*times, strict=True)]
 
 
-def _below(halves: Halves, x: torch.Tensor, gradient: torch.Tensor) -> tuple[float, float]:
+def _below(halves: ModelSplit, x: torch.Tensor, gradient: torch.Tensor) -> tuple[float, float]:
     halves.below.zero_grad()
     begin = time.perf_counter()
     h = halves.below(x)
@@ -59,7 +59,7 @@ def _more(h: torch.Tensor, rest: Sequence[torch.Tensor]) -> tuple[torch.Tensor, 
     return torch.cat([h] * MORE), [torch.cat([tensor] * MORE) for tensor in rest]
 
 
-def _above(halves: Halves, loss: Loss, h: torch.Tensor, rest: Sequence[torch.Tensor]) -> tuple[float]:
+def _above(halves: ModelSplit, loss: Loss, h: torch.Tensor, rest: Sequence[torch.Tensor]) -> tuple[float]:
     halves.above.zero_grad()
     entering = h.detach().requires_grad_()
     begin = time.perf_counter()

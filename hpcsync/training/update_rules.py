@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Easgd
+from hpcsync.config.paradigms import EasgdOptions
 from hpcsync.training.optimizers import OptimizerSpec
 
 
@@ -95,7 +95,7 @@ def of_job(job: Job, optimizer: OptimizerSpec) -> Rule:
     """The rule of a job's servers. optimizer: of the job's gradients, wherever they are applied."""
     if job.commits:
         return Commit()
-    return Elastic() if isinstance(job.paradigm, Easgd) else Descent(optimizer)
+    return Elastic() if isinstance(job.paradigm, EasgdOptions) else Descent(optimizer)
 
 
 def towards(place: torch.Tensor, target: torch.Tensor, rate: float) -> torch.Tensor:

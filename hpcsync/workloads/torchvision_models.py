@@ -40,7 +40,7 @@ def shape(name: str) -> Shape:
     return model_split.shape(halves, (image, torch.zeros(1, dtype=torch.long)))
 
 
-def build(name: str, device: str = "meta") -> model_split.Halves:
+def build(name: str, device: str = "meta") -> model_split.ModelSplit:
     """A network's halves; off the meta device with random weights. Raises JobError for a name that is none, or without
     torchvision."""
     if name not in ARCHITECTURES:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.mpi.transport.window_trials import ON_A_NODE, Rehearsed, fastest, rehearse
+from hpcsync.mpi.transport.window_trials import ON_A_NODE, WindowTrial, fastest, rehearse
 from tests.gpu.device import DEVICE, FOUND
 from tests.mpi.conftest import (  # noqa: F401
     Transport,
@@ -32,19 +32,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def trials() -> dict[str, Rehearsed]:
+def trials() -> dict[str, WindowTrial]:
     """Of each kind of window, on this machine."""
     from mpi4py import MPI
 
-    from hpcsync.mpi.transport.backoff import Patience
+    from hpcsync.mpi.transport.backoff import Backoff
 
     found = rehearse() if MPI.COMM_WORLD.rank == 0 else []
-    Patience(MPI.COMM_WORLD).barrier()
+    Backoff(MPI.COMM_WORLD).barrier()
     return {trial.kind: trial for trial in MPI.COMM_WORLD.bcast(found)}
 
 
 @pytest.fixture(params=ON_A_NODE)
-def transport(request: pytest.FixtureRequest, trials: dict[str, Rehearsed]) -> Transport:
+def transport(request: pytest.FixtureRequest, trials: dict[str, WindowTrial]) -> Transport:
     """Every kind that serves here."""
     if (trial := trials[request.param]).took_s is None:
         pytest.skip(f"{trial.kind}: {trial.failure}")
@@ -52,7 +52,7 @@ def transport(request: pytest.FixtureRequest, trials: dict[str, Rehearsed]) -> T
 
 
 @pytest.fixture(autouse=True)
-def fastest_windows(trials: dict[str, Rehearsed], monkeypatch: pytest.MonkeyPatch) -> None:
+def fastest_windows(trials: dict[str, WindowTrial], monkeypatch: pytest.MonkeyPatch) -> None:
     """For all runs of tests that do not say otherwise: a trial for each of them would take seconds."""
     kind = fastest(list(trials.values()))
     assert kind is not None, trials

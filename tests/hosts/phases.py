@@ -13,23 +13,23 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from hpcsync.mpi.transport.backoff import Patience
-from hpcsync.mpi.transport.worker_state import Phases
-from hpcsync.trace.schema import COMPUTING
+from hpcsync.mpi.transport.backoff import Backoff
+from hpcsync.mpi.transport.worker_state import WorkerStates
+from hpcsync.trace.schema import Phase
 
 COMPUTE_S = 1.0
 
 
-def sees(comm: MPI.Intracomm, patience: Patience, *, one_node: bool) -> bool:
-    phases, seen = Phases(comm, one_node=one_node), False
+def sees(comm: MPI.Intracomm, patience: Backoff, *, one_node: bool) -> bool:
+    phases, seen = WorkerStates(comm, one_node=one_node), False
     patience.barrier()
     begin_s = time.perf_counter()
     if comm.rank == 1:
-        phases.enter(COMPUTING, 7)
+        phases.enter(Phase.COMPUTING, 7)
         time.sleep(COMPUTE_S)
     while comm.rank == 0 and not seen and time.perf_counter() < begin_s + COMPUTE_S / 2:
         patience.pause()
-        seen = phases.seen()[1] == (7, COMPUTING)
+        seen = phases.seen()[1] == (7, Phase.COMPUTING)
     patience.barrier()
     phases.free()
     return seen
@@ -37,7 +37,7 @@ def sees(comm: MPI.Intracomm, patience: Patience, *, one_node: bool) -> bool:
 
 def main(out: str) -> None:
     comm = MPI.COMM_WORLD
-    patience = Patience(comm)
+    patience = Backoff(comm)
     assert not patience.one_node
     found = [sees(comm, patience, one_node=one_node) for one_node in (False, True)]
     if comm.rank == 0:

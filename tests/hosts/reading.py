@@ -14,16 +14,16 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.transport.progress_engine import Progression, choose
-from hpcsync.mpi.transport.published_replica import Exposure
-from hpcsync.mpi.transport.push_inbox import Parcels
+from hpcsync.mpi.transport.progress_engine import ProgressEngine, choose
+from hpcsync.mpi.transport.published_replica import PublishedReplica
+from hpcsync.mpi.transport.push_inbox import PushInbox
 
 SIZE = 1_000_000
 COMPUTE_S = 2.0
 POLL_S = 0.005
 
 
-def compute(progression: Progression) -> None:
+def compute(progression: ProgressEngine) -> None:
     """Train on and on; call `poll` as the hooks of a model's layers would."""
     torch.set_num_threads(1)
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
@@ -44,7 +44,11 @@ def main(kind: str, out: str) -> None:
     seen = {"kind": progression.kind, "choosing_s": time.perf_counter() - begin_s, "cost": progression.cost}
     seen |= {"get_s_without": progression.get_s_without, "get_s_with": progression.get_s_with}
     into = torch.zeros(SIZE)
-    with progression, Exposure(comm, SIZE, torch.float32) as exposure, Parcels(comm, SIZE, torch.float32) as parcels:
+    with (
+        progression,
+        PublishedReplica(comm, SIZE, torch.float32) as exposure,
+        PushInbox(comm, SIZE, torch.float32) as parcels,
+    ):
         if comm.rank == 0:
             exposure.read(1, into)  # the first transfer sets up what later ones use
             parcels.send(1, into)

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from hpcsync.cli.rank_main import train
 from hpcsync.config import job as jobs
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.training.parameter_store import Store
 
 DEAF_S = 0.5
@@ -41,7 +41,7 @@ def main(path: str, out: str, update_s: str, *deaf: str) -> None:
     comm = MPI.COMM_WORLD
     took_s = slow_down(float(update_s))
     if deaf and comm.rank == 0:
-        Patience.pause = lambda self: time.sleep(DEAF_S)  # type: ignore[method-assign]
+        Backoff.pause = lambda self: time.sleep(DEAF_S)  # type: ignore[method-assign]
     session = train(comm, jobs.load(path), out)
     weights = comm.gather(session.flat.weights.numpy().tobytes())
     if weights is not None:

@@ -16,7 +16,7 @@ from hpcsync.core import coordinator
 from hpcsync.core.assignments import create_assignments
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.trace.reader import Trace, load
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 from tests.mpi.training import failures, on_some, recomputed
 from tests.plain import first_of, on_samples, whole_batches
 
@@ -111,7 +111,7 @@ def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, po
         assert np.mean(sizes(trace, 0)) > np.mean(sizes(trace, workers - 1))
     if paradigm != "easgd":
         assert np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-11)
-        taken = pushes[pushes["outcome"] == APPLIED]
+        taken = pushes[pushes["outcome"] == Outcome.APPLIED]
         assert (taken["weight"] > 0).all()
     assert failures(folder / "trace.h5") == []
     no_sample_twice_or_left_out(this, trace)

@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from hpcsync.bench import allreduce, latency, round_trip, transfers
-from hpcsync.mpi.collectives.bucket_reducer import Reducer
+from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.flat_model import FlatModel
 
@@ -76,7 +76,7 @@ def test_allreduce_trains_as_its_peer_does(comm):
     net = allreduce.Net(2, 3, 1)
     flat, peer = FlatModel(net.build()), net.build()
     batch = torch.ones(2, 3) * (comm.rank + 1)
-    with allreduce._gloo(comm), Reducer(comm, flat) as reducer:
+    with allreduce._gloo(comm), BucketReducer(comm, flat) as reducer:
         ours = allreduce._ours(flat, reducer, batch)
         theirs = allreduce._ddp(DistributedDataParallel(peer, gradient_as_bucket_view=True), batch)
         before = flat.weights.clone()

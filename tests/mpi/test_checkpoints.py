@@ -17,7 +17,7 @@ from hpcsync.core.coordinator import Coordinator
 from hpcsync.mpi.server.worker import Worker
 from hpcsync.run_dir import checkpoint
 from hpcsync.trace.reader import load
-from hpcsync.trace.schema import DIED, JOINED
+from hpcsync.trace.schema import Change
 from hpcsync.training import rng_state, update_rules
 from tests.mpi.training import failures, go_on, on_some
 
@@ -201,7 +201,7 @@ def test_fewer_workers_go_on_and_one_comes_back(comm, only, folder, paradigm):
         assert not failures(absent) and not failures(returned)
         changes = returned.tables["membership"][:2]
         assert changes["worker"].tolist() == [comm.size - 2] * 2
-        assert changes["change"].tolist() == [DIED, JOINED]
+        assert changes["change"].tolist() == [Change.DIED, Change.JOINED]
         pushes = [(trace.tables["pushes"]["worker"] == comm.size - 2).sum() for trace in (absent, returned)]
         assert pushes[0] < pushes[1]
 

@@ -12,7 +12,7 @@ import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import check
 from hpcsync.trace.reader import load
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 from hpcsync.training.sampler import batch_indices
 from tests.mpi.training import failures, on_some
 from tests.plain import committed
@@ -113,7 +113,7 @@ def test_nobody_commits_before_it_is_time(comm, needs, folder):
         asked = {(g["worker"], g["iteration"]): g["commit_s"] for g in trace.tables["grants"]}
         pushes = trace.tables["pushes"]
         # What the end of the run cuts short is dropped.
-        later = pushes[(pushes["iteration"] > 1) & (pushes["outcome"] == APPLIED)]
+        later = pushes[(pushes["iteration"] > 1) & (pushes["outcome"] == Outcome.APPLIED)]
         assert len(later)
         for push in later:
             begun_after_s = 0.002  # reading

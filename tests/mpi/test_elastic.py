@@ -14,13 +14,13 @@ from hpcsync.audit.run import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
-from hpcsync.core.coordinator import Reply, Update
+from hpcsync.core.coordinator import GrantCommand, UpdateCommand
 from hpcsync.core.job_validation import check, optimizer_spec
 from hpcsync.core.roles import Roles
-from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, encode
 from hpcsync.mpi.transport import messages
-from hpcsync.mpi.transport.messages import OrderRecord
+from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.paradigms import easgd
 from hpcsync.paradigms.base import Paradigm
 from hpcsync.trace.reader import load
@@ -162,19 +162,37 @@ def test_a_push_is_of_a_whole_period_and_what_comes_after_the_last_is_left_behin
 
 
 def test_a_promise_before_the_readers_own_update_is_told_apart():
-    update, first, second = Update((0, 1), (1.0, 1.0), 2.0, 0.5), Reply(0, 2, 7, GIVEN), Reply(1, 2, 7, GIVEN)
+    update, first, second = (
+        UpdateCommand((0, 1), (1.0, 1.0), 2.0, 0.5),
+        GrantCommand(0, 2, 7, GIVEN),
+        GrantCommand(1, 2, 7, GIVEN),
+    )
     kinds = [(record.kind, record.reader) for record in encode([first, second, update])]
-    assert kinds == [(messages.RESERVE, 0), (messages.RESERVE, 1), (messages.CONTRIBUTION, 0), (messages.UPDATE, 1)]
+    assert kinds == [
+        (messages.CommandKind.RESERVE, 0),
+        (messages.CommandKind.RESERVE, 1),
+        (messages.CommandKind.CONTRIBUTION, 0),
+        (messages.CommandKind.UPDATE, 1),
+    ]
     kinds = [(record.kind, record.reader) for record in encode([update, first, second])]
-    assert kinds == [(messages.CONTRIBUTION, 0), (messages.UPDATE, 1), (messages.PROMISE, 0), (messages.PROMISE, 1)]
-    kinds = [(record.kind, record.reader) for record in encode([first, Update((1,), (1.0,), 1.0, 0.5), second])]
-    assert kinds == [(messages.PROMISE, 0), (messages.UPDATE, 1), (messages.PROMISE, 1)]
+    assert kinds == [
+        (messages.CommandKind.CONTRIBUTION, 0),
+        (messages.CommandKind.UPDATE, 1),
+        (messages.CommandKind.PROMISE, 0),
+        (messages.CommandKind.PROMISE, 1),
+    ]
+    kinds = [(record.kind, record.reader) for record in encode([first, UpdateCommand((1,), (1.0,), 1.0, 0.5), second])]
+    assert kinds == [
+        (messages.CommandKind.PROMISE, 0),
+        (messages.CommandKind.UPDATE, 1),
+        (messages.CommandKind.PROMISE, 1),
+    ]
 
 
 def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
     """Else the worker could put its next position over one that is not applied yet."""
     needs(2)
-    link = Link(comm, Roles(1, comm.size - 1), 10, torch.float64, contributors_read=True)
+    link = ServerChannel(comm, Roles(1, comm.size - 1), 10, torch.float64, contributors_read=True)
     first = [Assignment()] * (comm.size - 1)
     shard = Shard(link, Elastic(), torch.zeros(10, dtype=torch.float64), first) if comm.rank == 0 else None
     reader = None if shard else Reader(link, link.roles.worker(comm.rank))
@@ -186,7 +204,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
         link.tensors.flush(0)
     comm.Barrier()
     if shard:
-        shard.carry_out(OrderRecord(messages.RESERVE, 0, iteration=2, local_steps=1))
+        shard.carry_out(CommandRecord(messages.CommandKind.RESERVE, 0, iteration=2, local_steps=1))
     comm.Barrier()
     if comm.rank == 1:
         until_s = time.monotonic() + 0.2
@@ -194,7 +212,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
             assert reader._inbox.poll() is None
     comm.Barrier()
     if shard:
-        shard.carry_out(OrderRecord(messages.UPDATE, 0, lr=0.25))
+        shard.carry_out(CommandRecord(messages.CommandKind.UPDATE, 0, lr=0.25))
         assert shard.store.weights.tolist() == [1.0] * 10
     if comm.rank == 1:
         read = torch.empty(10, dtype=torch.float64)

@@ -13,7 +13,7 @@ from hpcsync.audit.run import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import Trace, load
-from hpcsync.trace.schema import JOINED, LEFT
+from hpcsync.trace.schema import Change
 from tests.mpi.training import go_on
 
 PARADIGMS = {
@@ -129,11 +129,11 @@ def test_workers_that_return_or_join_late(comm, only, folder, paradigm):
         events = [join(0, at_s=2 * unit_s), leave(last, at_s=3 * unit_s), join(last, at_s=5 * unit_s)]
         trace = run(comm, folder / str(attempt), paradigm, *events, stop={"seconds": 8 * unit_s})
         changes = trace.tables["membership"]
-        if (changes["change"] == JOINED).sum() == 2:
+        if (changes["change"] == Change.JOINED).sum() == 2:
             break
     for worker, joins_s in ((0, 2 * unit_s), (last, 5 * unit_s)):
         left, joined, ended = changes[changes["worker"] == worker]
-        assert [row["change"] for row in (left, joined, ended)] == [LEFT, JOINED, LEFT]
+        assert [row["change"] for row in (left, joined, ended)] == [Change.LEFT, Change.JOINED, Change.LEFT]
         assert joined["now_s"] >= joins_s
         mine = pushes(trace, worker)
         assert not ((mine["end_s"] > left["now_s"]) & (mine["begin_s"] < joined["now_s"])).any()
@@ -156,14 +156,14 @@ def test_a_run_that_goes_on_still_waits_for_who_is_away(comm, only, folder, para
     trace = run(comm, again, paradigm, join(0, at_s=0.6), resume=True, **tables)
     changes = trace.tables["membership"][trace.tables["membership"]["worker"] == 0]
     assert len(trace.tables["starts"]) == 2
-    assert changes["change"].tolist() == [LEFT, JOINED, LEFT]
+    assert changes["change"].tolist() == [Change.LEFT, Change.JOINED, Change.LEFT]
     assert len(pushes(trace, 0)) > 0
 
 
 def test_nobody_joins_when_the_run_is_over(comm, needs, folder):
     needs(3)
     trace = run(comm, folder, "asp", leave(0, at_s=0.02), join(0, at_s=60.0), stop={"updates": 20})
-    assert trace.tables["membership"]["change"].tolist() == [LEFT] * (comm.size - 1)
+    assert trace.tables["membership"]["change"].tolist() == [Change.LEFT] * (comm.size - 1)
 
 
 def test_without_events_nobody_leaves(comm, needs, folder):

@@ -12,12 +12,12 @@ from torch.utils.data import TensorDataset
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
-from hpcsync.core.coordinator import Collection, Reply, Update
+from hpcsync.core.coordinator import AccumulateCommand, GrantCommand, UpdateCommand
 from hpcsync.mpi.server.shard import encode
 from hpcsync.mpi.server.worker import Worker
 from hpcsync.mpi.transport import messages
 from hpcsync.trace.reader import Trace, load
-from hpcsync.trace.schema import APPLIED, DROPPED
+from hpcsync.trace.schema import Outcome
 from hpcsync.training.parameter_store import Store
 from tests.mpi.training import alone, failures, on_some, recomputed, simulated
 
@@ -82,7 +82,7 @@ def test_one_at_a_time_is_asp(comm, needs, folder, name):
         assert failures(folder / "all" / "trace.h5") == []
         trace = load(folder / "all" / "trace.h5")
         assert (trace.tables["updates"]["n_contributions"] == 1).all()
-        taken = pushes(folder / "all", outcome=APPLIED)
+        taken = pushes(folder / "all", outcome=Outcome.APPLIED)
         assert len(taken) == 30  # how stale is exact only in virtual time: tests/unit/simulator/test_first_k.py
         assert (taken["staleness"].max() > 0) == (workers > 1)
         assert np.allclose(weights, recomputed(job(workers, seconds=0.005, name=name, k=1), trace), rtol=1e-11)
@@ -120,7 +120,7 @@ def test_weights_are_what_the_trace_says_they_are_made_of(comm, needs, folder, n
 def most_of_one_worker(trace: Trace) -> int:
     """In one update."""
     taken = trace.tables["pushes"]
-    taken = taken[taken["outcome"] == APPLIED]
+    taken = taken[taken["outcome"] == Outcome.APPLIED]
     of_update = np.stack([taken["version_read"] + taken["staleness"], taken["worker"]])
     return int(np.unique(of_update, axis=1, return_counts=True)[1].max())
 
@@ -136,15 +136,15 @@ def test_without_collecting_what_a_worker_gave_first_is_lost(comm, needs, folder
 
 
 def test_a_slot_is_collected_before_its_worker_hears_that_it_is_free():
-    collection, update = Collection(0, 0.5), Update((1,), (1.0,), 2.0, 0.1)
+    collection, update = AccumulateCommand(0, 0.5), UpdateCommand((1,), (1.0,), 2.0, 0.1)
     given = Assignment(batch_size=8)
-    records = encode([collection, Reply(0, 2, 7, given), update, Reply(1, 3, 8, given)])
+    records = encode([collection, GrantCommand(0, 2, 7, given), update, GrantCommand(1, 3, 8, given)])
     kinds = [(record.kind, record.reader, record.weight) for record in records]
     assert kinds == [
-        (messages.COLLECT, 0, 0.5),
-        (messages.PROMISE, 0, 1.0),
-        (messages.UPDATE, 1, 1.0),
-        (messages.PROMISE, 1, 1.0),
+        (messages.CommandKind.ACCUMULATE, 0, 0.5),
+        (messages.CommandKind.PROMISE, 0, 1.0),
+        (messages.CommandKind.UPDATE, 1, 1.0),
+        (messages.CommandKind.PROMISE, 1, 1.0),
     ]
     assert records[2].divisor == 2.0
 
@@ -187,14 +187,14 @@ def test_a_late_worker_is_stopped_early(comm, needs, folder):
     weights = on_some(comm, this, folder)
     if comm.rank == 0:
         slow = pushes(folder, worker=0)
-        assert len(slow) >= 4 and (slow["outcome"] == DROPPED).all()
+        assert len(slow) >= 4 and (slow["outcome"] == Outcome.DROPPED).all()
         early = slow[slow["share"] < 1]
         assert len(early) >= len(slow) - 2, "only the end of the run stops nobody"
         assert set(early["share"].tolist()) <= {piece / 8 for piece in range(1, 8)}
         assert (early["compute_s"] < 0.8 * SLOW_S).all()
         assert (early["compute_s"] >= early["share"] * SLOW_S).all()
         assert (early["wire_bytes"] == 11 * 8).all(), "read, and nothing put"
-        assert (pushes(folder, outcome=APPLIED)["share"] == 1).all()
+        assert (pushes(folder, outcome=Outcome.APPLIED)["share"] == 1).all()
         assert np.allclose(weights, weights_of(folder, this), rtol=0, atol=1e-12)
         assert failures(folder / "trace.h5") == []
 
@@ -243,7 +243,7 @@ def test_a_script_may_ask_between_its_pieces_and_need_not(comm, folder, asks):
         assert sync._engine._cancelled >= 0, "what was sent was received"
     if comm.size > 2 and comm.rank == 0:
         slow = pushes(folder / "run", worker=0)
-        assert (slow["outcome"] == DROPPED).all()
+        assert (slow["outcome"] == Outcome.DROPPED).all()
         assert (slow["share"] < 1).any() == asks
         assert failures(folder / "run" / "trace.h5") == []
 

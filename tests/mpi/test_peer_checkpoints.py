@@ -12,12 +12,12 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
-from hpcsync.mpi.collectives.bucket_reducer import Reducer
+from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.peer import session as peer_session
-from hpcsync.mpi.transport.push_inbox import Parcels
+from hpcsync.mpi.transport.push_inbox import PushInbox
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.trace.reader import load
-from hpcsync.trace.schema import DIED
+from hpcsync.trace.schema import Change
 from hpcsync.training.local_update import LocalOptimizer, Outer, Peer
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
 from tests.mpi.test_stanza import job as separated
@@ -129,7 +129,7 @@ def test_separated_layers_go_on(comm, needs, folder):
 
 FORGOTTEN = {
     "optimizer": (LocalOptimizer, "allreduce"),
-    "residual": (Reducer, "allreduce-top-k"),
+    "residual": (BucketReducer, "allreduce-top-k"),
     "outer": (Outer, "diloco"),
 }
 
@@ -185,7 +185,7 @@ def test_mass_that_is_lost_is_found_in_the_trace(comm, only, folder, monkeypatch
 def test_what_has_come_is_taken_in_once(comm, only, put_back):
     """Also in a run that goes on, which is another object; without it, it is lost."""
     only(3)
-    with Parcels(comm, 2, torch.float64) as before, Parcels(comm, 2, torch.float64) as after:
+    with PushInbox(comm, 2, torch.float64) as before, PushInbox(comm, 2, torch.float64) as after:
         to = (comm.rank + 1) % comm.size
         before.send(to, torch.tensor([1.0, 2.0], dtype=torch.float64), 0.25)
         comm.Barrier()
@@ -256,7 +256,7 @@ def test_fewer_workers_than_before_go_on(comm, only, folder, which):
         assert not failures(torn / "trace.h5")
         trace = load(torn / "trace.h5")
         change = trace.tables["membership"][0]
-        assert (change["worker"], change["change"]) == (comm.size - 1, DIED)
+        assert (change["worker"], change["change"]) == (comm.size - 1, Change.DIED)
         made = np.bincount(trace.tables["exchanges"]["worker"])
         assert made[-1] < made[:-1].min()
         if which == "allreduce":

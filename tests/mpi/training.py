@@ -22,9 +22,9 @@ from hpcsync.mpi.transport import window_selection
 from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.run_dir import layout
 from hpcsync.simulator import cluster
-from hpcsync.simulator.server_run import Simulation
+from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 from hpcsync.workloads.registry import Workload
 from tests.plain import on_batches, samples
 
@@ -50,10 +50,10 @@ def route(monkeypatch: pytest.MonkeyPatch, transport: Transport) -> None:
     """Let the tensors of runs on this device move so, without a trial."""
     place = window_selection.place
 
-    def placed(comm: MPI.Intracomm, job: Job, device: torch.device) -> window_selection.Placement:
+    def placed(comm: MPI.Intracomm, job: Job, device: torch.device) -> window_selection.WindowSelection:
         if device.type != transport.device.type:
             return place(comm, job, device)
-        return window_selection.Placement(transport, "the test wants it")
+        return window_selection.WindowSelection(transport, "the test wants it")
 
     monkeypatch.setattr(window_selection, "place", placed)
 
@@ -77,7 +77,7 @@ def recomputed(job: Job, trace: Trace) -> np.ndarray:
     optimizer = torch.optim.SGD(parameters, lr=job.optimizer.lr, **job.optimizer.options)
     updates: dict[int, list[Any]] = {}
     for push in trace.tables["pushes"]:
-        if push["outcome"] == APPLIED:
+        if push["outcome"] == Outcome.APPLIED:
             updates.setdefault(int(push["version_read"] + push["staleness"]), []).append(push)
     versions = [[p.detach().clone() for p in parameters]]
     for version in range(len(trace.tables["updates"])):
@@ -109,7 +109,7 @@ class Nothing:
 def simulated(job: Job) -> np.ndarray:
     """The final weights of this job in virtual time."""
     workload = check(job)
-    Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing()).run()
+    ServerSimulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing()).run()
     return torch.cat([p.detach().flatten() for p in workload.model.parameters()]).numpy()
 
 

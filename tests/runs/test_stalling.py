@@ -14,7 +14,7 @@ import pytest
 from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
-from hpcsync.trace.schema import COMPUTING
+from hpcsync.trace.schema import Phase
 from tests.runs.processes import Program, hpcsync, started
 
 STOPPED_S = 2.0  # the deadline is at 1.2 s
@@ -89,7 +89,7 @@ def check(name: str, folder: Path, program: Program) -> None:
     rows = trace.tables["stalls"]
     assert len(rows) == len(found)
     for row in rows:
-        assert (row["worker"], row["iteration"], row["phase"]) == (int(worker), int(iteration), COMPUTING)
+        assert (row["worker"], row["iteration"], row["phase"]) == (int(worker), int(iteration), Phase.COMPUTING)
         assert row["n_waiting"] == len(held)
     assert [check for check in audit(trace) if not check.passed] == []
     print(program.err)

@@ -17,7 +17,7 @@ import pytest
 from hpcsync.audit.run import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
-from hpcsync.trace.schema import DIED, LEFT
+from hpcsync.trace.schema import Change
 from tests.runs.processes import Program, ended, hpcsync, mpiexec, started
 
 JOB = """
@@ -96,9 +96,9 @@ def has_gone_on(program: Program, folder: Path, worker: int) -> Trace:
     assert trace.finished
     assert [found for found in audit(trace) if not found.passed] == []
     membership = trace.tables["membership"]
-    assert [row["worker"] for row in membership if row["change"] == DIED] == [worker]
+    assert [row["worker"] for row in membership if row["change"] == Change.DIED] == [worker]
     rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
-    (died_s,) = membership["now_s"][membership["change"] == DIED]
+    (died_s,) = membership["now_s"][membership["change"] == Change.DIED]
     assert len(rows[rows["worker"] == worker]) > 0
     assert rows["now_s"][rows["worker"] == worker].max() <= died_s
     for other in {0, 1, 2} - {worker}:
@@ -108,7 +108,7 @@ def has_gone_on(program: Program, folder: Path, worker: int) -> Trace:
 
 def as_if_it_had_left(trace: Trace) -> Trace:
     membership = trace.tables["membership"].copy()
-    membership["change"] = LEFT
+    membership["change"] = Change.LEFT
     return replace(trace, tables={**trace.tables, "membership": membership})
 
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.core.peer_coordinator import sent_in_a_ring
+from hpcsync.core.peer_coordinator import ring_bytes
 from hpcsync.mpi.transport import cuda, shm_budget
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.node_memory import HostMemory, NodeMemory, node_memory
 from hpcsync.mpi.transport.tensor_window import HOST, NodeWindow, Transport
 
@@ -74,7 +74,7 @@ class MeanVector(ABC):
     @property
     def sent_bytes(self) -> int:
         """The bytes that a ring would send from this rank for the latest mean of the whole vector."""
-        return sent_in_a_ring(self.vector.nbytes, self.n_ranks)
+        return ring_bytes(self.vector.nbytes, self.n_ranks)
 
     @abstractmethod
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
@@ -91,7 +91,7 @@ class MeanVector(ABC):
 
 def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> MeanVector:
     """Of `size` zeros on every rank, float32 or float64; collective. The fastest way that this communicator allows."""
-    patience = Patience(comm)
+    patience = Backoff(comm)
     in_shm = 0 if transport.kind == "ipc" else size * dtype.itemsize
     if comm.size > 1 and patience.one_node and not shm_budget.lacking(comm, in_shm):
         return SharedMean(comm, size, dtype, transport, patience)
@@ -105,7 +105,7 @@ class MpiMean(MeanVector):
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Patience
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Backoff
     ) -> None:
         self.n_ranks, self._patience = comm.size, patience
         self.vector = self._image = torch.zeros(size, dtype=dtype, device=transport.device)
@@ -147,7 +147,7 @@ class SharedMean(MeanVector):
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Patience
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Backoff
     ) -> None:
         self._rank, self.n_ranks = comm.rank, comm.size
         self._patience = patience

@@ -18,7 +18,7 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.compressor import Compression
 from hpcsync.training.flat_model import FlatModel
 
-__all__ = ["BUCKET_BYTES", "Agreed", "Reduced", "Reducer"]
+__all__ = ["BUCKET_BYTES", "Agreed", "BucketReducer", "Reduced"]
 
 BUCKET_BYTES = 25_000_000
 
@@ -36,7 +36,7 @@ class Reduced(NamedTuple):
     sent_bytes: int = 0
 
 
-class Reducer:
+class BucketReducer:
     """Turns every rank's flat gradient into the mean over ranks, in place.
 
     The gradient is cut into buckets from its end, because that is computed first. A bucket is launched when autograd
@@ -226,7 +226,7 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    def __enter__(self) -> Reducer:
+    def __enter__(self) -> BucketReducer:
         return self
 
     def __exit__(

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 from hpcsync.compression import ErrorFeedback
 from hpcsync.compression.codec import Array
-from hpcsync.core.peer_coordinator import sent_in_a_ring, sent_to_all
+from hpcsync.core.peer_coordinator import broadcast_bytes, ring_bytes
 from hpcsync.mpi.collectives.allreduce import LINE_BYTES, Agreed, MeanVector, Said, agreed, mean_vector
 from hpcsync.mpi.transport import cuda
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.training.compressor import Compression, as_array, as_tensor
 
@@ -33,7 +33,7 @@ class CompressedMean(MeanVector):
         self.vector = torch.zeros(size, dtype=dtype, device=transport.device)
         self._compression = compression
         self._comm = comm.Dup()
-        self._patience = Patience(self._comm)
+        self._patience = Backoff(self._comm)
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
         forming = end > begin
@@ -74,7 +74,7 @@ class GatheredMean(CompressedMean):
 
     @property
     def sent_bytes(self) -> int:
-        return sent_to_all(self._payload.nbytes, self.n_ranks)
+        return broadcast_bytes(self._payload.nbytes, self.n_ranks)
 
     def _prepare(self) -> int:
         self._payload = self.memory.encode(self.vector, [self._compression.whole])[0]
@@ -112,7 +112,7 @@ class FactorsMean(CompressedMean):
 
     @property
     def sent_bytes(self) -> int:
-        return sent_in_a_ring(self._compression.nominal_bytes(self._compression.whole), self.n_ranks)
+        return ring_bytes(self._compression.nominal_bytes(self._compression.whole), self.n_ranks)
 
     def _prepare(self) -> int:
         return 0

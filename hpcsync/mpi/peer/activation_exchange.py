@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.background_thread import Background
 from hpcsync.mpi.transport.mailbox import Inbox, Outbox
 from hpcsync.planning.layer_groups import Groups
-from hpcsync.trace.schema import COMPUTING, WAITING
+from hpcsync.trace.schema import Phase
 
 ALIGNED = 16  # bytes: labels of several types lie one after the other
 
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
         return self.size * self.dtype.itemsize
 
 
-class Crossing:
+class ActivationExchange:
     """Both sides of it; collective over the link's communicator.
 
     rows:        of a convolution worker's batch. pieces: equal ones, in which they cross.
@@ -53,7 +53,7 @@ class Crossing:
     """
 
     def __init__(
-        self, link: PeerLink, groups: Groups, rows: int, pieces: int, activations: Rows, labels: Sequence[Rows]
+        self, link: PeerChannel, groups: Groups, rows: int, pieces: int, activations: Rows, labels: Sequence[Rows]
     ) -> None:
         self._comm, self._groups = link.comm, groups
         self._patience = link.patience_of_its_own()
@@ -73,8 +73,8 @@ class Crossing:
         n_octets = self._label_begins[-1] if self._is_fc else 0
         self._label_window = link.transport.window(link.comm, n_octets, torch.uint8)
         self._phases = link.phases
-        self._inbox = Inbox(self._comm, messages.TAG_CROSSED, messages.CROSSED)
-        self._outbox = Outbox(self._comm, messages.TAG_CROSSED, messages.CROSSED)
+        self._inbox = Inbox(self._comm, messages.TAG_ACTIVATION, messages.ACTIVATION)
+        self._outbox = Outbox(self._comm, messages.TAG_ACTIVATION, messages.ACTIVATION)
         self._background = Background()
         self._come = [0] * pieces  # of each piece: how many have sent theirs, and it is not taken yet
         self._gone: int | None = None  # a worker that sends nothing more
@@ -105,7 +105,7 @@ class Crossing:
                 self._label_window.put(label, fc, begin + place * label.numel())
             self._window.flush(fc)
             self._label_window.flush(fc)
-            self._outbox.send(fc, (messages.PIECE, self._comm.rank, piece, False, False))
+            self._outbox.send(fc, (messages.ActivationKind.PIECE, self._comm.rank, piece, False, False))
 
         self._background.submit(put)
 
@@ -147,7 +147,7 @@ class Crossing:
                 self._window.put(part, worker, piece * size)
             for worker in self._others:
                 self._window.flush(worker)
-                self._outbox.send(worker, (messages.PIECE, self._comm.rank, piece, last, halt))
+                self._outbox.send(worker, (messages.ActivationKind.PIECE, self._comm.rank, piece, last, halt))
 
         self._background.submit(put)
 
@@ -161,7 +161,7 @@ class Crossing:
 
     def _await(self, piece: int) -> None:
         begin_s, needed = time.perf_counter(), len(self._others)
-        self._phases.enter(WAITING)
+        self._phases.enter(Phase.WAITING)
 
         def complete() -> bool | None:
             self._background.check()  # what cannot be sent is not answered
@@ -175,13 +175,13 @@ class Crossing:
 
         self._patience.until(complete)
         self._come[piece] = 0
-        self._phases.enter(COMPUTING)
+        self._phases.enter(Phase.COMPUTING)
         self.waited_s += time.perf_counter() - begin_s
 
     def _hear(self) -> None:
         while (said := self._inbox.poll()) is not None:
             kind, worker, piece, last, halt = said
-            if kind == messages.GONE:
+            if kind == messages.ActivationKind.LEFT:
                 self._gone = worker
             else:
                 self._come[piece] += 1
@@ -194,7 +194,7 @@ class Crossing:
     def leave(self) -> None:
         """Say that this worker sends nothing more."""
         for worker in self._others:
-            self._outbox.send(worker, (messages.GONE, self._comm.rank, 0, False, False))
+            self._outbox.send(worker, (messages.ActivationKind.LEFT, self._comm.rank, 0, False, False))
 
     def free(self) -> None:
         """Collective."""

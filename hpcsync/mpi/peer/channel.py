@@ -9,18 +9,18 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from hpcsync.core.peer_coordinator import Exchanged
+from hpcsync.core.peer_coordinator import StepInfo
 from hpcsync.mpi.transport import messages
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.clock import Clock
 from hpcsync.mpi.transport.mailbox import Inbox, Outbox
-from hpcsync.mpi.transport.published_replica import Exposure
+from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths, survivors
-from hpcsync.mpi.transport.worker_state import Phases
+from hpcsync.mpi.transport.worker_state import WorkerStates
 
 
-class PeerLink:
+class PeerChannel:
     """Made collectively over a private duplicate of `comm`. size, dtype: of the flat weights.
 
     Ranks report to rank 0, and hear from it when to stop, when to halt for a checkpoint, that all have ended, and who
@@ -41,16 +41,16 @@ class PeerLink:
         self.deaths = Deaths(self.comm, tolerated=tolerant)
         self.died: list[int] = []  # workers, until somebody takes them from here
         self._tolerant = tolerant
-        self.patience = Patience(self.comm, passive=transport.passive, deaths=self.deaths)
-        self.exposure = Exposure(self.comm, size, dtype, transport)
-        self.phases = Phases(self.comm, one_node=self.patience.one_node)
+        self.patience = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
+        self.exposure = PublishedReplica(self.comm, size, dtype, transport)
+        self.phases = WorkerStates(self.comm, one_node=self.patience.one_node)
         self.clock: Clock
         self.told_to_stop = False
         self.told_to_halt = False
         self.all_ended = False
         self._to_write: int | None = None  # the checkpoint with this number
-        self._orders = Inbox(self.comm, messages.TAG_ORDER, messages.PEER_ORDER, self.deaths)
-        self._reports = Outbox(self.comm, messages.TAG_REPORT, messages.PEER_REPORT, self.deaths)
+        self._orders = Inbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
+        self._reports = Outbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
         self._inbox: Inbox | None = None
 
     def start(self, begin_s: float = 0.0) -> list[tuple[int, str, float, float]] | None:
@@ -61,33 +61,33 @@ class PeerLink:
 
     # ---- every rank ----
 
-    def report(self, exchanged: Exchanged) -> None:
-        self._reports.send(0, (messages.EXCHANGED, *exchanged))
+    def report(self, exchanged: StepInfo) -> None:
+        self._reports.send(0, (messages.StepInfoKind.STEPPED, *exchanged))
 
     def say(self, kind: int) -> None:
         """Report that this rank has left, is settled, or has failed; that it has halted, or written its part."""
-        self._reports.send(0, messages.brief(messages.PEER_REPORT, kind, self.comm.rank))
+        self._reports.send(0, messages.brief(messages.STEP_INFO, kind, self.comm.rank))
 
     def hear(self) -> None:
         """Take note of what rank 0 has said."""
         while (order := self._orders.poll()) is not None:
             kind, number = order
-            if kind in (messages.STOP, messages.ALL_ENDED):
+            if kind in (messages.PeerCommandKind.STOP, messages.PeerCommandKind.ALL_ENDED):
                 self.told_to_stop = True
-                self.all_ended = self.all_ended or kind == messages.ALL_ENDED
-            elif kind == messages.BURY:
+                self.all_ended = self.all_ended or kind == messages.PeerCommandKind.ALL_ENDED
+            elif kind == messages.PeerCommandKind.REMOVE:
                 self.exposure.forget(number)
                 self.died.append(number)
-            elif kind == messages.WRITE:
+            elif kind == messages.PeerCommandKind.SAVE:
                 self._to_write = number
             else:
-                self.told_to_halt, self._to_write = kind == messages.HALT, None
+                self.told_to_halt, self._to_write = kind == messages.PeerCommandKind.HALT, None
 
     def halt(self, write: Callable[[int], None]) -> None:
         """Make no further iteration until rank 0 says so; before that, when all have halted, write this rank's part of
         the checkpoint with the number that it says, unless there is none after all."""
         self.told_to_halt = True  # in step, others may have been told earlier
-        self.say(messages.HALTED)
+        self.say(messages.StepInfoKind.HALTED)
 
         def told() -> bool | None:
             self.hear()
@@ -100,7 +100,7 @@ class PeerLink:
         self.patience.until(told)
         if self._to_write is not None:
             write(self._to_write)
-            self.say(messages.WRITTEN)
+            self.say(messages.StepInfoKind.SAVED)
             self.patience.until(goes_on)
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
@@ -120,23 +120,23 @@ class PeerLink:
 
         self.patience.until(ended)
 
-    def together(self) -> Patience:
+    def together(self) -> Backoff:
         """Whose barrier is of all ranks, or of those that are left; collective over them."""
-        return Patience(survivors(self.comm)) if self._tolerant else self.patience
+        return Backoff(survivors(self.comm)) if self._tolerant else self.patience
 
     # ---- rank 0's monitor, in a thread of its own ----
 
-    def patience_of_its_own(self) -> Patience:
+    def patience_of_its_own(self) -> Backoff:
         return copy.copy(self.patience)
 
     def reports(self) -> Inbox:
         """On rank 0: what all ranks report. It is withdrawn together with the link."""
-        self._inbox = Inbox(self.comm, messages.TAG_REPORT, messages.PEER_REPORT, self.deaths)
+        self._inbox = Inbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
         return self._inbox
 
     def orders(self) -> Outbox:
         """On rank 0: to tell ranks something."""
-        return Outbox(self.comm, messages.TAG_ORDER, messages.PEER_ORDER, self.deaths)
+        return Outbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
 
     def free(self) -> None:
         """Collective, and harmless when repeated: returns when every rank has come here."""

@@ -15,14 +15,14 @@ import numpy as np
 from mpi4py import MPI
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
+from hpcsync.config.paradigms import AllReduceOptions, GossipOptions, LocalSgdOptions, StanzaOptions
 from hpcsync.core.batches import Iterations
-from hpcsync.core.peer_coordinator import Division, drawing
+from hpcsync.core.peer_coordinator import BatchDivision, create_peer_selection
 from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
-from hpcsync.mpi.collectives.bucket_reducer import Reducer
-from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
+from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.transport import messages
-from hpcsync.trace.schema import EVERYBODY, NOBODY, WAITING
+from hpcsync.trace.schema import ALL_PEERS, NO_PEER, Phase
 from hpcsync.training import compressor
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
@@ -30,10 +30,10 @@ from hpcsync.training.local_update import Outer, Peer, average
 from hpcsync.training.optimizers import OptimizerSpec
 
 
-class Outcome(NamedTuple):
+class ExchangeResult(NamedTuple):
     """What an exchange was, in the terms of `peers.Exchanged`, without what the iteration itself knows."""
 
-    peer: int = NOBODY
+    peer: int = NO_PEER
     wait_s: float = 0.0
     comm_s: float = 0.0
     wire_bytes: int = 0
@@ -53,9 +53,9 @@ class Exchange(ABC):
     in_step = False
     one_sided = False
     period = 1
-    phase = WAITING
+    phase = Phase.WAITING
 
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+    def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         self.peer = Peer(flat.weights, optimizer)
         self.agreed: Agreed | None = None
         self._link = link
@@ -87,7 +87,7 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def exchange(self, round: int) -> Outcome:
+    def exchange(self, round: int) -> ExchangeResult:
         """The exchange of a round; they count from 1."""
 
     def show(self, serial: int) -> bool:
@@ -129,7 +129,7 @@ class Exchange(ABC):
 class Summing(Exchange):
     """Replicas that stay equal: every step is along the mean gradient of all ranks of `comm`.
 
-    at_end_of_backward: as of `Reducer`. With padded iterations nothing is sent before the padding is over: to the
+    at_end_of_backward: as of `BucketReducer`. With padded iterations nothing is sent before the padding is over: to the
     others, only then the gradient is there.
     """
 
@@ -138,16 +138,16 @@ class Summing(Exchange):
     def __init__(
         self,
         job: Job,
-        link: PeerLink,
+        link: PeerChannel,
         flat: FlatModel,
         optimizer: OptimizerSpec,
         comm: MPI.Intracomm,
         at_end_of_backward: Callable[[], None] | None = None,
     ) -> None:
-        assert isinstance(job.paradigm, AllReduce | Stanza)
+        assert isinstance(job.paradigm, AllReduceOptions | StanzaOptions)
         super().__init__(job, link, flat, optimizer)
         bucket_bytes = max(1, int(job.paradigm.bucket_mb * 1e6))
-        self._reducer = Reducer(
+        self._reducer = BucketReducer(
             comm, flat, bucket_bytes, at_end_of_backward, overlap=False, transport=link.transport,
             compression=compressor.of_job(job, flat.parameters),
         )  # fmt: skip
@@ -176,15 +176,15 @@ class AllReducing(Summing):
     def __init__(
         self,
         job: Job,
-        link: PeerLink,
+        link: PeerChannel,
         flat: FlatModel,
         optimizer: OptimizerSpec,
         at_end_of_backward: Callable[[], None],
-        division: Division | None = None,
+        division: BatchDivision | None = None,
     ) -> None:
         super().__init__(job, link, flat, optimizer, link.comm, at_end_of_backward)
         self._division = division
-        self._outcome: Outcome | None = None
+        self._outcome: ExchangeResult | None = None
 
     def begin(self, batch: Any) -> Any:
         self._reducer.overlap = self._may_overlap
@@ -202,7 +202,7 @@ class AllReducing(Summing):
         if self.agreed is not None and self.agreed.n_steps:  # also of who has ended: the replicas stay equal
             self.peer.step(self._flat.gradient, lr)
 
-    def exchange(self, round: int) -> Outcome:
+    def exchange(self, round: int) -> ExchangeResult:
         outcome, self._outcome = self._outcome, None
         assert outcome is not None
         return outcome
@@ -215,7 +215,9 @@ class AllReducing(Summing):
                 self._flat.gradient.mul_(correction)
         cost = self._reducer.reduced
         n_received = max(0, self.agreed.n_contributing - 1)
-        self._outcome = Outcome(EVERYBODY, cost.absent_s, cost.waited_s - cost.absent_s, cost.sent_bytes, n_received)
+        self._outcome = ExchangeResult(
+            ALL_PEERS, cost.absent_s, cost.waited_s - cost.absent_s, cost.sent_bytes, n_received
+        )
 
 
 class _Rounds(Exchange):
@@ -225,7 +227,7 @@ class _Rounds(Exchange):
     in_step = True
 
     def __init__(
-        self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec, period: int, size: int
+        self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec, period: int, size: int
     ) -> None:
         super().__init__(job, link, flat, optimizer)
         self.period = period
@@ -244,15 +246,15 @@ class _Rounds(Exchange):
             self.agreed = self._mean.mean(0, 0, said)
             self._agreeing_s = time.perf_counter() - begin_s
 
-    def exchange(self, round: int) -> Outcome:
+    def exchange(self, round: int) -> ExchangeResult:
         assert self.agreed is not None
         begin_s = time.perf_counter()
-        outcome = self._exchange(round) if self.agreed.n_steps else Outcome()
+        outcome = self._exchange(round) if self.agreed.n_steps else ExchangeResult()
         self._n_steps = self._n_samples = 0
         return outcome._replace(wait_s=self._agreeing_s, comm_s=time.perf_counter() - begin_s)
 
     @abstractmethod
-    def _exchange(self, round: int) -> Outcome:
+    def _exchange(self, round: int) -> ExchangeResult:
         """With all the others, who are here too."""
 
     def free(self) -> None:
@@ -262,13 +264,13 @@ class _Rounds(Exchange):
 class Averaging(_Rounds):
     """Local SGD and DiLoCo: the mean of the weights of those who have made steps becomes, or leads, everybody's."""
 
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+    def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         paradigm = job.paradigm
-        assert isinstance(paradigm, LocalSgd)
+        assert isinstance(paradigm, LocalSgdOptions)
         super().__init__(job, link, flat, optimizer, paradigm.steps, flat.size)
         self._outer = Outer(flat.weights, paradigm.outer_lr, paradigm.outer_momentum)
 
-    def _exchange(self, round: int) -> Outcome:
+    def _exchange(self, round: int) -> ExchangeResult:
         vector = self._mean.vector
         with self.peer.exchanging() as x:
             vector.copy_(x) if self._n_steps else vector.zero_()
@@ -276,7 +278,7 @@ class Averaging(_Rounds):
             x.copy_(vector)
             self._outer.step(x)
         sent = self._mean.sent_bytes
-        return Outcome(EVERYBODY, wire_bytes=sent, n_received=agreed.n_contributing - (self._n_steps > 0))
+        return ExchangeResult(ALL_PEERS, wire_bytes=sent, n_received=agreed.n_contributing - (self._n_steps > 0))
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"outer": self._outer.state()}
@@ -289,18 +291,18 @@ class Averaging(_Rounds):
 class Permuting(_Rounds):
     """Gossip in step: every worker gives its weights to one and averages with those of another, or the same."""
 
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
-        assert isinstance(job.paradigm, Gossip)
+    def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+        assert isinstance(job.paradigm, GossipOptions)
         super().__init__(job, link, flat, optimizer, job.paradigm.period, 0)
-        self._peers = drawing(job)
+        self._peers = create_peer_selection(job)
         self._given = link.transport.window(link.comm, flat.size, flat.weights.dtype)
         self._token = np.zeros(1)
 
-    def _exchange(self, round: int) -> Outcome:
+    def _exchange(self, round: int) -> ExchangeResult:
         comm, permutation = self._link.comm, self._peers.permutation(round)
         to, source = permutation[comm.rank], permutation.index(comm.rank)
         if to == comm.rank:
-            return Outcome(to)
+            return ExchangeResult(to)
         with self.peer.exchanging() as x:
             # All have agreed to make this exchange, so nobody still reads what the last one has given it.
             self._given.put(x, to, 0)
@@ -309,7 +311,7 @@ class Permuting(_Rounds):
             self._given.acquire(0, self._flat.size)
             average(x, self._given.local)
             self._given.release(0, 0)
-        return Outcome(to, wire_bytes=self._n_bytes, n_received=1)
+        return ExchangeResult(to, wire_bytes=self._n_bytes, n_received=1)
 
     def free(self) -> None:
         super().free()

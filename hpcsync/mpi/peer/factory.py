@@ -8,40 +8,40 @@ from mpi4py import MPI
 from torch import nn
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import AllReduce, Gossip, LocalSgd, Stanza
-from hpcsync.core.peer_coordinator import Division
+from hpcsync.config.paradigms import AllReduceOptions, GossipOptions, LocalSgdOptions, StanzaOptions
+from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.mpi.collectives.model_parts import Layers, SeparatedLayers
-from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import AllReducing, Averaging, Exchange, Permuting
 from hpcsync.mpi.peer.gossip import Pulling, Pushing, PushSumming
-from hpcsync.mpi.peer.stanza import Separated
+from hpcsync.mpi.peer.stanza import StanzaExchange
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import OptimizerSpec
 
 
 def layers(comm: MPI.Intracomm, job: Job, model: nn.Module) -> Layers:
     """This rank's; collective."""
-    if isinstance(job.paradigm, Stanza):
+    if isinstance(job.paradigm, StanzaOptions):
         return SeparatedLayers(comm, model, job.paradigm.cut, job.groups)
     return Layers(comm, model)
 
 
 def exchange(
     job: Job,
-    link: PeerLink,
+    link: PeerChannel,
     flat: FlatModel,
     optimizer: OptimizerSpec,
     layers: Layers,
     at_end_of_backward: Callable[[], None],
-    division: Division | None = None,
+    division: BatchDivision | None = None,
 ) -> Exchange:
     """The job's; collective."""
     match job.paradigm:
-        case AllReduce():
+        case AllReduceOptions():
             return AllReducing(job, link, flat, optimizer, at_end_of_backward, division)
-        case LocalSgd():
+        case LocalSgdOptions():
             return Averaging(job, link, flat, optimizer)
-        case Gossip(mode=mode):
+        case GossipOptions(mode=mode):
             kinds: dict[str, Callable[..., Exchange]] = {
                 "pull": Pulling,
                 "push": Pushing,
@@ -49,7 +49,7 @@ def exchange(
                 "permutation": Permuting,
             }
             return kinds[mode](job, link, flat, optimizer)
-        case Stanza():
+        case StanzaOptions():
             assert isinstance(layers, SeparatedLayers)
-            return Separated(job, link, flat, optimizer, layers)
+            return StanzaExchange(job, link, flat, optimizer, layers)
     raise ValueError(f"{job.paradigm.name} has servers")

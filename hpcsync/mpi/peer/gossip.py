@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.config.paradigms import Gossip
-from hpcsync.core.peer_coordinator import drawing
-from hpcsync.mpi.peer.channel import PeerLink
-from hpcsync.mpi.peer.exchange import Exchange, Outcome
-from hpcsync.mpi.transport.push_inbox import Parcels
-from hpcsync.trace.schema import PUSHING, READING
+from hpcsync.config.paradigms import GossipOptions
+from hpcsync.core.peer_coordinator import create_peer_selection
+from hpcsync.mpi.peer.channel import PeerChannel
+from hpcsync.mpi.peer.exchange import Exchange, ExchangeResult
+from hpcsync.mpi.transport.push_inbox import PushInbox
+from hpcsync.trace.schema import Phase
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.local_update import absorb, average
 from hpcsync.training.optimizers import OptimizerSpec
@@ -26,19 +26,19 @@ class _Gossiping(Exchange):
     """Every `period` iterations an exchange with a peer that this worker draws."""
 
     one_sided = True
-    phase = PUSHING
+    phase = Phase.PUSHING
 
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+    def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
-        assert isinstance(job.paradigm, Gossip)
+        assert isinstance(job.paradigm, GossipOptions)
         self.period = job.paradigm.period
         # Where the run goes on with fewer workers than it began with, the last ones are missing.
-        self._peers = replace(drawing(job), dead=tuple(range(link.comm.size, job.cluster.workers)))
+        self._peers = replace(create_peer_selection(job), dead=tuple(range(link.comm.size, job.cluster.workers)))
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
         self._step(lr)
 
-    def exchange(self, round: int) -> Outcome:
+    def exchange(self, round: int) -> ExchangeResult:
         drawn = self._peers.drawn(self._link.comm.rank, round, self.peer.weight)
         begin_s = time.perf_counter()
         outcome = self._exchange(drawn)
@@ -48,41 +48,41 @@ class _Gossiping(Exchange):
         self._peers = replace(self._peers, dead=(*self._peers.dead, worker))
 
     @abstractmethod
-    def _exchange(self, drawn: int) -> Outcome:
+    def _exchange(self, drawn: int) -> ExchangeResult:
         """With this peer, which may be the worker itself."""
 
 
 class Pulling(_Gossiping):
     """Read the peer's published weights, and average with them."""
 
-    phase = READING
+    phase = Phase.READING
 
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+    def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
         self._other = torch.empty_like(flat.weights)
 
-    def _exchange(self, drawn: int) -> Outcome:
+    def _exchange(self, drawn: int) -> ExchangeResult:
         if drawn == self._link.comm.rank:
-            return Outcome(drawn)
+            return ExchangeResult(drawn)
         self._link.exposure.read(drawn, self._other)
         with self.peer.exchanging() as x:
             average(x, self._other)
-        return Outcome(drawn, wire_bytes=self._n_bytes, n_received=1)
+        return ExchangeResult(drawn, wire_bytes=self._n_bytes, n_received=1)
 
 
 class Pushing(_Gossiping):
     """Give the peer the weights; average one's own with those that have come."""
 
-    def __init__(self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec) -> None:
+    def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
-        self._parcels = Parcels(link.comm, flat.size, flat.weights.dtype, link.transport)
+        self._parcels = PushInbox(link.comm, flat.size, flat.weights.dtype, link.transport)
 
-    def _exchange(self, drawn: int) -> Outcome:
+    def _exchange(self, drawn: int) -> ExchangeResult:
         to_itself = drawn == self._link.comm.rank
         if not to_itself:
             self._send(drawn)
         n_received = self._take_in(to_itself)
-        return Outcome(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
+        return ExchangeResult(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
 
     def _send(self, drawn: int) -> None:
         self._parcels.send(drawn, self.peer.shown())

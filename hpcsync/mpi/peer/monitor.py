@@ -12,16 +12,16 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator
-from hpcsync.mpi.peer.channel import PeerLink
-from hpcsync.mpi.rank0.checkpointing import Saver, heed
+from hpcsync.core.peer_coordinator import PeerCoordinator, StepInfo
+from hpcsync.mpi.peer.channel import PeerChannel
+from hpcsync.mpi.rank0.checkpointing import Checkpointer, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
 from hpcsync.mpi.rank0.run_recorder import CHORES_S
 from hpcsync.mpi.transport import cuda, messages, ulfm
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.system.signals import interrupt
-from hpcsync.trace.schema import DIED, LEFT
+from hpcsync.trace.schema import Change
 from hpcsync.trace.writer import TraceWriter
 
 
@@ -39,14 +39,14 @@ class Monitor:
 
     def __init__(
         self,
-        link: PeerLink,
+        link: PeerChannel,
         coordinator: PeerCoordinator,
         evaluator: Evaluator | None,
         in_step: bool,
         chores: Callable[[float], None],
         received: Callable[[], int | None],
         failed: Callable[[BaseException], None],
-        saver: Saver | None = None,
+        saver: Checkpointer | None = None,
         watch: Callable[[float], None] = lambda now_s: None,
         dead: set[int] | None = None,
     ) -> None:
@@ -134,18 +134,18 @@ class Monitor:
         self._orders.free()
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
-        kind, exchanged = record[0], Exchanged._make(record[1:])
+        kind, exchanged = record[0], StepInfo._make(record[1:])
         if exchanged.worker in self._dead:
             return  # it was on its way when nothing of its came any more
-        if kind == messages.EXCHANGED:
+        if kind == messages.StepInfoKind.STEPPED:
             self._coordinator.exchanged(now_s, exchanged)
-        elif kind == messages.ENDED:
-            self._left(now_s, exchanged.worker, LEFT)
-        elif kind == messages.SETTLED:
+        elif kind == messages.StepInfoKind.ENDED:
+            self._left(now_s, exchanged.worker, Change.LEFT)
+        elif kind == messages.StepInfoKind.SETTLED:
             self._unsettled.remove(exchanged.worker)
-        elif kind == messages.HALTED:
+        elif kind == messages.StepInfoKind.HALTED:
             self._halted.add(exchanged.worker)
-        elif kind == messages.WRITTEN:
+        elif kind == messages.StepInfoKind.SAVED:
             if self._saver is not None:  # else somebody has died meanwhile
                 self._saver.saved(exchanged.worker)
         else:
@@ -153,10 +153,10 @@ class Monitor:
 
     def _left(self, now_s: float, worker: int, change: int) -> None:
         self._coordinator.left(now_s, worker, change)
-        if change == DIED:
-            self._tell(messages.BURY, worker)
+        if change == Change.DIED:
+            self._tell(messages.PeerCommandKind.REMOVE, worker)
         if not self._coordinator.active:
-            self._tell(messages.ALL_ENDED)
+            self._tell(messages.PeerCommandKind.ALL_ENDED)
 
     def _bury(self, now_s: float) -> None:
         """Go on without those who have died. What they have reported was heard before, and counts."""
@@ -164,7 +164,7 @@ class Monitor:
             if worker in self._unsettled:
                 self._unsettled.remove(worker)
                 self._dead.add(worker)
-                self._left(now_s, worker, DIED)
+                self._left(now_s, worker, Change.DIED)
                 ulfm.tell(worker)
 
     def _look_around(self, now_s: float) -> None:
@@ -176,7 +176,7 @@ class Monitor:
         self._evaluate_if_due(now_s)
         if self._coordinator.stopping and not self._told:
             self._told = True
-            self._tell(messages.STOP)
+            self._tell(messages.PeerCommandKind.STOP)
         self._chores(now_s)
         if not self._halted:
             self._watch(now_s)
@@ -194,16 +194,16 @@ class Monitor:
             if not coordinator.stopping:
                 saver.hold_if_due(now_s, coordinator.version)
                 if saver.holding:
-                    self._tell(messages.HALT)
+                    self._tell(messages.PeerCommandKind.HALT)
         elif saver.can_begin(()) and len(self._halted) == n_workers:
-            self._tell(messages.WRITE, saver.begin(range(n_workers)))
+            self._tell(messages.PeerCommandKind.SAVE, saver.begin(range(n_workers)))
         elif saver.commit_if_complete():
             self._go_on()
 
     def _go_on(self) -> None:
         self._coordinator.goes_on(self._link.clock.now())
         self._halted.clear()
-        self._tell(messages.GO_ON)
+        self._tell(messages.PeerCommandKind.CONTINUE)
 
     def _give_up(self) -> None:
         """Somebody has ended: there are no checkpoints any more."""

@@ -13,15 +13,15 @@ from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.mpi.collectives.model_parts import Read
 from hpcsync.mpi.peer.monitor import Monitor
 from hpcsync.mpi.peer.session import PeerSession
-from hpcsync.mpi.rank0.run_recorder import Books
+from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.session_base import FAREWELL_S, Given, end_all
 from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import SignalListener, interrupt, on_signals
-from hpcsync.trace.schema import DIED
+from hpcsync.trace.schema import Change
 
 
-class BookkeeperSession(PeerSession):
+class Rank0Session(PeerSession):
     """Rank 0: a worker as all others; its monitor writes everything down, evaluates, and says when to stop."""
 
     def __init__(self, given: Given) -> None:
@@ -29,7 +29,7 @@ class BookkeeperSession(PeerSession):
         assert self._clocks is not None
         resumed = given.checkpoints.state(RUN)
         progressing = {} if self._progression is None else self._progression.attributes()
-        self._books = books = Books(
+        self._books = books = RunRecorder(
             given,
             resumed,
             self._clocks,
@@ -43,7 +43,7 @@ class BookkeeperSession(PeerSession):
         if resumed is not None:
             books.coordinator.goes_on(now_s)
             for worker in sorted(w for w in books.coordinator.active if w >= given.comm.size):
-                books.coordinator.left(resumed["now_s"], worker, DIED)
+                books.coordinator.left(resumed["now_s"], worker, Change.DIED)
         self._monitor = Monitor(
             self._link,
             books.coordinator,

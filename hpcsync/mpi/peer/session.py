@@ -11,16 +11,16 @@ from typing import Any
 import torch
 
 from hpcsync.core.batches import Iterations
-from hpcsync.core.peer_coordinator import Exchanged, Lockstep, create_division, taken_in
-from hpcsync.mpi.peer.channel import PeerLink
-from hpcsync.mpi.peer.exchange import Outcome
+from hpcsync.core.peer_coordinator import Lockstep, StepInfo, create_batch_division, intake_info
+from hpcsync.mpi.peer.channel import PeerChannel
+from hpcsync.mpi.peer.exchange import ExchangeResult
 from hpcsync.mpi.peer.factory import exchange, layers
 from hpcsync.mpi.session_base import Given, RankSession
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.progress_engine import choose
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.run_dir.checkpoint import RUN
-from hpcsync.trace.schema import COMPUTING, WAITING
+from hpcsync.trace.schema import Phase
 from hpcsync.training import rng_state
 from hpcsync.training.gradient import Loss
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate, worker_rate
@@ -36,8 +36,8 @@ class PeerSession(RankSession):
         super().__init__(given, layers(comm, job, given.model))
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
-        self._link = PeerLink(comm, self.flat.size, self.flat.weights.dtype, transport, tolerant=self._tolerant)
-        self._division = create_division(job)
+        self._link = PeerChannel(comm, self.flat.size, self.flat.weights.dtype, transport, tolerant=self._tolerant)
+        self._division = create_batch_division(job)
         if self._resumed is not None:
             self._division, self._estimator = self._resumed["division"], self._resumed["estimator"]
         self._exchange = exchange(
@@ -81,7 +81,7 @@ class PeerSession(RankSession):
             self._restore(self._resumed)
             self._resumed = None
         self._describe(self._exchange.prepare(dataset, batch_size, self._iterations))
-        self._link.phases.enter(COMPUTING, self._iteration + 1)
+        self._link.phases.enter(Phase.COMPUTING, self._iteration + 1)
         for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped):
             yield self._exchange.begin(batch)
 
@@ -96,14 +96,14 @@ class PeerSession(RankSession):
         if self._times is None:
             self._end_computation()
         self._end_iteration(loss)
-        self._link.phases.enter(COMPUTING, self._iteration + 1)
+        self._link.phases.enter(Phase.COMPUTING, self._iteration + 1)
         return not self.stopped
 
     def _end_iteration(self, loss: float) -> None:
         assert self._times is not None
         (begin_s, end_s), self._times = self._times, None
         outcome = self._advance(self._iterations.batch_size)
-        report = Exchanged(
+        report = StepInfo(
             worker=self.rank,
             iteration=self._iteration,
             peer=outcome.peer,
@@ -140,7 +140,7 @@ class PeerSession(RankSession):
         self._link.hear()
         self._exchange.end_computation(self._iterations.batch_size, self._link.told_to_stop)
 
-    def _advance(self, n_samples: int) -> Outcome:
+    def _advance(self, n_samples: int) -> ExchangeResult:
         """End one iteration more, of so many samples; in step without any after this worker has made its last."""
         self._hear()
         told, exchange = self._link.told_to_stop, self._exchange
@@ -154,7 +154,7 @@ class PeerSession(RankSession):
         else:
             self.stopped = told or self._alone_and_done(n_samples)
             exchange.show(self._serial())  # with this step in it, and not yet with what is about to come
-        return exchange.exchange(rounds) if since == 0 else Outcome()
+        return exchange.exchange(rounds) if since == 0 else ExchangeResult()
 
     def _hear(self) -> None:
         """Take note of what rank 0 has said."""
@@ -233,7 +233,7 @@ class PeerSession(RankSession):
             if not (halts := agreed.n_steps == n_contributing * exchange.period):
                 self._cannot_halt()
         if halts:
-            link.phases.enter(WAITING)
+            link.phases.enter(Phase.WAITING)
             link.halt(lambda number: self._checkpoints.write(number, self._name, self._state()))
 
     def _cannot_halt(self) -> None:
@@ -265,16 +265,16 @@ class PeerSession(RankSession):
     def _part(self) -> None:
         if self._times is not None:  # the script left between `backward` and `step`, and the others have this gradient
             self._end_iteration(math.nan)
-        self._link.phases.enter(WAITING)
+        self._link.phases.enter(Phase.WAITING)
         goes_along = self._exchange.end(early=self._in_step)
         while self._in_step and goes_along:
             self._advance(0)
             self._share_out(None)
             self._halt_if_told()
-        self._link.say(messages.ENDED)
+        self._link.say(messages.StepInfoKind.ENDED)
         self._link.wait_for_all()
         self._settle()
-        self._link.say(messages.SETTLED)
+        self._link.say(messages.StepInfoKind.SETTLED)
         while not self._exchange.show(self._serial() + 1):
             time.sleep(1e-3)  # the evaluation still reads earlier ones
         together = self._link.together()
@@ -287,13 +287,13 @@ class PeerSession(RankSession):
         self._hear()
         if n_received := self._exchange.settle():
             now_s, weight = self._link.clock.now(), self._exchange.peer.weight
-            self._link.report(taken_in(self.rank, self._iteration, now_s, n_received, weight))
+            self._link.report(intake_info(self.rank, self._iteration, now_s, n_received, weight))
 
     def _finish_training(self) -> None:
         """All have published their last weights."""
 
     def _report_failure(self) -> None:
-        self._link.say(messages.LOST)
+        self._link.say(messages.StepInfoKind.FAILED)
 
     def _free(self) -> None:
         for hook in self._hooks:

@@ -19,24 +19,24 @@ import torch
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
-from hpcsync.config.paradigms import Stanza
+from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.core.batches import Iterations
 from hpcsync.mpi.collectives.allreduce import Agreed
 from hpcsync.mpi.collectives.model_parts import SeparatedLayers
-from hpcsync.mpi.peer.activation_exchange import Crossing, Rows
-from hpcsync.mpi.peer.channel import PeerLink
-from hpcsync.mpi.peer.exchange import Outcome, Summing
+from hpcsync.mpi.peer.activation_exchange import ActivationExchange, Rows
+from hpcsync.mpi.peer.channel import PeerChannel
+from hpcsync.mpi.peer.exchange import ExchangeResult, Summing
 from hpcsync.mpi.transport import cuda
 from hpcsync.planning.split_cost import Shape
-from hpcsync.trace.schema import EVERYBODY
+from hpcsync.trace.schema import ALL_PEERS
 from hpcsync.training.flat_model import FlatModel, trainable
 from hpcsync.training.gradient import Loss
-from hpcsync.training.model_split import Halves, activation_shape, check_halves, tensors_of, without_values
+from hpcsync.training.model_split import ModelSplit, activation_shape, check_halves, tensors_of, without_values
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.sampler import fetch
 
 
-class Separated(Summing):
+class StanzaExchange(Summing):
     """One half of the model, whose gradient is summed within the group that has it.
 
     Made in two steps: what crosses the cut is known when the loop begins (`prepare`).
@@ -48,9 +48,9 @@ class Separated(Summing):
     one_sided = True
 
     def __init__(
-        self, job: Job, link: PeerLink, flat: FlatModel, optimizer: OptimizerSpec, layers: SeparatedLayers
+        self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec, layers: SeparatedLayers
     ) -> None:
-        assert isinstance(job.paradigm, Stanza)
+        assert isinstance(job.paradigm, StanzaOptions)
         super().__init__(job, link, flat, optimizer, layers.group)
         self._layers, self._groups, self._pieces = layers, layers.groups, job.paradigm.micro_batches
         self._cut = job.paradigm.cut
@@ -59,7 +59,7 @@ class Separated(Summing):
         self._forward_share, self._backward_share = forward / self._pieces, backward / self._pieces
         self._fc_share = above / self._pieces
         self._prepared: list[Any] | None = None  # for batches of these tensors
-        self._crossing: Crossing
+        self._crossing: ActivationExchange
         self._iterations: Iterations
         self._is_script = isinstance(job.workload, Script)
         self._may_overlap = job.cluster.compute is None and not layers.is_fc and not self._is_script
@@ -81,7 +81,7 @@ class Separated(Summing):
         layers, groups, dtype = self._layers, self._groups, self._flat.weights.dtype
         activations = Rows(activation_shape(layers.below, sample[0]), dtype)
         labels = [Rows(tuple(label.shape[1:]), label.dtype) for label in sample[1:]]
-        self._crossing = Crossing(self._link, groups, batch_size, self._pieces, activations, labels)
+        self._crossing = ActivationExchange(self._link, groups, batch_size, self._pieces, activations, labels)
         if layers.is_fc:  # its gradient counts as the samples that it is given
             self._reducer.weight = groups.weight(self._link.comm.rank)
         else:
@@ -100,7 +100,7 @@ class Separated(Summing):
                 sample = tensors_of(batch)
                 if self._is_script and self._prepared is None:
                     x = sample[0].to(self._flat.weights.device)
-                    check_halves(layers.model, Halves(layers.below, layers.above), x)
+                    check_halves(layers.model, ModelSplit(layers.below, layers.above), x)
             except ValueError as error:
                 raise JobError(f"paradigm.cut = {shown(self._cut)}: {error}") from None
         return sample
@@ -207,13 +207,13 @@ class Separated(Summing):
         n_steps = self._groups.n_convolution
         self.agreed = Agreed(n_steps, n_steps, agreed.n_samples, last, halt)
 
-    def exchange(self, round: int) -> Outcome:
+    def exchange(self, round: int) -> ExchangeResult:
         begin_s = time.perf_counter()
         self._crossing.finish()
         sending_s = time.perf_counter() - begin_s
         cost, crossing, worker = self._reducer.reduced, self._crossing, self._link.comm.rank
-        return Outcome(
-            peer=EVERYBODY if self._layers.is_fc else self._groups.fc_of(worker),
+        return ExchangeResult(
+            peer=ALL_PEERS if self._layers.is_fc else self._groups.fc_of(worker),
             wait_s=crossing.waited_s + cost.absent_s,
             comm_s=cost.waited_s - cost.absent_s + sending_s,
             wire_bytes=crossing.sent_bytes + cost.sent_bytes,
@@ -251,7 +251,7 @@ class _Elsewhere(torch.autograd.Function):
     """Stands for an output that comes about on another rank."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, exchange: Separated) -> torch.Tensor:
+    def forward(ctx: Any, anchor: torch.Tensor, exchange: StanzaExchange) -> torch.Tensor:
         ctx.exchange = exchange
         return anchor.clone()
 
@@ -265,7 +265,7 @@ class _Arrived(torch.autograd.Function):
     """Made before everything else of a forward pass, so that autograd comes to it after everything else."""
 
     @staticmethod
-    def forward(ctx: Any, activations: torch.Tensor, exchange: Separated) -> torch.Tensor:
+    def forward(ctx: Any, activations: torch.Tensor, exchange: StanzaExchange) -> torch.Tensor:
         ctx.exchange = exchange
         return activations.view_as(activations)
 

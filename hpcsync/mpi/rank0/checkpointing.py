@@ -15,7 +15,7 @@ from hpcsync.system.signals import Suspended, interrupt
 Record = tuple[Any, ...]
 
 
-class Saver:
+class Checkpointer:
     """A checkpoint is of a moment at which nothing is on its way. So when one is due, no report is heard any more: the
     workers that compute push, one after the other, and wait. When all do, every rank writes what it has. Then what was
     kept back is heard, as late as it is, and the run goes on; or another does, from there.
@@ -58,7 +58,7 @@ class Saver:
 
     def keeps_back(self, record: Record) -> bool:
         """Whether this report is one for later; then it is taken."""
-        if self.holding and record[0] in (messages.PUSHED, messages.LEFT, messages.JOINED):
+        if self.holding and record[0] in (messages.InfoKind.PUSHED, messages.InfoKind.LEFT, messages.InfoKind.JOINED):
             self.unheard.append(record)
             return True
         return False
@@ -105,7 +105,7 @@ class Saver:
         return True
 
 
-def heed(saver: Saver | None, signum: int, *, ending: bool) -> None:
+def heed(saver: Checkpointer | None, signum: int, *, ending: bool) -> None:
     """A signal has come: make a checkpoint, after SIGTERM the last. saver: None where there are none to be. ending: the
     run is about to end. Raises Interrupted where it is to end at once."""
     if saver is None or signum == signal.SIGINT or ending or saver.suspending:

@@ -17,12 +17,12 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
-from hpcsync.mpi.rank0.checkpointing import Saver
+from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.mpi.rank0.evaluator import Evaluator, Read
-from hpcsync.mpi.rank0.straggler_report import Watch
+from hpcsync.mpi.rank0.straggler_report import StragglerReport
 from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport.ulfm import RankFailed
-from hpcsync.mpi.transport.worker_state import Phases
+from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress, console
 from hpcsync.system import launcher
@@ -38,7 +38,7 @@ Clocks = list[tuple[int, str, float, float]]
 CHORES_S = 0.1  # while messages keep arriving, rank 0 postpones everything else for at most this long
 
 
-class Books(Generic[C]):
+class RunRecorder(Generic[C]):
     """Of one run, from its beginning or from a checkpoint on.
 
     resumed:  what they said at that checkpoint (`state`).
@@ -53,7 +53,7 @@ class Books(Generic[C]):
         given: Given,
         resumed: Mapping[str, Any] | None,
         clocks: Clocks,
-        phases: Phases,
+        phases: WorkerStates,
         measured: Mapping[str, Any],
         decides: Callable[[TraceWriter], C],
         read: Read,
@@ -70,18 +70,20 @@ class Books(Generic[C]):
         self._console = console()
         self._progress = Progress(self._console)
         places = [(rank, host) for rank, host, *_ in clocks[job.cluster.servers :]]
-        self.watch = Watch(self.coordinator, phases, self.trace, places, job.paradigm.bound)
+        self.watch = StragglerReport(self.coordinator, phases, self.trace, places, job.paradigm.bound)
         if resumed is not None:
             self.coordinator.restore(resumed["coordinator"])
             if self.evaluator is not None and resumed["evaluated"] is not None:
                 self.evaluator.go_on(resumed["evaluated"])
 
-    def saver(self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float) -> Saver | None:
+    def saver(
+        self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float
+    ) -> Checkpointer | None:
         """Of checkpoints, from now on; None where the ranks have no folder in common."""
         checkpoints, settings = self._given.checkpoints, self._given.job.checkpoint
         if not checkpoints.shared:
             return None
-        return Saver(checkpoints, settings, state, unheard, now_s, self.coordinator.version)
+        return Checkpointer(checkpoints, settings, state, unheard, now_s, self.coordinator.version)
 
     def state(self, now_s: float, *, evaluated: bool = True) -> dict[str, Any]:
         """What rank 0 knows of the run at a checkpoint. evaluated: with it, when the next evaluation is due."""

@@ -6,20 +6,20 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from hpcsync.core.straggler_detector import LOOK_S, Stall, Stalls
-from hpcsync.mpi.transport.worker_state import Phases
-from hpcsync.trace.schema import PHASES, WAITING
+from hpcsync.core.straggler_detector import LOOK_S, Straggler, StragglerDetector
+from hpcsync.mpi.transport.worker_state import WorkerStates
+from hpcsync.trace.schema import Phase
 from hpcsync.trace.writer import TraceWriter
 
 MANY = 8  # more workers are not shown one by one
-NAMES = {phase: name for name, phase in PHASES.items()}
+NAMES = {int(phase): phase.name.lower() for phase in Phase}
 
 
 class Watched(Protocol):
     """A run, as far as it is known. done: iterations that each worker has ended. held: those that are known to wait for
     an answer, since when; None where nobody answers, and their phases tell."""
 
-    stalls: Stalls
+    stalls: StragglerDetector
 
     @property
     def done(self) -> Sequence[int]: ...
@@ -28,11 +28,11 @@ class Watched(Protocol):
     def held(self) -> Mapping[int, float] | None: ...
 
 
-class Watch:
+class StragglerReport:
     """places: of each worker, its rank and host. bound: who waits for whom, in words."""
 
     def __init__(
-        self, run: Watched, phases: Phases, trace: TraceWriter, places: Sequence[tuple[int, str]], bound: str
+        self, run: Watched, phases: WorkerStates, trace: TraceWriter, places: Sequence[tuple[int, str]], bound: str
     ) -> None:
         self._run = run
         self._phases = phases
@@ -52,7 +52,7 @@ class Watch:
         held = self._run.held
         if held is None:
             running = self._run.stalls.running
-            held = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == WAITING})
+            held = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == Phase.WAITING})
             if len(held) == len(running):  # they wait for each other: something between them stalls
                 held = {}
         if stalls := self._run.stalls.look(now_s, held):
@@ -68,13 +68,13 @@ class Watch:
             self._waiting[worker] = (iteration, now_s) if since is None or since[0] != iteration else since
         return {worker: since_s for worker, (_, since_s) in self._waiting.items()}
 
-    def _record(self, now_s: float, stall: Stall, phase: int, n_waiting: int) -> None:
+    def _record(self, now_s: float, stall: Straggler, phase: int, n_waiting: int) -> None:
         if not stall.ended:
             row = (now_s, stall.worker, stall.iteration, phase, stall.lasted_s, stall.deadline_s, n_waiting)
             self._trace.append("stalls", row)
 
     def _report(
-        self, now_s: float, stalls: Sequence[Stall], phases: Sequence[int], held: Mapping[int, float]
+        self, now_s: float, stalls: Sequence[Straggler], phases: Sequence[int], held: Mapping[int, float]
     ) -> Iterable[str]:
         for stall in stalls[:MANY]:
             yield f"hpcsync: {self._describe(stall, NAMES[phases[stall.worker]])}"
@@ -88,7 +88,7 @@ class Watch:
             waits += [f"{len(held) - MANY} more"] * (len(held) > MANY)
             yield f"hpcsync:   held: {', '.join(waits) or 'nobody'}; {self._bound}"
 
-    def _describe(self, stall: Stall, phase: str) -> str:
+    def _describe(self, stall: Straggler, phase: str) -> str:
         if stall.ended:
             return f"worker {stall.worker} goes on: its iteration {stall.iteration} took {stall.lasted_s:.1f} s"
         rank, host = self._places[stall.worker]

@@ -11,18 +11,18 @@ from mpi4py import MPI
 
 from hpcsync.core.roles import Roles
 from hpcsync.mpi.transport import messages
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.clock import Clock
 from hpcsync.mpi.transport.mailbox import Inbox, Outbox
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths
 from hpcsync.mpi.transport.window import Window
-from hpcsync.mpi.transport.worker_state import Phases
+from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.training.compressor import Compression
 from hpcsync.training.parameter_store import n_buffers, row_size
 
 
-class Link:
+class ServerChannel:
     """The windows of all shards, made collectively over a private duplicate of `comm`.
 
     size, dtype: of the flat weights.
@@ -56,8 +56,8 @@ class Link:
         elements = self._slots_begin(comm.rank) + roles.n_workers * self.slot_size(comm.rank) if is_server else 0
         self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
-        self.patience = Patience(self.comm, passive=transport.passive, deaths=self.deaths)
-        self.phases = Phases(self.comm, one_node=self.patience.one_node)
+        self.patience = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
+        self.phases = WorkerStates(self.comm, one_node=self.patience.one_node)
         self.clock = Clock(self.comm, begin_s)
         self._inboxes: list[Inbox] = []
 
@@ -96,9 +96,9 @@ class Link:
 
     def say(self, kind: int) -> None:
         """Tell server 0 that this rank has failed, or has written its part of a checkpoint."""
-        reports = self.outbox(messages.TAG_REPORT, messages.REPORT)
-        reports.send(0, messages.brief(messages.REPORT, kind, self.comm.rank))
-        if kind != messages.FAILED:
+        reports = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
+        reports.send(0, messages.brief(messages.PUSH_INFO, kind, self.comm.rank))
+        if kind != messages.InfoKind.FAILED:
             reports.free()
 
     def clocks(self) -> list[tuple[int, str, float, float]] | None:
@@ -122,7 +122,7 @@ class Reader:
     save: called with a checkpoint's number, while a grant is waited for.
     """
 
-    def __init__(self, link: Link, reader: int, save: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(self, link: ServerChannel, reader: int, save: Callable[[int], None] = lambda number: None) -> None:
         self._link = link
         self._reader = reader
         self._save = save

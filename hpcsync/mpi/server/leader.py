@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from hpcsync.core.coordinator import Cancellation, Coordinator, Order, Report
-from hpcsync.mpi.rank0.checkpointing import Saver, heed
+from hpcsync.core.coordinator import CancelCommand, Command, Coordinator, PushInfo
+from hpcsync.mpi.rank0.checkpointing import Checkpointer, heed
 from hpcsync.mpi.rank0.evaluator import Evaluator
 from hpcsync.mpi.rank0.run_recorder import CHORES_S
-from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, encode
 from hpcsync.mpi.transport import messages, ulfm
-from hpcsync.mpi.transport.messages import OrderRecord
+from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.system.signals import on_signals
-from hpcsync.trace.schema import DIED
+from hpcsync.trace.schema import Change
 
 
 class Leader:
@@ -29,12 +29,12 @@ class Leader:
 
     def __init__(
         self,
-        link: Link,
+        link: ServerChannel,
         shard: Shard,
         coordinator: Coordinator,
         evaluator: Evaluator | None,
         chores: Callable[[float], None],
-        saver: Saver | None = None,
+        saver: Checkpointer | None = None,
         watch: Callable[[float], None] = lambda now_s: None,
     ) -> None:
         self._link = link
@@ -45,9 +45,9 @@ class Leader:
         self._saver = saver
         self._watch = watch
         self._dead: set[int] = set()  # workers
-        self._reports = link.inbox(messages.TAG_REPORT, messages.REPORT)
-        self._orders = link.outbox(messages.TAG_ORDER, messages.ORDER)
-        self._cancellations = link.outbox(messages.TAG_CANCELLATION, messages.CANCELLATION)
+        self._reports = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
+        self._orders = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
+        self._cancellations = link.outbox(messages.TAG_CANCEL, messages.CANCEL)
 
     def serve(self) -> None:
         """Until every worker has left. Raises Interrupted (Suspended, if it can go on from a checkpoint) or RankFailed
@@ -82,23 +82,24 @@ class Leader:
 
     def finish(self) -> None:
         """Tell every rank that the run is over."""
-        self._command([OrderRecord(messages.FINISH)])
+        self._command([CommandRecord(messages.CommandKind.FINISH)])
         self._orders.free()
         self._cancellations.free()
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
-        kind, report = record[0], Report._make(record[1:])
-        if kind == messages.SAVED or (
-            kind in (messages.PUSHED, messages.LEFT, messages.JOINED) and report.worker in self._dead
+        kind, report = record[0], PushInfo._make(record[1:])
+        if kind == messages.InfoKind.SAVED or (
+            kind in (messages.InfoKind.PUSHED, messages.InfoKind.LEFT, messages.InfoKind.JOINED)
+            and report.worker in self._dead
         ):
             return  # it was on its way when nothing of its came any more
-        if kind == messages.JOINED and report.worker in self._coordinator.active:
+        if kind == messages.InfoKind.JOINED and report.worker in self._coordinator.active:
             return  # it has said so before and after a checkpoint
-        if kind == messages.PUSHED:
+        if kind == messages.InfoKind.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, report))
-        elif kind == messages.LEFT:
+        elif kind == messages.InfoKind.LEFT:
             self._carry_out(self._coordinator.left(now_s, report.worker))
-        elif kind == messages.JOINED:
+        elif kind == messages.InfoKind.JOINED:
             self._carry_out(self._coordinator.joined(now_s, report.worker))
         else:
             raise RankFailed(f"rank {report.worker} failed")
@@ -112,7 +113,7 @@ class Leader:
         if not (saver.holding or self._coordinator.stopping or self._died()):
             saver.hold_if_due(now_s, self._coordinator.version)
         if saver.holding:
-            if record is not None and record[0] == messages.SAVED:
+            if record is not None and record[0] == messages.InfoKind.SAVED:
                 saver.saved(record[1])
             elif record is not None and not saver.keeps_back(record):
                 return record
@@ -124,14 +125,14 @@ class Leader:
             return saver.unheard.popleft()
         return record
 
-    def _save(self, saver: Saver) -> None:
+    def _save(self, saver: Checkpointer) -> None:
         if saver.can_begin(self._coordinator.computing):
             roles = self._link.roles
             workers = sorted(set(range(self._link.comm.size - roles.n_servers)) - self._dead)
             number = saver.begin([*range(1, roles.n_servers), *map(roles.rank_of, workers)])
             for worker in workers:
                 self._shard.let_save(worker, number)
-            self._command([OrderRecord(messages.SAVE, version=number)])
+            self._command([CommandRecord(messages.CommandKind.SAVE, version=number)])
         saver.commit_if_complete()
 
     def _died(self) -> list[int]:
@@ -151,9 +152,9 @@ class Leader:
 
     def _lose(self, now_s: float, worker: int) -> None:
         self._dead.add(worker)
-        self._command([OrderRecord(messages.DISCARD, worker)])
+        self._command([CommandRecord(messages.CommandKind.DISCARD, worker)])
         if worker in self._coordinator.active:
-            self._carry_out(self._coordinator.left(now_s, worker, DIED))
+            self._carry_out(self._coordinator.left(now_s, worker, Change.DIED))
             if not (self._coordinator.active or self._coordinator.stopping):
                 raise RankFailed(f"rank {self._link.roles.rank_of(worker)} has died, and no worker is left")
 
@@ -175,16 +176,18 @@ class Leader:
 
     def _promise_evaluator(self) -> None:
         reader = self._link.roles.evaluator
-        self._command([OrderRecord(messages.PROMISE, reader, version=self._coordinator.version, local_steps=1)])
+        self._command(
+            [CommandRecord(messages.CommandKind.PROMISE, reader, version=self._coordinator.version, local_steps=1)]
+        )
 
-    def _carry_out(self, orders: list[Order]) -> None:
+    def _carry_out(self, orders: list[Command]) -> None:
         for order in orders:
-            if isinstance(order, Cancellation):
+            if isinstance(order, CancelCommand):
                 self._cancellations.send(self._link.roles.rank_of(order.worker), (order.version,))
         if orders:
             self._command(encode(orders))
 
-    def _command(self, records: list[OrderRecord]) -> None:
+    def _command(self, records: list[CommandRecord]) -> None:
         for record in records:
             for server in range(1, self._link.roles.n_servers):
                 self._orders.send(server, record)

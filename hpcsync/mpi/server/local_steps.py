@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.config.paradigms import Easgd
+from hpcsync.config.paradigms import EasgdOptions
 from hpcsync.mpi.server.session import WorkerSession
 from hpcsync.mpi.session_base import Given
 from hpcsync.training.local_update import LocalOptimizer
@@ -95,7 +95,7 @@ class ElasticSession(LocalStepsSession):
     def __init__(self, given: Given) -> None:
         super().__init__(given)
         job = given.job
-        assert isinstance(job.paradigm, Easgd)
+        assert isinstance(job.paradigm, EasgdOptions)
         self._alpha = job.paradigm.moving_rate(job.cluster.workers)
         self._lr = 0.0
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from hpcsync.config.paradigms import Easgd
+from hpcsync.config.paradigms import EasgdOptions
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.batches import Iterations
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.roles import Roles
 from hpcsync.mpi.collectives.model_parts import Layers
-from hpcsync.mpi.rank0.run_recorder import Books
-from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.rank0.run_recorder import RunRecorder
+from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.leader import Leader
 from hpcsync.mpi.server.shard import Shard, follow
 from hpcsync.mpi.server.worker import Worker
@@ -37,9 +37,9 @@ class LinkedSession(RankSession):
         comm, job = given.comm, given.job
         roles = Roles(job.cluster.servers, job.cluster.workers)
         super().__init__(given, Layers(comm, given.model, roles.rank_of(0)))
-        contributors_read = isinstance(job.paradigm, Easgd)
+        contributors_read = isinstance(job.paradigm, EasgdOptions)
         weights = self.flat.weights
-        self._link = Link(
+        self._link = ServerChannel(
             comm,
             roles,
             len(weights),
@@ -53,7 +53,7 @@ class LinkedSession(RankSession):
         self._clocks = self._link.clocks()
 
     def _report_failure(self) -> None:
-        self._link.say(messages.FAILED)
+        self._link.say(messages.InfoKind.FAILED)
 
     def _free(self) -> None:
         self._link.free()
@@ -198,7 +198,7 @@ class FollowerSession(LinkedSession):
     def _save_shard(self, number: int) -> None:
         self._checkpoints.write(number, self._name, self._shard.state())
         if self.rank > 0:
-            self._link.say(messages.SAVED)
+            self._link.say(messages.InfoKind.SAVED)
 
     def _part(self) -> None:
         if not self._shard.finished:
@@ -214,7 +214,7 @@ class LeaderSession(FollowerSession):
         super().__init__(given, 0.0 if resumed is None else resumed["now_s"])
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
-        self._books = Books(
+        self._books = RunRecorder(
             given,
             resumed,
             self._clocks,

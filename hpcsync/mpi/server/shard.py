@@ -8,29 +8,33 @@ from typing import Any
 import torch
 
 from hpcsync.core.assignments import STOP, Assignment
-from hpcsync.core.coordinator import Collection, Order, Reply, Update
-from hpcsync.mpi.server.channel import Link
+from hpcsync.core.coordinator import AccumulateCommand, Command, GrantCommand, UpdateCommand
+from hpcsync.mpi.server.channel import ServerChannel
 from hpcsync.mpi.transport import cuda, messages
-from hpcsync.mpi.transport.messages import GrantRecord, OrderRecord
+from hpcsync.mpi.transport.messages import CommandRecord, GrantRecord
 from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Rule
 
 
-def encode(orders: Sequence[Order]) -> list[OrderRecord]:
+def encode(orders: Sequence[Command]) -> list[CommandRecord]:
     """The coordinator's orders as the records that every server carries out; others are none."""
-    records: list[OrderRecord] = []
+    records: list[CommandRecord] = []
     contributing: set[int] = set()  # to an update that comes later
     for order in reversed(orders):
-        if isinstance(order, Update):
+        if isinstance(order, UpdateCommand):
             *others, (last, weight) = zip(order.workers, order.weights, strict=True)
-            records.append(OrderRecord(messages.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor))
-            records += [OrderRecord(messages.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)]
+            records.append(
+                CommandRecord(messages.CommandKind.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor)
+            )
+            records += [
+                CommandRecord(messages.CommandKind.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)
+            ]
             contributing.update(order.workers)
-        elif isinstance(order, Collection):
-            records.append(OrderRecord(messages.COLLECT, order.worker, weight=order.weight))
-        elif isinstance(order, Reply):
-            kind = messages.RESERVE if order.worker in contributing else messages.PROMISE
-            records.append(OrderRecord(kind, order.worker, order.iteration, order.version, *order.assignment))
+        elif isinstance(order, AccumulateCommand):
+            records.append(CommandRecord(messages.CommandKind.ACCUMULATE, order.worker, weight=order.weight))
+        elif isinstance(order, GrantCommand):
+            kind = messages.CommandKind.RESERVE if order.worker in contributing else messages.CommandKind.PROMISE
+            records.append(CommandRecord(kind, order.worker, order.iteration, order.version, *order.assignment))
     return records[::-1]
 
 
@@ -44,7 +48,7 @@ class Shard:
 
     def __init__(
         self,
-        link: Link,
+        link: ServerChannel,
         rule: Rule,
         weights: torch.Tensor,
         first: Sequence[Assignment],
@@ -80,7 +84,7 @@ class Shard:
         self._evaluation = link.outbox(messages.TAG_EVALUATION, messages.GRANT)
         self.finished = False
         for worker, assignment in enumerate(first if state is None else ()):
-            self.carry_out(OrderRecord(messages.PROMISE, worker, 1, 0, *assignment))
+            self.carry_out(CommandRecord(messages.CommandKind.PROMISE, worker, 1, 0, *assignment))
 
     def state(self) -> dict[str, Any]:
         """All that this server has, while every worker waits for an answer."""
@@ -88,33 +92,33 @@ class Shard:
             self._link.tensors.acquire(begin, end)
         return {"store": self.store.state(), "slots": self._put.clone()}
 
-    def carry_out(self, order: OrderRecord) -> None:
+    def carry_out(self, order: CommandRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
-        if order.kind in (messages.CONTRIBUTION, messages.UPDATE):
+        if order.kind in (messages.CommandKind.CONTRIBUTION, messages.CommandKind.UPDATE):
             self._contributors.append(order.reader)
             self._weights.append(order.weight)
-            if order.kind == messages.UPDATE:
+            if order.kind == messages.CommandKind.UPDATE:
                 self._update(order)
-        elif order.kind == messages.COLLECT:
+        elif order.kind == messages.CommandKind.ACCUMULATE:
             self._acquire(order.reader)
             self.store.collect(order.reader, order.weight)
             cuda.ready(self._link.tensors.local)  # the next that its worker hears is that its slot is free
-        elif order.kind in (messages.PROMISE, messages.RESERVE):
+        elif order.kind in (messages.CommandKind.PROMISE, messages.CommandKind.RESERVE):
             if order.version != self.store.version:
                 raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
             self._promise(order.reader, order)
-        elif order.kind == messages.DISCARD:
+        elif order.kind == messages.CommandKind.DISCARD:
             self._dead.add(order.reader)
             self._reserved.pop(order.reader, None)
             self.store.discard(order.reader)
-        elif order.kind == messages.SAVE:
+        elif order.kind == messages.CommandKind.SAVE:
             self._save(order.version)
         else:
             for worker in set(range(self._link.roles.n_workers)) - self._dead:
                 self._promise(worker, order)
             self.finished = True
 
-    def _update(self, order: OrderRecord) -> None:
+    def _update(self, order: CommandRecord) -> None:
         for worker in self._contributors:
             self._acquire(worker)
         self._link.done.sync()
@@ -132,8 +136,8 @@ class Shard:
             shard = link.shards[self._server]
             link.compression.decode(self._put[worker], self._slots[worker, : shard.stop - shard.start], shard)
 
-    def _promise(self, reader: int, order: OrderRecord) -> None:
-        reserved = order.kind == messages.RESERVE
+    def _promise(self, reader: int, order: CommandRecord) -> None:
+        reserved = order.kind == messages.CommandKind.RESERVE
         buffer, serial = self.store.pin(reader, contributing=reserved)
         head = (self._server, order.iteration, self.store.version, buffer, serial)
         grant = GrantRecord(*head, *order.assignment)
@@ -163,8 +167,8 @@ class Shard:
         self._evaluation.free()
 
 
-def follow(link: Link, shard: Shard) -> None:
+def follow(link: ServerChannel, shard: Shard) -> None:
     """The loop of every server but the first: carry out orders until the last one."""
-    orders = link.inbox(messages.TAG_ORDER, messages.ORDER)
+    orders = link.inbox(messages.TAG_COMMAND, messages.COMMAND)
     while not shard.finished:
-        shard.carry_out(OrderRecord._make(link.patience.until(orders.poll)))
+        shard.carry_out(CommandRecord._make(link.patience.until(orders.poll)))

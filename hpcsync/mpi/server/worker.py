@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from hpcsync.core.assignments import STOP
-from hpcsync.core.coordinator import Report, estimated
-from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.core.coordinator import PushInfo, with_prediction
+from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.planning.speed_estimator import Estimator
-from hpcsync.trace.schema import COMPUTING, PUSHING, READING, WAITING
+from hpcsync.trace.schema import Phase
 from hpcsync.training.compressor import Compressor
 
 
@@ -32,7 +32,7 @@ class Worker:
 
     def __init__(
         self,
-        link: Link,
+        link: ServerChannel,
         weights: torch.Tensor,
         contribution: torch.Tensor,
         estimator: Estimator | None = None,
@@ -58,9 +58,9 @@ class Worker:
         self._slots = [link.slot(server, self.index) for server in range(len(link.shards))]
         self._save = save
         self._reader = Reader(link, self.index, self._write)
-        self._reports = link.outbox(messages.TAG_REPORT, messages.REPORT)
+        self._reports = link.outbox(messages.TAG_INFO, messages.PUSH_INFO)
         # Where none can come there is no inbox: MPI would look through its receives for every grant.
-        self._cancellations = link.inbox(messages.TAG_CANCELLATION, messages.CANCELLATION) if cancellable else None
+        self._cancellations = link.inbox(messages.TAG_CANCEL, messages.CANCEL) if cancellable else None
         self._cancelled = -1  # the last version from which it is of no use to compute on
         self._estimator = estimator
         self._wait_s = 0.0
@@ -101,11 +101,11 @@ class Worker:
         batch_size: samples of all its `local_steps` iterations. share: of them that was computed, if less than 1 of a
         cancelled iteration, whose contribution stays here. Sets `stopped` instead when the run is over.
         """
-        self._link.phases.enter(PUSHING)
+        self._link.phases.enter(Phase.PUSHING)
         self.cancelled()  # also where nobody asks: what is sent must be received
         if share == 1.0:
             self._put()
-        report = Report(
+        report = PushInfo(
             worker=self.index,
             iteration=self.iteration,
             version_read=self.version,
@@ -123,15 +123,15 @@ class Worker:
             encode_s=self._encode_s,
         )
         if self._estimator is not None:
-            report = estimated(report, self._estimator)
-        self._reports.send(0, (messages.PUSHED, *report))
+            report = with_prediction(report, self._estimator)
+        self._reports.send(0, (messages.InfoKind.PUSHED, *report))
         self._await(self.iteration + 1)
 
     def leave(self) -> None:
         """Take no further part; return once every worker has left."""
         if not self._has_left:
             self._has_left = True
-            self._say(messages.LEFT)
+            self._say(messages.InfoKind.LEFT)
         if not self._finished:
             self._reader.wait(iteration=0)  # FINISH names none
 
@@ -139,20 +139,20 @@ class Worker:
         """Take no part in the run until then; return with the next weights read, or `stopped` if it is over before."""
         if not self.is_away:
             self.is_away = True
-            self._say(messages.LEFT)
+            self._say(messages.InfoKind.LEFT)
         if not self._joins and self._reader.idle(until_s):
             self._joins = True
-            self._say(messages.JOINED)
+            self._say(messages.InfoKind.JOINED)
         self._await(self.iteration)
         self._has_left = self._finished
         self.is_away = self._joins = False
 
     def _say(self, kind: int) -> None:
-        self._reports.send(0, messages.brief(messages.REPORT, kind, self.index))
+        self._reports.send(0, messages.brief(messages.PUSH_INFO, kind, self.index))
 
     def _write(self, number: int) -> None:
         self._save(number)
-        self._link.say(messages.SAVED)
+        self._link.say(messages.InfoKind.SAVED)
 
     def _put(self) -> None:
         link, pieces = self._link, self._contribution
@@ -173,7 +173,7 @@ class Worker:
     def _await(self, iteration: int) -> None:
         """The grant of this iteration; or, of one that is away, the end."""
         now, phases = self._link.clock.now, self._link.phases
-        phases.enter(WAITING, iteration)
+        phases.enter(Phase.WAITING, iteration)
         begin_s = now()
         grants = self._reader.wait(iteration=None if self.is_away else iteration)
         if self.is_away and grants[0].iteration not in (0, iteration or grants[0].iteration):
@@ -185,11 +185,11 @@ class Worker:
         if grants[0].local_steps == 0:
             self.stopped = True
             return
-        phases.enter(READING)
+        phases.enter(Phase.READING)
         self._reader.read(grants, self._weights)
         self.iteration, self.version = grants[0].iteration, grants[0].version
         self.assignment = grants[0].assignment
         self.read_s = now()
-        phases.enter(COMPUTING)
+        phases.enter(Phase.COMPUTING)
         self._pull_s = self._comm_s = self.read_s - granted_s
         self._wire_bytes = self._bytes

@@ -20,7 +20,7 @@ NETWORK_CEILING_S = 2e-4
 NETWORK_PROBES = 16
 
 
-class Patience:
+class Backoff:
     """Spin briefly, giving the core away each time; then sleep, an eighth of the time waited so far, up to a ceiling.
 
     So waiting costs little CPU however many ranks share a core, and adds at most an eighth to any wait.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 
 
 class Trial(NamedTuple):
@@ -23,7 +23,7 @@ def while_busy(
     comm: MPI.Intracomm, target: int, transfer: Callable[[], None], compute: Callable[[], object], busy_s: float
 ) -> Trial:
     """What happens when rank 0 calls `transfer` while rank `target` calls `compute` again and again; collective."""
-    patience = Patience(comm)
+    patience = Backoff(comm)
     took_s = ended_s = rate = 0.0
     comm.Barrier()
     begin_s = time.perf_counter()

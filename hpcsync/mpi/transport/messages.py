@@ -1,37 +1,99 @@
-"""The records that travel, and their tags. Together with the windows this is all that ranks say to each other.
+"""Control-plane messages: record types, kinds and tags.
 
-worker -> server 0           REPORT   a contribution is in the slots / I leave / I join / I failed / my part is written
-server 0 -> other servers    ORDER    what to carry out, in order
-server 0 -> worker           CANCELLATION  what it computes from this version, or one before it, need not be ended
-every server -> a reader     GRANT    read this buffer of mine
+| from, to                | record    | content                                                                       |
+|-------------------------|-----------|-------------------------------------------------------------------------------|
+| worker, server 0        | PUSH_INFO | a contribution is in the slots, or the worker leaves, joins, failed or saved  |
+| server 0, other servers | COMMAND   | what to carry out, in order                                                   |
+| server 0, worker        | CANCEL    | the worker may abandon work based on `version` or an earlier one              |
+| every server, a reader  | GRANT     | the reader may read a buffer of this server                                   |
 
-Where there are no servers, rank 0's monitor has the part of server 0:
+Without servers, rank 0's monitor takes the place of server 0:
 
-worker -> rank 0             PEER_REPORT  I have made an iteration / make no more / nothing is left for me / I failed /
-                             I have halted / my part is written
-rank 0 -> worker             PEER_ORDER   stop / all have ended / halt / write your part / go on / a worker has died
-worker -> worker             CROSSED      where layers are separated: a piece's activations, or their gradients, are in
-                             your window / I make no more
+| from, to         | record       | content                                                                            |
+|------------------|--------------|------------------------------------------------------------------------------------|
+| worker, rank 0   | STEP_INFO    | the worker made an iteration, ended, settled, failed, halted or saved              |
+| rank 0, worker   | PEER_COMMAND | stop, all have ended, halt, save, continue, or remove a worker that died           |
+| worker, worker   | ACTIVATION   | Stanza: a piece's activations or gradients are in the window, or the sender leaves |
 """
 
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
 from hpcsync.core.assignments import Assignment
 
-TAG_REPORT, TAG_ORDER, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
-TAG_MODEL = 6  # 5 is the clock's
-TAG_CANCELLATION = 7
-TAG_CROSSED = 8
+TAG_INFO, TAG_COMMAND, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
+TAG_MODEL = 6  # the clock uses 5
+TAG_CANCEL = 7
+TAG_ACTIVATION = 8
 
-PUSHED, LEFT, FAILED, SAVED, JOINED = 0, 1, 2, 3, 4  # of FAILED and SAVED, `worker` is the rank
 
-# `kind`, then the fields of coordinator.Report.
-REPORT = np.dtype(
+class InfoKind(IntEnum):
+    """Kinds of PUSH_INFO. In FAILED and SAVED, `worker` is the rank."""
+
+    PUSHED = 0
+    LEFT = 1
+    FAILED = 2
+    SAVED = 3
+    JOINED = 4
+
+
+class CommandKind(IntEnum):
+    """Kinds of COMMAND.
+
+    An update from n slots travels as n - 1 CONTRIBUTION commands and one UPDATE, which names the last slot; each holds
+    the weight of its worker.
+    """
+
+    CONTRIBUTION = 0
+    UPDATE = 1
+    PROMISE = 2  # the reader may read the current version
+    RESERVE = 3  # the same for a worker whose contribution the next UPDATE takes: its grant follows that update
+    FINISH = 4  # the last command: the run is over
+    ACCUMULATE = 5  # move a slot into the sum that the next update begins with
+    SAVE = 6  # write this server's part of checkpoint `version`
+    DISCARD = 7  # the worker died: it reads nothing any more, and its slot counts only if a later command says so
+
+
+class StepInfoKind(IntEnum):
+    """Kinds of STEP_INFO."""
+
+    STEPPED = 0
+    ENDED = 1
+    SETTLED = 2
+    FAILED = 3
+    HALTED = 4
+    SAVED = 5
+
+
+class PeerCommandKind(IntEnum):
+    """Kinds of PEER_COMMAND.
+
+    For a checkpoint all workers HALT: they make no further iteration and send nothing. Then each saves its part of the
+    checkpoint with this number (SAVE), unless a worker cannot halt, and all CONTINUE.
+    """
+
+    STOP = 0
+    ALL_ENDED = 1
+    HALT = 2
+    SAVE = 3
+    CONTINUE = 4
+    REMOVE = 5  # the worker with this number died
+
+
+class ActivationKind(IntEnum):
+    """Kinds of ACTIVATION. After LEFT the sender sends nothing more."""
+
+    PIECE = 0
+    LEFT = 1
+
+
+# `kind`, then the fields of `coordinator.PushInfo`.
+PUSH_INFO = np.dtype(
     [
         ("kind", "i1"),
         ("worker", "i4"),
@@ -54,14 +116,7 @@ REPORT = np.dtype(
     ]
 )
 
-# An update from n slots travels as n - 1 CONTRIBUTIONs and an UPDATE, which names the last; each has its worker's
-# weight. COLLECT empties a slot into the sum that the next update begins with. PROMISE lets a reader read the current
-# version. So does RESERVE, a worker whose contribution the next UPDATE takes: its grant waits for that update, for the
-# worker takes it to mean that its slot is free. FINISH is the last order: every worker hears that the run is over.
-# SAVE: write your part of checkpoint number `version`. DISCARD: this worker has died; it reads nothing any more, and
-# what is in its slot counts only if a later order says so.
-CONTRIBUTION, UPDATE, PROMISE, RESERVE, FINISH, COLLECT, SAVE, DISCARD = 0, 1, 2, 3, 4, 5, 6, 7
-# The fields of deciding.Assignment.
+# The fields of `assignments.Assignment`.
 ASSIGNMENT = [
     ("first_sample", "i8"),
     ("batch_size", "i4"),
@@ -69,7 +124,7 @@ ASSIGNMENT = [
     ("commit_s", "f8"),
     ("ratio", "f8"),
 ]
-ORDER = np.dtype(
+COMMAND = np.dtype(
     [
         ("kind", "i1"),
         ("reader", "i4"),
@@ -82,10 +137,10 @@ ORDER = np.dtype(
     ]
 )
 
-CANCELLATION = np.dtype([("version", "i8")])
+CANCEL = np.dtype([("version", "i8")])
 
-# `buffer` and `serial` are the promise of learning.store.Store.pin. Without a serial number nothing is granted: the
-# worker is to write its part of checkpoint number `version`.
+# `buffer` and `serial` are the promise of `parameter_store.Store.pin`. A record with serial number NO_GRANT grants
+# nothing: it asks the worker to save its part of checkpoint `version`.
 NO_GRANT = 0
 GRANT = np.dtype(
     [
@@ -100,13 +155,12 @@ GRANT = np.dtype(
 
 
 def brief(dtype: np.dtype, kind: int, who: int) -> tuple[int, ...]:
-    """A report that says nothing but its kind, and of which rank or worker."""
+    """A record that holds only its kind and the rank or worker it is about; all other fields are 0."""
     return (kind, who) + (0,) * (len(dtype.names or ()) - 2)
 
 
-EXCHANGED, ENDED, SETTLED, LOST, HALTED, WRITTEN = 0, 1, 2, 3, 4, 5
-# `kind`, then the fields of peers.Exchanged.
-PEER_REPORT = np.dtype(
+# `kind`, then the fields of `peer_coordinator.StepInfo`.
+STEP_INFO = np.dtype(
     [
         ("kind", "i1"),
         ("worker", "i4"),
@@ -125,19 +179,14 @@ PEER_REPORT = np.dtype(
     ]
 )
 
-# For a checkpoint all HALT: make no further iteration, and send nothing. Then they WRITE their parts of the one with
-# this number, unless somebody cannot halt. Then they GO_ON. BURY: the worker with this number has died.
-STOP, ALL_ENDED, HALT, WRITE, GO_ON, BURY = 0, 1, 2, 3, 4, 5
-PEER_ORDER = np.dtype([("kind", "i1"), ("number", "i4")])
+PEER_COMMAND = np.dtype([("kind", "i1"), ("number", "i4")])
 
 
-# `last`: nobody makes an iteration after this one; `halt`: not before a checkpoint. After GONE the sender sends nothing
-# more.
-PIECE, GONE = 0, 1
-CROSSED = np.dtype([("kind", "i1"), ("worker", "i4"), ("piece", "i4"), ("last", "i1"), ("halt", "i1")])
+# `last`: no worker makes an iteration after this one; `halt`: workers halt before the next, for a checkpoint.
+ACTIVATION = np.dtype([("kind", "i1"), ("worker", "i4"), ("piece", "i4"), ("last", "i1"), ("halt", "i1")])
 
 
-class OrderRecord(NamedTuple):
+class CommandRecord(NamedTuple):
     kind: int
     reader: int = 0
     iteration: int = 0

@@ -41,7 +41,7 @@ SWITCH_S = (
 POLL_S = 5e-4  # from one poll that makes MPI calls to the next
 
 
-class Progression:
+class ProgressEngine:
     """What was chosen for all ranks, at work until `close`.
 
     get_s_without: how long a get took from a rank that computed and made no MPI calls, in seconds; None on one rank.
@@ -117,14 +117,14 @@ class Progression:
         if self._comm != MPI.COMM_NULL:
             self._comm.Free()
 
-    def __enter__(self) -> Progression:
+    def __enter__(self) -> ProgressEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
 
-def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOST) -> Progression:
+def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOST) -> ProgressEngine:
     """The help that this transport's transfers need here, at work; collective, and the same for all ranks.
 
     wanted: one of the kinds, instead of the best. Raises ValueError for another word, or a thread where MPI supports
@@ -133,7 +133,7 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
     multiple = comm.allreduce(MPI.Query_thread() >= MPI.THREAD_MULTIPLE, MPI.LAND)
     if wanted not in ("auto", *get_args(Kind)) or (wanted == "thread" and not multiple):
         raise ValueError(f"no progress by {wanted!r}: it is auto, passive, hooks, or with MPI_THREAD_MULTIPLE thread")
-    progression = Progression(comm.Dup(), transport.device)
+    progression = ProgressEngine(comm.Dup(), transport.device)
     if comm.size == 1:
         progression.begin("passive" if wanted == "auto" else wanted)  # type: ignore[arg-type]
         return progression

@@ -33,7 +33,7 @@ ANY = -1
 TRIES = 3  # of pinning one row, against an owner who publishes faster than a word goes there and back
 
 
-class Exposure:
+class PublishedReplica:
     """This rank's flat replica for others to read, and theirs for this one.
 
     comm:  collective over it, `free` too. A reader is a number: each rank's own, and comm.size for one more on any one
@@ -178,7 +178,7 @@ class Exposure:
         self._rows.free()
         self._words.free()
 
-    def __enter__(self) -> Exposure:
+    def __enter__(self) -> PublishedReplica:
         return self
 
     def __exit__(self, *exc: object) -> None:

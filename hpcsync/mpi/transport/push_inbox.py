@@ -52,7 +52,7 @@ TICKETS, WEIGHTS, FURTHER, WEIGHT, WRITERS = 0, 1, 1 + SLOTS, 2 + SLOTS, 3 + SLO
 BITS = 52  # of a float64 that holds whole numbers exactly
 
 
-class Parcel(NamedTuple):
+class Received(NamedTuple):
     """What had arrived. total: the sum of `count` vectors, shape (size,), memory that the next `collect` overwrites."""
 
     total: torch.Tensor
@@ -60,7 +60,7 @@ class Parcel(NamedTuple):
     weight: float
 
 
-class Parcels:
+class PushInbox:
     """This rank's inboxes, and those of all others to send to.
 
     comm:  collective over it, `free` too. What nobody has collected by then is lost.
@@ -78,7 +78,7 @@ class Parcels:
         self._dead = [0] * self._n_writers  # the bits of those who have died
         self._total = torch.zeros(size, dtype=dtype, device=transport.device)
         self._left: int | None = None  # the inbox that senders have been sent away from, until it is empty
-        self._kept: Parcel | None = None  # collected, but not given away
+        self._kept: Received | None = None  # collected, but not given away
         self._sums.local[:] = 0
         self._words.local[:] = 0
         self._sums.sync()
@@ -140,7 +140,7 @@ class Parcels:
 
     # ---- the receiver's side; its own words, which others change, it too reads and changes by atomic sums ----
 
-    def collect(self) -> Parcel | None:
+    def collect(self) -> Received | None:
         """Everything that has arrived, or None; never waits.
 
         What arrived in an inbox where another sender is still at work comes with a later call.
@@ -158,13 +158,13 @@ class Parcels:
                 parcel = self._take(active, parcel)
         return parcel
 
-    def keep(self) -> Parcel | None:
+    def keep(self) -> Received | None:
         """When nobody sends: everything that has arrived, which stays here for the next `collect`."""
         if (parcel := self.collect()) is not None:
             self._kept = parcel._replace(total=parcel.total.clone())
         return self._kept
 
-    def put_back(self, kept: Parcel | None) -> None:
+    def put_back(self, kept: Received | None) -> None:
         """Let there be what was kept in a run that goes on."""
         self._kept = kept
 
@@ -173,7 +173,7 @@ class Parcels:
         word, bit = divmod(rank, BITS)
         self._dead[word] |= 1 << bit
 
-    def _take(self, inbox: int, parcel: Parcel | None) -> Parcel | None:
+    def _take(self, inbox: int, parcel: Received | None) -> Received | None:
         """`parcel` with what is in an inactive inbox, which is empty then; as it was if somebody is at work there.
 
         Raises RankFailed.
@@ -189,7 +189,7 @@ class Parcels:
             count, weight = count + n, weight + its_weight
         cuda.ready(self._total)  # nothing is read there any more when others may write again
         self._left = None
-        return Parcel(self._total, count, weight) if count else None
+        return Received(self._total, count, weight) if count else None
 
     def _vectors(self, inbox: int, tickets: int) -> Iterator[tuple[torch.Tensor, int, float]]:
         """What lies there: each vector, of how many it is the sum, and their weight."""
@@ -237,7 +237,7 @@ class Parcels:
         self._sums.free()
         self._words.free()
 
-    def __enter__(self) -> Parcels:
+    def __enter__(self) -> PushInbox:
         return self
 
     def __exit__(self, *exc: object) -> None:

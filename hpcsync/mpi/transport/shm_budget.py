@@ -27,7 +27,7 @@ SIZES_MIB = 64  # sizes are proposed in multiples of it
 MOVED = ("OMPI_MCA_osc_sm_backing_directory", "OMPI_MCA_osc_rdma_backing_directory")  # on one node, between nodes
 
 
-class Asked(NamedTuple):
+class Request(NamedTuple):
     """What one rank asks for. node: the same for those that share memory, the host's name first.
 
     held_bytes: of its windows so far. free_bytes: as if it and its neighbours had none; None where nobody can tell.
@@ -76,7 +76,7 @@ def lacking(comm: MPI.Intracomm, n_bytes: int) -> str:
     return verdict(comm.allgather(_ask(n_bytes)))
 
 
-def verdict(everybody: Sequence[Asked]) -> str:
+def verdict(everybody: Sequence[Request]) -> str:
     """The first node that has too little room, in words; "" if all have enough."""
     for node in dict.fromkeys(asked.node for asked in everybody):
         there = [asked for asked in everybody if asked.node == node]
@@ -93,15 +93,15 @@ def verdict(everybody: Sequence[Asked]) -> str:
     return ""
 
 
-def _ask(n_bytes: int) -> Asked:
+def _ask(n_bytes: int) -> Request:
     node = (socket.gethostname(), _kernel())
     try:
         usage, device = shutil.disk_usage(directory()), os.stat(directory()).st_dev
     except OSError:  # no such place: this MPI has another
-        return Asked(node, n_bytes)
+        return Request(node, n_bytes)
     if _Account.n_windows == 0:
         _Account.free_bytes = usage.free
-    return Asked((*node, str(device)), n_bytes, _Account.held_bytes, _Account.free_bytes, usage.total)
+    return Request((*node, str(device)), n_bytes, _Account.held_bytes, _Account.free_bytes, usage.total)
 
 
 def _kernel() -> str:

@@ -144,12 +144,12 @@ def windows(*kinds: str) -> dict[str, Any]:
     from mpi4py import MPI
 
     from hpcsync.mpi.transport.tensor_window import Transport
-    from hpcsync.mpi.transport.window_test import Attempt, attempt
+    from hpcsync.mpi.transport.window_test import WindowTest, attempt
 
     found = []
     for kind in kinds:
         if kind == "mpi" and device.type == "cuda" and takes_device_pointers() is False:
-            made = Attempt(failure="the MPI library says that it takes no device pointers")
+            made = WindowTest(failure="the MPI library says that it takes no device pointers")
         else:
             made = attempt(MPI.COMM_WORLD, Transport(kind, device))
         found.append((kind, *made))

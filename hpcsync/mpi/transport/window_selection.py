@@ -15,16 +15,16 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.window_test import COUNT, attempt
-from hpcsync.mpi.transport.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
+from hpcsync.mpi.transport.window_trials import ON_A_NODE, WindowTrial, fastest, reason, rehearse
 from hpcsync.system import gpu_selection
 
 BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
 
 
-class Placement(NamedTuple):
+class WindowSelection(NamedTuple):
     """why: the reason for the transport's kind. used: which ranks compute on which GPU, a line for each GPU."""
 
     transport: Transport = HOST
@@ -51,17 +51,17 @@ def gpus_of_all(comm: MPI.Intracomm) -> gpu_selection.Found:
     return gpu_selection.common(comm.allgather((comm.rank, socket.gethostname(), gpu_selection.found())))
 
 
-def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
+def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> WindowSelection:
     """How tensors of this device, of the same type on every rank, move in this run. Collective.
 
     Raises JobError, on all ranks, where what the job asks for does not serve here.
     """
     if device.type == "cpu":
-        return Placement()
+        return WindowSelection()
     if lacking := gpus_of_all(comm).why:
         raise JobError(f"model: must be on the CPU: {lacking}")
     used = comm.allgather((comm.rank, socket.gethostname(), gpu_selection.describe(device)))
-    asked, patience = job.cluster.window, Patience(comm)
+    asked, patience = job.cluster.window, Backoff(comm)
     kinds = _kinds(asked, patience.one_node)
     found = rehearse(kinds) if comm.rank == 0 else []
     patience.barrier()  # it takes seconds
@@ -71,7 +71,7 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> Placement:
         raise JobError(f'cluster.device = "cuda": must be "cpu" here, no kind of window serves: {reason(found)}')
     if kind is None:
         raise JobError(f"cluster.window = {shown(asked)}: must be another here: {reason(found)}")
-    return Placement(Transport(kind, device), reason(found, kind), tuple(gpu_selection.users(used)))
+    return WindowSelection(Transport(kind, device), reason(found, kind), tuple(gpu_selection.users(used)))
 
 
 def _kinds(asked: str, one_node: bool) -> Sequence[str]:
@@ -83,7 +83,7 @@ def _kinds(asked: str, one_node: bool) -> Sequence[str]:
     return [asked]
 
 
-def _confirmed(comm: MPI.Intracomm, device: torch.device, found: list[Rehearsed]) -> list[Rehearsed]:
+def _confirmed(comm: MPI.Intracomm, device: torch.device, found: list[WindowTrial]) -> list[WindowTrial]:
     """What was found, after the best of it has succeeded among all ranks of the run too; the others as they were."""
     while (kind := fastest(found)) is not None:
         again = attempt(comm, Transport(kind, device), count=COUNT // 4)

@@ -9,7 +9,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.node_memory import MemoryUnreachable
 from hpcsync.mpi.transport.tensor_window import Transport
 
@@ -17,7 +17,7 @@ COUNT = 1_000_000  # float32, 4 MB
 TURNS = 3
 
 
-class Attempt(NamedTuple):
+class WindowTest(NamedTuple):
     """took_s: rank 0's fastest put and get; None after a failure. note: what else is to be said."""
 
     took_s: float | None = None
@@ -25,7 +25,7 @@ class Attempt(NamedTuple):
     note: str = ""
 
 
-def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> Attempt:
+def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> WindowTest:
     """Every rank puts a pattern into the next one's window, and gets what that one shows; all have the same result.
 
     count: elements, each way. Collective.
@@ -35,8 +35,8 @@ def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> At
     try:
         window = transport.window(comm, 2 * count, torch.float32)
     except (MemoryUnreachable, JobError) as error:
-        return Attempt(failure=str(error))
-    patience = Patience(comm, passive=transport.passive)  # as the ranks of a run wait
+        return WindowTest(failure=str(error))
+    patience = Backoff(comm, passive=transport.passive)  # as the ranks of a run wait
     here = torch.zeros(count, device=transport.device)
     for turn in range(TURNS):
         here.copy_(_pattern(comm.rank, turn, count))
@@ -58,8 +58,8 @@ def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> At
     everybody = comm.allgather((right, min(times), window.note))
     window.free()
     if not all(right for right, _, _ in everybody):
-        return Attempt(failure="what arrives is not what was sent")
-    return Attempt(everybody[0][1], note=next((note for _, _, note in everybody if note), ""))
+        return WindowTest(failure="what arrives is not what was sent")
+    return WindowTest(everybody[0][1], note=next((note for _, _, note in everybody if note), ""))
 
 
 def _pattern(rank: int, turn: int, count: int) -> torch.Tensor:

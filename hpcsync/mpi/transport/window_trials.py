@@ -16,7 +16,7 @@ from hpcsync.system import launcher
 ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is likeliest to crash
 
 
-class Rehearsed(NamedTuple):
+class WindowTrial(NamedTuple):
     """Of one kind of window: how long 4 MB took there and back (infinitely long if it was not tried), and what else is
     to be said; or what went wrong."""
 
@@ -26,38 +26,38 @@ class Rehearsed(NamedTuple):
     note: str = ""
 
 
-def rehearse(kinds: Sequence[str] = ON_A_NODE) -> list[Rehearsed]:
+def rehearse(kinds: Sequence[str] = ON_A_NODE) -> list[WindowTrial]:
     """Try these kinds together in one child job; where that fails, each in its own.
 
     Where none can be started, the first kind is left to prove itself in the run.
     """
     found = _tried(kinds)
     if fastest(found) is None and not _child_jobs_run():
-        return [Rehearsed(kinds[0], math.inf)]
+        return [WindowTrial(kinds[0], math.inf)]
     return found
 
 
-def serving(found: Sequence[Rehearsed]) -> list[str]:
+def serving(found: Sequence[WindowTrial]) -> list[str]:
     """The kinds that serve, the fastest first."""
     return [kind for _, kind in sorted((one.took_s, one.kind) for one in found if one.took_s is not None)]
 
 
-def fastest(found: Sequence[Rehearsed]) -> str | None:
+def fastest(found: Sequence[WindowTrial]) -> str | None:
     """The kind to use; None if all have failed."""
     return next(iter(serving(found)), None)
 
 
-def reason(found: Sequence[Rehearsed], kind: str | None = None) -> str:
+def reason(found: Sequence[WindowTrial], kind: str | None = None) -> str:
     """What was found out, in one line; first about the kind that was chosen."""
     return "; ".join(map(_said, sorted(found, key=lambda one: one.kind != kind)))
 
 
-def _tried(kinds: Sequence[str]) -> list[Rehearsed]:
+def _tried(kinds: Sequence[str]) -> list[WindowTrial]:
     try:
-        return [Rehearsed(*one) for one in subprocess_probe.probe("windows", *kinds, ranks=2)["windows"]]
+        return [WindowTrial(*one) for one in subprocess_probe.probe("windows", *kinds, ranks=2)["windows"]]
     except (subprocess_probe.ProbeError, launcher.LaunchError) as error:
         if len(kinds) == 1:
-            return [Rehearsed(kinds[0], failure=str(error))]
+            return [WindowTrial(kinds[0], failure=str(error))]
         return [one for kind in kinds for one in _tried([kind])]
 
 
@@ -68,7 +68,7 @@ def _child_jobs_run() -> bool:
         return False
 
 
-def _said(one: Rehearsed) -> str:
+def _said(one: WindowTrial) -> str:
     if one.took_s is None:
         return f"{one.kind}: {one.failure}"
     if one.took_s == math.inf:

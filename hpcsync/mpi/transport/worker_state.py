@@ -16,7 +16,7 @@ RING = 256
 N_PHASES = 8
 
 
-class Phases:
+class WorkerStates:
     """Made collectively over `comm`. one_node: whether all its ranks are on one.
 
     A phase is a number below 8 (`traces.schema.PHASES`), 0 before the first.

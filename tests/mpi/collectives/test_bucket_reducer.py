@@ -12,9 +12,9 @@ from torch import nn
 
 from hpcsync.mpi.collectives import allreduce, bucket_reducer
 from hpcsync.mpi.collectives.allreduce import Agreed, MpiMean, Said, SharedMean
-from hpcsync.mpi.collectives.bucket_reducer import Reducer
+from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.transport import shm_budget
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import Transport
 from hpcsync.training.flat_model import FlatModel
 
@@ -30,7 +30,7 @@ def way(request, monkeypatch):
 
     def make(comm, size, dtype, _):
         of = size, dtype, Transport(kind or "host")
-        return MpiMean(comm, *of, Patience(comm)) if way == "mpi" else allreduce.mean_vector(comm, *of)
+        return MpiMean(comm, *of, Backoff(comm)) if way == "mpi" else allreduce.mean_vector(comm, *of)
 
     monkeypatch.setattr(bucket_reducer, "mean_vector", make)
     return way
@@ -66,7 +66,7 @@ def equal_everywhere(comm, tensor):
 @pytest.mark.parametrize("clear", [FlatModel.zero_gradient, FlatModel.drop_gradient])
 def test_the_mean_is_exact(comm, bucket_bytes, overlap, clear):
     flat = make()
-    with Reducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
+    with BucketReducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
         for step in range(3):
             clear(flat)
             backward(flat, known(comm.rank, step))
@@ -81,7 +81,7 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(comm, dtype, bucket_by
     noise = torch.randn(SIZE, generator=torch.Generator().manual_seed(comm.rank), dtype=torch.float64)
     results = []
     flat = make(dtype)
-    with Reducer(comm, flat, bucket_bytes) as reducer:
+    with BucketReducer(comm, flat, bucket_bytes) as reducer:
         for _ in range(3):
             flat.drop_gradient()
             backward(flat, noise)
@@ -97,7 +97,7 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(comm, dtype, bucket_by
 def test_gradients_count_as_often_as_their_ranks_say(comm, bucket_bytes, overlap):
     """Powers of two, so that it is exact; also of a gradient that autograd has no part in, and until it is changed."""
     flat = make()
-    with Reducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
+    with BucketReducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
         for step in range(4):
             reducer.weight = 1.0 if step == 3 else 2.0 ** (comm.rank - step)
             flat.drop_gradient()
@@ -122,7 +122,7 @@ def parts(flat):
 
 def test_the_gradient_of_a_script_that_replaces_it(comm):
     flat = make()
-    with Reducer(comm, flat, MIDDLE) as reducer:
+    with BucketReducer(comm, flat, MIDDLE) as reducer:
         for parameter in flat.parameters:
             parameter.grad = torch.ones_like(parameter)
         backward(flat, known(comm.rank))  # adds to the script's own
@@ -135,7 +135,7 @@ def test_the_gradient_of_a_script_that_replaces_it(comm):
 @pytest.mark.parametrize("used", [slice(0, 3), slice(5, None), slice(2, 4)])
 def test_parameters_without_part_in_the_loss(comm, used):
     flat = make()
-    with Reducer(comm, flat, MIDDLE) as reducer:
+    with BucketReducer(comm, flat, MIDDLE) as reducer:
         flat.gradient.fill_(9.0)
         flat.drop_gradient()
         backward(flat, known(comm.rank), used)
@@ -153,7 +153,7 @@ def test_ranks_that_use_different_parameters(comm):
     """The order of launches is the same all the same."""
     flat = make()
     used = slice(0, 4) if comm.rank % 2 else slice(4, None)
-    with Reducer(comm, flat, TINY) as reducer:
+    with BucketReducer(comm, flat, TINY) as reducer:
         flat.drop_gradient()
         backward(flat, torch.ones(SIZE), used)
         reducer.finish()
@@ -165,7 +165,7 @@ def test_ranks_that_use_different_parameters(comm):
 def test_a_second_backward_before_finish_is_refused(comm, needs):
     needs(2)
     flat = make()
-    with Reducer(comm, flat, MIDDLE) as reducer:
+    with BucketReducer(comm, flat, MIDDLE) as reducer:
         backward(flat, known(comm.rank))
         with pytest.raises(RuntimeError, match="second backward pass before .* call finish"):
             backward(flat, known(comm.rank))
@@ -178,7 +178,7 @@ def test_a_second_backward_before_finish_is_refused(comm, needs):
 
 def test_without_overlap_backward_passes_add_up(comm):
     flat = make()
-    with Reducer(comm, flat, MIDDLE, overlap=False) as reducer:
+    with BucketReducer(comm, flat, MIDDLE, overlap=False) as reducer:
         flat.zero_gradient()
         backward(flat, known(comm.rank, 1))
         reducer.overlap = True
@@ -194,7 +194,7 @@ def test_without_overlap_backward_passes_add_up(comm):
 @pytest.mark.parametrize("bucket_bytes", [MIDDLE, LARGE])
 def test_ranks_without_a_batch_take_part_until_nobody_has_one(comm, bucket_bytes):
     flat = make()
-    with Reducer(comm, flat, bucket_bytes) as reducer:
+    with BucketReducer(comm, flat, bucket_bytes) as reducer:
         step = 0
         while True:
             flat.gradient.fill_(5.0)  # what an idle rank has must not count
@@ -215,7 +215,7 @@ def test_ranks_without_a_batch_take_part_until_nobody_has_one(comm, bucket_bytes
 def test_a_rank_cannot_withdraw_what_it_has_launched(comm, needs):
     needs(2)
     flat = make()
-    with Reducer(comm, flat, MIDDLE) as reducer:
+    with BucketReducer(comm, flat, MIDDLE) as reducer:
         backward(flat, known(comm.rank))
         with pytest.raises(RuntimeError, match="on their way"):
             reducer.finish(contributing=False)
@@ -224,7 +224,7 @@ def test_a_rank_cannot_withdraw_what_it_has_launched(comm, needs):
 
 def test_one_rank_stops_all_at_the_same_step(comm):
     flat = make()
-    with Reducer(comm, flat, MIDDLE) as reducer:
+    with BucketReducer(comm, flat, MIDDLE) as reducer:
         steps = []
         for step in range(10):
             backward(flat, known(comm.rank))
@@ -251,7 +251,7 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(comm, needs, overlap):
     needs(2)
     flat = make()
     first, *rest = flat.model
-    with Reducer(comm, flat, 8 * 30, overlap=overlap) as reducer:
+    with BucketReducer(comm, flat, 8 * 30, overlap=overlap) as reducer:
         seen = []
 
         def during():
@@ -269,7 +269,7 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(comm, needs, overlap):
 def test_finish_waits_for_the_slowest_and_says_so(comm, needs):
     needs(2)
     flat = make()
-    with Reducer(comm, flat, MIDDLE) as reducer:
+    with BucketReducer(comm, flat, MIDDLE) as reducer:
         comm.Barrier()
         if comm.rank == 0:
             time.sleep(0.3)
@@ -285,7 +285,7 @@ def test_without_calls_from_several_threads_everything_waits_for_finish(comm, mo
     monkeypatch.setattr(bucket_reducer.MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
     threads = threading.active_count()
     flat = make()
-    with Reducer(comm, flat, MIDDLE) as one:
+    with BucketReducer(comm, flat, MIDDLE) as one:
         assert not one.overlap and threading.active_count() == threads
         backward(flat, known(comm.rank))
         assert one.n_reduced == 0
@@ -298,7 +298,7 @@ def test_without_calls_from_several_threads_everything_waits_for_finish(comm, mo
 
 def test_the_gradient_may_be_the_mean_when_backward_returns(comm):
     flat, finished = make(), []
-    with Reducer(comm, flat, MIDDLE, lambda: finished.append(reducer.finish())) as reducer:
+    with BucketReducer(comm, flat, MIDDLE, lambda: finished.append(reducer.finish())) as reducer:
         for step in range(3):
             flat.drop_gradient()
             backward(flat, known(comm.rank, step))
@@ -313,7 +313,7 @@ def test_what_is_raised_there_comes_out_of_backward(comm):
         raise ArithmeticError("not this one")
 
     calls = [refuse, lambda: reducer.finish()]
-    with Reducer(comm, flat, MIDDLE, lambda: calls.pop(0)()) as reducer:
+    with BucketReducer(comm, flat, MIDDLE, lambda: calls.pop(0)()) as reducer:
         with pytest.raises(ArithmeticError, match="not this one"):
             backward(flat, known(comm.rank))
         reducer.finish()
@@ -329,7 +329,7 @@ def test_what_is_raised_there_comes_out_of_backward(comm):
 def test_closing_without_a_step_and_twice(comm):
     before = threading.active_count()
     flat = make()
-    reducer = Reducer(comm, flat, MIDDLE)
+    reducer = BucketReducer(comm, flat, MIDDLE)
     reducer.close()
     reducer.close()
     assert threading.active_count() == before
@@ -342,17 +342,17 @@ def test_closing_without_a_step_and_twice(comm):
 
 def test_closing_with_buckets_on_their_way(comm):
     flat = make()
-    with Reducer(comm, flat, TINY):
+    with BucketReducer(comm, flat, TINY):
         backward(flat, known(comm.rank))
 
 
 def test_a_failure_on_one_rank_comes_out_without_waiting_for_others(comm):
     flat = make()
     if comm.rank == 0:
-        with pytest.raises(ArithmeticError), Reducer(comm, flat, MIDDLE):
+        with pytest.raises(ArithmeticError), BucketReducer(comm, flat, MIDDLE):
             raise ArithmeticError
     else:
-        Reducer(comm, flat, MIDDLE)
+        BucketReducer(comm, flat, MIDDLE)
 
 
 # ---- the way it is done ----

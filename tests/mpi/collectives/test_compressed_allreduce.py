@@ -15,9 +15,9 @@ from torch import nn
 from hpcsync.config.job import Job
 from hpcsync.mpi.collectives import compressed_allreduce as module
 from hpcsync.mpi.collectives.allreduce import Agreed, MpiMean, Said
-from hpcsync.mpi.collectives.bucket_reducer import Reducer
+from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.collectives.compressed_allreduce import CompressedMean, FactorsMean, GatheredMean
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.simulator.compressed_mean import FactorsInOneProcess, PayloadsInOneProcess
 from hpcsync.simulator.simulate import simulate
@@ -160,7 +160,7 @@ def test_half_precision_is_exact_for_what_it_can_represent(comm):
 
 def test_all_of_the_elements_are_the_mean_without_compression(comm):
     found, rest = means(comm, compression("top-k", ratio=1.0))
-    dense = MpiMean(comm, SIZE, torch.float64, HOST, Patience(comm))
+    dense = MpiMean(comm, SIZE, torch.float64, HOST, Backoff(comm))
     for step in range(STEPS):
         dense.vector.copy_(vector(comm.rank, step))
         dense.mean(0, SIZE, Said())
@@ -176,7 +176,7 @@ def test_all_of_the_elements_are_the_mean_without_compression(comm):
 def test_factors_are_those_of_one_process(comm, monkeypatch, way):
     """To the bit where the ranks' own memory is used: MPI may add up in another order."""
     if way == "mpi":
-        monkeypatch.setattr(module, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Patience(comm)))
+        monkeypatch.setattr(module, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Backoff(comm)))
     of = compression("powersgd")
     found, rest = means(comm, of)
     assert equal_everywhere(comm, found)
@@ -261,7 +261,7 @@ def test_a_gradient_is_one_bucket_and_is_compressed_when_it_is_complete(comm):
     flat = FlatModel(nn.Sequential(*(nn.Linear(5, 5, dtype=torch.float64) for _ in range(3))))
     shapes = [tuple(p.shape) for p in flat.parameters]
     of = Compression(job("fp16", 2), shapes, torch.float64)
-    with Reducer(comm, flat, 8, compression=of) as reducer:
+    with BucketReducer(comm, flat, 8, compression=of) as reducer:
         assert not reducer.overlap
         for step in range(2):
             flat.drop_gradient()

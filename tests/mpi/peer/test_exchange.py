@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 from hpcsync.config.job import Job
 from hpcsync.core.job_validation import optimizer_spec
-from hpcsync.core.peer_coordinator import drawing
+from hpcsync.core.peer_coordinator import create_peer_selection
 from hpcsync.mpi.collectives.model_parts import Layers
-from hpcsync.mpi.peer.channel import PeerLink
+from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import Exchange
 from hpcsync.mpi.peer.factory import exchange
 from hpcsync.mpi.peer.gossip import Pushing
@@ -47,7 +47,7 @@ def job(n_workers: int, mode: str, optimizer: Any = SGD, **paradigm: Any) -> Job
 def worker(comm: MPI.Intracomm, job: Job) -> Iterator[tuple[Exchange, torch.Tensor]]:
     """This rank's exchange, and its weights."""
     flat = FlatModel(torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64))
-    link = PeerLink(comm, flat.size, flat.weights.dtype)
+    link = PeerChannel(comm, flat.size, flat.weights.dtype)
     made = exchange(job, link, flat, optimizer_spec(job), Layers(comm, flat.model), lambda: None)
     yield made, flat.weights
     comm.Barrier()
@@ -59,7 +59,7 @@ def round_of_all(comm: MPI.Intracomm, this: Job, made: Exchange, round: int) -> 
     """Nobody is later than the others."""
     comm.Barrier()
     if isinstance(made, Pushing):
-        drawn = drawing(this).drawn(comm.rank, round, made.peer.weight)
+        drawn = create_peer_selection(this).drawn(comm.rank, round, made.peer.weight)
         if drawn != comm.rank:
             made._send(drawn)
         comm.Barrier()
@@ -85,7 +85,7 @@ def still(made: Exchange) -> Exchange:
 
 
 def expected(this: Job, x: np.ndarray, round: int) -> np.ndarray:
-    peers, n = drawing(this), len(x)
+    peers, n = create_peer_selection(this), len(x)
     mode = this.paradigm.mode
     if mode == "permutation":
         after = x.copy()

@@ -13,17 +13,17 @@ from safetensors.torch import load_file
 
 import hpcsync
 from hpcsync.config.job import Job
-from hpcsync.core.peer_coordinator import Division
+from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.mpi.collectives import bucket_reducer
 from hpcsync.mpi.collectives.allreduce import MpiMean, mean_vector
 from hpcsync.mpi.peer import session
-from hpcsync.mpi.rank0.run_recorder import Books
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.rank0.run_recorder import RunRecorder
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.simulator import sync_peers
 from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
-from hpcsync.trace.schema import EVERYBODY, NOBODY
+from hpcsync.trace.schema import ALL_PEERS, NO_PEER
 from tests.mpi.training import alone, failures, on_some, one_process
 from tests.plain import on_samples, whole_batches
 
@@ -111,7 +111,7 @@ def test_gossip_that_never_comes_to_an_exchange_is_independent_runs(comm, folder
     weights = on_some(comm, this, folder)
     if comm.rank == 0:
         rows = load(folder / "trace.h5").tables["exchanges"]
-        assert (rows["peer"] == NOBODY).all()
+        assert (rows["peer"] == NO_PEER).all()
         made = np.bincount(rows["worker"], minlength=comm.size)
         runs = [alone(this, worker, iterations) for worker, iterations in enumerate(made.tolist())]
         np.testing.assert_allclose(weights, np.mean(runs, axis=0), rtol=1e-12)
@@ -157,7 +157,7 @@ def test_leaving_between_backward_and_step_is_an_iteration(comm, folder):
 def test_reports_that_wait_are_not_taken_for_weights(comm, folder, monkeypatch):
     """The monitor hears nothing for a while; more reports than it can hold lie on the exchange's communicator."""
     stalls = [1.0]
-    monkeypatch.setattr(Books, "chores", lambda self, now_s: time.sleep(stalls.pop() if stalls else 0.0))
+    monkeypatch.setattr(RunRecorder, "chores", lambda self, now_s: time.sleep(stalls.pop() if stalls else 0.0))
     paradigm = {"name": "gossip", "mode": "permutation", "period": 50}
     this = job(paradigm, comm.size, evaluation={"every_samples": 0}, stop={"updates": 300 * comm.size})
     on_some(comm, this, folder)
@@ -224,13 +224,13 @@ def batch_sizes(folder: Any) -> np.ndarray:
 @pytest.mark.parametrize("way", ["fastest", "mpi"])
 def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, overlap):
     if way == "mpi":
-        monkeypatch.setattr(bucket_reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Patience(comm)))
+        monkeypatch.setattr(bucket_reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Backoff(comm)))
     assert bucket_reducer.mean_vector is mean_vector or way == "mpi"
     paradigm = {**ALLREDUCE, "bucket_mb": 0.00004}
     this = sharing(comm.size, slowest_s=0.0 if overlap else 1e-4, paradigm=paradigm)
     weights = on_some(comm, this, folder / "run")
     if way == "fastest":
-        monkeypatch.setattr(Division, "weight", lambda self, worker: 1.0)
+        monkeypatch.setattr(BatchDivision, "weight", lambda self, worker: 1.0)
         unweighted = on_some(comm, this, folder / "control")
     if comm.rank == 0:
         sizes = batch_sizes(folder / "run")
@@ -347,7 +347,7 @@ def test_every_trace_shows_its_paradigm(comm, folder, paradigm):
         assert evaluations["loss"][-1] < evaluations["loss"][0]
         if paradigm == "allreduce":
             assert (evaluations["consensus_distance"] == 0).all()
-            assert (exchanges["peer"] == EVERYBODY).all()
+            assert (exchanges["peer"] == ALL_PEERS).all()
         elif comm.size > 1:
             assert (evaluations["consensus_distance"][:-1] > 0).any()
 

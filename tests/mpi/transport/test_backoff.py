@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from hpcsync.mpi.transport.backoff import NETWORK_PROBES, NODE_CEILING_S, SPIN_S, Patience
+from hpcsync.mpi.transport.backoff import NETWORK_PROBES, NODE_CEILING_S, SPIN_S, Backoff
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def slept_s(monkeypatch):
 
 
 def test_it_spins_first_and_then_sleeps_an_eighth_of_the_wait_up_to_the_ceiling(comm, slept_s):
-    patience = Patience(comm)
+    patience = Backoff(comm)
     polls = iter(range(1000))
     assert patience.until(lambda: 7 if next(polls) == 200 else None) == 7
     assert slept_s and slept_s[0] >= SPIN_S / 8
@@ -34,7 +34,7 @@ def test_it_spins_first_and_then_sleeps_an_eighth_of_the_wait_up_to_the_ceiling(
 
 
 def test_every_wait_begins_with_spinning(comm, slept_s):
-    patience = Patience(comm)
+    patience = Backoff(comm)
     for _ in range(3):
         polls = iter(range(100))
         patience.until(lambda polls=polls: True if next(polls) == 20 else None)
@@ -48,7 +48,7 @@ def test_it_makes_mpi_calls_when_it_pauses_where_transfers_need_them(
     comm, slept_s, monkeypatch, one_node, passive, calls
 ):
     monkeypatch.setattr("hpcsync.mpi.transport.backoff.on_one_node", lambda comm: one_node)
-    patience = Patience(comm, passive=passive)
+    patience = Backoff(comm, passive=passive)
     probes = []
     patience._comm = type("Probed", (), {"Iprobe": lambda self: probes.append(1)})()
     patience.pause()

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hpcsync.mpi.transport.backoff import Patience
+from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.mailbox import DEPTH, Inbox, Outbox
 
 RECORD = np.dtype([("sender", "i4"), ("number", "i8"), ("value", "f8")])
@@ -12,7 +12,7 @@ TAG = 77
 def test_every_record_arrives_once_and_in_its_senders_order(comm):
     """Also when there are more records than an inbox has receives posted."""
     n = 3 * DEPTH + 5
-    inbox, outbox, patience = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Patience(comm)
+    inbox, outbox, patience = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
     received: list[tuple[int, int, float]] = []
 
     def drain() -> bool:
@@ -41,7 +41,7 @@ def test_every_record_arrives_once_and_in_its_senders_order(comm):
 
 def test_a_record_is_copied_when_it_is_sent(comm):
     """What the sender writes afterwards does not reach the receiver: there is a ring of buffers, not one."""
-    inbox, outbox, patience = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Patience(comm)
+    inbox, outbox, patience = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
     for number in range(5):
         outbox.send(comm.rank, (comm.rank, number, 0.0))
     assert [patience.until(inbox.poll)[1] for _ in range(5)] == list(range(5))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hpcsync.mpi.transport import cuda, published_replica
-from hpcsync.mpi.transport.published_replica import Exposure
+from hpcsync.mpi.transport.published_replica import PublishedReplica
 from hpcsync.mpi.transport.tensor_window import HOST
 
 SIZE = (1 << 19) + 3
@@ -28,7 +28,7 @@ def filled(value: float, size: int = 5, dtype: torch.dtype = torch.float64) -> t
 class Reading(threading.Thread):
     """Reads all ranks in turn as one reader; counts reads that were mixed or went back."""
 
-    def __init__(self, exposed: Exposure, peers: list[int], reader: int, into: torch.Tensor) -> None:
+    def __init__(self, exposed: PublishedReplica, peers: list[int], reader: int, into: torch.Tensor) -> None:
         super().__init__()
         self.exposed, self.peers, self.reader = exposed, peers, reader
         self.into = into
@@ -56,7 +56,7 @@ def hammer(comm, dtype, transport=HOST, *, until_mixed: bool) -> tuple[int, int,
     refused, serial = 0, 0
     everybody = list(range(comm.size))
     vector = torch.zeros(SIZE, dtype=dtype, device=transport.device)
-    with Exposure(comm, SIZE, dtype, transport) as exposed:
+    with PublishedReplica(comm, SIZE, dtype, transport) as exposed:
         peers = [peer for peer in everybody if peer != comm.rank]
         readers = [Reading(exposed, peers, comm.rank, vector.clone())] if peers else []
         if comm.rank == 0:
@@ -90,7 +90,7 @@ def test_no_read_is_mixed_and_serial_numbers_never_go_back(comm, transport):
 
 
 def test_reads_are_mixed_when_the_current_row_is_filled(comm, transport, monkeypatch):
-    monkeypatch.setattr(Exposure, "_free_row", lambda self: 0)
+    monkeypatch.setattr(PublishedReplica, "_free_row", lambda self: 0)
     assert hammer(comm, torch.float32, transport, until_mixed=True)[2] > 0
 
 
@@ -100,7 +100,7 @@ def test_reads_are_mixed_when_the_current_row_is_filled(comm, transport, monkeyp
 def after_ten_publications(comm) -> tuple[torch.Tensor, int]:
     """What the last rank's evaluator copies of rank 0 that has published 1, was pinned, and published 2 to 11."""
     into, serial, reads = filled(-1), 1, comm.rank == comm.size - 1
-    with Exposure(comm, 5, torch.float64) as exposed:
+    with PublishedReplica(comm, 5, torch.float64) as exposed:
         if comm.rank == 0:
             assert exposed.publish(filled(1))
         comm.Barrier()
@@ -125,14 +125,14 @@ def test_what_is_pinned_stays_through_ten_publications(comm):
 
 
 def test_what_is_pinned_does_not_stay_when_the_owner_ignores_pins(comm, monkeypatch):
-    monkeypatch.setattr(Exposure, "_pins", lambda self: [])
+    monkeypatch.setattr(PublishedReplica, "_pins", lambda self: [])
     into, serial = after_ten_publications(comm)
     assert serial == 1 and (into != 1).all()
 
 
 def copies_what_is_being_filled(comm) -> bool:
     """Whether a reader that pins between the owner's choice of a row and the filling of it goes on to copy that row."""
-    with Exposure(comm, 5, torch.float64) as exposed:
+    with PublishedReplica(comm, 5, torch.float64) as exposed:
         look, chosen = exposed._current, []
 
         def slow_look(peer: int) -> tuple[int, int]:
@@ -153,17 +153,17 @@ def test_a_row_that_was_chosen_before_it_was_pinned_is_not_copied(comm):
 
 
 def test_without_the_second_look_it_would_be(comm, monkeypatch):
-    def hasty(self: Exposure, peer: int, reader: int) -> tuple[int, int]:
+    def hasty(self: PublishedReplica, peer: int, reader: int) -> tuple[int, int]:
         serial, row = self._current(peer)
         self._set_pin(peer, reader, row + 1)
         return serial, row
 
-    monkeypatch.setattr(Exposure, "_pin", hasty)
+    monkeypatch.setattr(PublishedReplica, "_pin", hasty)
     assert copies_what_is_being_filled(comm)
 
 
 def test_an_owner_that_keeps_ahead_is_held_for_one_look(comm):
-    with Exposure(comm, 5, torch.float64) as exposed:
+    with PublishedReplica(comm, 5, torch.float64) as exposed:
         look, published = exposed._current, []
 
         def slow_look(peer: int) -> tuple[int, int]:
@@ -182,7 +182,7 @@ def test_an_owner_that_keeps_ahead_is_held_for_one_look(comm):
 
 
 def test_without_a_free_row_the_last_publication_stands(comm):
-    with Exposure(comm, 5, torch.float64) as exposed:
+    with PublishedReplica(comm, 5, torch.float64) as exposed:
         slow = exposed._n_rows - 1  # readers, each of which holds another publication
         for reader in range(slow):
             assert exposed.publish(filled(reader + 1))
@@ -200,7 +200,7 @@ def test_without_a_free_row_the_last_publication_stands(comm):
 
 
 def test_before_the_first_publication_there_are_zeros(comm):
-    with Exposure(comm, 3, torch.float32) as exposed:
+    with PublishedReplica(comm, 3, torch.float32) as exposed:
         for peer in range(comm.size):
             into = filled(-1, 3, torch.float32)
             assert exposed.read(peer, into) == 0 and (into == 0).all()
@@ -210,7 +210,7 @@ def test_before_the_first_publication_there_are_zeros(comm):
 @pytest.mark.parametrize("size", [1, 7, 1001])
 def test_everybody_reads_everybody(comm, size, transport):
     counting = torch.arange(size, dtype=torch.float32, device=transport.device)
-    with Exposure(comm, size, torch.float32, transport) as exposed:
+    with PublishedReplica(comm, size, torch.float32, transport) as exposed:
         for turn in range(1, 6):
             assert exposed.publish(counting + 100 * comm.rank + turn, weight=turn / 2)
             comm.Barrier()
@@ -222,7 +222,7 @@ def test_everybody_reads_everybody(comm, size, transport):
 
 
 def test_wrong_vectors_and_readers_are_refused(comm):
-    with Exposure(comm, 3, torch.float32) as exposed:
+    with PublishedReplica(comm, 3, torch.float32) as exposed:
         with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
             exposed.publish(filled(1, 3))
         with pytest.raises(ValueError, match=r"float32\[2\] is not"):
@@ -232,7 +232,7 @@ def test_wrong_vectors_and_readers_are_refused(comm):
 
 
 def test_free_is_idempotent_and_a_freed_exposure_refuses(comm):
-    exposed = Exposure(comm, 3, torch.float64)
+    exposed = PublishedReplica(comm, 3, torch.float64)
     exposed.free()
     exposed.free()
     with pytest.raises(ValueError, match="freed"):

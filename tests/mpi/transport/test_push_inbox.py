@@ -9,7 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.transport.push_inbox import SLOTS, Parcels
+from hpcsync.mpi.transport.push_inbox import SLOTS, PushInbox
 from hpcsync.mpi.transport.tensor_window import HOST
 from hpcsync.mpi.transport.ulfm import RankFailed
 
@@ -47,7 +47,7 @@ def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, in
     generator = np.random.default_rng(comm.rank)
     received, parcels_taken = Received(size), 0
     sent, counts, weights = np.zeros((comm.size, size)), np.zeros(comm.size), np.zeros(comm.size)
-    with Parcels(comm, size, torch.float64, transport) as parcels:
+    with PushInbox(comm, size, torch.float64, transport) as parcels:
         end_s = time.monotonic() + BUSY_S
         while time.monotonic() < end_s:
             for _ in range(generator.integers(4)):
@@ -94,7 +94,7 @@ def test_the_receiver_may_compute_meanwhile(comm, needs):
 def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tuple[float, int, float]]:
     """(what rank 0 collects while rank 1 is at work, one more while it is, and when it has left; their sum)."""
     taken, received = [], Received(5)
-    with Parcels(comm, 5, torch.float64) as parcels:
+    with PushInbox(comm, 5, torch.float64) as parcels:
 
         def collect() -> None:
             comm.Barrier()
@@ -130,7 +130,7 @@ def test_an_inbox_is_not_taken_while_somebody_is_at_work_in_it(comm, needs):
 
 def test_a_receiver_that_ignores_who_is_at_work_misses_a_vector_that_is_not_there_yet(comm, needs, monkeypatch):
     needs(3)  # so that there is a slot for it
-    monkeypatch.setattr(Parcels, "_writers", lambda self, inbox: False)
+    monkeypatch.setattr(PushInbox, "_writers", lambda self, inbox: False)
     taken, summary = collected_around_a_sender(comm)
     assert taken[0] == (1.0, 1, 10.0)
     assert summary == (5.0, 2, 50.0)
@@ -139,7 +139,7 @@ def test_a_receiver_that_ignores_who_is_at_work_misses_a_vector_that_is_not_ther
 def sent_across_a_change(comm) -> tuple[float, int]:
     """What rank 0 collects in the end, of 1 and 2, when it changes inboxes between the looks of 2's sender."""
     received = Received(5)
-    with Parcels(comm, 5, torch.float64) as parcels:
+    with PushInbox(comm, 5, torch.float64) as parcels:
         if comm.rank == 1:
             parcels.send(0, filled(1.0))
             look, looks = parcels._active, []
@@ -174,12 +174,12 @@ def test_a_sender_that_comes_too_late_goes_to_the_other_inbox(comm, needs):
 def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeypatch):
     needs(2)
 
-    def hasty(self: Parcels, peer: int) -> int:
+    def hasty(self: PushInbox, peer: int) -> int:
         inbox = self._active(peer)
         self._announce(peer, inbox)
         return inbox
 
-    monkeypatch.setattr(Parcels, "_enter", hasty)
+    monkeypatch.setattr(PushInbox, "_enter", hasty)
     assert sent_across_a_change(comm) == (1.0, 1)
 
 
@@ -192,7 +192,7 @@ def collected_without(
     """What rank 0 collects, twice, when rank 1 has taken so many steps of sending a 2, after so many whole ones of a 1,
     and has been forgotten."""
     taken = []
-    with Parcels(comm, 5, torch.float64) as parcels:
+    with PushInbox(comm, 5, torch.float64) as parcels:
         if comm.rank == 1:
             for _ in range(before):
                 parcels.send(0, filled(1.0), 10.0)
@@ -239,7 +239,7 @@ def test_a_sum_to_which_one_added_that_has_died_cannot_be_used(comm, needs):
 
 
 def collected_alone(comm, before: int) -> None:
-    parcels = Parcels(comm, 5, torch.float64)
+    parcels = PushInbox(comm, 5, torch.float64)
     try:
         if comm.rank == 1:
             for _ in range(before):
@@ -266,7 +266,7 @@ def test_more_senders_than_bits_of_a_word(comm, needs, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_collection_has_all_that_arrived_before(comm, dtype, transport):
     counting = torch.arange(7, dtype=dtype, device=transport.device)
-    with Parcels(comm, 7, dtype, transport) as parcels:
+    with PushInbox(comm, 7, dtype, transport) as parcels:
         for turn in range(1, 4):
             for peer in range(comm.size):
                 if peer != comm.rank:
@@ -285,7 +285,7 @@ def test_one_collection_has_all_that_arrived_before(comm, dtype, transport):
 
 def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
     needs(2)
-    with Parcels(comm, 7, torch.float32, transport) as parcels:
+    with PushInbox(comm, 7, torch.float32, transport) as parcels:
         for n in (SLOTS, SLOTS + 1, 1, 4 * SLOTS):
             for value in range(n):
                 vector = torch.full((7,), float(value), device=transport.device)
@@ -298,7 +298,7 @@ def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
 
 
 def test_wrong_vectors_and_oneself_are_refused(comm):
-    with Parcels(comm, 3, torch.float32) as parcels:
+    with PushInbox(comm, 3, torch.float32) as parcels:
         with pytest.raises(ValueError, match="itself"):
             parcels.send(comm.rank, torch.zeros(3))
         with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
@@ -307,7 +307,7 @@ def test_wrong_vectors_and_oneself_are_refused(comm):
 
 
 def test_free_is_idempotent_and_a_freed_one_refuses(comm):
-    parcels = Parcels(comm, 3, torch.float64)
+    parcels = PushInbox(comm, 3, torch.float64)
     parcels.free()
     parcels.free()
     with pytest.raises(ValueError, match="freed"):

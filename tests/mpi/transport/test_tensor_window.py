@@ -9,7 +9,7 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.mpi.transport import tensor_window
 from hpcsync.mpi.transport.tensor_window import NodeWindow, StagedMpiWindow, Transport
-from hpcsync.mpi.transport.window_test import Attempt, attempt
+from hpcsync.mpi.transport.window_test import WindowTest, attempt
 from hpcsync.trace.reader import load
 from tests.mpi import test_peer_session as without_servers
 from tests.mpi import test_training as with_servers
@@ -64,7 +64,7 @@ def test_images_serve_on_a_node_and_between_nodes(comm, staged):
 def test_an_image_that_is_not_brought_up_to_date_is_found_out(comm, staged, broken, monkeypatch):
     for kind in (NodeWindow, StagedMpiWindow):
         monkeypatch.setattr(kind, broken, lambda self, begin, end: None)
-    assert attempt(comm, Transport("staged"), count=101) == Attempt(failure="what arrives is not what was sent")
+    assert attempt(comm, Transport("staged"), count=101) == WindowTest(failure="what arrives is not what was sent")
 
 
 def test_ranks_may_expose_different_sizes_and_nothing(comm, transport):

@@ -12,11 +12,11 @@ import torch
 
 from hpcsync.core.assignments import Assignment
 from hpcsync.core.roles import Roles
-from hpcsync.mpi.server.channel import Link, Reader
+from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.mailbox import Outbox
-from hpcsync.mpi.transport.messages import OrderRecord
+from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Descent
@@ -25,44 +25,46 @@ SIZE = 1 << 18
 LIMIT_S = 30.0
 
 
-def serve(link: Link, shard: Shard) -> None:
+def serve(link: ServerChannel, shard: Shard) -> None:
     """Update as fast as possible; a PUSHED report is a request to read, LEFT says that a reader has had enough."""
-    inbox = link.inbox(messages.TAG_REPORT, messages.REPORT)
+    inbox = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
     readers = link.roles.n_workers - 1
     while readers:
-        shard.carry_out(OrderRecord(messages.UPDATE, 0, lr=1.0))
+        shard.carry_out(CommandRecord(messages.CommandKind.UPDATE, 0, lr=1.0))
         while (record := inbox.poll()) is not None:
             kind, worker = record[:2]
-            if kind == messages.LEFT:
+            if kind == messages.InfoKind.LEFT:
                 readers -= 1
             else:
-                promise = OrderRecord(messages.PROMISE, worker, iteration=1, version=shard.store.version, local_steps=1)
+                promise = CommandRecord(
+                    messages.CommandKind.PROMISE, worker, iteration=1, version=shard.store.version, local_steps=1
+                )
                 shard.carry_out(promise)
     shard.free()
 
 
-def read(link: Link, *, until_torn: bool, reads: int = 40) -> int:
+def read(link: ServerChannel, *, until_torn: bool, reads: int = 40) -> int:
     """How many of the reads were not uniformly the version promised; asked for at least so many reads."""
     worker = link.roles.worker(link.comm.rank)
-    reader, reports = Reader(link, worker), Outbox(link.comm, messages.TAG_REPORT, messages.REPORT)
-    nothing = (0,) * (len(messages.REPORT) - 2)
+    reader, reports = Reader(link, worker), Outbox(link.comm, messages.TAG_INFO, messages.PUSH_INFO)
+    nothing = (0,) * (len(messages.PUSH_INFO) - 2)
     into = link.tensors.local.new_zeros(SIZE)
     torn, deadline_s = 0, time.monotonic() + LIMIT_S
     reader.read(reader.wait(), [into])
     while reads > 0 or (until_torn and not torn and time.monotonic() < deadline_s):
-        reports.send(0, (messages.PUSHED, worker, *nothing))
+        reports.send(0, (messages.InfoKind.PUSHED, worker, *nothing))
         grants = reader.wait()
         reader.read(grants, [into])
         torn += not (into == grants[0].version).all()
         reads -= 1
-    reports.send(0, (messages.LEFT, worker, *nothing))
+    reports.send(0, (messages.InfoKind.LEFT, worker, *nothing))
     reports.free()
     return torn
 
 
 def torn_reads(comm, transport, *, until_torn: bool) -> int:
     start = torch.zeros(SIZE, dtype=torch.float64, device=transport.device)
-    link = Link(comm, Roles(1, comm.size - 1), SIZE, torch.float64, transport)
+    link = ServerChannel(comm, Roles(1, comm.size - 1), SIZE, torch.float64, transport)
     if comm.rank == 1:
         gradient = start - 1.0
         link.tensors.put(gradient, 0, link.n_buffers * SIZE)

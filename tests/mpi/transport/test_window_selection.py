@@ -9,9 +9,9 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.mpi.transport import backoff, window_selection
 from hpcsync.mpi.transport.tensor_window import Transport
-from hpcsync.mpi.transport.window_selection import Placement, place
-from hpcsync.mpi.transport.window_test import Attempt
-from hpcsync.mpi.transport.window_trials import Rehearsed
+from hpcsync.mpi.transport.window_selection import WindowSelection, place
+from hpcsync.mpi.transport.window_test import WindowTest
+from hpcsync.mpi.transport.window_trials import WindowTrial
 from hpcsync.system import gpu_selection
 from hpcsync.system.gpu_selection import Found, Gpu
 
@@ -43,13 +43,13 @@ class Machine:
     def rehearse(self, kinds):
         self.tried += [f"child {kind}" for kind in kinds]
         times = {kind: took_s for kind, took_s in self.took_s.items() if kind in kinds}
-        return [Rehearsed(kind, took_s, "" if took_s else "ended with status 139") for kind, took_s in times.items()]
+        return [WindowTrial(kind, took_s, "" if took_s else "ended with status 139") for kind, took_s in times.items()]
 
     def attempt(self, comm, transport, count):
         self.tried.append(transport.kind)
         if failure := self.failures.get(transport.kind):
-            return Attempt(failure=failure)
-        return Attempt(0.1, note=self.note)
+            return WindowTest(failure=failure)
+        return WindowTest(0.1, note=self.note)
 
 
 @pytest.fixture
@@ -154,4 +154,4 @@ def test_trial_and_confirmation_with_host_memory_in_the_place_of_gpus(comm, need
 
 def test_on_the_cpu_there_is_nothing_to_choose_or_to_say(comm, machine):
     found = place(comm, job(), torch.device("cpu"))
-    assert (found, found.lines(), machine.tried) == (Placement(), [], [])
+    assert (found, found.lines(), machine.tried) == (WindowSelection(), [], [])

@@ -4,14 +4,14 @@ import time
 
 import pytest
 
-from hpcsync.mpi.transport.backoff import Patience
-from hpcsync.mpi.transport.worker_state import RING, Phases
-from hpcsync.trace.schema import COMPUTING, PUSHING, UNKNOWN
+from hpcsync.mpi.transport.backoff import Backoff
+from hpcsync.mpi.transport.worker_state import RING, WorkerStates
+from hpcsync.trace.schema import Phase
 
 
 @pytest.fixture(params=[True, False], ids=["one node", "several"])
 def phases(comm, request):
-    phases = Phases(comm, one_node=request.param)
+    phases = WorkerStates(comm, one_node=request.param)
     yield phases
     phases.free()
     phases.free()
@@ -19,27 +19,27 @@ def phases(comm, request):
 
 def test_rank_0_sees_what_every_rank_does(comm, phases):
     if comm.rank == 0:
-        assert phases.seen() == [(0, UNKNOWN)] * comm.size
+        assert phases.seen() == [(0, Phase.UNKNOWN)] * comm.size
     comm.Barrier()
     for iteration in range(3 * RING + comm.rank):
-        phases.enter(COMPUTING, iteration)
-    phases.enter(PUSHING, 1000 * comm.rank)
-    Patience(comm).barrier()
+        phases.enter(Phase.COMPUTING, iteration)
+    phases.enter(Phase.PUSHING, 1000 * comm.rank)
+    Backoff(comm).barrier()
     if comm.rank == 0:
-        assert phases.seen() == [(1000 * rank, PUSHING) for rank in range(comm.size)]
+        assert phases.seen() == [(1000 * rank, Phase.PUSHING) for rank in range(comm.size)]
 
 
 def test_a_rank_that_computes_is_seen(comm, phases, needs):
     """It makes no call of MPI after that for half a second."""
     needs(2)
-    phases.enter(PUSHING, 1)
+    phases.enter(Phase.PUSHING, 1)
     comm.Barrier()
     if comm.rank == comm.size - 1:
-        phases.enter(COMPUTING, 2**40)
+        phases.enter(Phase.COMPUTING, 2**40)
         time.sleep(0.5)
     elif comm.rank == 0:
         begin_s = time.perf_counter()
-        while phases.seen()[-1] != (2**40, COMPUTING):
+        while phases.seen()[-1] != (2**40, Phase.COMPUTING):
             assert time.perf_counter() < begin_s + 0.4
             time.sleep(1e-3)
     comm.Barrier()

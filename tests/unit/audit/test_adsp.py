@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.audit.adsp import _Account, _Due
+from hpcsync.audit.adsp import _CommitAccount, _Due
 from hpcsync.audit.ashl import algorithm_1, algorithm_2
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
@@ -265,7 +265,7 @@ def test_rewards_of_a_known_curve(a2, b, d):
     """l(t) = 1 / (a^2 t + b) + d is at the target after so many seconds; or never, at or below d."""
     times_s = (0.0, 1.5, 3.25)
     losses = tuple(1 / (a2 * t + b) + d for t in times_s)
-    account = _Account(Recount(record(FIXED, updates=1)), record(FIXED, updates=1).job.paradigm)
+    account = _CommitAccount(Recount(record(FIXED, updates=1)), record(FIXED, updates=1).job.paradigm)
 
     def is_reward(reward, target, losses=losses):
         return account._is_reward(reward, _Due("reward", 0, 1.0, losses, times_s, target))

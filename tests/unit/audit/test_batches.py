@@ -6,7 +6,7 @@ import pytest
 from hpcsync.audit.batches import check_sizes
 from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
-from hpcsync.trace.schema import APPLIED, DROPPED
+from hpcsync.trace.schema import Outcome
 from tests.unit.trace.recorder import (
     BATCHES,
     PARADIGMS,
@@ -64,7 +64,7 @@ def uneven():
 def test_another_weight(paradigm):
     trace = record(paradigm, jitter=0.3)
     assert failed(trace) == set()
-    for row in np.flatnonzero(trace.tables["pushes"]["outcome"] == APPLIED)[[0, 7, -1]]:
+    for row in np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.APPLIED)[[0, 7, -1]]:
         weight = trace.tables["pushes"]["weight"][row]
         for other in (weight * (1 + 1e-8), 0.0):
             assert failed(edit(trace, "pushes", row, weight=other)) == {OF_COMMITS.get(paradigm, WEIGHTS)}
@@ -73,13 +73,13 @@ def test_another_weight(paradigm):
 @pytest.mark.parametrize("paradigm", ["k-sync", "k-async", "ssp"])
 def test_what_is_dropped_does_not_count(paradigm):
     trace = record(paradigm, jitter=0.3, updates=41)
-    row = np.flatnonzero(trace.tables["pushes"]["outcome"] == DROPPED)[0]
+    row = np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.DROPPED)[0]
     assert failed(edit(trace, "pushes", row, weight=0.1)) == {WEIGHTS}
 
 
 def test_the_weights_of_one_version_are_shares_of_its_samples(uneven):
     pushes = uneven.tables["pushes"]
-    weights = pushes["weight"][pushes["outcome"] == APPLIED]
+    weights = pushes["weight"][pushes["outcome"] == Outcome.APPLIED]
     assert len(set(weights.round(6))) > 5, "an unweighted mean would not be told from this"
     sums = np.bincount(Recount(uneven).applied_version - 1, weights)
     assert sums == pytest.approx(1.0)
@@ -87,7 +87,7 @@ def test_the_weights_of_one_version_are_shares_of_its_samples(uneven):
 
 def test_others_count_by_their_size_and_their_staleness():
     trace = record(with_batches('name = "asp"'), (1.0, 2.0, 3.0))
-    pushes = trace.tables["pushes"][trace.tables["pushes"]["outcome"] == APPLIED]
+    pushes = trace.tables["pushes"][trace.tables["pushes"]["outcome"] == Outcome.APPLIED]
     assert pushes["weight"] == pytest.approx(pushes["batch_size"] / 8)
     inverse, plain = ('name = "k-async"\nk = 2' + more for more in ('\nstaleness_weight = "inverse"', ""))
     weighted, unweighted = (record(paradigm, (1.0, 1.3, 9.0)) for paradigm in (inverse, plain))

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.run import audit
-from hpcsync.core.peer_coordinator import Exchanged, PeerCoordinator, taken_in
-from hpcsync.paradigms.gossip import Peers
-from hpcsync.trace.schema import DIED, LEFT
+from hpcsync.core.peer_coordinator import PeerCoordinator, StepInfo, intake_info
+from hpcsync.paradigms.gossip import PeerSelection
+from hpcsync.trace.schema import Change
 from tests.unit.trace.peer_recorder import in_memory, peer_job
 from tests.unit.trace.recorder import Rows, edit, with_rows
 
@@ -39,15 +39,15 @@ class Gossip:
                 elif round == DIES_AT + 1:
                     if last_push:
                         self.give(DEAD, next(r for r in range(N) if r != DEAD))
-                    self.books.left(round + 0.2, DEAD, DIED)
+                    self.books.left(round + 0.2, DEAD, Change.DIED)
         for worker in sorted({*range(N)} - {DEAD}):
             self.books.left(ROUNDS + 2.0, worker)
         for worker in sorted({*range(N)} - {DEAD}):
             if n := self.take(worker):
-                self.books.exchanged(ROUNDS + 3.0, taken_in(worker, ROUNDS, ROUNDS + 3.0, n, self.weight[worker]))
+                self.books.exchanged(ROUNDS + 3.0, intake_info(worker, ROUNDS, ROUNDS + 3.0, n, self.weight[worker]))
 
     def step(self, worker: int, round: int, knows: bool) -> None:
-        peers = Peers(N, self.job.seed, dead=(DEAD,) if knows else ())
+        peers = PeerSelection(N, self.job.seed, dead=(DEAD,) if knows else ())
         peer = peers.drawn(worker, round, self.weight[worker])
         n_received = int(peer != worker)
         if self.mode != "pull":
@@ -57,7 +57,7 @@ class Gossip:
         begin_s = round + 0.1 * worker
         sent = BYTES * (peer != worker)
         row = (worker, round, peer, begin_s, begin_s + 0.05, 0.05, 0.0, 0.0, BATCH, 0.5, sent, n_received)
-        self.books.exchanged(begin_s + 0.06, Exchanged(*row, self.weight[worker]))
+        self.books.exchanged(begin_s + 0.06, StepInfo(*row, self.weight[worker]))
 
     def give(self, worker: int, peer: int) -> None:
         if self.mode == "push-sum":
@@ -93,8 +93,8 @@ def test_those_who_are_left_draw_each_other(mode, last_push):
 @pytest.mark.parametrize("mode", ["pull", "push", "push-sum"])
 def test_nobody_is_dropped_who_has_not_died(mode):
     trace = Gossip(mode).trace
-    row = int(np.flatnonzero(trace.tables["membership"]["change"] == DIED)[0])
-    assert PEERS in failing(edit(trace, "membership", row, change=LEFT))
+    row = int(np.flatnonzero(trace.tables["membership"]["change"] == Change.DIED)[0])
+    assert PEERS in failing(edit(trace, "membership", row, change=Change.LEFT))
 
 
 def test_nobody_is_dropped_before_it_has_died():
@@ -106,7 +106,7 @@ def test_nobody_is_dropped_before_it_has_died():
 def test_nobody_forgets_a_death():
     """A row of a worker that knew of it, with the peer that it would have drawn before."""
     gossip = Gossip("pull", lags=(0, 0, 0, 0))
-    trace, before = gossip.trace, Peers(N, gossip.job.seed)
+    trace, before = gossip.trace, PeerSelection(N, gossip.job.seed)
     exchanges = trace.tables["exchanges"]
     late = np.flatnonzero((exchanges["now_s"] > DIES_AT + 8) & (exchanges["worker"] == 0))
     row = next(i for i in late if before.drawn(0, int(exchanges["iteration"][i])) == DEAD)

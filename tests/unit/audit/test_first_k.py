@@ -8,7 +8,7 @@ import pytest
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
-from hpcsync.trace.schema import APPLIED, DROPPED
+from hpcsync.trace.schema import Outcome
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows, with_status
 
 SECONDS = (1.0, 1.3, 2.1, 3.7)
@@ -92,7 +92,7 @@ def test_an_update_that_a_departure_completes_is_not_made_before(monkeypatch):
 
 def test_mini_batches_left_over_when_all_have_left_are_no_update():
     trace = record(k("k-batch-async", 2), (1.0, 1.0), leave={0: 3, 1: 2})
-    assert trace.tables["pushes"]["outcome"].tolist() == [APPLIED] * 2 + [DROPPED]
+    assert trace.tables["pushes"]["outcome"].tolist() == [Outcome.APPLIED] * 2 + [Outcome.DROPPED]
     assert failed(trace) == set()
 
 
@@ -102,20 +102,20 @@ def test_mini_batches_left_over_when_all_have_left_are_no_update():
 @pytest.mark.parametrize("name", ["k-sync", "k-batch-sync"])
 def test_synchronous_forms_drop_what_is_late_and_nothing_else(name):
     trace = record(k(name, 2), SECONDS)
-    row = first(trace, outcome=DROPPED)
+    row = first(trace, outcome=Outcome.DROPPED)
     assert trace.tables["pushes"]["staleness"][row] > 0
-    assert LATE in failing(edit(trace, "pushes", row, outcome=APPLIED))
+    assert LATE in failing(edit(trace, "pushes", row, outcome=Outcome.APPLIED))
     assert LATE in failing(edit(trace, "pushes", row, version_read=trace.tables["pushes"]["version_read"][row] + 1))
-    on_time = int(np.flatnonzero(trace.tables["pushes"]["outcome"] == APPLIED)[4])
+    on_time = int(np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.APPLIED)[4])
     assert LATE in failing(edit(trace, "pushes", on_time, version_read=1))
-    assert LATE in failing(edit(trace, "pushes", on_time, outcome=DROPPED))
+    assert LATE in failing(edit(trace, "pushes", on_time, outcome=Outcome.DROPPED))
 
 
 @pytest.mark.parametrize("name", ["k-async", "k-batch-async"])
 def test_asynchronous_forms_drop_what_is_beyond_their_bound_and_nothing_else(name):
     trace = record(k(name, 2, "staleness_max = 1"), SECONDS)
     pushes = trace.tables["pushes"]
-    assert (pushes["outcome"][:-4] == DROPPED).any()
+    assert (pushes["outcome"][:-4] == Outcome.DROPPED).any()
     assert failed(trace) == set()
     assert failing(with_job(trace, k(name, 2, "staleness_max = 5"))) == {BEYOND}
     assert failing(with_job(trace, k(name, 2))) == {BEYOND}
@@ -134,7 +134,7 @@ def test_a_contributor_that_does_not_wait():
 def test_a_late_one_that_waits():
     trace = record(k("k-sync", 2), SECONDS)
     grants, pushes = trace.tables["grants"], trace.tables["pushes"]
-    push = pushes[first(trace, outcome=DROPPED)]
+    push = pushes[first(trace, outcome=Outcome.DROPPED)]
     (row,) = np.flatnonzero((grants["worker"] == push["worker"]) & (grants["iteration"] == push["iteration"] + 1))
     seq = grants["seq"][row]
     after = int(np.flatnonzero(pushes["seq"] > seq)[0])
@@ -161,11 +161,11 @@ def test_only_who_may_stops_early(aborted):
 
 def test_only_what_is_late_stops_early(aborted):
     pushes = aborted.tables["pushes"]
-    applied = int(np.flatnonzero(pushes["outcome"] == APPLIED)[6])
+    applied = int(np.flatnonzero(pushes["outcome"] == Outcome.APPLIED)[6])
     assert failed(edit(aborted, "pushes", applied, share=0.5, wire_bytes=2000)) == {CANCELLED}
     at_the_end = record(k("k-sync", 3, 'cancel = "abort"'), SECONDS, stop_s=16.5)
     pushes = at_the_end.tables["pushes"]
-    left_over = np.flatnonzero((pushes["outcome"] == DROPPED) & (pushes["staleness"] == 0))
+    left_over = np.flatnonzero((pushes["outcome"] == Outcome.DROPPED) & (pushes["staleness"] == 0))
     assert len(left_over)
     assert failed(edit(at_the_end, "pushes", left_over[0], share=0.5, wire_bytes=2000)) == {CANCELLED}
 
@@ -237,7 +237,7 @@ def test_after_a_pending_contribution_some_go_on_and_no_update_follows(name):
         rows = cut.tables[table]
         cut = with_rows(cut, table, rows[rows["seq"] < following])
     rows = cut.tables["pushes"]
-    open_ = (rows["seq"] > last) & (rows["outcome"] == APPLIED)
+    open_ = (rows["seq"] > last) & (rows["outcome"] == Outcome.APPLIED)
     cut = with_rows(cut, "pushes", rows[~open_])
     cut = with_rows(cut, "updates", cut.tables["updates"][:21])
     cut = with_rows(cut, "evaluations", cut.tables["evaluations"][:3])

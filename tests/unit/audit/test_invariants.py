@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.run import audit
-from hpcsync.trace.schema import DIED, JOINED
-from hpcsync.trace.schema import LEFT as LEFT_ROW
 from hpcsync.trace.schema import TABLES as SCHEMA
+from hpcsync.trace.schema import Change
 from tests.unit.trace.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"
@@ -27,7 +26,7 @@ STALENESS = "staleness equals a recount"
 SAMPLES = "samples add up"
 HELD = "held_s is the time from push to grant"
 GAP = "gap_iters equals a recount"
-LEFT = "nobody acts after leaving"
+Change.LEAVING = "nobody acts after leaving"
 END = "stop grants end the run"
 SLOWEST = "the slowest worker is never held"
 WEIGHTS = "weights follow from batch sizes"
@@ -67,7 +66,12 @@ def returning():
 
 def test_the_traces_themselves_pass(ssp, parting, returning):
     assert failing(ssp) == failing(parting) == failing(returning) == set()
-    assert returning.tables["membership"]["change"][:4].tolist() == [LEFT_ROW, JOINED, DIED, JOINED]
+    assert returning.tables["membership"]["change"][:4].tolist() == [
+        Change.LEFT,
+        Change.JOINED,
+        Change.DIED,
+        Change.JOINED,
+    ]
 
 
 # ---- values and numbering --------------------------------------------------------------------------------------------
@@ -276,18 +280,18 @@ def test_another_gap(ssp):
 
 def test_another_worker_left(parting):
     names = failing(edit(parting, "membership", 0, worker=0))
-    assert {REPLAY_GRANTS, LEFT, END} <= names
+    assert {REPLAY_GRANTS, Change.LEFT, END} <= names
 
 
 def test_a_return_that_was_none(returning):
-    (first, second) = np.flatnonzero(returning.tables["membership"]["change"] == JOINED)
+    (first, second) = np.flatnonzero(returning.tables["membership"]["change"] == Change.JOINED)
     # The iterations that it makes then, and the gaps of all, are those of a worker that is there.
-    assert LEFT in failing(edit(returning, "membership", first, change=LEFT_ROW))
-    assert {LEFT, REPLAY_GRANTS} <= failing(edit(returning, "membership", second, change=DIED))
-    assert {LEFT, SEQ} <= failing(remove(returning, "membership", first))
+    assert Change.LEFT in failing(edit(returning, "membership", first, change=Change.LEFT))
+    assert {Change.LEFT, REPLAY_GRANTS} <= failing(edit(returning, "membership", second, change=Change.DIED))
+    assert {Change.LEFT, SEQ} <= failing(remove(returning, "membership", first))
     joined = returning.tables["membership"][first]
     (grant,) = np.flatnonzero(returning.tables["grants"]["seq"] == joined["seq"] + 1)
-    assert failing(edit(returning, "membership", first, worker=0)) >= {LEFT, REPLAY_GRANTS}
+    assert failing(edit(returning, "membership", first, worker=0)) >= {Change.LEFT, REPLAY_GRANTS}
     # Nobody waits for what it has missed, but it is no farther than the slowest either.
     gap_iters = returning.tables["grants"]["gap_iters"][grant]
     assert gap_iters == 0 < returning.tables["grants"]["iteration"][:grant].max() - joined["worker"]
@@ -309,7 +313,9 @@ def test_iterations_may_not_be_left_out_after_a_return(returning):
 
 def test_a_return_after_the_end(ssp):
     seq = int(max(ssp.tables[table]["seq"].max() for table in ("pushes", "grants")))
-    rows = np.array([(seq + i, 999.0, 0, change) for i, change in ((1, LEFT_ROW), (2, JOINED))], SCHEMA["membership"])
+    rows = np.array(
+        [(seq + i, 999.0, 0, change) for i, change in ((1, Change.LEFT), (2, Change.JOINED))], SCHEMA["membership"]
+    )
     assert failing(with_rows(ssp, "membership", rows[:1])) == set()
     assert {END, REPLAY_GRANTS} <= failing(with_rows(ssp, "membership", rows))
 
@@ -319,7 +325,7 @@ def test_a_worker_that_leaves_twice(ssp):
     rows = trace.tables["membership"]
     again = rows[-1:].copy()
     again["seq"] += 1
-    assert LEFT in failing(with_rows(trace, "membership", np.concatenate([rows, again])))
+    assert Change.LEFT in failing(with_rows(trace, "membership", np.concatenate([rows, again])))
 
 
 def test_a_stop_with_credits(ssp):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hpcsync.audit.run import audit, main
 from hpcsync.trace import reader
-from hpcsync.trace.schema import EVERYBODY, NOBODY
+from hpcsync.trace.schema import ALL_PEERS, NO_PEER
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, remove, with_rows, with_status
@@ -50,7 +50,7 @@ def find(trace, table="exchanges", **values):
 def with_exchange(trace):
     """The first row of an exchange with somebody else."""
     rows = trace.tables["exchanges"]
-    return int(np.flatnonzero((rows["peer"] != NOBODY) & (rows["peer"] != rows["worker"]))[0])
+    return int(np.flatnonzero((rows["peer"] != NO_PEER) & (rows["peer"] != rows["worker"]))[0])
 
 
 @pytest.fixture(scope="module", params=PARADIGMS)
@@ -185,7 +185,7 @@ def test_who_has_ended_does_not_go_on_and_only_pushes_come_late(traces):
     pull = traces["pull"].tables["exchanges"]
     late = pull[-1:].copy()
     late["batch_size"] = late["n_received"] = late["wire_bytes"] = 0
-    late["peer"] = NOBODY
+    late["peer"] = NO_PEER
     assert failing(with_rows(traces["pull"], "exchanges", np.append(pull, late))) == {ITERATIONS}
     push = traces["push"]
     assert (push.tables["exchanges"]["batch_size"] == 0).any()  # as it may be there
@@ -232,7 +232,7 @@ def test_iterations_of_a_worker_do_not_overlap(traces):
 
 def test_peers(trace):
     row = with_exchange(trace)
-    for other in {EVERYBODY, NOBODY, 0, 1, 2} - {int(trace.tables["exchanges"]["peer"][row])}:
+    for other in {ALL_PEERS, NO_PEER, 0, 1, 2} - {int(trace.tables["exchanges"]["peer"][row])}:
         assert failing(edit(trace, "exchanges", row, peer=other)) == {PEERS}
 
 
@@ -248,7 +248,7 @@ def as_seed(trace, other):
 
 def test_local_steps_are_with_nobody(traces):
     for paradigm in ("local-sgd", "push-sum", "permutation"):
-        row = find(traces[paradigm], peer=NOBODY)
+        row = find(traces[paradigm], peer=NO_PEER)
         assert failing(edit(traces[paradigm], "exchanges", row, peer=1)) == {PEERS}
 
 
@@ -308,7 +308,7 @@ def test_bytes(trace):
 
 def test_nothing_moves_without_an_exchange(traces):
     for paradigm in ("local-sgd", "push-sum"):
-        row = find(traces[paradigm], peer=NOBODY)
+        row = find(traces[paradigm], peer=NO_PEER)
         assert failing(edit(traces[paradigm], "exchanges", row, wire_bytes=8)) == {BYTES}
     rows = traces["pull"].tables["exchanges"]
     itself = int(np.flatnonzero(rows["peer"] == rows["worker"])[0])

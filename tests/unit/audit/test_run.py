@@ -9,7 +9,7 @@ from rich.console import Console
 from hpcsync.audit import run as auditing
 from hpcsync.audit.run import audit, main
 from hpcsync.trace.reader import load
-from hpcsync.trace.schema import DROPPED
+from hpcsync.trace.schema import Outcome
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace.recorder import (
     PARADIGMS,
@@ -110,7 +110,7 @@ def test_no_value_that_is_audited_can_change_unnoticed(paradigm, table):
         values = trace.tables[table][column]
         for row in range(len(column) % 3, len(values), 1 + len(values) // 6):
             value = values[row]
-            if column == "batch_size" and table == "pushes" and trace.tables[table]["outcome"][row] == DROPPED:
+            if column == "batch_size" and table == "pushes" and trace.tables[table]["outcome"][row] == Outcome.DROPPED:
                 continue  # a script may change it, and what is dropped has no samples anywhere
             for other in (b"other",) if values.dtype.kind == "S" else (value + 1, value - 1):
                 if other != other or other == value or (column == "local_steps" and value and other > 0):

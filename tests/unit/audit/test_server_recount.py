@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.iteration_counts import NEVER, follow, running_count
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 from tests.unit.trace.recorder import PARADIGMS, Rows, as_trace, make_job, play, record, remove, with_status
 
 HOWS = [
@@ -54,7 +54,7 @@ def test_versions_are_those_of_a_walk(paradigm):
     trace = record(paradigm, jitter=0.5, leave={1: 4})
     recount = Recount(trace)
     pushes = trace.tables["pushes"]
-    applied = [row["seq"] for row in pushes[pushes["outcome"] == APPLIED]]
+    applied = [row["seq"] for row in pushes[pushes["outcome"] == Outcome.APPLIED]]
     versions, last_seqs = [], []
     for update in trace.tables["updates"]:
         taken = list(itertools.islice(applied, len(versions), len(versions) + int(update["n_contributions"])))

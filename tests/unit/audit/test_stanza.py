@@ -10,7 +10,7 @@ import pytest
 from hpcsync.audit.run import audit
 from hpcsync.config.job import Script
 from hpcsync.planning.split_cost import SEPARATED
-from hpcsync.trace.schema import EVERYBODY
+from hpcsync.trace.schema import ALL_PEERS
 from tests.unit.trace.peer_recorder import in_memory, peer_job, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, with_rows, with_status
 
@@ -96,7 +96,7 @@ def test_every_check_has_a_name_of_its_own(trace):
 # ---- negative controls -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("worker", "others"), [(0, (2, 1)), (2, (EVERYBODY, 1, 3)), (4, (0, EVERYBODY))])
+@pytest.mark.parametrize(("worker", "others"), [(0, (2, 1)), (2, (ALL_PEERS, 1, 3)), (4, (0, ALL_PEERS))])
 def test_peers(trace, worker, others):
     for other in others:
         assert failing(edit(trace, "exchanges", find(trace, worker=worker, iteration=3), peer=other)) == {PEERS}

@@ -5,11 +5,11 @@ import pytest
 
 from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm, decision_fields
-from hpcsync.mpi.rank0.straggler_report import Watch
+from hpcsync.mpi.rank0.straggler_report import StragglerReport
 from hpcsync.simulator import cluster, peer_transfers
 from hpcsync.simulator.factory import simulation
-from hpcsync.simulator.server_run import Simulation
-from hpcsync.trace.schema import COMPUTING, WAITING
+from hpcsync.simulator.server_run import ServerSimulation
+from hpcsync.trace.schema import Phase
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.trace.recorder import Rows, as_trace, edit, remove
@@ -26,10 +26,10 @@ class Phases:
         self._phases = phases
 
     def seen(self):
-        return [(0, COMPUTING) if phase == COMPUTING else (STALLED, phase) for phase in self._phases]
+        return [(0, Phase.COMPUTING) if phase == Phase.COMPUTING else (STALLED, phase) for phase in self._phases]
 
 
-def record(paradigm, phases=(COMPUTING,) * 3):
+def record(paradigm, phases=(Phase.COMPUTING,) * 3):
     """Worker 1 stalls for a while, the others do not; a short look after every push of anybody."""
     events = [
         {"worker": 1, "at_iteration": STALLED, "change": "slow", "factor": 30.0},
@@ -46,11 +46,11 @@ def record(paradigm, phases=(COMPUTING,) * 3):
     def look(now_s, run):
         if not watches:
             places = [(rank, f"n{rank}") for rank in range(3)]
-            watches.append(Watch(run, Phases(phases), trace, places, job.paradigm.bound))
+            watches.append(StragglerReport(run, Phases(phases), trace, places, job.paradigm.bound))
         watches[0].look(now_s)
 
     if job.has_servers:
-        Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), trace, look).run()
+        ServerSimulation(job, workload, cluster.build(job, workload), create_paradigm(job), trace, look).run()
     else:
         simulation(job, workload, peer_transfers.build(job, workload), trace, look).run()
     return as_trace(job, trace.rows, decision_fields(job))
@@ -109,7 +109,9 @@ def test_the_report_says_who_where_and_who_waits(capsys):
 
 
 def test_those_that_wait_for_each_other_all_stall(capsys):
-    stalls = record({"name": "gossip", "mode": "pull"}, (WAITING, WAITING, COMPUTING)).tables["stalls"]
+    stalls = record({"name": "gossip", "mode": "pull"}, (Phase.WAITING, Phase.WAITING, Phase.COMPUTING)).tables[
+        "stalls"
+    ]
     assert not len(stalls), "who waits for others does not"
-    stalls = record({"name": "gossip", "mode": "pull"}, (WAITING,) * 3).tables["stalls"]
+    stalls = record({"name": "gossip", "mode": "pull"}, (Phase.WAITING,) * 3).tables["stalls"]
     assert set(stalls["worker"]) == {1}, "of those that wait for each other it is not known for whom"

@@ -11,7 +11,7 @@ import pytest
 from hpcsync import bench
 from hpcsync.bench import BenchError, Target
 from hpcsync.config.errors import JobError
-from hpcsync.mpi.transport.window_trials import Rehearsed
+from hpcsync.mpi.transport.window_trials import WindowTrial
 from hpcsync.system.gpu_selection import Found
 from hpcsync.system.launcher import Ended
 
@@ -132,7 +132,7 @@ def test_without_a_gpu_nothing_is_measured(launched, monkeypatch, tmp_path):
 
 
 def test_the_fastest_windows_come_first_and_those_that_fail_not_at_all(monkeypatch):
-    trials = [Rehearsed("staged", 0.003), Rehearsed("ipc", 0.002), Rehearsed("mpi", failure="crashes")]
+    trials = [WindowTrial("staged", 0.003), WindowTrial("ipc", 0.002), WindowTrial("mpi", failure="crashes")]
     monkeypatch.setattr(bench, "rehearse", lambda: trials)
     kinds, why = bench.windows()
     assert kinds == ["ipc", "staged"]

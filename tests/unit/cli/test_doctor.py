@@ -8,7 +8,7 @@ import pytest
 
 from hpcsync.cli import doctor
 from hpcsync.cli.doctor import Finding, ProbeError
-from hpcsync.mpi.transport.window_trials import Rehearsed
+from hpcsync.mpi.transport.window_trials import WindowTrial
 from hpcsync.system import launcher
 
 GOOD = {
@@ -107,7 +107,9 @@ def test_a_launcher_that_is_missing(probes: dict, monkeypatch: pytest.MonkeyPatc
 )
 def test_gpus(probes: dict, found: dict, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     probes["gpu"] = found
-    monkeypatch.setattr(doctor, "rehearse", lambda: [Rehearsed("staged", 0.002), Rehearsed("mpi", None, "status -11")])
+    monkeypatch.setattr(
+        doctor, "rehearse", lambda: [WindowTrial("staged", 0.002), WindowTrial("mpi", None, "status -11")]
+    )
     first, *windows = doctor.gpus()
     assert first == Finding("GPU", "ok", words)
     assert [finding.verdict for finding in windows] == ["ok"] * (not found["why"])
@@ -115,7 +117,7 @@ def test_gpus(probes: dict, found: dict, words: str, monkeypatch: pytest.MonkeyP
 
 
 def test_gpus_that_no_window_serves_are_bad() -> None:
-    finding = doctor.gpu_windows([Rehearsed("staged", None, "hangs"), Rehearsed("ipc", None, "status -11")])
+    finding = doctor.gpu_windows([WindowTrial("staged", None, "hangs"), WindowTrial("ipc", None, "status -11")])
     assert (finding.verdict, finding.found) == ("bad", "staged: hangs; ipc: status -11") and "cpu" in finding.to_do
 
 

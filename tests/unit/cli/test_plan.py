@@ -13,7 +13,7 @@ from hpcsync.cli import app
 from hpcsync.cli import plan as plans
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Shape, Times
-from hpcsync.planning.stanza_planner import Link, Profile, choose, stanza_s, without_separation
+from hpcsync.planning.stanza_planner import Link, SplitProfile, choose, stanza_s, without_separation
 
 ASKED = {"--model": "alexnet", "--nodes": "10", "--bandwidth-gbit": "10", "--batch": "128"}
 TOML = "conv_forward_ms = 20\nconv_backward_ms = 40.5\nfc_ms = 8\nfc_fixed_ms = 5\n"
@@ -43,7 +43,7 @@ def numbers(tmp_path: Path, **changed: str) -> dict:
 
 def test_the_numbers_are_the_planners(recorded: str, tmp_path: Path) -> None:
     found = numbers(tmp_path, profile=recorded)
-    profile = Profile(RECORDED, Shape(*ALEXNET), 128)
+    profile = SplitProfile(RECORDED, Shape(*ALEXNET), 128)
     expected = choose(profile, LINKS, 10)
     assert found["stanza"] == [row._asdict() for row in expected.rows]
     assert found["others"] == [row._asdict() for row in without_separation(profile, LINKS, 10)]
@@ -56,7 +56,7 @@ def test_the_numbers_are_the_planners(recorded: str, tmp_path: Path) -> None:
 def test_options_reach_the_planner(recorded: str, tmp_path: Path) -> None:
     changed = {"latency_us": "7", "micro_batches": "4", "bandwidth_gbit": "1", "batch": "64", "nodes": "4"}
     found = numbers(tmp_path, profile=recorded, **changed)
-    profile = Profile(RECORDED, Shape(*ALEXNET), 64)
+    profile = SplitProfile(RECORDED, Shape(*ALEXNET), 64)
     seconds = [stanza_s(profile, Link(1.25e8, 7e-6), Groups(4, n_fc), micro_batches=4) for n_fc in (1, 2)]
     assert [row["seconds"] for row in found["stanza"]] == seconds
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync.cli import app
-from hpcsync.cli.slurm import Asked, script
+from hpcsync.cli.slurm import BatchRequest, script
 from hpcsync.config.errors import JobError
 
 JOB = """
@@ -23,7 +23,7 @@ optimizer = {name = "sgd", lr = 0.1}
 stop = {updates = 5}
 paradigm = {name = "bsp"}
 """
-TWO_BY_TWO = Asked(nodes=[2], ntasks_per_node=[2], mpi="pmix")
+TWO_BY_TWO = BatchRequest(nodes=[2], ntasks_per_node=[2], mpi="pmix")
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_is_not_asked_for_is_not_there(job: Path) -> None:
 
 
 def test_two_kinds_of_nodes_are_one_job_and_one_srun(job: Path, tmp_path: Path) -> None:
-    asked = Asked([1, 2], [2, 1], [1, 4], partition=["old", "new"], mpi="pmi2", time="10")
+    asked = BatchRequest([1, 2], [2, 1], [1, 4], partition=["old", "new"], mpi="pmi2", time="10")
     text = script(job, [], asked, "")
     first, second = " ".join(directives(text)).split(" hetjob ")
     assert first.endswith("--time=10 --partition=old --nodes=1 --ntasks-per-node=2 --cpus-per-task=1")
@@ -102,7 +102,7 @@ def test_two_kinds_of_nodes_are_one_job_and_one_srun(job: Path, tmp_path: Path) 
 
 
 def test_what_is_given_once_holds_for_both_kinds(job: Path) -> None:
-    text = script(job, [], Asked([1], [1], [2], partition=["old", "new"], mpi="pmix"), "")
+    text = script(job, [], BatchRequest([1], [1], [2], partition=["old", "new"], mpi="pmix"), "")
     assert text.count("#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=2") == 2
 
 

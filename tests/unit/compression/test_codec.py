@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from hpcsync.compression import CODECS, Layout, create
+from hpcsync.compression import CODECS, TensorLayout, create
 from hpcsync.compression.codec import blocks
 from tests.unit.compression.vectors import CUTS, LAYOUT, decoded, shard, vector
 
@@ -94,7 +94,7 @@ def test_the_same_seed_gives_the_same_bytes(name, options):
 @pytest.mark.parametrize("shapes", [[(5,)], [(0, 3)], [(1, 1)], [(7, 1), (1, 7)]])
 @EVERY
 def test_any_layout_will_do(shapes, name, options):
-    layout = Layout(shapes)
+    layout = TensorLayout(shapes)
     codec = create(name, layout, np.float32, **options)
     given = vector(layout=layout)
     n = layout.size
@@ -142,7 +142,7 @@ def test_an_option_that_a_codec_does_not_have_is_refused():
 
 
 def test_pieces_are_what_lies_between():
-    layout = Layout([(2, 3), (4,), (0,), (5,)])
+    layout = TensorLayout([(2, 3), (4,), (0,), (5,)])
     assert (layout.size, layout.begins) == (15, [0, 6, 10, 10])
     assert layout.pieces(0, 15) == [(0, 0, 6), (1, 6, 10), (3, 10, 15)]
     assert layout.pieces(5, 11) == [(0, 5, 6), (1, 6, 10), (3, 10, 11)]

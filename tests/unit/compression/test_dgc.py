@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcsync.compression import ErrorFeedback, Layout, create
+from hpcsync.compression import ErrorFeedback, TensorLayout, create
 from hpcsync.compression.dgc import DGC
 from tests.unit.compression.test_sparse import by_sorting
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
@@ -101,7 +101,7 @@ def test_nothing_is_lost():
 
 
 def test_a_large_gradient_is_clipped_and_a_small_one_is_not():
-    layout = Layout([(2,)])
+    layout = TensorLayout([(2,)])
     codec = create("dgc", layout, np.float64, momentum=0.0, clip=1.0)
     assert decoded(codec, codec.encode(np.array([3.0, 4.0]))) == pytest.approx([0.6, 0.8])
     assert decoded(codec, codec.encode(np.array([0.3, 0.4]))).tolist() == [0.3, 0.4]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcsync.compression import CODECS, ErrorFeedback, Layout, create
+from hpcsync.compression import CODECS, ErrorFeedback, TensorLayout, create
 from hpcsync.compression.sparse import TopK
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
@@ -58,7 +58,7 @@ def descended(codec, steps=1500):
 
 
 def test_without_error_feedback_small_gradients_are_never_heard():
-    layout = Layout([(2, 5)])
+    layout = TensorLayout([(2, 5)])
     assert np.abs(descended(create("top-k", layout, np.float64, ratio=0.1))).max() < 0.05
     assert (descended(create("top-k", layout, np.float64, ratio=0.1, error_feedback=False)) == 1.0).all()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.compression import Layout, create
+from hpcsync.compression import TensorLayout, create
 from hpcsync.compression.half_precision import Bf16
 from tests.unit.compression.vectors import decoded
 
@@ -30,7 +30,7 @@ def casts(codec, dtype, given):
 @pytest.mark.parametrize(("name", "dtype"), CASTS)
 def test_every_bit_is_that_of_torchs_cast(name, dtype):
     given = awkward()
-    came, cast = casts(create(name, Layout([given.shape]), np.float32), dtype, given)
+    came, cast = casts(create(name, TensorLayout([given.shape]), np.float32), dtype, given)
     assert (np.isnan(came) == np.isnan(given)).all()
     number = ~np.isnan(given)
     assert came[number].tobytes() == cast[number].tobytes()
@@ -39,7 +39,7 @@ def test_every_bit_is_that_of_torchs_cast(name, dtype):
 @pytest.mark.parametrize(("name", "dtype"), CASTS)
 def test_doubles_are_rounded_too(name, dtype):
     given = np.random.default_rng(2).standard_normal(1000)
-    came, cast = casts(create(name, Layout([given.shape]), np.float64), dtype, given)
+    came, cast = casts(create(name, TensorLayout([given.shape]), np.float64), dtype, given)
     assert came.dtype == np.float64 and came.tolist() == cast.tolist()
 
 
@@ -49,10 +49,10 @@ def test_cutting_off_the_lower_half_would_be_caught():
             return values.view(np.uint32) >> 16
 
     given = np.random.default_rng(2).standard_normal(1000).astype(np.float32)
-    came, cast = casts(Cut(Layout([given.shape]), np.float32), torch.bfloat16, given)
+    came, cast = casts(Cut(TensorLayout([given.shape]), np.float32), torch.bfloat16, given)
     assert (came != cast).mean() > 0.4
 
 
 def test_an_element_takes_two_bytes():
-    codec = create("bf16", Layout([(7,)]), np.float32)
+    codec = create("bf16", TensorLayout([(7,)]), np.float32)
     assert codec.capacity(2, 7) == codec.nominal_bytes(2, 7) == 10

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcsync.compression import Layout, create
+from hpcsync.compression import TensorLayout, create
 from hpcsync.compression.one_bit import OneBit
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
@@ -44,21 +44,21 @@ def test_one_mean_for_both_signs_would_be_caught():
 
 @pytest.mark.parametrize("name", ["one-bit", "sign"])
 def test_zero_counts_as_positive(name):
-    codec = create(name, Layout([(1, 4)]), np.float64, error_feedback=False)
+    codec = create(name, TensorLayout([(1, 4)]), np.float64, error_feedback=False)
     came = decoded(codec, codec.encode(np.array([0.0, -3.0, -0.0, 9.0])))
     assert came.tolist() == ([3.0, -3.0, 3.0, 3.0])
 
 
 @pytest.mark.parametrize("name", ["one-bit", "sign"])
 def test_one_sign_only_leaves_no_mean_of_none(name):
-    codec = create(name, Layout([(1, 3)]), np.float64, error_feedback=False)
+    codec = create(name, TensorLayout([(1, 3)]), np.float64, error_feedback=False)
     for same in (np.full(3, 2.0), np.full(3, -2.0)):
         assert decoded(codec, codec.encode(same)).tolist() == same.tolist()
 
 
 @pytest.mark.parametrize("name", ["one-bit", "sign"])
 def test_an_element_takes_a_bit_and_a_matrix_two_values(name):
-    codec = create(name, Layout([(10, 100), (20, 50), (7,)]), np.float32)
+    codec = create(name, TensorLayout([(10, 100), (20, 50), (7,)]), np.float32)
     assert codec.capacity(0, 2007) == codec.nominal_bytes(0, 2007) == 2 * 8 + 7 * 4 + 251
     assert codec.capacity(995, 1003) == 2 * 8 + 1
     assert codec.capacity(2001, 2003) == 2 * 4 + 1

@@ -3,11 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcsync.compression import Layout, create
+from hpcsync.compression import TensorLayout, create
 from hpcsync.compression.powersgd import PowerSGD
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
-MATRIX = Layout([(40, 30)])
+MATRIX = TensorLayout([(40, 30)])
 
 
 def of_rank(rank, seed=1, n=40, m=30):
@@ -75,7 +75,7 @@ def test_the_warm_start_finds_the_best_approximation():
 
 
 def test_only_what_becomes_less_than_half_as_large_is_sent_in_parts():
-    layout = Layout([(12, 12), (8, 7), (100,), (100, 1), (4, 3, 3, 3)])
+    layout = TensorLayout([(12, 12), (8, 7), (100,), (100, 1), (4, 3, 3, 3)])
     codec = create("powersgd", layout, np.float32, rank=2, error_feedback=False)
     given = vector(layout=layout)
     same = decoded(codec, codec.encode(given)) == given
@@ -131,7 +131,7 @@ def test_the_mean_is_exact_if_it_has_the_rank():
 
 @pytest.mark.parametrize("feedback", [True, False])
 def test_without_matrices_it_is_the_mean(feedback):
-    layout = Layout([(5,), (2, 2)])
+    layout = TensorLayout([(5,), (2, 2)])
     codecs = [create("powersgd", layout, np.float64, error_feedback=feedback) for _ in range(2)]
     assert codecs[0].factor_sizes == (9, 0)
     for step in range(2):

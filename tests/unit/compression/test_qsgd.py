@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcsync.compression import Layout, create
+from hpcsync.compression import TensorLayout, create
 from hpcsync.compression.qsgd import QSGD, touched
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
@@ -12,7 +12,7 @@ N = 40
 
 def draws(codec, given, n=5000):
     """So many decoded draws of one bucket at a time: buckets are drawn independently of each other."""
-    wide = type(codec)(Layout([(n * len(given),)]), codec.dtype, levels=codec.levels, bucket=codec.bucket)
+    wide = type(codec)(TensorLayout([(n * len(given),)]), codec.dtype, levels=codec.levels, bucket=codec.bucket)
     return decoded(wide, wide.encode(np.tile(given, n))).reshape(n, len(given))
 
 
@@ -24,7 +24,7 @@ def is_unbiased(codec, given, n=5000):
 
 
 def one(levels, dtype=np.float64, codec=QSGD):
-    return codec(Layout([(N,)]), dtype, levels=levels, bucket=N)
+    return codec(TensorLayout([(N,)]), dtype, levels=levels, bucket=N)
 
 
 @pytest.mark.parametrize("levels", [1, 4, 127, 1000])
@@ -56,7 +56,7 @@ def test_the_variance_is_within_its_bound(levels):
 
 @pytest.mark.parametrize(("levels", "dtype"), [(1, np.int8), (127, np.int8), (128, np.int16), (32767, np.int16)])
 def test_no_level_is_beyond_the_last_even_of_an_element_that_is_its_buckets_norm(levels, dtype):
-    codec = create("qsgd", Layout([(20_000,)]), np.float32, levels=levels, bucket=4)
+    codec = create("qsgd", TensorLayout([(20_000,)]), np.float32, levels=levels, bucket=4)
     given = np.zeros(20_000, np.float32)
     given[::8], given[4::8] = np.float32(1 / 3), np.float32(-1e5 / 3)
     encoded = codec.encode(given)
@@ -66,17 +66,17 @@ def test_no_level_is_beyond_the_last_even_of_an_element_that_is_its_buckets_norm
 
 
 def test_a_bucket_of_zeros_is_zero_beside_others():
-    codec = create("qsgd", Layout([(12,)]), np.float64, bucket=4)
+    codec = create("qsgd", TensorLayout([(12,)]), np.float64, bucket=4)
     given = np.array([1.0, 2, 3, 4, 0, 0, 0, 0, 1e-300, 0, 0, 0])
     came = decoded(codec, codec.encode(given))
     assert came[:4].all() and not came[4:].any()
 
 
 def test_a_payload_is_a_norm_for_each_bucket_touched_and_a_level_for_each_element():
-    codec = create("qsgd", Layout([(2000,)]), np.float32)
+    codec = create("qsgd", TensorLayout([(2000,)]), np.float32)
     assert codec.capacity(0, 2000) == codec.nominal_bytes(0, 2000) == 4 * 4 + 2000
     assert codec.capacity(511, 513) == 2 * 4 + 2
-    assert create("qsgd", Layout([(2000,)]), np.float32, levels=128).capacity(512, 1024) == 4 + 2 * 512
+    assert create("qsgd", TensorLayout([(2000,)]), np.float32, levels=128).capacity(512, 1024) == 4 + 2 * 512
     assert touched(512, 1024, 512) == (1, 2)
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hpcsync.compression import Layout, create
+from hpcsync.compression import TensorLayout, create
 from hpcsync.compression.sparse import TopK, largest
 from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
@@ -67,14 +67,14 @@ def test_top_k_sends_the_largest_of_each_matrix_and_all_biases():
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(np.float32, 4), (np.float64, 8)])
 def test_a_payload_takes_a_position_and_a_value_for_each(dtype, itemsize):
-    codec = create("top-k", Layout([(100, 100)]), dtype, ratio=0.01)
+    codec = create("top-k", TensorLayout([(100, 100)]), dtype, ratio=0.01)
     encoded = codec.encode(np.random.default_rng(1).standard_normal(10_000).astype(dtype))
     assert len(encoded.payload(0, 10_000)) == codec.nominal_bytes(0, 10_000) == 8 + 100 * (itemsize + 4)
     assert codec.nominal_bytes(0, 5_000) == 8 + 50 * (itemsize + 4)
 
 
 def test_a_ratio_counts_once_and_from_a_half_on_everything_is_sent():
-    layout = Layout([(100, 100)])
+    layout = TensorLayout([(100, 100)])
     codec = create("top-k", layout, np.float32, ratio=0.01, error_feedback=False)
     given = np.random.default_rng(1).standard_normal(10_000).astype(np.float32)
     for ratio, count in ((0.2, 2000), (float("nan"), 100), (0.49, 4900), (0.5, 10_000), (1.0, 10_000)):
@@ -84,7 +84,7 @@ def test_a_ratio_counts_once_and_from_a_half_on_everything_is_sent():
 
 
 def test_random_k_is_unbiased_without_error_feedback():
-    layout = Layout([(20, 5), (4,)])
+    layout = TensorLayout([(20, 5), (4,)])
     codec = create("random-k", layout, np.float64, seed=1, ratio=0.1, error_feedback=False)
     given, draws = vector(layout=layout, dtype=np.float64), 4000
     sent = np.array([decoded(codec, codec.encode(given)) for _ in range(draws)])
@@ -97,9 +97,9 @@ def test_random_k_is_unbiased_without_error_feedback():
 
 @pytest.mark.parametrize("name", ["top-k", "random-k", "dgc"])
 def test_positions_that_would_not_fit_are_refused(name):
-    create(name, Layout([(2**31 - 1,)]), np.float32)
+    create(name, TensorLayout([(2**31 - 1,)]), np.float32)
     with pytest.raises(ValueError, match="the vector has 2147483648 elements; fewer than 2147483648 are needed"):
-        create(name, Layout([(2**16, 2**15)]), np.float32)
+        create(name, TensorLayout([(2**16, 2**15)]), np.float32)
 
 
 def test_random_k_with_error_feedback_sends_what_is_there():
@@ -123,7 +123,7 @@ def test_a_codec_that_sends_the_smallest_would_be_caught():
         def _select(self, tensor, count):
             return np.sort(np.argsort(np.abs(tensor))[:count])
 
-    codec = Smallest(Layout([(10, 10)]), np.float64, ratio=0.1)
+    codec = Smallest(TensorLayout([(10, 10)]), np.float64, ratio=0.1)
     given = np.random.default_rng(1).standard_normal(100)
     assert np.flatnonzero(decoded(codec, codec.encode(given))).tolist() != by_sorting(given, 10).tolist()
 
@@ -131,5 +131,5 @@ def test_a_codec_that_sends_the_smallest_would_be_caught():
 def test_of_too_many_that_are_not_numbers_no_more_are_sent_than_of_others():
     given = np.random.default_rng(1).standard_normal(10_000)
     given[::50] = np.nan
-    codec = create("top-k", Layout([(100, 100)]), np.float64, ratio=0.01, error_feedback=False)
+    codec = create("top-k", TensorLayout([(100, 100)]), np.float64, ratio=0.01, error_feedback=False)
     assert np.count_nonzero(decoded(codec, codec.encode(given))) == 100

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from hpcsync.compression import Layout, create
+from hpcsync.compression import TensorLayout, create
 from tests.unit.compression.vectors import decoded, vector
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
 
 RANKS, STEPS = 2, 6
-LAYOUT = Layout([(30, 40), (30,), (16, 3, 5, 5), (10, 30), (10,), (2, 3)])
+LAYOUT = TensorLayout([(30, 40), (30,), (16, 3, 5, 5), (10, 30), (10,), (2, 3)])
 
 
 class Bucket:

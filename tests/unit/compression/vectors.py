@@ -6,10 +6,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from hpcsync.compression import Layout
+from hpcsync.compression import TensorLayout
 
 # Matrices, a kernel, biases, a scalar, nothing at all, and sizes that no bucket, byte or block divides.
-LAYOUT = Layout([(37, 53), (53,), (8, 3, 5, 5), (), (0, 4), (41, 29), (3,), (2, 2)])
+LAYOUT = TensorLayout([(37, 53), (53,), (8, 3, 5, 5), (), (0, 4), (41, 29), (3,), (2, 2)])
 CUTS = [
     (0, LAYOUT.size),
     (0, 1000, LAYOUT.size),

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcsync.compression import CODECS, ErrorFeedback, Layout, create
+from hpcsync.compression import CODECS, ErrorFeedback, TensorLayout, create
 from hpcsync.compression.dgc import DGC
-from hpcsync.config.compression import Codec, Dense
+from hpcsync.config.compression import CodecOptions, DenseOptions
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import KINDS, Job
 from tests.unit.jobs import make_job
@@ -35,12 +35,12 @@ def error(name: str, **keys: Any) -> str:
 
 def options(name: str, **keys: Any) -> dict[str, Any]:
     compression = job(name, **keys).compression
-    assert isinstance(compression, Codec)
+    assert isinstance(compression, CodecOptions)
     return compression.options
 
 
 def test_nothing_is_compressed_unless_it_is_said() -> None:
-    assert make_job().compression == Dense(name="none") == job("none").compression
+    assert make_job().compression == DenseOptions(name="none") == job("none").compression
     assert [make_job().compresses, job("none").compresses, job("fp16").compresses] == [False, False, True]
 
 
@@ -69,13 +69,13 @@ def test_every_codec_has_its_defaults_here() -> None:
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_codecs_take_what_they_are_given(name: str) -> None:
-    codec = create(name, Layout([(4, 4), (3,)]), np.float64, **options(name))
+    codec = create(name, TensorLayout([(4, 4), (3,)]), np.float64, **options(name))
     assert isinstance(codec, ErrorFeedback) == DEFAULTS[name].get("error_feedback", False)
 
 
 def test_dgc_takes_what_it_need_not_be_given() -> None:
     given: dict[str, Any] = {"clip": 2, "warmup": 6, "warmup_ratios": [0.5, 0.25], "ratio": 0.125}
-    codec = create("dgc", Layout([(4, 4)]), np.float32, **options("dgc", **given))
+    codec = create("dgc", TensorLayout([(4, 4)]), np.float32, **options("dgc", **given))
     assert isinstance(codec, DGC)
     assert [codec.ratio_of(i) for i in range(7)] == [0.5] * 3 + [0.25] * 3 + [0.125]
     assert (codec.clip, codec.momentum) == (2.0, 0.9)

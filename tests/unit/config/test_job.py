@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpcsync.config.errors import shown
 from hpcsync.config.job import KINDS, Job, JobError, load, refuse_simulated
-from hpcsync.config.paradigms import Dssp
+from hpcsync.config.paradigms import DsspOptions
 
 TOML = """
 name = "example"
@@ -70,7 +70,7 @@ def test_defaults_are_filled_in(path: Path) -> None:
         "gamma": 0.1,
         "warmup": 0,
     }
-    assert job.paradigm == Dssp(name="dssp", staleness_min=3, staleness_max=15, mode="bounded")
+    assert job.paradigm == DsspOptions(name="dssp", staleness_min=3, staleness_max=15, mode="bounded")
     assert (job.cluster.servers, job.cluster.workers, job.cluster.ranks, job.cluster.device) == (1, 4, 5, "auto")
     assert job.cluster.window == "auto"
     assert job.cluster.compute.seconds == (0.02, 0.02, 0.02, 0.04)

@@ -8,11 +8,19 @@ import pytest
 
 from hpcsync.config.job import Stop
 from hpcsync.core.assignments import STOP, Assignment, Assignments, create_assignments, create_paradigm
-from hpcsync.core.coordinator import Cancellation, Collection, Coordinator, Reply, Report, Update, coordinate
+from hpcsync.core.coordinator import (
+    AccumulateCommand,
+    CancelCommand,
+    Coordinator,
+    GrantCommand,
+    PushInfo,
+    UpdateCommand,
+    coordinate,
+)
 from hpcsync.paradigms import Grant, create
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.planning.batch_allocation import Allocator
-from hpcsync.trace.schema import APPLIED, DIED, DROPPED, JOINED, LEFT, TABLES
+from hpcsync.trace.schema import TABLES, Change, Outcome
 from hpcsync.training.lr_schedule import learning_rate
 from tests.unit.jobs import make_job
 
@@ -63,10 +71,10 @@ class Run:
     def push(self, now_s, worker, batch_size=8, loss=1.0, **said):
         iteration, version = self.granted.pop(worker)
         times = (now_s - 0.5, now_s, 0.5, 0.25, 0.125)
-        report = Report(worker, iteration, version, *times, batch_size, 1, loss, 800, **said)
+        report = PushInfo(worker, iteration, version, *times, batch_size, 1, loss, 800, **said)
         return self.take(self.coordinator.pushed(now_s, report))
 
-    def leave(self, now_s, worker, change=LEFT):
+    def leave(self, now_s, worker, change=Change.LEFT):
         self.granted.pop(worker, None)
         return self.take(self.coordinator.left(now_s, worker, change))
 
@@ -74,14 +82,14 @@ class Run:
         return self.take(self.coordinator.joined(now_s, worker))
 
     def take(self, orders):
-        version = self.coordinator.version - sum(isinstance(order, Update) for order in orders)
+        version = self.coordinator.version - sum(isinstance(order, UpdateCommand) for order in orders)
         for order in orders:
-            if isinstance(order, Update):
+            if isinstance(order, UpdateCommand):
                 version += 1
-            elif isinstance(order, Cancellation):
+            elif isinstance(order, CancelCommand):
                 _, read = self.granted[order.worker]
                 assert (order.version, read) == (version - 1, version - 1), "cancelled, though it may count"
-            elif isinstance(order, Reply):
+            elif isinstance(order, GrantCommand):
                 assert order.worker not in self.granted, "answered twice"
                 assert order.version == version
                 if order.assignment.local_steps:
@@ -93,15 +101,15 @@ class Run:
 
 def mean(workers, lr):
     """An update in which all count alike."""
-    return Update(workers, (1.0,) * len(workers), float(len(workers)), lr)
+    return UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), lr)
 
 
 def reply(worker, iteration, version, batch_size=8, first_sample=-1):
-    return Reply(worker, iteration, version, Assignment(first_sample, batch_size))
+    return GrantCommand(worker, iteration, version, Assignment(first_sample, batch_size))
 
 
 def stop_reply(worker, iteration, version):
-    return Reply(worker, iteration, version, STOP)
+    return GrantCommand(worker, iteration, version, STOP)
 
 
 def column(rows, *names):
@@ -118,9 +126,9 @@ def test_asp_updates_and_answers_at_once():
     assert run.push(2.0, 1) == [mean((1,), 0.1), reply(1, 3, 2)]
     assert run.push(3.0, 0) == [mean((0,), 0.1), reply(0, 2, 3)]
     assert column(run.trace["pushes"], "worker", "iteration", "version_read", "staleness", "outcome") == [
-        (1, 1, 0, 0, APPLIED),
-        (1, 2, 1, 0, APPLIED),
-        (0, 1, 0, 2, APPLIED),
+        (1, 1, 0, 0, Outcome.APPLIED),
+        (1, 2, 1, 0, Outcome.APPLIED),
+        (0, 1, 0, 2, Outcome.APPLIED),
     ]
 
 
@@ -156,7 +164,7 @@ def test_a_report_is_recorded_as_it_came():
     )
     (row,) = run.trace["pushes"]
     said = [1.5, 2.0, 0.5, 0.25, 0.125, 5, 1, 0.75, 800, 0.5, 3.0, 0.25, 0.0625, 0.5]
-    assert list(row.values()) == [1, 2.0, 0, 1, 0, 0, *said, 1.0, APPLIED]
+    assert list(row.values()) == [1, 2.0, 0, 1, 0, 0, *said, 1.0, Outcome.APPLIED]
     assert run.coordinator.last_loss == 0.75
     assert run.coordinator.updated_s == 2.0
 
@@ -188,7 +196,7 @@ def test_the_learning_rate_follows_the_clock_and_the_share(clock, scale, paradig
     run = Run(paradigm, 2, lr=learning_rate(make_job(optimizer=optimizer)))
     ordered = [order for t, worker in enumerate([0, 1, 0, 1]) for order in run.push(float(t), worker)]
     assert column(run.trace["updates"], "lr") == pytest.approx(expected)
-    assert [order.lr for order in ordered if isinstance(order, Update)] == column(run.trace["updates"], "lr")
+    assert [order.lr for order in ordered if isinstance(order, UpdateCommand)] == column(run.trace["updates"], "lr")
 
 
 def test_decisions_are_recorded_before_the_grant_they_lead_to():
@@ -225,7 +233,7 @@ def test_held_workers_are_released_and_computing_ones_told_at_their_next_push():
     run.take(run.coordinator.stop(3.5))
     assert column(run.trace["grants"][3:], "worker", "held_s", "gap_iters") == [(0, 1.5, 1), (1, 0.5, 1)]
     assert run.push(4.0, 2) == [stop_reply(2, 3, 5)]
-    assert run.trace["pushes"][-1]["outcome"] == DROPPED
+    assert run.trace["pushes"][-1]["outcome"] == Outcome.DROPPED
     assert (run.coordinator.version, run.coordinator.samples) == (5, 40)
 
 
@@ -294,8 +302,8 @@ def test_an_incomplete_round_is_dropped_when_the_run_closes():
     assert len(run.trace["pushes"]) == 3
     run.coordinator.close()
     assert column(run.trace["pushes"][3:], "worker", "version_read", "staleness", "outcome") == [
-        (1, 1, 0, DROPPED),
-        (0, 1, 0, DROPPED),
+        (1, 1, 0, Outcome.DROPPED),
+        (0, 1, 0, Outcome.DROPPED),
     ]
     assert run.coordinator.version == 1
 
@@ -314,16 +322,16 @@ def test_a_departure_completes_a_round_and_is_recorded():
 def test_who_joins_is_recorded_and_let_go_on_with_what_it_had():
     run = Run("asp", 2)
     run.push(1.0, 0, batch_size=5)
-    run.leave(2.0, 0, DIED)
+    run.leave(2.0, 0, Change.DIED)
     assert run.join(3.0, 0) == [reply(0, 2, 1, batch_size=5)]
     run.push(4.0, 0, batch_size=5)
     run.leave(5.0, 1)
     assert run.join(6.0, 1) == [reply(1, 1, 2, batch_size=0)], "it knows its own"
     assert column(run.trace["membership"], "now_s", "worker", "change") == [
-        (2.0, 0, DIED),
-        (3.0, 0, JOINED),
-        (5.0, 1, LEFT),
-        (6.0, 1, JOINED),
+        (2.0, 0, Change.DIED),
+        (3.0, 0, Change.JOINED),
+        (5.0, 1, Change.LEFT),
+        (6.0, 1, Change.JOINED),
     ]
     assert column(run.trace["grants"], "worker", "iteration", "gap_iters", "held_s") == [
         (0, 2, 1, 0.0),
@@ -360,7 +368,7 @@ def test_nobody_joins_a_run_that_is_over_or_in_which_nobody_is_left():
     run.leave(1.0, 0)
     run.take(run.coordinator.stop(2.0))
     assert run.join(3.0, 0) == []
-    assert column(run.trace["membership"], "change") == [LEFT]
+    assert column(run.trace["membership"], "change") == [Change.LEFT]
 
 
 def test_a_worker_that_leaves_while_it_is_held_is_not_answered():
@@ -371,7 +379,7 @@ def test_a_worker_that_leaves_while_it_is_held_is_not_answered():
     assert run.push(4.0, 1) == [stop_reply(1, 2, 0)]
     assert run.leave(5.0, 1) == []
     run.coordinator.close()
-    assert column(run.trace["pushes"], "worker", "outcome") == [(1, DROPPED), (0, DROPPED)]
+    assert column(run.trace["pushes"], "worker", "outcome") == [(1, Outcome.DROPPED), (0, Outcome.DROPPED)]
 
 
 def test_where_grants_come_first_they_name_the_version_before():
@@ -394,7 +402,7 @@ def test_where_grants_come_first_the_last_update_is_noticed_with_the_next_contri
     assert run.coordinator.stopping
     assert run.push(3.0, 1) == [stop_reply(1, 4, 2)]
     assert run.push(3.5, 0) == [stop_reply(0, 4, 2)]
-    assert column(run.trace["pushes"], "outcome") == [APPLIED] * 4 + [DROPPED] * 2
+    assert column(run.trace["pushes"], "outcome") == [Outcome.APPLIED] * 4 + [Outcome.DROPPED] * 2
 
 
 def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves():
@@ -402,7 +410,7 @@ def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves(
         job, trace = make_job(paradigm=paradigm, cluster={"workers": 2}), Recorder()
         coordinator = coordinate(job, create_paradigm(job), trace)
         for worker in (0, 1):
-            coordinator.pushed(1.0, Report(worker, 1, 0, 0.5, 1.0, 0.5, 0.25, 0.125, 8, 1, 1.0, 800))
+            coordinator.pushed(1.0, PushInfo(worker, 1, 0, 0.5, 1.0, 0.5, 0.25, 0.125, 8, 1, 1.0, 800))
         assert set(column(trace["updates"], "lr")) == {rate}
 
 
@@ -419,9 +427,9 @@ def gradient(orders, contributions):
     """What a server makes of these orders: the sum that was collected, and the update of it."""
     total = 0.0
     for order in orders:
-        if isinstance(order, Collection):
+        if isinstance(order, AccumulateCommand):
             total += order.weight * contributions[order.worker]
-        elif isinstance(order, Update):
+        elif isinstance(order, UpdateCommand):
             pairs = zip(order.workers, order.weights, strict=True)
             return (total + sum(weight * contributions[worker] for worker, weight in pairs)) / order.divisor
     raise AssertionError("there is no update")
@@ -449,14 +457,14 @@ def test_with_batches_alike_the_numbers_are_those_without_weights():
     run = Run("bsp", 3, batch_total=24)
     assert [*run.push(1.0, 2), *run.push(1.0, 0), *run.push(1.0, 1)][0] == mean((0, 1, 2), 0.1)
     run = Run("k-batch-async", 3, batch_total=24, k=2)
-    assert run.push(1.0, 2)[0] == Collection(2, 1.0)
-    assert run.push(1.0, 0)[0] == Update((0,), (1.0,), 2.0, 0.1)
+    assert run.push(1.0, 2)[0] == AccumulateCommand(2, 1.0)
+    assert run.push(1.0, 0)[0] == UpdateCommand((0,), (1.0,), 2.0, 0.1)
 
 
 def test_an_asynchronous_contribution_counts_by_its_size_against_the_mean_batch():
     run = Run("asp", 2, batch_total=16)
-    assert run.push(1.0, 0, 12)[0] == Update((0,), (1.5,), 1.0, 0.1)
-    assert run.push(2.0, 1, 4)[0] == Update((1,), (0.5,), 1.0, 0.1)
+    assert run.push(1.0, 0, 12)[0] == UpdateCommand((0,), (1.5,), 1.0, 0.1)
+    assert run.push(2.0, 1, 4)[0] == UpdateCommand((1,), (0.5,), 1.0, 0.1)
     assert column(run.trace["pushes"], "weight") == [1.5, 0.5]
 
 
@@ -469,7 +477,7 @@ def test_an_asynchronous_contribution_counts_less_the_staler_it_is():
     run = Run("k-async", 3, batch_total=24, k=1, staleness_weight="inverse")
     for now_s in (1.0, 2.0, 3.0):
         run.push(now_s, 0)
-    assert run.push(4.0, 1, 12)[0] == Update((1,), (12 / 8 / 3,), 1.0, 0.1)
+    assert run.push(4.0, 1, 12)[0] == UpdateCommand((1,), (12 / 8 / 3,), 1.0, 0.1)
     run.push(5.0, 2, 4)
     assert column(run.trace["pushes"], "staleness", "weight") == [
         (0, 1.0), (0, 1.0), (0, 1.0), (3, 12 / 8 / 3), (4, 4 / 8 / 4),
@@ -481,10 +489,10 @@ def test_an_asynchronous_contribution_counts_less_the_staler_it_is():
 
 def test_a_collected_contribution_leaves_its_slot_and_its_worker_goes_on():
     run = Run("k-batch-sync", 3, batch_total=24, k=3)
-    assert run.push(1.0, 0, 6) == [Collection(0, 6 / 8), reply(0, 2, 0, 6)]
-    assert run.push(2.0, 0, 8) == [Collection(0, 1.0), reply(0, 3, 0)]
+    assert run.push(1.0, 0, 6) == [AccumulateCommand(0, 6 / 8), reply(0, 2, 0, 6)]
+    assert run.push(2.0, 0, 8) == [AccumulateCommand(0, 1.0), reply(0, 3, 0)]
     assert not run.trace["pushes"]
-    assert run.push(3.0, 2, 10) == [Update((2,), (10 / 8,), 3.0, 0.1), reply(2, 2, 1, 10)]
+    assert run.push(3.0, 2, 10) == [UpdateCommand((2,), (10 / 8,), 3.0, 0.1), reply(2, 2, 1, 10)]
     assert column(run.trace["pushes"], "seq", "worker", "weight", "staleness") == [
         (1, 0, 6 / 24, 0),
         (3, 0, 8 / 24, 0),
@@ -502,7 +510,7 @@ def test_what_was_collected_when_the_run_ends_is_dropped():
     assert run.push(6.0, 0) == [stop_reply(0, 5, 1)]
     run.coordinator.close()
     rows = sorted(run.trace["pushes"], key=lambda row: row["seq"])
-    assert column(rows, "outcome") == [APPLIED] * 3 + [DROPPED] * 4
+    assert column(rows, "outcome") == [Outcome.APPLIED] * 3 + [Outcome.DROPPED] * 4
     assert column(rows[3:], "worker", "iteration", "weight") == [(0, 2, 0.0), (0, 3, 0.0), (1, 3, 0.0), (0, 4, 0.0)]
     assert column(rows, "seq") == [1, 3, 5, 7, 9, 11, 13]
     assert run.coordinator.samples == 24
@@ -510,29 +518,33 @@ def test_what_was_collected_when_the_run_ends_is_dropped():
 
 def test_an_update_of_a_collected_contribution_can_end_the_run():
     run = Run("k-batch-sync", 2, {"updates": 1}, k=2)
-    assert isinstance(run.push(1.0, 0)[0], Collection)
-    assert run.push(2.0, 0) == [Update((0,), (1.0,), 2.0, 0.1), stop_reply(0, 3, 1)]
+    assert isinstance(run.push(1.0, 0)[0], AccumulateCommand)
+    assert run.push(2.0, 0) == [UpdateCommand((0,), (1.0,), 2.0, 0.1), stop_reply(0, 3, 1)]
     assert run.push(3.0, 1) == [stop_reply(1, 2, 1)]
-    assert column(run.trace["pushes"], "worker", "outcome") == [(0, APPLIED), (0, APPLIED), (1, DROPPED)]
+    assert column(run.trace["pushes"], "worker", "outcome") == [
+        (0, Outcome.APPLIED),
+        (0, Outcome.APPLIED),
+        (1, Outcome.DROPPED),
+    ]
 
 
 def test_whose_version_is_over_is_told_the_iteration_that_is_in_vain():
     run = Run("k-sync", 3, k=1, cancel="abort")
-    assert run.push(1.0, 1)[1:] == [reply(1, 2, 1), Cancellation(0, 0), Cancellation(2, 0)]
+    assert run.push(1.0, 1)[1:] == [reply(1, 2, 1), CancelCommand(0, 0), CancelCommand(2, 0)]
     assert run.push(2.0, 1)[1:] == [reply(1, 3, 2)], "who has been told is not told again"
     assert run.push(3.0, 0, share=0.5) == [reply(0, 2, 2)]
-    assert run.push(4.0, 1)[1:] == [reply(1, 4, 3), Cancellation(0, 2)]
-    dropped = [row for row in run.trace["pushes"] if row["outcome"] == DROPPED]
+    assert run.push(4.0, 1)[1:] == [reply(1, 4, 3), CancelCommand(0, 2)]
+    dropped = [row for row in run.trace["pushes"] if row["outcome"] == Outcome.DROPPED]
     assert column(dropped, "worker", "share", "staleness", "weight") == [(0, 0.5, 2, 0.0)]
     assert run.coordinator.samples == 24
 
 
 def test_what_took_part_of_its_time_would_have_taken_all_of_it():
-    assert Report(0, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.0, 8, 1, 1.0, 800, share=0.25).iteration_s == 2.0
+    assert PushInfo(0, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.0, 8, 1, 1.0, 800, share=0.25).iteration_s == 2.0
 
 
 def test_a_paradigm_hears_what_a_push_took():
-    report = Report(3, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.75, 8, 4, 1.0, 800, share=0.25, pull_s=0.5, encode_s=0.125)
+    report = PushInfo(3, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.75, 8, 4, 1.0, 800, share=0.25, pull_s=0.5, encode_s=0.125)
     heard = report.event(7.0)
     assert (heard.now_s, heard.worker, heard.iteration_s, heard.loss, heard.local_steps) == (7.0, 3, 2.0, 1.0, 4)
     assert (heard.pull_s, heard.push_s, heard.encode_s) == (0.5, 0.25, 0.125)
@@ -676,7 +688,7 @@ def recount(run: Run) -> None:
     times = column(sorted(events, key=lambda row: row["seq"]), "now_s")
     assert times == sorted(times)
     assert column(trace["updates"], "version") == list(range(1, coordinator.version + 1))
-    applied = [row for row in pushes if row["outcome"] == APPLIED]
+    applied = [row for row in pushes if row["outcome"] == Outcome.APPLIED]
     assert sum(column(trace["updates"], "n_contributions")) == len(applied)
     assert sum(column(applied, "batch_size")) == coordinator.samples == max([0, *column(trace["updates"], "samples")])
     answered = {(row["worker"], row["iteration"] - 1): row for row in trace["grants"]}
@@ -686,7 +698,7 @@ def recount(run: Run) -> None:
         assert grant["seq"] > row["seq"]
         assert grant["held_s"] == grant["now_s"] - row["now_s"]
     _recount_staleness(trace)
-    assert all((row["weight"] > 0) == (row["outcome"] == APPLIED) for row in pushes)
+    assert all((row["weight"] > 0) == (row["outcome"] == Outcome.APPLIED) for row in pushes)
 
 
 def _recount_staleness(trace: Recorder) -> None:
@@ -696,7 +708,7 @@ def _recount_staleness(trace: Recorder) -> None:
         if table == "updates":
             version = row["version"]
         elif table == "pushes":
-            newest = version - 1 if row["outcome"] == APPLIED else version
+            newest = version - 1 if row["outcome"] == Outcome.APPLIED else version
             assert row["staleness"] == newest - row["version_read"] >= 0, "staleness"
 
 
@@ -706,7 +718,7 @@ def test_the_rows_of_random_runs_are_consistent(name, options):
     for run in runs:
         recount(run)
     assert any(run.coordinator.stopping for run in runs)
-    assert any(row["outcome"] == DROPPED for run in runs for row in run.trace["pushes"])
+    assert any(row["outcome"] == Outcome.DROPPED for run in runs for row in run.trace["pushes"])
     if name not in ("bsp", "k-sync", "k-batch-sync") and not options.get("synchronous"):
         assert any(row["staleness"] > 1 for run in runs for row in run.trace["pushes"])
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcsync.core.assignments import create_paradigm
-from hpcsync.core.coordinator import Collection, Coordinator, Report, Update
+from hpcsync.core.coordinator import AccumulateCommand, Coordinator, PushInfo, UpdateCommand
 from hpcsync.core.roles import Roles
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica
@@ -47,11 +47,11 @@ class Server:
         for slots, shard in zip(self.slots, self.shards, strict=True):
             slots[worker] = gradient[shard]
 
-    def apply(self, update: Update) -> None:
+    def apply(self, update: UpdateCommand) -> None:
         for store in self.stores:
             store.apply(update.workers, update.lr, update.weights, update.divisor)
 
-    def collect(self, collection: Collection) -> None:
+    def collect(self, collection: AccumulateCommand) -> None:
         for store in self.stores:
             store.collect(collection.worker, collection.weight)
 
@@ -89,11 +89,11 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
         flat.weights.copy_(read[worker])
         loss = replica.compute(next(data[worker]))
         server.put(worker, flat.gradient if turned is None else turned(flat.gradient))
-        report = Report(worker, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, job.workload.batch_size, 1, loss, 0)
+        report = PushInfo(worker, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, job.workload.batch_size, 1, loss, 0)
         for order in coordinator.pushed(now_s, report):
-            if isinstance(order, Update):
+            if isinstance(order, UpdateCommand):
                 server.apply(order)
-            elif isinstance(order, Collection):
+            elif isinstance(order, AccumulateCommand):
                 server.collect(order)
             elif order.assignment.local_steps:
                 read[order.worker] = server.weights

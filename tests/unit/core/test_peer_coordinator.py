@@ -5,9 +5,16 @@ import math
 import pytest
 
 from hpcsync.core.assignments import decision_fields
-from hpcsync.core.peer_coordinator import Division, Exchanged, Lockstep, PeerCoordinator, create_division, drawing
+from hpcsync.core.peer_coordinator import (
+    BatchDivision,
+    Lockstep,
+    PeerCoordinator,
+    StepInfo,
+    create_batch_division,
+    create_peer_selection,
+)
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
-from hpcsync.trace.schema import EVERYBODY, LEFT, NOBODY, TABLES
+from hpcsync.trace.schema import ALL_PEERS, NO_PEER, TABLES, Change
 from tests.unit.jobs import make_job
 
 ALLREDUCE = {"name": "allreduce"}
@@ -33,13 +40,13 @@ def coordinator(paradigm=PULL, workers=2, **tables) -> tuple[PeerCoordinator, Re
     return PeerCoordinator(make_job(paradigm=paradigm, cluster={"workers": workers}, **tables), trace), trace
 
 
-def report(worker, iteration, batch_size=4, **more) -> Exchanged:
+def report(worker, iteration, batch_size=4, **more) -> StepInfo:
     row = {
-        "worker": worker, "iteration": iteration, "peer": NOBODY, "begin_s": 1.0, "end_s": 2.0, "compute_s": 1.0,
+        "worker": worker, "iteration": iteration, "peer": NO_PEER, "begin_s": 1.0, "end_s": 2.0, "compute_s": 1.0,
         "wait_s": 0.5, "comm_s": 0.25, "batch_size": batch_size, "loss": 3.0, "wire_bytes": 80, "n_received": 1,
         "weight": 0.75,
     }  # fmt: skip
-    return Exchanged(**{**row, **more})
+    return StepInfo(**{**row, **more})
 
 
 def test_a_report_is_a_row():
@@ -65,11 +72,11 @@ def test_each_step_of_a_worker_of_its_own_is_an_update():
 def test_under_all_reduce_the_steps_of_all_are_one():
     schedule = {"name": "multistep", "milestones": [8], "gamma": 0.5}
     run, trace = coordinator(ALLREDUCE, optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule})
-    run.exchanged(1.0, report(1, 1, peer=EVERYBODY))
+    run.exchanged(1.0, report(1, 1, peer=ALL_PEERS))
     assert (run.version, run.samples) == (0, 0)
-    run.exchanged(2.0, report(0, 1, peer=EVERYBODY))
-    run.exchanged(3.0, report(0, 2, peer=EVERYBODY))
-    run.exchanged(4.0, report(1, 2, peer=EVERYBODY))
+    run.exchanged(2.0, report(0, 1, peer=ALL_PEERS))
+    run.exchanged(3.0, report(0, 2, peer=ALL_PEERS))
+    run.exchanged(4.0, report(1, 2, peer=ALL_PEERS))
     assert [tuple(row.values()) for row in trace["updates"]] == [(1, 2.0, 2, 1.0, 8), (2, 4.0, 2, 0.5, 16)]
     assert len(trace["exchanges"]) == 4
 
@@ -88,7 +95,7 @@ def test_who_leaves_is_not_waited_for():
     assert (run.version, run.samples) == (2, 16)
     run.left(6.0, 1)
     assert [(row["seq"], row["worker"], row["change"]) for row in trace["membership"]] == [
-        (1, 2, LEFT), (2, 0, LEFT), (3, 1, LEFT)
+        (1, 2, Change.LEFT), (2, 0, Change.LEFT), (3, 1, Change.LEFT)
     ]  # fmt: skip
     assert run.active == set()
 
@@ -200,7 +207,7 @@ def test_where_batches_may_differ_nobody_ends_between_exchanges():
 
 def test_whom_a_job_draws():
     paradigm = {"name": "gossip", "mode": "pull", "topology": "ring", "include_self": False}
-    peers = drawing(make_job(seed=7, paradigm=paradigm, cluster={"workers": 5}))
+    peers = create_peer_selection(make_job(seed=7, paradigm=paradigm, cluster={"workers": 5}))
     assert (peers.n_workers, peers.seed, peers.topology, peers.include_self) == (5, 7, "ring", False)
 
 
@@ -209,8 +216,8 @@ def test_whom_a_job_draws():
 UNKNOWN = Estimate(math.nan, math.nan)
 
 
-def division(n_workers=3, total=24, interval=2, **limits) -> Division:
-    return Division(Allocator(n_workers, total, interval=interval, **{"maxima": [math.inf] * n_workers, **limits}))
+def division(n_workers=3, total=24, interval=2, **limits) -> BatchDivision:
+    return BatchDivision(Allocator(n_workers, total, interval=interval, **{"maxima": [math.inf] * n_workers, **limits}))
 
 
 def speeds(*each):
@@ -228,9 +235,9 @@ def never():
 
 def test_batches_are_alike_unless_the_job_says_otherwise():
     job = make_job(paradigm=ALLREDUCE)
-    assert create_division(job) is None and decision_fields(job) == ()
+    assert create_batch_division(job) is None and decision_fields(job) == ()
     given_out = make_job(paradigm=ALLREDUCE, batches={"policy": "proportional"})
-    assert isinstance(create_division(given_out), Division)
+    assert isinstance(create_batch_division(given_out), BatchDivision)
     assert decision_fields(given_out) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
 
 
@@ -326,6 +333,6 @@ def test_an_allocation_is_a_row_for_each_worker():
     assert rows == [
         ("decisions", (1, 5.0, "batches", 0, 3.0, 10.0, 4.0, 0.1, 0.2, 0.3)),
         ("decisions", (2, 5.0, "batches", 1, 5.0, 10.0, 4.0, 0.4, 0.5, 0.3)),
-        ("membership", (3, 6.0, 1, LEFT)),
+        ("membership", (3, 6.0, 1, Change.LEFT)),
     ]
     assert len(rows[0][1]) == len(TABLES["decisions"].names) + len(decision_fields(job))

@@ -8,17 +8,17 @@ from statistics import fmean, stdev
 import numpy as np
 import pytest
 
-from hpcsync.core.straggler_detector import AWAY_S, KNOWN, LOOK_S, SLACK_S, WINDOW, Stalls
+from hpcsync.core.straggler_detector import AWAY_S, KNOWN, LOOK_S, SLACK_S, WINDOW, StragglerDetector
 
 
-class Fixed(Stalls):
+class Fixed(StragglerDetector):
     """For negative controls: the same deadline for everybody."""
 
     def deadline_s(self, worker, size=1.0):
         return 3.0 if super().deadline_s(worker) < math.inf else math.inf
 
 
-class MeanAndDeviation(Stalls):
+class MeanAndDeviation(StragglerDetector):
     """For negative controls: what one stall moves."""
 
     def deadline_s(self, worker, size=1.0):
@@ -26,7 +26,7 @@ class MeanAndDeviation(Stalls):
         return math.inf if len(durations) < KNOWN else fmean(durations) + max(10 * stdev(durations), SLACK_S)
 
 
-class Bare(Stalls):
+class Bare(StragglerDetector):
     """For negative controls: the deviation alone."""
 
     def deadline_s(self, worker, size=1.0):
@@ -65,7 +65,7 @@ def of(kind, n=300, seed=0):
 
 @pytest.mark.parametrize("kind", ["slow, regular", "constant", "uneven", "wide", "short", "two kinds"])
 def test_nobody_who_is_as_ever_stalls(kind):
-    assert lived(Stalls(), of(kind))[0] == []
+    assert lived(StragglerDetector(), of(kind))[0] == []
 
 
 def test_a_fixed_deadline_cries_wolf_at_whoever_is_slow():
@@ -74,7 +74,7 @@ def test_a_fixed_deadline_cries_wolf_at_whoever_is_slow():
 
 def test_a_deviation_of_zero_is_no_reason_to_cry():
     durations = [5.0] * 20 + [5.6]
-    assert lived(Stalls(), durations)[0] == []
+    assert lived(StragglerDetector(), durations)[0] == []
     assert lived(Bare(), durations)[0]
 
 
@@ -83,7 +83,7 @@ def test_a_deviation_of_zero_is_no_reason_to_cry():
 )
 def test_a_stall_is_told_of_while_it_lasts_and_when_it_ends(kind, stall_s):
     usual = of(kind, 20)
-    told, _ = lived(Stalls(), [*usual, stall_s])
+    told, _ = lived(StragglerDetector(), [*usual, stall_s])
     (first, *_, last) = told
     assert first.iteration == last.iteration == 21
     assert first.deadline_s < first.lasted_s < first.deadline_s + 2 * LOOK_S
@@ -96,17 +96,17 @@ def test_a_stall_is_told_of_while_it_lasts_and_when_it_ends(kind, stall_s):
 
 def test_a_stall_is_noticed_after_another():
     durations = [0.1] * 30 + [60.0] + [0.1] * 10 + [5.0]
-    assert {stall.iteration for stall in lived(Stalls(), durations)[0]} == {31, 42}
+    assert {stall.iteration for stall in lived(StragglerDetector(), durations)[0]} == {31, 42}
     assert {stall.iteration for stall in lived(MeanAndDeviation(), durations)[0]} == {31}
 
 
 def test_nothing_is_concluded_from_few_iterations():
-    assert lived(Stalls(), [0.1] * (KNOWN - 1) + [20.0])[0] == []
-    assert lived(Stalls(), [0.1] * KNOWN + [20.0])[0]
+    assert lived(StragglerDetector(), [0.1] * (KNOWN - 1) + [20.0])[0] == []
+    assert lived(StragglerDetector(), [0.1] * KNOWN + [20.0])[0]
 
 
 def test_only_the_latest_iterations_count_and_only_a_workers_own():
-    stalls = Stalls()
+    stalls = StragglerDetector()
     _, now_s = lived(stalls, [0.1] * WINDOW)
     assert stalls.deadline_s(0) == pytest.approx(0.1 + SLACK_S)
     lived(stalls, [5.0] * WINDOW, worker=1)
@@ -117,7 +117,7 @@ def test_only_the_latest_iterations_count_and_only_a_workers_own():
 
 
 def test_an_iterations_size_counts():
-    stalls = Stalls()
+    stalls = StragglerDetector()
     _, now_s = lived(stalls, [1.0] * 10, size=10)
     assert stalls.deadline_s(0, 80) == pytest.approx(24.0)
     assert lived(stalls, [8.0], size=80, now_s=now_s)[0] == []
@@ -125,7 +125,7 @@ def test_an_iterations_size_counts():
 
 def test_what_a_worker_waits_for_others_is_not_its_own():
     """Two in step: one stalls, the other waits for it, then computes as ever."""
-    stalls, now_s = Stalls(), 0.0
+    stalls, now_s = StragglerDetector(), 0.0
     for iteration in range(1, 11):
         for worker in range(2):
             stalls.began(worker, iteration, now_s)
@@ -146,7 +146,7 @@ def test_what_a_worker_waits_for_others_is_not_its_own():
 
 
 def test_what_happened_while_nobody_looked_is_held_against_nobody():
-    stalls = Stalls()
+    stalls = StragglerDetector()
     _, now_s = lived(stalls, [0.1] * 10)
     stalls.began(0, 11, now_s)
     now_s += AWAY_S + 5
@@ -158,7 +158,7 @@ def test_what_happened_while_nobody_looked_is_held_against_nobody():
 
 
 def test_who_has_left_is_not_missed():
-    stalls = Stalls()
+    stalls = StragglerDetector()
     _, now_s = lived(stalls, [0.1] * 10)
     stalls.began(0, 11, now_s)
     stalls.left(0)
@@ -167,7 +167,7 @@ def test_who_has_left_is_not_missed():
 
 
 def test_it_goes_on_where_it_was_pickled():
-    stalls = Stalls()
+    stalls = StragglerDetector()
     _, now_s = lived(stalls, [0.1] * 10)
     stalls.began(0, 11, now_s)
     again = pickle.loads(pickle.dumps(stalls))

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from statistics import fmean
 
-from hpcsync.paradigms import Apply, Cancel, Collect, Drop, Grant, Left, Pushed
+from hpcsync.paradigms import Accumulate, Apply, Cancel, Drop, Grant, Left, Pushed
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Account:
             self.departures += 1
         for action in actions:
             match action:
-                case Collect(worker, weight):
+                case Accumulate(worker, weight):
                     self.round.append((worker, self.staleness[worker], weight))
                 case Apply(workers, weights):
                     weights = weights or (1.0,) * len(workers)

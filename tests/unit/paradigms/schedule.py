@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Action, Apply, Collect, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
+from hpcsync.paradigms import Accumulate, Action, Apply, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 
 # The same examples on every run, so that a failure is one for everybody.
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
@@ -71,7 +71,7 @@ class Referee:
             if isinstance(action, Apply):
                 for worker in action.workers:
                     self._see_settled(worker, action)
-            elif isinstance(action, Collect | Drop):
+            elif isinstance(action, Accumulate | Drop):
                 self._see_settled(action.worker, action)
             elif isinstance(action, Grant):
                 self._see_grant(action, event.now_s)

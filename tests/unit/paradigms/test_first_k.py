@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms import Apply, Cancel, Collect, Drop, Grant, Joined, Left, Pushed, create
+from hpcsync.paradigms import Accumulate, Apply, Cancel, Drop, Grant, Joined, Left, Pushed, create
 from hpcsync.paradigms.first_k import FirstK, KAsync, KBatchAsync, KBatchSync, KSync
 from hpcsync.planning.k_controller import KController
 from tests.unit.paradigms.k_account import Account, recount
@@ -45,8 +45,8 @@ def test_k_sync_takes_the_first_k_workers_and_drops_the_late():
 
 def test_k_batch_sync_takes_the_first_k_from_whomever():
     assert script(create("k-batch-sync", 3, k=3), 2, 2, 0, 1, 2) == [
-        [Collect(2), ("grant", 2)],
-        [Collect(2), ("grant", 2)],
+        [Accumulate(2), ("grant", 2)],
+        [Accumulate(2), ("grant", 2)],
         [Apply((0,)), ("grant", 0)],
         [Drop(1), ("grant", 1)],
         [Drop(2), ("grant", 2)],
@@ -64,9 +64,9 @@ def test_k_async_takes_the_first_k_workers_whatever_they_computed_from():
 
 def test_k_batch_async_holds_nobody():
     assert script(create("k-batch-async", 3, k=2), 2, 2, 0, 1) == [
-        [Collect(2), ("grant", 2)],
+        [Accumulate(2), ("grant", 2)],
         [Apply((2,)), ("grant", 2)],
-        [Collect(0), ("grant", 0)],
+        [Accumulate(0), ("grant", 0)],
         [Apply((1,)), ("grant", 1)],
     ]
 
@@ -90,7 +90,7 @@ def test_who_computes_from_a_version_that_is_over_is_told_once():
 
 def test_a_stale_contribution_weighs_less():
     assert script(create("k-batch-async", 2, k=2, staleness_weight="inverse"), *[0] * 6, 1, 0)[6:] == [
-        [Collect(1, 1 / 3), ("grant", 1)],
+        [Accumulate(1, 1 / 3), ("grant", 1)],
         [Apply((0,)), ("grant", 0)],
     ]
     answers = script(create("k-async", 4, k=2, staleness_weight="inverse"), *[0, 1] * 2, 2, 0)
@@ -147,7 +147,7 @@ def test_one_worker_can_fill_a_round_of_mini_batches_and_leave_one_that_is_not_f
     assert paradigm.handle(Left(3.0, 1)) == []
     assert paradigm.handle(Left(3.0, 2)) == []
     assert brief(paradigm.handle(Pushed(4.0, 0))) == [Apply((0,)), ("grant", 0)]
-    assert brief(paradigm.handle(Pushed(5.0, 0))) == [Collect(0), ("grant", 0)]
+    assert brief(paradigm.handle(Pushed(5.0, 0))) == [Accumulate(0), ("grant", 0)]
     assert paradigm.handle(Left(6.0, 0)) == []
 
 
@@ -200,7 +200,7 @@ class DropsTheStale(KBatchAsync):
 
 class LosesCollected(KBatchAsync):
     def _pushed(self, event):
-        return [action for action in super()._pushed(event) if not isinstance(action, Collect)]
+        return [action for action in super()._pushed(event) if not isinstance(action, Accumulate)]
 
 
 class TakesMore(KAsync):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.paradigms.gossip import BLOCK, TOPOLOGIES, Peers
+from hpcsync.paradigms.gossip import BLOCK, TOPOLOGIES, PeerSelection
 from hpcsync.training.local_update import absorb, average
 
 SELVES = [("complete", True), ("complete", False), ("ring", True), ("ring", False), ("exponential", False)]
@@ -27,13 +27,13 @@ SIZES = [1, 2, 3, 5, 8]
 )
 def test_what_is_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
-        Peers(4, 1, **options)
+        PeerSelection(4, 1, **options)
 
 
 @pytest.mark.parametrize(("topology", "include_self"), SELVES)
 @pytest.mark.parametrize("n", SIZES)
 def test_only_neighbours_are_drawn(n, topology, include_self):
-    peers = Peers(n, 1, topology, include_self)
+    peers = PeerSelection(n, 1, topology, include_self)
     for worker in range(n):
         neighbours = set(peers.neighbours(worker))
         drawn = {peers.drawn(worker, round) for round in range(1, 200)}
@@ -44,21 +44,25 @@ def test_only_neighbours_are_drawn(n, topology, include_self):
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_neighbours_of_the_complete_topology(n, include_self):
-    peers = Peers(n, 1, "complete", include_self)
+    peers = PeerSelection(n, 1, "complete", include_self)
     for worker in range(n):
         assert list(peers.neighbours(worker)) == [peer for peer in range(n) if include_self or peer != worker]
 
 
 def test_neighbours_on_a_ring():
-    assert [list(Peers(5, 1, "ring", False).neighbours(worker)) for worker in (0, 2, 4)] == [[4, 1], [1, 3], [3, 0]]
-    assert list(Peers(5, 1, "ring", True).neighbours(0)) == [0, 1, 4]
+    assert [list(PeerSelection(5, 1, "ring", False).neighbours(worker)) for worker in (0, 2, 4)] == [
+        [4, 1],
+        [1, 3],
+        [3, 0],
+    ]
+    assert list(PeerSelection(5, 1, "ring", True).neighbours(0)) == [0, 1, 4]
 
 
 @pytest.mark.parametrize(
     ("n", "hops"), [(2, [1]), (3, [1, 2]), (4, [1, 2]), (5, [1, 2, 4]), (8, [1, 2, 4]), (9, [1, 2, 4, 8])]
 )
 def test_exponential_neighbours_are_visited_in_turn(n, hops):
-    peers = Peers(n, 1, "exponential", False)
+    peers = PeerSelection(n, 1, "exponential", False)
     for worker in range(n):
         visited = [peers.drawn(worker, round) for round in range(1, 2 * len(hops) + 1)]
         assert visited == [(worker + hop) % n for hop in hops + hops]
@@ -70,12 +74,17 @@ def test_exponential_neighbours_are_visited_in_turn(n, hops):
 def test_the_living_draw_each_other_as_if_the_dead_had_never_been(dead, topology, include_self):
     n = 5
     living = [worker for worker in range(n) if worker not in dead]
-    fewer, peers = Peers(len(living), 1, topology, include_self), Peers(n, 1, topology, include_self, dead)
+    fewer, peers = (
+        PeerSelection(len(living), 1, topology, include_self),
+        PeerSelection(n, 1, topology, include_self, dead),
+    )
     for at, worker in enumerate(living):
         assert sorted(peers.neighbours(worker)) == sorted(living[i] for i in fewer.neighbours(at))
         drawn = {peers.drawn(worker, round) for round in range(1, 100)}
         assert drawn == set(peers.neighbours(worker))
-    before = {Peers(n, 1, topology, include_self).drawn(worker, round) for worker in living for round in range(1, 100)}
+    before = {
+        PeerSelection(n, 1, topology, include_self).drawn(worker, round) for worker in living for round in range(1, 100)
+    }
     assert before >= set(dead) or len(living) == 1, "with them there they are drawn"
 
 
@@ -83,7 +92,7 @@ def test_the_living_draw_each_other_as_if_the_dead_had_never_been(dead, topology
 def test_neighbours_are_drawn_with_equal_chances(topology, include_self):
     """Counts within four standard deviations, for every worker; also of pairs of rounds that follow each other."""
     n, rounds = 5, 4000
-    peers = Peers(n, 3, topology, include_self)
+    peers = PeerSelection(n, 3, topology, include_self)
     for worker in range(n):
         drawn = [peers.drawn(worker, round) for round in range(1, rounds + 1)]
         k = len(peers.neighbours(worker))
@@ -95,7 +104,9 @@ def test_neighbours_are_drawn_with_equal_chances(topology, include_self):
 
 def test_workers_and_seeds_draw_independently():
     rounds = range(1, 1001)
-    sequences = [[Peers(8, seed).drawn(worker, round) for round in rounds] for seed in (1, 2) for worker in (0, 1)]
+    sequences = [
+        [PeerSelection(8, seed).drawn(worker, round) for round in rounds] for seed in (1, 2) for worker in (0, 1)
+    ]
     for a, b in itertools.combinations(sequences, 2):
         same = sum(x == y for x, y in zip(a, b, strict=True))
         assert abs(same - 125) < 4 * (1000 / 8 * 7 / 8) ** 0.5
@@ -103,15 +114,17 @@ def test_workers_and_seeds_draw_independently():
 
 def test_a_draw_depends_on_nothing_but_seed_worker_and_round():
     rounds = [1, 2, BLOCK, BLOCK + 1, 10 * BLOCK, 1, 2 * BLOCK]
-    asked_in_turn = {round: Peers(8, 1).drawn(3, round) for round in range(1, 10 * BLOCK + 1)}
-    assert [Peers(8, 1).drawn(3, round) for round in rounds] == [asked_in_turn[round] for round in rounds]
-    assert Peers(8, 1).permutation(7) == Peers(8, 1).permutation(7) != Peers(8, 1).permutation(8)
+    asked_in_turn = {round: PeerSelection(8, 1).drawn(3, round) for round in range(1, 10 * BLOCK + 1)}
+    assert [PeerSelection(8, 1).drawn(3, round) for round in rounds] == [asked_in_turn[round] for round in rounds]
+    assert (
+        PeerSelection(8, 1).permutation(7) == PeerSelection(8, 1).permutation(7) != PeerSelection(8, 1).permutation(8)
+    )
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_alone_a_worker_draws_itself(topology):
     for include_self in (True, False) if topology != "exponential" else (False,):
-        peers = Peers(1, 1, topology, include_self)
+        peers = PeerSelection(1, 1, topology, include_self)
         assert {peers.drawn(0, round) for round in range(1, 9)} == {0}
         assert {peers.permutation(round) for round in range(1, 9)} == {(0,)}
 
@@ -122,7 +135,7 @@ def test_alone_a_worker_draws_itself(topology):
 @pytest.mark.parametrize(("topology", "include_self"), SELVES)
 @pytest.mark.parametrize("n", SIZES)
 def test_a_permutation_has_every_worker_once(n, topology, include_self):
-    peers = Peers(n, 1, topology, include_self)
+    peers = PeerSelection(n, 1, topology, include_self)
     for round in range(1, 100):
         permutation = peers.permutation(round)
         assert sorted(permutation) == list(range(n))
@@ -132,14 +145,14 @@ def test_a_permutation_has_every_worker_once(n, topology, include_self):
 
 def test_all_permutations_have_equal_chances():
     rounds = 6000
-    counts = Counter(Peers(3, 1).permutation(round) for round in range(1, rounds + 1))
+    counts = Counter(PeerSelection(3, 1).permutation(round) for round in range(1, rounds + 1))
     assert len(counts) == 6
     assert max(abs(count - rounds / 6) for count in counts.values()) < 4 * (rounds / 6 * 5 / 6) ** 0.5
 
 
 def test_without_oneself_they_are_all_the_single_cycles():
     rounds = 6000
-    counts = Counter(Peers(4, 1, include_self=False).permutation(round) for round in range(1, rounds + 1))
+    counts = Counter(PeerSelection(4, 1, include_self=False).permutation(round) for round in range(1, rounds + 1))
     assert len(counts) == 6  # 3!, of 9 without a fixed point
     assert max(abs(count - rounds / 6) for count in counts.values()) < 4 * (rounds / 6 * 5 / 6) ** 0.5
     for permutation in counts:
@@ -147,8 +160,12 @@ def test_without_oneself_they_are_all_the_single_cycles():
 
 
 def test_a_ring_turns_one_way_and_the_other():
-    assert [Peers(3, 1, "ring", False).permutation(round) for round in (1, 2, 3)] == [(1, 2, 0), (2, 0, 1), (1, 2, 0)]
-    selves = [Peers(3, 1, "ring", True).permutation(round) for round in (1, 2, 3, 4)]
+    assert [PeerSelection(3, 1, "ring", False).permutation(round) for round in (1, 2, 3)] == [
+        (1, 2, 0),
+        (2, 0, 1),
+        (1, 2, 0),
+    ]
+    selves = [PeerSelection(3, 1, "ring", True).permutation(round) for round in (1, 2, 3, 4)]
     assert selves == [(1, 2, 0), (0, 1, 2), (2, 0, 1), (0, 1, 2)]
 
 
@@ -160,21 +177,21 @@ def spread(models: torch.Tensor, centre: torch.Tensor) -> float:
     return float(((models - centre) ** 2).sum(1).mean())
 
 
-def pulled(peers: Peers, models: torch.Tensor, round: int) -> torch.Tensor:
+def pulled(peers: PeerSelection, models: torch.Tensor, round: int) -> torch.Tensor:
     after = models.clone()
     for worker in range(peers.n_workers):
         average(after[worker], models[peers.drawn(worker, round)])
     return after
 
 
-def permuted(peers: Peers, models: torch.Tensor, round: int) -> torch.Tensor:
+def permuted(peers: PeerSelection, models: torch.Tensor, round: int) -> torch.Tensor:
     after = models.clone()
     for worker, target in enumerate(peers.permutation(round)):
         average(after[target], models[worker])
     return after
 
 
-def pushed(peers: Peers, models: torch.Tensor, round: int) -> torch.Tensor:
+def pushed(peers: PeerSelection, models: torch.Tensor, round: int) -> torch.Tensor:
     after = models.clone()
     drawn = [peers.drawn(worker, round) for worker in range(peers.n_workers)]
     for worker in range(peers.n_workers):
@@ -184,7 +201,7 @@ def pushed(peers: Peers, models: torch.Tensor, round: int) -> torch.Tensor:
     return after
 
 
-def factors(mixed, peers: Peers) -> np.ndarray:
+def factors(mixed, peers: PeerSelection) -> np.ndarray:
     """What the spread is multiplied by, about the old mean and about the new one: means and their standard errors,
     shape (2, 2)."""
     models = torch.randn(peers.n_workers, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 5.0
@@ -199,27 +216,27 @@ def factors(mixed, peers: Peers) -> np.ndarray:
 
 @pytest.mark.parametrize("p", [2, 8])
 def test_a_pull_halves_the_spread(p):
-    (old, new), (old_error, new_error) = factors(pulled, Peers(p, 1))
+    (old, new), (old_error, new_error) = factors(pulled, PeerSelection(p, 1))
     assert abs(old - 0.5) < 4 * old_error
     assert abs(new - (0.5 - 1 / (4 * p))) < 4 * new_error
     assert abs(new - 0.5) > 4 * new_error  # the mean moves, and so much
 
 
 def test_a_pull_from_others_does_more():
-    (_, new), (_, error) = factors(pulled, Peers(8, 1, include_self=False))
+    (_, new), (_, error) = factors(pulled, PeerSelection(8, 1, include_self=False))
     assert abs(new - 0.399) < 4 * error + 5e-4
 
 
 @pytest.mark.parametrize("p", [2, 8])
 def test_a_permutation_halves_it_and_keeps_the_mean(p):
-    (old, new), (error, _) = factors(permuted, Peers(p, 1))
+    (old, new), (error, _) = factors(permuted, PeerSelection(p, 1))
     assert abs(old - 0.5) < 4 * error
     assert new == pytest.approx(old, rel=1e-12)
 
 
 @pytest.mark.parametrize(("p", "about_old", "about_new"), [(8, 0.613, 0.601), (32, 0.628, 0.625)])
 def test_a_push_leaves_more_than_a_pull(p, about_old, about_new):
-    (old, new), (old_error, new_error) = factors(pushed, Peers(p, 1))
+    (old, new), (old_error, new_error) = factors(pushed, PeerSelection(p, 1))
     assert abs(old - about_old) < 4 * old_error + 5e-4
     assert abs(new - about_new) < 4 * new_error + 5e-4
     assert min(old, new) - 0.5 > 20 * old_error
@@ -229,7 +246,7 @@ def test_a_push_leaves_more_than_a_pull(p, about_old, about_new):
 def test_mixed_models_lie_between_those_before(mixed):
     models = torch.randn(6, 40, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     for round in range(1, 50):
-        after = mixed(Peers(6, 1), models, round)
+        after = mixed(PeerSelection(6, 1), models, round)
         assert bool((after <= models.amax(0) + 1e-15).all()) and bool((after >= models.amin(0) - 1e-15).all())
 
 
@@ -239,10 +256,12 @@ def test_equal_models_stay_as_they_are(dtype):
     models = model.repeat(4, 1)
     for round in range(1, 30):
         for mixed in (pulled, permuted):
-            assert torch.equal(mixed(Peers(4, 1), models, round), models)
-        assert torch.allclose(pushed(Peers(4, 1), models, round), models, rtol=1e-6, atol=0)  # a mean of three rounds
+            assert torch.equal(mixed(PeerSelection(4, 1), models, round), models)
+        assert torch.allclose(
+            pushed(PeerSelection(4, 1), models, round), models, rtol=1e-6, atol=0
+        )  # a mean of three rounds
 
 
 def test_push_sum_does_not_give_away_its_last():
-    peers = Peers(4, seed=1, topology="exponential", include_self=False)
+    peers = PeerSelection(4, seed=1, topology="exponential", include_self=False)
     assert [peers.drawn(0, 1, 2.0**-k) for k in (0, 30, 31)] == [1, 1, 0]

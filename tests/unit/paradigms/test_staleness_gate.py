@@ -6,7 +6,7 @@ import pytest
 
 from hpcsync.paradigms import Grant
 from hpcsync.paradigms.staleness_gate import Gate
-from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.paradigms.worker_counts import WorkerCounts
 
 
 def grant(worker):
@@ -15,7 +15,7 @@ def grant(worker):
 
 def closed(pushes, staleness=0):
     """A gate at which all those wait that are too far ahead, who came in reverse order."""
-    progress = Progress(len(pushes))
+    progress = WorkerCounts(len(pushes))
     gate = Gate(progress, staleness)
     for worker in reversed(range(len(pushes))):
         for _ in range(pushes[worker]):

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.paradigms.worker_counts import Progress
+from hpcsync.paradigms.worker_counts import WorkerCounts
 from tests.unit.paradigms.schedule import PROPERTY
 
 
 @PROPERTY
 @given(st.integers(1, 6), st.lists(st.tuples(st.sampled_from(["push"] * 9 + ["come or go"]), st.integers(0, 5))))
 def test_extremes_are_those_of_a_recount(n_workers, steps):
-    progress = Progress(n_workers)
+    progress = WorkerCounts(n_workers)
     iters = dict.fromkeys(range(n_workers), 0)
     pushes, left = [0] * n_workers, {}
     fewest = 0
@@ -40,7 +40,7 @@ def test_extremes_are_those_of_a_recount(n_workers, steps):
 
 
 def test_departure_of_the_slowest_raises_the_minimum_over_empty_counts():
-    progress = Progress(2)
+    progress = WorkerCounts(2)
     for _ in range(5):
         progress.push(1)
     assert (progress.min_iters, progress.gap(1)) == (0, 5)
@@ -49,7 +49,7 @@ def test_departure_of_the_slowest_raises_the_minimum_over_empty_counts():
 
 
 def test_departure_of_the_fastest_lowers_the_maximum_and_later_pushes_raise_it():
-    progress = Progress(3)
+    progress = WorkerCounts(3)
     for _ in range(5):
         progress.push(2)
     progress.push(1)
@@ -62,7 +62,7 @@ def test_departure_of_the_fastest_lowers_the_maximum_and_later_pushes_raise_it()
 
 
 def test_nobody_is_slowest_once_all_have_left():
-    progress = Progress(1)
+    progress = WorkerCounts(1)
     progress.push(0)
     progress.leave(0)
     assert progress.slowest() == set()
@@ -70,7 +70,7 @@ def test_nobody_is_slowest_once_all_have_left():
 
 
 def test_who_joins_is_as_far_as_the_slowest_or_as_far_as_it_was():
-    progress = Progress(3)
+    progress = WorkerCounts(3)
     for _ in range(3):
         progress.push(2)
     progress.leave(0)
@@ -87,7 +87,7 @@ def test_who_joins_is_as_far_as_the_slowest_or_as_far_as_it_was():
 
 @pytest.mark.parametrize("extreme", ["min_iters", "max_iters"])
 def test_check_sees_a_wrong_extreme(extreme):
-    progress = Progress(2)
+    progress = WorkerCounts(2)
     progress.push(0)
     setattr(progress, extreme, 7)
     with pytest.raises(AssertionError, match=extreme):
@@ -95,7 +95,7 @@ def test_check_sees_a_wrong_extreme(extreme):
 
 
 def test_check_sees_a_worker_in_the_wrong_bucket():
-    progress = Progress(3)
+    progress = WorkerCounts(3)
     progress.push(0)
     progress._active_at[0].remove(1)
     progress._active_at[1].add(1)
@@ -104,7 +104,7 @@ def test_check_sees_a_worker_in_the_wrong_bucket():
 
 
 def test_check_sees_a_worker_in_no_bucket():
-    progress = Progress(2)
+    progress = WorkerCounts(2)
     progress.push(0)
     del progress._active_at[1]
     with pytest.raises(AssertionError, match="in no bucket"):
@@ -112,7 +112,7 @@ def test_check_sees_a_worker_in_no_bucket():
 
 
 def test_check_sees_an_empty_bucket():
-    progress = Progress(2)
+    progress = WorkerCounts(2)
     progress._active_at[9] = set()
     with pytest.raises(AssertionError, match="empty bucket"):
         progress.check()

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcsync.planning.local_steps import INDEXED, Profile, local_steps, ratios, shares
+from hpcsync.planning.local_steps import INDEXED, WorkerProfile, local_steps, ratios, shares
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
 # Each three times as fast as the next in something: T_update = 4*2 + 12, 2*2 + 8, 1*2 + 4 = 20, 12, 6.
-GOLDEN = [Profile(4.0, 6.0, 6.0, 1.0), Profile(2.0, 4.0, 4.0, 1.0), Profile(1.0, 2.0, 2.0, 1.0)]
+GOLDEN = [WorkerProfile(4.0, 6.0, 6.0, 1.0), WorkerProfile(2.0, 4.0, 4.0, 1.0), WorkerProfile(1.0, 2.0, 2.0, 1.0)]
 
 seconds = st.floats(1e-3, 10.0)
-profiles = st.lists(st.builds(Profile, seconds, seconds, seconds, st.floats(0.0, 1.0)), min_size=1, max_size=10)
+profiles = st.lists(st.builds(WorkerProfile, seconds, seconds, seconds, st.floats(0.0, 1.0)), min_size=1, max_size=10)
 presets = st.integers(1, 32)
 
 
@@ -32,14 +32,14 @@ def test_the_golden_ratios():
 
 def test_elements_with_their_indices_take_twice_their_time():
     """Three workers with 10, 9 and 6 s of steps and pushes of 4 s: the last sends an eighth of it in 1 s."""
-    many = [Profile(iteration_s, 4.0, 0.0, 0.0) for iteration_s in (10.0, 9.0, 6.0)]
+    many = [WorkerProfile(iteration_s, 4.0, 0.0, 0.0) for iteration_s in (10.0, 9.0, 6.0)]
     assert ratios(many, [1, 1, 1], 0.125, INDEXED) == [0.125, 0.25, 1.0]
     assert ratios(many, [1, 1, 1], 0.125) == [0.125, 0.375, 1.0], "the control: as in the paper"
     assert ratios(many, [1, 1, 1], 0.75, INDEXED) == [1.0, 1.0, 1.0], "so many elements are sent as they are"
 
 
 def test_a_slow_link_gets_a_small_ratio():
-    equal = Profile(1.0, 1.0, 1.0, 0.0)
+    equal = WorkerProfile(1.0, 1.0, 1.0, 0.0)
     assert ratios([equal, equal._replace(push_s=8.0)], [4, 4], 0.25) == [1.0, 0.25]
     # With steps for the same time, what a slow link takes less of is still what it sends less of.
     many = [equal._replace(push_s=push_s) for push_s in (1.0, 2.0, 4.0)]
@@ -90,11 +90,11 @@ def test_with_their_ratios_all_need_the_time_of_the_last_or_send_everything(prof
 
 def test_halves_are_rounded_up_and_not_to_even():
     # (12 - 2) / 4 = 2.5 and (12 - 6) / 4 = 1.5 steps beside 10 of 1 s.
-    others = [Profile(1.0, 1.0, 1.0, 0.0), Profile(4.0, 1.0, 1.0, 0.0)]
+    others = [WorkerProfile(1.0, 1.0, 1.0, 0.0), WorkerProfile(4.0, 1.0, 1.0, 0.0)]
     assert local_steps(others, 2) == [8, 2]
-    last = Profile(10.0, 1.0, 1.0, 0.0)
-    assert local_steps([last, Profile(4.0, 1.0, 1.0, 0.0)], 1) == [1, 3]
-    assert local_steps([last, Profile(4.0, 3.0, 3.0, 0.0)], 1) == [1, 2]
+    last = WorkerProfile(10.0, 1.0, 1.0, 0.0)
+    assert local_steps([last, WorkerProfile(4.0, 1.0, 1.0, 0.0)], 1) == [1, 3]
+    assert local_steps([last, WorkerProfile(4.0, 3.0, 3.0, 0.0)], 1) == [1, 2]
 
 
 def test_one_worker_makes_the_preset():
@@ -105,8 +105,8 @@ def test_one_worker_makes_the_preset():
 
 
 def test_what_takes_no_time():
-    nothing = Profile(0.0, 0.0, 0.0, 0.0)
+    nothing = WorkerProfile(0.0, 0.0, 0.0, 0.0)
     assert local_steps([nothing, GOLDEN[0]], 3) == [3, 3]
     assert local_steps([nothing], 3) == [3]
     assert ratios([nothing, GOLDEN[0]], [3, 3], 0.1) == pytest.approx([1.0, 0.1])
-    assert local_steps([Profile(5e-324, 0.0, 0.0, 0.0), GOLDEN[0]], 3) == [3, 3]
+    assert local_steps([WorkerProfile(5e-324, 0.0, 0.0, 0.0), GOLDEN[0]], 3) == [3, 3]

@@ -12,7 +12,7 @@ from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Shape, Times
 from hpcsync.planning.stanza_planner import (
     Link,
-    Profile,
+    SplitProfile,
     all_reduce_s,
     choose,
     convolution_link_bytes,
@@ -34,7 +34,7 @@ TEN = Groups(10, 1)
 
 
 def sized(conv, fc, activations, batch=32):
-    return Profile(Times(1.0, 2.0, 0.5), Shape(conv, fc, activations), batch)
+    return SplitProfile(Times(1.0, 2.0, 0.5), Shape(conv, fc, activations), batch)
 
 
 ALEXNET = (2_469_696, 58_631_144, 9_216)
@@ -142,7 +142,7 @@ def profiles(draw):
     fc_s = draw(seconds)
     times = Times(draw(seconds), draw(seconds), fc_s, draw(st.floats(0, 1)) * fc_s)
     sizes = draw(st.tuples(st.integers(1, 10**8), st.integers(1, 10**8), st.integers(1, 10**5)))
-    return Profile(times, Shape(*sizes), draw(st.integers(1, 512)))
+    return SplitProfile(times, Shape(*sizes), draw(st.integers(1, 512)))
 
 
 links = st.builds(Link, st.floats(1e6, 1e11), st.floats(0, 1e-2))
@@ -160,7 +160,7 @@ def retimed(profile, **times):
     return profile._replace(times=profile.times._replace(**times))
 
 
-BY_HAND = Profile(Times(1.0, 2.0, 0.25), Shape(100, 1000, 10, label_bytes=0), 5)
+BY_HAND = SplitProfile(Times(1.0, 2.0, 0.25), Shape(100, 1000, 10, label_bytes=0), 5)
 SLOW = Link(100.0, 0.5)  # a batch's 200 bytes at the cut take 2 s
 
 
@@ -177,7 +177,7 @@ def test_times_by_hand():
 
 
 def test_pieces_hide_what_is_not_the_slowest():
-    even = Profile(Times(4.0, 4.0, 4.0), Shape(1, 1, 100, label_bytes=0), 1)
+    even = SplitProfile(Times(4.0, 4.0, 4.0), Shape(1, 1, 100, label_bytes=0), 1)
     of = [stanza_s(even, Link(100.0, 0.0), Groups(2, 1), micro_batches=pieces) for pieces in (1, 2, 4)]
     assert of == [20.0, 12.0, 8.0]
     assert pipeline_s(even, Link(100.0, 0.0), Groups(2, 1), pieces=2, stages=("forward", "above")) == 8.0, "the control"

@@ -13,7 +13,7 @@ from hpcsync.audit.server_recount import Recount
 from hpcsync.report.summary import summarize, table
 from hpcsync.trace import reader
 from hpcsync.trace.reader import TraceError
-from hpcsync.trace.schema import NOBODY
+from hpcsync.trace.schema import NO_PEER
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import (
@@ -397,11 +397,11 @@ def test_what_compression_leaves_and_takes():
 GOSSIP = 'name = "gossip"\nmode = "push"\nperiod = 2'
 #            now_s w it peer bytes comp wait comm loss b begin end n weight
 EXCHANGES = [
-    (1.0, 0, 1, NOBODY, 0, 1.0, 0.0, 0.0, 2.0, 8, 0.0, 1.0, 0, 1.0),
-    (2.0, 1, 1, NOBODY, 0, 2.0, 0.0, 0.0, 2.0, 8, 0.0, 2.0, 0, 1.0),
+    (1.0, 0, 1, NO_PEER, 0, 1.0, 0.0, 0.0, 2.0, 8, 0.0, 1.0, 0, 1.0),
+    (2.0, 1, 1, NO_PEER, 0, 2.0, 0.0, 0.0, 2.0, 8, 0.0, 2.0, 0, 1.0),
     (2.5, 0, 2, 1, 400, 1.0, 0.25, 0.25, 1.5, 8, 1.0, 2.0, 0, 1.0),
     (5.0, 1, 2, 1, 0, 2.0, 0.0, 0.0, 1.0, 8, 2.0, 4.0, 1, 1.0),
-    (6.0, 0, 2, NOBODY, 0, 0.0, 0.0, 0.0, math.nan, 0, 6.0, 6.0, 1, 1.0),
+    (6.0, 0, 2, NO_PEER, 0, 0.0, 0.0, 0.0, math.nan, 0, 6.0, 6.0, 1, 1.0),
 ]
 STEPS = [(version, row[0], 1, 0.1, 8 * version) for version, row in enumerate(EXCHANGES[:4], 1)]
 JUDGED = [(2.5, 3, 24, 0.4, 0.9, 0.5), (6.0, 4, 32, 0.3, 0.95, 0.25)]

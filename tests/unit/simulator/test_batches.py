@@ -11,7 +11,7 @@ from hpcsync.core import coordinator
 from hpcsync.core.assignments import create_assignments
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.simulator import gradients
-from hpcsync.trace.schema import APPLIED
+from hpcsync.trace.schema import Outcome
 from hpcsync.training.sampler import sequence_indices
 from hpcsync.workloads.registry import build
 from tests.plain import on_samples, whole_batches
@@ -241,7 +241,7 @@ def test_unequal_batches_are_one_process_with_the_whole_batch(tmp_path, workers,
 def test_a_contribution_alone_counts_as_its_batch_is_larger_than_the_mean(tmp_path):
     """b P / total times, in an update of its own."""
     pushes = run(tmp_path / "t.h5", {"policy": "proportional"}, paradigm={"name": "asp"}).tables["pushes"]
-    applied = pushes[pushes["outcome"] == APPLIED]
+    applied = pushes[pushes["outcome"] == Outcome.APPLIED]
     assert applied["weight"].tolist() == (applied["batch_size"] * 2 / 64).tolist()
     assert set(applied["weight"].tolist()) == {1.0, 1.5, 0.5}
 

@@ -10,7 +10,7 @@ from tests.unit.jobs import make_job
 from tests.unit.simulator.running import simulate, timing_job
 
 
-def built(job) -> cluster.Cluster:
+def built(job) -> cluster.SimulatedCluster:
     return cluster.build(job, build(job))
 
 

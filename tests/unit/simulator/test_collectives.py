@@ -20,7 +20,7 @@ from hpcsync.simulator.collectives import (
     tree_reduce,
 )
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.network import Network
+from hpcsync.simulator.network import SharedLinks
 
 SIZE, LATENCY_S, BANDWIDTH = 240_000, 1e-4, 1e6
 HOSTS = (2, 3, 4, 5, 8, 16)
@@ -33,7 +33,7 @@ FORMS = {
 
 
 def network(links, latency_s=LATENCY_S):
-    return Network(Loop(), links, links, latency_s)
+    return SharedLinks(Loop(), links, links, latency_s)
 
 
 def took_s(collective, network, size_bytes=SIZE, copies=1):

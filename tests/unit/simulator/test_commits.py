@@ -11,7 +11,7 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import DROPPED
+from hpcsync.trace.schema import Outcome
 from hpcsync.workloads.registry import build
 from tests.plain import committed
 from tests.unit.jobs import LINEAR
@@ -73,7 +73,7 @@ def test_who_computes_when_the_run_ends_is_told_to_stop(tmp_path):
     )
     assert commits(trace, 0)[-1] == (2, 12.0, 14.0)
     assert commits(trace, 1)[-1] == (1, 12.0, 14.0)
-    assert trace.tables["pushes"]["outcome"][-2:].tolist() == [DROPPED, DROPPED]
+    assert trace.tables["pushes"]["outcome"][-2:].tolist() == [Outcome.DROPPED, Outcome.DROPPED]
     assert failed(trace) == []
 
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from hpcsync.compression import ErrorFeedback
-from hpcsync.core.peer_coordinator import Division
+from hpcsync.core.peer_coordinator import BatchDivision
 from hpcsync.simulator import collectives, compressed_mean
 from hpcsync.simulator.collectives import ring_allgather_alone_s, ring_allreduce_s
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.network import Network
+from hpcsync.simulator.network import SharedLinks
 from hpcsync.trace.schema import TABLES
 from hpcsync.training.compressor import of_job
 from hpcsync.workloads.registry import build
@@ -80,7 +80,7 @@ def test_batches_that_are_given_out_count_by_their_samples(leave, monkeypatch):
     how: dict[str, Any] = {"seconds": [1.0, 2.0, 4.0], "batches": BATCHES, **leave}
     plain = Run(ALLREDUCE, 3, 12, **how)
     assert close(compressed("top-k", options={"ratio": 1.0}, **how).weights, plain.weights)
-    monkeypatch.setattr(Division, "weight", lambda self, worker: 1.0)
+    monkeypatch.setattr(BatchDivision, "weight", lambda self, worker: 1.0)
     assert not np.allclose(compressed("top-k", options={"ratio": 1.0}, **how).weights, plain.weights, rtol=1e-6)
 
 
@@ -150,7 +150,7 @@ def test_a_ring_alone_takes_what_its_messages_take(sizes, slower):
     """A host passes on what it was given when that is there, and its own last message is out of the way."""
     p = len(sizes)
     links = [BANDWIDTH / (1 + slower * host % 3) for host in range(p)]
-    network, ended = Network(Loop(), links, links, LATENCY_S), []
+    network, ended = SharedLinks(Loop(), links, links, LATENCY_S), []
     messages = []
     for step in range(p - 1):
         for i in range(p):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.core.coordinator import Update
+from hpcsync.core.coordinator import UpdateCommand
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.server_numerics import ElasticArithmetic, arithmetic
 from hpcsync.training.flat_model import FlatModel
@@ -50,7 +50,7 @@ class Run:
             self.numbers.contribute(worker, self.batch)
         for worker in workers:
             self.numbers.promise(worker)
-        self.numbers.apply(Update(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
+        self.numbers.apply(UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
 
 
 class Reference:
@@ -140,7 +140,7 @@ class MovesFirst(Run):
     def exchange(self, *workers: int) -> None:
         for worker in workers:
             self.numbers.contribute(worker, self.batch)
-        self.numbers.apply(Update(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
+        self.numbers.apply(UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
         for worker in workers:
             self.numbers.promise(worker)
 

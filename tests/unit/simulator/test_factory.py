@@ -13,12 +13,12 @@ import torch
 
 from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import decision_fields
-from hpcsync.core.peer_coordinator import Division, drawing
+from hpcsync.core.peer_coordinator import BatchDivision, create_peer_selection
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.factory import PeerSimulation, simulation
 from hpcsync.simulator.peer_transfers import build as build_workers
 from hpcsync.simulator.simulate import prepare
-from hpcsync.trace.schema import EVERYBODY, NOBODY, TABLES, decisions_dtype
+from hpcsync.trace.schema import ALL_PEERS, NO_PEER, TABLES, decisions_dtype
 from hpcsync.training.local_update import LocalOptimizer
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import Workload, build
@@ -177,7 +177,7 @@ def test_without_an_exchange_workers_train_alone(paradigm):
     alone = [torch_sgd(n, 3, worker) for worker, n in enumerate(run.iterations())]
     assert close(run.weights, np.mean(alone, 0))
     assert all(np.array_equal(a, b) for a, b in zip(run.shown(), alone, strict=True))
-    assert set(run.trace["exchanges"]["peer"].tolist()) == {NOBODY}
+    assert set(run.trace["exchanges"]["peer"].tolist()) == {NO_PEER}
     assert run.trace["exchanges"]["wire_bytes"].sum() == 0
     distance = np.sqrt(np.mean([np.sum((a - np.mean(alone, 0)) ** 2) for a in alone]))
     assert run.trace["evaluations"]["consensus_distance"][-1] == pytest.approx(distance, rel=1e-9)
@@ -188,7 +188,7 @@ def test_without_an_exchange_workers_train_alone(paradigm):
 
 def permuting(iterations: int, workers: int, period: int, mu: float, last: dict[int, int] | None = None) -> np.ndarray:
     """Gossip in step with Nesterov's momentum, written down anew: the weights of all. last: iterations of leavers."""
-    peers = drawing(make_job(paradigm=gossip("permutation", period=period), cluster={"workers": workers}))
+    peers = create_peer_selection(make_job(paradigm=gossip("permutation", period=period), cluster={"workers": workers}))
     theta = np.array([start()] * workers)
     v = np.zeros_like(theta)
     mine = [data(workers, worker) for worker in range(workers)]
@@ -379,7 +379,7 @@ def test_what_is_sent_is_received(mode, workload, events):
     assert to == received
     assert len(sent) > 50
     late = rows[rows["batch_size"] == 0]
-    assert len(late) > 0 and set(late["peer"].tolist()) == {NOBODY} and late["n_received"].min() > 0
+    assert len(late) > 0 and set(late["peer"].tolist()) == {NO_PEER} and late["n_received"].min() > 0
     assert late["now_s"].min() >= rows["now_s"].max() - 1e-12
 
 
@@ -432,20 +432,20 @@ def test_a_pull_reads_what_its_peer_showed_last():
 def test_rows_say_with_whom():
     for paradigm in (ALLREDUCE, local(1)):
         rows = Run(paradigm, 3, 4).trace["exchanges"]
-        assert set(rows["peer"].tolist()) == {EVERYBODY} and set(rows["n_received"].tolist()) == {2}
+        assert set(rows["peer"].tolist()) == {ALL_PEERS} and set(rows["n_received"].tolist()) == {2}
     for mode in MODES:
         run = Run(gossip(mode, period=2), 3, 12)
         rows = run.trace["exchanges"]
-        peers = drawing(run.job)
+        peers = create_peer_selection(run.job)
         for row in rows[rows["batch_size"] > 0]:
             worker, (round, rest) = int(row["worker"]), divmod(int(row["iteration"]), 2)
-            drawn = NOBODY
+            drawn = NO_PEER
             if not rest:
                 drawn = peers.permutation(round)[worker] if mode == "permutation" else peers.drawn(worker, round)
             assert row["peer"] == drawn
-            assert row["wire_bytes"] == (0 if drawn in (NOBODY, worker) else 40)
+            assert row["wire_bytes"] == (0 if drawn in (NO_PEER, worker) else 40)
             if mode in ("pull", "permutation"):
-                assert row["n_received"] == (0 if drawn in (NOBODY, worker) else 1)
+                assert row["n_received"] == (0 if drawn in (NO_PEER, worker) else 1)
 
 
 # ---- time ----
@@ -710,7 +710,7 @@ def test_any_split_is_the_whole_batch(optimizer, monkeypatch):
     assert close(run.weights, whole)
     counts = np.bincount(sequence(run.job, np.concatenate(steps), 60))  # 420 samples, 7 training epochs of 60
     assert set(counts.tolist()) == {7}
-    monkeypatch.setattr(Division, "weight", lambda self, worker: 1.0)
+    monkeypatch.setattr(BatchDivision, "weight", lambda self, worker: 1.0)
     unweighted = sharing(30, optimizer=optimizer, seconds=[1.0, 2.0, 4.0, 8.0])
     assert (batch_sizes(unweighted) == sizes).all()
     assert not np.allclose(unweighted.weights, whole, rtol=1e-6)
@@ -729,7 +729,7 @@ def test_the_mean_is_over_samples_also_when_somebody_has_left(monkeypatch):
     expected = on_samples(run.job, steps)
     assert close(run.weights, expected)
     assert run.trace["updates"]["samples"].tolist() == [14 * n - 4 * (n >= 8) for n in range(1, 21)]
-    monkeypatch.setattr(Division, "correction", lambda self, n_contributing, n_samples: 1.0)
+    monkeypatch.setattr(BatchDivision, "correction", lambda self, n_contributing, n_samples: 1.0)
     assert not np.allclose(sharing(20, leave=leave).weights, expected, rtol=1e-6)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.trace.schema import APPLIED, DROPPED, TABLES
+from hpcsync.trace.schema import TABLES, Outcome
 from hpcsync.workloads.registry import build
 from tests.unit.jobs import LINEAR, make_job
 from tests.unit.simulator.running import failed, simulate, timing_job
@@ -141,7 +141,7 @@ def test_mean_staleness(tmp_path, name, present, workers, k):
     trace = run(tmp_path / "t.h5", {"name": name, "k": k}, workers=workers, updates=updates)
     pushes = trace.tables["pushes"]
     assert pushes["staleness"].sum() == (workers - away) * updates
-    applied = pushes[pushes["outcome"] == APPLIED]["staleness"]
+    applied = pushes[pushes["outcome"] == Outcome.APPLIED]["staleness"]
     assert len(applied) == k * updates
     expected = (workers - away) / k
     assert applied.mean() == pytest.approx(expected, abs=workers**2 / len(applied))
@@ -250,7 +250,7 @@ def test_a_cancelled_worker_stops_at_its_next_piece(tmp_path):
     4 s the second quarter is over at 2.03."""
     trace = cancelling(tmp_path / "t.h5", [1.0, 4.0], updates=4)
     row = cancelled(trace)[0]
-    assert (row["worker"], row["iteration"], row["share"], row["outcome"]) == (1, 1, 0.5, DROPPED)
+    assert (row["worker"], row["iteration"], row["share"], row["outcome"]) == (1, 1, 0.5, Outcome.DROPPED)
     assert row["begin_s"] == pytest.approx(0.03)
     assert row["end_s"] == pytest.approx(2.03)
     assert row["compute_s"] == row["end_s"] - row["begin_s"]
@@ -267,7 +267,7 @@ def test_a_cancelled_worker_stops_at_its_next_piece(tmp_path):
 def test_dropping_lets_it_go_on(tmp_path):
     trace = cancelling(tmp_path / "t.h5", [1.0, 4.0], updates=6, cancel="drop")
     assert len(cancelled(trace)) == 0
-    late = trace.tables["pushes"][trace.tables["pushes"]["outcome"] == DROPPED]
+    late = trace.tables["pushes"][trace.tables["pushes"]["outcome"] == Outcome.DROPPED]
     assert late["compute_s"].tolist() == pytest.approx([4.0] * len(late))
     assert len(late)
 
@@ -287,7 +287,7 @@ def test_where_an_iteration_ends(tmp_path, seconds, pieces, share):
     row = next(row for row in trace.tables["pushes"] if row["worker"] == 1)
     assert row["share"] == (share or 1.0)
     assert row["compute_s"] == (share or 1.0) * seconds
-    assert row["outcome"] == DROPPED
+    assert row["outcome"] == Outcome.DROPPED
     assert failed(trace) == []
 
 
@@ -306,7 +306,7 @@ def test_a_worker_that_is_told_while_it_puts_has_lost_nothing_more(tmp_path):
     trace = cancelling(tmp_path / "t.h5", [1.0, 1.005], updates=9)
     pushes = trace.tables["pushes"][trace.tables["pushes"]["worker"] == 1]
     assert pushes["share"].tolist() == [1.0] * len(pushes)
-    assert DROPPED in pushes["outcome"]
+    assert Outcome.DROPPED in pushes["outcome"]
     assert failed(trace) == []
 
 
@@ -391,8 +391,8 @@ def test_a_bound_of_staleness_drops_what_is_staler(tmp_path, name):
         trace = run(path, paradigm, model="lognormal", seconds=seconds, updates=600)
         assert failed(trace) == []
         pushes = trace.tables["pushes"]
-        assert (pushes["staleness"][pushes["outcome"] == DROPPED][:-8] > paradigm.get("staleness_max", 0)).all()
-        return [pushes[pushes["outcome"] == outcome]["staleness"] for outcome in (APPLIED, DROPPED)]
+        assert (pushes["staleness"][pushes["outcome"] == Outcome.DROPPED][:-8] > paradigm.get("staleness_max", 0)).all()
+        return [pushes[pushes["outcome"] == outcome]["staleness"] for outcome in (Outcome.APPLIED, Outcome.DROPPED)]
 
     applied, dropped = staleness(tmp_path / "bound.h5", staleness_max=5)
     assert applied.max() == 5
@@ -408,10 +408,10 @@ def test_what_enters_an_update_is_weighted(tmp_path, name, more):
     """The weights of an update's contributions, which the trace says, are what the paradigm asks for."""
     trace = run(tmp_path / "t.h5", {"name": name, "k": 3, **more}, updates=300)
     pushes = trace.tables["pushes"]
-    applied = pushes[pushes["outcome"] == APPLIED]
+    applied = pushes[pushes["outcome"] == Outcome.APPLIED]
     inverse = more and name.endswith("async")
     counts = 1 / np.maximum(1, applied["staleness"]) if inverse else np.ones(len(applied))
     made = applied["version_read"] + applied["staleness"]
     n_contributions = trace.tables["updates"]["n_contributions"][made]
     assert applied["weight"] == pytest.approx(counts / n_contributions, rel=1e-12)
-    assert set(pushes[pushes["outcome"] == DROPPED]["weight"].tolist()) <= {0.0}
+    assert set(pushes[pushes["outcome"] == Outcome.DROPPED]["weight"].tolist()) <= {0.0}

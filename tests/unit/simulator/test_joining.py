@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import JOINED, LEFT
+from hpcsync.trace.schema import Change
 from tests.unit.jobs import LINEAR
 from tests.unit.simulator.running import failed, simulate, timing_job
 
@@ -53,8 +53,11 @@ def test_a_run_in_which_workers_come_and_go_is_what_its_paradigm_says(paradigm: 
     trace = run(tmp_path / "a.h5", paradigm)
     assert failed(trace) == []
     of = {worker: [change for who, change in changes(trace) if who == worker] for worker in range(4)}
-    assert of[2] == [LEFT, JOINED, LEFT]
-    assert of[1] in ([LEFT, JOINED, LEFT], [LEFT])  # under few barriers it may begin nothing while it is away
+    assert of[2] == [Change.LEFT, Change.JOINED, Change.LEFT]
+    assert of[1] in (
+        [Change.LEFT, Change.JOINED, Change.LEFT],
+        [Change.LEFT],
+    )  # under few barriers it may begin nothing while it is away
     again = run(tmp_path / "b.h5", paradigm)
     assert all(
         trace.tables[name].tobytes() == again.tables[name].tobytes() for name in trace.tables if name != "starts"
@@ -65,7 +68,7 @@ def test_a_run_in_which_workers_come_and_go_is_what_its_paradigm_says(paradigm: 
 def test_with_batches_given_out_all_get_their_part_again(paradigm: dict[str, Any], tmp_path: Path) -> None:
     trace = run(tmp_path / "t.h5", paradigm, batches=BATCHES)
     assert failed(trace) == []
-    joined = trace.tables["membership"]["seq"][trace.tables["membership"]["change"] == JOINED]
+    joined = trace.tables["membership"]["seq"][trace.tables["membership"]["change"] == Change.JOINED]
     rows = trace.tables["decisions"]
     for seq in joined:
         assert rows[rows["seq"] > seq]["seq"][0] == seq + 1, "sizes are chosen anew at once"
@@ -90,7 +93,7 @@ def test_an_absence_in_which_nothing_would_begin_is_none(tmp_path: Path) -> None
     events = [{"worker": 0, "at_s": 1.2, "change": "leave"}, {"worker": 0, "at_s": 1.8, "change": "join"}]
     job = timing_job(workers=2, paradigm={"name": "asp"}, stop={"seconds": 5.5}, cluster={"events": events})
     trace = simulate(job, tmp_path / "t.h5")
-    assert changes(trace) == [(0, LEFT), (1, LEFT)]
+    assert changes(trace) == [(0, Change.LEFT), (1, Change.LEFT)]
 
 
 def test_nobody_joins_a_run_that_is_over(tmp_path: Path) -> None:
@@ -98,5 +101,5 @@ def test_nobody_joins_a_run_that_is_over(tmp_path: Path) -> None:
     for stop in ({"seconds": 5.5}, {"updates": 7}):
         job = timing_job(workers=3, paradigm={"name": "asp"}, stop=stop, cluster={"events": events})
         trace = simulate(job, tmp_path / f"{len(stop)}{next(iter(stop))}.h5")
-        assert changes(trace) == [(0, LEFT), (1, LEFT), (2, LEFT)]
+        assert changes(trace) == [(0, Change.LEFT), (1, Change.LEFT), (2, Change.LEFT)]
         assert failed(trace) == []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpcsync.simulator import network as module
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.network import Network, fair_rates
+from hpcsync.simulator.network import SharedLinks, fair_rates
 
 # ---- other ways to share, for comparison ----
 
@@ -127,7 +127,7 @@ def test_equal_links_with_equal_flows_leave_equal_rests(monkeypatch):
 # ---- transfers ----
 
 
-class Watched(Network):
+class Watched(SharedLinks):
     """Remembers who flowed how fast from when on: (time, {number: (up, down, rate)})."""
 
     def __init__(self, *args):
@@ -156,7 +156,7 @@ class Watched(Network):
         self.history.append((self.loop.now_s, flowing))
 
 
-def arrivals(up, down, latency_s, transfers, network=Network):
+def arrivals(up, down, latency_s, transfers, network=SharedLinks):
     """When each of these transfers (time, source, target, bytes) arrives, and the network."""
     loop = Loop()
     net = network(loop, up, down, latency_s)
@@ -377,7 +377,7 @@ def test_bytes_that_take_less_than_the_clock_can_tell_arrive_at_once():
 
 def test_who_has_been_sent_first_is_told_first():
     loop, told = Loop(), []
-    net = Network(loop, [1.0] * 9, [1.0] * 9, 0.0)
+    net = SharedLinks(loop, [1.0] * 9, [1.0] * 9, 0.0)
     net.send(8, 7, 0.5, told.append, "early")
     for source in (3, 1, 2, 5):
         net.send(source, 0, 1, told.append, source)
@@ -388,7 +388,7 @@ def test_who_has_been_sent_first_is_told_first():
 
 def test_whoever_is_told_may_send_again_at_once():
     loop, at = Loop(), []
-    net = Network(loop, [1.0] * 3, [1.0] * 3, 0.0)
+    net = SharedLinks(loop, [1.0] * 3, [1.0] * 3, 0.0)
 
     def again(source, left):
         at.append(loop.now_s)
@@ -410,13 +410,13 @@ def test_more_flows_than_there_is_room_for_at_first():
 @pytest.mark.parametrize("way", [(1, 1), (-1, 0), (0, -1), (2, 0), (0, 2)])
 def test_ways_that_do_not_exist_are_refused(way):
     with pytest.raises(ValueError, match="there is no way from host"):
-        Network(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(*way, 1, print)
+        SharedLinks(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(*way, 1, print)
 
 
 @pytest.mark.parametrize("size_bytes", [-1, math.inf, math.nan])
 def test_sizes_that_do_not_exist_are_refused(size_bytes):
     with pytest.raises(ValueError, match="cannot be sent"):
-        Network(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(0, 1, size_bytes, print)
+        SharedLinks(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(0, 1, size_bytes, print)
 
 
 @pytest.mark.parametrize(
@@ -425,4 +425,4 @@ def test_sizes_that_do_not_exist_are_refused(size_bytes):
 )
 def test_networks_that_cannot_be_are_refused(up, down, latency_s):
     with pytest.raises(ValueError, match="every host needs|there is no latency"):
-        Network(Loop(), up, down, latency_s)
+        SharedLinks(Loop(), up, down, latency_s)

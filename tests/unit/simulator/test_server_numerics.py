@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from hpcsync.core.coordinator import Update
+from hpcsync.core.coordinator import UpdateCommand
 from hpcsync.simulator.gradients import NEXT
 from hpcsync.simulator.server_numerics import NoArithmetic, RealArithmetic, arithmetic
 from hpcsync.training.gradient import worker_seed
@@ -45,10 +45,10 @@ def test_a_gradient_is_of_the_version_that_was_promised():
     numbers.promise(0)
     numbers.promise(1)
     numbers.contribute(0, NEXT)
-    numbers.apply(Update((0,), (1.0,), 1.0, lr=0.5))
+    numbers.apply(UpdateCommand((0,), (1.0,), 1.0, lr=0.5))
     second = weights_of(numbers, workload)
     numbers.contribute(1, NEXT)  # of the first version, though the second is current
-    numbers.apply(Update((1,), (1.0,), 1.0, lr=0.5))
+    numbers.apply(UpdateCommand((1,), (1.0,), 1.0, lr=0.5))
     third = weights_of(numbers, workload)
     assert torch.allclose(second, first - 0.5 * gradient_alone(job, 0, first), rtol=0, atol=1e-14)
     assert torch.allclose(third, second - 0.5 * gradient_alone(job, 1, first), rtol=0, atol=1e-14)
@@ -63,7 +63,7 @@ def test_a_worker_goes_through_its_own_batches():
     numbers.contribute(1, NEXT)
     numbers.promise(1)
     numbers.contribute(1, NEXT)
-    numbers.apply(Update((1,), (1.0,), 1.0, lr=1.0))
+    numbers.apply(UpdateCommand((1,), (1.0,), 1.0, lr=1.0))
     step = first - weights_of(numbers, workload)
     assert torch.allclose(step, gradient_alone(job, 1, first, iteration=2), rtol=0, atol=1e-14)
     assert not torch.allclose(step, gradient_alone(job, 1, first, iteration=1), rtol=0, atol=1e-3)
@@ -127,4 +127,4 @@ def test_a_vector_that_only_travels_costs_nothing():
     loss, sizes_bytes = numbers.contribute(0, NEXT)
     assert math.isnan(loss)
     assert sizes_bytes == [8], "of that one parameter and its bias"
-    numbers.apply(Update((0,), (1.0,), 1.0, lr=1.0))
+    numbers.apply(UpdateCommand((0,), (1.0,), 1.0, lr=1.0))

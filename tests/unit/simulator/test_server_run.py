@@ -12,7 +12,7 @@ from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
-from hpcsync.simulator.server_run import Simulation
+from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.schema import TABLES
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import build
@@ -183,7 +183,7 @@ def test_a_paradigm_that_never_answers_is_told(tmp_path):
     job = timing_job(workers=2)
     workload = build(job)
     with pytest.raises(RuntimeError, match=r"workers \[0, 1\] wait for ever"):
-        Simulation(job, workload, cluster.build(job, workload), Holding(2), Nothing()).run()
+        ServerSimulation(job, workload, cluster.build(job, workload), Holding(2), Nothing()).run()
 
 
 # ---- determinism ----
@@ -309,7 +309,7 @@ def peak_bytes(updates: int) -> int:
     """Of a simulation of 80 workers, traced by tracemalloc."""
     job = timing_job(workers=80, model="lognormal", paradigm=PARADIGMS[3], stop={"updates": updates}, cluster=NETWORK)
     workload = build(job)
-    simulation = Simulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing())
+    simulation = ServerSimulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing())
     tracemalloc.start()
     try:
         simulation.run()

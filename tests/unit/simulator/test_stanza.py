@@ -13,7 +13,7 @@ from hpcsync.planning import stanza_planner
 from hpcsync.planning.split_cost import SEPARATED, Shape, Times
 from hpcsync.simulator.collectives import ring_allreduce_s
 from hpcsync.simulator.peer_transfers import build as build_workers
-from hpcsync.trace.schema import EVERYBODY, TABLES
+from hpcsync.trace.schema import ALL_PEERS, TABLES
 from hpcsync.training.sampler import batch_indices
 from hpcsync.workloads.registry import build
 from tests.unit.simulator.running import simulate
@@ -46,7 +46,7 @@ def test_an_iteration_takes_what_its_parts_do(n_convolution, n_fc, seconds, piec
     n_served = n_convolution // n_fc
     convolution_s, fc_s = (1 - FC_SHARE) * seconds, FC_SHARE * seconds * n_served
     parts = convolution_s / 3, convolution_s * 2 / 3, FC_SHARE * seconds
-    profile = stanza_planner.Profile(Times(*parts), Shape(below // 4, 1, 50_000), 8)
+    profile = stanza_planner.SplitProfile(Times(*parts), Shape(below // 4, 1, 50_000), 8)
     ring_s = ring_allreduce_s(n_convolution, below, LATENCY_S, GBIT)
     links = stanza_planner.Link(GBIT, LATENCY_S)
     done_s = stanza_planner.stanza_s(profile, links, job.groups, micro_batches=pieces) - ring_s
@@ -131,7 +131,7 @@ def test_what_travels(n_convolution, n_fc, network):
     floats = 2 * (n_convolution - 1) * p_c + 2 * (n_fc - 1) * p_f + 2 * crossing
     assert rows["wire_bytes"].sum() == 2 * (4 * floats + 8 * n_convolution * 128)
     is_fc = rows["worker"] < n_fc
-    assert (rows["peer"][is_fc] == EVERYBODY).all()
+    assert (rows["peer"][is_fc] == ALL_PEERS).all()
     served = n_convolution // n_fc
     assert (rows["peer"] == (rows["worker"] - n_fc) // served)[~is_fc].all()
     assert (rows["batch_size"] == np.where(is_fc, 128 * served, 128)).all()

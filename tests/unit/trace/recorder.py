@@ -11,10 +11,10 @@ import numpy as np
 
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_assignments, create_paradigm, decision_fields
-from hpcsync.core.coordinator import Cancellation, Reply, Report, Update, coordinate
+from hpcsync.core.coordinator import CancelCommand, GrantCommand, PushInfo, UpdateCommand, coordinate
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import DIED, FORMAT, FORMAT_VERSION, TABLES, decisions_dtype
+from hpcsync.trace.schema import FORMAT, FORMAT_VERSION, TABLES, Change, decisions_dtype
 
 JOB = """
 name = "made-up"
@@ -140,7 +140,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         if job.commits:  # the time of its own computation matters
             begin_s += pull_s
             end_s = begin_s + compute_s
-        said = Report(
+        said = PushInfo(
             worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
             begin_s=begin_s, end_s=end_s, compute_s=compute_s, wait_s=wait_s,
             comm_s=pull_s + push_s, batch_size=work.n_samples, local_steps=work.local_steps,
@@ -152,7 +152,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         return said._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
 
     for worker, assignment in enumerate(create_assignments(job).first):
-        start(0.0, Reply(worker, 1, 0, assignment))
+        start(0.0, GrantCommand(worker, 1, 0, assignment))
     pushed_s = {}
     while queue:
         changing = None
@@ -168,7 +168,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         if changing in coordinator.active:
             queue = [entry for entry in queue if entry[-2].worker != changing]
             heapq.heapify(queue)
-            answer = coordinator.left(now_s, changing, DIED)
+            answer = coordinator.left(now_s, changing, Change.DIED)
         elif changing is not None:
             pushed_s[changing] = now_s
             answer = coordinator.joined(now_s, changing)
@@ -180,12 +180,12 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
             answer = coordinator.pushed(now_s, report(now_s, *begun, reply, share))
         orders += [(now_s, order) for order in answer]
         for order_s, order in orders:
-            if isinstance(order, Reply):
+            if isinstance(order, GrantCommand):
                 if order.assignment.local_steps:
                     start(order_s, order, wait_s=order_s - pushed_s[order.worker])
-            elif isinstance(order, Cancellation) and not job.commits:  # whose workers hear of the end too late here
+            elif isinstance(order, CancelCommand) and not job.commits:  # whose workers hear of the end too late here
                 cancel(order_s, order)
-            elif isinstance(order, Update) and coordinator.version % evaluate_every == 0:
+            elif isinstance(order, UpdateCommand) and coordinator.version % evaluate_every == 0:
                 version, samples = coordinator.version, coordinator.samples
                 coordinator.evaluated(now_s, version, samples, 1.0 / version, 1.0 - 1.0 / version)
     coordinator.close()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from hpcsync.planning.split_cost import Shape
-from hpcsync.training.model_split import Halves, activation_shape, check_cut, cut, flops, shape
+from hpcsync.training.model_split import ModelSplit, activation_shape, check_cut, cut, flops, shape
 from hpcsync.workloads.registry import cross_entropy
 from tests.unit.training.test_model_split import Forward, Plain, batch, chain, seeded
 
@@ -154,7 +154,7 @@ def test_a_loss_that_looks_into_the_model_is_refused():
 def test_halves_of_another_model_are_refused():
     model = seeded(Plain).double()
     halves = cut(model, "classifier")
-    mixed = Halves(halves.below, copy.deepcopy(halves.above))
+    mixed = ModelSplit(halves.below, copy.deepcopy(halves.above))
     check_cut(model, halves, cross_entropy, batch())
     with pytest.raises(ValueError):
         check_cut(model, mixed, cross_entropy, batch())

@@ -16,7 +16,7 @@ from hpcsync.training.speed_models import (
     TRUSTED_AFTER,
     WINDOW,
     Blend,
-    Network,
+    GruNetwork,
     estimator,
     nominal_clock,
     predictor,
@@ -122,13 +122,13 @@ def test_what_a_script_has_switched_on_makes_no_difference(around):
 
 
 def test_one_thread_does_all(monkeypatch):
-    forward, seen, n_threads = Network.forward, [], torch.get_num_threads()
+    forward, seen, n_threads = GruNetwork.forward, [], torch.get_num_threads()
 
     def watched(self, series):
         seen.append(torch.get_num_threads())
         return forward(self, series)
 
-    monkeypatch.setattr(Network, "forward", watched)
+    monkeypatch.setattr(GruNetwork, "forward", watched)
     torch.set_num_threads(2)
     try:
         predicted()
@@ -146,7 +146,7 @@ def test_workers_and_seeds_draw_their_own_weights():
 
 
 def test_to_load_torchs_optimizer_changes_nothing():
-    made, drawn = gru()._network.state_dict(), Network(1).state_dict()
+    made, drawn = gru()._network.state_dict(), GruNetwork(1).state_dict()
     assert all(torch.equal(made[name], drawn[name]) for name in drawn)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from hpcsync.planning.split_cost import Times
 from hpcsync.training import split_profile
-from hpcsync.training.model_split import Halves
+from hpcsync.training.model_split import ModelSplit
 from hpcsync.training.split_profile import fixed, measured
 from hpcsync.workloads.registry import cross_entropy
 
@@ -50,7 +50,7 @@ def test_times_of_halves(enough_s: float, times: int, monkeypatch: pytest.Monkey
     clock = Clock()
     monkeypatch.setattr(split_profile, "time", SimpleNamespace(perf_counter=clock.perf_counter))
     monkeypatch.setattr(split_profile, "ENOUGH_S", enough_s)
-    halves = Halves(Timed(clock, 3, 4, 2.0), Timed(clock, 4, 2, 1.0, 0.5))
+    halves = ModelSplit(Timed(clock, 3, 4, 2.0), Timed(clock, 4, 2, 1.0, 0.5))
     before = torch.get_num_threads()
     batch = (torch.randn(6, 3), torch.zeros(6, dtype=torch.long))
     assert measured(halves, cross_entropy, batch) == Times(2.0, 2.0, 2 * (1.0 + 6 * 0.5), 2 * 1.0)

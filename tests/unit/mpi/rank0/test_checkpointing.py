@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from hpcsync.config.checkpoint import Checkpoint
-from hpcsync.mpi.rank0.checkpointing import Saver
+from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.run_dir.checkpoint import Checkpoints, newest
 
 
-def make_saver(folder: Path) -> Saver:
-    return Saver(Checkpoints(folder, 2, None, True), Checkpoint(seconds=10), lambda: {}, (), 0.0, 0)
+def make_saver(folder: Path) -> Checkpointer:
+    return Checkpointer(Checkpoints(folder, 2, None, True), Checkpoint(seconds=10), lambda: {}, (), 0.0, 0)
 
 
 def test_a_death_before_anybody_writes_lets_the_run_go_on_and_asks_again(tmp_path):

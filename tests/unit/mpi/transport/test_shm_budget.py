@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from hpcsync.mpi.transport import shm_budget
-from hpcsync.mpi.transport.shm_budget import MARGIN, MIB, SPARE_BYTES, Asked, verdict
+from hpcsync.mpi.transport.shm_budget import MARGIN, MIB, SPARE_BYTES, Request, verdict
 
 A, B = ("a", "1", "9"), ("b", "1", "9")
 
 
-def asked(n_mib: float, free_mib: float | None = 100.0, held_mib: float = 0.0, node: tuple[str, ...] = A) -> Asked:
+def asked(n_mib: float, free_mib: float | None = 100.0, held_mib: float = 0.0, node: tuple[str, ...] = A) -> Request:
     free = None if free_mib is None else int(free_mib * MIB)
-    return Asked(node, int(n_mib * MIB), int(held_mib * MIB), free, 128 * MIB)
+    return Request(node, int(n_mib * MIB), int(held_mib * MIB), free, 128 * MIB)
 
 
 def test_what_all_ranks_of_a_node_want_must_fit() -> None:

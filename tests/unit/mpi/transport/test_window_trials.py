@@ -8,13 +8,13 @@ import pytest
 
 from hpcsync.mpi.transport import window_trials
 from hpcsync.mpi.transport.subprocess_probe import ProbeError
-from hpcsync.mpi.transport.window_trials import ON_A_NODE, Rehearsed, fastest, reason, rehearse
+from hpcsync.mpi.transport.window_trials import ON_A_NODE, WindowTrial, fastest, reason, rehearse
 from hpcsync.system.launcher import LaunchError
 
 STAGED, IPC, MPI = (
-    Rehearsed("staged", 0.0021),
-    Rehearsed("ipc", 0.0001),
-    Rehearsed("mpi", None, "ended with status -11"),
+    WindowTrial("staged", 0.0021),
+    WindowTrial("ipc", 0.0001),
+    WindowTrial("mpi", None, "ended with status -11"),
 )
 
 
@@ -25,11 +25,11 @@ STAGED, IPC, MPI = (
         ([STAGED, MPI], "staged"),
         ([MPI], None),
         ([], None),
-        ([Rehearsed("mpi", 0.0), STAGED], "mpi"),
-        ([Rehearsed("staged", math.inf), Rehearsed("mpi", 9.0)], "mpi"),
+        ([WindowTrial("mpi", 0.0), STAGED], "mpi"),
+        ([WindowTrial("staged", math.inf), WindowTrial("mpi", 9.0)], "mpi"),
     ],
 )
-def test_the_fastest_that_serves_is_chosen(trials: list[Rehearsed], kind: str | None) -> None:
+def test_the_fastest_that_serves_is_chosen(trials: list[WindowTrial], kind: str | None) -> None:
     assert fastest(trials) == kind
 
 
@@ -38,7 +38,7 @@ def test_the_reason_begins_with_what_was_chosen_and_leaves_nothing_out() -> None
         "ipc: 4 MB there and back in 0.10 ms; staged: 4 MB there and back in 2.10 ms; mpi: ended with status -11"
     )
     assert reason([MPI]) == "mpi: ended with status -11"
-    assert "no child job" in reason([Rehearsed("staged", math.inf)])
+    assert "no child job" in reason([WindowTrial("staged", math.inf)])
 
 
 @pytest.fixture
