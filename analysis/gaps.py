@@ -28,7 +28,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     for axis, trace, name, look in zip(axes[:, 0], traces, names, plotting.styles(traces), strict=True):
         plotting.require_server(trace)
         recount = Recount(trace)
-        pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_gap)
+        pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_lead)
         if not len(pushes):
             raise TraceError(f"{trace.path}: nothing to draw: no push to count")
         points = plotting.thinned(pushes).assign(drawn="point")

@@ -144,20 +144,20 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
-    def _batches_can_be_given_out(self) -> Self:
+    def _batches_can_be_allocated(self) -> Self:
         if self.batches.policy != "equal" and isinstance(
             self.paradigm, AshlOptions | AdspOptions | LocalSgdOptions | GossipOptions | StanzaOptions
         ):
-            given_out = "servers give batches out, or all workers together under allreduce"
+            allocated = "servers give batches out, or all workers together under allreduce"
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
-                f'"{self.paradigm.name}": {"its workers differ in their local steps" if self.commits else given_out}'
+                f'"{self.paradigm.name}": {"its workers differ in their local steps" if self.commits else allocated}'
             )
         self.batches.check(self.batch_total, self.cluster.workers)
         return self
 
     @model_validator(mode="after")
-    def _others_can_go_on(self) -> Self:
+    def _others_can_continue(self) -> Self:
         paradigm = self.paradigm
         named = f'paradigm.name = "{paradigm.name}"'
         if isinstance(paradigm, GossipOptions):

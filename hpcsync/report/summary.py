@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hpcsync.report.aggregate import Tally
-from hpcsync.report.lead import push_gaps
+from hpcsync.report.lead import push_leads
 from hpcsync.trace.reader import Trace, TraceFile
 
 MANY_WORKERS = 20  # more are not shown one by one
@@ -132,8 +132,8 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
     target, time_to_target_s = _target(trace, evaluations)
     distances = _known(evaluations["consensus_distance"])
-    gaps = push_gaps(trace, int(tally.pushes.max(initial=0))) if tally.served else None
-    workers = tuple(_workers(tally, gaps))
+    leads = push_leads(trace, int(tally.pushes.max(initial=0))) if tally.served else None
+    workers = tuple(_workers(tally, leads))
     return Summary(
         name=trace.job.name,
         paradigm=trace.job.paradigm.name,
@@ -156,7 +156,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         tracing_overhead_s=float(trace.attributes.get("tracing_overhead_s", 0.0)),
         workers=workers,
         start_gap_max_iters=int(tally.start_gap_max.max(initial=0)) if tally.served else None,
-        push_gap_max_iters=int(gaps.max(initial=0)) if gaps is not None else None,
+        push_gap_max_iters=int(leads.max(initial=0)) if leads is not None else None,
         **tally.about(slice(None), "wait"),
         **tally.about_drops(),
         **tally.about_k(),
@@ -164,13 +164,13 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     )
 
 
-def _workers(tally: Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSummary]:
+def _workers(tally: Tally, push_leads: np.ndarray | None) -> Iterator[WorkerSummary]:
     for worker in range(len(tally.iterations)):
         yield WorkerSummary(
             worker=worker,
             layers=tally.layers[worker],
-            start_gap_max_iters=int(tally.start_gap_max[worker]) if push_gaps is not None else None,
-            push_gap_max_iters=int(push_gaps[worker]) if push_gaps is not None else None,
+            start_gap_max_iters=int(tally.start_gap_max[worker]) if push_leads is not None else None,
+            push_gap_max_iters=int(push_leads[worker]) if push_leads is not None else None,
             batch_size=tally.last_batch_size(worker),
             **tally.plan(worker),
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),

@@ -69,8 +69,8 @@ class PushSimulation(_Free):
         else:
             self._links.send(worker, peer, self._arrived, worker, peer, self._replicas.push(worker))
 
-    def _arrived(self, worker: int, peer: int, parcel: SentModel) -> None:
-        self._replicas.arrive(peer, parcel)
+    def _arrived(self, worker: int, peer: int, sent: SentModel) -> None:
+        self._replicas.arrive(peer, sent)
         self._links.message(self._take_in, worker, peer)
 
     def _take_in(self, worker: int, peer: int) -> None:

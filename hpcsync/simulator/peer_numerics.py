@@ -76,7 +76,7 @@ class Apart(Judged, Protocol):
     def push(self, worker: int) -> SentModel:
         """What the worker sends away. Under push-sum half of what it has, and it keeps the other half."""
 
-    def arrive(self, worker: int, parcel: SentModel) -> None:
+    def arrive(self, worker: int, sent: SentModel) -> None:
         """A parcel for the worker has come."""
 
     def absorb(self, worker: int, *, drew_itself: bool) -> int:
@@ -96,13 +96,13 @@ class _Inbox:
         self.total: Model = None
         self.weight = 0.0
 
-    def add(self, parcel: SentModel) -> None:
+    def add(self, sent: SentModel) -> None:
         if self.total is None:
-            self.total = parcel.model
-        elif parcel.model is not None:
-            self.total.add_(parcel.model)
+            self.total = sent.model
+        elif sent.model is not None:
+            self.total.add_(sent.model)
         self.count += 1
-        self.weight += parcel.weight
+        self.weight += sent.weight
 
 
 # ---- without arithmetic ----
@@ -156,8 +156,8 @@ class NothingApart(Nothing):
             self._weights[worker] *= 0.5
         return SentModel(None, self._weights[worker])
 
-    def arrive(self, worker: int, parcel: SentModel) -> None:
-        self._inboxes[worker].add(parcel)
+    def arrive(self, worker: int, sent: SentModel) -> None:
+        self._inboxes[worker].add(sent)
 
     def absorb(self, worker: int, *, drew_itself: bool) -> int:
         inbox, self._inboxes[worker] = self._inboxes[worker], _Inbox()
@@ -276,8 +276,8 @@ class Replicas:
             peer.weight *= 0.5
             return SentModel(x.clone(), peer.weight)
 
-    def arrive(self, worker: int, parcel: SentModel) -> None:
-        self._inboxes[worker].add(parcel)
+    def arrive(self, worker: int, sent: SentModel) -> None:
+        self._inboxes[worker].add(sent)
 
     def absorb(self, worker: int, *, drew_itself: bool) -> int:
         """Where nothing has come the weights stay as they are, bit for bit."""

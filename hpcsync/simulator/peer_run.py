@@ -137,12 +137,12 @@ class PeerSimulation(ABC):
         """The worker's iteration is over, and it goes on."""
         self._report(worker, peer, wire_bytes, n_received, self._workers[worker].end_s)
         self._evaluate_if_due()
-        self._go_on(worker)
+        self._continue(worker)
 
     def _report(self, worker: int, peer: int, wire_bytes: int, n_received: int, waited_until_s: float) -> StepInfo:
         now_s, state = self._loop.now_s, self._workers[worker]
         computed_s, waited_s = self._spent(worker)
-        report = StepInfo(
+        step_info = StepInfo(
             worker=worker,
             iteration=state.iteration,
             peer=peer,
@@ -157,9 +157,9 @@ class PeerSimulation(ABC):
             n_received=n_received,
             weight=self._weight(worker),
         )
-        self.coordinator.exchanged(now_s, report)
+        self.coordinator.exchanged(now_s, step_info)
         self._watch(now_s, self.coordinator)
-        return report
+        return step_info
 
     def _spent(self, worker: int) -> tuple[float, float]:
         """Seconds that the worker has computed in its iteration, and that it has waited before the end of that."""
@@ -169,7 +169,7 @@ class PeerSimulation(ABC):
     def _weight(self, worker: int) -> float:
         return 1.0
 
-    def _go_on(self, worker: int) -> None:
+    def _continue(self, worker: int) -> None:
         if self._enough(worker):
             self._leave(worker)
         else:

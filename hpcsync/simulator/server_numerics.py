@@ -82,7 +82,7 @@ class Arithmetic(Protocol):
     def contribute(self, worker: int, work: Work) -> Contributed:
         """Compute the worker's next contribution, of all its local steps, into its slot; not if it is cancelled."""
 
-    def collect(self, collection: AccumulateCommand) -> None:
+    def accumulate(self, accumulation: AccumulateCommand) -> None:
         """Carry out a collection."""
 
     def apply(self, update: UpdateCommand) -> None:
@@ -109,7 +109,7 @@ class NoArithmetic:
     def contribute(self, worker: int, work: Work) -> Contributed:
         return Contributed(math.nan, self._sent.nominal_bytes(work.ratio) if work.share == 1.0 else ())
 
-    def collect(self, collection: AccumulateCommand) -> None: ...
+    def accumulate(self, accumulation: AccumulateCommand) -> None: ...
 
     def apply(self, update: UpdateCommand) -> None: ...
 
@@ -150,8 +150,8 @@ class RealArithmetic:
             return Contributed(loss, self._sent.put(worker, self._flat.gradient, self._slots[worker], work.ratio))
         return Contributed(loss, ())
 
-    def collect(self, collection: AccumulateCommand) -> None:
-        self._store.collect(collection.worker, collection.weight)
+    def accumulate(self, accumulation: AccumulateCommand) -> None:
+        self._store.accumulate(accumulation.worker, accumulation.weight)
 
     def apply(self, update: UpdateCommand) -> None:
         self._store.apply(update.workers, update.lr, update.weights, update.divisor)

@@ -139,7 +139,7 @@ class ServerSimulation:
             if self._job.commits and state.computed > 0:  # what it has; then it will find that it leaves
                 self._send(worker)
                 return
-            self._transfers.report(worker, state.iteration, self._left)
+            self._transfers.push_info(worker, state.iteration, self._left)
             if state.device.joins_s < math.inf:
                 self._loop.at(max(now_s, state.device.joins_s), self._join, worker)
             return
@@ -154,7 +154,7 @@ class ServerSimulation:
         state = self._workers[worker]
         state.device.join()
         state.joins, state.put_s = True, self._loop.now_s
-        self._transfers.report(worker, state.iteration, self._joined)
+        self._transfers.push_info(worker, state.iteration, self._joined)
 
     def _joined(self, worker: int, joined_s: float) -> None:
         self._carry_out(self.coordinator.joined(self._loop.now_s, worker))
@@ -181,7 +181,7 @@ class ServerSimulation:
         state = self._workers[worker]
         state.computed, state.share = 1, share
         self._contribute(worker)
-        self._transfers.report(worker, state.iteration, self._heard)
+        self._transfers.push_info(worker, state.iteration, self._heard)
 
     def _computed(self, worker: int, step: int) -> None:
         state = self._workers[worker]
@@ -221,7 +221,7 @@ class ServerSimulation:
         """The server hears of the worker's contribution."""
         now_s, state = self._loop.now_s, self._workers[worker]
         state.put_s = put_s
-        report = PushInfo(
+        push_info = PushInfo(
             worker=worker,
             iteration=state.iteration,
             version_read=state.version,
@@ -239,23 +239,23 @@ class ServerSimulation:
             encode_s=state.sent_s - state.end_s,
         )
         if state.estimator is not None:
-            report = with_prediction(report, state.estimator)
-        self._carry_out(self.coordinator.pushed(now_s, report))
+            push_info = with_prediction(push_info, state.estimator)
+        self._carry_out(self.coordinator.pushed(now_s, push_info))
         self._check_now_and_then()
         self._evaluate_if_due()
         self._watch(now_s, self.coordinator)
 
-    def _carry_out(self, orders: Sequence[Command]) -> None:
-        for order in orders:
-            if isinstance(order, GrantCommand):
-                self._answer(order)
-            elif isinstance(order, UpdateCommand):
-                self._arithmetic.apply(order)
-            elif isinstance(order, AccumulateCommand):
-                self._arithmetic.collect(order)
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, GrantCommand):
+                self._answer(command)
+            elif isinstance(command, UpdateCommand):
+                self._arithmetic.apply(command)
+            elif isinstance(command, AccumulateCommand):
+                self._arithmetic.accumulate(command)
             else:
-                iteration = self._workers[order.worker].iteration
-                self._transfers.cancel(order.worker, iteration, partial(self._cancelled, order.version))
+                iteration = self._workers[command.worker].iteration
+                self._transfers.cancel(command.worker, iteration, partial(self._cancelled, command.version))
 
     def _answer(self, reply: GrantCommand) -> None:
         if reply.assignment.local_steps == 0:
@@ -273,7 +273,7 @@ class ServerSimulation:
         return assignment.of_a_step or self._n_samples
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
-        self._transfers.report(worker, self._workers[worker].iteration, self._left)
+        self._transfers.push_info(worker, self._workers[worker].iteration, self._left)
 
     def _left(self, worker: int, left_s: float) -> None:
         self._carry_out(self.coordinator.left(self._loop.now_s, worker))

@@ -35,7 +35,7 @@ class Transfers(Protocol):
     def stop(self, worker: int, iteration: int, then: Then) -> None:
         """A grant that lets nothing be read."""
 
-    def report(self, worker: int, iteration: int, then: Then) -> None:
+    def push_info(self, worker: int, iteration: int, then: Then) -> None:
         """A report without a contribution."""
 
     def cancel(self, worker: int, iteration: int, then: Then) -> None:
@@ -74,7 +74,7 @@ class Timed:
     def stop(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._steps(worker, iteration).grant_s, then, worker, self._loop.now_s)
 
-    def report(self, worker: int, iteration: int, then: Then) -> None:
+    def push_info(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
 
     def cancel(self, worker: int, iteration: int, then: Then) -> None:
@@ -116,7 +116,7 @@ class Networked:
     def stop(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._grant_s, then, worker, self._loop.now_s)
 
-    def report(self, worker: int, iteration: int, then: Then) -> None:
+    def push_info(self, worker: int, iteration: int, then: Then) -> None:
         self._loop.after(self._latency_s, then, worker, self._loop.now_s)
 
     def cancel(self, worker: int, iteration: int, then: Then) -> None:

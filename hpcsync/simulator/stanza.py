@@ -191,7 +191,7 @@ class StanzaSimulation(PeerSimulation):
             peer = ALL_PEERS if group.is_fc else self._partners[worker][0]
             self._report(worker, peer, self._sent_bytes(worker), len(group.workers) - 1, began_s)
         for worker in group.workers:
-            self._go_on(worker)
+            self._continue(worker)
 
     def _sent_bytes(self, worker: int) -> int:
         """In an iteration."""

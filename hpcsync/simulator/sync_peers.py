@@ -104,13 +104,13 @@ class _InStep(PeerSimulation):
         self._share_out([self._report(worker, ALL_PEERS, moved[worker], n_received, began_s) for worker in staying])
         self._n_absent = len(staying)
         for worker in staying:
-            self._go_on(worker)
+            self._continue(worker)
 
     def _moved_bytes(self, worker: int) -> int:
         """That the worker has sent."""
         return self._links.all_reduce_bytes
 
-    def _share_out(self, reports: Sequence[StepInfo]) -> None:
+    def _share_out(self, infos: Sequence[StepInfo]) -> None:
         """All have reported their iterations, and nobody has begun the next."""
 
 
@@ -176,14 +176,14 @@ class AllReduceSimulation(_InStep):
         self._look()
         self._all_done()
 
-    def _share_out(self, reports: Sequence[StepInfo]) -> None:
+    def _share_out(self, infos: Sequence[StepInfo]) -> None:
         if self._division is None or self._is_last:
             return
         said: list[Estimate | None] = [None] * len(self._workers)
-        for report in reports:
-            estimator = self._estimators[report.worker]
+        for step_info in infos:
+            estimator = self._estimators[step_info.worker]
             assert estimator is not None
-            said[report.worker] = estimator.observe(report.batch_size, report.compute_s, report.comm_s)
+            said[step_info.worker] = estimator.observe(step_info.batch_size, step_info.compute_s, step_info.comm_s)
         if allocated := self._division.exchanged(len(self._contributing), lambda: said):
             self.coordinator.allocated(self._loop.now_s, self._lockstep.updates, allocated)
 
@@ -244,4 +244,4 @@ class PermutationSimulation(WithReplicas, _InStep):
         peer, size_bytes = self._targets[worker], self._links.size_bytes
         moved, n_received = (0, 0) if peer == worker else (size_bytes, 1)
         self._report(worker, peer, moved, n_received, self._began_s)
-        self._go_on(worker)
+        self._continue(worker)

@@ -22,7 +22,7 @@ from hpcsync.training.local_update import LocalOptimizer, Outer, Peer
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
 from tests.mpi.test_stanza import job as separated
 from tests.mpi.test_stanza import run
-from tests.mpi.training import failures, go_on, on_some, one_process
+from tests.mpi.training import failures, on_some, one_process, resume
 from tests.plain import on_batches
 
 ALLREDUCE = {"name": "allreduce"}
@@ -120,7 +120,7 @@ def test_separated_layers_go_on(comm, needs, folder):
     needs(2)
     this = separated(comm.size, ADAM, updates=20, checkpoint={"updates": 8, "keep": 9})
     weights = [run(comm, this, folder / "a")[1][0]]
-    session = go_on(comm, this, killed(comm, folder / "a"))
+    session = resume(comm, this, killed(comm, folder / "a"))
     weights.append(torch.cat([p.detach().flatten() for p in session._model.parameters()]).cpu().numpy())
     if comm.rank == 0:
         assert np.array_equal(*weights)
@@ -191,16 +191,16 @@ def test_what_has_come_is_taken_in_once(comm, only, put_back):
         comm.Barrier()
         kept = before.keep()
         comm.Barrier()
-        for parcels in (before, after):
-            parcels.send(to, torch.tensor([10.0, 20.0], dtype=torch.float64), 0.5)
+        for inbox in (before, after):
+            inbox.send(to, torch.tensor([10.0, 20.0], dtype=torch.float64), 0.5)
         comm.Barrier()
         if put_back:
             after.put_back(kept)
-        for parcels in (before, after):
-            total, count, weight = parcels.collect()
-            lost = parcels is after and not put_back
+        for inbox in (before, after):
+            total, count, weight = inbox.collect()
+            lost = inbox is after and not put_back
             assert (total.tolist(), count, weight) == (([10, 20], 1, 0.5) if lost else ([11, 22], 2, 0.75))
-            assert parcels.collect() is None
+            assert inbox.collect() is None
         comm.Barrier()
 
 
@@ -237,7 +237,7 @@ def with_fewer(comm: MPI.Intracomm, this: Job, folder: Path, n_ranks: int) -> np
     fewer = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
     if fewer == MPI.COMM_NULL:
         return None
-    weights = go_on(fewer, this, folder).flat.weights.numpy().copy()
+    weights = resume(fewer, this, folder).flat.weights.numpy().copy()
     fewer.Free()
     return weights
 
@@ -294,7 +294,7 @@ def test_who_cannot_go_on_is_refused_in_one_line(comm, only, folder, paradigm):
                 (torn / name).unlink()
         comm.Barrier()
         with pytest.raises(JobError, match=f"^--resume: {comm.size} ranks were started; must be at most"):
-            go_on(comm, longer, torn)
+            resume(comm, longer, torn)
     else:
         smaller = job(paradigm, comm.size - 1)
         expected = f"^cluster.workers = {comm.size - 1}: must be {comm.size}, as it was when the run began"

@@ -56,7 +56,7 @@ class ActivationExchange:
         self, link: PeerChannel, groups: Groups, rows: int, pieces: int, activations: Rows, labels: Sequence[Rows]
     ) -> None:
         self._comm, self._groups = link.comm, groups
-        self._patience = link.patience_of_its_own()
+        self._backoff = link.patience_of_its_own()
         self._rows, self._activations, self._labels = rows // pieces, activations, labels
         worker = link.comm.rank
         self._is_fc = groups.is_fc(worker)
@@ -173,7 +173,7 @@ class ActivationExchange:
                 )
             return self._come[piece] >= needed or None
 
-        self._patience.until(complete)
+        self._backoff.until(complete)
         self._come[piece] = 0
         self._phases.enter(Phase.COMPUTING)
         self.waited_s += time.perf_counter() - begin_s

@@ -41,16 +41,16 @@ class PeerChannel:
         self.deaths = Deaths(self.comm, tolerated=tolerant)
         self.died: list[int] = []  # workers, until somebody takes them from here
         self._tolerant = tolerant
-        self.patience = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
-        self.exposure = PublishedReplica(self.comm, size, dtype, transport)
-        self.phases = WorkerStates(self.comm, one_node=self.patience.one_node)
+        self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
+        self.published = PublishedReplica(self.comm, size, dtype, transport)
+        self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock: Clock
-        self.told_to_stop = False
-        self.told_to_halt = False
+        self.stop_requested = False
+        self.halt_requested = False
         self.all_ended = False
         self._to_write: int | None = None  # the checkpoint with this number
-        self._orders = Inbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
-        self._reports = Outbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
+        self._commands = Inbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
+        self._infos = Outbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
         self._inbox: Inbox | None = None
 
     def start(self, begin_s: float = 0.0) -> list[tuple[int, str, float, float]] | None:
@@ -61,54 +61,54 @@ class PeerChannel:
 
     # ---- every rank ----
 
-    def report(self, exchanged: StepInfo) -> None:
-        self._reports.send(0, (messages.StepInfoKind.STEPPED, *exchanged))
+    def step_info(self, exchanged: StepInfo) -> None:
+        self._infos.send(0, (messages.StepInfoKind.STEPPED, *exchanged))
 
     def say(self, kind: int) -> None:
         """Report that this rank has left, is settled, or has failed; that it has halted, or written its part."""
-        self._reports.send(0, messages.brief(messages.STEP_INFO, kind, self.comm.rank))
+        self._infos.send(0, messages.brief(messages.STEP_INFO, kind, self.comm.rank))
 
     def hear(self) -> None:
         """Take note of what rank 0 has said."""
-        while (order := self._orders.poll()) is not None:
-            kind, number = order
+        while (command := self._commands.poll()) is not None:
+            kind, number = command
             if kind in (messages.PeerCommandKind.STOP, messages.PeerCommandKind.ALL_ENDED):
-                self.told_to_stop = True
+                self.stop_requested = True
                 self.all_ended = self.all_ended or kind == messages.PeerCommandKind.ALL_ENDED
             elif kind == messages.PeerCommandKind.REMOVE:
-                self.exposure.forget(number)
+                self.published.forget(number)
                 self.died.append(number)
             elif kind == messages.PeerCommandKind.SAVE:
                 self._to_write = number
             else:
-                self.told_to_halt, self._to_write = kind == messages.PeerCommandKind.HALT, None
+                self.halt_requested, self._to_write = kind == messages.PeerCommandKind.HALT, None
 
     def halt(self, write: Callable[[int], None]) -> None:
         """Make no further iteration until rank 0 says so; before that, when all have halted, write this rank's part of
         the checkpoint with the number that it says, unless there is none after all."""
-        self.told_to_halt = True  # in step, others may have been told earlier
+        self.halt_requested = True  # in step, others may have been told earlier
         self.say(messages.StepInfoKind.HALTED)
 
         def told() -> bool | None:
             self.hear()
-            return self._to_write is not None or not self.told_to_halt or None
+            return self._to_write is not None or not self.halt_requested or None
 
-        def goes_on() -> bool | None:
+        def continued() -> bool | None:
             self.hear()
-            return not self.told_to_halt or None
+            return not self.halt_requested or None
 
-        self.patience.until(told)
+        self.backoff.until(told)
         if self._to_write is not None:
             write(self._to_write)
             self.say(messages.StepInfoKind.SAVED)
-            self.patience.until(goes_on)
+            self.backoff.until(continued)
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
         """What every rank says, as many numbers each, shape (n_ranks, n_numbers); collective, and patient."""
         own = np.array(numbers, np.float64)
         all_ranks = np.empty((self.comm.size, len(own)))
         gathering = self.comm.Iallgather(own, all_ranks)
-        self.patience.until(lambda: gathering.Test() or None)
+        self.backoff.until(lambda: gathering.Test() or None)
         return all_ranks
 
     def wait_for_all(self) -> None:
@@ -118,23 +118,23 @@ class PeerChannel:
             self.hear()
             return self.all_ended or None
 
-        self.patience.until(ended)
+        self.backoff.until(ended)
 
     def together(self) -> Backoff:
         """Whose barrier is of all ranks, or of those that are left; collective over them."""
-        return Backoff(survivors(self.comm)) if self._tolerant else self.patience
+        return Backoff(survivors(self.comm)) if self._tolerant else self.backoff
 
     # ---- rank 0's monitor, in a thread of its own ----
 
     def patience_of_its_own(self) -> Backoff:
-        return copy.copy(self.patience)
+        return copy.copy(self.backoff)
 
-    def reports(self) -> Inbox:
+    def infos(self) -> Inbox:
         """On rank 0: what all ranks report. It is withdrawn together with the link."""
         self._inbox = Inbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
         return self._inbox
 
-    def orders(self) -> Outbox:
+    def commands(self) -> Outbox:
         """On rank 0: to tell ranks something."""
         return Outbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
 
@@ -142,10 +142,10 @@ class PeerChannel:
         """Collective, and harmless when repeated: returns when every rank has come here."""
         if self.comm == MPI.COMM_NULL:
             return
-        self._reports.free()
-        self.exposure.free()
+        self._infos.free()
+        self.published.free()
         self.phases.free()
-        for inbox in (self._orders, self._inbox):
+        for inbox in (self._commands, self._inbox):
             if inbox is not None:
                 inbox.free()
         self.comm.Free()

@@ -92,7 +92,7 @@ class Exchange(ABC):
 
     def show(self, serial: int) -> bool:
         """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
-        return self._link.exposure.publish(self.peer.shown(), serial, self.peer.weight)
+        return self._link.published.publish(self.peer.shown(), serial, self.peer.weight)
 
     def end(self, *, early: bool) -> bool:
         """The loop is over; early: before it was agreed that the run is. Whether this worker goes along, contributing
@@ -155,7 +155,7 @@ class Summing(Exchange):
 
     def show(self, serial: int) -> bool:
         """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
-        return self._link.exposure.publish(self._flat.weights, serial)
+        return self._link.published.publish(self._flat.weights, serial)
 
     def state(self) -> dict[str, Any]:
         return super().state() | {"reducer": self._reducer.state()}
@@ -208,7 +208,7 @@ class AllReducing(Summing):
         return outcome
 
     def _reduce(self, n_samples: int, stop: bool) -> None:
-        self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=self._link.told_to_halt)
+        self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=self._link.halt_requested)
         if self._division is not None:
             correction = self._division.correction(self.agreed.n_contributing, self.agreed.n_samples)
             if correction != 1.0:
@@ -242,7 +242,7 @@ class _Rounds(Exchange):
             self._n_samples += n_samples
         if exchanging:
             begin_s = time.perf_counter()
-            said = Said(self._n_steps, self._n_samples, stop, self._link.told_to_halt)
+            said = Said(self._n_steps, self._n_samples, stop, self._link.halt_requested)
             self.agreed = self._mean.mean(0, 0, said)
             self._agreeing_s = time.perf_counter() - begin_s
 

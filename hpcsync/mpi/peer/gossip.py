@@ -64,7 +64,7 @@ class Pulling(_Gossiping):
     def _exchange(self, drawn: int) -> ExchangeResult:
         if drawn == self._link.comm.rank:
             return ExchangeResult(drawn)
-        self._link.exposure.read(drawn, self._other)
+        self._link.published.read(drawn, self._other)
         with self.peer.exchanging() as x:
             average(x, self._other)
         return ExchangeResult(drawn, wire_bytes=self._n_bytes, n_received=1)
@@ -75,7 +75,7 @@ class Pushing(_Gossiping):
 
     def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
-        self._parcels = PushInbox(link.comm, flat.size, flat.weights.dtype, link.transport)
+        self._inbox = PushInbox(link.comm, flat.size, flat.weights.dtype, link.transport)
 
     def _exchange(self, drawn: int) -> ExchangeResult:
         to_itself = drawn == self._link.comm.rank
@@ -85,32 +85,32 @@ class Pushing(_Gossiping):
         return ExchangeResult(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
 
     def _send(self, drawn: int) -> None:
-        self._parcels.send(drawn, self.peer.shown())
+        self._inbox.send(drawn, self.peer.shown())
 
     def _take_in(self, to_itself: bool) -> int:
-        if (parcel := self._parcels.collect()) is None:
+        if (received := self._inbox.collect()) is None:
             return 0
         with self.peer.exchanging() as x:
-            absorb(x, parcel.total, parcel.count, drew_itself=to_itself)
-        return parcel.count
+            absorb(x, received.total, received.count, drew_itself=to_itself)
+        return received.count
 
     def settle(self) -> int:
         return self._take_in(False)
 
     def forget(self, worker: int) -> None:
         super().forget(worker)
-        self._parcels.forget(worker)
+        self._inbox.forget(worker)
 
     def state(self) -> dict[str, Any]:
         """With what has come, which is taken in at the next exchange."""
-        return super().state() | {"parcel": self._parcels.keep()}
+        return super().state() | {"parcel": self._inbox.keep()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
-        self._parcels.put_back(state["parcel"])
+        self._inbox.put_back(state["parcel"])
 
     def free(self) -> None:
-        self._parcels.free()
+        self._inbox.free()
 
 
 class PushSumming(Pushing):
@@ -120,12 +120,12 @@ class PushSumming(Pushing):
         with self.peer.exchanging() as x:
             x.mul_(0.5)
             self.peer.weight *= 0.5
-            self._parcels.send(drawn, x, self.peer.weight)
+            self._inbox.send(drawn, x, self.peer.weight)
 
     def _take_in(self, to_itself: bool) -> int:
-        if (parcel := self._parcels.collect()) is None:
+        if (received := self._inbox.collect()) is None:
             return 0
         with self.peer.exchanging() as x:
-            x.add_(parcel.total)
-            self.peer.weight += parcel.weight
-        return parcel.count
+            x.add_(received.total)
+            self.peer.weight += received.weight
+        return received.count

@@ -61,9 +61,9 @@ class Monitor:
         self._dead = set() if dead is None else dead
         self._halted: set[int] = set()  # workers that wait for what is to become of a checkpoint
         self._in_step = in_step
-        self._reports = link.reports()
-        self._orders = link.orders()
-        self._patience = link.patience_of_its_own()
+        self._infos = link.infos()
+        self._commands = link.commands()
+        self._backoff = link.patience_of_its_own()
         self._wishes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unsettled = set(coordinator.active)
         self._told = False
@@ -115,23 +115,23 @@ class Monitor:
     def _serve(self) -> None:
         chores_s = 0.0
         while self._unsettled:
-            record = self._reports.poll()
+            record = self._infos.poll()
             while not self._wishes.empty():  # those that led to what is reported are there
                 self._wishes.get()()
             now_s = self._link.clock.now()  # not before what is reported
             if record is not None:
                 self._hear(now_s, record)
-                self._patience.reset()
+                self._backoff.reset()
             if record is None or now_s - chores_s >= CHORES_S:
                 self._look_around(now_s)
                 chores_s = now_s
             if record is None:
                 self._bury(now_s)
-                self._patience.pause()
+                self._backoff.pause()
         if self._evaluator is not None:
             self._evaluator.close()
             self._take_result()
-        self._orders.free()
+        self._commands.free()
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, exchanged = record[0], StepInfo._make(record[1:])
@@ -198,10 +198,10 @@ class Monitor:
         elif saver.can_begin(()) and len(self._halted) == n_workers:
             self._tell(messages.PeerCommandKind.SAVE, saver.begin(range(n_workers)))
         elif saver.commit_if_complete():
-            self._go_on()
+            self._continue()
 
-    def _go_on(self) -> None:
-        self._coordinator.goes_on(self._link.clock.now())
+    def _continue(self) -> None:
+        self._coordinator.continued(self._link.clock.now())
         self._halted.clear()
         self._tell(messages.PeerCommandKind.CONTINUE)
 
@@ -209,7 +209,7 @@ class Monitor:
         """Somebody has ended: there are no checkpoints any more."""
         saver, self._saver = self._saver, None
         if saver is not None and saver.holding:
-            self._go_on()
+            self._continue()
         if saver is not None and saver.suspending and not self._coordinator.stopping:
             interrupt(signal.SIGTERM)
 
@@ -230,4 +230,4 @@ class Monitor:
 
     def _tell(self, kind: int, number: int = 0) -> None:
         for rank in range(self._link.comm.size):
-            self._orders.send(rank, (kind, number))
+            self._commands.send(rank, (kind, number))

@@ -52,8 +52,8 @@ class PeerSession(RankSession):
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
-        handed_out = None if self._division is None else partial(self._division.work, self.worker)
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, handed_out)
+        allocated = None if self._division is None else partial(self._division.work, self.worker)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, allocated)
         self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
         self._lr, self._own_lr = learning_rate(job), worker_rate(job)
         self._iteration = 0
@@ -103,7 +103,7 @@ class PeerSession(RankSession):
         assert self._times is not None
         (begin_s, end_s), self._times = self._times, None
         outcome = self._advance(self._iterations.batch_size)
-        report = StepInfo(
+        step_info = StepInfo(
             worker=self.rank,
             iteration=self._iteration,
             peer=outcome.peer,
@@ -118,10 +118,10 @@ class PeerSession(RankSession):
             n_received=outcome.n_received,
             weight=self._exchange.peer.weight,
         )
-        self._link.report(report)
+        self._link.step_info(step_info)
         if self._estimator is not None:
-            self._share_out(self._estimator.observe(report.batch_size, report.compute_s, report.comm_s))
-        self._halt_if_told()
+            self._share_out(self._estimator.observe(step_info.batch_size, step_info.compute_s, step_info.comm_s))
+        self._halt_if_requested()
 
     def _end_of_backward(self) -> None:
         """The gradient of this iteration is computed: from here on, after `backward`, it is the mean."""
@@ -138,12 +138,12 @@ class PeerSession(RankSession):
         self._times = self._iterations.end()
         self._link.phases.enter(self._exchange.phase)
         self._link.hear()
-        self._exchange.end_computation(self._iterations.batch_size, self._link.told_to_stop)
+        self._exchange.end_computation(self._iterations.batch_size, self._link.stop_requested)
 
     def _advance(self, n_samples: int) -> ExchangeResult:
         """End one iteration more, of so many samples; in step without any after this worker has made its last."""
         self._hear()
-        told, exchange = self._link.told_to_stop, self._exchange
+        told, exchange = self._link.stop_requested, self._exchange
         lr = self._next_rate()
         self._iteration += 1
         self._samples += n_samples
@@ -174,7 +174,7 @@ class PeerSession(RankSession):
     def _gather(self, expected: Estimate | None) -> list[Estimate | None]:
         """What every worker expects."""
         said = self._link.gather((expected is not None, *(expected or (0.0, 0.0))))
-        known = [Estimate(*estimate) if goes_on else None for goes_on, *estimate in said.tolist()]
+        known = [Estimate(*estimate) if continued else None for continued, *estimate in said.tolist()]
         return known + [None] * (self.n_workers - len(known))
 
     def _allocated(self, allocated: Sequence[Allocated]) -> None:
@@ -220,11 +220,11 @@ class PeerSession(RankSession):
         """What this rank's part of a checkpoint is called."""
         return f"worker-{self.rank}"
 
-    def _halt_if_told(self) -> None:
+    def _halt_if_requested(self) -> None:
         """After an iteration: those in step halt after the same one, with an exchange; others when they hear of it."""
         link, exchange = self._link, self._exchange
         link.hear()
-        halts = link.told_to_halt
+        halts = link.halt_requested
         if exchange.in_step:
             agreed = exchange.agreed
             if not self._in_step or self._iteration % exchange.period or agreed is None or not agreed.halt:
@@ -270,7 +270,7 @@ class PeerSession(RankSession):
         while self._in_step and goes_along:
             self._advance(0)
             self._share_out(None)
-            self._halt_if_told()
+            self._halt_if_requested()
         self._link.say(messages.StepInfoKind.ENDED)
         self._link.wait_for_all()
         self._settle()
@@ -287,7 +287,7 @@ class PeerSession(RankSession):
         self._hear()
         if n_received := self._exchange.settle():
             now_s, weight = self._link.clock.now(), self._exchange.peer.weight
-            self._link.report(intake_info(self.rank, self._iteration, now_s, n_received, weight))
+            self._link.step_info(intake_info(self.rank, self._iteration, now_s, n_received, weight))
 
     def _finish_training(self) -> None:
         """All have published their last weights."""

@@ -146,7 +146,7 @@ class StanzaExchange(Summing):
         anchor = torch.full_like(self._output, math.nan, device=activations.device)
         return _Elsewhere.apply(anchor.requires_grad_(), self)
 
-    def go_on_below(self) -> None:
+    def continue_below(self) -> None:
         """The convolution worker's backward pass, from the gradients of its activations on."""
         for piece, activations in enumerate(self._under_way):
             gradient = self._crossing.gradient(piece)
@@ -199,7 +199,9 @@ class StanzaExchange(Summing):
             raise RuntimeError("step: where layers are separated it must follow a backward pass through the model")
         self._batch = ()
         is_fc = self._layers.is_fc
-        agreed = self._reducer.finish(n_samples=n_samples, stop=stop and is_fc, halt=self._link.told_to_halt and is_fc)
+        agreed = self._reducer.finish(
+            n_samples=n_samples, stop=stop and is_fc, halt=self._link.halt_requested and is_fc
+        )
         self.peer.step(self._flat.gradient, lr)
         last, halt = (self._stop, self._halt) if is_fc else (self._crossing.last, self._crossing.halt)
         self._stop = self._stop or agreed.stop
@@ -257,7 +259,7 @@ class _Elsewhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.exchange.go_on_below()
+        ctx.exchange.continue_below()
         return None, None
 
 

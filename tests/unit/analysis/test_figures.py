@@ -103,9 +103,9 @@ def test_gaps_are_counted_from_all_pushes(tmp_path):
     ],
 )
 def test_the_bound_is_that_of_the_paradigm(paradigm, bound_iters):
-    gaps, trace = importlib.import_module("gaps"), record(paradigm, (1.0, 1.0, 5.0), updates=60)
-    assert gaps.push_gap_bound(trace.job.paradigm) == bound_iters
-    largest = gaps.Recount(trace).push_gap.max()
+    leads, trace = importlib.import_module("gaps"), record(paradigm, (1.0, 1.0, 5.0), updates=60)
+    assert leads.push_gap_bound(trace.job.paradigm) == bound_iters
+    largest = leads.Recount(trace).push_lead.max()
     assert largest > 6 if bound_iters is None else largest == bound_iters  # and the runs reach it, or exceed them all
 
 

@@ -290,7 +290,7 @@ def write(path, job, rows, fields, status):
 def counted_gaps(trace):
     """The largest push gap of each worker, by the counts that the audit makes of a trace in memory."""
     recount, largest = Recount(trace), np.zeros(trace.n_workers, np.int64)
-    np.maximum.at(largest, recount.pushes["worker"], recount.push_gap)
+    np.maximum.at(largest, recount.pushes["worker"], recount.push_lead)
     return largest.tolist()
 
 

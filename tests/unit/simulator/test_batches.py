@@ -151,7 +151,7 @@ def first_work(job) -> list[tuple[int, int]]:
     return [(one.first_sample, one.batch_size) for one in create_assignments(job).first]
 
 
-def handed_out(trace) -> list[tuple[int, int]]:
+def allocated(trace) -> list[tuple[int, int]]:
     """(first, end) of the samples of each push that was granted, those of the first iterations too."""
     grants = trace.tables["grants"]
     given = [(int(row["first_sample"]), int(row["batch_size"])) for row in grants if row["local_steps"]]
@@ -174,10 +174,10 @@ def careless(self, worker, local_steps=1):
 @pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
 def test_samples_are_handed_out_once(tmp_path, paradigm, monkeypatch):
     trace = run(tmp_path / "t.h5", {"policy": "proportional"}, paradigm=paradigm)
-    assert complete(handed_out(trace))
+    assert complete(allocated(trace))
     monkeypatch.setattr(Allocator, "hand_out", careless)
     trace = simulate(trace.job, tmp_path / "careless.h5")
-    assert not complete(handed_out(trace))
+    assert not complete(allocated(trace))
     assert failed(trace) != []
 
 
@@ -207,7 +207,7 @@ def test_samples_are_computed_once(tmp_path, paradigm, monkeypatch):
     assert failed(trace) == []
     pushes = trace.tables["pushes"]
     assert sum(end - first for first, end in used) == pushes["batch_size"].sum()
-    granted = handed_out(trace)
+    granted = allocated(trace)
     assert complete(granted)
     seen = sorted(used)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(seen))

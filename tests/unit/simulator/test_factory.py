@@ -154,7 +154,7 @@ def test_all_reduce_is_one_process_with_a_larger_batch():
 @pytest.mark.parametrize("optimizer", [NESTEROV, {"name": "adam", "lr": LR}], ids=str)
 def test_all_reduce_is_bsp(optimizer):
     a, b = (Run({"name": name}, 3, 20, optimizer=optimizer) for name in ("allreduce", "bsp"))
-    assert np.array_equal(a.weights, b.weights) if optimizer is NESTEROV else close(a.weights, b.weights)
+    assert close(a.weights, b.weights)  # the optimizer's rounding in the tail of a tensor depends on the CPU
     assert a.trace["updates"].tobytes() == b.trace["updates"].tobytes()
 
 
@@ -304,22 +304,22 @@ class Counted:
             weight += peer.weight + inbox.weight
             if inbox.total is not None:
                 total = total + inbox.total.numpy()
-        for parcel in self._under_way:
-            total, weight = total + parcel.model.numpy(), weight + parcel.weight
+        for sent in self._under_way:
+            total, weight = total + sent.model.numpy(), weight + sent.weight
         self.sums.append(total)
         self.weights.append(weight)
 
     def push(self, worker: int) -> Any:
         self._count()
-        parcel = self._replicas.push(worker)
-        self._under_way.append(parcel)
+        sent = self._replicas.push(worker)
+        self._under_way.append(sent)
         self._count()
-        return parcel
+        return sent
 
-    def arrive(self, worker: int, parcel: Any) -> None:
+    def arrive(self, worker: int, sent: Any) -> None:
         self._count()
-        self._under_way = [other for other in self._under_way if other is not parcel]
-        self._replicas.arrive(worker, parcel)
+        self._under_way = [other for other in self._under_way if other is not sent]
+        self._replicas.arrive(worker, sent)
         self._count()
 
     def absorb(self, worker: int, *, drew_itself: bool) -> int:

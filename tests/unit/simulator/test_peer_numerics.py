@@ -53,10 +53,10 @@ def test_every_worker_has_its_own_generator_batches_and_statistics(order):
 def test_what_is_shown_or_sent_does_not_change_any_more():
     for paradigm in (PUSH, PUSH_SUM):
         numbers, _ = replicas(paradigm)
-        shown, parcel = numbers.shown(0), numbers.push(0)
-        before = shown.clone(), parcel.model.clone()
+        shown, sent = numbers.shown(0), numbers.push(0)
+        before = shown.clone(), sent.model.clone()
         numbers.learn(0, 0.1)
-        assert torch.equal(shown, before[0]) and torch.equal(parcel.model, before[1])
+        assert torch.equal(shown, before[0]) and torch.equal(sent.model, before[1])
         assert not torch.equal(numbers.shown(0), before[0])
 
 
@@ -65,8 +65,8 @@ def test_a_push_gives_a_copy_and_push_sum_half():
     start = next(workload.model.parameters()).detach().flatten().clone()
     assert torch.equal(numbers.push(0).model, start) and numbers.weight(0) == 1.0
     halved, _ = replicas(PUSH_SUM)
-    parcel = halved.push(0)
-    assert torch.equal(parcel.model, 0.5 * start) and parcel.weight == halved.weight(0) == 0.5
+    sent = halved.push(0)
+    assert torch.equal(sent.model, 0.5 * start) and sent.weight == halved.weight(0) == 0.5
     assert torch.equal(halved.shown(0), start)  # x / w
 
 

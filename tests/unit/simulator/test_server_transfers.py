@@ -68,7 +68,7 @@ def test_a_stop_a_report_alone_and_a_cancellation_are_messages():
     heard = Heard(loop)
     transfers = network(loop)
     transfers.stop(0, 1, heard)
-    transfers.report(0, 1, heard)
+    transfers.push_info(0, 1, heard)
     transfers.cancel(0, 1, heard)
     loop.run()
     assert heard.at == [(0, 0.0, LATENCY_S)] * 3
@@ -146,7 +146,7 @@ def test_given_steps_take_what_they_take():
         transfers.push(worker, iteration, [SIZE], heard)
         transfers.pull(worker, iteration, heard)
         transfers.stop(worker, iteration, heard)
-        transfers.report(worker, iteration, heard)
+        transfers.push_info(worker, iteration, heard)
         transfers.cancel(worker, iteration, heard)
     loop.run()
     assert sorted(heard.at) == [
