@@ -6,7 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hpcsync.push_info.summary import summarize
+from hpcsync.report.summary import summarize
 
 from hpcsync import paradigms
 from hpcsync.audit.run import audit
