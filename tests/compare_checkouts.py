@@ -49,7 +49,18 @@ NETWORK = {"bandwidth_gbit": 1.0, "latency_us": 50.0}  # for stanza_real, which 
 
 
 def jobs_of(checkout: Path) -> Jobs:
-    """The jobs in the folder `jobs` of a checkout, shortened."""
+    """Read the jobs in the folder `jobs` of a checkout, and shorten them.
+
+    Parameters
+    ----------
+    checkout : Path
+        Its folder.
+
+    Returns
+    -------
+    Jobs
+        The jobs by name, which is "jobs/" and the file's name without its ending.
+    """
     found = {}
     for path in sorted((checkout / "jobs").glob("*.toml")):
         job = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -67,9 +78,17 @@ def jobs_of(checkout: Path) -> Jobs:
 
 
 def reproduced_jobs(times: Path) -> Jobs:
-    """What the reproductions of this checkout simulate, with one seed, shortened.
+    """Collect what the reproductions of this checkout simulate, with one seed, and shortened.
 
-    times: where tables of times are written that some of them read.
+    Parameters
+    ----------
+    times : Path
+        The folder into which the tables of times are written that some of the jobs read.
+
+    Returns
+    -------
+    Jobs
+        The jobs by name: of the reproduction, the setting, its arm, the method, and the seed.
     """
     sys.path[:0] = [str(ROOT / "analysis"), str(ROOT)]
     from reproductions import ashl, dssp, first_k, first_k_real, gossip, stanza, stanza_real
@@ -89,7 +108,20 @@ def reproduced_jobs(times: Path) -> Jobs:
 
 
 def left_out(name: str, job: dict[str, Any]) -> str:
-    """Why this job is not simulated, or nothing."""
+    """Say why a job is not simulated.
+
+    Parameters
+    ----------
+    name : str
+        The job's name.
+    job : dict
+        The job as it is in TOML.
+
+    Returns
+    -------
+    str
+        The reason; empty for a job that is simulated.
+    """
     folder = job["workload"].get("folder")
     if folder is not None and not Path(folder).is_dir():
         return f"its data are missing: {folder}"
@@ -97,7 +129,18 @@ def left_out(name: str, job: dict[str, Any]) -> str:
 
 
 def varies_a_number(name: str) -> bool:
-    """Whether a reproduction has this job beside others that differ in a bound, a learning rate or a size alone."""
+    """Whether a reproduction has this job beside others that differ in a bound, a learning rate or a size alone.
+
+    Parameters
+    ----------
+    name : str
+        The job's name.
+
+    Returns
+    -------
+    bool
+        True for a job that need not be simulated.
+    """
     of, setting, arm, method = name.split("/")[:4] if name.count("/") == 4 else ("", "", "", "")
     if of == "dssp":
         return method.startswith("SSP-") and method not in ("SSP-3", "SSP-6", "SSP-15")
@@ -117,10 +160,24 @@ def varies_a_number(name: str) -> bool:
 
 
 def simulate_each(checkout: str, jobs: str, out: str) -> int:
-    """Simulate jobs/*.toml into out/NAME, as `python -m hpcsync simulate` does; print each exit status.
+    """Simulate many jobs with the code on the path, and print the exit status of each.
 
-    Each has a process of its own, forked from this one, which has imported what takes seconds and does not belong to
-    the checkout.
+    Each is simulated as `python -m hpcsync simulate JOB --out FOLDER` does it, in a process of its own. This process is
+    forked from one that has imported what takes seconds and does not belong to the checkout.
+
+    Parameters
+    ----------
+    checkout : str
+        The folder from which hpcsync must be imported.
+    jobs : str
+        The folder of the job files.
+    out : str
+        The folder in which each job gets a folder of its own.
+
+    Returns
+    -------
+    int
+        1 if hpcsync is imported from another folder, else 0.
     """
     origin = Path(find_spec("hpcsync").origin).resolve()
     if not origin.is_relative_to(Path(checkout)):
@@ -154,7 +211,18 @@ def _simulate(job: Path, out: Path) -> None:
 
 
 def started(checkout: Path, jobs: Path, out: Path) -> subprocess.Popen[str]:
-    """The process that simulates all jobs with this checkout's code: only that is on its path."""
+    """Start the process that simulates all jobs with the code of one checkout.
+
+    Parameters
+    ----------
+    checkout, jobs, out : Path
+        As in `simulate_each`.
+
+    Returns
+    -------
+    subprocess.Popen
+        The process, which writes a line with an exit status for each job.
+    """
     environ = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     environ["PYTHONPATH"] = os.pathsep.join([str(checkout), str(checkout / "analysis")])
     line = [sys.executable, "-P", str(Path(__file__).resolve()), EACH, str(checkout), str(jobs), str(out)]
@@ -165,7 +233,18 @@ def started(checkout: Path, jobs: Path, out: Path) -> subprocess.Popen[str]:
 
 
 def arrays_of(folder: Path) -> dict[str, np.ndarray]:
-    """All tables of trace.h5 and tensors of weights.safetensors in a folder, by name."""
+    """Read what a simulation has written.
+
+    Parameters
+    ----------
+    folder : Path
+        The simulation's folder.
+
+    Returns
+    -------
+    dict of str to numpy.ndarray
+        All tables of trace.h5 and all tensors of weights.safetensors.
+    """
     found: dict[str, np.ndarray] = {}
 
     def take(name: str, item: Any) -> None:
@@ -178,7 +257,18 @@ def arrays_of(folder: Path) -> dict[str, np.ndarray]:
 
 
 def difference(before: dict[str, np.ndarray], after: dict[str, np.ndarray]) -> str:
-    """The first one, or nothing if all arrays are the same byte for byte."""
+    """Find the first difference between the arrays of two simulations.
+
+    Parameters
+    ----------
+    before, after : dict of str to numpy.ndarray
+        As `arrays_of` gives them.
+
+    Returns
+    -------
+    str
+        Where it is, and both values; empty if all arrays are the same byte for byte.
+    """
     for name in sorted(before.keys() | after.keys()):
         if name not in after or name not in before:
             return f"{name}: only {'before' if name in before else 'after'}"
@@ -203,13 +293,26 @@ def _difference(before: np.ndarray, after: np.ndarray) -> str:
             for column in before.dtype.names or ():
                 values = before[row][column], after[row][column]
                 if values[0].tobytes() != values[1].tobytes():
-                    return f", column {column}, row {row}: {values[0].item()!r} before, {values[1].item()!r} after"
+                    return f", column {column}, row {row}: {values[0].tolist()!r} before, {values[1].tolist()!r} after"
             return f", row {row}: {before[row].tolist()} before, {after[row].tolist()} after"
     return f": {len(before):,} rows before, {len(after):,} after, and the same up to there"
 
 
 def outcome(folders: Sequence[Path], statuses: Sequence[str]) -> tuple[str, str]:
-    """What has come of a job with both codes: how much there is to compare, and `identical` or what is not."""
+    """Say what has come of one job with the code of both checkouts.
+
+    Parameters
+    ----------
+    folders : sequence of Path
+        Of both simulations.
+    statuses : sequence of str
+        The exit statuses of both.
+
+    Returns
+    -------
+    tuple of str
+        How much was compared, and "identical" or the first difference.
+    """
     for when, folder, status in zip(("before", "after"), folders, statuses, strict=True):
         if status.strip() != "0":
             output = folder / "output.txt"
@@ -224,7 +327,22 @@ def outcome(folders: Sequence[Path], statuses: Sequence[str]) -> tuple[str, str]
 
 
 def compare(before: Path, after: Path, jobs: Jobs, folder: Path) -> int:
-    """Simulate all jobs with both codes side by side, print a line for each; how many are not identical."""
+    """Simulate all jobs with the code of both checkouts side by side, and print a line for each.
+
+    Parameters
+    ----------
+    before, after : Path
+        The folders of the checkouts.
+    jobs : Jobs
+        What is simulated.
+    folder : Path
+        For files that are of no use afterwards.
+
+    Returns
+    -------
+    int
+        How many jobs are not identical.
+    """
     (folder / "jobs").mkdir()
     for n, job in enumerate(jobs.values()):
         (folder / "jobs" / f"{n:04}.toml").write_text(tomli_w.dumps(job), encoding="utf-8")
@@ -248,6 +366,18 @@ def compare(before: Path, after: Path, jobs: Jobs, folder: Path) -> int:
 
 
 def main(arguments: list[str]) -> int:
+    """Carry out the command line.
+
+    Parameters
+    ----------
+    arguments : list of str
+        Without the program's name.
+
+    Returns
+    -------
+    int
+        The exit status.
+    """
     if arguments[:1] == [EACH]:
         return simulate_each(*arguments[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
