@@ -148,11 +148,12 @@ def varies_a_number(name: str) -> bool:
         return arm in ("large", "small")
     if of == "ashl":
         return arm in ("half", "double")
+    if of == "stanza" and method.startswith("server_") and method not in ("server_1", "server_2", "server_beside"):
+        return True
     if of == "stanza" and setting.startswith("resnet50-"):
         return arm.startswith("batch-") and arm not in ("batch-8", "batch-512")
     if of == "stanza":  # other models, of which the large ones take long
-        few_servers = not method.startswith("server_") or method in ("server_1", "server_beside")
-        return not (setting.endswith("-10-10") and arm == "main" and few_servers)
+        return not (setting.endswith("-10-10") and arm == "main")
     return False
 
 
