@@ -91,12 +91,21 @@ gpu: $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/gpu-ready)
 	    'from torch.version import cuda; print(",cuda" + cuda.split(".")[0] if cuda else "")')]"
 	touch $@
 
+# ---- the documentation: docs/_build/html/index.html ----
+
+docs: .venv/docs-ready
+	.venv/bin/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+.venv/docs-ready: .venv/ready
+	.venv/bin/python $(PIP) --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 format: .venv/ready
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-mpich build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mpich build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu format clean
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu docs format clean
