@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docutils import nodes
@@ -19,8 +20,20 @@ def _mathml(latex: str, *, block: bool) -> str:
         raise ExtensionError(f"formula {latex!r}: {error}") from error
 
 
+def _keep_punctuation(app: Sphinx, doctree: nodes.document, docname: str) -> None:
+    """Move punctuation that follows an inline formula into its node: a browser may break the line between the two."""
+    for math in list(doctree.findall(nodes.math)):
+        after = math.next_node(siblings=True, descend=False)
+        if isinstance(after, nodes.Text) and (mark := re.match(r"[.,;:)]+", after)):
+            math["punctuation"] = mark[0]
+            after.parent.replace(after, nodes.Text(after[mark.end() :]))
+
+
 def _visit_inline(self: Any, node: nodes.math) -> None:
-    self.body.append(_mathml(node.astext(), block=False))
+    formula = _mathml(node.astext(), block=False)
+    if punctuation := node.get("punctuation"):
+        formula = f'<span class="text-nowrap">{formula}{punctuation}</span>'
+    self.body.append(formula)
     raise nodes.SkipNode
 
 
@@ -36,4 +49,5 @@ def _visit_block(self: Any, node: nodes.math_block) -> None:
 
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_html_math_renderer("mathml", inline_renderers=(_visit_inline, None), block_renderers=(_visit_block, None))
+    app.connect("doctree-resolved", _keep_punctuation)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
