@@ -1,20 +1,20 @@
 """Configuration of Sphinx. `make docs` builds the pages without a network, and they need none to be read."""
 
 import logging
-import re
 import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE / "_ext"))
+sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
+
+from hpcsync import __version__  # noqa: E402  (it loads nothing else)
 
 project = "hpcsync"
 author = "the hpcsync developers"
 copyright = author
-release = re.search(r'^__version__ = "(.+)"', (HERE.parent / "hpcsync/__init__.py").read_text(), re.M)[1]
-version = release
+release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
 exclude_patterns = ["_build", "_ext"]
