@@ -57,7 +57,7 @@ def run(
             **tables,
         }
     )
-    session = resume(comm, job, folder) if resume else train(comm, job, folder)
+    session = resume_run(comm, job, folder) if resume else train(comm, job, folder)
     assert session.stopped or session.worker is None
     weights = comm.allgather(session.flat.weights.numpy())
     assert all((other == weights[0]).all() for other in weights)

@@ -28,13 +28,13 @@ class Received:
         self.total = np.zeros(size)
         self.count, self.weight = 0, 0.0
 
-    def take(self, received) -> bool:
-        if received is None:
+    def take(self, parcel) -> bool:
+        if parcel is None:
             return False
-        assert received.count > 0
-        self.total += received.total.cpu().numpy()
-        self.count += received.count
-        self.weight += received.weight
+        assert parcel.count > 0
+        self.total += parcel.total.cpu().numpy()
+        self.count += parcel.count
+        self.weight += parcel.weight
         return True
 
 
@@ -47,21 +47,21 @@ def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, in
     generator = np.random.default_rng(comm.rank)
     received, parcels_taken = Received(size), 0
     sent, counts, weights = np.zeros((comm.size, size)), np.zeros(comm.size), np.zeros(comm.size)
-    with PushInbox(comm, size, torch.float64, transport) as inbox:
+    with PushInbox(comm, size, torch.float64, transport) as parcels:
         end_s = time.monotonic() + BUSY_S
         while time.monotonic() < end_s:
             for _ in range(generator.integers(4)):
                 peer, weight = other(comm, generator), float(generator.integers(1, 9))
                 vector = generator.integers(-1000, 1000) + np.arange(float(size))
-                inbox.send(peer, torch.from_numpy(vector).to(transport.device), weight)
+                parcels.send(peer, torch.from_numpy(vector).to(transport.device), weight)
                 sent[peer] += vector
                 counts[peer] += 1
                 weights[peer] += weight
             compute()
-            parcels_taken += received.take(inbox.collect())
+            parcels_taken += received.take(parcels.collect())
         comm.Barrier()
-        parcels_taken += received.take(inbox.collect())  # in the quiet, one call has all
-        assert inbox.collect() is None
+        parcels_taken += received.take(parcels.collect())  # in the quiet, one call has all
+        assert parcels.collect() is None
         comm.Barrier()
     expected = np.zeros(size)
     for numbers in (sent, counts, weights):
@@ -94,27 +94,27 @@ def test_the_receiver_may_compute_meanwhile(comm, needs):
 def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tuple[float, int, float]]:
     """(what rank 0 collects while rank 1 is at work, one more while it is, and when it has left; their sum)."""
     taken, received = [], Received(5)
-    with PushInbox(comm, 5, torch.float64) as inbox:
+    with PushInbox(comm, 5, torch.float64) as parcels:
 
         def collect() -> None:
             comm.Barrier()
             if comm.rank == 0:
-                received = inbox.collect()
-                taken.append((float(received.total[0]), received.count, received.weight) if received else None)
-                received.take(received)
+                parcel = parcels.collect()
+                taken.append((float(parcel.total[0]), parcel.count, parcel.weight) if parcel else None)
+                received.take(parcel)
             comm.Barrier()
 
         if comm.rank == 1:
-            inbox.send(0, filled(1.0), 10.0)
-            inbox = inbox._enter(0)
-            ticket = inbox._ticket(0, inbox)  # it has a place, but nothing is there yet
+            parcels.send(0, filled(1.0), 10.0)
+            inbox = parcels._enter(0)
+            ticket = parcels._ticket(0, inbox)  # it has a place, but nothing is there yet
         collect()
         if comm.rank == 1:
-            inbox.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
+            parcels.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
         collect()
         if comm.rank == 1:
-            inbox._fill(0, inbox, ticket, filled(2.0), 20.0)
-            inbox._leave(0, inbox)
+            parcels._fill(0, inbox, ticket, filled(2.0), 20.0)
+            parcels._leave(0, inbox)
         collect()
         collect()
     summary = (float(received.total[0]), received.count, received.weight)
@@ -139,10 +139,10 @@ def test_a_receiver_that_ignores_who_is_at_work_misses_a_vector_that_is_not_ther
 def sent_across_a_change(comm) -> tuple[float, int]:
     """What rank 0 collects in the end, of 1 and 2, when it changes inboxes between the looks of 2's sender."""
     received = Received(5)
-    with PushInbox(comm, 5, torch.float64) as inbox:
+    with PushInbox(comm, 5, torch.float64) as parcels:
         if comm.rank == 1:
-            inbox.send(0, filled(1.0))
-            look, looks = inbox._active, []
+            parcels.send(0, filled(1.0))
+            look, looks = parcels._active, []
 
             def slow_look(rank: int) -> int:
                 active = look(rank)
@@ -152,16 +152,16 @@ def sent_across_a_change(comm) -> tuple[float, int]:
                 looks.append(active)
                 return active
 
-            inbox._active = slow_look
-            inbox.send(0, filled(2.0))
+            parcels._active = slow_look
+            parcels.send(0, filled(2.0))
         else:
             comm.Barrier()
             if comm.rank == 0:
-                assert received.take(inbox.collect())
+                assert received.take(parcels.collect())
             comm.Barrier()
         comm.Barrier()
         if comm.rank == 0:
-            received.take(inbox.collect())
+            received.take(parcels.collect())
         comm.Barrier()
     return comm.bcast((float(received.total[0]), received.count))
 
@@ -192,21 +192,21 @@ def collected_without(
     """What rank 0 collects, twice, when rank 1 has taken so many steps of sending a 2, after so many whole ones of a 1,
     and has been forgotten."""
     taken = []
-    with PushInbox(comm, 5, torch.float64) as inbox:
+    with PushInbox(comm, 5, torch.float64) as parcels:
         if comm.rank == 1:
             for _ in range(before):
-                inbox.send(0, filled(1.0), 10.0)
-            inbox = inbox._enter(0) if steps > 0 else None
-            ticket = inbox._ticket(0, inbox) if steps > 1 else None
+                parcels.send(0, filled(1.0), 10.0)
+            inbox = parcels._enter(0) if steps > 0 else None
+            ticket = parcels._ticket(0, inbox) if steps > 1 else None
             if steps > 2:
-                inbox._fill(0, inbox, ticket, filled(2.0), 20.0)
+                parcels._fill(0, inbox, ticket, filled(2.0), 20.0)
         comm.Barrier()
         if comm.rank == 0:
             if forgetting:
-                inbox.forget(1)
+                parcels.forget(1)
             for _ in range(2):
-                received = inbox.collect()
-                taken.append((float(received.total[0]), received.count, received.weight) if received else None)
+                parcel = parcels.collect()
+                taken.append((float(parcel.total[0]), parcel.count, parcel.weight) if parcel else None)
         comm.Barrier()
     return comm.bcast(taken)
 
@@ -239,18 +239,18 @@ def test_a_sum_to_which_one_added_that_has_died_cannot_be_used(comm, needs):
 
 
 def collected_alone(comm, before: int) -> None:
-    inbox = PushInbox(comm, 5, torch.float64)
+    parcels = PushInbox(comm, 5, torch.float64)
     try:
         if comm.rank == 1:
             for _ in range(before):
-                inbox.send(0, filled(1.0))
-            inbox._ticket(0, inbox._enter(0))
+                parcels.send(0, filled(1.0))
+            parcels._ticket(0, parcels._enter(0))
         comm.Barrier()
         if comm.rank == 0:
-            inbox.forget(1)
-            inbox.collect()
+            parcels.forget(1)
+            parcels.collect()
     finally:
-        inbox.free()
+        parcels.free()
 
 
 def test_more_senders_than_bits_of_a_word(comm, needs, monkeypatch):
@@ -266,49 +266,49 @@ def test_more_senders_than_bits_of_a_word(comm, needs, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_one_collection_has_all_that_arrived_before(comm, dtype, transport):
     counting = torch.arange(7, dtype=dtype, device=transport.device)
-    with PushInbox(comm, 7, dtype, transport) as inbox:
+    with PushInbox(comm, 7, dtype, transport) as parcels:
         for turn in range(1, 4):
             for peer in range(comm.size):
                 if peer != comm.rank:
-                    inbox.send(peer, counting + turn, 0.5)
+                    parcels.send(peer, counting + turn, 0.5)
             comm.Barrier()
-            received = inbox.collect()
+            parcel = parcels.collect()
             others = comm.size - 1
             if others:
-                assert received.total.dtype == dtype and (received.total == others * (counting + turn)).all()
-                assert received.count == others and received.weight == 0.5 * others
+                assert parcel.total.dtype == dtype and (parcel.total == others * (counting + turn)).all()
+                assert parcel.count == others and parcel.weight == 0.5 * others
             else:
-                assert received is None
-            assert inbox.collect() is None
+                assert parcel is None
+            assert parcels.collect() is None
             comm.Barrier()
 
 
 def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
     needs(2)
-    with PushInbox(comm, 7, torch.float32, transport) as inbox:
+    with PushInbox(comm, 7, torch.float32, transport) as parcels:
         for n in (SLOTS, SLOTS + 1, 1, 4 * SLOTS):
             for value in range(n):
                 vector = torch.full((7,), float(value), device=transport.device)
-                inbox.send((comm.rank + 1) % comm.size, vector, value + 1)
+                parcels.send((comm.rank + 1) % comm.size, vector, value + 1)
             comm.Barrier()
-            received = inbox.collect()
+            parcel = parcels.collect()
             expected = n * (n - 1) / 2
-            assert (received.total == expected).all() and received[1:] == (n, expected + n)
+            assert (parcel.total == expected).all() and parcel[1:] == (n, expected + n)
             comm.Barrier()
 
 
 def test_wrong_vectors_and_oneself_are_refused(comm):
-    with PushInbox(comm, 3, torch.float32) as inbox:
+    with PushInbox(comm, 3, torch.float32) as parcels:
         with pytest.raises(ValueError, match="itself"):
-            inbox.send(comm.rank, torch.zeros(3))
+            parcels.send(comm.rank, torch.zeros(3))
         with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
-            inbox.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3, dtype=torch.float64))
-        assert inbox.collect() is None
+            parcels.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3, dtype=torch.float64))
+        assert parcels.collect() is None
 
 
 def test_free_is_idempotent_and_a_freed_one_refuses(comm):
-    inbox = PushInbox(comm, 3, torch.float64)
-    inbox.free()
-    inbox.free()
+    parcels = PushInbox(comm, 3, torch.float64)
+    parcels.free()
+    parcels.free()
     with pytest.raises(ValueError, match="freed"):
-        inbox.collect()
+        parcels.collect()
