@@ -14,6 +14,7 @@ from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Change
+from tests.mpi.training import resume_run
 
 PARADIGMS = {
     "bsp": {},
