@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from hpcsync.cli import figure
 from hpcsync.config.errors import JobError
 from hpcsync.system import garbage
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
@@ -102,6 +103,9 @@ def audit(trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.h
 
     with told_in_one_line():
         sys.exit(auditing.main(trace))
+
+
+app.command("figure", help=figure.HELP)(figure.command)
 
 
 @app.command()
