@@ -8,7 +8,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from hpcsync.config.paradigms import FirstK
+from hpcsync.config.paradigms import FirstKOptions
 from hpcsync.core.batch_sizes import sizes_at_first
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
@@ -52,7 +52,7 @@ def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
 
 
 def has_own_k(trace: Trace) -> bool:
-    return isinstance(trace.job.paradigm, FirstK)
+    return isinstance(trace.job.paradigm, FirstKOptions)
 
 
 def gives_batches_out(trace: Trace) -> bool:
@@ -63,7 +63,7 @@ def steps_of_k(trace: Trace) -> pd.DataFrame:
     """now_s, k: from then on; the last row is the end of the run, at its last update."""
     decisions = of_controller(trace, "k")
     paradigm = trace.job.paradigm
-    assert isinstance(paradigm, FirstK)
+    assert isinstance(paradigm, FirstKOptions)
     k = [paradigm.k_at_first(trace.n_workers), *decisions["chosen"].astype(int)]
     return pd.DataFrame({"now_s": [0.0, *decisions["now_s"], _end_s(trace)], "k": [*k, k[-1]]})
 

@@ -10,7 +10,7 @@ import re
 import pandas as pd
 from matplotlib.ticker import MaxNLocator
 
-from hpcsync.config.paradigms import Dssp
+from hpcsync.config.paradigms import DsspOptions
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
@@ -32,7 +32,7 @@ WHOLE = ("gap_iters", "r_star_iters", "credits_iters", "slowest_worker")
 
 def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
     for trace in traces:
-        if not isinstance(trace.job.paradigm, Dssp) or not len(trace.tables["decisions"]):
+        if not isinstance(trace.job.paradigm, DsspOptions) or not len(trace.tables["decisions"]):
             raise TraceError(
                 f"{trace.path}: nothing to draw: no controller decided in this run, {plotting.label(trace)}"
             )
@@ -67,7 +67,7 @@ def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
         intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="its own")
         extra.set_ylabel(f"worker {worker}")
     paradigm = trace.job.paradigm
-    assert isinstance(paradigm, Dssp)
+    assert isinstance(paradigm, DsspOptions)
     top = paradigm.staleness_max - paradigm.staleness_min
     axes[0, 0].set_ylim(-0.06 * top - 0.2, 1.06 * top + 0.2)
     axes[0, 0].yaxis.set_major_locator(MaxNLocator(4, integer=True))

@@ -17,7 +17,7 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from hpcsync.config.stanza import Stanza
+from hpcsync.config.stanza import StanzaOptions
 from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
@@ -33,7 +33,7 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         ends_s.append(float(reports["end_s"].max()))
         shown = plotting.pick(range(trace.n_workers), workers)
         drawn = bars if trace.job.has_servers else bars_of_exchanges
-        if isinstance(trace.job.paradigm, Stanza):
+        if isinstance(trace.job.paradigm, StanzaOptions):
             drawn = partial(bars_of_halves, first=first_shares(trace))
         frames.append(drawn(reports[reports["worker"].isin(shown)]).assign(trace=name))
         rows.append({worker: row for row, worker in enumerate(shown)})
@@ -113,7 +113,7 @@ def first_shares(trace: Trace) -> np.ndarray:
     """Where layers are separated: what share of its computation a worker makes before it waits. Shape (n_workers,)."""
     is_fc = np.arange(trace.n_workers) < trace.job.groups.n_fc
     paradigm = trace.job.paradigm
-    assert isinstance(paradigm, Stanza)
+    assert isinstance(paradigm, StanzaOptions)
     return np.where(is_fc, 0.0, paradigm.forward_share)
 
 
