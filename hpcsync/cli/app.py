@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from hpcsync.cli import figure
+from hpcsync.cli import cite, figure
 from hpcsync.config.errors import JobError
 from hpcsync.system import garbage
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
@@ -97,7 +97,11 @@ def show(job: JobPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def audit(trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.h5.", show_default=False)]) -> None:
+def audit(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace, or the folder of a run.", show_default=False)
+    ],
+) -> None:
     """Replay a trace's pushes through a fresh paradigm, compare every grant, and check the invariants."""
     from hpcsync.audit import run as auditing
 
@@ -106,6 +110,7 @@ def audit(trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.h
 
 
 app.command("figure", help=figure.HELP)(figure.command)
+app.command("cite")(cite.command)
 
 
 @app.command()
