@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from hpcsync.cli import cite, figure
+from hpcsync.cli.job_command import JobCommand
 from hpcsync.config.errors import JobError
 from hpcsync.system import garbage
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
@@ -36,7 +37,7 @@ Out = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=JobCommand)
 def run(
     job: JobPath,
     ranks: Annotated[
@@ -66,7 +67,7 @@ def run(
         sys.exit(front.run(job, overrides or [], ranks, out, resume))
 
 
-@app.command()
+@app.command(cls=JobCommand)
 def simulate(
     job: JobPath,
     overrides: Overrides = None,
@@ -87,7 +88,7 @@ def simulate(
         sys.exit(front.simulate(job, overrides or [], out, times_from))
 
 
-@app.command()
+@app.command(cls=JobCommand)
 def show(job: JobPath, overrides: Overrides = None) -> None:
     """What a job resolves to: roles, sizes, bytes per iteration. Nothing runs."""
     from hpcsync.cli import run as front

@@ -27,6 +27,7 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     before = layout.going_on(out, resume)
     job = layout.job_of(path, overrides, ranks, before)
     jobs.refuse_simulated(job)
+    _print_remarks(path, overrides)
     from hpcsync.core.job_validation import check
     from hpcsync.workloads.registry import import_beside
 
@@ -61,6 +62,11 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
 
 
+def _print_remarks(path: Path, overrides: Sequence[str]) -> None:
+    for line in jobs.remarks(path, overrides):
+        print(f"hpcsync: {line}", file=sys.stderr)
+
+
 def _refuse_without_gpu(device: str, window: str) -> None:
     """Where the ranks will be on this node. Elsewhere they have to find out for themselves."""
     if gpu_selection.needed(device, window) and launcher.on_this_node(os.environ):
@@ -74,6 +80,7 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
     if times_from is not None:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     job = jobs.load(path, overrides)
+    _print_remarks(path, overrides)
     from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import simulate as run
     from hpcsync.workloads.registry import import_beside
@@ -96,6 +103,7 @@ def _settle(trace: Path, status: str) -> None:
 def show(path: Path, overrides: Sequence[str]) -> None:
     """Print what this job resolves to. Raises JobError."""
     job = jobs.load(path, overrides)
+    _print_remarks(path, overrides)
     from hpcsync.cli.show import print_job
     from hpcsync.workloads.registry import import_beside
 
