@@ -35,6 +35,8 @@ PARADIGM_COLOURS = {
     "k-batch-sync": "#999933",
     "k-async": "#AA4499",
     "k-batch-async": "#332288",
+    "ashl": "#44AA99",
+    "adsp": "#DDCC77",
 }
 BY = {"state": "state", "loss": "loss", "min": "state and loss"}  # what chooses k
 ACTIVITY_COLOURS = {"compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}

@@ -17,11 +17,13 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync.config.cluster import Change
 from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
 from hpcsync.trace.reader import Trace, TraceFile
 
 MANY_WORKERS = 20  # more are not shown one by one
+EVENTS_NAMED = 3  # of those that did not occur; more are only counted
 
 
 class WorkerSummary(BaseModel):
@@ -60,7 +62,8 @@ class Summary(BaseModel):
     """One run. What does not exist is None: a target that was not asked for or not met, an evaluation never made.
 
     duration_s: up to the last push, grant, exchange or update, evaluations not counted. samples_per_s: samples over
-    that. wait_share: of all workers' time together. Means and maxima are over all workers. consensus_distance: of their
+    that. events: those of the job; events_missed: those of them that did not occur before the run ended, in words.
+    wait_share: of all workers' time together. Means and maxima are over all workers. consensus_distance: of their
     weights from the mean, at the end.
 
     dropped: contributions without an update, and dropped_share their share of all samples that were computed. late,
@@ -83,6 +86,8 @@ class Summary(BaseModel):
     n_workers: int
     target: str | None
     time_to_target_s: float | None
+    events: int
+    events_missed: tuple[str, ...]
     duration_s: float
     updates: int
     samples: int
@@ -143,6 +148,8 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         n_servers=trace.attributes.get("n_servers"),
         n_workers=trace.n_workers,
         target=target,
+        events=len(trace.job.cluster.events),
+        events_missed=tuple(_in_words(event) for event in trace.job.cluster.events if not tally.has_occurred(event)),
         time_to_target_s=time_to_target_s,
         duration_s=tally.duration_s,
         updates=tally.updates,
@@ -218,6 +225,8 @@ def _head(summary: Summary) -> RenderableType:
     if summary.target:
         reached = "not reached" if summary.time_to_target_s is None else f"after {summary.time_to_target_s:.2f} s"
         head.add_row("target", f"{summary.target} {reached}")
+    if summary.events_missed:
+        head.add_row("events", _missed(summary.events_missed, summary.events))
     head.add_row("time", f"{summary.duration_s:.2f} s (tracing took {_tiny(summary.tracing_overhead_s)})")
     rate = f" ({summary.samples_per_s:,.0f} a second)" if summary.samples_per_s else ""
     head.add_row("work", f"{summary.updates:,} updates, {summary.samples:,} samples{rate}")
@@ -248,6 +257,18 @@ def _head(summary: Summary) -> RenderableType:
     if summary.consensus_distance is not None:
         head.add_row("weights", f"{summary.consensus_distance:.4g} apart at the end (consensus distance)")
     return head
+
+
+def _missed(missed: Sequence[str], n_events: int) -> str:
+    """The events that did not occur, not more than a few of them by name."""
+    named = "; ".join(missed[:EVENTS_NAMED])
+    more = f"; and {len(missed) - EVENTS_NAMED:,} more" if len(missed) > EVENTS_NAMED else ""
+    return f"{len(missed):,} of {n_events:,} did not occur before the run ended: {named}{more}"
+
+
+def _in_words(event: Change) -> str:
+    when = f"{event.at_s:g} s" if event.at_s is not None else f"its iteration {event.at_iteration:,}"
+    return f"worker {event.worker}, {event.change} at {when}"
 
 
 def _groups(summary: Summary) -> str:

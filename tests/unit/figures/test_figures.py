@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from hpcsync import figures
 from hpcsync.cli.app import app
+from hpcsync.config.job import KINDS
 from hpcsync.figures import accuracy, gaps, plotting, staleness, timeline
 from hpcsync.report.summary import summarize
 from hpcsync.trace.schema import TABLES
@@ -384,6 +385,7 @@ def test_names_of_paradigms():
     assert name(name="local-sgd", steps=5, outer_lr=0.7, outer_momentum=0.9) == "DiLoCo, 5 steps"
     colours = plotting.PARADIGM_COLOURS
     assert len(set(colours.values())) == len(colours)
+    assert set(colours) == set(KINDS["paradigm"])
 
 
 # ---- what all figures share ----

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from hpcsync.audit.server_recount import Recount
+from hpcsync.config.cluster import Change
 from hpcsync.report.summary import summarize, table
 from hpcsync.trace import reader
 from hpcsync.trace.reader import TraceError
@@ -469,3 +470,39 @@ def test_its_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_
     assert sum(worker.iterations for worker in summary.workers) == summary.iterations
     for worker in summary.workers:
         assert worker.compute_share + worker.wait_share + worker.comm_share == pytest.approx(1.0)
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+def with_events(trace, *events):
+    job = trace.job.model_copy(update={"cluster": trace.job.cluster.model_copy(update={"events": tuple(events)})})
+    return dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
+
+
+def event(worker, change="leave", **when):
+    return Change(worker=worker, change=change, **when)
+
+
+def test_events_that_did_not_occur_are_named():
+    assert (summarize(trace()).events, summarize(trace()).events_missed) == (0, ())
+    # The run lasts 5 s; worker 0 makes three iterations and worker 1 two.
+    occurred = [event(0, at_s=5.0), event(0, at_iteration=4), event(1, at_iteration=3)]
+    assert summarize(with_events(trace(), *occurred)).events_missed == ()
+    assert "did not occur" not in text(summarize(with_events(trace(), *occurred)))
+    missed = [event(0, at_s=5.5), event(0, at_iteration=5), event(1, at_iteration=1000), event(1, at_s=9.0)]
+    summary = summarize(with_events(trace(), occurred[0], *missed))
+    names = ("worker 0, leave at 5.5 s", "worker 0, leave at its iteration 5", "worker 1, leave at its iteration 1,000")
+    assert (summary.events, summary.events_missed) == (5, (*names, "worker 1, leave at 9 s"))
+    words = " ".join(text(summary).split())
+    assert f"4 of 5 did not occur before the run ended: {'; '.join(names)}; and 1 more" in words
+
+
+def test_iterations_after_the_last_push_may_have_been_made():
+    elastic = record('name = "easgd"\nperiod = 1', updates=6)
+    last = int(np.bincount(elastic.tables["pushes"]["worker"])[0])
+    assert summarize(with_events(elastic, event(0, at_iteration=last + 2))).events_missed
+    for row in range(len(elastic.tables["pushes"])):
+        elastic = edit(elastic, "pushes", row, local_steps=4)
+    assert not summarize(with_events(elastic, event(0, at_iteration=4 * last + 4))).events_missed
+    assert summarize(with_events(elastic, event(0, at_iteration=4 * last + 6))).events_missed
