@@ -73,6 +73,11 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	    $*/bin/python -m pytest -x -q -rs tests/slurm $(if $(filter .venv-mpich,$*),-m "not once"); \
 	fi
 
+# The wheel in an environment of its own, with what it asks for in the pinned versions. (`make test` tries it in one that
+# borrows these.)
+wheel-check: .venv/ready
+	HPCSYNC_WHEEL=install .venv/bin/python -m pytest -q --timeout 1800 tests/runs/test_wheel.py
+
 # ---- on a machine with a GPU: its tests, what doctor finds, what bench measures ----
 
 # `make gpu GPU_PYTHON=python3` sets up nothing: that Python has everything.
@@ -117,4 +122,4 @@ clean:
 	rm -rf .venv .venv-mpich .venv-newest build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu newest docs format clean
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich wheel-check gpu newest docs format clean
