@@ -232,6 +232,7 @@ class LeaderSession(FollowerSession):
             self._link, self._shard, books.coordinator, books.evaluator, books.chores, saver, books.watch.look
         )
         switch_s = sys.getswitchinterval()
+        books.begin()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
         try:
             leader.serve()
