@@ -53,12 +53,12 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	@set -e; \
 	if ls tests/mpi/test_*.py >/dev/null 2>&1; then \
 	    for n in $(SIZES); do \
-	        $*/bin/python -m hpcsync.system.launcher -n $$n --timeout 600 -- python -m mpi4py -m pytest -x -q --color=no tests/mpi \
+	        $*/bin/python -m hpcsync launch -n $$n --timeout 600 -- python -m mpi4py -m pytest -x -q --color=no tests/mpi \
 	            $(if $(filter .venv-mpich,$*),-m "not once") $(TURNS); \
 	    done; \
 	fi; \
 	if ls tests/gpu/test_*.py >/dev/null 2>&1; then \
-	    $*/bin/python -m hpcsync.system.launcher -n 2 --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
+	    $*/bin/python -m hpcsync launch -n 2 --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
 	fi; \
 	if ls tests/runs/test_*.py >/dev/null 2>&1; then \
 	    echo "$*/bin/python -m pytest -x -q tests/runs"; \
@@ -85,7 +85,7 @@ GPU_PYTHON ?= .venv/bin/python
 
 gpu: $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/gpu-ready)
 	@set -e; for n in 1 2 3; do \
-	    $(GPU_PYTHON) -m hpcsync.system.launcher -n $$n --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
+	    $(GPU_PYTHON) -m hpcsync launch -n $$n --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
 	done
 	$(GPU_PYTHON) -m hpcsync doctor
 	$(GPU_PYTHON) -m hpcsync bench --device cuda --json gpu.json

@@ -3,7 +3,7 @@
 mpirun -n 4 python jobs/own_script.py       one server, three workers
 python jobs/own_script.py                   the same script on its own
 
-On fewer cores than ranks: python -m hpcsync.system.launcher -n 4 -- python jobs/own_script.py
+On fewer cores than ranks: hpcsync launch -n 4 -- python jobs/own_script.py
 """
 
 import torch

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -21,6 +23,7 @@ from hpcsync.core.job_validation import check_model
 from hpcsync.core.session import Session
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
+from hpcsync.run_dir.progress_line import say
 from hpcsync.system import garbage, gpu_selection, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.training.flat_model import device_of
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MISTAKE_S = 3.0  # how long rank 0 may take to make the same mistake as another rank
+
 
 def device() -> torch.device:
     """This process's GPU, which becomes torch's and CuPy's current one: ranks of a node take its GPUs in turn. The CPU
@@ -42,6 +47,7 @@ def device() -> torch.device:
     Call it before anything else uses a GPU, and before mpi4py.MPI is imported: an MPI that knows GPUs looks at the
     current one when it starts.
     """
+    _tell_mistakes_in_one_line()
     found = gpu_selection.found()
     if launcher.expected_rank() == 0:
         print(found.unused, end="", flush=True)
@@ -118,8 +124,9 @@ def connect(
     comm:      the ranks that take part; default: all.
 
     Raises JobError for settings that are not allowed and LaunchError for a launcher that started the ranks wrongly,
-    before any training begins.
+    before any training begins. Uncaught, they end all ranks with status 2 and one line, without a traceback.
     """
+    _tell_mistakes_in_one_line()
     comm = comm or world()
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
@@ -220,6 +227,8 @@ def join(
             "while it trains"
         )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
+    if comm.rank == 0:
+        say("setting up communication")
     with aborting(comm, but=JobError):
         placement = place(comm, job, device_of(model))
         folder = agree(comm, lambda: _make_folder(job, out, before))
@@ -270,6 +279,43 @@ def world() -> MPI.Intracomm | None:
 
     launcher.refuse_singletons(MPI.COMM_WORLD.size, MPI.Get_library_version())
     return MPI.COMM_WORLD
+
+
+def _tell_mistakes_in_one_line() -> None:
+    """What is wrong with a script's settings is told as a command's mistakes are, if nobody catches it."""
+    if not isinstance(sys.excepthook, _Mistakes):
+        sys.excepthook = _Mistakes(sys.excepthook)
+
+
+class _Mistakes:
+    """In place of `sys.excepthook`, which still tells of all other exceptions."""
+
+    def __init__(self, before: Callable[..., Any]) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, JobError | launcher.LaunchError):
+            _end_for(error)
+        self._before(kind, error, trace)
+
+
+def _end_for(mistake: Exception) -> NoReturn:
+    """End all ranks with status 2. Most mistakes are made by all of them: then rank 0 tells of it before another does,
+    and ends the others."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    together = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
+    rank = launcher.expected_rank()
+    if together and rank > 0:
+        time.sleep(MISTAKE_S)
+    if together or rank == 0:
+        print(f"hpcsync: {mistake}\n", end="", file=sys.stderr, flush=True)
+    if together:
+        assert mpi is not None
+        sys.stdout.flush()
+        time.sleep(0.1)  # a launcher that is told to abort may drop what it has not read yet
+        mpi.COMM_WORLD.Abort(2)
+        os._exit(2)  # MPICH's abort may return before the launcher ends this rank
+    sys.exit(2)
 
 
 def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:

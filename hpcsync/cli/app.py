@@ -36,6 +36,13 @@ Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Folder for trace and weights; runs/NAME-TIME/ by default.")
 ]
 
+Oversubscribe = Annotated[
+    bool,
+    typer.Option(
+        "--oversubscribe", help="Allow more ranks than a small multiple of this machine's cores.", show_default=False
+    ),
+]
+
 
 @app.command(cls=JobCommand)
 def run(
@@ -54,17 +61,41 @@ def run(
             show_default=False,
         ),
     ] = False,
+    oversubscribe: Oversubscribe = False,
 ) -> None:
     """Train. Starts the ranks; under mpirun, mpiexec or srun it is one of them."""
     with told_in_one_line():
         if under_launcher():
             left_to_rank_0()  # before anything slow: a batch system's signal may come at any time
+            from hpcsync.run_dir.progress_line import say
+
+            if expected_rank() == 0:
+                say("loading libraries")
             from hpcsync.cli import rank_main as one
 
             sys.exit(one.main(job, overrides or [], ranks, out, resume))
         from hpcsync.cli import run as front
 
-        sys.exit(front.run(job, overrides or [], ranks, out, resume))
+        sys.exit(front.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe))
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def launch(
+    program: Annotated[
+        list[str],
+        typer.Argument(metavar="-- PROGRAM...", help="`python` is the Python that runs this.", show_default=False),
+    ],
+    ranks: Annotated[int, typer.Option("-n", metavar="RANKS", help="Number of ranks.", show_default=False)],
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="End the ranks then, with status 124.", show_default=False)
+    ] = None,
+    oversubscribe: Oversubscribe = False,
+) -> None:
+    """Run a program, such as a training script, on MPI ranks of this machine."""
+    from hpcsync.cli import launch as launching
+
+    with told_in_one_line():
+        sys.exit(launching.launch(ranks, program, timeout, oversubscribe=oversubscribe))
 
 
 @app.command(cls=JobCommand)

@@ -22,6 +22,7 @@ from hpcsync.core.session import Session
 from hpcsync.core.stanza_resolution import resolved
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Resumed
+from hpcsync.run_dir.progress_line import say
 from hpcsync.system import gpu_selection
 from hpcsync.training.gradient import Replica, worker_seed
 from hpcsync.training.optimizers import OptimizerSpec
@@ -82,6 +83,8 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed
     from hpcsync.mpi.transport.link_speed import measured_link
 
     jobs.refuse_simulated(job)
+    if comm.rank == 0:
+        say("loading model and data")
     link = (
         measured_link(comm) if isinstance(job.paradigm, StanzaOptions) and job.paradigm.fc_workers == "auto" else None
     )

@@ -12,12 +12,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from hpcsync.config import job as jobs
+from hpcsync.config.job import Job
 from hpcsync.system import gpu_selection, launcher
 from hpcsync.system.signals import TO_BE_RESUMED
 
 
-def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | None, resume: bool = False) -> int:
-    """Start the ranks of this job and wait for their end; the exit status. Raises JobError before any rank starts."""
+def run(
+    path: Path,
+    overrides: Sequence[str],
+    ranks: int | None,
+    out: Path | None,
+    resume: bool = False,
+    *,
+    oversubscribe: bool = False,
+) -> int:
+    """Start the ranks of this job and wait for their end; the exit status.
+
+    Raises JobError or LaunchError before any rank starts.
+    """
     from hpcsync.run_dir import checkpoint as checkpoints
     from hpcsync.run_dir import layout
 
@@ -28,6 +40,9 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     job = layout.job_of(path, overrides, ranks, before)
     jobs.refuse_simulated(job)
     _print_remarks(path, overrides)
+    n_ranks = ranks or job.cluster.ranks
+    if not oversubscribe:
+        _refuse_crowd(job, ranks)
     from hpcsync.core.job_validation import check
     from hpcsync.workloads.registry import import_beside
 
@@ -41,7 +56,6 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
-    n_ranks = ranks or job.cluster.ranks
     argv += ["-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
     try:
         ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=job.cluster.on_death == "continue")
@@ -53,9 +67,12 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
     if ended.status == 0 and (folder / layout.SUMMARY).exists():
         return 0
     if not (folder / layout.TRACE).exists():
+        if ended.signum is not None:
+            print("hpcsync: interrupted before training began", file=sys.stderr)
+            return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
         return 2 if ended.status == 2 else 1
     if ended.status == TO_BE_RESUMED:
-        return TO_BE_RESUMED
+        return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED
     _settle(folder / layout.TRACE, "failed" if ended.signum is None else "interrupted")
     if (checkpoint := checkpoints.newest(folder)) is not None:
         print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
@@ -65,6 +82,12 @@ def run(path: Path, overrides: Sequence[str], ranks: int | None, out: Path | Non
 def _print_remarks(path: Path, overrides: Sequence[str]) -> None:
     for line in jobs.remarks(path, overrides):
         print(f"hpcsync: {line}", file=sys.stderr)
+
+
+def _refuse_crowd(job: Job, ranks: int | None) -> None:
+    cluster = job.cluster
+    asked = f"cluster.workers = {cluster.workers}, cluster.servers = {cluster.servers}"
+    launcher.refuse_crowd(ranks or cluster.ranks, asked if ranks is None else f"-n {ranks}")
 
 
 def _refuse_without_gpu(device: str, window: str) -> None:

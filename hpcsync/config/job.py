@@ -7,6 +7,7 @@ key, the value and what is allowed. No torch and no MPI here: what depends on th
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,6 +60,15 @@ class Stop(Table):
             or (self.updates is not None and updates >= self.updates)
             or (self.seconds is not None and seconds >= self.seconds)
         )
+
+    def share(self, *, samples: int = 0, updates: int = 0, seconds: float = 0.0) -> float:
+        """How much of the training that is enough this is, from 0 to 1; NaN where nothing but a target ends it."""
+        shares = [
+            done / limit
+            for done, limit in ((samples, self.samples), (updates, self.updates), (seconds, self.seconds))
+            if limit is not None
+        ]
+        return min(max(shares), 1.0) if shares else math.nan
 
     def satisfied(self, loss: float, accuracy: float) -> bool:
         """Whether an evaluation with this outcome is a target reached."""

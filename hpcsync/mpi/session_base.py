@@ -43,6 +43,7 @@ def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
     if status == TO_BE_RESUMED and launcher.under_pmi2_of_slurm():
         os._exit(status)  # an abort would kill this rank too, and its status be lost
     comm.Abort(status)
+    os._exit(status)  # MPICH's abort may return before the launcher ends this rank
 
 
 class Given(NamedTuple):

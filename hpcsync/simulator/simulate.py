@@ -71,7 +71,7 @@ def _simulate(
     layout.create(folder, job)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])
     path, trace = folder / layout.TRACE, None
-    progress = Progress(console)
+    progress = Progress(console, job.stop)
     try:
         trace = TraceWriter(path, attributes, decision_fields(job))
         for rank in range(job.cluster.ranks):

@@ -1,13 +1,10 @@
 """Starting MPI ranks, and ending them: the launcher beside the running Python, its settings, and nothing left behind.
 
-    python -m hpcsync.system.launcher -n 3 --timeout 300 -- python -m mpi4py -m pytest -x tests/mpi
-
 This module imports no MPI: it runs in the process that starts the ranks, never to become one itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import os
@@ -26,7 +23,9 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 from hpcsync.system import process_cleanup
+from hpcsync.system.launch_output import Output
 from hpcsync.system.process_cleanup import MARK
+from hpcsync.system.signals import LISTENING
 
 TIMED_OUT = 124  # as timeout(1) says it
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -83,11 +82,14 @@ OF_RANKS = (
     # Other hosts that the user named.
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
     # Of this launch alone.
-    SESSION_FOLDER,
+    *(SESSION_FOLDER, LISTENING),
 )
 OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer one above fits
 
 SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # what Slurm's srun must be told for ranks to be one world
+
+RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # as many start unasked; more cost memory and time that one rarely means
+STARTING_GRACE_S = 1.5  # for ranks that have not begun to train, and have nothing to save
 
 TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
 
@@ -191,6 +193,25 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
     return len(shlex.split(environ.get("MPIEXEC", ""))) <= 1
 
 
+def refuse_crowd(n: int, asked: str, environ: Mapping[str, str] | None = None) -> None:
+    """Raise LaunchError for more ranks than a small multiple of the cores, where all of them will be on this node.
+
+    Parameters
+    ----------
+    n : int
+        The number of ranks.
+    asked : str
+        The key and the value that ask for them, such as "-n 500".
+    """
+    if not on_this_node(os.environ if environ is None else environ):
+        return
+    n_cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    most = max(RANKS_ANYWHERE, RANKS_PER_CORE * n_cores)
+    if n > most:
+        cores = f"{n_cores} core{'s' * (n_cores > 1)}"
+        raise LaunchError(f"{asked}: must be at most {most} ranks on the {cores} here; --oversubscribe allows more")
+
+
 # ---- starting and ending ----
 
 
@@ -211,7 +232,10 @@ def launch(
     kills whatever is left a while later. SIGUSR1 is passed on.
 
     suspends: whether rank 0 ends the run in order when it gets SIGTERM. Then the first one is passed on to it, if it is
-    on this node, and nothing else is done.
+    on this node and says that it listens (`signals.tell_listening`), and nothing else is done. Before that the ranks
+    have nothing to save, and less than `grace_s`.
+
+    Notices of the MPI's launcher and library on ends that a rank has explained are left out: see `launch_output`.
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
@@ -219,25 +243,30 @@ def launch(
     line = command(n, argv, environ, tolerant=tolerant)
     mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with that of the launch around this one
     if output is None:
-        print(shlex.join(line), flush=True)
-    with _noted_signals() as signums, _session_folder(environ) as session, process_cleanup.guarded(mark):
+        print(f"starting {n} rank{'s' * (n > 1)}: {shlex.join(line)}", flush=True)
+    written = Output()
+    with _noted_signals() as signums, _own_folder() as folder, process_cleanup.guarded(mark):
+        listening = folder / "listening"
         try:
             process = subprocess.Popen(
                 line,
-                env={**environ, **session, **_terminal(), MARK: mark},
-                stdout=output,
-                stderr=output,
+                env={**environ, **_session(environ, folder), **_terminal(), LISTENING: str(listening), MARK: mark},
+                stdout=output or subprocess.PIPE,
+                stderr=output or subprocess.PIPE,
                 stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal
                 process_group=0,  # Ctrl-C is for us alone: we pass it on once, in order
                 preexec_fn=_end_with_parent(),
             )
         except OSError as error:
             raise LaunchError(f"{line[0]}: {error.strerror}") from None
-        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends))
+        if process.stdout is not None and process.stderr is not None:
+            written.forward(process.stdout, process.stderr)
+        timed_out = _wait(process, signums, timeout_s, _passing_on(process, mark, suspends, listening))
         stopped = process.returncode is None
         if stopped:
-            _stop(process, grace_s)
+            _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
         process_cleanup.kill(mark)
+        written.end(stopped)
     if timed_out:
         return Ended(TIMED_OUT, None, True)
     signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)
@@ -246,23 +275,24 @@ def launch(
 
 
 @contextlib.contextmanager
-def _session_folder(environ: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    if SESSION_FOLDER in environ or SESSION_FOLDERS in environ:
-        yield {}
-        return
+def _own_folder() -> Iterator[Path]:
     try:
         folder = tempfile.TemporaryDirectory(prefix="hpcsync-", ignore_cleanup_errors=True)
     except OSError as error:
         raise LaunchError(f"temporary folder: {error.strerror}") from None
     with folder as name:
-        yield {SESSION_FOLDER: name}
+        yield Path(name)
+
+
+def _session(environ: Mapping[str, str], folder: Path) -> dict[str, str]:
+    return {} if SESSION_FOLDER in environ or SESSION_FOLDERS in environ else {SESSION_FOLDER: str(folder)}
 
 
 def _terminal() -> dict[str, str]:
     return {TERMINAL: str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
-def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool) -> Callable[[int], bool]:
+def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool, listening: Path) -> Callable[[int], bool]:
     """What passes a signal on to the ranks, and says whether that is all that is to be done."""
     suspended = not suspends
 
@@ -271,7 +301,7 @@ def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool) -> 
         if signum == signal.SIGUSR1:
             process.send_signal(signum)  # both MPIs' launchers pass it on to all ranks
             return True
-        if signum != signal.SIGTERM or suspended:
+        if signum != signal.SIGTERM or suspended or not listening.exists():
             return False
         suspended = True
         for pid in (pids := _rank_0(mark)):
@@ -431,23 +461,3 @@ def refuse_singletons(world_size: int, library: str = "") -> None:
     else:
         remedy = f"{shlex.join(mpiexec())}, which belongs to this Python's MPI library"
     raise LaunchError(f"{expected} processes were started, but each is a world of its own: start them with {remedy}")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m hpcsync.system.launcher", description="Run a program on n ranks.")
-    parser.add_argument("-n", type=int, required=True, metavar="RANKS")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS")
-    parser.add_argument("program", nargs="+", help="after --; `python` is the Python that runs this")
-    options = parser.parse_args(arguments)
-    try:
-        ended = launch(options.n, options.program, timeout_s=options.timeout)
-    except LaunchError as error:
-        print(f"hpcsync: {error}", file=sys.stderr)
-        return 2
-    if ended.timed_out:
-        print(f"hpcsync: still running after {options.timeout:g} s: ended", file=sys.stderr)
-    return ended.status
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,12 +7,15 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 SAVING = signal.SIGUSR1  # write a checkpoint, and go on
 HEARD = (signal.SIGINT, signal.SIGTERM, SAVING)
+
+LISTENING = "HPCSYNC_LISTENING"  # in the environment of ranks: the file that says that rank 0 listens
 
 TO_BE_RESUMED = 75  # exit status: EX_TEMPFAIL of sysexits.h
 
@@ -70,6 +73,13 @@ def left_to_rank_0() -> Callable[[], None]:
         signal.signal(SAVING, signal.SIG_IGN)  # one that comes too late is not to kill what has done its work
 
     return undo
+
+
+def tell_listening() -> None:
+    """Let the process that launched the ranks know that rank 0 will end the run in order when it is told to."""
+    if LISTENING in os.environ:
+        with suppress(OSError):  # on another host
+            Path(os.environ[LISTENING]).touch()
 
 
 class SignalListener:

@@ -178,7 +178,8 @@ def launching(n: int, *arguments: str) -> list[str]:
     return [
         sys.executable,
         "-m",
-        "hpcsync.system.launcher",
+        "hpcsync",
+        "launch",
         "-n",
         str(n),
         "--timeout",
@@ -194,7 +195,7 @@ def is_rank_0(process: psutil.Process) -> bool:
 
 
 def start(n: int, code: str) -> subprocess.Popen[str]:
-    argv = [sys.executable, "-m", "hpcsync.system.launcher", "-n", str(n), "--", "python", "-c", code]
+    argv = [sys.executable, "-m", "hpcsync", "launch", "-n", str(n), "--", "python", "-c", code]
     return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 

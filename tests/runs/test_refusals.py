@@ -65,6 +65,22 @@ def test_another_number_of_ranks_than_the_job_s_is_told_by_one_of_them(tmp_path:
     assert not (tmp_path / "out").exists()
 
 
+SCRIPT = """
+import torch, hpcsync
+model = torch.nn.Linear(3, 1)
+hpcsync.connect(model, torch.optim.SGD(model.parameters(), lr=0.01), paradigm="nope")
+"""
+
+
+def test_a_script_s_mistake_is_told_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    program = ended(hpcsync("launch", "-n", "3", "--", "python", "train.py"), cwd=tmp_path)
+    assert program.status == 2
+    assert program.out.startswith("starting 3 ranks: ") and program.out.count("\n") == 1
+    assert program.err.startswith('hpcsync: paradigm.name = "nope": must be one of bsp, ')
+    assert program.err.count("\n") == 1
+
+
 def test_a_folder_that_holds_a_trace_is_refused_among_ranks_too(tmp_path: Path) -> None:
     (tmp_path / "trace.h5").write_bytes(b"precious")
     settings = (*SMALL, "--set", "cluster={workers=1}")

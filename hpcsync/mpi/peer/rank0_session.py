@@ -57,6 +57,7 @@ class Rank0Session(PeerSession):
             self._layers.dead,
         )
         self._monitor.start()
+        recorder.begin()
 
     def _run_state(self) -> dict[str, Any]:
         """Those in step know themselves when an evaluation is due, unless one is under way."""

@@ -24,10 +24,10 @@ from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.run_dir import layout
-from hpcsync.run_dir.progress_line import Progress, console
+from hpcsync.run_dir.progress_line import Progress, console, say
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
-from hpcsync.system.signals import Interrupted, Suspended
+from hpcsync.system.signals import Interrupted, Suspended, tell_listening
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.version import __version__
@@ -68,7 +68,7 @@ class RunRecorder(Generic[C]):
             else None
         )
         self._console = console()
-        self._progress = Progress(self._console)
+        self._progress = Progress(self._console, job.stop)
         places = [(rank, host) for rank, host, *_ in clocks[job.cluster.servers :]]
         self.watch = StragglerReport(self.coordinator, phases, self.trace, places, job.paradigm.bound)
         if resumed is not None:
@@ -98,6 +98,11 @@ class RunRecorder(Generic[C]):
             "coordinator": self.coordinator.state(),
             "evaluated": self.evaluator.state() if self.evaluator is not None and evaluated else None,
         }
+
+    def begin(self) -> None:
+        """Training begins, and rank 0 hears signals from now on."""
+        say("training")
+        tell_listening()
 
     def chores(self, now_s: float) -> None:
         """What is done between decisions, quickly."""

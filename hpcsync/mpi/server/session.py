@@ -238,6 +238,7 @@ class LeaderSession(FollowerSession):
             recorder.watch.look,
         )
         switch_s = sys.getswitchinterval()
+        recorder.begin()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
         try:
             leader.serve()

@@ -22,8 +22,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     calls: list[tuple] = []
 
     def stand_in(name: str, status: int) -> object:
-        def function(*arguments: object) -> int:
-            calls.append((name, *arguments))
+        def function(*arguments: object, **options: object) -> int:
+            calls.append((name, *arguments, *options.values()))
             return status
 
         return function
@@ -47,9 +47,11 @@ def test_a_plain_run_starts_ranks(calls: list[tuple]) -> None:
     assert (
         run("run", "job.toml", "-n", "5", "--set", "a=1", "--set", "b.c=x y", "--out", "o", "--resume").exit_code == 3
     )
+    assert run("run", "job.toml", "--oversubscribe").exit_code == 3
     assert calls == [
-        ("run", Path("job.toml"), [], None, None, False),
-        ("run", Path("job.toml"), ["a=1", "b.c=x y"], 5, Path("o"), True),
+        ("run", Path("job.toml"), [], None, None, False, False),
+        ("run", Path("job.toml"), ["a=1", "b.c=x y"], 5, Path("o"), True, False),
+        ("run", Path("job.toml"), [], None, None, False, True),
     ]
 
 
@@ -110,4 +112,4 @@ def test_usage() -> None:
     assert run("run").exit_code == 2
     commands = run("--help").stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert names == ["run", "simulate", "show", "audit", "figure", "cite", "doctor", "bench", "slurm", "plan"]
+    assert names == ["run", "launch", "simulate", "show", "audit", "figure", "cite", "doctor", "bench", "slurm", "plan"]

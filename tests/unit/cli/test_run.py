@@ -108,6 +108,23 @@ def test_nothing_starts_that_is_wrong(path: Path, ranks: Ranks, override: str, m
     assert (ranks.command, Path("o").exists()) == ([], False)
 
 
+@pytest.mark.parametrize(
+    ("ranks_asked", "overrides", "asked"),
+    [
+        (99999, [], "-n 99999"),
+        (None, ["cluster.workers=99999"], "cluster.workers = 99999, cluster.servers = 2"),
+    ],
+)
+def test_more_ranks_than_a_multiple_of_the_cores_must_be_asked_for(
+    path: Path, ranks: Ranks, ranks_asked: int | None, overrides: list[str], asked: str
+) -> None:
+    with pytest.raises(LaunchError, match=rf"^{asked}: must be at most \d+ ranks on the \d+ cores? here; --oversub"):
+        run.run(path, overrides, ranks_asked, Path("o"))
+    assert (ranks.command, Path("o").exists()) == ([], False)
+    assert run.run(path, overrides, ranks_asked, Path("o"), oversubscribe=True) == 0
+    assert int(ranks.command[0]) >= 99999
+
+
 def test_nothing_starts_without_a_folder(path: Path, ranks: Ranks) -> None:
     with pytest.raises(JobError, match="^out tiny.toml/below: Not a directory$"):
         run.run(path, [], None, Path("tiny.toml/below"))
@@ -171,6 +188,15 @@ def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks) -> None:
 def test_ranks_that_left_no_trace(path: Path, ranks: Ranks, status: int, expected: int) -> None:
     ranks.ended, ranks.status, ranks.summary = Ended(status), None, False
     assert run.run(path, [], None, Path("o")) == expected
+
+
+@pytest.mark.parametrize(("signum", "expected"), [(15, 75), (2, 1)])
+def test_an_end_before_training_is_said(
+    path: Path, ranks: Ranks, signum: int, expected: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.ended, ranks.status, ranks.summary = Ended(128 + signum, signum), None, False
+    assert run.run(path, [], None, Path("o")) == expected
+    assert capsys.readouterr().err == "hpcsync: interrupted before training began\n"
 
 
 def test_a_trace_that_does_not_open_is_said(

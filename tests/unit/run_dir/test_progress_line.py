@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from hpcsync.config.job import Stop
 from hpcsync.run_dir.progress_line import Progress
 
 
-def coordinator(loss=0.25, accuracy=math.nan):
-    return SimpleNamespace(samples=1234, version=56, last_loss=loss, last_accuracy=accuracy)
+def coordinator(loss=0.25, accuracy=math.nan, samples=1234):
+    return SimpleNamespace(samples=samples, version=56, last_loss=loss, last_accuracy=accuracy)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def progress(text, clock) -> Progress:
-    return Progress(Console(file=text, width=120, highlight=False), clock)
+    return Progress(Console(file=text, width=120, highlight=False), clock=clock)
 
 
 def test_a_line_at_most_every_two_seconds(progress, clock, text):
@@ -61,7 +62,7 @@ def test_the_line_says_how_far_the_run_is(progress, clock, text):
 
 
 def test_on_a_terminal_one_line_changes_and_is_gone_in_the_end(text, clock):
-    progress = Progress(Console(file=text, width=120, force_terminal=True, color_system=None), clock)
+    progress = Progress(Console(file=text, width=120, force_terminal=True, color_system=None), clock=clock)
     for tenths in range(11):
         clock.now_s = tenths / 10
         progress.show(clock.now_s, coordinator())
@@ -69,6 +70,25 @@ def test_on_a_terminal_one_line_changes_and_is_gone_in_the_end(text, clock):
     progress.close()
     assert 3 <= text.getvalue().count("1234 samples") <= 4  # at 0.3, 0.6, 0.9; rich may say the last one again
     assert text.getvalue().rstrip().endswith("\x1b[2K")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_share_rate_and_time_left(text, clock, terminal):
+    """A run whose own time passes at half the speed, from a checkpoint on; its first second was slow."""
+    console = Console(file=text, width=120, force_terminal=terminal, color_system=None, highlight=False)
+    progress = Progress(console, Stop(samples=10_000), clock=clock)
+    for clock.now_s in range(101):
+        samples = 2000 + max(0, clock.now_s - 1) * 20
+        progress.show(clock.now_s / 2, coordinator(samples=samples))
+    progress.close()
+    assert "40 %  40 samples/s  0:05:01 left" in text.getvalue()  # 600 / 15 s; (10000 - 3980) / 20 s
+
+
+def test_without_a_limit_no_share_is_known(text, clock):
+    progress = Progress(Console(file=text, width=120, highlight=False), Stop(target_loss=0.1), clock=clock)
+    for clock.now_s in range(5):
+        progress.show(clock.now_s, coordinator(samples=100 * clock.now_s))
+    assert [line.split("loss 0.25")[1] for line in text.getvalue().splitlines()] == ["  100 samples/s"] * 2
 
 
 def test_accuracy_once_it_is_known(progress, clock, text):

@@ -146,7 +146,7 @@ def test_one_node_s_ranks_need_not_be_here() -> None:
 def test_a_launch_prints_its_line_and_ends_as_its_ranks_do(mpiexec: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ended = launcher.launch(2, ["python", "-c", "import os; print('r' + os.environ['PMI_RANK'])"])
     line, _, out = capfd.readouterr().out.partition("\n")
-    assert line.startswith(f"{mpiexec} -n 2 {sys.executable} -c ")
+    assert line.startswith(f"starting 2 ranks: {mpiexec} -n 2 {sys.executable} -c ")
     # Two processes write at once: what each writes may come between the other's words and their end of line.
     assert (sorted(re.findall(r"r\d", out)), ended) == (["r0", "r1"], (0, None, False))
     assert launcher.launch(2, ["python", "-c", "import os; exit(3 * int(os.environ['PMI_RANK']))"]).status == 3
@@ -220,13 +220,16 @@ def test_signals_end_every_rank(mpiexec: Path, signum: int) -> None:
 
 RANK = """
 import os, pathlib, signal, sys, time
+from hpcsync.system.signals import tell_listening
 rank = os.environ["PMI_RANK"]
 def note(signum, frame):
-    pathlib.Path(f"{signum}-{rank}").touch()
+    pathlib.Path(f"{signum:d}-{rank}").touch()
     if signum == signal.SIGTERM:
         pathlib.Path("over").touch()
 for signum in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(signum, note)
+if os.environ["listens"] == "True":
+    tell_listening()
 pathlib.Path(f"ready-{rank}").touch()
 while not os.path.exists("over"):
     time.sleep(0.01)
@@ -236,20 +239,20 @@ FRONT = "import sys; from hpcsync.system.launcher import launch; print(launch(2,
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found on Linux only")
-@pytest.mark.parametrize("suspends", [True, False])
+@pytest.mark.parametrize(("suspends", "listens"), [(True, True), (True, False), (False, True)])
 def test_rank_0_alone_is_told_to_end_where_it_does_so_in_order(
-    mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suspends: bool
+    mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suspends: bool, listens: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = [sys.executable, "-c", FRONT.format(suspends=suspends), "python", "-c", RANK]
-    environ = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[2])}
+    environ = {**os.environ, "PYTHONPATH": str(Path(launcher.__file__).parents[2]), "listens": str(listens)}
     front = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environ)
     while len(list(tmp_path.glob("ready-*"))) < 2:
         time.sleep(0.02)
     front.send_signal(signal.SIGTERM)
     out, _ = front.communicate(timeout=10)
     told = sorted(path.name for path in tmp_path.glob("15-*"))
-    assert told == (["15-0"] if suspends else ["15-0", "15-1"])
+    assert told == (["15-0"] if suspends and listens else ["15-0", "15-1"])
     assert "Ended(status=75, signum=15, timed_out=False)" in out
 
 
@@ -292,7 +295,7 @@ def test_signals_are_the_caller_s_again_afterwards(mpiexec: Path) -> None:
 
 
 def start(n: int, *argv: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "hpcsync.system.launcher", "-n", str(n), "--", *argv])
+    return subprocess.Popen([sys.executable, "-m", "hpcsync", "launch", "-n", str(n), "--", *argv])
 
 
 def sleepers(seconds: str) -> list[psutil.Process]:
@@ -310,16 +313,20 @@ def await_sleepers(seconds: str, n: int) -> None:
         time.sleep(0.02)
 
 
-# ---- as a program ----
+# ---- more ranks than anybody means ----
 
 
-def test_the_small_front(mpiexec: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert launcher.main(["-n", "2", "--", "python", "-c", "exit(4)"]) == 4
-    assert launcher.main(["-n", "1", "--timeout", "0.2", "--", "sleep", "4326"]) == 124
-    assert capfd.readouterr().err == "hpcsync: still running after 0.2 s: ended\n"
-    monkeypatch.setenv("MPIEXEC", "/no/mpiexec")
-    assert launcher.main(["-n", "1", "--", "true"]) == 2
-    assert capfd.readouterr().err == "hpcsync: /no/mpiexec: No such file or directory\n"
+@pytest.mark.parametrize(("n_cores", "most"), [(1, 16), (2, 16), (64, 512)])
+def test_a_crowd_is_refused_where_the_ranks_will_be_here(
+    n_cores: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(n_cores)))
+    launcher.refuse_crowd(most, "-n", {})
+    launcher.refuse_crowd(99999, "-n", {"MPIEXEC": "mpiexec --hostfile hosts"})
+    cores = "1 core" if n_cores == 1 else f"{n_cores} cores"
+    message = f"^-n {most + 1}: must be at most {most} ranks on the {cores} here; --oversubscribe allows more$"
+    with pytest.raises(LaunchError, match=message):
+        launcher.refuse_crowd(most + 1, f"-n {most + 1}", {})
 
 
 # ---- am I a rank? ----

@@ -1,0 +1,71 @@
+"""Notices of the MPI: held back whole, however they arrive, and written where they are all that is said."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hpcsync.system.launch_output import NoticeFilter, Output
+
+RULE = b"-" * 74 + b"\n"
+ABORT = RULE + b"MPI_ABORT was invoked on rank 0 in communicator MPI_COMM_WORLD\n  Errorcode: 75\n\nNOTE: ...\n" + RULE
+EXITED = RULE + b"prterun detected that one or more processes exited with non-zero status,\n  Exit code: 2\n" + RULE
+MPICH = b"Abort(75) on node 0 (rank 0 in comm 0): application called MPI_Abort(MPI_COMM_WORLD, 75) - process 0\n"
+KILLED = (
+    b"=" * 83 + b"\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n=   EXIT CODE: 9\n" + b"=" * 83 + b"\n"
+    b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
+    b"Please see the FAQ page for debugging suggestions\n"
+)
+TOLD = b"hpcsync: interrupted; --resume goes on from checkpoint 1\n"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_notices_are_held_back_and_the_rest_passes(size: int) -> None:
+    text, found = TOLD + ABORT + b"between\n" + EXITED + MPICH + KILLED + b"loss 0.25", NoticeFilter()
+    passed = b"".join(found.feed(text[i : i + size]) for i in range(0, len(text), size)) + found.end()
+    assert passed == TOLD + b"between\nloss 0.25"
+    assert [notice.text for notice in found.notices] == [ABORT, EXITED, MPICH, KILLED]
+    assert [notice.on_purpose for notice in found.notices] == [True, True, True, False]
+    assert found.explained
+
+
+@pytest.mark.parametrize(
+    "text", [b"  1.0 s\r  2.0 s", RULE + b"a table\n" + RULE + RULE + b"another\n" + RULE, b"a\0b\n", b"Abort(no)\n"]
+)
+def test_what_only_looks_like_a_notice_passes(text: bytes) -> None:
+    found = NoticeFilter()
+    assert (found.feed(text) + found.end(), found.notices, found.explained) == (text, [], False)
+
+
+def test_a_part_of_a_line_passes_at_once() -> None:
+    found = NoticeFilter()
+    assert [found.feed(part) for part in (b"  1.0 s", b"\r  2.0 s", b" samples\n-", b"-\n")] == [
+        b"  1.0 s",
+        b"\r  2.0 s",
+        b" samples\n",
+        b"--\n",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("err", "stopped", "expected"),
+    [
+        (TOLD + ABORT + b"\0", False, TOLD),
+        (b"Traceback (most recent call last):\n" + MPICH, False, b"Traceback (most recent call last):\n"),
+        (ABORT, False, ABORT),
+        (ABORT + KILLED, True, b""),
+        (TOLD + KILLED, False, TOLD + KILLED),
+    ],
+)
+def test_notices_are_written_where_they_say_something_new(
+    err: bytes, stopped: bool, expected: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code = f"import os; os.write(2, {err!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    output = Output()
+    output.forward(process.stdout, process.stderr)
+    assert process.wait(20) == 0
+    output.end(stopped)
+    assert os.fsencode(capfd.readouterr().err) == expected
