@@ -174,8 +174,8 @@ def check_reduction(p, pairs):
 
 @pytest.mark.parametrize("p", [1, *HOSTS])
 def test_a_tree_reaches_everybody_once(p):
-    outwards = [message[:2] for message in one_at_a_time(collectives._outwards(range(p)), SIZE)]
-    inwards = [message[:2] for message in one_at_a_time(collectives._inwards(range(p)), SIZE)]
+    outwards = [message[:2] for message in one_at_a_time(collectives._broadcast_tree(range(p)), SIZE)]
+    inwards = [message[:2] for message in one_at_a_time(collectives._reduce_tree(range(p)), SIZE)]
     check_broadcast(p, outwards)
     check_reduction(p, inwards)
     if p > 1:

@@ -157,7 +157,7 @@ def test_a_ring_alone_takes_what_its_messages_take(sizes, slower):
             before = (step - 1) * p
             after = (before + i, before + (i - 1) % p) if step else ()
             messages.append(collectives.Message(i, (i + 1) % p, sizes[(i - step) % p], after))
-    collectives._Exchange(network, messages, lambda: ended.append(network.loop.now_s), ())
+    collectives._Schedule(network, messages, lambda: ended.append(network.loop.now_s), ())
     network.loop.run()
     assert ring_allgather_alone_s(links, sizes, LATENCY_S) == pytest.approx(ended[0], rel=1e-9)
     assert p == 1 or ring_allgather_alone_s(links, [size + 1 for size in sizes], LATENCY_S) > ended[0]

@@ -34,7 +34,7 @@ class Run:
         self.alpha = job.paradigm.moving_rate(job.cluster.workers)
         self.batch = Work(n_samples=job.workload.batch_size * job.paradigm.period, n_steps=job.paradigm.period)
         for worker in range(job.cluster.workers):
-            self.numbers.promise(worker)
+            self.numbers.grant(worker)
 
     @property
     def centre(self) -> np.ndarray:
@@ -42,14 +42,14 @@ class Run:
 
     @property
     def positions(self) -> np.ndarray:
-        return np.array([trainee.weights.numpy() for trainee in self.numbers._trainees])
+        return np.array([trainee.weights.numpy() for trainee in self.numbers._local_workers])
 
     def exchange(self, *workers: int) -> None:
         """Of these at once: they compute, read the centre, and then move it."""
         for worker in workers:
             self.numbers.contribute(worker, self.batch)
         for worker in workers:
-            self.numbers.promise(worker)
+            self.numbers.grant(worker)
         self.numbers.apply(UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
 
 
@@ -142,7 +142,7 @@ class MovesFirst(Run):
             self.numbers.contribute(worker, self.batch)
         self.numbers.apply(UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
         for worker in workers:
-            self.numbers.promise(worker)
+            self.numbers.grant(worker)
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [(Run, True), (MovesFirst, False)])
@@ -150,7 +150,7 @@ class MovesFirst(Run):
 def test_the_sum_of_workers_and_centre_is_kept_but_for_the_gradients(monkeypatch, order, kind, keeps):
     """Without gradients (a rate of almost nothing), for every exchange."""
     run = kind(easgd_job(3, {"name": "sgd", "lr": 1e-300}, period=1))
-    for worker, trainee in enumerate(run.numbers._trainees):
+    for worker, trainee in enumerate(run.numbers._local_workers):
         trainee.weights.add_(worker + 1.0)
     total = run.positions.sum(0) + run.centre
     for workers in order:
@@ -174,7 +174,7 @@ def test_alpha_0_is_training_alone():
 
 def test_one_worker_and_the_centre_meet_half_way():
     run = Run(easgd_job(1, {"name": "sgd", "lr": 1e-300}, period=1, alpha=0.5))
-    run.numbers._trainees[0].weights.add_(2.0)
+    run.numbers._local_workers[0].weights.add_(2.0)
     centre = run.centre
     run.exchange(0)
     assert np.allclose(run.centre, centre + 1.0, rtol=0, atol=1e-15)
@@ -184,7 +184,7 @@ def test_one_worker_and_the_centre_meet_half_way():
 def test_the_first_centre_is_where_everybody_begins_and_no_exchange():
     run = Run(easgd_job(3))
     assert np.array_equal(run.positions, np.tile(run.centre, (3, 1)))
-    assert [trainee.steps for trainee in run.numbers._trainees] == [0, 0, 0]
+    assert [trainee.steps for trainee in run.numbers._local_workers] == [0, 0, 0]
 
 
 def test_a_schedule_counts_for_a_worker_what_all_have_done_when_they_are_as_far():

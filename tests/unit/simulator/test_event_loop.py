@@ -76,7 +76,7 @@ def test_the_past_and_what_is_no_time_are_refused(time_s):
     loop = Loop()
     loop.at(1.0, lambda: None)
     loop.run()
-    with pytest.raises(ValueError, match="it is 1.0 s, nothing can be done at"):
+    with pytest.raises(ValueError, match="cannot schedule an event at .* not before now, 1.0 s"):
         loop.at(time_s, lambda: None)
     loop.at(1.0, lambda: None)  # the present is neither
 
@@ -86,7 +86,7 @@ def test_delays_that_end_in_no_time_are_refused(delay_s):
     loop = Loop()
     loop.at(1.5e308, lambda: None)
     loop.run()
-    with pytest.raises(ValueError, match="nothing can be done .* s later"):
+    with pytest.raises(ValueError, match="cannot schedule an event after"):
         loop.after(delay_s, lambda: None)
     assert loop.n_events == 1
 

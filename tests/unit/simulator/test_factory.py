@@ -100,9 +100,11 @@ class Run:
         """The final ones."""
         return next(self.workload.model.parameters()).detach().numpy().ravel().copy()
 
-    def shown(self) -> np.ndarray:
+    def snapshots(self) -> np.ndarray:
         """What workers would show now: shape (workers, size)."""
-        return np.array([self.simulation._replicas.shown(worker).numpy() for worker in range(self.job.cluster.workers)])
+        return np.array(
+            [self.simulation._replicas.snapshot(worker).numpy() for worker in range(self.job.cluster.workers)]
+        )
 
     def iterations(self) -> list[int]:
         """The latest of every worker."""
@@ -176,7 +178,7 @@ def test_without_an_exchange_workers_train_alone(paradigm):
     run = Run(paradigm, 3, 20)
     alone = [torch_sgd(n, 3, worker) for worker, n in enumerate(run.iterations())]
     assert close(run.weights, np.mean(alone, 0))
-    assert all(np.array_equal(a, b) for a, b in zip(run.shown(), alone, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(run.snapshots(), alone, strict=True))
     assert set(run.trace["exchanges"]["peer"].tolist()) == {NO_PEER}
     assert run.trace["exchanges"]["wire_bytes"].sum() == 0
     distance = np.sqrt(np.mean([np.sum((a - np.mean(alone, 0)) ** 2) for a in alone]))
@@ -210,7 +212,7 @@ def test_gossip_in_step_is_what_it_says(workers, period, mu):
     optimizer = NESTEROV if mu else {"name": "sgd", "lr": LR}
     run = Run(gossip("permutation", period=period), workers, 17, optimizer=optimizer)
     expected = permuting(17, workers, period, mu)
-    assert close(run.shown(), expected)
+    assert close(run.snapshots(), expected)
     assert close(run.weights, expected.mean(0))
 
 
@@ -250,7 +252,7 @@ def test_local_sgd_is_what_it_says(outer_lr, outer_mu, last):
     run = Run(paradigm, 3, 18, optimizer=NESTEROV, cluster={"events": events}, stop={"seconds": 17.5})
     assert max(run.iterations()) == 20
     expected = averaging(20, 3, 4, outer_lr, outer_mu, last)
-    assert close(run.shown(), expected)
+    assert close(run.snapshots(), expected)
     assert close(run.weights, expected.mean(0))
 
 
@@ -260,7 +262,7 @@ def test_replicas_are_equal_right_after_an_averaging():
     def watch(run: Run) -> None:
         iterations = set(run.iterations())
         if len(iterations) == 1:
-            shown = run.shown()
+            shown = run.snapshots()
             equal.setdefault(iterations.pop(), []).append(bool((shown == shown[0]).all()))
 
     Run(local(3), 3, 9, watch=watch)
@@ -272,7 +274,7 @@ def test_replicas_are_equal_right_after_an_averaging():
 def test_the_mean_moves_by_the_mean_gradient(mode, exactly):
     """As that of doubly stochastic mixing does, and of other mixing only in expectation."""
     after: dict[int, np.ndarray] = {0: np.array([start()] * 4)}
-    Run(gossip(mode), 4, 12, watch=lambda run: after.update({min(run.iterations()): run.shown()}))
+    Run(gossip(mode), 4, 12, watch=lambda run: after.update({min(run.iterations()): run.snapshots()}))
     mine = [data(4, worker) for worker in range(4)]
     moved = []
     for iteration in range(1, 13):
@@ -405,7 +407,7 @@ def test_a_pull_reads_what_its_peer_showed_last():
 
     def before(run: Run) -> None:
         replicas = run.simulation._replicas
-        mix, show = replicas.mix, replicas.shown
+        mix, show = replicas.mix, replicas.snapshot
 
         def spied_mix(worker: int, model: torch.Tensor) -> None:
             if worker == 0:
@@ -419,7 +421,7 @@ def test_a_pull_reads_what_its_peer_showed_last():
                 shown.append(show(1).numpy().copy())
             return show(worker)
 
-        replicas.mix, replicas.shown = spied_mix, spied_show
+        replicas.mix, replicas.snapshot = spied_mix, spied_show
 
     paradigm = gossip("pull", include_self=False)
     Run(paradigm, 2, before=before, seconds=[1.0, 3.4], stop={"seconds": 9.5}, optimizer=NESTEROV)
@@ -544,7 +546,7 @@ def test_who_has_left_goes_on_exchanging_in_step(mu):
     optimizer = NESTEROV if mu else {"name": "sgd", "lr": LR}
     run = Run(gossip("permutation"), 3, optimizer=optimizer, cluster={"events": events}, stop={"seconds": 11.5})
     assert run.iterations() == [12, 4, 12]
-    assert close(run.shown(), permuting(12, 3, 1, mu, {1: 4}))
+    assert close(run.snapshots(), permuting(12, 3, 1, mu, {1: 4}))
 
 
 def test_all_reduce_goes_on_with_those_who_are_left():
@@ -827,7 +829,7 @@ def test_push_sum_keeps_enough_where_nothing_comes_back(workload):
     assert set(own["peer"][-100:].tolist()) == {0}
     if workload is LINEAR:
         optimum = np.linalg.lstsq(*(tensor.numpy() for tensor in run.workload.train.tensors))[0]
-        assert np.linalg.norm(run.shown()[0] - optimum) < 0.1
+        assert np.linalg.norm(run.snapshots()[0] - optimum) < 0.1
 
 
 # ---- what is refused ----
@@ -872,5 +874,5 @@ def test_a_run_in_which_nothing_can_happen_any_more_fails():
     workload = build(job)
     stuck: PeerSimulation = simulation(job, workload, build_workers(job, workload), Recorder())
     stuck._exchange = lambda worker: None  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] wait for ever"):
+    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] are blocked forever"):
         stuck.run()

@@ -409,13 +409,13 @@ def test_more_flows_than_there_is_room_for_at_first():
 
 @pytest.mark.parametrize("way", [(1, 1), (-1, 0), (0, -1), (2, 0), (0, 2)])
 def test_ways_that_do_not_exist_are_refused(way):
-    with pytest.raises(ValueError, match="there is no way from host"):
+    with pytest.raises(ValueError, match="must be two different hosts below"):
         SharedLinks(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(*way, 1, print)
 
 
 @pytest.mark.parametrize("size_bytes", [-1, math.inf, math.nan])
 def test_sizes_that_do_not_exist_are_refused(size_bytes):
-    with pytest.raises(ValueError, match="cannot be sent"):
+    with pytest.raises(ValueError, match="^size_bytes = "):
         SharedLinks(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(0, 1, size_bytes, print)
 
 
@@ -424,5 +424,5 @@ def test_sizes_that_do_not_exist_are_refused(size_bytes):
     [([1], [1, 1], 0.0), ([0.0], [1.0], 0.0), ([1.0], [math.nan], 0.0), ([1.0], [1.0], -1.0), ([1.0], [1.0], math.inf)],
 )
 def test_networks_that_cannot_be_are_refused(up, down, latency_s):
-    with pytest.raises(ValueError, match="every host needs|there is no latency"):
+    with pytest.raises(ValueError, match="must have one capacity|^latency_s = "):
         SharedLinks(Loop(), up, down, latency_s)

@@ -6,11 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hpcsync.push_info.summary import summarize
 
 from hpcsync import paradigms
 from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm
+from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.schema import TABLES
@@ -182,7 +182,7 @@ class Holding(paradigms.create("asp", 1).__class__):
 def test_a_paradigm_that_never_answers_is_told(tmp_path):
     job = timing_job(workers=2)
     workload = build(job)
-    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] wait for ever"):
+    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] are blocked forever"):
         ServerSimulation(job, workload, cluster.build(job, workload), Holding(2), Nothing()).run()
 
 

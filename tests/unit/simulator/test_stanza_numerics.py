@@ -57,7 +57,9 @@ def of_the_wrong_mean(factor):
     def scaled(self, fc):
         loss = compute(self, fc)
         for worker in self._groups.served(fc):
-            self._back[worker] = [gradient * factor(self, fc) for gradient in self._back[worker]]
+            self._activation_gradients[worker] = [
+                gradient * factor(self, fc) for gradient in self._activation_gradients[worker]
+            ]
         return loss
 
     return lambda monkeypatch: monkeypatch.setattr(TwoHalves, "compute", scaled)
