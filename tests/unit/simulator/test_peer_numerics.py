@@ -1,4 +1,4 @@
-"""The numbers of all workers in one process are those of separate ranks."""
+"""The numbers of all workers in one process equal those of separate ranks."""
 
 import itertools
 import math
@@ -57,7 +57,7 @@ def test_every_worker_has_its_own_generator_batches_and_statistics(order):
         assert torch.allclose(workload.model.seen.double(), of_worker_0, atol=1e-5)
 
 
-def test_what_is_shown_or_sent_does_not_change_any_more():
+def test_snapshots_and_sent_models_do_not_change():
     for paradigm in (PUSH, PUSH_SUM):
         numbers, _ = replicas(paradigm)
         shown, sent = numbers.snapshot(0), numbers.push(0)
@@ -77,8 +77,8 @@ def test_a_push_gives_a_copy_and_push_sum_half():
     assert torch.equal(halved.snapshot(0), start)  # x / w
 
 
-def test_parcels_are_absorbed_together():
-    """Those of two workers, which have learned, and nothing a second time."""
+def test_received_models_are_absorbed_together():
+    """Models of two trained workers are absorbed together, and only once."""
     numbers, _ = replicas(PUSH, workers=3)
     for worker in (0, 1, 2):
         numbers.learn(worker, 0.1 * worker)
@@ -93,7 +93,7 @@ def test_parcels_are_absorbed_together():
     assert [torch.equal(numbers.snapshot(worker), models[worker]) for worker in (1, 2)] == [True, True]
 
 
-def test_a_mean_is_of_those_who_are_named_and_for_all():
+def test_an_average_of_given_workers_is_set_on_all():
     numbers, _ = replicas(LOCAL, workers=3)
     for worker in (0, 1, 2):
         numbers.learn(worker, 0.1)
@@ -103,7 +103,7 @@ def test_a_mean_is_of_those_who_are_named_and_for_all():
         assert torch.equal(numbers.snapshot(worker), (models[0] + models[2]) / 2)
 
 
-def test_all_reduce_steps_along_the_mean_of_those_who_are_named():
+def test_all_reduce_steps_along_the_mean_of_the_given_workers():
     job = make_job(paradigm={"name": "allreduce"}, cluster={"workers": 3})
     one, workload = OneReplica(job, build(job)), build(job)
     start = next(workload.model.parameters()).detach().flatten().clone()
@@ -121,7 +121,7 @@ def test_all_reduce_steps_along_the_mean_of_those_who_are_named():
     assert not torch.allclose(expected, start)
 
 
-def test_a_vector_that_only_travels_costs_nothing_and_is_weighed():
+def test_without_arithmetic_models_are_counted_and_weighed():
     job = make_job(paradigm=PUSH_SUM, workload=TIMING | {"parameters": 10**9}, cluster={"workers": 3})
     numbers = replica_numerics(job, Workload(nn.Linear(1, 1), None, None, None))
     assert isinstance(numbers, NullReplicas)
@@ -139,7 +139,7 @@ def test_a_vector_that_only_travels_costs_nothing_and_is_weighed():
 
 
 def test_a_gradient_counts_by_its_weight_and_the_mean_is_corrected():
-    """Two workers' gradients of samples that are given out, against those of plain autograd."""
+    """Two workers' gradients of allocated samples, against plain autograd."""
     job = make_job(paradigm={"name": "allreduce"})
     workload = build(job)
     numbers, reference = OneReplica(job, workload), build(job)
