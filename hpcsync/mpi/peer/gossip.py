@@ -108,12 +108,12 @@ class Pushing(_Gossiping):
 
     def state(self) -> dict[str, Any]:
         """Return the state, with the models received and not yet absorbed."""
-        return super().state() | {"parcel": self._inbox.keep()}
+        return super().state() | {"inbox": self._inbox.keep()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state, with the inbox."""
         super().restore(state)
-        self._inbox.put_back(state["parcel"])
+        self._inbox.put_back(state["inbox"])
 
     def free(self) -> None:
         """Free the inbox; collective."""
