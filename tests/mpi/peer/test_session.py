@@ -247,7 +247,7 @@ def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, 
 @pytest.mark.parametrize("leave", [{}, {0: 11}, {1: 20}], ids=str)
 def test_shared_batches_are_those_of_simulated_ranks(comm, folder, foretold, leave):
     if leave and comm.size < 2:
-        pytest.skip("somebody has to stay")
+        pytest.skip("at least one worker must stay")
     this = sharing(comm.size, slowest_s=1e-3, leave=leave)
     weights = on_some(comm, this, folder / "real")
     if comm.rank == 0:
@@ -270,7 +270,7 @@ def test_shared_batches_are_those_of_simulated_ranks(comm, folder, foretold, lea
 def test_the_others_take_over_the_samples_of_a_worker_that_left(comm, folder, monkeypatch, leaver):
     """Its samples are left out in the iteration in place of which it left, and in no other."""
     if comm.size < 2:
-        pytest.skip("somebody has to stay")
+        pytest.skip("at least one worker must stay")
     worker = leaver % comm.size
     this = sharing(comm.size, leave={worker: 14}, stop={"updates": 24})
     weights = on_some(comm, this, folder / "run")
