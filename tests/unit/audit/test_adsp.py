@@ -46,11 +46,11 @@ def adsp():
 # ---- ASHL ----
 
 STAGES, PLANS, DO = (
-    "each stage begins once, in order, when it must",
-    "plans follow from what was measured",
-    "workers make and send what is planned for them",
+    "each stage begins once, in order, when due",
+    "plans follow from the measured times",
+    "local steps and ratios are as planned",
 )
-SHARE, DEALT = "commits count their share", "samples are dealt out once, and none is left out"
+SHARE, DEALT = "the weight of a commit is its share", "each sample is allocated exactly once"
 
 
 @pytest.mark.parametrize("compression", ["", TOP_K])
@@ -88,8 +88,8 @@ def test_stages_come_in_order(ashl):
         ("staleness = 1", "staleness = 1\nratio_fine = 0.2", {PLANS}),
         ("staleness = 1", "staleness = 1\nratio_coarse = 0.1", {PLANS, DO}),
         ("staleness = 1", 'staleness = 1\nshare = "equal"', {PLANS}),
-        ("staleness = 1", "staleness = 0", {"push gap in the fine stage is at most 1"}),
-        ("staleness = 1", "staleness = 2", {"nobody is held needlessly in the fine stage"}),
+        ("staleness = 1", "staleness = 0", {"push lead in the fine stage is at most 1"}),
+        ("staleness = 1", "staleness = 2", {"no worker is blocked needlessly in the fine stage"}),
     ],
 )
 def test_another_ashl(ashl, was, other, names):
@@ -152,7 +152,7 @@ def test_who_leaves_may_have_made_fewer_steps(ashl):
 
 
 def test_somebody_is_held_in_the_profile(ashl):
-    assert "nobody is held before the fine stage" in failing(delay_grant(ashl, worker=0, iteration=2))
+    assert "no worker is blocked before the fine stage" in failing(delay_grant(ashl, worker=0, iteration=2))
 
 
 def test_the_algorithms_by_hand():
@@ -169,12 +169,12 @@ def test_the_algorithms_by_hand():
 
 # ---- ADSP ----
 
-ONE_OF_ALL, DUE = "commits count one of as many as there are workers", "commits come when they are due"
-WAITS, TRIALS = "nobody waits but for a trial", "searches try one more at a time and choose the best"
+ONE_OF_ALL, DUE = "each commit has weight 1 / n_workers", "commits come when due"
+WAITS, TRIALS = "workers block only for a trial", "searches raise the rate by one and choose the best"
 
 
 def rule(interval_s, name="cumulative"):
-    return f"commits are {interval_s:g} s apart, or as the {name} rule says"
+    return f"commit times follow the {name} rule, at least {interval_s:g} s apart"
 
 
 @pytest.mark.parametrize("rule", ["cumulative", "released"])
@@ -211,8 +211,8 @@ def test_another_adsp(was, other, names):
 
 
 def test_commits_are_told_beside_each_other():
-    (check,) = [check for check in check_bounds(Recount(record(FIXED))) if "beside" in check.name]
-    assert check.detail == "at most 1 apart when they were counted"
+    (check,) = [check for check in check_bounds(Recount(record(FIXED))) if "difference of commits" in check.name]
+    assert check.detail == "largest difference at a check: 1"
 
 
 def test_somebody_waits_outside_of_a_search(adsp):
@@ -298,7 +298,7 @@ def test_decisions_without_their_columns(paradigm):
 
 # ---- bytes, and the time of compression ----
 
-BYTES, PARTS = "bytes are those that reading and compression give", "reading is part of a transfer, compressing of none"
+BYTES, PARTS = "wire_bytes match the compression", "transfer time includes reading and excludes encoding"
 
 
 def paid(trace):

@@ -22,12 +22,12 @@ from tests.unit.trace.recorder import (
 
 WEIGHTS = "weights follow from batch sizes"
 OF_COMMITS = {
-    "ashl": "commits count their share",
-    "adsp": "commits count one of as many as there are workers",
+    "ashl": "the weight of a commit is its share",
+    "adsp": "each commit has weight 1 / n_workers",
 }
-SIZES = "batch sizes are those by which all finish together"
-GIVEN = "samples are given out once, and none is left out"
-NONE = "no batches are given out"
+SIZES = "batch sizes follow from the predicted times"
+GIVEN = "each sample is allocated exactly once"
+NONE = "no batches are allocated"
 SECONDS = (1.0, 1.3, 2.1)
 
 

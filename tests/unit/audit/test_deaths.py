@@ -79,8 +79,8 @@ def failing(trace) -> set[str]:
     return {check.name for check in audit(trace) if not check.passed}
 
 
-PEERS = "peers are those of the job and its seed"
-GIVEN = "what is given is received"
+PEERS = "peers follow from the job and its seed"
+GIVEN = "as many models are received as sent"
 PUSH_SUM = "push-sum weights add up"
 
 
@@ -137,4 +137,4 @@ def test_it_dies_once():
     trace = Gossip("pull").trace
     twice = with_rows(trace, "membership", trace.tables["membership"][[0, 0, 1, 2, 3]])
     twice.tables["membership"]["seq"] = range(1, 6)
-    assert "nobody acts after leaving" in failing(twice)
+    assert "no worker acts after it leaves" in failing(twice)

@@ -13,10 +13,10 @@ from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows,
 
 SECONDS = (1.0, 1.3, 2.1, 3.7)
 FORMS = ["k-sync", "k-batch-sync", "k-async", "k-batch-async"]
-WORKERS, BATCHES = "an update takes k workers", "an update takes k mini-batches"
-LATE, BEYOND = "what is dropped is of an older version", "what is dropped is beyond the bound of staleness"
-WAIT = "contributors wait for their update, nobody else waits"
-K = "k moves as it is told to, within its limits"
+WORKERS, BATCHES = "each update takes k workers", "each update takes k mini-batches"
+LATE, BEYOND = "dropped pushes are of an older version", "dropped pushes exceed the staleness bound"
+WAIT = "only contributors block, until their update"
+K = "k follows its policy within its limits"
 CANCELLED, WHOLE = "cancelled iterations are of an older version", "no iteration is cancelled"
 
 
@@ -86,7 +86,7 @@ def test_an_update_that_a_departure_completes_is_not_made_before(monkeypatch):
     last = cached_property(lambda recount: recount.push_event[recount.applied[recount._last]])
     last.__set_name__(Recount, "update_event")
     monkeypatch.setattr(Recount, "update_event", last)
-    wrong = {"each grant names the current version", "staleness equals a recount", WORKERS, WAIT}
+    wrong = {"each grant names the current version", "staleness equals the recount", WORKERS, WAIT}
     assert failed(trace) == wrong, "an update is not always made with its last contribution"
 
 
@@ -126,7 +126,7 @@ def test_asynchronous_forms_drop_what_is_beyond_their_bound_and_nothing_else(nam
 
 def test_a_contributor_that_does_not_wait():
     trace = record(k("k-async", 2), SECONDS)
-    assert failing(with_job(trace, k("k-batch-async", 2))) == {"nobody is held"}
+    assert failing(with_job(trace, k("k-batch-async", 2))) == {"no worker is blocked"}
     other = record(k("k-batch-async", 2), SECONDS)
     assert WAIT in failing(with_job(other, k("k-async", 2)))
 
@@ -243,4 +243,4 @@ def test_after_a_pending_contribution_some_go_on_and_no_update_follows(name):
     cut = with_rows(cut, "evaluations", cut.tables["evaluations"][:3])
     assert failed(cut) == set()
     missing = with_rows(trace, "pushes", np.delete(pushes, pending))
-    assert "seq counts every row once" in failed(missing)
+    assert "seq numbers each row once" in failed(missing)

@@ -15,26 +15,26 @@ from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, remove, with_rows, with_status
 
-POSSIBLE = "values are possible"
-ITERATIONS = "iterations count a worker's steps"
+POSSIBLE = "values are valid"
+ITERATIONS = "iteration is the worker's step count"
 TIMES = "times are in order"
-PEERS = "peers are those of the job and its seed"
-GIVEN = "what is given is received"
+PEERS = "peers follow from the job and its seed"
+GIVEN = "as many models are received as sent"
 WEIGHTS = "weights are 1"
 PUSH_SUM = "push-sum weights add up"
-BYTES = "like exchanges move as many bytes"
+BYTES = "exchanges of one kind have equal wire_bytes"
 UPDATES = "updates are the workers' steps"
-SAMPLES = "samples add up"
-RATES = "learning rates are those of the schedule"
-DISTANCES = "consensus distances are possible"
-SAME = "the workers' weights are the same"
-LEFT = "nobody acts after leaving"
+SAMPLES = "sample counts add up"
+RATES = "learning rates follow the schedule"
+DISTANCES = "consensus distances are valid"
+SAME = "all replicas have equal weights"
+LEFT = "no worker acts after it leaves"
 END = "the stopping rule ended the run"
-IN_STEP = "nobody begins before all have exchanged"
-ROWS = "values of /decisions are possible"
-SIZES = "batch sizes are those agreed on"
-FOLLOW = "batch sizes follow from what was expected"
-DUE = "batch sizes are agreed on when it is time"
+IN_STEP = "no worker begins before all have exchanged"
+ROWS = "values of /decisions are valid"
+SIZES = "batch sizes equal the agreed sizes"
+FOLLOW = "batch sizes follow from the predicted times"
+DUE = "batch sizes are agreed on when due"
 
 
 def failing(trace):
@@ -172,7 +172,7 @@ def test_impossible_values_are_all_that_is_told(trace, table, values):
 def test_without_servers_nothing_is_pushed_or_granted(trace, table):
     rows = np.zeros(1, trace.tables[table].dtype)
     (check,) = audit(with_rows(trace, table, rows))
-    assert (check.name, check.detail) == (POSSIBLE, f"/{table} has rows, without a server (1 of 1 fail)")
+    assert (check.name, check.detail) == (POSSIBLE, f"/{table} has rows without a server (1 of 1 fail)")
 
 
 def test_iterations(trace):
@@ -211,8 +211,8 @@ def test_nothing_is_reported_before_it_has_ended(trace):
     clocks["uncertainty_s"] = 1e-2
     uncertain = with_rows(changed, "clocks", clocks)
     assert failing(uncertain) <= {TIMES, IN_STEP}  # the next one still begins too early
-    assert all("is reported" not in check.detail for check in audit(uncertain))
-    assert any("is reported" in check.detail for check in audit(changed))
+    assert all("is recorded" not in check.detail for check in audit(uncertain))
+    assert any("is recorded" in check.detail for check in audit(changed))
 
 
 def test_reports_come_one_after_the_other(trace):

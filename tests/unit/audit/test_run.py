@@ -185,7 +185,7 @@ def test_a_trace_that_fails(tmp_path, console):
 
     assert main(write(tmp_path / "t.h5", tamper=tamper), console) == 1
     shown = console.export_text()
-    assert "FAILED  staleness equals a recount" in shown
+    assert "FAILED  staleness equals the recount" in shown
     assert "seq 5 has staleness" in " ".join(shown.split())
     assert "1 of 25 checks failed" in shown
 

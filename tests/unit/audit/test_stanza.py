@@ -17,20 +17,20 @@ from tests.unit.trace.recorder import as_trace, attributes, edit, with_rows, wit
 TIMING = {"name": "timing", "batch_size": 4, "parameters": 1000, "classifier": 799, "activations": 30}
 SIZES = dict(zip(SEPARATED, (4 * 201, 4 * 799, 4 * 30, 8), strict=True))
 
-POSSIBLE = "values are possible"
+POSSIBLE = "values are valid"
 TIMES = "times are in order"
-PEERS = "peers are those of the job and its seed"
-GIVEN = "what is given is received"
-ALIKE = "like exchanges move as many bytes"
+PEERS = "peers follow from the job and its seed"
+GIVEN = "as many models are received as sent"
+ALIKE = "exchanges of one kind have equal wire_bytes"
 UPDATES = "updates are the workers' steps"
-SAMPLES = "samples add up"
-IN_STEP = "nobody begins before all have exchanged"
+SAMPLES = "sample counts add up"
+IN_STEP = "no worker begins before all have exchanged"
 END = "the stopping rule ended the run"
-BATCHES = "batches are those of the groups"
-LOSSES = "only fully-connected workers know a loss"
-PARTS = "iterations last as long as their parts"
-THERE = "nobody computes with what is not there"
-BYTES = "bytes are those of the layers' sizes"
+BATCHES = "batch sizes match the groups"
+LOSSES = "only fully-connected workers have a loss"
+PARTS = "iterations last at least as long as their parts"
+THERE = "no worker computes before its input exists"
+BYTES = "wire_bytes match the sizes of the layers"
 
 
 def failing(trace):
@@ -88,7 +88,7 @@ def test_a_trace_that_ends_after_any_row_passes():
 
 
 def test_every_check_has_a_name_of_its_own(trace):
-    checks = [check for check in audit(trace) if check.name != "the workers' weights are the same"]  # not evaluated
+    checks = [check for check in audit(trace) if check.name != "all replicas have equal weights"]  # not evaluated
     assert len({check.name for check in checks}) == len(checks) == 18
     assert all(check.n_checked for check in checks)
 

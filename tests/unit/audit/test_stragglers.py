@@ -14,8 +14,8 @@ from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.trace.recorder import Rows, as_trace, edit, remove
 
-LASTED = "stalls are of iterations that lasted so long"
-DEADLINE = "deadlines follow from a worker's own iterations"
+LASTED = "stalled iterations lasted as long as recorded"
+DEADLINE = "deadlines follow from the worker's own iterations"
 STALLED = 12  # worker 1's iteration
 
 
