@@ -15,7 +15,7 @@ def test_memory_that_cannot_be_locked_serves_all_the_same_and_says_so(comm, monk
 
     class Lock:
         def __init__(self, arrays):
-            self.failure = "its pages are not locked: no" if comm.rank == comm.size - 1 else ""
+            self.failure = "pages not locked: no" if comm.rank == comm.size - 1 else ""
             locks.extend(array.nbytes for array in arrays)
 
         free = staticmethod(locks.clear)

@@ -223,7 +223,7 @@ def test_everybody_reads_everybody(comm, size, transport):
 
 def test_wrong_vectors_and_readers_are_refused(comm):
     with PublishedReplica(comm, 3, torch.float32) as exposed:
-        with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
+        with pytest.raises(ValueError, match=r"float64\[3\]: must be torch.float32\[3\]"):
             exposed.publish(filled(1, 3))
         with pytest.raises(ValueError, match=r"float32\[2\] is not"):
             exposed.read(0, filled(1, 2, torch.float32))

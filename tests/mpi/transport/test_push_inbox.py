@@ -232,7 +232,7 @@ def test_a_sum_to_which_one_added_that_has_died_cannot_be_used(comm, needs):
     slots = min(comm.size - 1, SLOTS)
     assert collected_without(comm, 3, slots) == [(slots + 2.0, slots + 1, 10.0 * slots + 20.0), None]
     if comm.rank == 0:
-        with pytest.raises(RankFailed, match="has died while it added"):
+        with pytest.raises(RankFailed, match="died while it added"):
             collected_alone(comm, slots)
     else:
         collected_alone(comm, slots)
@@ -301,7 +301,7 @@ def test_wrong_vectors_and_oneself_are_refused(comm):
     with PushInbox(comm, 3, torch.float32) as inbox:
         with pytest.raises(ValueError, match="itself"):
             inbox.send(comm.rank, torch.zeros(3))
-        with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
+        with pytest.raises(ValueError, match=r"float64\[3\]: must be torch.float32\[3\]"):
             inbox.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3, dtype=torch.float64))
         assert inbox.collect() is None
 

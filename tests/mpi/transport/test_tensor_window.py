@@ -64,7 +64,9 @@ def test_images_serve_on_a_node_and_between_nodes(comm, staged):
 def test_an_image_that_is_not_brought_up_to_date_is_found_out(comm, staged, broken, monkeypatch):
     for kind in (NodeWindow, StagedMpiWindow):
         monkeypatch.setattr(kind, broken, lambda self, begin, end: None)
-    assert attempt(comm, Transport("staged"), count=101) == WindowTest(failure="what arrives is not what was sent")
+    assert attempt(comm, Transport("staged"), count=101) == WindowTest(
+        failure="the data received differs from the data sent"
+    )
 
 
 def test_ranks_may_expose_different_sizes_and_nothing(comm, transport):

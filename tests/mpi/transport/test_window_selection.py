@@ -97,14 +97,14 @@ def test_what_fails_among_the_ranks_of_the_run_is_not_taken(comm, machine):
 
 
 def test_what_the_ranks_of_the_run_have_to_say_is_said(comm, machine):
-    machine.note = "its pages are not locked"
-    assert place(comm, job("staged"), GPU).why == "staged: 4 MB there and back in 4.00 ms (its pages are not locked)"
+    machine.note = "pages not locked"
+    assert place(comm, job("staged"), GPU).why == "staged: 4 MB there and back in 4.00 ms (pages not locked)"
 
 
 def test_without_a_window_the_cpu_is_what_is_left(comm, machine):
     machine.took_s = dict.fromkeys(machine.took_s)
     assert refusal(comm, job()).startswith(
-        'cluster.device = "cuda": must be "cpu" here, no kind of window serves: staged: '
+        'cluster.device = "cuda": must be "cpu" here, no kind of window works: staged: '
     )
 
 
