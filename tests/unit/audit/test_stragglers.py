@@ -105,7 +105,7 @@ def test_the_report_says_who_where_and_who_waits(capsys):
         f"hpcsync: worker 1 stalls (rank 1 on n1, computing): its iteration {STALLED} has lasted "
     )
     assert said[1].endswith("who is more than 12 iterations ahead of the slowest waits for it")
-    assert f"hpcsync: worker 1 goes on: its iteration {STALLED} took " in said[-1]
+    assert f"hpcsync: worker 1 continues: its iteration {STALLED} took " in said[-1]
 
 
 def test_those_that_wait_for_each_other_all_stall(capsys):
