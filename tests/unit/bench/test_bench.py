@@ -138,7 +138,7 @@ def test_the_fastest_windows_come_first_and_those_that_fail_not_at_all(monkeypat
     assert kinds == ["ipc", "staged"]
     assert why.startswith("ipc: 4 MB") and "mpi: crashes" in why
     monkeypatch.setattr(bench, "rehearse", lambda: trials[2:])
-    with pytest.raises(JobError, match="--device cuda: no kind of window serves: mpi: crashes"):
+    with pytest.raises(JobError, match="--device cuda: no kind of window works: mpi: crashes"):
         bench.windows()
 
 
