@@ -43,7 +43,10 @@ def periodic(n: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def bursty(n: int, generator: np.random.Generator) -> np.ndarray:
-    """Return a speed that falls to a third in bursts of 8 observations on average; a burst begins with probability 1/40."""
+    """Return a speed that falls to a third in bursts of 8 observations on average.
+
+    A burst begins with probability 1/40.
+    """
     busy, speeds = False, np.ones(n)
     for i, draw in enumerate(generator.random(n)):
         busy = draw >= 1 / 8 if busy else draw < 1 / 40

@@ -65,7 +65,7 @@ EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("which", EXACT)
-def test_a_run_that_goes_on_comes_to_the_same_bits(comm, folder, which):
+def test_a_resumed_run_has_the_same_bits(comm, folder, which):
     paradigm, optimizer, tables = EXACT[which]
     this = job(paradigm, comm.size, optimizer, **tables)
     weights, resumed = both(comm, this, folder)
@@ -136,7 +136,7 @@ FORGOTTEN = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("what", FORGOTTEN)
-def test_whatever_is_forgotten_changes_the_bits(comm, only, folder, monkeypatch, what):
+def test_state_that_is_not_restored_changes_the_bits(comm, only, folder, monkeypatch, what):
     only(3)
     owner, which = FORGOTTEN[what]
     paradigm, optimizer, tables = EXACT[which]

@@ -1,4 +1,4 @@
-"""What is sent is collected, once and whole: vectors, counts and weights, whoever sends at the same time."""
+"""Every vector sent is collected once and as a whole, with counts and weights, while many ranks send."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, in
             compute()
             parcels_taken += received.take(inbox.collect())
         comm.Barrier()
-        parcels_taken += received.take(inbox.collect())  # in the quiet, one call has all
+        parcels_taken += received.take(inbox.collect())  # while no rank sends, one call returns all
         assert inbox.collect() is None
         comm.Barrier()
     expected = np.zeros(size)
@@ -107,7 +107,7 @@ def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tup
         if comm.rank == 1:
             inbox.send(0, filled(1.0), 10.0)
             inbox = inbox._enter(0)
-            ticket = inbox._ticket(0, inbox)  # it has a place, but nothing is there yet
+            ticket = inbox._ticket(0, inbox)  # a place is reserved, but the vector is not there yet
         collect()
         if comm.rank == 1:
             inbox.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
@@ -121,14 +121,14 @@ def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tup
     return comm.bcast((taken, summary))
 
 
-def test_an_inbox_is_not_taken_while_somebody_is_at_work_in_it(comm, needs):
+def test_an_inbox_is_not_emptied_while_a_sender_writes_to_it(comm, needs):
     needs(2)
     taken, summary = collected_around_a_sender(comm)
     assert taken == [None, None, (7.0, 3, 70.0), None]
     assert summary == (7.0, 3, 70.0)
 
 
-def test_a_receiver_that_ignores_who_is_at_work_misses_a_vector_that_is_not_there_yet(comm, needs, monkeypatch):
+def test_a_receiver_that_ignores_writers_misses_an_incomplete_vector(comm, needs, monkeypatch):
     needs(3)  # so that there is a slot for it
     monkeypatch.setattr(PushInbox, "_writers", lambda self, inbox: False)
     taken, summary = collected_around_a_sender(comm)
@@ -171,7 +171,7 @@ def test_a_sender_that_comes_too_late_goes_to_the_other_inbox(comm, needs):
     assert sent_across_a_change(comm) == (3.0, 2)
 
 
-def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeypatch):
+def test_a_sender_that_does_not_check_again_loses_its_vector(comm, needs, monkeypatch):
     needs(2)
 
     def hasty(self: PushInbox, peer: int) -> int:
@@ -183,7 +183,7 @@ def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeyp
     assert sent_across_a_change(comm) == (1.0, 1)
 
 
-# ---- a sender that dies: rank 1 stops in the middle, and does not go on ----
+# ---- a sender that dies: rank 1 stops in the middle, and does not continue ----
 
 
 def collected_without(
@@ -211,7 +211,7 @@ def collected_without(
     return comm.bcast(taken)
 
 
-def test_what_a_sender_that_has_died_sent_is_whole_or_discarded(comm, needs):
+def test_a_dead_senders_vector_is_complete_or_discarded(comm, needs):
     needs(2)
     assert collected_without(comm, 1) == [None, None]
     assert collected_without(comm, 2) == [None, None]
@@ -222,12 +222,12 @@ def test_what_a_sender_that_has_died_sent_is_whole_or_discarded(comm, needs):
         assert collected_without(comm, 2, before) == [expected, None]
 
 
-def test_one_that_has_died_is_waited_for_unless_it_is_forgotten(comm, needs):
+def test_a_dead_sender_is_waited_for_until_it_is_forgotten(comm, needs):
     needs(2)
     assert collected_without(comm, 3, forgetting=False) == [None, None]
 
 
-def test_a_sum_to_which_one_added_that_has_died_cannot_be_used(comm, needs):
+def test_a_sum_interrupted_by_a_death_raises(comm, needs):
     needs(2)
     slots = min(comm.size - 1, SLOTS)
     assert collected_without(comm, 3, slots) == [(slots + 2.0, slots + 1, 10.0 * slots + 20.0), None]
@@ -264,7 +264,7 @@ def test_more_senders_than_bits_of_a_word(comm, needs, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_collection_has_all_that_arrived_before(comm, dtype, transport):
+def test_collect_returns_all_earlier_vectors(comm, dtype, transport):
     counting = torch.arange(7, dtype=dtype, device=transport.device)
     with PushInbox(comm, 7, dtype, transport) as inbox:
         for turn in range(1, 4):
@@ -283,7 +283,7 @@ def test_one_collection_has_all_that_arrived_before(comm, dtype, transport):
             comm.Barrier()
 
 
-def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
+def test_more_vectors_than_slots_all_arrive(comm, needs, transport):
     needs(2)
     with PushInbox(comm, 7, torch.float32, transport) as inbox:
         for n in (SLOTS, SLOTS + 1, 1, 4 * SLOTS):
@@ -297,7 +297,7 @@ def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
             comm.Barrier()
 
 
-def test_wrong_vectors_and_oneself_are_refused(comm):
+def test_wrong_vectors_and_sending_to_itself_are_refused(comm):
     with PushInbox(comm, 3, torch.float32) as inbox:
         with pytest.raises(ValueError, match="itself"):
             inbox.send(comm.rank, torch.zeros(3))
@@ -306,7 +306,7 @@ def test_wrong_vectors_and_oneself_are_refused(comm):
         assert inbox.collect() is None
 
 
-def test_free_is_idempotent_and_a_freed_one_refuses(comm):
+def test_free_is_idempotent_and_a_freed_inbox_raises(comm):
     inbox = PushInbox(comm, 3, torch.float64)
     inbox.free()
     inbox.free()
