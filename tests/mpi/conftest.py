@@ -77,7 +77,7 @@ def needs(comm: MPI.Intracomm) -> Callable[[int], None]:
 
 @pytest.fixture
 def only(comm: MPI.Intracomm) -> Callable[[int], None]:
-    """For what does not depend on the number of ranks."""
+    """Skip a test that does not depend on the number of ranks, except at one number."""
 
     def skip_others(ranks: int) -> None:
         if comm.size != ranks:

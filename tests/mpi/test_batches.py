@@ -118,7 +118,7 @@ def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, po
 
 
 def no_sample_twice_or_left_out(this: Job, trace: Trace) -> None:
-    """But for what was granted at the end and not computed any more."""
+    """Samples granted at the end and no longer computed are excepted."""
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
     pieces = [(first_of(this, trace, push), int(push["batch_size"])) for push in pushes]
     pushed = {(push["worker"], push["iteration"]) for push in pushes}

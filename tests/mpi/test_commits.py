@@ -90,7 +90,7 @@ def test_one_committing_worker_is_plain_training(comm, needs, folder):
 def test_stages_are_in_order_and_fast_workers_make_more_steps(comm, needs, folder):
     needs(3)
     compression = {"name": "top-k"}
-    # The loss is below its limit after some 30 updates; which they are depends on who comes first.
+    # The loss is below its limit after some 30 updates; which ones depends on the order of arrival.
     on_some(comm, job(comm.size - 1, ASHL, updates=150, compression=compression, seconds=0.003), folder)
     if comm.rank == 0:
         trace = load(folder / "trace.h5")

@@ -1,4 +1,4 @@
-"""Runs without servers that go on from a checkpoint, and what they would have come to without."""
+"""Runs without servers resumed from a checkpoint, compared with runs that were not interrupted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def job(paradigm: dict[str, Any], workers: int, optimizer: Any = SGD, **tables: 
     return Job.from_table(table | tables)
 
 
-# ---- exactly as if nothing had been ----
+# ---- the same as without an interruption ----
 
 EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "allreduce": (ALLREDUCE, NESTEROV, {}),
@@ -146,7 +146,7 @@ def test_state_that_is_not_restored_changes_the_bits(comm, only, folder, monkeyp
         assert (weights != resumed).any()
 
 
-# ---- those who gossip when it suits them ----
+# ---- asynchronous gossip ----
 
 
 @pytest.mark.parametrize("mode", ["pull", "push-sum"])
@@ -183,7 +183,7 @@ def test_mass_that_is_lost_is_found_in_the_trace(comm, only, folder, monkeypatch
 @pytest.mark.once
 @pytest.mark.parametrize("put_back", [True, False])
 def test_what_has_come_is_taken_in_once(comm, only, put_back):
-    """Also in a run that goes on, which is another object; without it, it is lost."""
+    """This holds also in a resumed run, which has another object; without `put_back` the vectors are lost."""
     only(3)
     with PushInbox(comm, 2, torch.float64) as before, PushInbox(comm, 2, torch.float64) as after:
         to = (comm.rank + 1) % comm.size
@@ -204,7 +204,7 @@ def test_what_has_come_is_taken_in_once(comm, only, put_back):
         comm.Barrier()
 
 
-# ---- where somebody has ended ----
+# ---- after a worker has ended ----
 
 
 @pytest.mark.once
@@ -212,7 +212,7 @@ def test_what_has_come_is_taken_in_once(comm, only, put_back):
     ("paradigm", "leaver"), [(ALLREDUCE, 0), (DILOCO, -1), (FREE["push"], -1)], ids=["allreduce", "diloco", "push"]
 )
 def test_without_somebody_there_is_no_checkpoint(comm, only, folder, paradigm, leaver):
-    """From it that worker could not go on. The others do."""
+    """That worker could not be resumed from it. The others continue."""
     only(3)
     events = [{"worker": leaver % comm.size, "at_iteration": 2, "change": "leave"}]
     this = job(paradigm, comm.size, cluster={"workers": comm.size, "events": events})
@@ -281,7 +281,7 @@ def test_what_is_given_out_is_taken_over_from_those_who_are_missing(comm, only, 
 @pytest.mark.once
 @pytest.mark.parametrize("paradigm", [PERMUTATION, ALLREDUCE], ids=["permutation", "allreduce"])
 def test_who_cannot_go_on_is_refused_in_one_line(comm, only, folder, paradigm):
-    """Where all are needed; and those who come back, for there is nothing for them to go on from."""
+    """Runs that need all workers, and workers that return, which have no state to resume from."""
     only(3)
     this = job(paradigm, comm.size)
     on_some(comm, this, folder / "a")

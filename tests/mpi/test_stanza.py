@@ -108,7 +108,7 @@ def test_whoever_trains_a_half_has_the_same_and_no_convolution_worker_the_upper_
 
 
 def test_what_travels_is_what_the_trace_counts_and_the_formula_says(comm, needs, folder, monkeypatch):
-    """As the windows see it. Nobody is given a fully-connected parameter who has not that half."""
+    """Transfers are counted at the windows. No worker without the upper half receives its parameters."""
     needs(2)
     put: list[tuple[int, int, int]] = []  # to whom, how many bytes, how many numbers
     for kind in {kind for kind in vars(tensor_window).values() if isinstance(kind, type)}:

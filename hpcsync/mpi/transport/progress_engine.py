@@ -101,7 +101,7 @@ class ProgressEngine:
         self._next_s = 0.0 if kind == "hooks" else float("inf")
         if kind == "thread":
             self._stopped.clear()
-            self._thread = threading.Thread(target=self._work, daemon=True, name="progress")
+            self._thread = threading.Thread(target=self._work, daemon=True, name="progression")
             self._thread.start()
             self._interval_s = sys.getswitchinterval()
             sys.setswitchinterval(min(SWITCH_S, self._interval_s))

@@ -72,7 +72,7 @@ def make(comm: MPI.Intracomm, of: Compression, dtype: torch.dtype = torch.float6
 
 
 def means(comm: MPI.Intracomm, of: Compression, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], Any]:
-    """Of all ranks' vectors, step by step; and what is left of this rank's."""
+    """Return the means of all ranks' vectors, step by step, and what remains of this rank's."""
     found, mean = [], make(comm, of, dtype)
     for step in range(STEPS):
         mean.vector.copy_(vector(comm.rank, step, dtype))

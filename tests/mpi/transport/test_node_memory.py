@@ -42,7 +42,7 @@ def test_all_ranks_read_what_all_ranks_have_written(comm):
 
 
 class Cuda:
-    """In the place of CUDA's: what is asked of it, in order; other ranks' memory is made up."""
+    """Stub of CUDA IPC: records the calls in order and fabricates other ranks' memory."""
 
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank, self.said = rank, []

@@ -132,7 +132,7 @@ def test_a_pinned_row_is_overwritten_when_the_owner_ignores_pins(comm, monkeypat
 
 
 def copies_what_is_being_filled(comm) -> bool:
-    """Whether a reader that pins between the owner's choice of a row and the filling of it goes on to copy that row."""
+    """Return whether a reader copies a row that it pins after the owner has chosen it and before it is filled."""
     with PublishedReplica(comm, 5, torch.float64) as exposed:
         look, chosen = exposed._current, []
 

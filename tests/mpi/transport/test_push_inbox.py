@@ -43,9 +43,9 @@ def other(comm, generator) -> int:
 
 
 def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, int]:
-    """(nothing lost or counted twice, vectors sent, parcels) of random pushes in all directions at once."""
+    """Return (whether none is lost or counted twice, vectors sent, collections) of random pushes in all directions."""
     generator = np.random.default_rng(comm.rank)
-    received, parcels_taken = Received(size), 0
+    received, n_collections = Received(size), 0
     sent, counts, weights = np.zeros((comm.size, size)), np.zeros(comm.size), np.zeros(comm.size)
     with PushInbox(comm, size, torch.float64, transport) as inbox:
         end_s = time.monotonic() + BUSY_S
@@ -58,9 +58,9 @@ def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, in
                 counts[peer] += 1
                 weights[peer] += weight
             compute()
-            parcels_taken += received.take(inbox.collect())
+            n_collections += received.take(inbox.collect())
         comm.Barrier()
-        parcels_taken += received.take(inbox.collect())  # while no rank sends, one call returns all
+        n_collections += received.take(inbox.collect())  # while no rank sends, one call returns all
         assert inbox.collect() is None
         comm.Barrier()
     expected = np.zeros(size)
@@ -69,7 +69,7 @@ def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, in
     expected[:] = sent[comm.rank]
     kept = bool((received.total == expected).all())
     kept &= received.count == counts[comm.rank] and received.weight == weights[comm.rank]
-    return comm.allreduce(kept, MPI.LAND), int(counts.sum()), comm.allreduce(parcels_taken)
+    return comm.allreduce(kept, MPI.LAND), int(counts.sum()), comm.allreduce(n_collections)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
@@ -77,7 +77,7 @@ def test_nothing_is_lost_and_nothing_is_counted_twice(comm, needs, size, transpo
     needs(2)
     kept, sent, taken = exchange(comm, size, transport, compute=lambda: None)
     if comm.rank == 0:
-        print(f"{sent} vectors of {size} in {taken} parcels")
+        print(f"{sent} vectors of {size} in {taken} collections")
     assert kept and sent > 0
 
 
@@ -92,29 +92,29 @@ def test_the_receiver_may_compute_meanwhile(comm, needs):
 
 
 def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tuple[float, int, float]]:
-    """(what rank 0 collects while rank 1 is at work, one more while it is, and when it has left; their sum)."""
+    """Return what rank 0 collects while rank 1 writes, in a second call, and after rank 1 has left; and their sum."""
     taken, received = [], Received(5)
-    with PushInbox(comm, 5, torch.float64) as inbox:
+    with PushInbox(comm, 5, torch.float64) as inboxes:
 
         def collect() -> None:
             comm.Barrier()
             if comm.rank == 0:
-                received = inbox.collect()
-                taken.append((float(received.total[0]), received.count, received.weight) if received else None)
-                received.take(received)
+                found = inboxes.collect()
+                taken.append((float(found.total[0]), found.count, found.weight) if found else None)
+                received.take(found)
             comm.Barrier()
 
         if comm.rank == 1:
-            inbox.send(0, filled(1.0), 10.0)
-            inbox = inbox._enter(0)
-            ticket = inbox._ticket(0, inbox)  # a place is reserved, but the vector is not there yet
+            inboxes.send(0, filled(1.0), 10.0)
+            inbox = inboxes._enter(0)
+            ticket = inboxes._ticket(0, inbox)  # a place is reserved, but the vector is not there yet
         collect()
         if comm.rank == 1:
-            inbox.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
+            inboxes.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
         collect()
         if comm.rank == 1:
-            inbox._fill(0, inbox, ticket, filled(2.0), 20.0)
-            inbox._leave(0, inbox)
+            inboxes._fill(0, inbox, ticket, filled(2.0), 20.0)
+            inboxes._leave(0, inbox)
         collect()
         collect()
     summary = (float(received.total[0]), received.count, received.weight)
@@ -137,7 +137,7 @@ def test_a_receiver_that_ignores_writers_misses_an_incomplete_vector(comm, needs
 
 
 def sent_across_a_change(comm) -> tuple[float, int]:
-    """What rank 0 collects in the end, of 1 and 2, when it changes inboxes between the looks of 2's sender."""
+    """Return what rank 0 collects of 1 and 2 if it switches inboxes between the two reads of `flips` by 2's sender."""
     received = Received(5)
     with PushInbox(comm, 5, torch.float64) as inbox:
         if comm.rank == 1:
@@ -189,24 +189,23 @@ def test_a_sender_that_does_not_check_again_loses_its_vector(comm, needs, monkey
 def collected_without(
     comm, steps: int, before: int = 0, forgetting: bool = True
 ) -> list[tuple[float, int, float] | None]:
-    """What rank 0 collects, twice, when rank 1 has taken so many steps of sending a 2, after so many whole ones of a 1,
-    and has been forgotten."""
+    """Return two collections of rank 0 after rank 1 sent `before` ones, made `steps` steps of sending a 2, and died."""
     taken = []
-    with PushInbox(comm, 5, torch.float64) as inbox:
+    with PushInbox(comm, 5, torch.float64) as inboxes:
         if comm.rank == 1:
             for _ in range(before):
-                inbox.send(0, filled(1.0), 10.0)
-            inbox = inbox._enter(0) if steps > 0 else None
-            ticket = inbox._ticket(0, inbox) if steps > 1 else None
+                inboxes.send(0, filled(1.0), 10.0)
+            inbox = inboxes._enter(0) if steps > 0 else None
+            ticket = inboxes._ticket(0, inbox) if steps > 1 else None
             if steps > 2:
-                inbox._fill(0, inbox, ticket, filled(2.0), 20.0)
+                inboxes._fill(0, inbox, ticket, filled(2.0), 20.0)
         comm.Barrier()
         if comm.rank == 0:
             if forgetting:
-                inbox.forget(1)
+                inboxes.forget(1)
             for _ in range(2):
-                received = inbox.collect()
-                taken.append((float(received.total[0]), received.count, received.weight) if received else None)
+                found = inboxes.collect()
+                taken.append((float(found.total[0]), found.count, found.weight) if found else None)
         comm.Barrier()
     return comm.bcast(taken)
 

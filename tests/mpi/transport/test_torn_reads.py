@@ -26,7 +26,7 @@ LIMIT_S = 30.0
 
 
 def serve(link: ServerChannel, shard: Shard) -> None:
-    """Update as fast as possible; a PUSHED report is a request to read, LEFT says that a reader has had enough."""
+    """Update as fast as possible; PUSHED is a request to read, and LEFT ends a reader's requests."""
     inbox = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
     readers = link.roles.n_workers - 1
     while readers:

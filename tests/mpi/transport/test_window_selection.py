@@ -31,7 +31,7 @@ def job(window: str = "auto") -> Job:
 
 
 class Machine:
-    """What a child job finds of each kind, and what the ranks of the run find themselves (None: it serves)."""
+    """Results of a child job for each kind, and of the run's own ranks (None if the kind works)."""
 
     def __init__(self) -> None:
         self.took_s = {"staged": 0.004, "ipc": 0.001, "mpi": None}

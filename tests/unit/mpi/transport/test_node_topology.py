@@ -19,7 +19,7 @@ def loads(hosts: Sequence[str], servers: Sequence[int]) -> list[int]:
 
 
 def check(order: Order) -> None:
-    """Every run of up to five ranks on up to three hosts, however its launcher has dealt them out."""
+    """Every run of up to five ranks on up to three hosts, in every distribution of ranks by the launcher."""
     for n in range(1, 6):
         for hosts in itertools.product("abc", repeat=n):
             for n_servers in range(1, n):
