@@ -19,7 +19,7 @@ from hpcsync.run_dir import checkpoint
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
 from hpcsync.training import rng_state, update_rules
-from tests.mpi.training import failures, on_some, resume
+from tests.mpi.training import failures, on_some, resume_run
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -192,7 +192,7 @@ def test_a_run_resumes_with_fewer_workers_and_one_returns(comm, only, folder, pa
     without = killed(comm, folder / "a")
     fewer = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
     if fewer != MPI.COMM_NULL:
-        resume(fewer, this, without)
+        resume_run(fewer, this, without)
         fewer.Free()
     comm.Barrier()
     assert checkpoint.number_of(checkpoint.newest(without)) > 1

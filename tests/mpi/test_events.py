@@ -16,6 +16,7 @@ from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Change
+from tests.mpi.training import resume_run
 
 PARADIGMS = {
     "bsp": {},
@@ -59,7 +60,7 @@ def run(
             **tables,
         }
     )
-    session = resume(comm, job, folder) if resume else train(comm, job, folder)
+    session = resume_run(comm, job, folder) if resume else train(comm, job, folder)
     assert session.stopped or session.worker is None
     weights = comm.allgather(session.flat.weights.numpy())
     assert all((other == weights[0]).all() for other in weights)

@@ -22,7 +22,7 @@ from hpcsync.training.local_update import LocalOptimizer, Outer, Peer
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
 from tests.mpi.test_stanza import job as separated
 from tests.mpi.test_stanza import run
-from tests.mpi.training import failures, on_some, one_process, resume
+from tests.mpi.training import failures, on_some, one_process, resume_run
 from tests.plain import on_batches
 
 ALLREDUCE = {"name": "allreduce"}
@@ -120,7 +120,7 @@ def test_separated_layers_go_on(comm, needs, folder):
     needs(2)
     this = separated(comm.size, ADAM, updates=20, checkpoint={"updates": 8, "keep": 9})
     weights = [run(comm, this, folder / "a")[1][0]]
-    session = resume(comm, this, killed(comm, folder / "a"))
+    session = resume_run(comm, this, killed(comm, folder / "a"))
     weights.append(torch.cat([p.detach().flatten() for p in session._model.parameters()]).cpu().numpy())
     if comm.rank == 0:
         assert np.array_equal(*weights)
@@ -237,7 +237,7 @@ def with_fewer(comm: MPI.Intracomm, this: Job, folder: Path, n_ranks: int) -> np
     fewer = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
     if fewer == MPI.COMM_NULL:
         return None
-    weights = resume(fewer, this, folder).flat.weights.numpy().copy()
+    weights = resume_run(fewer, this, folder).flat.weights.numpy().copy()
     fewer.Free()
     return weights
 
@@ -294,7 +294,7 @@ def test_who_cannot_go_on_is_refused_in_one_line(comm, only, folder, paradigm):
                 (torn / name).unlink()
         comm.Barrier()
         with pytest.raises(JobError, match=f"^--resume: {comm.size} ranks were started; must be at most"):
-            resume(comm, longer, torn)
+            resume_run(comm, longer, torn)
     else:
         smaller = job(paradigm, comm.size - 1)
         expected = f"^cluster.workers = {comm.size - 1}: must be {comm.size}, as it was when the run began"
