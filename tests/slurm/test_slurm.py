@@ -223,5 +223,5 @@ def test_a_job_whose_time_is_over_goes_on_from_its_checkpoint(limited: tuple[Pla
     place, job = limited
     place.until(lambda: "going on from" in place.said(job), job, 2 * LIMIT_S)
     assert int(place.slurm.show(job)["Restarts"]) >= 1
-    assert "hpcsync: interrupted; --resume goes on from" in place.said(job)
+    assert "hpcsync: interrupted; use --resume to resume from" in place.said(job)
     place.slurm.run("scancel", job)

@@ -7,7 +7,7 @@ import pytest
 from hpcsync.bench import events
 
 
-def test_our_loop_stands_beside_the_heap_and_beside_simpy():
+def test_our_loop_is_compared_with_the_heap_and_simpy():
     pytest.importorskip("simpy")
     figures = events.measure(activities=3, rounds=2, repetitions=2)
     assert [figure.limit.split(",")[0].split(":")[0] for figure in figures] == ["a bare heap", "SimPy", "SimPy"]
@@ -15,7 +15,7 @@ def test_our_loop_stands_beside_the_heap_and_beside_simpy():
     assert not any("not installed" in figure.what for figure in figures)
 
 
-def test_without_simpy_its_figures_are_left_out_and_that_is_told(monkeypatch):
+def test_without_simpy_its_figures_are_left_out_with_a_note(monkeypatch):
     monkeypatch.setitem(sys.modules, "simpy", None)
     (figure,) = events.measure(activities=3, rounds=2, repetitions=2)
     assert figure.limit.startswith("a bare heap")
