@@ -151,7 +151,7 @@ def test_a_session_is_refused_outside_of_its_block_and_a_step_without_a_batch(co
         session.shard(data, 16)
     with session as sync:
         if sync.worker is not None:
-            with pytest.raises(RuntimeError, match="step without a batch"):
+            with pytest.raises(RuntimeError, match="step was called without a batch"):
                 sync.step(0.0)
 
 

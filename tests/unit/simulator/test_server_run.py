@@ -172,7 +172,7 @@ class Holding(paradigms.create("asp", 1).__class__):
     """A paradigm that never grants."""
 
     def _pushed(self, worker):
-        self._hold(worker)
+        self._block(worker)
         return []
 
     def check(self):
