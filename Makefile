@@ -101,12 +101,21 @@ newest:
 	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
 	said=$$(.venv-newest/bin/hpcsync run jobs/digits-bsp.toml 2>&1 >/dev/null) && test -z "$$said" || { echo "$$said"; exit 1; }
 
+# ---- the documentation: docs/_build/html/index.html ----
+
+docs: .venv/docs-ready
+	.venv/bin/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+.venv/docs-ready: .venv/ready
+	.venv/bin/python $(PIP) --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 format: .venv/ready
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-mpich .venv-newest build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mpich .venv-newest build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu newest format clean
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu docs newest format clean
