@@ -34,6 +34,7 @@ html_math_renderer = "mathml"
 html_static_path = ["_static", str(resources.files("ziamath") / "fonts/STIXTwoMath-Regular.ttf")]
 html_css_files = ["hpcsync.css"]
 html_copy_source = False
+html_sidebars = {"benchmarks": [], "choosing": []}
 html_theme_options = {
     "header_links_before_dropdown": 7,
     "navigation_depth": 2,

@@ -29,7 +29,7 @@ def _commands(command: Any, name: str) -> Iterator[str]:
         yield _paragraphs(rest)
     rows = [_row(parameter, name) for parameter in (*arguments, *options)]
     if rows:
-        yield "\n".join(["| argument or option | default | description |", "|---|---|---|", *rows]) + "\n"
+        yield "\n".join(["{.entries}", "| argument or option | default | description |", "|---|---|---|", *rows]) + "\n"
 
 
 def _metavar(parameter: Any) -> str:

@@ -347,7 +347,7 @@ def _row(where: str, general: list[str], key: str, field: FieldInfo, used: set[s
 
 
 def _table(rows: list[str]) -> str:
-    return "\n".join(["| key | default | allowed | description |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+    return "\n".join(["{.entries}", "| key | default | allowed | description |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
 
 
 def _default(field: FieldInfo) -> str:
