@@ -60,8 +60,10 @@ def _default(parameter: Any) -> str:
     if parameter.required:
         return "required"
     value = parameter.default
+    if getattr(parameter, "is_flag", False) and not value:
+        return "off"
     if value is None or value is False or value == () or value == [] or callable(value):
-        return ""
+        return "none"
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

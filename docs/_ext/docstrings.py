@@ -38,8 +38,10 @@ def _entries(block: list[str], field: str) -> Iterator[str]:
         if entry and (found or line == "end:"):
             yield from (" ".join(entry), "")
             entry = []
-        if found:
-            entry = [f":{field} {found[1]}: {found[2]}" if "," not in found[1] else f"**{found[1]}**: {found[2]}"]
+        if found:  # of several parameters the last one has the text
+            *others, name = found[1].split(", ")
+            yield from (f":{field} {other}: see `{name}`." for other in others)
+            entry = [f":{field} {name}: {found[2]}"]
         elif line != "end:":
             entry.append(line.strip())
 

@@ -18,7 +18,7 @@ def pages() -> dict[str, str]:
 
 def _tables() -> str:
     if hasattr(schema, "tables_markdown"):
-        return str(schema.tables_markdown("###"))
+        return str(schema.tables_markdown("###")).replace("| column |", "{.entries .columns}\n| column |")
     parts = []
     for name, dtype in schema.TABLES.items():
         rows = "\n".join(f"| `{column}` | {dtype[column]} |" for column in dtype.names)
@@ -45,7 +45,7 @@ def _decisions() -> str:
         fields: Any = vars(kind).get("decision_fields")
         if isinstance(fields, Mapping):
             rows = "\n".join(f"| `{name}` | {unit} | {about} |" for name, (unit, about) in fields.items())
-            parts.append(f"{title}:\n\n| column | unit | description |\n|---|---|---|\n{rows}\n")
+            parts.append(f"{title}:\n\n| column | unit | description |\n|---|---|---|\n{rows}\n".replace("| column |", "{.entries .columns}\n| column |"))
         elif isinstance(fields, tuple) and fields:
             parts.append(f"{title}: " + ", ".join(f"`{name}`" for name in fields) + ".\n")
     return "\n".join(parts)
