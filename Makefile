@@ -100,7 +100,6 @@ newest:
 	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable '.[mpi,analysis,models,dev]'
 	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
 	said=$$(.venv-newest/bin/hpcsync run jobs/digits-bsp.toml 2>&1 >/dev/null) && test -z "$$said" || { echo "$$said"; exit 1; }
-
 # ---- the documentation: docs/_build/html/index.html ----
 
 docs: .venv/docs-ready
@@ -118,4 +117,4 @@ clean:
 	rm -rf .venv .venv-mpich .venv-newest build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu docs newest format clean
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu newest docs format clean

@@ -268,7 +268,7 @@ def test_r_star_is_in_range_and_explains_the_choice(mode, schedule, limits):
 # The flaw of the algorithm as printed, and that the bound cures it: s_L = 3, s_U = 15.
 
 
-@pytest.mark.parametrize(("until_s", "gap"), [(200.5, 100), (1000.5, 500), (2000.5, 1000)])
+@pytest.mark.parametrize(("until_s", "lead"), [(200.5, 100), (1000.5, 500), (2000.5, 1000)])
 def test_paper_mode_never_holds_and_its_gap_grows_without_bound(until_s, lead):
     referee = run(dssp(2, 3, 15, "paper"), fixed(1.0, 2.0, until_s=until_s))
     assert referee.pushes == [int(until_s), int(until_s / 2)]

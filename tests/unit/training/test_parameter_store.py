@@ -367,7 +367,7 @@ def test_so_they_do_where_contributions_are_collected(n_workers, picks):
 
 
 def test_what_is_applied_but_not_collected_is_missed(monkeypatch):
-    monkeypatch.setattr(Store, "collect", lambda self, worker, weight: self._has_read(worker))
+    monkeypatch.setattr(Store, "accumulate", lambda self, worker, weight: self._has_read(worker))
     with pytest.raises(AssertionError, match="every contribution counts once"):
         obey(*make_store(torch.zeros(2), 3), many_picks()[:999], collects=True)
 
