@@ -16,7 +16,7 @@ author = "the hpcsync developers"
 copyright = author
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "mathml", "reference"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "mathml", "reference", "tables"]
 exclude_patterns = ["_build", "_ext", "_generated"]
 
 myst_enable_extensions = ["amsmath", "attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
@@ -36,7 +36,7 @@ html_css_files = ["hpcsync.css"]
 html_copy_source = False
 html_sidebars = {"benchmarks": [], "choosing": []}
 html_theme_options = {
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 6,
     "navigation_depth": 2,
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
