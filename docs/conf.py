@@ -25,7 +25,12 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 # Without a network there is no inventory of what other projects document.
-nitpick_ignore_regex = [(r"py:.*", r"(torch|numpy|np|mpi4py|MPI|h5py|cupy|pandas|pydantic|typer|rich|pathlib|Path|collections|Job|Evaluate)\b.*")]
+nitpick_ignore_regex = [
+    (
+        r"py:.*",
+        r"(torch|numpy|np|mpi4py|MPI|h5py|cupy|pandas|pydantic|typer|rich|pathlib|Path|collections|Job|Evaluate)\b.*",
+    )
+]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"hpcsync {release}"

@@ -1,7 +1,7 @@
 """Sphinx extension: renders docstrings that are not in NumPy style.
 
-Such a docstring describes its parameters as `name:  text` with a hanging indent, and its examples as indented blocks. They
-become field lists and literal blocks. Docstrings with NumPy sections are left to napoleon.
+Such a docstring describes its parameters as `name:  text` with a hanging indent, and its examples as indented blocks.
+They become field lists and literal blocks. Docstrings with NumPy sections are left to napoleon.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ MISSING = "required"
 SECTIONS = {
     "": "The top of the file.",
     "workload": "Model and data. `name` selects the workload. [Write a workload](../how-to/workload.md) adds your own.",
-    "optimizer": "The optimizer. It runs on the servers; without servers, and under `easgd`, `ashl` and `adsp`, it runs on every "
+    "optimizer": "The optimizer. It runs on the servers; without servers, and under `easgd`, `ashl` and `adsp`, it "
+    "runs on every "
     "worker. Every other key is an option of the `torch.optim` class, such as `momentum`.",
     "optimizer.schedule": "The learning rate over time. It is optional.",
     "stop": "Conditions that end the run. The first one that holds ends it. At least one is required, except in a "
@@ -32,15 +33,18 @@ SECTIONS = {
     "evaluation": "Evaluation during the run. It takes place beside the servers and delays no worker; without servers, "
     "rank 0 evaluates beside its own training.",
     "checkpoint": "Checkpoints. [Resume and checkpoints](../how-to/resume.md) describes their use.",
-    "paradigm": "The synchronisation paradigm. `name` selects it. [Paradigms](../paradigms/index.md) has a page for each one.",
+    "paradigm": "The synchronisation paradigm. `name` selects it. [Paradigms](../paradigms/index.md) has a page for "
+    "each one.",
     "batches": "Batch sizes that follow the workers' speeds. It is optional; see "
     "[Batch allocation](../paradigms/batch-allocation.md).",
     "compression": "Compression of pushes. It is optional; see [Compress pushes](../how-to/compress.md).",
     "cluster": "Ranks, devices and the transport between them.",
-    "cluster.compute": "The time of an iteration. Real ranks pad each iteration to the drawn time; a simulation takes that time. "
+    "cluster.compute": "The time of an iteration. Real ranks pad each iteration to the drawn time; a simulation "
+    "takes that time. "
     "It is optional on real ranks.",
     "cluster.network": "Links of a simulated cluster. Real ranks use the network they run on.",
-    "cluster.events": "Changes of a worker's device during the run, one `[[cluster.events]]` table each. A change applies to real "
+    "cluster.events": "Changes of a worker's device during the run, one `[[cluster.events]]` table each. A change "
+    "applies to real "
     "ranks and simulations alike.",
 }
 
@@ -50,7 +54,8 @@ KINDS = {
         "images": "Drawn stripes, classified by their direction, and a small VGG.",
         "cifar10, cifar100": "CIFAR-10 or CIFAR-100 and a small VGG. Nothing is downloaded.",
         "linear": "Least squares in float64 with a known optimum.",
-        "text": "A small transformer that predicts the next character of the source of Python's standard library; about every "
+        "text": "A small transformer that predicts the next character of the source of Python's standard library; "
+        "about every "
         "tenth file is held out. The text depends on the version of Python, which the trace records.",
         "timing": "No arithmetic: a vector of float32 numbers travels, for schedules and measurements.",
         '"package.module:function"': "Your own workload: the function returns a `hpcsync.Workload`.",
@@ -90,7 +95,8 @@ KEYS = {
     "workload.width": "Channels of the first convolution.",
     "workload.hidden": "Width of the fully-connected layers.",
     "workload.dropout": "Dropout in the fully-connected layers.",
-    "workload.cifar10, cifar100.folder": "Folder, relative to the job file, that contains the Python version of the archive "
+    "workload.cifar10, cifar100.folder": "Folder, relative to the job file, that contains the Python version of the "
+    "archive "
     "(`cifar-10-python.tar.gz` or `cifar-100-python.tar.gz`), unpacked or not.",
     "workload.linear.features": "Features of a sample.",
     "workload.linear.samples": "Training samples.",
@@ -101,14 +107,17 @@ KEYS = {
     "workload.text.width": "Width of the transformer; a multiple of `heads`.",
     "workload.text.heads": "Attention heads.",
     "workload.timing.parameters": "Numbers that travel.",
-    "workload.timing.classifier": "For `stanza` in a simulation: how many of them are above the cut; less than `parameters`.",
+    "workload.timing.classifier": "For `stanza` in a simulation: how many of them are above the cut; less than "
+    "`parameters`.",
     "workload.timing.activations": "For `stanza` in a simulation: numbers of a sample that cross the cut.",
     'workload."package.module:function".options': "Keyword arguments of the function.",
     "optimizer.name": "Lower-case name of the class.",
     "optimizer.lr": "Learning rate.",
-    "optimizer.lr_clock": "Unit that a schedule counts. Asynchronous paradigms make one update per gradient, so a schedule in "
+    "optimizer.lr_clock": "Unit that a schedule counts. Asynchronous paradigms make one update per gradient, so a "
+    "schedule in "
     "updates decays P times sooner than under BSP.",
-    "optimizer.async_lr_scale": "With `\"1/workers\"` an update of n of P gradients is scaled by n/P, so that a pass over the data takes "
+    "optimizer.async_lr_scale": 'With `"1/workers"` an update of n of P gradients is scaled by n/P, so that a pass '
+    "over the data takes "
     "the same total step as under BSP. Must be 1.0 where the optimizer runs on the workers.",
     "optimizer.schedule": "A table, see below.",
     "optimizer.schedule.multistep.milestones": "Samples or updates (`lr_clock`) at which the rate changes.",
@@ -127,31 +136,35 @@ KEYS = {
     "paradigm.ssp.staleness": "Largest lead, in iterations, at the start of an iteration.",
     "paradigm.dssp.staleness_min": "Lead up to which a worker needs no credits.",
     "paradigm.dssp.staleness_max": "Lead beyond which no credits are granted.",
-    "paradigm.dssp.mode": "`\"paper\"` follows the printed algorithm, which does not keep `staleness_max`.",
+    "paradigm.dssp.mode": '`"paper"` follows the printed algorithm, which does not keep `staleness_max`.',
     "paradigm.k": "Contributions of an update, or the controller that chooses it. At most `cluster.workers`.",
     "paradigm.k_min": "Smallest k of a controller. Only with a k that is chosen.",
     "paradigm.k_start": "First k. Only with a k that is chosen.",
     "paradigm.cancel": "Whether a late worker finishes its iteration or stops at the next micro-batch.",
-    "paradigm.micro_batches": "Pieces of a batch, with `cancel = \"abort\"`.",
+    "paradigm.micro_batches": 'Pieces of a batch, with `cancel = "abort"`.',
     "paradigm.staleness_max": "A gradient with a larger staleness is discarded. `inf`: no limit.",
-    "paradigm.staleness_weight": "`\"inverse\"`: a gradient counts 1 / max(1, staleness).",
+    "paradigm.staleness_weight": '`"inverse"`: a gradient counts 1 / max(1, staleness).',
     "paradigm.easgd.period": "Iterations between two exchanges of a worker with the centre.",
-    "paradigm.easgd.alpha": "Share of their distance by which worker and centre move. With `synchronous` at most 2 / (workers + 1).",
+    "paradigm.easgd.alpha": "Share of their distance by which worker and centre move. With `synchronous` at most 2 / "
+    "(workers + 1).",
     "paradigm.easgd.beta": "workers x `alpha`; not together with `alpha`.",
     "paradigm.easgd.synchronous": "Whether all workers exchange in the same round.",
     "paradigm.ashl.steps_coarse": "Local steps of the slowest worker in the coarse stage.",
     "paradigm.ashl.steps_fine": "Local steps of the slowest worker in the fine stage; at most `steps_coarse`.",
     "paradigm.ashl.staleness": "Largest lead, in commits, in the fine stage.",
-    "paradigm.ashl.ratio_coarse": "Share of a commit that the last worker sends in the coarse stage, with `top-k` or `random-k`.",
+    "paradigm.ashl.ratio_coarse": "Share of a commit that the last worker sends in the coarse stage, with `top-k` or "
+    "`random-k`.",
     "paradigm.ashl.ratio_fine": "The same in the fine stage.",
     "paradigm.ashl.loss_preset": "Average loss of commits at which the fine stage begins.",
-    "paradigm.ashl.plateau": "Without `loss_preset`: relative improvement over five rounds of commits below which the fine stage begins.",
+    "paradigm.ashl.plateau": "Without `loss_preset`: relative improvement over five rounds of commits below which "
+    "the fine stage begins.",
     "paradigm.ashl.share": "Weight of a commit: its share of the data, or 1 / workers.",
     "paradigm.ashl.warmup": "Pushes of each worker before the profile.",
     "paradigm.ashl.profiled": "Pushes of each worker that are timed.",
     "paradigm.adsp.check_period_s": "Seconds of a check period.",
     "paradigm.adsp.interval_min_s": "Least seconds between two commits of a worker; at most `check_period_s`.",
-    "paradigm.adsp.rule": "`\"cumulative\"`: a worker catches up on missed commits, as in the paper. `\"released\"`: it does not, as in the "
+    "paradigm.adsp.rule": '`"cumulative"`: a worker catches up on missed commits, as in the paper. `"released"`: it '
+    "does not, as in the "
     "authors' code.",
     "paradigm.adsp.commits": "Commits of each worker in a check period.",
     "paradigm.adsp.search_every_s": "Seconds from the end of one search to the next.",
@@ -162,16 +175,20 @@ KEYS = {
     "paradigm.local-sgd.outer_lr": "Learning rate of the outer SGD (DiLoCo).",
     "paradigm.local-sgd.outer_momentum": "Nesterov momentum of the outer SGD (DiLoCo).",
     "paradigm.gossip.mode": "The exchange.",
-    "paradigm.gossip.topology": "Peers of a worker: all, its two neighbours, or in turn those 1, 2, 4, ... places further.",
-    "paradigm.gossip.include_self": "Whether a worker may draw itself. Must be `false` with `\"exponential\"`.",
+    "paradigm.gossip.topology": "Peers of a worker: all, its two neighbours, or in turn those 1, 2, 4, ... places "
+    "further.",
+    "paradigm.gossip.include_self": 'Whether a worker may draw itself. Must be `false` with `"exponential"`.',
     "paradigm.gossip.period": "Iterations between two exchanges.",
     "paradigm.stanza.cut": "Submodule at which the fully-connected layers begin.",
-    "paradigm.stanza.fc_workers": "Number of workers, the first ones, that train the fully-connected layers; at most half of all. "
-    "`\"auto\"`: the number with the highest predicted throughput.",
-    "paradigm.stanza.micro_batches": "Equal pieces of a batch; one is computed above the cut while the next is computed below.",
+    "paradigm.stanza.fc_workers": "Number of workers, the first ones, that train the fully-connected layers; at most "
+    "half of all. "
+    '`"auto"`: the number with the highest predicted throughput.',
+    "paradigm.stanza.micro_batches": "Equal pieces of a batch; one is computed above the cut while the next is "
+    "computed below.",
     "paradigm.stanza.fc_share": "Share of an iteration's time (`[cluster.compute]`) above the cut.",
     "paradigm.stanza.forward_share": "Share of the forward pass in the time below the cut.",
-    "batches.policy": "Equal batches, batches proportional to predicted speeds, or equal predicted times with fixed costs.",
+    "batches.policy": "Equal batches, batches proportional to predicted speeds, or equal predicted times with fixed "
+    "costs.",
     "batches.predictor": "Prediction of the speeds.",
     "batches.total": "Samples of all workers' next iterations together; constant during the run.",
     "batches.minimum": "Smallest batch of a worker.",
@@ -180,7 +197,8 @@ KEYS = {
     "batches.gain": "Batches stay unchanged unless the slowest worker is predicted to gain more than this share.",
     "compression.gbytes_per_s": "Simulation only: speed of compression in GB/s.",
     "compression.error_feedback": "Whether what a push leaves out is added to the next push.",
-    "compression.ratio": "Share of a tensor's elements that is sent. Not under `ashl`, which has `ratio_coarse` and `ratio_fine`.",
+    "compression.ratio": "Share of a tensor's elements that is sent. Not under `ashl`, which has `ratio_coarse` and "
+    "`ratio_fine`.",
     "compression.dgc.ratio": "Share of a tensor's elements that is sent.",
     "compression.dgc.momentum": "Momentum of the accumulation.",
     "compression.dgc.nesterov": "Whether the momentum is Nesterov's.",
@@ -192,11 +210,13 @@ KEYS = {
     "compression.powersgd.rank": "Rank of the factors.",
     "cluster.servers": "Servers, each with a shard of the weights. Their number does not change a bit of the result.",
     "cluster.workers": "Workers.",
-    "cluster.device": "Device of the ranks. `\"auto\"`: a GPU where torch and CuPy find one.",
+    "cluster.device": 'Device of the ranks. `"auto"`: a GPU where torch and CuPy find one.',
     "cluster.window": "Transport of tensors between ranks: `host` for the CPU; `mpi`, `ipc` or `staged` for GPUs; "
-    "`\"auto\"` measures which is fastest ([GPUs](../how-to/gpus.md)).",
-    "cluster.placement": "`\"packed\"`: the first ranks are the servers. `\"spread\"`: each server is on a node of its own, if possible.",
-    "cluster.on_death": "`\"continue\"`: the other ranks continue when a worker's process dies ([A process dies](../how-to/on-death.md)).",
+    '`"auto"` measures which is fastest ([GPUs](../how-to/gpus.md)).',
+    "cluster.placement": '`"packed"`: the first ranks are the servers. `"spread"`: each server is on a node of its '
+    "own, if possible.",
+    "cluster.on_death": '`"continue"`: the other ranks continue when a worker\'s process dies ([A process '
+    "dies](../how-to/on-death.md)).",
     "cluster.times_from": "Simulation only: trace, or folder of a run, whose times are used.",
     "cluster.compute": "A table, see below.",
     "cluster.network": "A table, see below.",
@@ -213,7 +233,8 @@ KEYS = {
     "cluster.events.worker": "The worker.",
     "cluster.events.at_s": "Seconds since the start of the run. Exactly one of `at_s` and `at_iteration` is given.",
     "cluster.events.at_iteration": "Iteration of this worker at whose beginning the change happens.",
-    "cluster.events.change": "`slow`: iterations take `factor` times as long, until the next change. `recover`: a factor of 1. `leave`: the "
+    "cluster.events.change": "`slow`: iterations take `factor` times as long, until the next change. `recover`: a "
+    "factor of 1. `leave`: the "
     "worker leaves before its next iteration. `join`: it takes part (again); with `at_s` only.",
     "cluster.events.factor": "Factor of `slow`; required there, absent otherwise.",
 }
@@ -300,14 +321,13 @@ def _kinds(tables: list[type[BaseModel]], path: str, used: set[str]) -> Iterator
         about = KINDS.get(path, {}).get(kind)
         if about is None:
             about = f"See [{kind}](../paradigms/{PAGES.get(kind, kind)}.md)."
-        yield f'### `{tag} = {_quoted(kind)}`\n\n{about}\n'
+        yield f"### `{tag} = {_quoted(kind)}`\n\n{about}\n"
         rows = [
             _row(f"{path}.{kind}.{key}", [f"{path}.{key}"], key, field, used)
             for key, field in model.model_fields.items()
             if key != tag
         ]
         yield _table(rows) if rows else "No further keys.\n"
-
 
 
 def _quoted(kind: str) -> str:
@@ -347,7 +367,11 @@ def _row(where: str, general: list[str], key: str, field: FieldInfo, used: set[s
 
 
 def _table(rows: list[str]) -> str:
-    return "\n".join(["{.entries}", "| key | default | allowed | description |", "|---|---|---|---|", *rows]) + "\n" if rows else ""
+    return (
+        "\n".join(["{.entries}", "| key | default | allowed | description |", "|---|---|---|---|", *rows]) + "\n"
+        if rows
+        else ""
+    )
 
 
 def _default(field: FieldInfo) -> str:

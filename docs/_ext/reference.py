@@ -15,7 +15,7 @@ import trace_tables
 
 
 def write(folder: Path) -> None:
-    """Write every generated part into this folder. Raises ValueError where a key, option or column has no description."""
+    """Write every generated part into this folder. Raises ValueError where a key or an option has no description."""
     folder.mkdir(exist_ok=True)
     for name, text in {**job_file.pages(), **command_line.pages(), **trace_tables.pages()}.items():
         path = folder / name

@@ -39,13 +39,19 @@ def _decisions() -> str:
     named = {kind.name: kind for kind in _subclasses(base.Paradigm) if getattr(kind, "name", None)}
     sources = [(f"`{name}`", kind) for name, kind in sorted(named.items())]
     for title, module in (("A k that is chosen", k_controller), ("Batch allocation", batch_allocation)):
-        sources += [(title, kind) for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__]
+        sources += [
+            (title, kind) for kind in vars(module).values() if getattr(kind, "__module__", "") == module.__name__
+        ]
     parts = []
     for title, kind in sources:
         fields: Any = vars(kind).get("decision_fields")
         if isinstance(fields, Mapping):
             rows = "\n".join(f"| `{name}` | {unit} | {about} |" for name, (unit, about) in fields.items())
-            parts.append(f"{title}:\n\n| column | unit | description |\n|---|---|---|\n{rows}\n".replace("| column |", "{.entries .columns}\n| column |"))
+            parts.append(
+                f"{title}:\n\n| column | unit | description |\n|---|---|---|\n{rows}\n".replace(
+                    "| column |", "{.entries .columns}\n| column |"
+                )
+            )
         elif isinstance(fields, tuple) and fields:
             parts.append(f"{title}: " + ", ".join(f"`{name}`" for name in fields) + ".\n")
     return "\n".join(parts)

@@ -1,8 +1,8 @@
-"""README and docs/: every command has valid options, every job is valid, every example runs, every quoted message exists.
+"""README and docs/: commands have valid options, jobs are valid, examples run, quoted messages exist.
 
 - A `console` block is run line by line where it takes a second or two (RUN); output below a command must be that of the
-  command, with numbers masked and `...` for lines that are left out. Commands that start ranks are parsed only; a folder
-  that they would leave is a copy of a simulated run.
+  command, with numbers masked and `...` for lines that are left out. Commands that start ranks are parsed only; a
+  folder that they would leave is a copy of a simulated run.
 - Commands in indented and `bash` blocks are parsed: their options exist, and their job with `--set` is valid.
 - `toml` blocks are complete jobs. `python` blocks compile; those that read the run are executed.
 - A block below a line "`FILE`:" is that file, for the commands of its page.
@@ -178,7 +178,9 @@ def check_command(arguments: list[str], output: list[str], block: Block, where: 
         sys.argv = ["hpcsync", *arguments[1:]]  # which a batch script names
         result = CliRunner().invoke(app, arguments[1:])
         assert result.exit_code == 0, f"{where}\n{result.output}\n{result.exception!r}"
-        assert not (lacking := missing(output, result.output)), f"{where}: not printed:\n{lacking}\nbut:\n{result.output}"
+        assert not (lacking := missing(output, result.output)), (
+            f"{where}: not printed:\n{lacking}\nbut:\n{result.output}"
+        )
     elif options.get("out") is not None:
         copy_run(Path(options["out"]), run_folder)
 
