@@ -72,7 +72,7 @@ def _joined(text: str) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    """The rest of a help text; what click is told not to wrap stays as it is."""
+    """The rest of a help text; a block that click does not wrap stays as it is."""
     blocks = []
     for block in text.split("\n\n"):
         if block.lstrip().startswith("\b"):

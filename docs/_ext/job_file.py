@@ -140,7 +140,7 @@ KEYS = {
     "paradigm.k": "Contributions of an update, or the controller that chooses it. At most `cluster.workers`.",
     "paradigm.k_min": "Smallest k of a controller. Only with a k that is chosen.",
     "paradigm.k_start": "First k. Only with a k that is chosen.",
-    "paradigm.cancel": "Whether a late worker finishes its iteration or stops at the next micro-batch.",
+    "paradigm.cancel": '`"drop"`: a late worker finishes its iteration. `"abort"`: it stops at the next micro-batch.',
     "paradigm.micro_batches": 'Pieces of a batch, with `cancel = "abort"`.',
     "paradigm.staleness_max": "A gradient with a larger staleness is discarded. `inf`: no limit.",
     "paradigm.staleness_weight": '`"inverse"`: a gradient counts 1 / max(1, staleness).',
@@ -148,7 +148,7 @@ KEYS = {
     "paradigm.easgd.alpha": "Share of their distance by which worker and centre move. With `synchronous` at most 2 / "
     "(workers + 1).",
     "paradigm.easgd.beta": "workers x `alpha`; not together with `alpha`.",
-    "paradigm.easgd.synchronous": "Whether all workers exchange in the same round.",
+    "paradigm.easgd.synchronous": "All workers exchange in the same round.",
     "paradigm.ashl.steps_coarse": "Local steps of the slowest worker in the coarse stage.",
     "paradigm.ashl.steps_fine": "Local steps of the slowest worker in the fine stage; at most `steps_coarse`.",
     "paradigm.ashl.staleness": "Largest lead, in commits, in the fine stage.",
@@ -177,7 +177,7 @@ KEYS = {
     "paradigm.gossip.mode": "The exchange.",
     "paradigm.gossip.topology": "Peers of a worker: all, its two neighbours, or in turn those 1, 2, 4, ... places "
     "further.",
-    "paradigm.gossip.include_self": 'Whether a worker may draw itself. Must be `false` with `"exponential"`.',
+    "paradigm.gossip.include_self": 'A worker may draw itself. Must be `false` with `"exponential"`.',
     "paradigm.gossip.period": "Iterations between two exchanges.",
     "paradigm.stanza.cut": "Submodule at which the fully-connected layers begin.",
     "paradigm.stanza.fc_workers": "Number of workers, the first ones, that train the fully-connected layers; at most "
@@ -196,12 +196,12 @@ KEYS = {
     "batches.interval": "Iterations of all workers between two allocations.",
     "batches.gain": "Batches stay unchanged unless the slowest worker is predicted to gain more than this share.",
     "compression.gbytes_per_s": "Simulation only: speed of compression in GB/s.",
-    "compression.error_feedback": "Whether what a push leaves out is added to the next push.",
+    "compression.error_feedback": "Elements that a push leaves out are added to the next push.",
     "compression.ratio": "Share of a tensor's elements that is sent. Not under `ashl`, which has `ratio_coarse` and "
     "`ratio_fine`.",
     "compression.dgc.ratio": "Share of a tensor's elements that is sent.",
     "compression.dgc.momentum": "Momentum of the accumulation.",
-    "compression.dgc.nesterov": "Whether the momentum is Nesterov's.",
+    "compression.dgc.nesterov": "Use Nesterov's momentum.",
     "compression.dgc.clip": "Largest norm of a gradient.",
     "compression.dgc.warmup": "Pushes with larger ratios at the beginning.",
     "compression.dgc.warmup_ratios": "These ratios, each for as many pushes; at most `warmup` of them.",
