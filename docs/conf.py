@@ -16,8 +16,8 @@ author = "the hpcsync developers"
 copyright = author
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
-exclude_patterns = ["_build", "_ext"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings", "mathml", "reference", "tables"]
+exclude_patterns = ["_build", "_ext", "_generated"]
 
 myst_enable_extensions = ["amsmath", "attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -25,7 +25,12 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 # Without a network there is no inventory of what other projects document.
-nitpick_ignore_regex = [(r"py:.*", r"(torch|numpy|np|mpi4py|h5py|cupy|pydantic|typer|rich|pathlib|collections)\b.*")]
+nitpick_ignore_regex = [
+    (
+        r"py:.*",
+        r"(torch|numpy|np|mpi4py|MPI|h5py|cupy|pandas|pydantic|typer|rich|pathlib|Path|collections|Job|Evaluate)\b.*",
+    )
+]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"hpcsync {release}"
@@ -34,8 +39,9 @@ html_math_renderer = "mathml"
 html_static_path = ["_static", str(resources.files("ziamath") / "fonts/STIXTwoMath-Regular.ttf")]
 html_css_files = ["hpcsync.css"]
 html_copy_source = False
+html_sidebars = {"benchmarks": [], "choosing": []}
 html_theme_options = {
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 6,
     "navigation_depth": 2,
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
