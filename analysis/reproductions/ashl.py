@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotting
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MultipleLocator
 from rich.console import Console
 
 from hpcsync.config.job import Job
+from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import Trace, load
 from reproductions.claims import Claim, Of, conclude, of, points, ratio

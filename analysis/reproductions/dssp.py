@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotting
 from matplotlib.lines import Line2D
 from rich.console import Console
 
 from hpcsync.config.job import Job
+from hpcsync.figures import plotting
 from hpcsync.report.summary import summarize
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load

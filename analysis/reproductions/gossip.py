@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotting
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import StrMethodFormatter
 from rich.console import Console
 
 from hpcsync.config.job import Job
+from hpcsync.figures import plotting
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import load
 from reproductions.claims import Claim, Of, apart, conclude, of, points, ratio, settled_s

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import plotting
 from matplotlib.axes import Axes
 from rich.console import Console
 
 from hpcsync.config.job import Job
+from hpcsync.figures import plotting
 from hpcsync.planning import stanza_planner
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.planning.split_cost import Times

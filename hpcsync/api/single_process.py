@@ -34,8 +34,8 @@ class LocalSession(Session):
         self._samples = 0
         self._updates = 0
         total = None if job.batches.policy == "equal" else job.batch_total
-        handed_out = None if total is None else lambda: (self._samples, total)
-        self._iterations = Iterations(job, 0, self._now, handed_out=handed_out)
+        allocated = None if total is None else lambda: (self._samples, total)
+        self._iterations = Iterations(job, 0, self._now, allocated=allocated)
         self._lr = learning_rate(job)
         self._model = model
         self._optimizer = optimizer

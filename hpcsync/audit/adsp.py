@@ -107,7 +107,7 @@ class _CommitAccount:
         self.target = self.commits
         self.overhead_s = np.zeros(n)
         self.active = np.ones(n, bool)
-        self.held: dict[int, int] = {}  # worker -> row of its push, or -1 if it has joined
+        self.blocked: dict[int, int] = {}  # worker -> row of its push, or -1 if it has joined
         self.points: list[tuple[float, float]] = []
         self.aim = math.nan  # of the search's last trial, if no target is given
         # What there must be: the event that answers each push, each grant's commit_s (the last row is for returns), and
@@ -127,27 +127,27 @@ class _CommitAccount:
             worker, now_s = int(event["worker"]), float(event["now_s"])
             if event["joins"]:
                 self._join(worker)
-                self.held[worker] = -1
+                self.blocked[worker] = -1
                 if now_s < self.stop_s:
                     self._release(number, now_s)
             elif not event["is_push"]:
                 self.active[worker] = False
-                self.held.pop(worker, None)
+                self.blocked.pop(worker, None)
             else:
                 push = self.recount.pushes[row]
                 if push["outcome"] != Outcome.APPLIED:
                     return  # the run is over, or the trace
                 self._push(push, now_s)
-                self.held[worker] = row
+                self.blocked[worker] = row
                 if now_s < self.stop_s:
                     self._release(number, now_s)
                 row += 1
-            if self.searching and self.held and len(self.held) == self.active.sum():
+            if self.searching and self.blocked and len(self.blocked) == self.active.sum():
                 self._pass_barrier(number, worker, now_s)
 
     def _release(self, number: int, now_s: float) -> None:
         """Let those go on that are held."""
-        for worker, row in self.held.items():
+        for worker, row in self.blocked.items():
             rate = self.commits
             if not self.searching and self.paradigm.rule == "cumulative":
                 rate = max(self.target - int(self.counted[worker]), 1)
@@ -155,7 +155,7 @@ class _CommitAccount:
             left_s = max(self.stop_s - now_s, SHORTEST * self.paradigm.check_period_s)
             self.released[row] = number
             self.commit_s[row] = min(max(self.paradigm.interval_min_s, commit_s), left_s)
-        self.held.clear()
+        self.blocked.clear()
 
     def _join(self, worker: int) -> None:
         """It counts as the slowest of the others, if it has not made more, and has not said a loss."""

@@ -95,9 +95,9 @@ def check_stages(recount: Recount, paradigm: AshlOptions) -> list[Check]:
         plans_follow_from_measurements(stages),
         workers_do_what_is_planned(stages),
         commits_count_their_share(stages),
-        *fine_gaps_are_bounded(stages),
+        *fine_leads_are_bounded(stages),
     ]
-    return checks if isinstance(recount.job.workload, Script) else [*checks, samples_are_dealt_once(stages)]
+    return checks if isinstance(recount.job.workload, Script) else [*checks, samples_are_allocated_once(stages)]
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def commits_count_their_share(stages: Stages) -> Check:
     )
 
 
-def samples_are_dealt_once(stages: Stages) -> Check:
+def samples_are_allocated_once(stages: Stages) -> Check:
     """The run's sequence of samples goes to whoever is granted, none is left out and none given twice."""
     recount, workload = stages.recount, stages.recount.job.workload
     assert not isinstance(workload, Script)
@@ -338,7 +338,7 @@ def samples_are_dealt_once(stages: Stages) -> Check:
     )
 
 
-def fine_gaps_are_bounded(stages: Stages) -> list[Check]:
+def fine_leads_are_bounded(stages: Stages) -> list[Check]:
     """Of what was granted in the fine stage nobody commits more than staleness + 1 times more often than the slowest;
     and who is held there is further ahead than staleness until it is released."""
     recount, bound = stages.recount, stages.paradigm.staleness
@@ -348,21 +348,24 @@ def fine_gaps_are_bounded(stages: Stages) -> list[Check]:
     counting[recount.push_event] = counts
     own, least = follow(recount.n_workers, recount.events, counting)
     own = own[recount.push_event]
-    gap = own - least[recount.push_event]
+    lead = own - least[recount.push_event]
     release = np.append(recount.grant_event, len(recount.events) - 1)[recount.push_grant]
     release = np.minimum(release, recount.left_after(pushes["worker"], recount.push_event))
-    held = np.flatnonzero((release > recount.push_event) & (pushes["seq"] > stages.begins[1]))
-    gap_held = own[held] - least[release[held] - 1]
+    blocked = np.flatnonzero((release > recount.push_event) & (pushes["seq"] > stages.begins[1]))
+    blocking_lead = own[blocked] - least[release[blocked] - 1]
     return [
         check_rows(
             f"push gap in the fine stage is at most {bound + 1}",
-            gap > bound + 1,
-            lambda i: f"worker {pushes['worker'][i]} is {gap[i]} ahead after its push of seq {pushes['seq'][i]}",
+            lead > bound + 1,
+            lambda i: f"worker {pushes['worker'][i]} is {lead[i]} ahead after its push of seq {pushes['seq'][i]}",
         ),
         check_rows(
             "nobody is held needlessly in the fine stage",
-            gap_held <= bound,
-            lambda i: f"worker {pushes['worker'][held[i]]} is held {gap_held[i]} ahead, seq {pushes['seq'][held[i]]}",
+            blocking_lead <= bound,
+            lambda i: (
+                f"worker {pushes['worker'][blocked[i]]} is blocked {blocking_lead[i]} ahead, "
+                f"seq {pushes['seq'][blocked[i]]}"
+            ),
         ),
     ]
 

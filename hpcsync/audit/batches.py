@@ -24,9 +24,9 @@ from hpcsync.trace.schema import Outcome
 def check_sizes(recount: Recount) -> list[Check]:
     """The checks of this module that the trace's job calls for."""
     if recount.job.batches.policy == "equal":
-        checks = [nothing_is_handed_out(recount)]
+        checks = [nothing_is_allocated(recount)]
         return checks if recount.job.commits else [weights_follow_sizes(recount), *checks]
-    return [weights_follow_sizes(recount), allocations_are_planned(recount), samples_are_handed_out_once(recount)]
+    return [weights_follow_sizes(recount), allocations_are_planned(recount), samples_are_allocated_once(recount)]
 
 
 # ---- what counts how much --------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def weights_follow_sizes(recount: Recount) -> Check:
 # ---- who computes what -----------------------------------------------------------------------------------------------
 
 
-def nothing_is_handed_out(recount: Recount) -> Check:
+def nothing_is_allocated(recount: Recount) -> Check:
     """Where batches are alike, which samples are in them follows from worker and iteration, and nobody is asked.
 
     But for ASHL, whose workers make different numbers of local steps: see `stages`.
@@ -84,7 +84,7 @@ def nothing_is_handed_out(recount: Recount) -> Check:
     )
 
 
-def samples_are_handed_out_once(recount: Recount) -> Check:
+def samples_are_allocated_once(recount: Recount) -> Check:
     """From the first sample on none is left out and none given twice, and everybody computes what it was given."""
     grants, pushes = recount.grants[~recount.is_stop], recount.pushes
     first = sizes_at_first(recount.job) * recount.job.local_steps

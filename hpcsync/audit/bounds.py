@@ -29,25 +29,28 @@ def check_bounds(recount: Recount) -> list[Check]:
 def _of_paradigm(recount: Recount, paradigm: ParadigmOptions) -> list[Check]:
     match paradigm.name:
         case "bsp":
-            return [no_staleness(recount), rounds_are_complete(recount), slowest_is_never_held(recount)]
+            return [no_staleness(recount), rounds_are_complete(recount), slowest_is_never_blocked(recount)]
         case "asp":
-            return [nobody_is_held(recount), slowest_is_never_held(recount)]
+            return [no_worker_is_blocked(recount), slowest_is_never_blocked(recount)]
         case "ssp":
-            return [*gaps_are_bounded(recount, paradigm.staleness), slowest_is_never_held(recount)]
+            return [*leads_are_bounded(recount, paradigm.staleness), slowest_is_never_blocked(recount)]
         case "dssp":
             required = paradigm.mode == "bounded"
-            return [*gaps_are_bounded(recount, paradigm.staleness_max, required), slowest_is_never_held(recount)]
+            return [*leads_are_bounded(recount, paradigm.staleness_max, required), slowest_is_never_blocked(recount)]
         case "k-sync" | "k-async":
             return check_first_k(recount, paradigm)
         case "k-batch-sync" | "k-batch-async":
-            return [*check_first_k(recount, paradigm), nobody_is_held(recount)]
+            return [*check_first_k(recount, paradigm), no_worker_is_blocked(recount)]
         case "easgd":
-            checks = [moves_are_as_often_and_as_far(recount, paradigm), slowest_is_never_held(recount)]
+            checks = [moves_are_as_often_and_as_far(recount, paradigm), slowest_is_never_blocked(recount)]
             if paradigm.synchronous:
                 return [*checks, no_staleness(recount), rounds_are_complete(recount)]
-            return [*checks, nobody_is_held(recount)]
+            return [*checks, no_worker_is_blocked(recount)]
         case "ashl":
-            return [*check_stages(recount, paradigm), nobody_is_held(recount, Stages(recount, paradigm).begins[1])]
+            return [
+                *check_stages(recount, paradigm),
+                no_worker_is_blocked(recount, Stages(recount, paradigm).begins[1]),
+            ]
         case "adsp":
             return check_commits(recount, paradigm)
     return []
@@ -65,48 +68,48 @@ def moves_are_as_often_and_as_far(recount: Recount, paradigm: EasgdOptions) -> C
     )
 
 
-def gaps_are_bounded(recount: Recount, bound_iters: float, required: bool = True) -> list[Check]:
+def leads_are_bounded(recount: Recount, bound_iters: float, required: bool = True) -> list[Check]:
     """Start gap <= bound, push gap <= bound + 1. Not required, both pass and tell the largest gap."""
     grants, pushes = recount.grants[~recount.is_stop], recount.pushes  # a stop grant starts nothing
-    start_gap, push_gap = recount.grant_gap[~recount.is_stop], recount.push_gap
-    largest = [int(gap.max(initial=0)) for gap in (start_gap, push_gap)]
+    start_lead, push_lead = recount.grant_lead[~recount.is_stop], recount.push_lead
+    largest = [int(lead.max(initial=0)) for lead in (start_lead, push_lead)]
     names = [f"start gap is at most {bound_iters}", f"push gap is at most {bound_iters + 1}"]
     if not required:
         return [
             Check(
-                name.replace(" is at most", ", against"), True, len(gap), f"not bounded in paper mode; largest {most}"
+                name.replace(" is at most", ", against"), True, len(lead), f"not bounded in paper mode; largest {most}"
             )
-            for name, gap, most in zip(names, (start_gap, push_gap), largest, strict=True)
+            for name, lead, most in zip(names, (start_lead, push_lead), largest, strict=True)
         ]
     return [
         check_rows(
             names[0],
-            start_gap > bound_iters,
+            start_lead > bound_iters,
             lambda i: (
                 f"worker {grants['worker'][i]} starts iteration {grants['iteration'][i]} "
-                f"{start_gap[i]} ahead of the slowest"
+                f"{start_lead[i]} ahead of the slowest"
             ),
         ),
         check_rows(
             names[1],
-            push_gap > bound_iters + 1,
+            push_lead > bound_iters + 1,
             lambda i: (
-                f"worker {pushes['worker'][i]} is {push_gap[i]} ahead after its push of iteration "
+                f"worker {pushes['worker'][i]} is {push_lead[i]} ahead after its push of iteration "
                 f"{pushes['iteration'][i]}"
             ),
         ),
     ]
 
 
-def slowest_is_never_held(recount: Recount) -> Check:
+def slowest_is_never_blocked(recount: Recount) -> Check:
     """Whoever is held is ahead of the slowest, from its push up to the event that releases it."""
     last = len(recount.events) - 1
     release = np.append(recount.grant_event, last)[recount.push_grant]  # -1: no grant, held to the end
     release = np.minimum(release, recount.left_after(recount.pushes["worker"], recount.push_event))
-    held = np.flatnonzero(release > recount.push_event)
+    blocked = np.flatnonzero(release > recount.push_event)
     # The gap of a held worker only shrinks, so it is least just before the release.
-    gap_iters = recount.push_iters[held] - recount.min_iters[release[held] - 1]
-    pushes = recount.pushes[held]
+    gap_iters = recount.push_iters[blocked] - recount.min_iters[release[blocked] - 1]
+    pushes = recount.pushes[blocked]
     return check_rows(
         "the slowest worker is never held",
         gap_iters <= 0,
@@ -117,7 +120,7 @@ def slowest_is_never_held(recount: Recount) -> Check:
     )
 
 
-def nobody_is_held(recount: Recount, until_seq: int = NEVER) -> Check:
+def no_worker_is_blocked(recount: Recount, until_seq: int = NEVER) -> Check:
     """Each push, until then, is granted in the answer to itself."""
     answered = (recount.push_grant >= 0) & (recount.pushes["seq"] < until_seq)
     pushes = recount.pushes[answered]

@@ -255,7 +255,7 @@ def samples_add_up(recount: Recount) -> Check:
     )
 
 
-def held_is_recounted(recount: Recount) -> Check:
+def blocked_is_recounted(recount: Recount) -> Check:
     """`held_s` is the time from the push to its grant, or from the return."""
     grants = recount.grants
     expected_s = grants["now_s"] - np.append(recount.events["now_s"], np.nan)[recount.answered]
@@ -266,9 +266,9 @@ def held_is_recounted(recount: Recount) -> Check:
     )
 
 
-def gap_is_recounted(recount: Recount) -> Check:
+def lead_is_recounted(recount: Recount) -> Check:
     """`gap_iters` is how far the worker is ahead of the slowest that takes part: see `counting.follow`."""
-    grants, gap_iters = recount.grants, recount.grant_gap
+    grants, gap_iters = recount.grants, recount.grant_lead
     return check_rows(
         "gap_iters equals a recount",
         grants["gap_iters"] != gap_iters,
@@ -339,8 +339,8 @@ INVARIANTS: tuple[Callable[[Recount], Check], ...] = (
     updates_use_the_applied_pushes,
     staleness_is_recounted,
     samples_add_up,
-    held_is_recounted,
-    gap_is_recounted,
+    blocked_is_recounted,
+    lead_is_recounted,
     nobody_acts_after_leaving,
     the_end_is_the_end,
 )

@@ -73,8 +73,8 @@ class _Replay:
         self._stopping = False
         self._progress = WorkerCounts(recount.n_workers)
         self._pending: dict[int, Row] = {}  # contributions that the paradigm has neither applied nor dropped
-        self._collected: list[Row] = []  # those of them that have made room for the next of their workers
-        self._held: dict[int, Row] = {}  # pushes, and returns, without a grant
+        self._accumulated: list[Row] = []  # those of them that have made room for the next of their workers
+        self._blocked: dict[int, Row] = {}  # pushes, and returns, without a grant
 
     def run(self) -> None:
         before = next(self._answers)
@@ -97,25 +97,25 @@ class _Replay:
             raise _Differs("grants", f"seq {event['seq']}: worker {worker} has {'not ' * _joins(event)}left")
         if _joins(event):
             self._progress.join(worker)
-            self._held[worker] = event
+            self._blocked[worker] = event
         elif "change" in event:
             self._progress.leave(worker)
-            self._held.pop(worker, None)
+            self._blocked.pop(worker, None)
         else:
             self._progress.push(worker)
             self._assignments.pushed(worker, event["batch_size"], event["local_steps"])
-            self._held[worker] = self._pending[worker] = event
+            self._blocked[worker] = self._pending[worker] = event
 
     def _was_stopped_silently(self, event: Row, answer: list[Row], cut: bool) -> bool:
         """Whether the run was stopped from outside, with nobody held whom a stop grant could have told."""
-        alone = "change" not in event and self._held.keys() == {event["worker"]}
+        alone = "change" not in event and self._blocked.keys() == {event["worker"]}
         told = _is_stop(answer[0]) if answer else cut
         return alone and event["outcome"] == Outcome.DROPPED and told
 
     def _was_over(self, event: Row) -> bool:
         """Whether it can be that nobody decided any more: the run was stopped from outside, with nobody held, and the
         first that is heard of anybody then is that it leaves."""
-        return "change" in event and not self._held and event["seq"] > self._last_applied
+        return "change" in event and not self._blocked and event["seq"] > self._last_applied
 
     def _compare(self, event: Row, answer: list[Row], cut: bool) -> None:
         rows = iter(answer)
@@ -126,7 +126,7 @@ class _Replay:
                     self._apply(event, workers)
                     can_stop = True
                 case Accumulate(worker):
-                    self._collected.append(self._pending.pop(worker))
+                    self._accumulated.append(self._pending.pop(worker))
                 case Drop(worker):
                     self._settle(event, self._pending.pop(worker), Outcome.DROPPED)
                 case Grant() | Decision():
@@ -182,7 +182,7 @@ class _Replay:
         self._version += 1
         if self._version > len(self._updates):
             raise _Differs("updates", f"seq {event['seq']} makes version {self._version}, which is not recorded")
-        taken, self._collected = [*self._collected, *(self._pending.pop(worker) for worker in workers)], []
+        taken, self._accumulated = [*self._accumulated, *(self._pending.pop(worker) for worker in workers)], []
         recorded = self._updates[self._version - 1]
         if recorded != len(taken):
             detail = f"version {self._version} has {recorded} contributions, the replay gives {len(taken)}"
@@ -219,20 +219,20 @@ class _Replay:
     def _expect_stops(self, answer: list[Row], cut: bool) -> None:
         """What is left of an answer: nothing, or a stop grant to each of the held."""
         for row in answer:
-            held = self._held.get(row["worker"])
-            if held is None or not _is_stop(row):
+            blocked = self._blocked.get(row["worker"])
+            if blocked is None or not _is_stop(row):
                 raise _Differs(_kind(row), f"{_tell(row)} answers nothing")
             self._stopping = True
-            iteration, gap_iters = self._progress.pushes[row["worker"]] + 1, self._progress.gap(row["worker"])
-            self._grant(row, Grant(row["worker"], iteration, gap_iters, 0, row["now_s"] - held["now_s"]))
-        if self._stopping and self._held and not cut:
-            push = next(iter(self._held.values()))
+            iteration, gap_iters = self._progress.pushes[row["worker"]] + 1, self._progress.lead(row["worker"])
+            self._grant(row, Grant(row["worker"], iteration, gap_iters, 0, row["now_s"] - blocked["now_s"]))
+        if self._stopping and self._blocked and not cut:
+            push = next(iter(self._blocked.values()))
             raise _Differs("grants", f"the run is over, but the push of seq {push['seq']} has no stop grant")
 
     def _grant(self, row: Row, grant: Grant) -> None:
         names: tuple[str, ...] = ("worker", "iteration", "gap_iters", "credits", "held_s")
         self._equal("grants", row, tuple(row[name] for name in names), tuple(getattr(grant, name) for name in names))
-        del self._held[row["worker"]]
+        del self._blocked[row["worker"]]
         assigned = STOP if self._stopping else self._assignments.next(grant)
         names = ("version", *Assignment._fields)
         self._equal("grants", row, tuple(row[name] for name in names), (self._version, *assigned))
@@ -248,7 +248,7 @@ class _Replay:
         if extra > (0 if self._finished else 1):
             raise _Differs("updates", f"version {self._version + 1} is recorded, but nothing made it")
         # Pending contributions are dropped; or the trace ends while the rows of their update were being written.
-        for push in [*self._collected, *self._pending.values()]:
+        for push in [*self._accumulated, *self._pending.values()]:
             if push["outcome"] == Outcome.APPLIED and not extra:
                 raise _Differs("updates", f"the push of seq {push['seq']} is applied, the replay never applies it")
 

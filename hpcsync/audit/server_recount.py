@@ -121,7 +121,7 @@ class Recount:
         return self._followed[1]
 
     @cached_property
-    def push_gap(self) -> np.ndarray:
+    def push_lead(self) -> np.ndarray:
         """Of each push: how far its worker is ahead of the slowest active one, just after it. Shape (n_pushes,)."""
         return self.push_iters - self.min_iters[self.push_event]
 
@@ -159,7 +159,7 @@ class Recount:
         return _last(self.events["worker"], np.flatnonzero(~self.leaves), self.grants["worker"], self.grant_event)
 
     @cached_property
-    def grant_gap(self) -> np.ndarray:
+    def grant_lead(self) -> np.ndarray:
         """Of each grant: how far its worker is ahead of the slowest active one, at that moment. Shape (n_grants,)."""
         if not len(self.events):
             return np.zeros(len(self.grants), np.int64)

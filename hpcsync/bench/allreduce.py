@@ -51,7 +51,7 @@ def measure(
     comm: MPI.Intracomm, ranks: Sequence[int] = (1, 2, 3, 4), nets: Sequence[Net] = NETS, repetitions: int = 5
 ) -> list[Figure]:
     """The first ranks of comm train, all on this node; the others wait quietly. The figures come back on rank 0."""
-    patience, figures = Backoff(comm), []
+    backoff, figures = Backoff(comm), []
     with _gloo(comm):
         for n_ranks in ranks:
             group = dist.new_group(range(n_ranks))  # everybody takes part in making it
@@ -61,7 +61,7 @@ def measure(
                 for net in nets:
                     figures += _measure(part, group, net, repetitions)
                 part.Free()
-            patience.barrier()
+            backoff.barrier()
     return figures if comm.rank == 0 else []
 
 

@@ -49,7 +49,7 @@ def with_engine(
         worker = Worker(link, weights, gradient)
         result = work(worker, weights, gradient)
         worker.leave()
-    link.patience.barrier()
+    link.backoff.barrier()
     link.free()
     return result
 

@@ -25,12 +25,12 @@ def measure(
     comm: MPI.Intracomm, transport: Transport = HOST, sizes_mb: Sequence[float] = SIZES_MB, repetitions: int = 11
 ) -> list[Figure]:
     """Rank 1 transfers to and from rank 0, which waits quietly."""
-    patience = Backoff(comm, passive=transport.passive)
-    return [figure for size_mb in sizes_mb for figure in _measure_size(comm, transport, patience, size_mb, repetitions)]
+    backoff = Backoff(comm, passive=transport.passive)
+    return [figure for size_mb in sizes_mb for figure in _measure_size(comm, transport, backoff, size_mb, repetitions)]
 
 
 def _measure_size(
-    comm: MPI.Intracomm, transport: Transport, patience: Backoff, size_mb: float, repetitions: int
+    comm: MPI.Intracomm, transport: Transport, backoff: Backoff, size_mb: float, repetitions: int
 ) -> list[Figure]:
     size_bytes = int(size_mb * 1e6)
     here = torch.ones(size_bytes if comm.rank == 1 else 0, dtype=torch.uint8, device=transport.device)
@@ -39,7 +39,7 @@ def _measure_size(
         window.release(0, len(window.local))
         comm.Barrier()
         figures = _transfer(window, here, size_mb, repetitions) if comm.rank == 1 else []
-        patience.barrier()
+        backoff.barrier()
     return figures
 
 

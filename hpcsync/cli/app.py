@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import shlex
 import sys
 from collections.abc import Iterator
@@ -13,7 +11,10 @@ from typing import Annotated
 
 import typer
 
+from hpcsync.cli import cite, figure
+from hpcsync.cli.job_command import JobCommand
 from hpcsync.config.errors import JobError
+from hpcsync.system import garbage
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import left_to_rank_0
 from hpcsync.version import __version__
@@ -43,7 +44,7 @@ Oversubscribe = Annotated[
 ]
 
 
-@app.command()
+@app.command(cls=JobCommand)
 def run(
     job: JobPath,
     ranks: Annotated[
@@ -97,7 +98,7 @@ def launch(
         sys.exit(launching.launch(ranks, program, timeout, oversubscribe=oversubscribe))
 
 
-@app.command()
+@app.command(cls=JobCommand)
 def simulate(
     job: JobPath,
     overrides: Overrides = None,
@@ -118,7 +119,7 @@ def simulate(
         sys.exit(front.simulate(job, overrides or [], out, times_from))
 
 
-@app.command()
+@app.command(cls=JobCommand)
 def show(job: JobPath, overrides: Overrides = None) -> None:
     """What a job resolves to: roles, sizes, bytes per iteration. Nothing runs."""
     from hpcsync.cli import run as front
@@ -128,12 +129,20 @@ def show(job: JobPath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def audit(trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace.h5.", show_default=False)]) -> None:
+def audit(
+    trace: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A trace, or the folder of a run.", show_default=False)
+    ],
+) -> None:
     """Replay a trace's pushes through a fresh paradigm, compare every grant, and check the invariants."""
     from hpcsync.audit import run as auditing
 
     with told_in_one_line():
         sys.exit(auditing.main(trace))
+
+
+app.command("figure", help=figure.HELP)(figure.command)
+app.command("cite")(cite.command)
 
 
 @app.command()
@@ -294,6 +303,5 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def main() -> None:
-    # Python looks for garbage before it ends: among torch's 280,000 objects, which takes up to a second.
-    atexit.register(gc.freeze)
+    garbage.freeze_at_end()
     app(prog_name="hpcsync")

@@ -50,7 +50,10 @@ class Asked(NamedTuple):
 
 
 def stanza(asked: Asked) -> None:
-    """Print how many nodes should train the fully-connected layers, and what else they could do. Raises JobError."""
+    """Print how many nodes should train the fully-connected layers, beside the layouts that do not separate layers.
+
+    The fastest of all layouts is marked. Raises JobError.
+    """
     _check(asked)
     console = Console(highlight=False)
     times, source = _times(asked, console)
@@ -148,11 +151,12 @@ def _about(asked: Asked, shape: Shape, times: Times, source: str) -> list[str]:
 
 def _table(plan: Plan, others: Sequence[StanzaLayout]) -> Shown:
     result = Shown(box=None, pad_edge=False)
+    best = _best(plan, others)
     result.add_column("layout", no_wrap=True)
     for column in ("batches", "iteration", "samples/s", "MB sent", "MB in a link"):
         result.add_column(column, justify="right", no_wrap=True)
     for row in (*plan.rows, *others):
-        chosen = row is plan.best
+        chosen = row is best
         result.add_row(
             f"{_in_words(row)}{' *' if chosen else ''}",
             str(row.batches),
@@ -165,19 +169,32 @@ def _table(plan: Plan, others: Sequence[StanzaLayout]) -> Shown:
     return result
 
 
+def _best(plan: Plan, others: Sequence[StanzaLayout]) -> StanzaLayout:
+    """The layout of most samples a second; of equals the one that separates layers."""
+    return max([plan.best, *others], key=lambda row: row.samples_per_s)
+
+
 def _in_words(row: StanzaLayout) -> str:
     return f"stanza, {row.n_fc} FC" if row.n_fc else row.name
 
 
 def _conclusion(plan: Plan, others: Sequence[StanzaLayout]) -> list[str]:
-    best = plan.best
+    best, fastest = plan.best, _best(plan, others)
     workers = "1 fully-connected worker" if best.n_fc == 1 else f"{best.n_fc} fully-connected workers"
     convolution = "1 convolution worker" if best.batches == 1 else f"{best.batches} convolution workers"
     next_best = ""
     if plan.second is not None:
         next_best = f", {100 * plan.margin:.1f} % more samples a second than with {plan.second.n_fc}"
     ratios = ", ".join(f"{1 + faster(best, row):.2f} times {row.name}" for row in others)
-    return [f"* {workers} (FC) and {convolution}{next_best}", f"  in samples a second: {ratios}"]
+    lines = [f"{workers} (FC) and {convolution}{next_best}", f"  in samples a second: {ratios}"]
+    if fastest is best:
+        return [f"* {lines[0]}", lines[1]]
+    gain = 1 + faster(fastest, best)
+    return [
+        f"* {fastest.name}: {gain:.2f} times the samples a second of the best that separates layers, which is",
+        f"  {lines[0]}",
+        lines[1],
+    ]
 
 
 def _ms(seconds: float) -> str:
@@ -194,6 +211,7 @@ def _numbers(
         "times": {**times._asdict(), "source": source},
         "stanza": [row._asdict() for row in plan.rows],
         "others": [row._asdict() for row in others],
+        "best": _in_words(_best(plan, others)),
         "best_n_fc": plan.best.n_fc,
         "margin": plan.margin if math.isfinite(plan.margin) else None,
         "faster_than": {row.name: faster(plan.best, row) for row in others},

@@ -39,7 +39,7 @@ def run(
             return 0
         before = layout.going_on(out, resume)
         job = layout.job_of(path, overrides, ranks, before)
-        _check(path, job)
+        _check(path, job, overrides)
         if not oversubscribe:
             _refuse_crowd(job, ranks)
     given = out is not None and os.path.exists(out)
@@ -73,15 +73,21 @@ def run(
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
 
 
-def _check(path: Path, job: Job) -> None:
+def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
     """Raises JobError for a job that cannot be run here."""
     jobs.refuse_simulated(job)
+    _print_remarks(path, overrides)
     from hpcsync.core.job_validation import check
     from hpcsync.workloads.registry import import_beside
 
     import_beside(path)
     check(job)
     _refuse_without_gpu(job.cluster.device, job.cluster.window)
+
+
+def _print_remarks(path: Path, overrides: Sequence[str]) -> None:
+    for line in jobs.remarks(path, overrides):
+        print(f"hpcsync: {line}", file=sys.stderr)
 
 
 def _refuse_crowd(job: Job, ranks: int | None) -> None:
@@ -103,6 +109,7 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
     if times_from is not None:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
     job = jobs.load(path, overrides)
+    _print_remarks(path, overrides)
     from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import simulate as run
     from hpcsync.workloads.registry import import_beside
@@ -125,6 +132,7 @@ def _settle(trace: Path, status: str) -> None:
 def show(path: Path, overrides: Sequence[str]) -> None:
     """Print what this job resolves to. Raises JobError."""
     job = jobs.load(path, overrides)
+    _print_remarks(path, overrides)
     from hpcsync.cli.show import print_job
     from hpcsync.workloads.registry import import_beside
 

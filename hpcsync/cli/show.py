@@ -226,12 +226,12 @@ def _samples(job: Job, batch_size: int) -> str:
     if (maxima := batches.maxima(workers)) is not None:
         most = sorted(set(maxima))
         limits += f", at most {most[0]}" if len(most) == 1 else f", at most {', '.join(map(str, maxima))}"
-    given_out = {
+    allocated = {
         "proportional": "given out in proportion to the workers' predicted speeds",
         "equal-finish": "given out so that all workers are predicted to take the same time",
     }
     again = f"every {batches.interval} iterations, if it gains {100 * batches.gain:g} %"
-    return f"{job.batch_total} together, {given_out[batches.policy]} ({batches.predictor})\n{limits}; anew {again}"
+    return f"{job.batch_total} together, {allocated[batches.policy]} ({batches.predictor})\n{limits}; anew {again}"
 
 
 def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self, get_args
+from typing import Annotated, Any, NamedTuple, Self, get_args
 
 import tomli_w
 from pydantic import Field, ValidationError, model_validator
@@ -154,20 +154,20 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
-    def _batches_can_be_given_out(self) -> Self:
+    def _batches_can_be_allocated(self) -> Self:
         if self.batches.policy != "equal" and isinstance(
             self.paradigm, AshlOptions | AdspOptions | LocalSgdOptions | GossipOptions | StanzaOptions
         ):
-            given_out = "servers give batches out, or all workers together under allreduce"
+            allocated = "servers give batches out, or all workers together under allreduce"
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
-                f'"{self.paradigm.name}": {"its workers differ in their local steps" if self.commits else given_out}'
+                f'"{self.paradigm.name}": {"its workers differ in their local steps" if self.commits else allocated}'
             )
         self.batches.check(self.batch_total, self.cluster.workers)
         return self
 
     @model_validator(mode="after")
-    def _others_can_go_on(self) -> Self:
+    def _others_can_continue(self) -> Self:
         paradigm = self.paradigm
         named = f'paradigm.name = "{paradigm.name}"'
         if isinstance(paradigm, GossipOptions):
@@ -322,13 +322,9 @@ WITHOUT_SERVER_NAMES = [get_args(kind.model_fields["name"].annotation)[0] for ki
 def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Job:
     """The job in this file, with `KEY=VALUE` overrides; with `ranks`, as many workers as make that many ranks."""
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+    text = _read(path)
     table = _parse(text, str(path))
-    for override in overrides:
-        _set(table, override)
+    override(table, overrides)
     if ranks is not None:
         _set_workers(table, ranks)
     job = Job.from_table(table)
@@ -356,21 +352,117 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         raise JobError(f"{source}: must be TOML: {str(error).splitlines()[0]}") from None
 
 
-def _set(table: dict[str, Any], override: str) -> None:
-    """Carry out one `a.b=VALUE`. VALUE is TOML; what is not TOML is a string, so that words need no quotes."""
-    key, equals, text = override.partition("=")
-    *parents, last = [part.strip() for part in key.split(".")]
-    if not equals or not all([*parents, last]):
-        raise JobError(f"--set {override}: must be KEY=VALUE, such as paradigm.staleness_max=20")
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: {getattr(error, 'strerror', None) or 'not a text file'}") from None
+
+
+class _Override(NamedTuple):
+    """One `--set KEY=VALUE`: its text, the parts of the key, and the value."""
+
+    text: str
+    key: tuple[str, ...]
+    value: Any
+
+    @staticmethod
+    def of(text: str) -> _Override:
+        """VALUE is TOML; what is not TOML is a string, so that words need no quotes.
+
+        The name alone stands for a table that has a kind: paradigm=bsp is paradigm.name=bsp.
+        """
+        key, equals, value = text.partition("=")
+        parts = tuple(part.strip() for part in key.split("."))
+        if not equals or not all(parts):
+            raise JobError(f"--set {text}: must be KEY=VALUE, such as paradigm.staleness_max=20")
+        try:
+            parsed = tomllib.loads(f"value = {value}")
+        except tomllib.TOMLDecodeError:
+            parsed = {}
+        found = parsed["value"] if parsed.keys() == {"value"} else value.strip()
+        if parts in _KEYS_OF_KIND and isinstance(found, str):
+            parts = (*parts, _KEYS_OF_KIND[parts])
+        return _Override(text, parts, found)
+
+
+# The tables that are of one of several kinds, and which key of theirs says of which.
+_KEYS_OF_KIND = {
+    ("paradigm",): "name",
+    ("compression",): "name",
+    ("optimizer", "schedule"): "name",
+    ("cluster", "compute"): "model",
+}
+_UNIONS = (ParadigmOptions, CompressionOptions, Schedule, Compute)
+
+
+def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Carry out `KEY=VALUE` overrides on the table of a job.
+
+    Where they change the kind of a table, such as `paradigm.name`, the keys go that the new kind does not have, except
+    those that an override names.
+
+    Returns
+    -------
+    list of str
+        A line for each kind that has changed so: what was dropped, and what was kept.
+
+    Raises
+    ------
+    JobError
+        For an override that is not KEY=VALUE, or whose key is below something that is not a table.
+    """
+    parsed = [_Override.of(text) for text in overrides]
+    kinds = {path: _at(table, (*path, key)) for path, key in _KEYS_OF_KIND.items()}
+    for each in parsed:
+        _set(table, each)
+    given = {each.key for each in parsed}
+    lines = []
+    for (path, key), union in zip(_KEYS_OF_KIND.items(), _UNIONS, strict=True):
+        if (*path, key) in given and path not in given:
+            lines += _without_foreign_keys(_at(table, path), path, key, kinds[path], union, given)
+    return lines
+
+
+def remarks(path: str | Path, overrides: Sequence[str]) -> list[str]:
+    """What a user should know about the overrides of the job in this file, a line each; see `override`."""
+    return override(_parse(_read(Path(path)), str(path)), overrides)
+
+
+def _without_foreign_keys(
+    table: dict[str, Any], path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
+) -> list[str]:
+    """Drop the keys of another kind from a table whose kind was `before`; a line about it, if there are any."""
+    members = get_args(get_args(union)[0])
+    fields = {name: kind.model_fields for name, kind in zip(_kinds(union, key), members, strict=True)}
+    now = table[key]
+    if not isinstance(now, str) or now not in fields or before in (None, now):
+        return []
+    others = [name for name in table if name != key and (*path, name) not in given]
+    dropped = [name for name in others if name not in fields[now]]
+    kept = [name for name in others if name in fields[now]]
+    for name in dropped:
+        del table[name]
+    if not dropped:
+        return []
+    line = f"{'.'.join((*path, key))} changed from {before} to {now}: {', '.join(dropped)} dropped"
+    return [line + (f"; {', '.join(kept)} kept" if kept else "")]
+
+
+def _at(table: Any, path: tuple[str, ...]) -> Any:
+    """The value at this key; None where there is none."""
+    for part in path:
+        table = table.get(part) if isinstance(table, dict) else None
+    return table
+
+
+def _set(table: dict[str, Any], override: _Override) -> None:
+    *parents, last = override.key
     for depth, parent in enumerate(parents, 1):
         table = table.setdefault(parent, {})
         if not isinstance(table, dict):
-            raise JobError(f"--set {override}: {'.'.join(parents[:depth])} must be a table, it is {shown(table)}")
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        parsed = {}
-    table[last] = parsed["value"] if parsed.keys() == {"value"} else text.strip()
+            raise JobError(f"--set {override.text}: {'.'.join(parents[:depth])} must be a table, it is {shown(table)}")
+    table[last] = override.value
 
 
 def _set_workers(table: dict[str, Any], ranks: int) -> None:

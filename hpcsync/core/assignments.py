@@ -78,7 +78,7 @@ class Assignments:
     def next(self, grant: Grant) -> Assignment:
         """Of the iteration that this grant starts."""
         if self.allocator is not None:
-            return Assignment(*self.allocator.hand_out(grant.worker), self._local_steps)
+            return Assignment(*self.allocator.allocate_next(grant.worker), self._local_steps)
         return self._assignment(grant)
 
     def _first(self, grant: Grant) -> Assignment:

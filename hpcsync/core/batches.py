@@ -33,7 +33,7 @@ class Iterations:
         now: Callable[[], float],
         leave: Callable[[float], bool] = lambda joins_s: False,
         while_padding: Callable[[], None] | None = None,
-        handed_out: Callable[[], tuple[int, int]] | None = None,
+        allocated: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.batch_size = 0
         self.computed_s = 0.0
@@ -43,7 +43,7 @@ class Iterations:
         self._now = now
         self._leave = leave
         self._while_padding = while_padding
-        self._handed_out = handed_out
+        self._allocated = allocated
         self._training_epochs = 0
         self._ended = 0  # iterations so far
         self._skip = 0  # of the next batches, those that were trained on before the run went on
@@ -62,7 +62,7 @@ class Iterations:
         first = self._training_epochs
         self._training_epochs += epochs or 0
         those = range(first, sys.maxsize if epochs is None else first + epochs)
-        mine = self._alike(dataset, batch_size, those) if self._handed_out is None else self._next_ones(dataset, those)
+        mine = self._alike(dataset, batch_size, those) if self._allocated is None else self._next_ones(dataset, those)
         while not stopped():
             begin_s = self._now()
             if self._device.leaves(begin_s):
@@ -154,9 +154,9 @@ class Iterations:
 
     def _next_ones(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:
         """A batch that reaches over the end of a training epoch belongs to the one in which it begins."""
-        assert self._handed_out is not None
+        assert self._allocated is not None
         while True:
-            first, n_samples = self._handed_out()
+            first, n_samples = self._allocated()
             if dataset is None:
                 yield n_samples, ()
                 continue

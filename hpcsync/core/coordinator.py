@@ -73,11 +73,11 @@ class PushInfo(NamedTuple):
         return self.compute_s / self.share
 
 
-def with_prediction(report: PushInfo, estimator: Estimator) -> PushInfo:
+def with_prediction(push_info: PushInfo, estimator: Estimator) -> PushInfo:
     """The report with what its worker expects of its next iterations, having learned from this one."""
-    n = report.local_steps
-    fixed_s, sample_s = estimator.observe(report.batch_size // n, report.iteration_s / n, report.comm_s / n)
-    return report._replace(predicted_fixed_s=fixed_s, predicted_sample_s=sample_s)
+    n = push_info.local_steps
+    fixed_s, sample_s = estimator.observe(push_info.batch_size // n, push_info.iteration_s / n, push_info.comm_s / n)
+    return push_info._replace(predicted_fixed_s=fixed_s, predicted_sample_s=sample_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Contribution(NamedTuple):
 
     seq: int
     now_s: float
-    report: PushInfo
+    push_info: PushInfo
 
 
 class Recorder(Protocol):
@@ -205,34 +205,34 @@ class Coordinator(Resumable):
         # A batch's size times this is its size in mean batches: a fraction, so that it is 1 where all are alike.
         self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
         self._pending: dict[int, _Contribution] = {}  # in their slots
-        self._collected: list[tuple[_Contribution, float]] = []  # out of them, with their weights
-        self._held: dict[int, float] = {}  # workers that wait for an answer, since when
+        self._accumulated: list[tuple[_Contribution, float]] = []  # out of them, with their weights
+        self._blocked: dict[int, float] = {}  # workers that wait for an answer, since when
         self._cuts_short = cuts_short
         self._computing = set(range(n_workers))
         self.stalls = StragglerDetector()
 
-    def pushed(self, now_s: float, report: PushInfo) -> list[Command]:
+    def pushed(self, now_s: float, push_info: PushInfo) -> list[Command]:
         """Worker `report.worker`'s contribution is in its slot."""
         self._now_s = now_s
-        self._pending[report.worker] = _Contribution(self._next_seq(), now_s, report)
-        self._held[report.worker] = now_s
-        self._computing.discard(report.worker)
-        self.stalls.ended(report.worker, now_s)
-        self._progress.push(report.worker)
-        self._assignments.pushed(report.worker, report.batch_size, report.local_steps)
-        self.last_loss = report.loss
+        self._pending[push_info.worker] = _Contribution(self._next_seq(), now_s, push_info)
+        self._blocked[push_info.worker] = now_s
+        self._computing.discard(push_info.worker)
+        self.stalls.ended(push_info.worker, now_s)
+        self._progress.push(push_info.worker)
+        self._assignments.pushed(push_info.worker, push_info.batch_size, push_info.local_steps)
+        self.last_loss = push_info.loss
         if not self.stopping:
             if self._allocator is not None:
-                estimate = Estimate(report.predicted_fixed_s, report.predicted_sample_s)
-                self._record_sizes(now_s, self._allocator.pushed(report.worker, estimate))
-            return self._decide(report.event(now_s))
-        self._drop(report.worker)
-        return [self._reply(now_s, self._stop_grant(now_s, report.worker))]
+                estimate = Estimate(push_info.predicted_fixed_s, push_info.predicted_sample_s)
+                self._record_sizes(now_s, self._allocator.pushed(push_info.worker, estimate))
+            return self._decide(push_info.event(now_s))
+        self._drop(push_info.worker)
+        return [self._reply(now_s, self._stop_grant(now_s, push_info.worker))]
 
     def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> list[Command]:
         """Worker `worker` takes no further part. change: LEFT or DIED, for the trace."""
         self._now_s = now_s
-        self._held.pop(worker, None)
+        self._blocked.pop(worker, None)
         self._computing.discard(worker)
         self.stalls.left(worker)
         self._trace.append("membership", (self._next_seq(), now_s, worker, change))
@@ -248,7 +248,7 @@ class Coordinator(Resumable):
         if self.stopping or not self.active:
             return []
         self._now_s = now_s
-        self._held[worker] = now_s
+        self._blocked[worker] = now_s
         self._trace.append("membership", (self._next_seq(), now_s, worker, Change.JOINED))
         self._progress.join(worker)
         if self._allocator is not None:
@@ -277,15 +277,15 @@ class Coordinator(Resumable):
 
     def close(self) -> None:
         """Contributions that no update will take any more are dropped, and the trace says so."""
-        collected, self._collected = self._collected, []
+        accumulated, self._accumulated = self._accumulated, []
         pending, self._pending = self._pending, {}
-        for contribution in sorted([*pending.values(), *(contribution for contribution, _ in collected)]):
+        for contribution in sorted([*pending.values(), *(contribution for contribution, _ in accumulated)]):
             self._record_push(contribution, 0.0, Outcome.DROPPED)
 
     @property
-    def held(self) -> Mapping[int, float]:
+    def blocked(self) -> Mapping[int, float]:
         """Workers that wait for an answer, since when."""
-        return self._held
+        return self._blocked
 
     @property
     def done(self) -> Sequence[int]:
@@ -304,31 +304,31 @@ class Coordinator(Resumable):
             self._allocator.check()
 
     def _decide(self, event: Event) -> list[Command]:
-        orders: list[Command] = []
+        commands: list[Command] = []
         for action in self._paradigm.handle(event):
             match action:
                 case Apply(workers, weights):
-                    orders.append(self._update(event.now_s, workers, weights or (1.0,) * len(workers)))
+                    commands.append(self._update(event.now_s, workers, weights or (1.0,) * len(workers)))
                 case Accumulate(worker, weight):
                     weighted = self._weigh(worker, weight)
-                    self._collected.append((self._pending.pop(worker), weighted))
-                    orders.append(AccumulateCommand(worker, weighted))
+                    self._accumulated.append((self._pending.pop(worker), weighted))
+                    commands.append(AccumulateCommand(worker, weighted))
                 case Cancel(worker):
-                    orders.append(CancelCommand(worker, self.version - 1))
+                    commands.append(CancelCommand(worker, self.version - 1))
                 case Grant() as grant:
                     if self.stopping:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
-                    orders.append(self._reply(event.now_s, grant))
+                    commands.append(self._reply(event.now_s, grant))
                 case Decision(controller, worker, chosen, inputs):
                     self._record_decision(event.now_s, controller, worker, chosen, inputs + self._not_the_allocators)
                 case Drop(worker):
                     self._drop(worker)
         if self.stopping:
-            orders += self._end(event.now_s)
-        return orders
+            commands += self._end(event.now_s)
+        return commands
 
     def _update(self, now_s: float, workers: tuple[int, ...], weights: tuple[float, ...]) -> UpdateCommand:
-        taken, self._collected = self._collected, []
+        taken, self._accumulated = self._accumulated, []
         weighted = []
         for worker, weight in zip(workers, weights, strict=True):
             weighted.append(self._weigh(worker, weight))
@@ -336,12 +336,12 @@ class Coordinator(Resumable):
         divisor = float(len(taken))
         if self._paradigm.synchronous and self._per_sample is not None:
             per, samples = self._per_sample
-            divisor = sum(contribution.report.batch_size for contribution, _ in taken) * per / samples
+            divisor = sum(contribution.push_info.batch_size for contribution, _ in taken) * per / samples
         lr = self._lr(self.samples, self.version, len(taken))
         self.version += 1
         self.updated_s = now_s
         for contribution, _ in taken:
-            self.samples += contribution.report.batch_size
+            self.samples += contribution.push_info.batch_size
         self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples))
         for contribution, weight in sorted(taken):
             self._record_push(contribution, weight / divisor, Outcome.APPLIED)
@@ -351,7 +351,7 @@ class Coordinator(Resumable):
 
     def _weigh(self, worker: int, weight: float) -> float:
         """How often this worker's contribution counts, whose weight in the paradigm is this."""
-        batch_size = self._pending[worker].report.batch_size
+        batch_size = self._pending[worker].push_info.batch_size
         if self._per_sample is None:
             if not self._paradigm.synchronous:
                 return weight
@@ -380,7 +380,7 @@ class Coordinator(Resumable):
         self._trace.append("decisions", (self._next_seq(), now_s, controller, worker, chosen, *inputs))
 
     def _reply(self, now_s: float, grant: Grant) -> GrantCommand:
-        del self._held[grant.worker]
+        del self._blocked[grant.worker]
         assignment = STOP
         if not self.stopping:
             assignment = self._assignments.next(grant)
@@ -392,12 +392,12 @@ class Coordinator(Resumable):
 
     def _stop_grant(self, now_s: float, worker: int) -> Grant:
         iteration = self._progress.pushes[worker] + 1
-        return Grant(worker, iteration, self._progress.gap(worker), 0, now_s - self._held[worker])
+        return Grant(worker, iteration, self._progress.lead(worker), 0, now_s - self._blocked[worker])
 
     def _end(self, now_s: float) -> list[Command]:
         """The run has just ended: whoever waits hears of it, and where stretches are long who computes does too."""
         told = sorted(self._computing) if self._cuts_short else []
-        replies = [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._held)]
+        replies = [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._blocked)]
         return [*replies, *(CancelCommand(worker, self.version) for worker in told)]
 
     def _next_seq(self) -> int:

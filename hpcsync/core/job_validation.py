@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,17 +33,36 @@ def optimizer_spec(job: Job) -> OptimizerSpec:
             f"optimizer.name = {shown(settings.name)}: must be one of {', '.join(sorted(ELEMENTWISE))}{hint}"
         )
     cls = ELEMENTWISE[settings.name]
-    accepted = [key for key in list(inspect.signature(cls).parameters)[2:] if key not in IMPLEMENTATION]
+    parameters = list(inspect.signature(cls).parameters.values())[2:]
+    defaults = {each.name: each.default for each in parameters if each.name not in IMPLEMENTATION}
     for key, value in settings.options.items():
-        if key not in accepted:
-            hint = did_you_mean(key, accepted)
+        if key not in defaults:
+            hint = did_you_mean(key, defaults)
             raise JobError(f"optimizer.{key} = {shown(value)}: must be an option of torch.optim.{cls.__name__}{hint}")
+        if (must := _unlike(value, defaults[key])) is not None:
+            raise JobError(f"optimizer.{key} = {shown(value)}: must be {must}")
     spec = OptimizerSpec.of_job(job)
     try:
         _try(spec)
     except (ValueError, TypeError, IndexError, RuntimeError) as error:
         raise JobError(f"optimizer = {shown(settings.options)}: torch says: {str(error).splitlines()[0]}") from None
     return spec
+
+
+def _unlike(value: Any, default: Any) -> str | None:
+    """What an option must be whose value is of another kind than its default; None if it is of the same kind."""
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int | float):
+        return None if _is_number(value) else f"a number, such as {default:g}"
+    if isinstance(default, tuple):
+        alike = isinstance(value, list | tuple) and len(value) == len(default) and all(map(_is_number, value))
+        return None if alike else f"a list of {len(default)} numbers, such as {shown(default)}"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _try(spec: OptimizerSpec) -> None:

@@ -163,7 +163,7 @@ class BatchDivision:
             allocated += self._allocator.allocate(known)
             self._active = sorted(known)
             self._total = sum(self._allocator.sizes)
-        self._work = {worker: self._allocator.hand_out(worker) for worker in self._active}
+        self._work = {worker: self._allocator.allocate_next(worker) for worker in self._active}
         return allocated
 
 
@@ -180,7 +180,7 @@ class PeerCoordinator(Resumable):
     stalls: what is known of their durations.
     """
 
-    held = None  # nobody is answered
+    blocked = None  # nobody is answered
 
     _of_the_job = ("_trace", "_stop", "_lr", "_rate")
 
@@ -207,9 +207,9 @@ class PeerCoordinator(Resumable):
         self._round: dict[int, list[StepInfo]] = {}  # of all together: iteration -> who has reported it
         self._seq = 0
 
-    def exchanged(self, now_s: float, report: StepInfo) -> None:
+    def exchanged(self, now_s: float, step_info: StepInfo) -> None:
         """A worker has ended an iteration."""
-        r = report
+        r = step_info
         self._trace.append(
             "exchanges",
             (
@@ -224,9 +224,9 @@ class PeerCoordinator(Resumable):
         if r.worker in self._judging:
             self.last_loss = r.loss
         if self._one_model:
-            reports = self._round.setdefault(r.iteration, [])
-            reports.append(r)
-            if len(reports) >= len(self.active):  # otherwise one of them is missing
+            infos = self._round.setdefault(r.iteration, [])
+            infos.append(r)
+            if len(infos) >= len(self.active):  # otherwise one of them is missing
                 self._end_rounds(now_s)
         else:
             self._update(now_s, [r])
@@ -264,7 +264,7 @@ class PeerCoordinator(Resumable):
         """End the run."""
         self.stopping = True
 
-    def goes_on(self, now_s: float) -> None:
+    def continued(self, now_s: float) -> None:
         """Workers that have waited for a checkpoint make their next iterations."""
         for worker in [*self.stalls.running]:
             self.stalls.began(worker, self.done[worker] + 1, now_s)
@@ -275,17 +275,17 @@ class PeerCoordinator(Resumable):
             if all(self.done[worker] >= iteration for worker in self.active):
                 self._update(now_s, self._round.pop(iteration))
 
-    def _update(self, now_s: float, reports: list[StepInfo]) -> None:
-        worker, iteration = reports[0].worker, reports[0].iteration
+    def _update(self, now_s: float, infos: list[StepInfo]) -> None:
+        worker, iteration = infos[0].worker, infos[0].iteration
         if self._one_model:
             lr = self._lr(self.samples, self.version, self._n_workers)
         else:
             lr = self._rate(self._own_samples[worker], iteration - 1)
         self.version += 1
         self.updated_s = now_s
-        counted = [report for report in reports if report.worker in self._counting]
-        for report in counted:
-            self.samples += report.batch_size
-            self._own_samples[report.worker] += report.batch_size
+        counted = [step_info for step_info in infos if step_info.worker in self._counting]
+        for step_info in counted:
+            self.samples += step_info.batch_size
+            self._own_samples[step_info.worker] += step_info.batch_size
         self._trace.append("updates", (self.version, now_s, len(counted), lr, self.samples))
         self.stopping = self.stopping or self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)

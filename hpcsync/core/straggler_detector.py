@@ -49,7 +49,7 @@ class _Iteration:
     since_s: float
     size: float
     waited_s: float = 0.0  # since then for others, or while nobody looked
-    told_s: float = 0.0  # how long it had lasted when that was told last
+    reported_s: float = 0.0  # how long it had lasted when that was told last
     deadline_s: float | None = None  # once somebody has asked
 
 
@@ -75,7 +75,7 @@ class StragglerDetector:
         if (running := self._running.pop(worker, None)) is None:
             return
         took_s = now_s - running.since_s
-        if running.told_s:
+        if running.reported_s:
             self._over.append(self._stall(worker, running, took_s)._replace(ended=True))
         if (durations := self._durations.get(worker)) is None:
             durations = self._durations[worker] = deque(maxlen=WINDOW)
@@ -107,11 +107,11 @@ class StragglerDetector:
             lasted_s = now_s - running.since_s
             if worker in waiting or since_s > AWAY_S:
                 running.waited_s += min(since_s, lasted_s)
-            elif (lasted_s := lasted_s - running.waited_s) > max(SLACK_S, 2 * running.told_s):
+            elif (lasted_s := lasted_s - running.waited_s) > max(SLACK_S, 2 * running.reported_s):
                 if running.deadline_s is None:
                     running.deadline_s = self.deadline_s(worker, running.size)
                 if lasted_s > running.deadline_s:
-                    running.told_s = lasted_s
+                    running.reported_s = lasted_s
                     found.append(self._stall(worker, running, lasted_s))
         return found
 

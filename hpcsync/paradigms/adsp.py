@@ -124,11 +124,11 @@ class ADSP(Paradigm):
         a check all were asked to have committed equally often at the next.
         """
         super().check()
-        active, held, iters = self._progress.active, self._held_since_s, self._progress.iters
-        if held:
-            assert self._search is not None, f"workers {sorted(held)} are held outside of a search"
-            assert self._now_s >= self._stop_s, f"workers {sorted(held)} are held in a trial"
-            early = sorted(worker for worker, since_s in held.items() if since_s < self._stop_s)
+        active, blocked, iters = self._progress.active, self._blocked_since_s, self._progress.iters
+        if blocked:
+            assert self._search is not None, f"workers {sorted(blocked)} are held outside of a search"
+            assert self._now_s >= self._stop_s, f"workers {sorted(blocked)} are held in a trial"
+            early = sorted(worker for worker, since_s in blocked.items() if since_s < self._stop_s)
             assert not early, f"workers {early} have been held since before the barrier"
         assert 1 <= self.commits <= self._most, f"{self.commits} commits a period"
         assert self._searches or self._search is None, "a search for commits that are given"
@@ -162,7 +162,7 @@ class ADSP(Paradigm):
     def _answer(self, worker: int) -> list[Action]:
         """Send the worker on, unless all are to stop."""
         if self._now_s < self._stop_s:
-            return [self._go_on(worker)]
+            return [self._continue(worker)]
         self._hold(worker)
         return self._pass_barrier(worker)
 
@@ -176,7 +176,7 @@ class ADSP(Paradigm):
         commit_s = max(self._interval_min_s, self._period_s / self._rate(worker) - self._overhead_s[worker])
         return min(commit_s, max(self._stop_s - now_s, SHORTEST * self._period_s))  # (d)
 
-    def _go_on(self, worker: int) -> Grant:
+    def _continue(self, worker: int) -> Grant:
         return replace(self._grant(worker), local_steps=UNTIL, commit_s=self._commit_s(worker, self._now_s))
 
     def _check_if_due(self, worker: int) -> None:
@@ -208,13 +208,13 @@ class ADSP(Paradigm):
 
     def _pass_barrier(self, worker: int) -> list[Action]:
         """Send everybody on once all stand still: into the next trial, or with the number that was found."""
-        if self._search is None or not self._held_since_s or self._held_since_s.keys() != self._progress.active:
+        if self._search is None or not self._blocked_since_s or self._blocked_since_s.keys() != self._progress.active:
             return []
         rows = [] if math.isnan(self._trial_s) else self._end_trial(worker, self._search)
         if self._search is not None:
             self._trial_s, self._points, self._stop_s = self._now_s, [], self._now_s + self._period_s
             self._sample(0.0)
-        return [*rows, *(self._go_on(held) for held in sorted(self._held_since_s))]
+        return [*rows, *(self._continue(blocked) for blocked in sorted(self._blocked_since_s))]
 
     def _end_trial(self, worker: int, search: Search) -> list[Decision]:
         c = search.next_to_evaluate

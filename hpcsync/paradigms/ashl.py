@@ -137,7 +137,7 @@ class ASHL(Paradigm):
         """Assert the invariants: those of every paradigm, the plan's, and the gate's."""
         super().check()
         self._fine.check()
-        active, held, fine = self._progress.active, self._held_since_s, self._fine.pushes
+        active, blocked, fine = self._progress.active, self._blocked_since_s, self._fine.pushes
         assert self._fine.active == active, "the gate waits for workers that have left"
         if self.stage != PROFILE and active:
             steps_least, ratio_least = self._presets[self.stage]
@@ -148,9 +148,9 @@ class ASHL(Paradigm):
                 assert self._ratios.keys() == active, "the ratios are not those of the active workers"
                 assert all(ratio_least <= ratio <= 1 for ratio in self._ratios.values()), f"ratios of {self._ratios}"
         if self.stage != FINE:
-            assert not held, f"workers {sorted(held)} are held outside of the fine stage"
+            assert not blocked, f"workers {sorted(blocked)} are held outside of the fine stage"
             assert not any(fine), f"commits of {fine} outside of the fine stage"
-        self._gate.check(held, self._gate.staleness)
+        self._gate.check(blocked, self._gate.staleness)
 
     def _pushed(self, event: Pushed) -> list[Action]:
         worker = event.worker
@@ -161,7 +161,7 @@ class ASHL(Paradigm):
         if worker in self._begun:  # (d)
             self._fine.push(worker)
         rows = self._advance(worker)
-        return [Apply((worker,), (share,)), *rows, *self._answer(worker), *self._gate.release(self._go_on)]
+        return [Apply((worker,), (share,)), *rows, *self._answer(worker), *self._gate.release(self._continue)]
 
     def _left(self, worker: int) -> list[Action]:
         self._fine.leave(worker)
@@ -171,7 +171,7 @@ class ASHL(Paradigm):
         if not self._progress.active:
             return []
         rows = self._advance(worker) if self.stage == PROFILE else self._share()  # (g)
-        return [*rows, *self._gate.release(self._go_on)]
+        return [*rows, *self._gate.release(self._continue)]
 
     def _joined(self, worker: int) -> list[Action]:
         self._fine.join(worker)
@@ -181,12 +181,12 @@ class ASHL(Paradigm):
     def _answer(self, worker: int) -> list[Action]:
         """Grant or hold the worker that has just pushed, or joined."""
         if self._gate.is_open(worker):
-            return [self._go_on(worker)]
+            return [self._continue(worker)]
         self._hold(worker)
         self._gate.hold(worker)
         return []
 
-    def _go_on(self, worker: int) -> Grant:
+    def _continue(self, worker: int) -> Grant:
         if self.stage == PROFILE:
             ratio = self._profile_ratio(self._progress.pushes[worker] + 1)  # (e)
             return replace(self._grant(worker), local_steps=1, ratio=ratio)

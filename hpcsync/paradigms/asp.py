@@ -14,7 +14,7 @@ class ASP(Paradigm):
     def check(self) -> None:
         """Assert the paradigm's invariants: those of every paradigm, and that nobody is held."""
         super().check()
-        assert not self._held_since_s, f"workers {sorted(self._held_since_s)} are held"
+        assert not self._blocked_since_s, f"workers {sorted(self._blocked_since_s)} are held"
 
     def _pushed(self, event: Pushed) -> list[Action]:
         return [Apply((event.worker,)), self._grant(event.worker)]

@@ -30,7 +30,7 @@ class Paradigm(ABC):
         self.n_workers = n_workers
         self._now_s = -math.inf
         self._progress = WorkerCounts(n_workers)
-        self._held_since_s: dict[int, float] = {}  # held worker: time of the push, or return, that awaits its grant
+        self._blocked_since_s: dict[int, float] = {}  # held worker: time of the push, or return, that awaits its grant
 
     def handle(self, event: Event) -> list[Action]:
         """Take in one event and return the actions that answer it, to be carried out in this order.
@@ -49,7 +49,7 @@ class Paradigm(ABC):
             self._progress.join(worker)
             return self._joined(worker)
         self._progress.leave(worker)
-        self._held_since_s.pop(worker, None)
+        self._blocked_since_s.pop(worker, None)
         return self._left(worker)
 
     def first(self, worker: int) -> Grant:
@@ -62,10 +62,10 @@ class Paradigm(ABC):
         Costs O(n_workers): for tests, simulations and audits, after every event.
         """
         self._progress.check()
-        active, held = self._progress.active, self._held_since_s
-        assert held.keys() <= active, f"held workers {held.keys() - active} have left"
-        assert all(since_s <= self._now_s for since_s in held.values()), "a worker is held from the future on"
-        assert not active or held.keys() != active, "every active worker is held: nobody can ever release them"
+        active, blocked = self._progress.active, self._blocked_since_s
+        assert blocked.keys() <= active, f"held workers {blocked.keys() - active} have left"
+        assert all(since_s <= self._now_s for since_s in blocked.values()), "a worker is held from the future on"
+        assert not active or blocked.keys() != active, "every active worker is held: nobody can ever release them"
 
     @abstractmethod
     def _pushed(self, event: Pushed) -> list[Action]:
@@ -81,16 +81,16 @@ class Paradigm(ABC):
 
     def _hold(self, worker: int) -> None:
         """Let the worker, which has just pushed, wait."""
-        self._held_since_s[worker] = self._now_s
+        self._blocked_since_s[worker] = self._now_s
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:
         """Let the worker go on, whether it has just pushed or has been held."""
         return Grant(
             worker=worker,
             iteration=self._progress.pushes[worker] + 1,
-            gap_iters=self._progress.gap(worker),
+            gap_iters=self._progress.lead(worker),
             credits=credits,
-            held_s=self._now_s - self._held_since_s.pop(worker, self._now_s),
+            held_s=self._now_s - self._blocked_since_s.pop(worker, self._now_s),
         )
 
     def _refuse_illegal(self, event: Event) -> None:
@@ -101,7 +101,7 @@ class Paradigm(ABC):
             raise ValueError(f"{event}: there is no worker {worker}, only 0 to {self.n_workers - 1}")
         if isinstance(event, Joined) == (worker in self._progress.active):
             raise ValueError(f"{event}: worker {worker} has {'not ' * isinstance(event, Joined)}left")
-        if isinstance(event, Pushed) and worker in self._held_since_s:
+        if isinstance(event, Pushed) and worker in self._blocked_since_s:
             raise ValueError(f"{event}: worker {worker} is held and may not have started an iteration")
         # Written so that NaN is refused too.
         if not self._now_s <= event.now_s < math.inf:

@@ -29,12 +29,12 @@ class BSP(Paradigm):
         """Assert the paradigm's invariants: those of every paradigm, and the barrier."""
         super().check()
         iters, active = self._progress.iters, self._progress.active
-        assert {worker for worker in self._contributed if worker in active} == self._held_since_s.keys(), (
+        assert {worker for worker in self._contributed if worker in active} == self._blocked_since_s.keys(), (
             "the held workers are not those that wait for the end of the round"
         )
-        runnable = {iters[worker] for worker in active if worker not in self._held_since_s}
+        runnable = {iters[worker] for worker in active if worker not in self._blocked_since_s}
         assert len(runnable) <= 1, f"runnable workers are in different rounds: {sorted(runnable)}"
-        for worker in self._held_since_s:
+        for worker in self._blocked_since_s:
             assert {iters[worker] - 1} == runnable, f"worker {worker} is held, but not one push past the others"
 
     def _pushed(self, event: Pushed) -> list[Action]:
@@ -52,9 +52,9 @@ class BSP(Paradigm):
         return []
 
     def _end_round_if_complete(self) -> list[Action]:
-        outstanding = len(self._progress.active) - len(self._held_since_s)
+        outstanding = len(self._progress.active) - len(self._blocked_since_s)
         if outstanding or not self._contributed:
             return []
         update = Apply(tuple(sorted(self._contributed)))
         self._contributed.clear()
-        return [update, *(self._grant(worker) for worker in sorted(self._held_since_s))]
+        return [update, *(self._grant(worker) for worker in sorted(self._blocked_since_s))]

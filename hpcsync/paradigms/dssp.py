@@ -98,7 +98,7 @@ class DSSP(SSP):
         for worker in active:
             credits = self._credits[worker]
             assert 0 <= credits <= self.r_max, f"worker {worker} has {credits} credits"
-            assert not (credits and worker in self._held_since_s), f"worker {worker} is held with {credits} credits"
+            assert not (credits and worker in self._blocked_since_s), f"worker {worker} is held with {credits} credits"
             if self.bounded and credits:
                 reach_iters = iters[worker] - min_iters + credits
                 assert reach_iters <= self.staleness_max, f"worker {worker} has credits up to a gap of {reach_iters}"
@@ -115,7 +115,7 @@ class DSSP(SSP):
         # (k) Line 8 says `<=`, the text and figure 2 would stop at a gap of s_L. SSP's reads mean `<=` too.
         if self._gate.is_open(worker):
             return [self._grant(worker)]
-        gap_iters = self._progress.gap(worker)
+        gap_iters = self._progress.lead(worker)
         # (f) Equally fast workers are all the fastest.
         is_fastest = self._progress.iters[worker] == self._progress.max_iters
         credits_max = self._credits_max(gap_iters)

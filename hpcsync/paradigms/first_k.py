@@ -71,26 +71,26 @@ class FirstK(Paradigm):
         self._version = 0
         self._read = [0] * n_workers  # version that the worker computes from, or has computed from
         self._up_to_date = set(range(n_workers))  # workers that compute from the current version
-        self._collected = 0  # contributions that are in the sum of the next update already
+        self._accumulated = 0  # contributions that are in the sum of the next update already
         self._waiting: dict[int, float] = {}  # workers whose contributions wait for the update: their weights
 
     def check(self) -> None:
         """Assert the paradigm's invariants: those of every paradigm, and the round's."""
         super().check()
-        active, held = self._progress.active, self._held_since_s
+        active, blocked = self._progress.active, self._blocked_since_s
         assert 1 <= self.k <= self.n_workers, f"k is {self.k}"
-        in_round = self._collected + len(self._waiting)
+        in_round = self._accumulated + len(self._waiting)
         assert in_round < self.k, f"{in_round} contributions wait, and k is {self.k}"
         if self.distinct:
-            assert not self._collected, f"{self._collected} contributions have been collected"
+            assert not self._accumulated, f"{self._accumulated} contributions have been collected"
             contributors = {worker for worker in self._waiting if worker in active}
-            assert contributors == held.keys(), "the held workers are not those that wait for the update"
+            assert contributors == blocked.keys(), "the held workers are not those that wait for the update"
         else:
-            assert not self._waiting and not held, f"workers {sorted({*held, *self._waiting})} wait"
+            assert not self._waiting and not blocked, f"workers {sorted({*blocked, *self._waiting})} wait"
         for worker in self._waiting:
             staleness = self._version - self._read[worker]
             assert staleness <= self._accepted_staleness(), f"worker {worker} waits with a staleness of {staleness}"
-        up_to_date = {worker for worker in active if worker not in held and self._read[worker] == self._version}
+        up_to_date = {worker for worker in active if worker not in blocked and self._read[worker] == self._version}
         assert self._up_to_date == up_to_date, "the up to date are not those who compute from the current version"
 
     def _accepted_staleness(self) -> float:
@@ -108,8 +108,8 @@ class FirstK(Paradigm):
         if staleness > self._accepted_staleness():
             return [Drop(worker), self._grant(worker)]
         weight = self._weight(staleness)
-        if not self.distinct and self._collected + 1 < self.k:  # (a)
-            self._collected += 1
+        if not self.distinct and self._accumulated + 1 < self.k:  # (a)
+            self._accumulated += 1
             return [Accumulate(worker, weight), self._grant(worker)]
         self._hold(worker)
         self._waiting[worker] = weight
@@ -126,19 +126,19 @@ class FirstK(Paradigm):
         return []
 
     def _end_round_if_complete(self, worker: int) -> list[Action]:
-        in_round = self._collected + len(self._waiting)  # (d)
-        outstanding = len(self._progress.active) - len(self._held_since_s)
+        in_round = self._accumulated + len(self._waiting)  # (d)
+        outstanding = len(self._progress.active) - len(self._blocked_since_s)
         if not self._waiting or (in_round < self.k and outstanding):  # (e)
             return []
         workers = tuple(sorted(self._waiting))  # (b)
         weights = tuple(self._waiting[worker] for worker in workers)
         update = Apply(workers, weights if any(weight != 1 for weight in weights) else ())
         self._waiting.clear()
-        self._collected = 0
+        self._accumulated = 0
         self._version += 1
         late = sorted(self._up_to_date) if self._aborts else []  # those that were before have been told
         self._up_to_date.clear()
-        grants = [self._grant(worker) for worker in sorted(self._held_since_s)]
+        grants = [self._grant(worker) for worker in sorted(self._blocked_since_s)]
         return [update, *self._choose_k(worker), *grants, *map(Cancel, late)]  # (c)
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:

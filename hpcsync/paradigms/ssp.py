@@ -37,7 +37,7 @@ class SSP(Paradigm):
     def check(self) -> None:
         """Assert the invariants: those of every paradigm, the bounds, and that nobody is held needlessly."""
         super().check()
-        self._gate.check(self._held_since_s, self._start_gap_max_iters())
+        self._gate.check(self._blocked_since_s, self._start_gap_max_iters())
 
     def _start_gap_max_iters(self) -> float:
         return self._gate.staleness

@@ -46,7 +46,7 @@ class Gate:
             grants.append(grant(heapq.heappop(waiting)[1]))
         return grants
 
-    def check(self, held: Collection[int], start_gap_max: float) -> None:
+    def check(self, blocked: Collection[int], start_gap_max: float) -> None:
         """Assert that these wait and nobody else, that none of them does needlessly, and the bounds.
 
         start_gap_max: how many iterations ahead a worker may go on; it may wait one further. Until its next push its
@@ -56,10 +56,10 @@ class Gate:
         min_iters = min((iters[worker] for worker in active), default=0)
         for worker in active:
             gap_iters = iters[worker] - min_iters
-            if worker in held:
+            if worker in blocked:
                 assert gap_iters > self.staleness, f"worker {worker} is held at gap {gap_iters}: needlessly"
                 assert gap_iters <= start_gap_max + 1, f"worker {worker} has pushed at gap {gap_iters}"
             else:
                 assert gap_iters <= start_gap_max, f"worker {worker} has started at gap {gap_iters}"
-        held_iters = sorted((iters[worker], worker) for worker in held)
+        held_iters = sorted((iters[worker], worker) for worker in blocked)
         assert sorted(self._waiting) == held_iters, "the queue is not that of the held"

@@ -55,7 +55,7 @@ class WorkerCounts:
         self.active.add(worker)
         self._put_in(worker)
 
-    def gap(self, worker: int) -> int:
+    def lead(self, worker: int) -> int:
         """How far this worker is ahead of the slowest active worker."""
         return self.iters[worker] - self.min_iters
 

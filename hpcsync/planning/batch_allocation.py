@@ -144,7 +144,7 @@ class Allocator:
         self._pushes = 0  # since the last allocation was due
         self.sizes = self._chosen(None)
         self._cursor = 0  # samples handed out
-        self._first = [self.hand_out(worker) for worker in self._active]
+        self._first = [self.allocate_next(worker) for worker in self._active]
 
     def check(self) -> None:
         """Assert the invariants: the total, the limits, and that those who have left have nothing."""
@@ -159,7 +159,7 @@ class Allocator:
         """(first_sample, n_samples) of the worker's first push."""
         return self._first[worker]
 
-    def hand_out(self, worker: int) -> tuple[int, int]:
+    def allocate_next(self, worker: int) -> tuple[int, int]:
         """(first_sample, n_samples) of the worker's next push."""
         self._must_be_active(worker)
         first_sample, n_samples = self._cursor, self.sizes[worker] * self.local_steps

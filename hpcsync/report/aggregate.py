@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcsync.config.cluster import Change
 from hpcsync.config.paradigms import (
     AdspOptions,
     FirstKOfAnyOptions,
@@ -27,8 +28,8 @@ class Tally:
     iteration; outdated: pushes that were computed to the end and dropped before the last update; ks: every k that there
     was, in order; batch_size: as given last, where batches are; chosen: as ASHL chose for each worker last, NaN where
     it did not, and began_s: when its stages began; layers: that each worker trains, where they are separated; commits:
-    of a period, as ADSP chose last; encode_s: compressing, None where nobody does. Row is added to row, so how the
-    trace is sliced does not change a sum.
+    of a period, as ADSP chose last; encode_s: compressing, None where nobody does; steps_max: the most iterations of a
+    push. Row is added to row, so how the trace is sliced does not change a sum.
     """
 
     def __init__(self, trace: Trace | TraceFile) -> None:
@@ -53,6 +54,7 @@ class Tally:
         self.began_s: dict[int, float] = {}
         self.commits = self.paradigm.commits or 1 if isinstance(self.paradigm, AdspOptions) else None
         self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
+        self.steps_max = 0
         self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
         for table, add in (
             ("updates", self._add_updates),
@@ -72,6 +74,7 @@ class Tally:
         np.add.at(self.staleness, applied["worker"], applied["staleness"])
         np.maximum.at(self.staleness_max, applied["worker"], applied["staleness"])
         np.add.at(self.iterations, rows["worker"], rows["local_steps"])
+        self.steps_max = max(self.steps_max, int(rows["local_steps"].max(initial=0)))
         self._add_drops(rows[rows["outcome"] == Outcome.DROPPED])
         np.add.at(self.samples_computed, rows["worker"], rows["share"] * rows["batch_size"])
         self._add_costs(rows)
@@ -152,6 +155,19 @@ class Tally:
             "commits_apart": int(np.ptp(self.pushes)) if adsp else None,
             "encode_share": None if math.isnan(encode_s) or not total_s else encode_s / (total_s + encode_s),
         }
+
+    def has_occurred(self, event: Change) -> bool:
+        """Whether the run lasted until this event of its job.
+
+        An event of an iteration has occurred if its worker made that iteration, or, if it is to leave, the one before.
+        Where pushes are of several iterations, those after the last push are in no row: as many may have been made as
+        there are in the largest push.
+        """
+        if event.at_s is not None:
+            return event.at_s <= self.duration_s
+        assert event.at_iteration is not None
+        unknown = self.steps_max if self.steps_max > 1 else 0
+        return event.at_iteration - (event.change == "leave") <= self.iterations[event.worker] + unknown
 
     def plan(self, worker: int) -> dict[str, Any]:
         """What a worker was to do at the end of the run, where that was planned."""

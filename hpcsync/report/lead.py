@@ -11,7 +11,7 @@ from hpcsync.trace.reader import Trace, TraceError, TraceFile
 from hpcsync.trace.schema import Change
 
 
-def push_gaps(trace: Trace | TraceFile, most: int) -> np.ndarray:
+def push_leads(trace: Trace | TraceFile, most: int) -> np.ndarray:
     """Of each worker: how far it is ahead of the slowest active one, just after a push, at most. Shape (n_workers,).
 
     most: the pushes of the worker that has most. Of a run that did not finish, the end is left out: see `counting`.

@@ -17,11 +17,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hpcsync.config.cluster import Change
 from hpcsync.report.aggregate import Tally
-from hpcsync.report.lead import push_gaps
+from hpcsync.report.lead import push_leads
+from hpcsync.trace import schema
 from hpcsync.trace.reader import Trace, TraceFile
 
 MANY_WORKERS = 20  # more are not shown one by one
+MANY_DEATHS = 5
+EVENTS_NAMED = 3  # of those that did not occur; more are only counted
 
 
 class WorkerSummary(BaseModel):
@@ -56,11 +60,22 @@ class WorkerSummary(BaseModel):
     ratio: float | None
 
 
+class Death(BaseModel):
+    """A worker whose process died while the others went on. left: how many workers then still took part."""
+
+    model_config = ConfigDict(frozen=True)
+
+    worker: int
+    now_s: float
+    left: int
+
+
 class Summary(BaseModel):
     """One run. What does not exist is None: a target that was not asked for or not met, an evaluation never made.
 
     duration_s: up to the last push, grant, exchange or update, evaluations not counted. samples_per_s: samples over
-    that. wait_share: of all workers' time together. Means and maxima are over all workers. consensus_distance: of their
+    that. events: those of the job; events_missed: those of them that did not occur before the run ended, in words.
+    wait_share: of all workers' time together. Means and maxima are over all workers. consensus_distance: of their
     weights from the mean, at the end.
 
     dropped: contributions without an update, and dropped_share their share of all samples that were computed. late,
@@ -83,6 +98,8 @@ class Summary(BaseModel):
     n_workers: int
     target: str | None
     time_to_target_s: float | None
+    events: int
+    events_missed: tuple[str, ...]
     duration_s: float
     updates: int
     samples: int
@@ -115,6 +132,7 @@ class Summary(BaseModel):
     start_gap_max_iters: int | None
     push_gap_max_iters: int | None
     tracing_overhead_s: float
+    deaths: tuple[Death, ...]
     workers: tuple[WorkerSummary, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -132,8 +150,8 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
     target, time_to_target_s = _target(trace, evaluations)
     distances = _known(evaluations["consensus_distance"])
-    gaps = push_gaps(trace, int(tally.pushes.max(initial=0))) if tally.served else None
-    workers = tuple(_workers(tally, gaps))
+    leads = push_leads(trace, int(tally.pushes.max(initial=0))) if tally.served else None
+    workers = tuple(_workers(tally, leads))
     return Summary(
         name=trace.job.name,
         paradigm=trace.job.paradigm.name,
@@ -143,6 +161,8 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         n_servers=trace.attributes.get("n_servers"),
         n_workers=trace.n_workers,
         target=target,
+        events=len(trace.job.cluster.events),
+        events_missed=tuple(_in_words(event) for event in trace.job.cluster.events if not tally.has_occurred(event)),
         time_to_target_s=time_to_target_s,
         duration_s=tally.duration_s,
         updates=tally.updates,
@@ -154,9 +174,10 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         best_loss=min(losses, default=None),
         consensus_distance=distances[-1] if distances else None,
         tracing_overhead_s=float(trace.attributes.get("tracing_overhead_s", 0.0)),
+        deaths=tuple(_deaths(trace)),
         workers=workers,
         start_gap_max_iters=int(tally.start_gap_max.max(initial=0)) if tally.served else None,
-        push_gap_max_iters=int(gaps.max(initial=0)) if gaps is not None else None,
+        push_gap_max_iters=int(leads.max(initial=0)) if leads is not None else None,
         **tally.about(slice(None), "wait"),
         **tally.about_drops(),
         **tally.about_k(),
@@ -164,17 +185,29 @@ def summarize(trace: Trace | TraceFile) -> Summary:
     )
 
 
-def _workers(tally: Tally, push_gaps: np.ndarray | None) -> Iterator[WorkerSummary]:
+def _workers(tally: Tally, push_leads: np.ndarray | None) -> Iterator[WorkerSummary]:
     for worker in range(len(tally.iterations)):
         yield WorkerSummary(
             worker=worker,
             layers=tally.layers[worker],
-            start_gap_max_iters=int(tally.start_gap_max[worker]) if push_gaps is not None else None,
-            push_gap_max_iters=int(push_gaps[worker]) if push_gaps is not None else None,
+            start_gap_max_iters=int(tally.start_gap_max[worker]) if push_leads is not None else None,
+            push_gap_max_iters=int(push_leads[worker]) if push_leads is not None else None,
             batch_size=tally.last_batch_size(worker),
             **tally.plan(worker),
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
+
+
+def _deaths(trace: Trace | TraceFile) -> Iterator[Death]:
+    present = set(range(trace.n_workers))
+    for row in np.concatenate(list(trace.slices("membership"))):
+        worker = int(row["worker"])
+        if row["change"] == schema.Change.JOINED:
+            present.add(worker)
+        else:
+            present.discard(worker)
+        if row["change"] == schema.Change.DIED:
+            yield Death(worker=worker, now_s=float(row["now_s"]), left=len(present))
 
 
 # ---- evaluations -----------------------------------------------------------------------------------------------------
@@ -215,9 +248,13 @@ def _head(summary: Summary) -> RenderableType:
     head.add_row("run", Text.assemble((summary.name, "bold"), ", ", status))
     mode = f" ({summary.mode})" if summary.mode else ""
     head.add_row("paradigm", f"{summary.paradigm}{mode}, {servers}{summary.n_workers} workers{_groups(summary)}")
+    if summary.deaths:
+        head.add_row("died", _died(summary.deaths))
     if summary.target:
         reached = "not reached" if summary.time_to_target_s is None else f"after {summary.time_to_target_s:.2f} s"
         head.add_row("target", f"{summary.target} {reached}")
+    if summary.events_missed:
+        head.add_row("events", _missed(summary.events_missed, summary.events))
     head.add_row("time", f"{summary.duration_s:.2f} s (tracing took {_tiny(summary.tracing_overhead_s)})")
     rate = f" ({summary.samples_per_s:,.0f} a second)" if summary.samples_per_s else ""
     head.add_row("work", f"{summary.updates:,} updates, {summary.samples:,} samples{rate}")
@@ -250,6 +287,18 @@ def _head(summary: Summary) -> RenderableType:
     return head
 
 
+def _missed(missed: Sequence[str], n_events: int) -> str:
+    """The events that did not occur, not more than a few of them by name."""
+    named = "; ".join(missed[:EVENTS_NAMED])
+    more = f"; and {len(missed) - EVENTS_NAMED:,} more" if len(missed) > EVENTS_NAMED else ""
+    return f"{len(missed):,} of {n_events:,} did not occur before the run ended: {named}{more}"
+
+
+def _in_words(event: Change) -> str:
+    when = f"{event.at_s:g} s" if event.at_s is not None else f"its iteration {event.at_iteration:,}"
+    return f"worker {event.worker}, {event.change} at {when}"
+
+
 def _groups(summary: Summary) -> str:
     """How many workers train which layers."""
     counts = Counter(worker.layers for worker in summary.workers if worker.layers is not None)
@@ -263,6 +312,12 @@ def _drops(summary: Summary) -> str:
     why = ", ".join(f"{n:,} {name}" for name, n in [*known, ("at the end", at_the_end)] if n)
     share = f" ({_percent(summary.dropped_share)} of all samples)" if why else ""
     return f"{summary.dropped:,} contributions{share}{why and ': '}{why}"
+
+
+def _died(deaths: Sequence[Death]) -> str:
+    shown = [f"worker {death.worker} after {death.now_s:.2f} s ({death.left} left)" for death in deaths[:MANY_DEATHS]]
+    more = [f"and {len(deaths) - MANY_DEATHS} more ({deaths[-1].left} left)"] if len(deaths) > MANY_DEATHS else []
+    return ", ".join(shown + more)
 
 
 def _sizes(sizes: list[int]) -> str:

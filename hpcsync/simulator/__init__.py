@@ -1,1 +1,1 @@
-"""Clusters in virtual time."""
+"""Discrete-event simulation of training runs in virtual time."""

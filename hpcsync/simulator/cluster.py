@@ -1,4 +1,4 @@
-"""The cluster of a job in virtual time: how fast its workers are, and what lies between them and the servers."""
+"""Simulated cluster of a job with servers: device speeds and transfer times."""
 
 from __future__ import annotations
 
@@ -33,7 +33,19 @@ from hpcsync.workloads.registry import Workload
 
 @dataclass(frozen=True)
 class SimulatedCluster:
-    """shard_bytes: of the weights on each server. devices: one for each worker."""
+    """Event loop, devices and transfers of a simulated run with servers.
+
+    Parameters
+    ----------
+    loop
+        Event loop of the run.
+    shard_bytes
+        Size of the weights on each server, in bytes; shape (n_servers,).
+    devices
+        One device per worker.
+    transfers
+        Durations of the transfers between workers and servers.
+    """
 
     loop: Loop
     shard_bytes: Sequence[int]
@@ -42,10 +54,21 @@ class SimulatedCluster:
 
 
 def build(job: Job, workload: Workload) -> SimulatedCluster:
-    """The cluster of this job, at time 0.
+    """Build the cluster of a job at virtual time 0.
 
-    Raises JobError for a job that does not say how long its iterations take, for a trace that does not fit it, and
-    where no time would ever pass.
+    Parameters
+    ----------
+    job
+        Job with servers. Computation times come from ``cluster.times_from`` (a recorded trace) or
+        ``cluster.compute``; transfer times from the trace, ``cluster.network``, or they are zero.
+    workload
+        Workload of the job; only the size of its model is used.
+
+    Raises
+    ------
+    JobError
+        If the job does not define how long iterations take, if the recorded trace does not fit the job, or if
+        virtual time could never advance.
     """
     loop, cluster = Loop(), job.cluster
     roles = Roles(cluster.servers, cluster.workers)
@@ -60,7 +83,7 @@ def build(job: Job, workload: Workload) -> SimulatedCluster:
         return SimulatedCluster(loop, shard_bytes, devices, steps)
     if cluster.compute is None:
         raise JobError(
-            "cluster.compute: missing; a simulation must have it (or --times-from): it says how long iterations take"
+            "cluster.compute: missing; a simulation must have it (or --times-from): it defines how long iterations take"
         )
     devices = [device(job, worker) for worker in range(cluster.workers)]
     idle = [takes_no_time(cluster.compute, worker, cluster.workers) for worker in range(cluster.workers)]
@@ -73,16 +96,33 @@ def build(job: Job, workload: Workload) -> SimulatedCluster:
 
 
 def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[Change]:
-    """What changes the worker's recorded times: what was so already when they were recorded is in them."""
+    """Return the events that change a worker's recorded times.
+
+    Events that were already in force when the times were recorded are contained in them, and are left out.
+    """
     mine = [change for change in job.cluster.events if change.worker == worker]
     return [change for change in mine if change.change in ("leave", "join") or change not in recorded.changes]
 
 
 def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
-    """A worker for which nothing takes any time (idle) would push for ever before any passes, unless others hold it. It
-    has no speed either, by which to give it batches.
+    """Reject jobs in which virtual time would never advance.
 
-    Raises JobError.
+    A worker whose iterations take 0 seconds pushes forever at the same virtual time, unless another worker blocks
+    it. It also has no speed from which its batch size could be computed.
+
+    Parameters
+    ----------
+    job
+        Job to be simulated.
+    key
+        Job key that causes the zero durations, for the error message.
+    idle
+        For each worker, True if nothing in its iterations takes time.
+
+    Raises
+    ------
+    JobError
+        If the paradigm and the stopping rule do not bound the number of events at one virtual time.
     """
     stop, paradigm = job.stop, job.paradigm
     if job.batches.policy != "equal" and any(idle):
@@ -93,14 +133,14 @@ def refuse_standstill(job: Job, key: str, idle: Sequence[bool]) -> None:
     if isinstance(paradigm, AdspOptions) and any(idle):
         raise JobError(
             f'paradigm.name = "adsp": must not be simulated where iterations take 0 seconds, as worker '
-            f"{list(idle).index(True)}'s do by {key}: it is time that ends a worker's local steps"
+            f"{list(idle).index(True)}'s do by {key}: a worker's local steps end after a given time"
         )
     bounded = isinstance(paradigm, BspOptions | AllReduceOptions | LocalSgdOptions | StanzaOptions)
     bounded = bounded or (isinstance(paradigm, SspOptions) and paradigm.staleness != math.inf)
     bounded = bounded or (isinstance(paradigm, DsspOptions) and paradigm.mode == "bounded")
     bounded = bounded or (isinstance(paradigm, EasgdOptions) and paradigm.synchronous)
     bounded = bounded or (isinstance(paradigm, GossipOptions) and paradigm.mode == "permutation")
-    enough = len(idle) if bounded else 1  # idle workers, to go on for ever without the others
+    enough = len(idle) if bounded else 1  # number of zero-time workers that can iterate forever without the others
     if isinstance(paradigm, KSyncOptions | KAsyncOptions):
         enough = paradigm.smallest_k
     if stop.samples is None and stop.updates is None and sum(idle) >= enough:

@@ -1,8 +1,8 @@
-"""Collectives as the messages that they are made of, on links that they share with whatever else is under way.
+"""Collective operations as messages over shared links, and their closed-form durations.
 
-A schedule says for each message which others must have arrived before it begins. Beside it stands what it costs between
-hosts with equal links that nobody else uses: size_bytes, latency_s and bandwidth (bytes per second), in seconds.
-Reducing itself takes no time.
+A schedule lists for each message which earlier ones must have arrived before it starts. The closed forms hold for links
+that nothing else uses; they take sizes in bytes, latencies in seconds and bandwidths in bytes per second, and return
+seconds. The reduction itself takes no time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,17 @@ Then = Callable[..., object]
 
 
 class Message(NamedTuple):
-    """after: indices, all smaller than its own, of the messages that it waits for."""
+    """Message of a schedule.
+
+    Parameters
+    ----------
+    source, target
+        Hosts.
+    size_bytes
+        Size in bytes.
+    after
+        Indices of the messages that must have arrived before this one starts; all smaller than its own index.
+    """
 
     source: int
     target: int
@@ -27,66 +37,88 @@ class Message(NamedTuple):
 
 
 def ring_allreduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-    """Call then(*args) when all these hosts have the sum of what each of them has."""
-    _Exchange(network, ring(hosts, size_bytes), then, args)
+    """Call ``then(*args)`` when all hosts have the sum, by a ring all-reduce."""
+    _Schedule(network, ring(hosts, size_bytes), then, args)
 
 
 def tree_broadcast(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-    """Call then(*args) when all these hosts have what the first of them has."""
-    _Exchange(network, one_at_a_time(_outwards(hosts), size_bytes), then, args)
+    """Call ``then(*args)`` when all hosts have the first host's data, by a binomial tree."""
+    _Schedule(network, one_at_a_time(_broadcast_tree(hosts), size_bytes), then, args)
 
 
 def tree_reduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-    """Call then(*args) when the first of these hosts has the sum of what each of them has."""
-    _Exchange(network, one_at_a_time(_inwards(hosts), size_bytes), then, args)
+    """Call ``then(*args)`` when the first host has the sum, by a binomial tree."""
+    _Schedule(network, one_at_a_time(_reduce_tree(hosts), size_bytes), then, args)
 
 
 def tree_allreduce(network: SharedLinks, hosts: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-    """Call then(*args) when all these hosts have the sum of what each of them has: a reduction, then a broadcast."""
-    _Exchange(network, one_at_a_time(_inwards(hosts) + _outwards(hosts), size_bytes), then, args)
+    """Call ``then(*args)`` when all hosts have the sum, by a tree reduction and a tree broadcast."""
+    _Schedule(network, one_at_a_time(_reduce_tree(hosts) + _broadcast_tree(hosts), size_bytes), then, args)
 
 
 def ring_allreduce_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:
-    """Between hosts that divide the size evenly."""
+    """Return the duration of a ring all-reduce between equal hosts that divide the size evenly, in seconds."""
     return 2 * (n_hosts - 1) * (latency_s + size_bytes / n_hosts / bandwidth)
 
 
 def ring_alone_s(capacity: Sequence[float], size_bytes: int, latency_s: float) -> float:
-    """Between any hosts whose links nobody else uses, seconds. capacity: of each host's link up, and down, in bytes
-    per second."""
+    """Return the duration of a ring all-reduce on links that nothing else uses, in seconds.
+
+    Parameters
+    ----------
+    capacity
+        Capacity of each host's up link and down link in bytes per second, shape (n_hosts,).
+    size_bytes
+        Size of the vector in bytes.
+    latency_s
+        Latency of a message in seconds.
+    """
     p = len(capacity)
-    return _passed_on_s(capacity, np.diff(np.arange(p + 1) * size_bytes // p), 2 * (p - 1), latency_s)
+    return _ring_s(capacity, np.diff(np.arange(p + 1) * size_bytes // p), 2 * (p - 1), latency_s)
 
 
 def ring_allgather_alone_s(capacity: Sequence[float], sizes_bytes: Sequence[int], latency_s: float) -> float:
-    """So, until every host has what each of them has, which is passed on whole. sizes_bytes: of that of each host."""
-    return _passed_on_s(capacity, np.array(sizes_bytes), len(capacity) - 1, latency_s)
+    """Return the duration of a ring all-gather on links that nothing else uses, in seconds.
+
+    Blocks are forwarded whole.
+
+    Parameters
+    ----------
+    capacity
+        Capacity of each host's up link and down link in bytes per second, shape (n_hosts,).
+    sizes_bytes
+        Size of each host's block in bytes, shape (n_hosts,).
+    latency_s
+        Latency of a message in seconds.
+    """
+    return _ring_s(capacity, np.array(sizes_bytes), len(capacity) - 1, latency_s)
 
 
-def _passed_on_s(capacity: Sequence[float], blocks: np.ndarray, n_steps: int, latency_s: float) -> float:
-    """In a ring in which every host begins with the block of its number, bytes, and passes on what it was given."""
+def _ring_s(capacity: Sequence[float], blocks: np.ndarray, n_steps: int, latency_s: float) -> float:
+    """Return the duration of `n_steps` ring steps; host i starts with block i (bytes) and forwards what it receives."""
     p = len(capacity)
     to_next = np.minimum(capacity, np.roll(capacity, -1))
-    hosts, arrived = np.arange(p), np.zeros(p)  # when each host's message of the step before has arrived
+    hosts, arrived = np.arange(p), np.zeros(p)  # arrival time of each host's message of the previous step
     for step in range(n_steps):
         arrived = np.maximum(arrived, np.roll(arrived, 1)) + latency_s + blocks[(hosts - step) % p] / to_next
     return float(arrived.max())
 
 
 def tree_broadcast_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:
-    """A reduction takes as long."""
+    """Return the duration of a tree broadcast between equal hosts in seconds; a tree reduction takes as long."""
     return (n_hosts - 1).bit_length() * (latency_s + size_bytes / bandwidth)
 
 
 def tree_allreduce_s(n_hosts: int, size_bytes: int, latency_s: float, bandwidth: float) -> float:
+    """Return the duration of a tree all-reduce between equal hosts, in seconds."""
     return 2 * tree_broadcast_s(n_hosts, size_bytes, latency_s, bandwidth)
 
 
 def ring(hosts: Sequence[int], size_bytes: int) -> list[Message]:
-    """Every host passes blocks to the next: p - 1 steps to reduce them, p - 1 to gather what has been reduced.
+    """Return the schedule of a ring all-reduce: p - 1 steps of reduce-scatter and p - 1 of all-gather.
 
-    The sizes of the p blocks differ by a byte at most. A host's next step begins when the block that it passes on has
-    arrived, and its last one is out of the way.
+    The sizes of the p blocks differ by at most one byte. A host's next step starts when the block that it forwards has
+    arrived and its previous message has been delivered.
     """
     p = len(hosts)
     blocks = [size_bytes * (block + 1) // p - size_bytes * block // p for block in range(p)]
@@ -100,8 +132,8 @@ def ring(hosts: Sequence[int], size_bytes: int) -> list[Message]:
 
 
 def one_at_a_time(pairs: Sequence[tuple[int, int]], size_bytes: int) -> list[Message]:
-    """From source to target, each as soon as neither is busy with one that comes before it."""
-    latest: dict[int, int] = {}  # of each host
+    """Return a schedule of messages between (source, target) pairs; each waits for its hosts' previous messages."""
+    latest: dict[int, int] = {}  # host -> its last message
     messages = []
     for number, (source, target) in enumerate(pairs):
         after = {latest[host] for host in (source, target) if host in latest}
@@ -110,19 +142,22 @@ def one_at_a_time(pairs: Sequence[tuple[int, int]], size_bytes: int) -> list[Mes
     return messages
 
 
-def _outwards(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """The binomial tree from the first host: in every round, all who have it pass it on to one who has not."""
+def _broadcast_tree(hosts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (source, target) pairs of a binomial broadcast tree rooted at the first host."""
     masks = [1 << bit for bit in reversed(range((len(hosts) - 1).bit_length()))]
     return [(hosts[i], hosts[i + mask]) for mask in masks for i in range(0, len(hosts) - mask, 2 * mask)]
 
 
-def _inwards(hosts: Sequence[int]) -> list[tuple[int, int]]:
-    """The same tree, backwards in time."""
-    return [(target, source) for source, target in reversed(_outwards(hosts))]
+def _reduce_tree(hosts: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the (source, target) pairs of the reduction: the broadcast tree reversed."""
+    return [(target, source) for source, target in reversed(_broadcast_tree(hosts))]
 
 
-class _Exchange:
-    """Messages under way. Calls then(*args) when the last has arrived, through the loop even if there are none."""
+class _Schedule:
+    """Messages in flight.
+
+    Calls ``then(*args)`` when the last message has arrived; through the event loop even if there are none.
+    """
 
     def __init__(self, network: SharedLinks, messages: Sequence[Message], then: Then, args: tuple[Any, ...]) -> None:
         self._network = network
@@ -130,7 +165,7 @@ class _Exchange:
         self._then = then
         self._args = args
         self._missing = [len(message.after) for message in messages]
-        self._waiting: list[list[int]] = [[] for _ in messages]  # who waits for each message
+        self._waiting: list[list[int]] = [[] for _ in messages]  # message -> the messages that wait for it
         self._under_way = len(messages)
         for number, message in enumerate(messages):
             for earlier in message.after:

@@ -1,4 +1,7 @@
-"""How compressed gradients of all workers become their mean, in one process: the numbers of `mpi.compressed_mean`."""
+"""Mean of all workers' compressed gradients in one process.
+
+Computes the numbers of `hpcsync.mpi.collectives.compressed_allreduce`.
+"""
 
 from __future__ import annotations
 
@@ -14,45 +17,66 @@ from hpcsync.training.compressor import Compression, as_array
 
 
 class MeanInOneProcess(Protocol):
-    """What workers remember from one mean to the next is each one's own."""
+    """Mean of compressed vectors; error feedback is kept per worker between calls."""
 
     def form(self, workers: Sequence[int], vectors: Sequence[torch.Tensor]) -> Sequence[int]:
-        """Let the first of these workers' vectors be their mean. The bytes that each of them gives."""
+        """Write the mean of the vectors into the first of them.
+
+        Parameters
+        ----------
+        workers
+            Numbers of the contributing workers.
+        vectors
+            Their vectors, each of shape (size,); the first is overwritten by the mean.
+
+        Returns
+        -------
+        Sequence[int]
+            Bytes that each of these workers contributes.
+        """
 
 
 class PayloadsInOneProcess:
+    """Mean of payloads that are all-gathered."""
+
     def __init__(self, compression: Compression, n_workers: int) -> None:
         self._compression = compression
         self._compressors = [compression.compressor(worker) for worker in range(n_workers)]
 
     def form(self, workers: Sequence[int], vectors: Sequence[torch.Tensor]) -> Sequence[int]:
-        of, whole = zip(workers, vectors, strict=True), [self._compression.whole]
-        payloads = [self._compressors[worker].encode(vector, whole)[0] for worker, vector in of]
+        """Decode all payloads into their mean."""
+        contributions, whole = zip(workers, vectors, strict=True), [self._compression.whole]
+        payloads = [self._compressors[worker].encode(vector, whole)[0] for worker, vector in contributions]
         self._compression.decode_mean(payloads, vectors[0])
         return [payload.nbytes for payload in payloads]
 
 
 class FactorsInOneProcess:
+    """Mean by two all-reduced low-rank factors (PowerSGD)."""
+
     def __init__(self, compression: Compression, n_workers: int) -> None:
         self._codecs = [compression.averager() for _ in range(n_workers)]
         self._n_bytes = compression.nominal_bytes(compression.whole)
 
     def form(self, workers: Sequence[int], vectors: Sequence[torch.Tensor]) -> Sequence[int]:
-        of = [(self._codecs[worker], as_array(vector)) for worker, vector in zip(workers, vectors, strict=True)]
-        left = _mean([codec.left_factors(vector) for codec, vector in of])
-        right = _mean([codec.right_factors(left) for codec, _ in of])
-        for codec, vector in of:
+        """Form the mean from the means of the left and the right factors."""
+        contributions = [
+            (self._codecs[worker], as_array(vector)) for worker, vector in zip(workers, vectors, strict=True)
+        ]
+        left = _mean([codec.left_factors(vector) for codec, vector in contributions])
+        right = _mean([codec.right_factors(left) for codec, _ in contributions])
+        for codec, vector in contributions:
             codec.product(right, vector)
         return [self._n_bytes] * len(workers)
 
 
 def _mean(arrays: Sequence[Array]) -> Array:
-    """Added up in this order."""
+    """Return the mean, summed in this order."""
     return sum(arrays[1:], arrays[0]) / len(arrays)
 
 
 def compressed_mean(job: Job, parameters: Sequence[torch.nn.Parameter]) -> MeanInOneProcess | None:
-    """Of this job's gradients; None where they travel as they are."""
+    """Return the mean of this job's gradients, or None if they are not compressed."""
     if (compression := compressor.of_job(job, parameters)) is None:
         return None
     return (FactorsInOneProcess if compression.averages else PayloadsInOneProcess)(compression, job.cluster.workers)

@@ -1,7 +1,8 @@
-"""Virtual time: actions, each carried out at its time.
+"""Event loop in virtual time.
 
-SimPy is the kernel that others keep; `hpcsync bench events` measures it beside this loop, ARCHITECTURE.md says why it
-is not used: it plans by delays, which miss some times by a rounding, its timeouts have no priorities, and it is slower.
+SimPy is the established kernel for this purpose; `hpcsync bench events` compares it with this loop. It is not used
+here because it schedules by delays, which miss some times by one rounding, because its timeouts have no priorities,
+and because it is slower (see ARCHITECTURE.md).
 """
 
 from __future__ import annotations
@@ -13,10 +14,15 @@ from typing import Any
 
 
 class Loop:
-    """A clock that jumps from action to action.
+    """Event queue with a clock that jumps from event to event.
 
-    now_s: the virtual time. What happens at the same time happens in the order of priorities, the lowest first, and
-    within one in the order in which it was asked for: the same program always gives the same sequence.
+    Events at the same time run in order of priority, lowest first, and at equal priority in the order in which they
+    were scheduled. The same program therefore always produces the same sequence.
+
+    Attributes
+    ----------
+    now_s
+        Current virtual time, in seconds.
     """
 
     def __init__(self) -> None:
@@ -26,26 +32,61 @@ class Loop:
 
     @property
     def n_events(self) -> int:
-        """How many actions have been carried out, with the one that is being carried out."""
+        """Number of events processed, including the one in progress."""
         return self._serial - len(self._due)
 
     def at(self, time_s: float, action: Callable[..., object], *args: Any, priority: int = 0) -> None:
-        """Call action(*args) at time_s. Raises ValueError for a time that is past, or not finite."""
+        """Schedule ``action(*args)`` at an absolute time.
+
+        Parameters
+        ----------
+        time_s
+            Virtual time in seconds.
+        action, *args
+            Callable and its arguments.
+        priority
+            Order among events at the same time; lower runs first.
+
+        Raises
+        ------
+        ValueError
+            If `time_s` is in the past or not finite.
+        """
         if not self.now_s <= time_s < math.inf:
-            raise ValueError(f"it is {self.now_s} s, nothing can be done at {time_s} s")
+            raise ValueError(
+                f"cannot schedule an event at {time_s} s: must be finite and not before now, {self.now_s} s"
+            )
         heappush(self._due, (time_s, priority, self._serial, action, args))
         self._serial += 1
 
     def after(self, delay_s: float, action: Callable[..., object], *args: Any, priority: int = 0) -> None:
-        """Call action(*args) when delay_s have passed. Raises ValueError for less than none, or what is not finite."""
+        """Schedule ``action(*args)`` after a delay.
+
+        Parameters
+        ----------
+        delay_s
+            Delay in seconds.
+        action, *args
+            Callable and its arguments.
+        priority
+            Order among events at the same time; lower runs first.
+
+        Raises
+        ------
+        ValueError
+            If `delay_s` is negative or not finite.
+        """
         time_s = self.now_s + delay_s
         if not (delay_s >= 0.0 and time_s < math.inf):
-            raise ValueError(f"it is {self.now_s} s, nothing can be done {delay_s} s later")
+            raise ValueError(f"cannot schedule an event after {delay_s} s: must be finite and not negative")
         heappush(self._due, (time_s, priority, self._serial, action, args))
         self._serial += 1
 
     def run(self) -> None:
-        """Carry out what is asked for until nothing is left. What an action raises goes through; the rest stays due."""
+        """Process events until the queue is empty.
+
+        An exception raised by an event propagates; the remaining events stay queued.
+        """
         due = self._due
         while due:
             self.now_s, _, _, action, args = heappop(due)

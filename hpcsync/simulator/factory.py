@@ -1,4 +1,4 @@
-"""Which simulation a job without servers is."""
+"""Selection of the simulation of a job without servers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,21 @@ def simulation(
     trace: Recorder,
     watch: Watch = lambda now_s, coordinator: None,
 ) -> PeerSimulation:
-    """The simulation of this job, which has no servers."""
+    """Create the simulation of a job without servers.
+
+    Parameters
+    ----------
+    job
+        Job without servers.
+    workload
+        Its workload.
+    workers
+        Devices and links, from `peer_transfers.build`.
+    trace
+        Receiver of the trace rows.
+    watch
+        Called with the virtual time in seconds and the coordinator after every iteration.
+    """
     kind: type[PeerSimulation]
     match job.paradigm:
         case AllReduceOptions():

@@ -1,4 +1,4 @@
-"""Workers without servers that exchange with one other when it suits them, in virtual time: pulls and pushes."""
+"""Asynchronous gossip in virtual time: pull and push."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.workloads.registry import Workload
 
 
-class _Free(WithReplicas):
-    """Gossip without waiting. A worker ends with the iteration at whose end the coordinator wants it to."""
+class _AsynchronousPeers(WithReplicas):
+    """Gossip without blocking; a worker ends after the iteration in which the coordinator asks it to."""
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
@@ -28,17 +28,17 @@ class _Free(WithReplicas):
         return self.coordinator.stopping
 
 
-class PullSimulation(_Free):
-    """A worker shows its weights after every step, and asks another for those that it showed last."""
+class PullSimulation(_AsynchronousPeers):
+    """Pull gossip: a worker publishes its weights after every step and reads another worker's published replica."""
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
-        start = self._replicas.shown(0)
-        self._published = [start] * len(self._workers)  # replaced, never changed
+        start = self._replicas.snapshot(0)
+        self._published = [start] * len(self._workers)  # replaced, never modified
 
     def _learn(self, worker: int, lr: float) -> float:
         loss = super()._learn(worker, lr)
-        self._published[worker] = self._replicas.shown(worker)
+        self._published[worker] = self._replicas.snapshot(worker)
         return loss
 
     def _exchange(self, worker: int) -> None:
@@ -46,40 +46,40 @@ class PullSimulation(_Free):
         if peer == worker:
             self._ended(worker, peer=worker)
         else:
-            self._links.message(self._asked, worker, peer)
+            self._links.message(self._request_arrived, worker, peer)
 
-    def _asked(self, worker: int, peer: int) -> None:
-        self._links.send(peer, worker, self._answered, worker, peer, self._published[peer])
+    def _request_arrived(self, worker: int, peer: int) -> None:
+        self._links.send(peer, worker, self._response_arrived, worker, peer, self._published[peer])
 
-    def _answered(self, worker: int, peer: int, model: Model) -> None:
+    def _response_arrived(self, worker: int, peer: int, model: Model) -> None:
         self._replicas.mix(worker, model)
         self._ended(worker, peer=peer, wire_bytes=self._links.size_bytes, n_received=1)
 
 
-class PushSimulation(_Free):
-    """A worker gives to another, and when that is acknowledged it takes in what has come for itself.
+class PushSimulation(_AsynchronousPeers):
+    """Push gossip: a worker sends its weights and, once they are acknowledged, absorbs its inbox.
 
-    If it may not give it is as if it had drawn itself.
+    A worker that must not send behaves as if it had drawn itself.
     """
 
     def _exchange(self, worker: int) -> None:
         peer = self._drawn(worker)
         if peer == worker:
-            self._take_in(worker, peer)
+            self._absorb(worker, peer)
         else:
             self._links.send(worker, peer, self._arrived, worker, peer, self._replicas.push(worker))
 
-    def _arrived(self, worker: int, peer: int, parcel: SentModel) -> None:
-        self._replicas.arrive(peer, parcel)
-        self._links.message(self._take_in, worker, peer)
+    def _arrived(self, worker: int, peer: int, sent: SentModel) -> None:
+        self._replicas.arrive(peer, sent)
+        self._links.message(self._absorb, worker, peer)
 
-    def _take_in(self, worker: int, peer: int) -> None:
+    def _absorb(self, worker: int, peer: int) -> None:
         n_received = self._replicas.absorb(worker, drew_itself=peer == worker)
         moved = 0 if peer == worker else self._links.size_bytes
         self._ended(worker, peer=peer, wire_bytes=moved, n_received=n_received)
 
-    def _take_in_the_rest(self, now_s: float) -> None:
-        """What came for workers after their last round. Nobody leaves before what it gave away has arrived."""
+    def _absorb_remaining(self, now_s: float) -> None:
+        """Absorb the models that arrived after the last rounds; workers leave only after their own sends arrived."""
         for worker, state in enumerate(self._workers):
             if n_received := self._replicas.absorb(worker, drew_itself=False):
                 rest = intake_info(worker, state.iteration, now_s, n_received, self._weight(worker))

@@ -1,4 +1,4 @@
-"""The gradients of all workers, computed in one process."""
+"""Gradients of all workers, computed in one process."""
 
 from __future__ import annotations
 
@@ -19,11 +19,22 @@ from hpcsync.workloads.registry import Workload
 
 
 class Work(NamedTuple):
-    """What to compute a gradient from.
+    """Samples from which a gradient is computed.
 
-    first_sample, n_samples: of the run's sequence of samples; -1 for the next batch in the order of batches that are
-    alike. share: of its samples, which is done in `n_pieces` pieces. n_steps: the worker's own, which n_samples are for
-    together. ratio: of the contribution's elements that is sent.
+    Parameters
+    ----------
+    first_sample
+        Index of the first sample in the run's sequence; -1 takes the next batch of the worker's sampler.
+    n_samples
+        Number of samples of all steps together.
+    n_pieces
+        Number of micro-batches.
+    share
+        Share of the samples that is computed; below 1 if the work was cancelled.
+    n_steps
+        Number of local steps.
+    ratio
+        Share of the contribution's elements that is sent; NaN for the codec's own.
     """
 
     first_sample: int = -1
@@ -34,7 +45,7 @@ class Work(NamedTuple):
     ratio: float = math.nan
 
     def of_step(self, step: int) -> Work:
-        """What one of its steps computes, from 0 on."""
+        """Return the work of one local step, counted from 0."""
         n_samples = self.n_samples // self.n_steps
         return Work(-1 if self.first_sample < 0 else self.first_sample + step * n_samples, n_samples)
 
@@ -43,7 +54,13 @@ NEXT = Work()
 
 
 class Gradients:
-    """One model that stands for every worker's, in turn. flat: of the workload's own model."""
+    """Gradients of all workers, computed in turn on one model.
+
+    Attributes
+    ----------
+    flat
+        Flat view of the workload's model; `compute` writes the gradient into its gradient buffer.
+    """
 
     def __init__(self, job: Job, workload: Workload) -> None:
         assert workload.train is not None
@@ -51,14 +68,29 @@ class Gradients:
         self.flat = FlatModel(workload.model)
         self._dataset, self._seed = workload.train, job.seed
         self._replica = Replica(self.flat, workload.loss)
-        self._own = [Own(workload.model, job.seed, worker) for worker in range(n_workers)]
-        self._batches = [own_batches(job, workload, worker) for worker in range(n_workers)]
+        self._contexts = [WorkerContext(workload.model, job.seed, worker) for worker in range(n_workers)]
+        self._batches = [worker_batches(job, workload, worker) for worker in range(n_workers)]
 
     def compute(self, worker: int, weights: torch.Tensor, work: Work = NEXT) -> float:
-        """The gradient of the worker's next batch at these weights, into the flat gradient; its mean loss."""
+        """Compute a worker's gradient into the flat gradient buffer.
+
+        Parameters
+        ----------
+        worker
+            Number of the worker.
+        weights
+            Flat weights, shape (size,).
+        work
+            Samples to use; the worker's next batch by default.
+
+        Returns
+        -------
+        float
+            Mean loss of the samples.
+        """
         self.flat.weights.copy_(weights)
         share = work.share
-        with self._own[worker].in_use():  # a data set may draw too
+        with self._contexts[worker].in_use():  # data sets may draw random numbers too
             return self._replica.compute_in_pieces(self._take(worker, work), work.n_pieces, lambda done: done >= share)
 
     def _take(self, worker: int, work: Work) -> Any:
@@ -68,21 +100,21 @@ class Gradients:
         return fetch(self._dataset, sequence_indices(self._seed, work.first_sample, work.n_samples, size=size))
 
     def finish(self, weights: torch.Tensor) -> None:
-        """Leave these weights in the workload's model. Running statistics end as worker 0's, as on real ranks."""
+        """Write these weights into the workload's model; running statistics are worker 0's, as on real ranks."""
         self.flat.weights.copy_(weights)
-        self._own[0].leave()
+        self._contexts[0].leave()
 
 
-def own_batches(job: Job, workload: Workload, worker: int) -> Iterator[Any]:
-    """Those of one of the workers that take batches: one after the other, without end."""
+def worker_batches(job: Job, workload: Workload, worker: int) -> Iterator[Any]:
+    """Yield a worker's batches without end, for workers that have samples of their own."""
     assert not isinstance(job.workload, Script) and workload.train is not None
     takers, size, epochs = job.takers, job.workload.batch_size, range(sys.maxsize)
     number = takers.index(worker)
     return batches(workload.train, job.seed, number, n_workers=len(takers), batch_size=size, epochs=epochs)
 
 
-class Own:
-    """What a worker has for itself where one model stands for every worker's: generator and running statistics."""
+class WorkerContext:
+    """Random generator and running statistics of one worker, where one model serves all workers."""
 
     def __init__(self, model: nn.Module, seed: int, worker: int) -> None:
         self._model = model
@@ -92,18 +124,22 @@ class Own:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """The model is this worker's: its own tensors are the model's buffers, not copies of them, which would change
-        under a backward pass that another worker has yet to make."""
+        """Install the worker's generator and running statistics.
+
+        The worker's own tensors become the model's buffers. Copies into shared buffers would modify tensors that
+        another worker's pending backward pass needs.
+        """
         torch.set_rng_state(self._generator)
         others = _buffers(self._model)
         _put(self._statistics, self._model)
         yield
-        self._statistics = _buffers(self._model)  # a forward pass may put new tensors in their places
+        self._statistics = _buffers(self._model)  # a forward pass may replace the tensors
+
         _put(others, self._model)
         self._generator = torch.get_rng_state()
 
     def leave(self) -> None:
-        """Leave the worker's running statistics in the model."""
+        """Copy the worker's running statistics into the model."""
         for name, buffer in _buffers(self._model).items():
             buffer.copy_(self._statistics[name])
 

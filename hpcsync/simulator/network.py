@@ -1,11 +1,11 @@
-"""Hosts around an ideal switch: how long transfers take that share links.
+"""Transfer times between hosts around an ideal switch, with max-min fair sharing of links.
 
-Every host has an up link and a down link. A transfer uses its source's up link and its target's down link and nothing
-else. Transfers share links max-min fairly: nobody can get more but at the expense of somebody who has no more. Their
-rates change only when a transfer begins or ends, and what happens at the same instant changes them once.
+Every host has one up link and one down link. A transfer uses the up link of its source and the down link of its target,
+and nothing else. Rates are max-min fair: no transfer can get a higher rate except at the expense of one whose rate is
+not higher. Rates change only when a transfer begins or ends, and all changes at one instant are applied together.
 
-Most transfers meet nobody. Such a flow has its links for itself, its end is known when it begins, and it costs one
-event; only when another flow comes to one of its links does it join those whose rates are computed together.
+Most transfers share neither link. The end of such a flow is known when it begins, and it costs one event. Only when
+another flow uses one of its links does it join the set of flows whose rates are computed together.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ import numpy as np
 
 from hpcsync.simulator.event_loop import Loop
 
-SETTLE = 1  # priority in the loop: after everything that happens at the same time
-LEFT, SINCE, RATE, END = range(4)  # rows of what is known of the flows
+SETTLE = 1  # event priority: after everything else at the same time
+LEFT, SINCE, RATE, END = range(4)  # rows of SharedLinks._state
 
 
 class _Flow:
-    """A transfer whose bytes flow. state: while it is alone, what `SharedLinks._state` holds of the others."""
+    """Transfer whose bytes are flowing.
+
+    While the flow shares no link, `state` holds what `SharedLinks._state` holds for the other flows.
+    """
 
     __slots__ = ("args", "links", "number", "state", "then")
 
@@ -36,13 +39,28 @@ class _Flow:
 
 
 class SharedLinks:
-    """up, down: bytes per second of each host's links, finite or not; latency_s: of every transfer."""
+    """Up and down links of hosts around an ideal switch.
+
+    Parameters
+    ----------
+    loop
+        Event loop.
+    up, down
+        Capacity of each host's links in bytes per second, shape (n_hosts,); may be infinite.
+    latency_s
+        Latency of every transfer, in seconds.
+
+    Raises
+    ------
+    ValueError
+        If a capacity is not positive, or the latency is negative or not finite.
+    """
 
     def __init__(self, loop: Loop, up: Sequence[float], down: Sequence[float], latency_s: float) -> None:
         if len(up) != len(down) or not all(capacity > 0.0 for capacity in (*up, *down)):
-            raise ValueError("every host needs an up link and a down link with capacities above 0")
+            raise ValueError("up, down: must have one capacity above 0 for each host")
         if not 0.0 <= latency_s < math.inf:
-            raise ValueError(f"there is no latency of {latency_s} s")
+            raise ValueError(f"latency_s = {latency_s}: must be finite and not negative")
         self.loop = loop
         self.n_hosts = len(up)
         self._latency_s = latency_s
@@ -50,13 +68,13 @@ class SharedLinks:
         self._capacity = np.array([*up, *down], np.float64)
         self._capacities: list[float] = self._capacity.tolist()
         self._users = [0] * len(self._capacities)  # flows on each link
-        self._alone: dict[int, _Flow] = {}  # link -> the flow that has both of its links for itself
-        # Of the other flows, without gaps: bytes left at a time, that time, the rate since then, and when it will end.
+        self._alone: dict[int, _Flow] = {}  # link -> the flow that shares neither of its links
+        # The other flows, contiguous: bytes left at a time, that time, the rate since then, and the end time.
         self._flows: list[_Flow] = []
         self._state = np.empty((4, 16))
         self._links = np.empty((2, 16), np.intp)
         self._begun = 0
-        self._unfair = False  # flows have begun or ended on links that others use: rates are to be computed
+        self._rates_stale = False  # flows began or ended on shared links: rates must be recomputed
         self._settling = False
         self._next_end_s = math.inf
 
@@ -69,15 +87,31 @@ class SharedLinks:
         *args: Any,
         latency_s: float | None = None,
     ) -> None:
-        """Call then(*args) when the last byte has arrived: the first begins to flow after the latency.
+        """Send bytes between two hosts and call ``then(*args)`` when the last byte arrives.
 
-        What has no size, or only links of infinite capacity, takes the latency and nobody's share. latency_s: of this
-        transfer, where it is another one.
+        The first byte flows after the latency. A transfer of 0 bytes, or over two links of infinite capacity, takes the
+        latency alone and no share of a link.
+
+        Parameters
+        ----------
+        source, target
+            Indices of two different hosts.
+        size_bytes
+            Number of bytes.
+        then, *args
+            Callback and its arguments.
+        latency_s
+            Latency of this transfer in seconds; that of the network by default.
+
+        Raises
+        ------
+        ValueError
+            If the hosts or the size are invalid.
         """
         if source == target or not (0 <= source < self.n_hosts and 0 <= target < self.n_hosts):
-            raise ValueError(f"there is no way from host {source} to host {target} of {self.n_hosts}")
+            raise ValueError(f"source = {source}, target = {target}: must be two different hosts below {self.n_hosts}")
         if not 0.0 <= size_bytes < math.inf:
-            raise ValueError(f"{size_bytes} bytes cannot be sent")
+            raise ValueError(f"size_bytes = {size_bytes}: must be finite and not negative")
         if latency_s is None:
             latency_s = self._latency_s
         up, down = source, self.n_hosts + target
@@ -89,8 +123,8 @@ class SharedLinks:
     def _begin(self, up: int, down: int, size_bytes: float, then: Callable[..., object], args: tuple[Any, ...]) -> None:
         flow = _Flow(self._begun, (up, down), then, args)
         self._begun += 1
-        met = {self._alone[link] for link in flow.links if link in self._alone}
-        for other in sorted(met, key=lambda flow: flow.number):
+        sharing = {self._alone[link] for link in flow.links if link in self._alone}
+        for other in sorted(sharing, key=lambda flow: flow.number):
             self._join(other, *other.state)
         now_s, users = self.loop.now_s, self._users
         users[up] += 1
@@ -105,14 +139,14 @@ class SharedLinks:
             self._join(flow, size_bytes, now_s, 0.0, math.inf)
 
     def _end_alone(self, flow: _Flow) -> None:
-        if self._alone.get(flow.links[0]) is flow:  # else it has joined others
+        if self._alone.get(flow.links[0]) is flow:  # otherwise it shares links now
             for link in flow.links:
                 del self._alone[link]
                 self._users[link] -= 1
             flow.then(*flow.args)
 
     def _join(self, flow: _Flow, *state: float) -> None:
-        """Among the flows whose rates are computed together."""
+        """Add a flow to those whose rates are computed together."""
         n = len(self._flows)
         if n == self._state.shape[1]:
             self._state = np.concatenate((self._state, self._state), axis=1)
@@ -122,14 +156,14 @@ class SharedLinks:
         self._flows.append(flow)
         self._state[:, n] = state
         self._links[:, n] = flow.links
-        self._unfair = True
+        self._rates_stale = True
         self._settle_soon()
 
     def _end(self) -> None:
-        """The flows whose time has come have arrived."""
+        """Complete the flows that end now."""
         now_s = self.loop.now_s
         if now_s != self._next_end_s:
-            return  # rates have changed since this was planned
+            return  # rates have changed since this event was scheduled
         self._next_end_s = math.inf
         ended = np.flatnonzero(self._state[END, : len(self._flows)] <= now_s).tolist()
         for flow in sorted((self._remove(at) for at in reversed(ended)), key=lambda flow: flow.number):
@@ -137,7 +171,7 @@ class SharedLinks:
         self._settle_soon()
 
     def _remove(self, at: int) -> _Flow:
-        """The last one takes its place."""
+        """Remove a flow; the last one takes its index."""
         removed, last = self._flows[at], self._flows.pop()
         if removed is not last:
             self._flows[at] = last
@@ -145,7 +179,7 @@ class SharedLinks:
             self._links[:, at] = self._links[:, len(self._flows)]
         for link in removed.links:
             self._users[link] -= 1
-            self._unfair = self._unfair or self._users[link] > 0
+            self._rates_stale = self._rates_stale or self._users[link] > 0
         return removed
 
     def _settle_soon(self) -> None:
@@ -154,11 +188,11 @@ class SharedLinks:
             self.loop.at(self.loop.now_s, self._settle, priority=SETTLE)
 
     def _settle(self) -> None:
-        """Everything that begins or ends now has done so: what follows from it?"""
+        """Recompute rates and the next end, after everything else that begins or ends at this instant."""
         self._settling = False
         n = len(self._flows)
-        if self._unfair:
-            self._unfair = False
+        if self._rates_stale:
+            self._rates_stale = False
             self._change_rates(fair_rates(self._capacity, self._links[:, :n]))
         next_end_s = float(self._state[END, :n].min()) if n else math.inf
         if next_end_s != self._next_end_s:
@@ -167,25 +201,42 @@ class SharedLinks:
                 self.loop.at(next_end_s, self._end)
 
     def _change_rates(self, rates: np.ndarray) -> None:
-        """Flows whose rate stays keep their end, bit by bit. An end decides that a flow is over, not the bytes left."""
+        """Apply new rates.
+
+        Flows whose rate is unchanged keep their end bit for bit. A flow is over at its end time, not when its bytes
+        left reach 0.
+        """
         now_s = self.loop.now_s
         left, since_s, rate, end_s = self._state[:, : len(rates)]
         changed = rates != rate
         np.subtract(left, rate * (now_s - since_s), out=left, where=changed)
-        np.maximum(left, 0.0, out=left)  # it may be below by a rounding just before the end
+        np.maximum(left, 0.0, out=left)  # rounding may make it negative just before the end
         np.copyto(since_s, now_s, where=changed)
         np.copyto(end_s, now_s + left / rates, where=changed)
         rate[:] = rates
 
 
 def fair_rates(capacity: np.ndarray, links: np.ndarray) -> np.ndarray:
-    """The max-min fair rate of each flow, in bytes per second, shape (n,).
+    """Compute max-min fair rates.
 
-    capacity: of each link, shape (n_links,). links: the two links of each flow, shape (2, n), one of them finite.
+    Parameters
+    ----------
+    capacity
+        Capacity of each link in bytes per second, shape (n_links,).
+    links
+        The two links of each flow, shape (2, n_flows); at least one of them is finite.
 
-    A link offers its flows equal parts of what it has. Where that is for none of them more than what their other link
-    offers, it is what they get: other links can only offer more once flows that get less are out of their way. There is
-    always such a link, mostly there are many, and all of them are settled at once.
+    Returns
+    -------
+    np.ndarray
+        Rate of each flow in bytes per second, shape (n_flows,).
+
+    Notes
+    -----
+    Progressive filling. A link offers equal parts of its free capacity to its flows. If for none of its flows this is
+    more than the offer of the flow's other link, the link is a bottleneck and its flows get this rate: the offers of
+    other links can only grow once slower flows are removed. Such a link always exists, usually many do, and all of
+    them are settled in one pass.
     """
     rates = np.empty(links.shape[1])
     open_flows = np.arange(links.shape[1])
@@ -194,12 +245,12 @@ def fair_rates(capacity: np.ndarray, links: np.ndarray) -> np.ndarray:
     while True:
         offers = (free / np.maximum(users, 1))[links]
         rate = np.minimum(offers[0], offers[1])
-        narrow = np.bincount(links.ravel(), weights=(offers == rate).ravel(), minlength=len(free)) == users
-        settled = narrow[links[0]] | narrow[links[1]]
+        bottleneck = np.bincount(links.ravel(), weights=(offers == rate).ravel(), minlength=len(free)) == users
+        settled = bottleneck[links[0]] | bottleneck[links[1]]
         rates[open_flows] = rate
         if settled.all():
             return rates
-        # Added in order of size, the same rates have the same sum on every link, whatever the order of the flows.
+        # Summed in order of size, equal rates have equal sums on every link, independent of the order of the flows.
         chosen = np.flatnonzero(settled)
         chosen = chosen[np.argsort(rate[chosen])]
         taken = links[:, chosen].ravel()

@@ -1,8 +1,8 @@
-"""A run without servers in virtual time: workers with weights of their own, and what they exchange with each other.
+"""Simulated run without servers: workers with weights of their own, and their exchanges.
 
-A worker is a chain of events: it computes, exchanges if it is time to, reports, and goes on. Who exchanges with whom
-follows from the seed, what is computed is in `peer_arithmetic`, and the bookkeeping is the same `PeerCoordinator` that
-real ranks have. It hears of everything at once.
+A worker is a chain of events: it computes, exchanges if an exchange is due, sends its step info and continues. The seed
+determines which workers exchange with each other; `peer_numerics` computes the weights; records and the stopping rule
+are in the same `PeerCoordinator` that real ranks use, which receives all information without delay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_coordinator import PeerCoordinator, StepInfo
-from hpcsync.simulator.peer_numerics import Judged, apart
+from hpcsync.simulator.peer_numerics import Evaluable, replica_numerics
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.trace.schema import NO_PEER
 from hpcsync.training.lr_schedule import EvaluationSchedule, worker_rate
@@ -25,7 +25,7 @@ Watch = Callable[[float, PeerCoordinator], None]
 
 
 class _PeerWorker:
-    """Where a worker is in its chain. iteration: that it computes, or has computed last."""
+    """State of a worker's event chain; `iteration` is the one in progress, or the last one computed."""
 
     __slots__ = ("begin_s", "device", "end_s", "has_left", "iteration", "loss")
 
@@ -39,10 +39,26 @@ class _PeerWorker:
 
 
 class PeerSimulation(ABC):
-    """One run of a job.
+    """Simulation of one run of a job without servers.
 
-    watch: called after every iteration, for whoever wants to show how far the run is, or to end it by raising.
-    attributes: that a trace is to have besides those of every run.
+    Parameters
+    ----------
+    job
+        Job without servers.
+    workload
+        Its workload.
+    workers
+        Event loop, devices and links.
+    trace
+        Receiver of the trace rows.
+    watch
+        Called with the virtual time in seconds and the coordinator after every iteration, to show progress or to end
+        the run by raising.
+
+    Attributes
+    ----------
+    attributes
+        Attributes of the trace in addition to those of every run.
     """
 
     attributes: Mapping[str, int] = {}
@@ -68,50 +84,50 @@ class PeerSimulation(ABC):
         self._period = 1
 
     def run(self) -> None:
-        """Until every worker has left; the final weights are then in the workload's model, and evaluated."""
+        """Run until every worker has left; then write the final weights into the workload's model and evaluate them."""
         for worker in range(len(self._workers)):
             self._loop.after(0.0, self._begin, worker)
         if self._job.stop.seconds is not None:
-            self._loop.at(self._job.stop.seconds, self._time_is_up)
+            self._loop.at(self._job.stop.seconds, self._time_limit_reached)
         self._loop.run()
         coordinator = self.coordinator
         if coordinator.active:
-            raise RuntimeError(f"workers {sorted(coordinator.active)} wait for ever: nothing can happen any more")
-        self._take_in_the_rest(coordinator.updated_s)
-        self._numbers.finish()
+            raise RuntimeError(f"workers {sorted(coordinator.active)} are blocked forever: no events are left")
+        self._absorb_remaining(coordinator.updated_s)
+        self._numerics.finish()
         if self._evaluated:
             self._evaluate(coordinator.updated_s)
 
-    # ---- what the paradigm says ----
+    # ---- defined by the paradigm ----
 
     @property
     @abstractmethod
-    def _numbers(self) -> Judged:
-        """The arithmetic."""
+    def _numerics(self) -> Evaluable:
+        """Numerics of the run."""
 
     @abstractmethod
     def _learn(self, worker: int, lr: float) -> float:
-        """The worker's computation, over now; its mean loss."""
+        """Carry out the worker's computation that ends now; return its mean loss."""
 
     @abstractmethod
     def _exchange(self, worker: int) -> None:
-        """The worker has computed and is to exchange now: it reports, and goes on, when that is over."""
+        """Begin the worker's exchange after its computation; the worker then sends its step info and continues."""
 
     @abstractmethod
     def _enough(self, worker: int) -> bool:
-        """Whether the worker's iteration, which it has reported, is its last."""
+        """Return True if the iteration that the worker has just finished is its last."""
 
     def _n_samples(self, worker: int) -> int:
-        """Of the worker's iteration."""
+        """Return the number of samples of the worker's iteration."""
         return self._batch_size
 
-    def _gone(self, worker: int) -> None:  # noqa: B027
-        """The worker computes no more."""
+    def _worker_left(self, worker: int) -> None:  # noqa: B027
+        """Handle a worker that computes no more."""
 
-    def _take_in_the_rest(self, now_s: float) -> None:  # noqa: B027
-        """All have left, the last of them now, and nothing is under way any more."""
+    def _absorb_remaining(self, now_s: float) -> None:  # noqa: B027
+        """Absorb received models after all workers have left and nothing is in transit."""
 
-    # ---- a worker's chain ----
+    # ---- event chain of a worker ----
 
     def _begin(self, worker: int) -> None:
         now_s, state = self._loop.now_s, self._workers[worker]
@@ -134,15 +150,15 @@ class PeerSimulation(ABC):
             self._ended(worker)
 
     def _ended(self, worker: int, *, peer: int = NO_PEER, wire_bytes: int = 0, n_received: int = 0) -> None:
-        """The worker's iteration is over, and it goes on."""
+        """End the worker's iteration and continue."""
         self._report(worker, peer, wire_bytes, n_received, self._workers[worker].end_s)
         self._evaluate_if_due()
-        self._go_on(worker)
+        self._continue(worker)
 
     def _report(self, worker: int, peer: int, wire_bytes: int, n_received: int, waited_until_s: float) -> StepInfo:
         now_s, state = self._loop.now_s, self._workers[worker]
         computed_s, waited_s = self._spent(worker)
-        report = StepInfo(
+        step_info = StepInfo(
             worker=worker,
             iteration=state.iteration,
             peer=peer,
@@ -157,19 +173,19 @@ class PeerSimulation(ABC):
             n_received=n_received,
             weight=self._weight(worker),
         )
-        self.coordinator.exchanged(now_s, report)
+        self.coordinator.exchanged(now_s, step_info)
         self._watch(now_s, self.coordinator)
-        return report
+        return step_info
 
     def _spent(self, worker: int) -> tuple[float, float]:
-        """Seconds that the worker has computed in its iteration, and that it has waited before the end of that."""
+        """Return the worker's computation time and waiting time in its iteration before `end_s`, in seconds."""
         state = self._workers[worker]
         return state.end_s - state.begin_s, 0.0
 
     def _weight(self, worker: int) -> float:
         return 1.0
 
-    def _go_on(self, worker: int) -> None:
+    def _continue(self, worker: int) -> None:
         if self._enough(worker):
             self._leave(worker)
         else:
@@ -179,7 +195,7 @@ class PeerSimulation(ABC):
         self._workers[worker].has_left = True
         self.coordinator.left(self._loop.now_s, worker)
         self._evaluate_if_due()
-        self._gone(worker)
+        self._worker_left(worker)
 
     # ---- the run ----
 
@@ -189,24 +205,24 @@ class PeerSimulation(ABC):
             self._evaluate(self._loop.now_s)
 
     def _evaluate(self, now_s: float) -> None:
-        """In no time."""
+        """Evaluate in zero virtual time."""
         coordinator = self.coordinator
-        judged = self._numbers.evaluate()
-        coordinator.evaluated(now_s, coordinator.version, coordinator.samples, *judged)
+        evaluation = self._numerics.evaluate()
+        coordinator.evaluated(now_s, coordinator.version, coordinator.samples, *evaluation)
 
-    def _time_is_up(self) -> None:
+    def _time_limit_reached(self) -> None:
         self.coordinator.passed(self._loop.now_s)
 
 
 class WithReplicas(PeerSimulation):
-    """Every worker has weights of its own."""
+    """Simulation in which every worker has weights of its own."""
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
-        self._replicas = apart(job, workload)
+        self._replicas = replica_numerics(job, workload)
 
     @property
-    def _numbers(self) -> Judged:
+    def _numerics(self) -> Evaluable:
         return self._replicas
 
     def _learn(self, worker: int, lr: float) -> float:

@@ -1,4 +1,4 @@
-"""What lies between the workers of a job without servers: a message, a replica on its way, an all-reduce."""
+"""Links between the workers of a job without servers: messages, replicas and all-reduces."""
 
 from __future__ import annotations
 
@@ -25,9 +25,18 @@ Then = Callable[..., object]
 
 
 class Links:
-    """Each call says what happens, then(*args), when it is over. Without a network that is at once.
+    """Transfers between workers; each calls ``then(*args)`` when it is over, at once if there is no network.
 
-    size_bytes: of a replica, and of a gradient.
+    Parameters
+    ----------
+    loop
+        Event loop.
+    table
+        Network of the job, or None.
+    n_workers
+        Number of workers.
+    size_bytes
+        Size of a replica, and of a gradient, in bytes.
     """
 
     def __init__(self, loop: Loop, table: NetworkTable | None, n_workers: int, size_bytes: int) -> None:
@@ -41,60 +50,72 @@ class Links:
             rates = self._rates = table.rates(0, n_workers)
             self._latency_s = 1e-6 * table.latency_us
             self._network = SharedLinks(loop, rates, rates, self._latency_s)
-        # Nothing else is under way during an all-reduce of all, so that one takes as long as another.
+        # Nothing else is in transit during an all-reduce of all workers, so equal ones take equally long.
         self._ring_s = cache(lambda n: ring_alone_s(self._rates, n, self._latency_s) if self._rates else 0.0)
 
     def message(self, then: Then, *args: Any) -> None:
-        """A request, or an acknowledgement."""
+        """Send a request or an acknowledgement."""
         self._loop.after(self._latency_s, then, *args)
 
     def send(self, source: int, target: int, then: Then, *args: Any) -> None:
-        """A replica goes from one worker to another."""
+        """Send a replica from one worker to another."""
         if self._network is None:
             self._loop.after(0.0, then, *args)
         else:
             self._network.send(source, target, self.size_bytes, then, *args)
 
     def in_order(self, source: int, target: int) -> InOrder:
-        """A way from one worker to another."""
+        """Return a channel from one worker to another."""
         return InOrder(self._loop, self._network, self._latency_s, source, target)
 
     def all_reduce_among(self, workers: Sequence[int], size_bytes: int, then: Then, *args: Any) -> None:
-        """These workers sum so many bytes, in a ring, beside whatever else is under way."""
+        """Sum `size_bytes` among these workers in a ring, on links shared with other transfers."""
         if self._network is None:
             self._loop.after(0.0, then, *args)
         else:
             ring_allreduce(self._network, workers, size_bytes, then, *args)
 
     def all_reduce(self, then: Then, *args: Any) -> None:
-        """All workers sum what each of them has, in a ring; those that have left pass on what others have."""
+        """Sum one vector among all workers in a ring; workers that have left forward the others' data."""
         self._loop.after(self._ring_s(self.size_bytes), then, *args)
 
     def all_reduce_twice(self, size_bytes: int, then: Then, *args: Any) -> None:
-        """Two sums, one after the other, of so many bytes together."""
+        """Form two sums one after the other, of `size_bytes` in total."""
         half = size_bytes // 2
         self._loop.after(self._ring_s(half) + self._ring_s(size_bytes - half), then, *args)
 
     def all_gather(self, sizes_bytes: Sequence[int], then: Then, *args: Any) -> None:
-        """Every worker is given what each of them has, so many bytes, in a ring."""
+        """Gather every worker's block at all workers in a ring.
+
+        Parameters
+        ----------
+        sizes_bytes
+            Size of each worker's block in bytes, shape (n_workers,).
+        then, *args
+            Callback and its arguments.
+        """
         gather_s = ring_allgather_alone_s(self._rates, sizes_bytes, self._latency_s) if self._rates else 0.0
         self._loop.after(gather_s, then, *args)
 
     @property
     def all_reduce_bytes(self) -> int:
-        """That each worker sends."""
+        """Bytes that each worker sends in an all-reduce."""
         return ring_bytes(self.size_bytes, self._n_workers)
 
 
 class InOrder:
-    """Messages from one worker to another: each waits for its own latency, but for the bytes of those before it."""
+    """Channel from one worker to another that delivers messages in order.
+
+    Every message waits for its own latency, but its bytes only start to flow after those of earlier messages.
+    """
 
     def __init__(self, loop: Loop, network: SharedLinks | None, latency_s: float, source: int, target: int) -> None:
         self._loop, self._network, self._latency_s = loop, network, latency_s
         self._ends = source, target
-        self._waiting: deque[tuple[int, Then, tuple[Any, ...]]] = deque()  # the first one flows
+        self._waiting: deque[tuple[int, Then, tuple[Any, ...]]] = deque()  # the first one is flowing
 
     def send(self, size_bytes: int, then: Then, *args: Any) -> None:
+        """Send `size_bytes` and call ``then(*args)`` on arrival."""
         self._loop.after(self._latency_s, self._follow, size_bytes, then, args)
 
     def _follow(self, size_bytes: int, then: Then, args: tuple[Any, ...]) -> None:
@@ -117,7 +138,7 @@ class InOrder:
 
 
 def own_share(job: Job, worker: int) -> float:
-    """Of what an iteration of the whole model takes, what this worker's own part does: all of it, or of one half."""
+    """Return the worker's share of the computation of a whole iteration; below 1 where layers are separated."""
     if not isinstance(job.paradigm, StanzaOptions):
         return 1.0
     forward, backward, above = job.paradigm.shares
@@ -126,7 +147,7 @@ def own_share(job: Job, worker: int) -> float:
 
 @dataclass(frozen=True)
 class Workers:
-    """devices: one for each worker."""
+    """Event loop, devices (one per worker) and links of a simulated run without servers."""
 
     loop: Loop
     devices: Sequence[Device]
@@ -134,9 +155,19 @@ class Workers:
 
 
 def build(job: Job, workload: Workload) -> Workers:
-    """The workers of this job, which has no servers, at time 0.
+    """Build the workers of a job without servers at virtual time 0.
 
-    Raises JobError for a job that does not say how long its iterations take, and where no time would ever pass.
+    Parameters
+    ----------
+    job
+        Job without servers; computation times come from ``cluster.compute``.
+    workload
+        Workload of the job; only the size of its model is used.
+
+    Raises
+    ------
+    JobError
+        If the job does not define how long iterations take, or if virtual time could never advance.
     """
     loop, cluster = Loop(), job.cluster
     if cluster.times_from is not None:
@@ -145,7 +176,7 @@ def build(job: Job, workload: Workload) -> Workers:
             f'"{job.paradigm.name}": only times of runs with servers can be taken from a trace'
         )
     if cluster.compute is None:
-        raise JobError("cluster.compute: missing; a simulation must have it: it says how long iterations take")
+        raise JobError("cluster.compute: missing; a simulation must have it: it defines how long iterations take")
     if cluster.network is None or cluster.workers == 1:
         idle = [
             takes_no_time(cluster.compute, worker, cluster.workers) or not own_share(job, worker)

@@ -1,14 +1,15 @@
-"""Times from the trace of another run: what did each worker's computations and transfers take?
+"""Computation and transfer times taken from the trace of another run.
 
-The trace says when a computation began and ended, when the server heard of it, and when it granted the next. So each
-iteration has three durations that do not depend on who waited for whom: grant to begin (the grant's way, and reading),
-begin to end, and end to the server's hearing of it (putting, and the report's way). Where a push was of several local
-steps, these are taken to have been equal. `comm_s` says how much of the first and the last duration, together, was
-transfer. It is taken to be half each, as far as there is room for it; that only tells waiting from transfer.
+The trace holds when each computation began and ended, when the server received the push, and when it granted the next
+iteration. Each iteration thus has three durations that do not depend on blocking: grant to begin (delivery of
+the grant and reading), begin to end, and end to arrival at the server (the put and the push info). If a push consists
+of several local steps, they are taken to be equal. `comm_s` is the part of the first and the last duration together
+that was transfer; half of it is attributed to each, as far as each has room. The split only separates waiting from
+transfer.
 
-An iteration that was cancelled early is taken to have gone on as it began, and to have put for as long as it read. One
-of another batch size than the job's is taken to have needed its time in proportion: what share of it did not depend on
-the batch, nobody knows.
+An iteration that was cancelled early is extrapolated to its full length, and its put is taken to last as long as its
+read. An iteration with another batch size than the job's is scaled in proportion, because the part of its time that did
+not depend on the batch is unknown.
 """
 
 from __future__ import annotations
@@ -27,13 +28,23 @@ from hpcsync.trace.reader import Trace, TraceError, load
 
 
 class RecordedTimes:
-    """One worker's iterations as they were. After the last come those from the second on again: the first is special,
-    because it begins when everything is being set up.
+    """Recorded iterations of one worker.
 
-    compute_s, to_begin_s, to_server_s, comm_s: seconds, shape (n_iterations,), n_iterations >= 1. local_steps: on the
-    worker, of the same shape, if an iteration was of more than one. put: whether its gradient was, or else it only
-    reported; absent, all were.
-    total_s: of all iterations together, waiting not counted.
+    After the last iteration they repeat from the second one; the first is special because it includes the setup.
+
+    Parameters
+    ----------
+    compute_s, to_begin_s, to_server_s, comm_s
+        Durations in seconds, shape (n_iterations,) with n_iterations >= 1.
+    local_steps
+        Local steps of each iteration, shape (n_iterations,); 1 by default.
+    put
+        False where an iteration sent its push info without a gradient, shape (n_iterations,); True by default.
+
+    Attributes
+    ----------
+    total_s
+        Total duration of all iterations in seconds, without waiting.
     """
 
     def __init__(
@@ -49,7 +60,8 @@ class RecordedTimes:
         put = np.ones(len(compute_s), bool) if put is None else put
         self._first_steps = int(steps[0])
         self._compute_s = np.repeat(compute_s / steps, steps).tolist()
-        # Clocks of different hosts agree to microseconds only, so that a short way may seem to take less than none.
+        # Clocks of different hosts agree only to microseconds, so a short duration may be negative.
+
         to_begin_s, to_server_s = np.maximum(to_begin_s, 0.0), np.maximum(to_server_s, 0.0)
         put_s = np.where(put, np.minimum(0.5 * comm_s, to_server_s), 0.0)
         read_s = np.minimum(comm_s - put_s, to_begin_s)
@@ -59,13 +71,13 @@ class RecordedTimes:
         self._steps = [Steps(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
     def seconds(self) -> Iterator[float]:
-        """The computations of local steps 1, 2, ..., without end."""
+        """Yield the computation times of local steps 1, 2, ... in seconds, without end."""
         yield from self._compute_s
         while True:
             yield from self._compute_s[self._first_steps :] or self._compute_s
 
     def steps(self, iteration: int) -> Steps:
-        """The transfers of iteration 1, 2, ..."""
+        """Return the transfer times of an iteration, counted from 1."""
         n = len(self._steps)
         at = iteration - 1
         if at >= n:
@@ -75,17 +87,27 @@ class RecordedTimes:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """workers: each worker's times. changes: what the recorded run's own job did to its devices."""
+    """Recorded times of all workers, and the device changes of the recorded job."""
 
     workers: list[RecordedTimes]
     changes: tuple[Change, ...]
 
 
 def read(job: Job, wire_bytes: int) -> RecordedRun:
-    """What the trace `cluster.times_from` recorded. Raises JobError for one of another cluster, model or batch size,
-    and where pushes are compressed, in one or the other: what they would take otherwise nobody knows.
+    """Read the recorded times from the trace ``cluster.times_from``.
 
-    wire_bytes: what an iteration of the job moves.
+    Parameters
+    ----------
+    job
+        Job to be simulated.
+    wire_bytes
+        Bytes that an iteration of the job transfers.
+
+    Raises
+    ------
+    JobError
+        If the trace cannot be read, if its cluster, model or batch size differ from the job's, or if pushes are
+        compressed in either run: their duration under another compression is unknown.
     """
     key = f"cluster.times_from = {shown(job.cluster.times_from)}"
     assert job.cluster.times_from is not None and not isinstance(job.workload, Script)
@@ -94,9 +116,9 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
         changes = trace.job.cluster.events
     except TraceError as error:
         raise JobError(f"cluster.times_from: {error}") from None
-    for what, compression in (("with", job.compression), ("of a run with", trace.job.compression)):
+    for preposition, compression in (("with", job.compression), ("of a run with", trace.job.compression)):
         if not isinstance(compression, DenseOptions):
-            raise JobError(f'{key}: must not be given {what} compression.name = "{compression.name}"')
+            raise JobError(f'{key}: must not be given {preposition} compression.name = "{compression.name}"')
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
     for name, needed, found in (
         ("cluster.workers", job.cluster.workers, {trace.n_workers}),
@@ -109,7 +131,7 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
     workers = []
     for worker in range(trace.n_workers):
         rows = pushes[pushes["worker"] == worker], grants[grants["worker"] == worker]
-        columns = _joined(*rows, job.workload.batch_size)
+        columns = _columns(*rows, job.workload.batch_size)
         if not len(columns[0]):
             raise JobError(f"{key}: must have a push of every worker; worker {worker} has none")
         workers.append(RecordedTimes(*columns))
@@ -117,19 +139,19 @@ def read(job: Job, wire_bytes: int) -> RecordedRun:
 
 
 def _batch_sizes(trace: Trace) -> set[int]:
-    """What an iteration was of, or would have been with equal batches; a script without these does not say it."""
+    """Return the batch sizes of a step with equal batches; empty for a script with allocated batches."""
     if trace.job.batches.policy == "equal":
         pushes = trace.tables["pushes"]
         return set((pushes["batch_size"] // pushes["local_steps"]).tolist())
     return set() if isinstance(trace.job.workload, Script) else {trace.job.workload.batch_size}
 
 
-def _joined(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequence[np.ndarray]:
-    """The columns of RecordedTimes, of one worker's pushes and grants: iterations 1, 2, ... as far as both are there.
+def _columns(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequence[np.ndarray]:
+    """Return the arguments of RecordedTimes from one worker's pushes and grants.
 
-    Computations are those of whole iterations of batch_size samples.
-
-    The first iteration needs no grant: it counts from the start of the run. (A killed run lacks rows at its end.)
+    Only the leading iterations 1, 2, ... that have both rows are used: a killed run lacks rows at its end. The first
+    iteration needs no grant; it counts from the start of the run. Computations are scaled to whole iterations of
+    `batch_size` samples.
     """
     pushes = pushes[np.argsort(pushes["iteration"])]
     granted_s = dict(zip(grants["iteration"].tolist(), grants["now_s"].tolist(), strict=True))

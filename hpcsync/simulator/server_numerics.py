@@ -1,8 +1,8 @@
-"""What all ranks of a run compute, in one process: the workers' gradients and the servers' updates.
+"""Numerics of a run with servers in one process: the workers' gradients and the servers' updates.
 
-It is the arithmetic of real ranks (`learning`), on the versions that they would have read: a promised version stays in
-the store as it was until its reader's gradient has been computed from it. One store stands for the shards of all
-servers, whose number changes no bit.
+Uses the arithmetic of real ranks (`hpcsync.training`) on the versions that they would have read: a granted version
+stays unchanged in the store until its reader's gradient has been computed from it. One store represents the shards of
+all servers, because the number of servers changes no bit.
 """
 
 from __future__ import annotations
@@ -31,17 +31,30 @@ from hpcsync.training.update_rules import towards
 from hpcsync.workloads.registry import Workload
 
 
-class Contributed(NamedTuple):
-    """A contribution's mean loss, and the bytes of it that go to each server; () if it is cancelled."""
+class Contribution(NamedTuple):
+    """Result of a worker's computation.
+
+    Parameters
+    ----------
+    loss
+        Mean loss.
+    sizes_bytes
+        Bytes sent to each server, shape (n_servers,); empty if the contribution was cancelled.
+    """
 
     loss: float
     sizes_bytes: Sequence[int]
 
 
-class Sent:
-    """What becomes of a contribution on its way: all workers' compressors, where the job has any.
+class ContributionEncoder:
+    """Encoding of contributions on their way to the servers, with the compressors of all workers.
 
-    parameters: of the model.
+    Parameters
+    ----------
+    job
+        Job with servers.
+    parameters
+        Parameters of the model.
     """
 
     def __init__(self, job: Job, parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -54,13 +67,30 @@ class Sent:
             self._compressors = [self._compression.compressor(worker) for worker in range(job.cluster.workers)]
 
     def nominal_bytes(self, ratio: float) -> Sequence[int]:
-        """To each server, as a rule."""
+        """Return the nominal number of bytes sent to each server."""
         if self._compression is None:
             return self._dense
         return [self._compression.nominal_bytes(shard, ratio) for shard in self._shards]
 
     def put(self, worker: int, vector: torch.Tensor, slot: torch.Tensor, ratio: float) -> Sequence[int]:
-        """Into the slot, shape (size,), what arrives of the vector; the bytes that each server was sent."""
+        """Write a contribution into a slot as the servers receive it.
+
+        Parameters
+        ----------
+        worker
+            Number of the worker.
+        vector
+            Contribution, shape (size,).
+        slot
+            Output, shape (size,); the decoded vector if the job compresses.
+        ratio
+            Share of the elements that is sent; NaN for the codec's own.
+
+        Returns
+        -------
+        Sequence[int]
+            Bytes sent to each server.
+        """
         if self._compression is None:
             slot.copy_(vector)
             return self._dense
@@ -71,56 +101,62 @@ class Sent:
 
 
 class Arithmetic(Protocol):
-    """The numbers of a run, in the order in which the simulation asks for them."""
+    """Numerics of a run with servers, in the order in which the simulation calls them."""
 
-    def promise(self, worker: int) -> None:
-        """The version that is current now is the one that the worker reads before its next contribution."""
+    def grant(self, worker: int) -> None:
+        """Let the worker read the current version before its next contribution."""
 
     def join(self, worker: int) -> None:
-        """The same of a worker that had left, and joins again."""
+        """Let a worker that has joined again read the current version."""
 
-    def contribute(self, worker: int, work: Work) -> Contributed:
-        """Compute the worker's next contribution, of all its local steps, into its slot; not if it is cancelled."""
+    def contribute(self, worker: int, work: Work) -> Contribution:
+        """Compute the worker's next contribution, of all its local steps, into its slot; skip the slot if cancelled."""
 
-    def collect(self, collection: AccumulateCommand) -> None:
-        """Carry out a collection."""
+    def accumulate(self, accumulation: AccumulateCommand) -> None:
+        """Carry out an accumulate command."""
 
     def apply(self, update: UpdateCommand) -> None:
-        """Carry out an update."""
+        """Carry out an update command."""
 
     def evaluate(self) -> tuple[float, float]:
-        """Loss and accuracy of the current version."""
+        """Return loss and accuracy of the current version."""
 
     def finish(self) -> None:
-        """Leave the final weights in the workload's model."""
+        """Write the final weights into the workload's model."""
 
 
 class NoArithmetic:
-    """Of a workload whose vector only travels: nothing to compute, and nothing to keep. What a compressed one takes is
-    what it takes as a rule."""
+    """No arithmetic: a workload whose vector is only transferred; compressed contributions have their nominal size."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        self._sent = Sent(job, trainable(workload.model))
+        self._encoder = ContributionEncoder(job, trainable(workload.model))
 
-    def promise(self, worker: int) -> None: ...
+    def grant(self, worker: int) -> None:
+        """Do nothing."""
 
-    def join(self, worker: int) -> None: ...
+    def join(self, worker: int) -> None:
+        """Do nothing."""
 
-    def contribute(self, worker: int, work: Work) -> Contributed:
-        return Contributed(math.nan, self._sent.nominal_bytes(work.ratio) if work.share == 1.0 else ())
+    def contribute(self, worker: int, work: Work) -> Contribution:
+        """Return NaN as the loss, and the nominal sizes."""
+        return Contribution(math.nan, self._encoder.nominal_bytes(work.ratio) if work.share == 1.0 else ())
 
-    def collect(self, collection: AccumulateCommand) -> None: ...
+    def accumulate(self, accumulation: AccumulateCommand) -> None:
+        """Do nothing."""
 
-    def apply(self, update: UpdateCommand) -> None: ...
+    def apply(self, update: UpdateCommand) -> None:
+        """Do nothing."""
 
     def evaluate(self) -> tuple[float, float]:
+        """Raise RuntimeError: there is nothing to evaluate."""
         raise RuntimeError("a workload without arithmetic cannot be evaluated")
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Do nothing."""
 
 
 class RealArithmetic:
-    """Every gradient and every update. Memory: at most two rows of the flat weights for each worker."""
+    """Every gradient and every update. Memory: at most two rows of the flat weights per worker."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
         n_workers = job.cluster.workers
@@ -129,75 +165,84 @@ class RealArithmetic:
         self._gradients = Gradients(job, workload)
         self._flat = self._gradients.flat
         size = self._flat.size
-        self._sent = Sent(job, self._flat.parameters)
+        self._encoder = ContributionEncoder(job, self._flat.parameters)
         buffers, slots = _rows(n_buffers(n_workers), self._flat.weights), _rows(n_workers, self._flat.weights)
-        self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]  # made once: views cost time
+        # Views, created once because creating them takes time.
+        self._versions, self._slots = [list(rows[:, :size]) for rows in (buffers, slots)]
         self._versions[0].copy_(self._flat.weights)
         rule = update_rules.of_job(job, OptimizerSpec.of_job(job))
         self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), rule, size)
-        self._promised = [self._versions[0]] * n_workers  # worker -> the version it reads
+        self._granted = [self._versions[0]] * n_workers  # worker -> the version it reads
 
-    def promise(self, worker: int) -> None:
+    def grant(self, worker: int) -> None:
+        """Pin the current version for the worker."""
         buffer, _ = self._store.pin(worker)
-        self._promised[worker] = self._versions[buffer]
+        self._granted[worker] = self._versions[buffer]
 
     def join(self, worker: int) -> None:
-        self.promise(worker)
+        """Pin the current version for the worker."""
+        self.grant(worker)
 
-    def contribute(self, worker: int, work: Work) -> Contributed:
-        loss = self._gradients.compute(worker, self._promised[worker], work)
+    def contribute(self, worker: int, work: Work) -> Contribution:
+        """Compute a gradient from the granted version into the worker's slot."""
+        loss = self._gradients.compute(worker, self._granted[worker], work)
         if work.share == 1.0:
-            return Contributed(loss, self._sent.put(worker, self._flat.gradient, self._slots[worker], work.ratio))
-        return Contributed(loss, ())
+            return Contribution(loss, self._encoder.put(worker, self._flat.gradient, self._slots[worker], work.ratio))
+        return Contribution(loss, ())
 
-    def collect(self, collection: AccumulateCommand) -> None:
-        self._store.collect(collection.worker, collection.weight)
+    def accumulate(self, accumulation: AccumulateCommand) -> None:
+        """Add the worker's slot to the accumulated contributions."""
+        self._store.accumulate(accumulation.worker, accumulation.weight)
 
     def apply(self, update: UpdateCommand) -> None:
+        """Apply an update to the store."""
         self._store.apply(update.workers, update.lr, update.weights, update.divisor)
 
     def evaluate(self) -> tuple[float, float]:
+        """Return loss and accuracy of the current version."""
         assert self._evaluate is not None
         self._evaluated.weights.copy_(self._store.weights)
         return self._evaluate(self._evaluated.model)
 
     def finish(self) -> None:
+        """Write the current version into the workload's model."""
         self._gradients.finish(self._store.weights)
 
 
 class LocalStepsArithmetic(RealArithmetic):
-    """Workers with optimizers of their own, which make several steps for a contribution."""
+    """Workers with optimizers of their own, which make several steps per contribution."""
 
     def __init__(self, job: Job, workload: Workload) -> None:
         super().__init__(job, workload)
         self._rate = worker_rate(job)
         spec = OptimizerSpec.of_job(job)
-        self._trainees = [_Trainee(self._flat.weights, spec) for _ in range(job.cluster.workers)]
+        self._local_workers = [_LocalWorker(self._flat.weights, spec) for _ in range(job.cluster.workers)]
 
-    def contribute(self, worker: int, work: Work) -> Contributed:
-        trainee, total = self._trainees[worker], 0.0
+    def contribute(self, worker: int, work: Work) -> Contribution:
+        """Compute the worker's local steps and its contribution."""
+        local, total = self._local_workers[worker], 0.0
         self._begin(worker)
         for step in range(work.n_steps):
             if step > 0:
-                trainee.step(self._flat.gradient)
-            total += self._gradients.compute(worker, trainee.weights, work.of_step(step))
-            trainee.count(work.n_samples // work.n_steps, self._rate)
-        sizes_bytes = self._sent.put(worker, self._end(worker), self._slots[worker], work.ratio)
-        return Contributed(total / work.n_steps, sizes_bytes)
+                local.step(self._flat.gradient)
+            total += self._gradients.compute(worker, local.weights, work.of_step(step))
+            local.count(work.n_samples // work.n_steps, self._rate)
+        sizes_bytes = self._encoder.put(worker, self._end(worker), self._slots[worker], work.ratio)
+        return Contribution(total / work.n_steps, sizes_bytes)
 
     def _begin(self, worker: int) -> None:
-        """Before the worker's first step."""
+        """Prepare the worker's first step."""
 
     @abstractmethod
     def _end(self, worker: int) -> torch.Tensor:
-        """The last gradient is there; what the worker contributes, without look-ahead."""
+        """Return the worker's contribution after its last gradient, without look-ahead."""
 
 
 class ElasticArithmetic(LocalStepsArithmetic):
-    """Workers that move towards the store's weights, as those do towards theirs.
+    """Elastic averaging: workers move towards the store's weights and the store towards theirs.
 
-    Nobody reads later what is promised now: a worker moves in the moment of its grant. Its last gradient waits for that
-    move, as does the worker. Memory: three rows of the flat weights for each worker, and what its optimizer has.
+    A granted version is not read later: the worker moves at the moment of its grant. Its last gradient waits for that
+    move, as does the worker. Memory: three rows of the flat weights per worker, and its optimizer's state.
     """
 
     def __init__(self, job: Job, workload: Workload) -> None:
@@ -205,52 +250,63 @@ class ElasticArithmetic(LocalStepsArithmetic):
         assert isinstance(job.paradigm, EasgdOptions)
         self._alpha = job.paradigm.moving_rate(job.cluster.workers)
         self._centre = torch.empty_like(self._flat.weights)
-        self._last = [torch.empty_like(self._flat.weights) for _ in self._trainees]  # worker -> its last gradient
+        self._last = [torch.empty_like(self._flat.weights) for _ in self._local_workers]  # worker -> its last gradient
 
-    def promise(self, worker: int) -> None:
-        trainee = self._trainees[worker]
-        if trainee.steps == 0:
-            return  # it begins where the centre is
+    def grant(self, worker: int) -> None:
+        """Move the worker towards the centre and apply its last gradient; do nothing before its first step."""
+        local = self._local_workers[worker]
+        if local.steps == 0:
+            return  # before its first step it is at the centre
         self._centre.copy_(self._store.weights)
-        trainee.weights.add_(towards(trainee.weights, self._centre, self._alpha))
-        trainee.optimizer.look_ahead()
-        trainee.step(self._last[worker])
+        local.weights.add_(towards(local.weights, self._centre, self._alpha))
+        local.optimizer.look_ahead()
+        local.step(self._last[worker])
 
     def join(self, worker: int) -> None:
-        """It begins where the centre is. What it remembers, momentum for one, is its own."""
-        trainee = self._trainees[worker]
-        trainee.weights.copy_(self._store.weights)
-        trainee.optimizer.look_ahead()
+        """Start the worker at the centre; its optimizer keeps its state, such as momentum."""
+        local = self._local_workers[worker]
+        local.weights.copy_(self._store.weights)
+        local.optimizer.look_ahead()
 
     def _end(self, worker: int) -> torch.Tensor:
-        trainee = self._trainees[worker]
+        local = self._local_workers[worker]
         self._last[worker].copy_(self._flat.gradient)
-        trainee.optimizer.drop_look_ahead()
-        return trainee.weights
+        local.optimizer.drop_look_ahead()
+        return local.weights
 
 
 class CommittingArithmetic(LocalStepsArithmetic):
-    """Workers that go on from what they read and give by how much their steps have changed it. Memory: three rows of
-    the flat weights for each worker, and what its optimizer has."""
+    """Workers that start from the version they read and contribute the change made by their local steps.
+
+    Memory: three rows of the flat weights per worker, and its optimizer's state.
+    """
 
     def __init__(self, job: Job, workload: Workload) -> None:
         super().__init__(job, workload)
         self._change = torch.empty_like(self._flat.weights)
 
     def _begin(self, worker: int) -> None:
-        trainee = self._trainees[worker]
-        trainee.weights.copy_(self._promised[worker])
-        trainee.optimizer.look_ahead()
+        local = self._local_workers[worker]
+        local.weights.copy_(self._granted[worker])
+        local.optimizer.look_ahead()
 
     def _end(self, worker: int) -> torch.Tensor:
-        trainee = self._trainees[worker]
-        trainee.step(self._flat.gradient)
-        trainee.optimizer.drop_look_ahead()
-        return torch.sub(trainee.weights, self._promised[worker], out=self._change)
+        local = self._local_workers[worker]
+        local.step(self._flat.gradient)
+        local.optimizer.drop_look_ahead()
+        return torch.sub(local.weights, self._granted[worker], out=self._change)
 
 
-class _Trainee:
-    """A worker's own weights. steps, samples: of gradients computed; rate: of the step along the last of them."""
+class _LocalWorker:
+    """Weights and optimizer of one worker.
+
+    Attributes
+    ----------
+    steps, samples
+        Number of gradients computed, and of their samples.
+    rate
+        Learning rate of the step along the last gradient.
+    """
 
     def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
         self.weights = weights.clone()
@@ -259,7 +315,7 @@ class _Trainee:
         self.rate = 0.0
 
     def count(self, n_samples: int, rate: Callable[[int, int], float]) -> None:
-        """A gradient of so many samples has been computed."""
+        """Count a computed gradient of `n_samples` samples."""
         self.rate = rate(self.samples, self.steps)
         self.steps += 1
         self.samples += n_samples
@@ -269,12 +325,12 @@ class _Trainee:
 
 
 def _rows(n: int, like: torch.Tensor) -> torch.Tensor:
-    """Zeros, shape (n, row_size). NumPy's cost no memory until they are written, most versions never are."""
+    """Return zeros of shape (n, row_size); NumPy's use no memory until written, and most versions never are."""
     return torch.from_numpy(np.zeros((n, row_size(len(like))), like.numpy().dtype))
 
 
 def arithmetic(job: Job, workload: Workload) -> Arithmetic:
-    """The arithmetic of this job, whose workload is `workload`."""
+    """Return the numerics of a job with servers."""
     if workload.loss is None:
         return NoArithmetic(job, workload)
     if job.commits:

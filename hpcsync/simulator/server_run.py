@@ -1,7 +1,8 @@
-"""A run in virtual time: the coordinator's decisions and the workers' arithmetic, with nothing real but the numbers.
+"""Simulated run with servers: the coordinator's decisions and the workers' numerics in virtual time.
 
-A worker is a chain of events: it is granted an iteration, reads, computes, puts and reports; the server hears of it and
-answers. The server takes no time. What it decides is the same `Coordinator` that drives real ranks.
+A worker is a chain of events: it receives a grant, reads, computes, puts its contribution and sends its push info; the
+server receives it and answers. The server takes no time. Decisions are those of the same `Coordinator` that drives real
+ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from hpcsync.workloads.registry import Workload
 
 
 class _Worker:
-    """Where a worker is in its chain."""
+    """State of a worker's event chain."""
 
     __slots__ = (
         "assignment", "begin_s", "cancelled", "comm_s", "computed", "device", "device_s", "end_s", "estimator",
@@ -47,32 +48,46 @@ class _Worker:
     def __init__(self, device: Device, estimator: Estimator | None, assignment: Assignment, n_samples: int) -> None:
         self.device = device
         self.estimator = estimator
-        self.assignment = assignment  # of the push that is computed
-        self.n_samples = n_samples  # of each of its local steps
-        self.iteration = 1  # that it computes, or may compute next; of several local steps, if the job says so
-        self.computed = 0  # of these steps
-        self.step = 0  # number of the local step that began last, of all
-        self.under_way = False  # whether it is being computed
-        self.step_s = 0.0  # when it began
-        self.device_s = 0.0  # what it takes
-        self.cancelled = False  # whether the worker knows that this iteration is
-        self.share = 1.0  # of it that is computed
-        self.joins = False  # whether what it is granted next answers its return
-        self.version = 0  # that it reads
+        self.assignment = assignment  # of the push being computed
+        self.n_samples = n_samples  # of each local step
+        self.iteration = 1  # being computed, or next; one or several local steps
+        self.computed = 0  # local steps of this iteration that are done
+        self.step = 0  # number of the last local step begun, over the whole run
+        self.under_way = False  # True while that step is being computed
+        self.step_s = 0.0  # its begin
+        self.device_s = 0.0  # its duration
+        self.cancelled = False  # True once the worker knows that this iteration is cancelled
+        self.share = 1.0  # computed share of the iteration
+        self.joins = False  # True if the next grant answers its join
+        self.version = 0  # version read
         self.begin_s = 0.0
         self.end_s = 0.0
-        self.sent_s = 0.0  # when its contribution, compressed, began to be put
-        self.loss = 0.0  # of it
-        self.wire_bytes = 0  # of it
-        self.put_s = 0.0  # when its last contribution was in its slot, or it joined
+        self.sent_s = 0.0  # when the put of its encoded contribution began
+        self.loss = 0.0  # of the contribution
+        self.wire_bytes = 0  # of the contribution
+        self.put_s = 0.0  # when its last contribution was in its slot, or when it joined
         self.wait_s = 0.0
-        self.comm_s = 0.0  # reading, before the computation
+        self.comm_s = 0.0  # of the read before the computation
 
 
 class ServerSimulation:
-    """One run of a job.
+    """Simulation of one run of a job with servers.
 
-    watch: called after every push, for whoever wants to show how far the run is, or to end it by raising.
+    Parameters
+    ----------
+    job
+        Job with servers.
+    workload
+        Its workload.
+    cluster
+        Event loop, devices and transfers.
+    paradigm
+        Synchronisation policy.
+    trace
+        Receiver of the trace rows.
+    watch
+        Called with the virtual time in seconds and the coordinator after every push, to show progress or to end the
+        run by raising.
     """
 
     def __init__(
@@ -88,14 +103,16 @@ class ServerSimulation:
         self.coordinator = coordinate(job, paradigm, trace)
         self._job = job
         self._watch = watch
-        self._n_samples = job.workload.batch_size  # of an iteration for which devices' times are meant
+        self._n_samples = job.workload.batch_size  # samples of an iteration to which the device times refer
         self._n_pieces = job.n_pieces
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
         self._encode_s = encode_s(job, self._shard_bytes)
         first = create_assignments(job).first
         self._workers = [
-            _Worker(device, estimator(job, worker, nominal_clock()), first[worker], self._of_a_step(first[worker]))
+            _Worker(
+                device, estimator(job, worker, nominal_clock()), first[worker], self._samples_per_step(first[worker])
+            )
             for worker, device in enumerate(cluster.devices)
         ]
         self._arithmetic = arithmetic(job, workload)
@@ -104,27 +121,27 @@ class ServerSimulation:
         self._n_pushes = 0
 
     def run(self) -> None:
-        """Until every worker has left; the final weights are then in the workload's model, and evaluated."""
+        """Run until every worker has left; then write the final weights into the workload's model and evaluate them."""
         try:
-            self._let_workers_begin()
+            self._start_workers()
             self._loop.run()
         finally:
             self.coordinator.close()
         if self.coordinator.active:
-            raise RuntimeError(f"workers {sorted(self.coordinator.active)} wait for ever: nothing can happen any more")
+            raise RuntimeError(f"workers {sorted(self.coordinator.active)} are blocked forever: no events are left")
         self._arithmetic.finish()
         if self._evaluated:
             self._evaluate(self.coordinator.updated_s)
 
-    def _let_workers_begin(self) -> None:
+    def _start_workers(self) -> None:
         for worker in range(len(self._workers)):
-            self._arithmetic.promise(worker)
+            self._arithmetic.grant(worker)
             self._transfers.pull(worker, 1, self._begin)
         if self._job.stop.seconds is not None:
-            self._loop.at(self._job.stop.seconds, self._time_is_up)
+            self._loop.at(self._job.stop.seconds, self._time_limit_reached)
 
     def _begin(self, worker: int, granted_s: float) -> None:
-        """The worker has the weights."""
+        """Begin an iteration: the worker has read the weights."""
         now_s, state = self._loop.now_s, self._workers[worker]
         state.wait_s = granted_s - state.put_s
         state.comm_s = now_s - granted_s
@@ -133,13 +150,13 @@ class ServerSimulation:
         self._compute(worker)
 
     def _compute(self, worker: int) -> None:
-        """One local step."""
+        """Begin one local step, or leave."""
         now_s, state = self._loop.now_s, self._workers[worker]
         if state.device.leaves(now_s):
-            if self._job.commits and state.computed > 0:  # what it has; then it will find that it leaves
+            if self._job.commits and state.computed > 0:  # push the finished steps first; the worker leaves afterwards
                 self._send(worker)
                 return
-            self._transfers.report(worker, state.iteration, self._left)
+            self._transfers.push_info(worker, state.iteration, self._left)
             if state.device.joins_s < math.inf:
                 self._loop.at(max(now_s, state.device.joins_s), self._join, worker)
             return
@@ -154,13 +171,13 @@ class ServerSimulation:
         state = self._workers[worker]
         state.device.join()
         state.joins, state.put_s = True, self._loop.now_s
-        self._transfers.report(worker, state.iteration, self._joined)
+        self._transfers.push_info(worker, state.iteration, self._joined)
 
     def _joined(self, worker: int, joined_s: float) -> None:
         self._carry_out(self.coordinator.joined(self._loop.now_s, worker))
 
     def _cancelled(self, version: int, worker: int, sent_s: float) -> None:
-        """The worker hears that what it computes from this version will be dropped. It may have gone on since."""
+        """Cancel work based on `version` or an earlier one; the worker may have continued since."""
         state = self._workers[worker]
         if state.version <= version:
             state.cancelled = True
@@ -168,7 +185,7 @@ class ServerSimulation:
                 self._stop_at_next_piece(worker)
 
     def _stop_at_next_piece(self, worker: int) -> None:
-        """After the last piece but one it goes on to the end."""
+        """Stop at the end of the current micro-batch; the last one runs to its end."""
         state = self._workers[worker]
         for share in piece_shares(state.n_samples, self._n_pieces)[:-1]:
             end_s = state.step_s + share * state.device_s
@@ -181,7 +198,7 @@ class ServerSimulation:
         state = self._workers[worker]
         state.computed, state.share = 1, share
         self._contribute(worker)
-        self._transfers.report(worker, state.iteration, self._heard)
+        self._transfers.push_info(worker, state.iteration, self._receive_push)
 
     def _computed(self, worker: int, step: int) -> None:
         state = self._workers[worker]
@@ -195,7 +212,7 @@ class ServerSimulation:
             self._compute(worker)
 
     def _send(self, worker: int) -> None:
-        """The worker compresses and pushes what it has computed."""
+        """Compress and push the worker's contribution."""
         sizes_bytes = self._contribute(worker)
         if self._encode_s:
             self._loop.after(self._encode_s, self._push, worker, sizes_bytes)
@@ -203,10 +220,10 @@ class ServerSimulation:
             self._push(worker, sizes_bytes)
 
     def _contribute(self, worker: int) -> Sequence[int]:
-        """The worker has computed its contribution: so many bytes to each server."""
+        """Compute the worker's contribution; return the bytes for each server."""
         state = self._workers[worker]
-        given, n_samples = state.assignment, state.n_samples * state.computed
-        work = Work(given.first_sample, n_samples, self._n_pieces, state.share, state.computed, given.ratio)
+        assignment, n_samples = state.assignment, state.n_samples * state.computed
+        work = Work(assignment.first_sample, n_samples, self._n_pieces, state.share, state.computed, assignment.ratio)
         state.loss, sizes_bytes = self._arithmetic.contribute(worker, work)
         state.end_s = state.sent_s = self._loop.now_s
         state.wire_bytes = sum(sizes_bytes)
@@ -215,13 +232,13 @@ class ServerSimulation:
     def _push(self, worker: int, sizes_bytes: Sequence[int]) -> None:
         state = self._workers[worker]
         state.sent_s = self._loop.now_s
-        self._transfers.push(worker, state.iteration, sizes_bytes, self._heard)
+        self._transfers.push(worker, state.iteration, sizes_bytes, self._receive_push)
 
-    def _heard(self, worker: int, put_s: float) -> None:
-        """The server hears of the worker's contribution."""
+    def _receive_push(self, worker: int, put_s: float) -> None:
+        """Handle a push at the server."""
         now_s, state = self._loop.now_s, self._workers[worker]
         state.put_s = put_s
-        report = PushInfo(
+        push_info = PushInfo(
             worker=worker,
             iteration=state.iteration,
             version_read=state.version,
@@ -239,41 +256,41 @@ class ServerSimulation:
             encode_s=state.sent_s - state.end_s,
         )
         if state.estimator is not None:
-            report = with_prediction(report, state.estimator)
-        self._carry_out(self.coordinator.pushed(now_s, report))
-        self._check_now_and_then()
+            push_info = with_prediction(push_info, state.estimator)
+        self._carry_out(self.coordinator.pushed(now_s, push_info))
+        self._check_periodically()
         self._evaluate_if_due()
         self._watch(now_s, self.coordinator)
 
-    def _carry_out(self, orders: Sequence[Command]) -> None:
-        for order in orders:
-            if isinstance(order, GrantCommand):
-                self._answer(order)
-            elif isinstance(order, UpdateCommand):
-                self._arithmetic.apply(order)
-            elif isinstance(order, AccumulateCommand):
-                self._arithmetic.collect(order)
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, GrantCommand):
+                self._carry_out_grant(command)
+            elif isinstance(command, UpdateCommand):
+                self._arithmetic.apply(command)
+            elif isinstance(command, AccumulateCommand):
+                self._arithmetic.accumulate(command)
             else:
-                iteration = self._workers[order.worker].iteration
-                self._transfers.cancel(order.worker, iteration, partial(self._cancelled, order.version))
+                iteration = self._workers[command.worker].iteration
+                self._transfers.cancel(command.worker, iteration, partial(self._cancelled, command.version))
 
-    def _answer(self, reply: GrantCommand) -> None:
-        if reply.assignment.local_steps == 0:
-            self._transfers.stop(reply.worker, reply.iteration, self._stopped)
+    def _carry_out_grant(self, grant: GrantCommand) -> None:
+        if grant.assignment.local_steps == 0:
+            self._transfers.stop(grant.worker, grant.iteration, self._stopped)
             return
-        state = self._workers[reply.worker]
-        state.iteration, state.version = reply.iteration, reply.version
-        state.assignment, state.n_samples = reply.assignment, self._of_a_step(reply.assignment)
+        state = self._workers[grant.worker]
+        state.iteration, state.version = grant.iteration, grant.version
+        state.assignment, state.n_samples = grant.assignment, self._samples_per_step(grant.assignment)
         state.cancelled = False
-        (self._arithmetic.join if state.joins else self._arithmetic.promise)(reply.worker)
+        (self._arithmetic.join if state.joins else self._arithmetic.grant)(grant.worker)
         state.joins = False
-        self._transfers.pull(reply.worker, reply.iteration, self._begin)
+        self._transfers.pull(grant.worker, grant.iteration, self._begin)
 
-    def _of_a_step(self, assignment: Assignment) -> int:
+    def _samples_per_step(self, assignment: Assignment) -> int:
         return assignment.of_a_step or self._n_samples
 
     def _stopped(self, worker: int, stopped_s: float) -> None:
-        self._transfers.report(worker, self._workers[worker].iteration, self._left)
+        self._transfers.push_info(worker, self._workers[worker].iteration, self._left)
 
     def _left(self, worker: int, left_s: float) -> None:
         self._carry_out(self.coordinator.left(self._loop.now_s, worker))
@@ -285,16 +302,19 @@ class ServerSimulation:
             self._evaluate(self._loop.now_s)
 
     def _evaluate(self, now_s: float) -> None:
-        """In no time: a target ends the run with the version that reaches it."""
+        """Evaluate in zero virtual time; if the version reaches the target, the run ends with it."""
         coordinator = self.coordinator
         loss, accuracy = self._arithmetic.evaluate()
         self._carry_out(coordinator.evaluated(now_s, coordinator.version, coordinator.samples, loss, accuracy))
 
-    def _time_is_up(self) -> None:
+    def _time_limit_reached(self) -> None:
         self._carry_out(self.coordinator.passed(self._loop.now_s))
 
-    def _check_now_and_then(self) -> None:
-        """The invariants of what decides. A check looks at every worker; so rarely it costs the same however many."""
+    def _check_periodically(self) -> None:
+        """Check the coordinator's invariants.
+
+        A check looks at every worker; made once per n_workers pushes, its cost per push is independent of their number.
+        """
         self._n_pushes += 1
         if self._n_pushes % len(self._workers) == 0:
             self.coordinator.check()

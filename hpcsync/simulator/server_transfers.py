@@ -1,13 +1,13 @@
-"""How long it takes until a worker's contribution is with the server, and until granted weights are with the worker.
+"""Transfer times between workers and servers.
 
-A worker's iteration moves as it does between real ranks, in four steps:
+An iteration's transfers have the same four steps as between real ranks:
 
-    put     the gradient goes to every server, and each of them acknowledges that it is there
-    report  a message to server 0
-    grant   a message from every server; those of the others follow server 0's order to them
-    read    a request to every server, and the weights come back
+- put: the gradient goes to every server, and each of them acknowledges it;
+- push info: a message to server 0;
+- grant: a message from every server; the others' follow server 0's command to them;
+- read: a request to every server, and the weights in return.
 
-Either a network says how long they take (`Networked`), or somebody who knows (`Timed`).
+Their durations follow from a network (`Networked`) or are known in advance (`Timed`).
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from hpcsync.core.roles import Roles
 from hpcsync.simulator.event_loop import Loop
 from hpcsync.simulator.network import SharedLinks
 
-Then = Callable[[int, float], None]  # called with the worker, and when the step before had been done
+Then = Callable[[int, float], None]  # called with the worker and the end of the previous step
 
 
 class Transfers(Protocol):
-    """The steps between computations; each calls `then` when it is over. Iterations count from 1."""
+    """Transfers between computations; each calls ``then(worker, time_s)`` when it is over. Iterations count from 1."""
 
     def push(self, worker: int, iteration: int, sizes_bytes: Sequence[int], then: Then) -> None:
-        """Put so many bytes to each server, and report; the time that `then` is given is that of the put's end."""
+        """Put `sizes_bytes` bytes to the servers and send the push info; `time_s` is the end of the put."""
 
     def pull(self, worker: int, iteration: int, then: Then) -> None:
-        """Grant and read; the time that `then` is given is that of the grant's arrival."""
+        """Grant and read; `time_s` is the arrival of the grant."""
 
     def stop(self, worker: int, iteration: int, then: Then) -> None:
-        """A grant that lets nothing be read."""
+        """Send a grant that ends the worker's training; nothing is read."""
 
-    def report(self, worker: int, iteration: int, then: Then) -> None:
-        """A report without a contribution."""
+    def push_info(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a push info without a contribution."""
 
     def cancel(self, worker: int, iteration: int, then: Then) -> None:
-        """A message from server 0; the time that `then` is given is that of its sending."""
+        """Send a cancel message from server 0; `time_s` is the time of sending."""
 
 
 class Steps(NamedTuple):
-    """Seconds of the four steps of one iteration."""
+    """Durations of the four steps of one iteration, in seconds."""
 
     put_s: float
     report_s: float
@@ -55,38 +55,64 @@ AT_ONCE = Steps(0.0, 0.0, 0.0, 0.0)
 
 
 class Timed:
-    """Steps of known duration. steps: of a worker's iteration."""
+    """Transfers of known duration.
+
+    Parameters
+    ----------
+    loop
+        Event loop.
+    steps
+        Returns the durations for a worker and an iteration.
+    """
 
     def __init__(self, loop: Loop, steps: Callable[[int, int], Steps]) -> None:
         self._loop = loop
         self._steps = steps
 
     def push(self, worker: int, iteration: int, sizes_bytes: Sequence[int], then: Then) -> None:
+        """Put for `put_s` seconds, then send the push info."""
         steps = self._steps(worker, iteration)
         put_s = self._loop.now_s + steps.put_s
         self._loop.at(put_s + steps.report_s, then, worker, put_s)
 
     def pull(self, worker: int, iteration: int, then: Then) -> None:
+        """Grant for `grant_s` seconds, then read."""
         steps = self._steps(worker, iteration)
         granted_s = self._loop.now_s + steps.grant_s
         self._loop.at(granted_s + steps.read_s, then, worker, granted_s)
 
     def stop(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a final grant."""
         self._loop.after(self._steps(worker, iteration).grant_s, then, worker, self._loop.now_s)
 
-    def report(self, worker: int, iteration: int, then: Then) -> None:
+    def push_info(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a push info without a contribution."""
         self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
 
     def cancel(self, worker: int, iteration: int, then: Then) -> None:
-        """It takes as long as that iteration's report; its grant, if it is the first, is of when all began."""
+        """Send a cancel message.
+
+        It takes as long as the iteration's push info: the grant of the first iteration dates from the start of the run.
+        """
         self._loop.after(self._steps(worker, iteration).report_s, then, worker, self._loop.now_s)
 
 
 class Networked:
-    """Transfers over links that all ranks share: one up and one down for each.
+    """Transfers over one up link and one down link per rank, shared by all transfers.
 
-    shard_bytes: of the weights on each server. A put takes two latencies and what its bytes take
-    in their share of the links; so does a read. A message takes one latency.
+    A put takes two latencies and the time of its bytes at their share of the links; so does a read. A message takes one
+    latency.
+
+    Parameters
+    ----------
+    loop
+        Event loop.
+    table
+        Network of the job.
+    roles
+        Ranks of servers and workers.
+    shard_bytes
+        Size of the weights on each server in bytes, shape (n_servers,).
     """
 
     def __init__(self, loop: Loop, table: NetworkTable, roles: Roles, shard_bytes: Sequence[int]) -> None:
@@ -94,32 +120,37 @@ class Networked:
         self._loop = loop
         self._roles = roles
         self._latency_s = 1e-6 * table.latency_us
-        self._grant_s = (1 if roles.n_servers == 1 else 2) * self._latency_s  # others hear of it from server 0
+        # Server 0 notifies the other servers, which takes one message more.
+        self._grant_s = (1 if roles.n_servers == 1 else 2) * self._latency_s
         self._network = SharedLinks(loop, rates, rates, self._latency_s)
         self._shard_bytes = shard_bytes
-        self._missing = [0] * roles.n_workers  # worker -> shards under way
+        self._missing = [0] * roles.n_workers  # worker -> shards in transit
         self._granted_s = [0.0] * roles.n_workers
 
     def push(self, worker: int, iteration: int, sizes_bytes: Sequence[int], then: Then) -> None:
+        """Put a contribution to all servers, then send the push info."""
         rank = self._roles.rank_of(worker)
         self._missing[worker] = self._roles.n_servers
         for server, n_bytes in enumerate(sizes_bytes):
             self._network.send(rank, server, n_bytes, self._put, worker, then)
 
     def pull(self, worker: int, iteration: int, then: Then) -> None:
-        """A worker reads when all servers' grants are there."""
+        """Read once the grants of all servers have arrived."""
         granted_s = self._loop.now_s + self._grant_s
         self._granted_s[worker] = granted_s
         self._missing[worker] = self._roles.n_servers
         self._loop.at(granted_s + self._latency_s, self._requested, worker, then)
 
     def stop(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a final grant."""
         self._loop.after(self._grant_s, then, worker, self._loop.now_s)
 
-    def report(self, worker: int, iteration: int, then: Then) -> None:
+    def push_info(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a push info without a contribution."""
         self._loop.after(self._latency_s, then, worker, self._loop.now_s)
 
     def cancel(self, worker: int, iteration: int, then: Then) -> None:
+        """Send a cancel message."""
         self._loop.after(self._latency_s, then, worker, self._loop.now_s)
 
     def _put(self, worker: int, then: Then) -> None:

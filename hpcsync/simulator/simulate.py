@@ -1,4 +1,4 @@
-"""`hpcsync simulate`: one run in virtual time, with everything that a real one leaves behind."""
+"""`hpcsync simulate`: one run in virtual time, with the same outputs as a real run."""
 
 from __future__ import annotations
 
@@ -31,17 +31,37 @@ from hpcsync.trace.reader import load
 from hpcsync.trace.writer import TraceWriter
 from hpcsync.workloads.registry import Workload
 
-CHORES_EVERY = 256  # pushes, or exchanges
+CHORES_EVERY = 256  # pushes or step infos
 
 Watch = Callable[[float, Coordinator | PeerCoordinator], None]
 
 
 def simulate(job: Job, out: Path | None, console: Console) -> int:
-    """Simulate this job into the folder `out` (None: a new one of its name); the exit status. A failure is told here.
+    """Simulate a job into a folder.
 
-    Raises JobError before anything is made.
+    A failure of the run is reported on standard error.
+
+    Parameters
+    ----------
+    job
+        Job to simulate.
+    out
+        Output folder; None creates a new one of the job's name.
+    console
+        Receiver of progress and summary.
+
+    Returns
+    -------
+    int
+        Exit status.
+
+    Raises
+    ------
+    JobError
+        If the job cannot be simulated; nothing has been created then.
     """
-    torch.set_num_threads(1)  # for the bits: where torch splits a tensor between threads they would depend on the cores
+    torch.set_num_threads(1)  # reproducible bits: those of split tensors would depend on the number of cores
+
     workload = check(job)
     job = resolved(job, workload)
     begin = prepare(job, workload)
@@ -55,7 +75,13 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
 
 
 def prepare(job: Job, workload: Workload) -> Callable[[Recorder, Watch], ServerSimulation | factory.PeerSimulation]:
-    """What makes the simulation, whose `run` runs it. Raises JobError for a job that cannot be simulated."""
+    """Return a function that creates the simulation of a job from a recorder and a watch.
+
+    Raises
+    ------
+    JobError
+        If the job cannot be simulated.
+    """
     if job.has_servers:
         return partial(ServerSimulation, job, workload, cluster.build(job, workload), create_paradigm(job))
     return partial(factory.simulation, job, workload, peer_transfers.build(job, workload))
@@ -102,7 +128,7 @@ def _simulate(
 
 
 class _Watch:
-    """Looks up from the simulation now and then: for signals, at the trace's flushes, to show how far it is."""
+    """Periodic work during a simulation: handle signals, flush the trace and show progress."""
 
     def __init__(self, trace: TraceWriter, progress: Progress) -> None:
         self.received: list[int] = []

@@ -1,10 +1,15 @@
-"""Layer separation in virtual time (Stanza: Wu, Xu, Li and Xiong, arXiv 1812.10624; which messages there are, and when,
-is our own reading, because only its abstract and introduction could be read).
+"""Layer separation (Stanza) in virtual time.
 
-A convolution worker computes all pieces of its batch forward, and sends away the activations of each when it is there.
-A fully-connected worker takes the next piece when it has come from all whom it serves, and gives back its gradients,
-with which they compute backward, piece after piece. Each group then has an all-reduce of its own, and goes on: the
-fully-connected workers' may run while the convolution workers still compute.
+A convolution worker computes the forward pass of its batch piece by piece (micro-batches) and sends the activations of
+each piece when they are ready. A fully-connected worker processes a piece when it has arrived from all workers that it
+serves, and returns its gradients, with which these compute their backward passes, piece by piece. Each group then has
+an all-reduce of its own and continues; that of the fully-connected workers may overlap with the convolution workers'
+computation.
+
+References
+----------
+Wu, Xu, Li and Xiong, "Stanza", arXiv:1812.10624. Only its abstract and introduction were available; the messages and
+their timing are our own interpretation.
 """
 
 from __future__ import annotations
@@ -17,38 +22,56 @@ from hpcsync.config.paradigms import StanzaOptions
 from hpcsync.core.coordinator import Recorder
 from hpcsync.core.peer_coordinator import Lockstep, ring_bytes
 from hpcsync.core.stanza_resolution import divided
-from hpcsync.simulator.peer_numerics import Judged
+from hpcsync.simulator.peer_numerics import Evaluable
 from hpcsync.simulator.peer_run import PeerSimulation, Watch
 from hpcsync.simulator.peer_transfers import Workers
-from hpcsync.simulator.stanza_numerics import InHalves, NothingInHalves, TwoHalves
+from hpcsync.simulator.stanza_numerics import NullStanza, StanzaNumerics, TwoHalves
 from hpcsync.trace.schema import ALL_PEERS
 from hpcsync.training.lr_schedule import learning_rate
 from hpcsync.workloads.registry import Workload
 
 
 class _Pieces:
-    """Where a worker is in what it computes with what comes from others: of the whole run's pieces, one by one.
+    """Progress of a worker through the pieces of the whole run.
 
-    come:  of each worker from which they come, how many have. taken: how many it has computed with.
-    ready: whether it would compute with the next one now.
-    device_s: what an iteration of the whole model takes it.
+    Attributes
+    ----------
+    n_received
+        Number of pieces received from each source worker.
+    n_computed
+        Number of pieces processed.
+    ready
+        True if the worker could process the next piece now.
+    device_s
+        Duration of an iteration of the whole model on this worker, in seconds.
     """
 
-    __slots__ = ("come", "device_s", "ready", "taken")
+    __slots__ = ("device_s", "n_computed", "n_received", "ready")
 
     def __init__(self, sources: Iterable[int]) -> None:
-        self.come = dict.fromkeys(sources, 0)
-        self.taken = 0
+        self.n_received = dict.fromkeys(sources, 0)
+        self.n_computed = 0
         self.ready = False
         self.device_s = 0.0
 
 
 class _Group:
-    """Workers that have the same half, above the cut (is_fc) or below it.
+    """Workers that hold the same part of the model, above the cut (`is_fc`) or below it.
 
-    size_bytes: of its weights. row_bytes: of what its workers send of a sample. before, after: shares of what an
-    iteration of the whole model takes: computed before it needs what comes from others, and with that. n_computing: how
-    many have yet to come to the next all-reduce.
+    Parameters
+    ----------
+    size_bytes
+        Size of the part's weights in bytes.
+    row_bytes
+        Bytes that its workers send per sample.
+    before, after
+        Shares of the duration of an iteration of the whole model, computed before and after receiving from the other
+        group.
+
+    Attributes
+    ----------
+    n_computing
+        Number of workers that have not reached the next all-reduce.
     """
 
     def __init__(
@@ -63,28 +86,33 @@ class _Group:
 
 
 class StanzaSimulation(PeerSimulation):
-    """All end after the same iteration. A stop that somebody is told of, because time is up or a target reached, is
-    agreed on in the fully-connected workers' all-reduce, and one more iteration is made."""
+    """Simulation of layer separation; all workers end after the same iteration.
+
+    A stop request (time limit or target) is agreed on in the fully-connected workers' all-reduce; one more iteration
+    follows.
+    """
 
     def __init__(self, job: Job, workload: Workload, workers: Workers, trace: Recorder, watch: Watch) -> None:
         super().__init__(job, workload, workers, trace, watch)
         assert isinstance(job.paradigm, StanzaOptions)
         model = divided(job, workload)
-        self._in_halves: InHalves = (
-            NothingInHalves() if model.halves is None else TwoHalves(job, workload, model.halves)
+        self._stanza_numerics: StanzaNumerics = (
+            NullStanza() if model.halves is None else TwoHalves(job, workload, model.halves)
         )
         self._lr = learning_rate(job)
         groups, shape = job.groups, model.shape
         self.attributes = shape.attributes()
         forward, backward, above = job.paradigm.shares
-        there, back = shape.activation_bytes + shape.label_bytes, shape.activation_bytes
-        self._fc = _Group(job, groups.fc, shape.fc_bytes, back, 0.0, above, is_fc=True)
-        self._convolution = _Group(job, groups.convolution, shape.conv_bytes, there, forward, backward, is_fc=False)
+        forward_bytes, backward_bytes = shape.activation_bytes + shape.label_bytes, shape.activation_bytes
+        self._fc = _Group(job, groups.fc, shape.fc_bytes, backward_bytes, 0.0, above, is_fc=True)
+        self._convolution = _Group(
+            job, groups.convolution, shape.conv_bytes, forward_bytes, forward, backward, is_fc=False
+        )
         self._group_of = [self._fc if groups.is_fc(worker) else self._convolution for worker in range(groups.n_workers)]
-        self._partners = [groups.served(fc) for fc in groups.fc]  # of each worker: to whom it sends
+        self._partners = [groups.served(fc) for fc in groups.fc]  # worker -> workers that it sends to
         self._partners += [range(fc := groups.fc_of(worker), fc + 1) for worker in groups.convolution]
         self._pieces = [_Pieces(partners) for partners in self._partners]
-        self._ways = {
+        self._channels = {
             (source, target): self._links.in_order(source, target)
             for source, partners in enumerate(self._partners)
             for target in partners
@@ -93,8 +121,8 @@ class StanzaSimulation(PeerSimulation):
         self._last = math.inf  # iteration
 
     @property
-    def _numbers(self) -> Judged:
-        return self._in_halves
+    def _numerics(self) -> Evaluable:
+        return self._stanza_numerics
 
     def _n_samples(self, worker: int) -> int:
         return self._batch_size * (len(self._partners[worker]) if self._group_of[worker].is_fc else 1)
@@ -107,19 +135,19 @@ class StanzaSimulation(PeerSimulation):
         state.begin_s = self._loop.now_s
         if self._group_of[worker].is_fc:
             self._pieces[worker].ready = True
-            self._take(worker)
+            self._start_next_piece(worker)
         else:
-            self._in_halves.forward(worker)
-            self._draw(worker)
+            self._stanza_numerics.forward(worker)
+            self._draw_duration(worker)
             self._forward(worker, 1)
 
-    def _draw(self, worker: int) -> None:
-        """The worker's computation begins: how long it will take."""
+    def _draw_duration(self, worker: int) -> None:
+        """Draw the duration of the worker's computation, which begins now."""
         load = self._n_samples(worker) / self._batch_size
         self._pieces[worker].device_s = self._workers[worker].device.seconds(self._loop.now_s, load)
 
     def _forward(self, worker: int, piece: int) -> None:
-        """A convolution worker computes a piece, the first is 1, of its batch."""
+        """Compute the forward pass of a piece, counted from 1, on a convolution worker."""
         piece_s = self._group_of[worker].before * self._pieces[worker].device_s / self._n_pieces
         self._loop.after(piece_s, self._forwarded, worker, piece)
 
@@ -129,49 +157,49 @@ class StanzaSimulation(PeerSimulation):
             self._forward(worker, piece + 1)
         else:
             self._pieces[worker].ready = True
-            self._take(worker)
+            self._start_next_piece(worker)
 
     def _send(self, worker: int) -> None:
-        """The worker has computed a piece, and what comes of it goes to the other group."""
+        """Send the results of a piece to the other group."""
         size_bytes = self._batch_size // self._n_pieces * self._group_of[worker].row_bytes
         for partner in self._partners[worker]:
-            self._ways[worker, partner].send(size_bytes, self._came, worker, partner)
+            self._channels[worker, partner].send(size_bytes, self._piece_arrived, worker, partner)
 
-    def _came(self, source: int, worker: int) -> None:
+    def _piece_arrived(self, source: int, worker: int) -> None:
         pieces = self._pieces[worker]
-        pieces.come[source] += 1
-        self._take(worker)
+        pieces.n_received[source] += 1
+        self._start_next_piece(worker)
 
-    def _take(self, worker: int) -> None:
-        """Compute with the next piece, if it is there and the worker is free."""
+    def _start_next_piece(self, worker: int) -> None:
+        """Process the next piece if it has arrived and the worker is free."""
         pieces, group = self._pieces[worker], self._group_of[worker]
-        if pieces.ready and min(pieces.come.values()) > pieces.taken:
+        if pieces.ready and min(pieces.n_received.values()) > pieces.n_computed:
             pieces.ready = False
-            if group.is_fc and pieces.taken % self._n_pieces == 0:
-                self._draw(worker)
-            self._loop.after(group.after * pieces.device_s / self._n_pieces, self._taken, worker)
+            if group.is_fc and pieces.n_computed % self._n_pieces == 0:
+                self._draw_duration(worker)
+            self._loop.after(group.after * pieces.device_s / self._n_pieces, self._piece_computed, worker)
 
-    def _taken(self, worker: int) -> None:
+    def _piece_computed(self, worker: int) -> None:
         pieces = self._pieces[worker]
-        pieces.taken += 1
+        pieces.n_computed += 1
         if self._group_of[worker].is_fc:
             self._send(worker)
-        if pieces.taken % self._n_pieces == 0:
+        if pieces.n_computed % self._n_pieces == 0:
             self._computed(worker)
         else:
             pieces.ready = True
-            self._take(worker)
+            self._start_next_piece(worker)
 
     def _learn(self, worker: int, lr: float) -> float:
         if self._group_of[worker].is_fc:
-            return self._in_halves.compute(worker)
-        self._in_halves.backward(worker)
+            return self._stanza_numerics.compute(worker)
+        self._stanza_numerics.backward(worker)
         return math.nan
 
-    # ---- its end ----
+    # ---- the end of an iteration ----
 
     def _exchange(self, worker: int) -> None:
-        """When all of the group have computed, their gradients are summed."""
+        """Sum the group's gradients once all of its workers have computed."""
         group = self._group_of[worker]
         group.n_computing -= 1
         if group.n_computing == 0:
@@ -181,20 +209,20 @@ class StanzaSimulation(PeerSimulation):
             self._links.all_reduce_among(group.workers, group.size_bytes, self._reduced, group, self._loop.now_s)
 
     def _reduced(self, group: _Group, began_s: float) -> None:
-        """The all-reduce, which began then, is over for all of the group at the same time."""
+        """End the all-reduce begun at `began_s`, for the whole group at once."""
         lockstep, n = group.lockstep, len(self._convolution.workers)
         rate = self._lr(lockstep.samples, lockstep.updates, len(self._workers))
-        self._in_halves.step(rate, above=group.is_fc)
+        self._stanza_numerics.step(rate, above=group.is_fc)
         lockstep.exchanged(n, n, n * self._batch_size)
-        self._look()
+        self._evaluate_if_aligned()
         for worker in group.workers:
             peer = ALL_PEERS if group.is_fc else self._partners[worker][0]
             self._report(worker, peer, self._sent_bytes(worker), len(group.workers) - 1, began_s)
         for worker in group.workers:
-            self._go_on(worker)
+            self._continue(worker)
 
     def _sent_bytes(self, worker: int) -> int:
-        """In an iteration."""
+        """Return the bytes that the worker sends in an iteration."""
         group = self._group_of[worker]
         return self._n_samples(worker) * group.row_bytes + ring_bytes(group.size_bytes, len(group.workers))
 
@@ -210,13 +238,13 @@ class StanzaSimulation(PeerSimulation):
         return lockstep.enough() or lockstep.updates >= self._last
 
     def _evaluate_if_due(self) -> None:
-        """Not whenever somebody reports."""
+        """Do nothing: evaluations follow an all-reduce."""
 
-    def _look(self) -> None:
-        """At the weights, if both halves have made the same steps, an evaluation is due, and this is not the end."""
+    def _evaluate_if_aligned(self) -> None:
+        """Evaluate if both groups have made the same steps, an evaluation is due and the run has not ended."""
         above, below = self._fc.lockstep, self._convolution.lockstep
         if above.updates != below.updates or self._all_done(above):
             return
         if self._evaluations.begin_if_due(above.samples):
-            judged = self._in_halves.evaluate()
-            self.coordinator.evaluated(self._loop.now_s, above.updates, above.samples, *judged)
+            evaluation = self._stanza_numerics.evaluate()
+            self.coordinator.evaluated(self._loop.now_s, above.updates, above.samples, *evaluation)

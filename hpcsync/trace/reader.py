@@ -114,10 +114,19 @@ class TraceFile(_Described):
             return self.file[table][begin : last if end is None else min(end, last)]
 
 
+def trace_path(path: str | Path) -> Path:
+    """The trace's own file: `path`, or the trace in it where `path` is the folder of a run."""
+    path = Path(path)
+    return path / "trace.h5" if path.is_dir() else path
+
+
 @contextmanager
 def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile]:
-    """A trace to be read in slices, for a `with` block. Raises TraceError if the file is none or cannot be opened."""
-    path = Path(path)
+    """A trace to be read in slices, for a `with` block. `path` is the trace, or the folder of its run.
+
+    Raises TraceError if the file is none or cannot be opened.
+    """
+    path = trace_path(path)
     with _open(path, "r") as file:
         attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "flushed_rows"}
         with _telling_damage(path):
@@ -130,7 +139,10 @@ def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile
 
 
 def load(path: str | Path) -> Trace:
-    """Read a whole trace. Raises TraceError if the file is none or cannot be opened."""
+    """Read a whole trace. `path` is the trace, or the folder of its run.
+
+    Raises TraceError if the file is none or cannot be opened.
+    """
     with opened(path) as file:
         tables = {table: file.read(table) for table in TABLES}
     tables["pushes"] = tables["pushes"][np.argsort(tables["pushes"]["seq"], kind="stable")]

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from hpcsync.config.job import Job
+from hpcsync.training.deferred_dynamo import defer
 
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     cls.__name__.lower(): cls
@@ -53,6 +54,7 @@ class OptimizerSpec:
 
         Raises ValueError for a name that is not in ELEMENTWISE, and whatever torch raises for bad options.
         """
+        defer()
         if self.name not in ELEMENTWISE:
             raise ValueError(f"{self.name!r}: must be one of {', '.join(ELEMENTWISE)}")
         cls = ELEMENTWISE[self.name]

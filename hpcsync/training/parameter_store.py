@@ -68,8 +68,8 @@ class Store:
         self._rule = rule
         rule.bind(self._parameter)
         self._contributing: set[int] = set()  # whose contributions came before their promises
-        self._collected: torch.Tensor | None = None  # the sum for the next update
-        self._has_collected = False
+        self._accumulated: torch.Tensor | None = None  # the sum for the next update
+        self._has_accumulated = False
 
     @property
     def weights(self) -> torch.Tensor:
@@ -93,16 +93,16 @@ class Store:
         self._contributing.discard(worker)
         self._has_read(worker)
 
-    def collect(self, worker: int, weight: float) -> None:
+    def accumulate(self, worker: int, weight: float) -> None:
         """Add this worker's contribution, times its weight, to what the next update takes; spends its slot."""
         self._has_read(worker)
-        if self._collected is None:
-            self._collected = torch.zeros_like(self._slots[worker])
-        if self._has_collected:
-            self._collected.add_(self._slots[worker], alpha=weight)
+        if self._accumulated is None:
+            self._accumulated = torch.zeros_like(self._slots[worker])
+        if self._has_accumulated:
+            self._accumulated.add_(self._slots[worker], alpha=weight)
         else:
-            torch.mul(self._slots[worker], weight, out=self._collected)
-        self._has_collected = True
+            torch.mul(self._slots[worker], weight, out=self._accumulated)
+        self._has_accumulated = True
 
     def apply(
         self, workers: Sequence[int], lr: float, weights: Sequence[float] = (), divisor: float | None = None
@@ -117,10 +117,10 @@ class Store:
         self._contributing.difference_update(workers)
         self._make_writable()
         contributions = [self._slots[worker] for worker in workers]
-        if self._has_collected:
-            assert self._collected is not None
-            contributions, weights = [self._collected, *contributions], (1.0, *weights)
-            self._has_collected = False
+        if self._has_accumulated:
+            assert self._accumulated is not None
+            contributions, weights = [self._accumulated, *contributions], (1.0, *weights)
+            self._has_accumulated = False
         self._rule.update(contributions, lr, weights, divisor)
         self.version += 1
 
@@ -129,7 +129,7 @@ class Store:
         return {
             "version": self.version,
             "weights": self._buffers[self.current].clone(),
-            "collected": self._collected if self._has_collected else None,
+            "accumulated": self._accumulated if self._has_accumulated else None,
             "rule": self._rule.state(),
         }
 
@@ -137,10 +137,10 @@ class Store:
         """Go on from there, before anybody has read."""
         self.version = state["version"]
         self._buffers[self.current].copy_(state["weights"])
-        collected = state["collected"]
-        self._collected, self._has_collected = None, collected is not None
-        if collected is not None:
-            self._collected = collected.to(self._buffers.device)
+        accumulated = state["accumulated"]
+        self._accumulated, self._has_accumulated = None, accumulated is not None
+        if accumulated is not None:
+            self._accumulated = accumulated.to(self._buffers.device)
         self._rule.restore(state["rule"])
 
     def _has_read(self, worker: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import math
 import os
@@ -117,12 +118,12 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
 def _digits() -> Workload:
     """scikit-learn's 1797 handwritten digits of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits), split
     1437 to 360 by a fixed permutation; a convolutional network of 13,706 parameters."""
-    from sklearn.datasets import load_digits
-
-    pixels, labels = load_digits(return_X_y=True)
-    order = np.random.default_rng(0).permutation(len(labels))
-    x = torch.from_numpy(pixels[order].astype(np.float32) / 16.0).reshape(-1, 1, 8, 8)
-    y = torch.from_numpy(labels[order].astype(np.int64))
+    package = importlib.util.find_spec("sklearn")  # importing it would take over a second in every process
+    assert package is not None and package.origin is not None
+    rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    rows = rows[np.random.default_rng(0).permutation(len(rows))]
+    x = torch.from_numpy(rows[:, :-1].astype(np.float32) / 16.0).reshape(-1, 1, 8, 8)
+    y = torch.from_numpy(rows[:, -1].astype(np.int64))
     n_train = 1437
     model = nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),

@@ -20,26 +20,26 @@ from hpcsync.trace.schema import Phase
 COMPUTE_S = 1.0
 
 
-def sees(comm: MPI.Intracomm, patience: Backoff, *, one_node: bool) -> bool:
+def sees(comm: MPI.Intracomm, backoff: Backoff, *, one_node: bool) -> bool:
     phases, seen = WorkerStates(comm, one_node=one_node), False
-    patience.barrier()
+    backoff.barrier()
     begin_s = time.perf_counter()
     if comm.rank == 1:
         phases.enter(Phase.COMPUTING, 7)
         time.sleep(COMPUTE_S)
     while comm.rank == 0 and not seen and time.perf_counter() < begin_s + COMPUTE_S / 2:
-        patience.pause()
+        backoff.pause()
         seen = phases.seen()[1] == (7, Phase.COMPUTING)
-    patience.barrier()
+    backoff.barrier()
     phases.free()
     return seen
 
 
 def main(out: str) -> None:
     comm = MPI.COMM_WORLD
-    patience = Backoff(comm)
-    assert not patience.one_node
-    found = [sees(comm, patience, one_node=one_node) for one_node in (False, True)]
+    backoff = Backoff(comm)
+    assert not backoff.one_node
+    found = [sees(comm, backoff, one_node=one_node) for one_node in (False, True)]
     if comm.rank == 0:
         Path(out).write_text(json.dumps([*found, MPI.Get_library_version()]))
 

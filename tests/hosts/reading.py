@@ -46,23 +46,23 @@ def main(kind: str, out: str) -> None:
     into = torch.zeros(SIZE)
     with (
         progression,
-        PublishedReplica(comm, SIZE, torch.float32) as exposure,
+        PublishedReplica(comm, SIZE, torch.float32) as published,
         PushInbox(comm, SIZE, torch.float32) as parcels,
     ):
         if comm.rank == 0:
-            exposure.read(1, into)  # the first transfer sets up what later ones use
+            published.read(1, into)  # the first transfer sets up what later ones use
             parcels.send(1, into)
         comm.Barrier()
         parcels.collect()
         if comm.rank == 1:
-            exposure.publish(torch.full((SIZE,), 7.0))
+            published.publish(torch.full((SIZE,), 7.0))
         comm.Barrier()
         if comm.rank == 1:
             compute(progression)
         else:
             time.sleep(COMPUTE_S / 10)
             begin_s = time.perf_counter()
-            seen["serial"] = exposure.read(1, into)
+            seen["serial"] = published.read(1, into)
             seen["read_s"] = time.perf_counter() - begin_s
             seen["intact"] = bool((into == 7).all())
             begin_s = time.perf_counter()

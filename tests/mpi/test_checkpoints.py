@@ -19,7 +19,7 @@ from hpcsync.run_dir import checkpoint
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
 from hpcsync.training import rng_state, update_rules
-from tests.mpi.training import failures, go_on, on_some
+from tests.mpi.training import failures, on_some, resume_run
 
 SGD = {"name": "sgd", "lr": 0.05, "momentum": 0.9}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
@@ -190,7 +190,7 @@ def test_fewer_workers_go_on_and_one_comes_back(comm, only, folder, paradigm):
     without = killed(comm, folder / "a")
     fewer = comm.Split(0 if comm.rank < comm.size - 1 else MPI.UNDEFINED)
     if fewer != MPI.COMM_NULL:
-        go_on(fewer, this, without)
+        resume_run(fewer, this, without)
         fewer.Free()
     comm.Barrier()
     assert checkpoint.number_of(checkpoint.newest(without)) > 1

@@ -14,7 +14,7 @@ from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Change
-from tests.mpi.training import go_on
+from tests.mpi.training import resume_run
 
 PARADIGMS = {
     "bsp": {},
@@ -58,7 +58,7 @@ def run(
             **tables,
         }
     )
-    session = go_on(comm, job, folder) if resume else train(comm, job, folder)
+    session = resume_run(comm, job, folder) if resume else train(comm, job, folder)
     assert session.stopped or session.worker is None
     weights = comm.allgather(session.flat.weights.numpy())
     assert all((other == weights[0]).all() for other in weights)

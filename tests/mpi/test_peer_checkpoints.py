@@ -1,4 +1,4 @@
-"""Runs without servers that go on from a checkpoint, and what they would have come to without."""
+"""Runs without servers that are resumed from a checkpoint, against uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from hpcsync.training.local_update import LocalOptimizer, Outer, Peer
 from tests.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed
 from tests.mpi.test_stanza import job as separated
 from tests.mpi.test_stanza import run
-from tests.mpi.training import failures, go_on, on_some, one_process
+from tests.mpi.training import failures, on_some, one_process, resume_run
 from tests.plain import on_batches
 
 ALLREDUCE = {"name": "allreduce"}
 DILOCO = {"name": "local-sgd", "steps": 3, "outer_lr": 0.7, "outer_momentum": 0.3}
 PERMUTATION = {"name": "gossip", "mode": "permutation", "period": 2}
-NETWORK = {"name": "tests.mpi.network:convolutional", "batch_size": 4}  # with a matrix that has factors
+NETWORK = {"name": "tests.mpi.network:convolutional", "batch_size": 4}  # with a matrix that can be factored
 FREE: dict[str, dict[str, Any]] = {
     "pull": {"name": "gossip", "mode": "pull"},
     "push": {"name": "gossip", "mode": "push", "period": 2},
@@ -37,7 +37,7 @@ FREE: dict[str, dict[str, Any]] = {
 
 
 def job(paradigm: dict[str, Any], workers: int, optimizer: Any = SGD, **tables: Any) -> Job:
-    """About 30 iterations of every worker, a checkpoint after each 12."""
+    """Job of about 30 iterations per worker, with a checkpoint every 12."""
     each = 1 if paradigm["name"] in ("allreduce", "stanza") else workers
     table = {
         "name": "test",
@@ -53,7 +53,7 @@ def job(paradigm: dict[str, Any], workers: int, optimizer: Any = SGD, **tables: 
     return Job.from_table(table | tables)
 
 
-# ---- exactly as if nothing had been ----
+# ---- the same bits as without an interruption ----
 
 EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
     "allreduce": (ALLREDUCE, NESTEROV, {}),
@@ -65,7 +65,7 @@ EXACT: dict[str, tuple[dict[str, Any], Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("which", EXACT)
-def test_a_run_that_goes_on_comes_to_the_same_bits(comm, folder, which):
+def test_a_resumed_run_gives_the_same_bits(comm, folder, which):
     paradigm, optimizer, tables = EXACT[which]
     this = job(paradigm, comm.size, optimizer, **tables)
     weights, resumed = both(comm, this, folder)
@@ -85,7 +85,7 @@ def test_checkpoints_change_nothing(comm, only, folder):
 
 
 class Foretelling:
-    """Speeds that do not depend on what is measured: sizes change again and again, and are the same in every run."""
+    """Speeds that do not depend on measurements: sizes change repeatedly, and are the same in every run."""
 
     def __init__(self, worker: int) -> None:
         self.worker, self.n_observed = worker, 0
@@ -106,7 +106,7 @@ def foretold(monkeypatch):
 
 
 @pytest.mark.once
-def test_batches_that_are_given_out_go_on_where_they_were(comm, only, folder, foretold):
+def test_allocated_batches_resume(comm, only, folder, foretold):
     only(3)
     this = sharing(comm.size)
     weights, resumed = both(comm, this, folder)
@@ -116,11 +116,11 @@ def test_batches_that_are_given_out_go_on_where_they_were(comm, only, folder, fo
         assert comm.size == 1 or len(load(folder / "a-killed" / "trace.h5").tables["decisions"]) > comm.size
 
 
-def test_separated_layers_go_on(comm, needs, folder):
+def test_separated_layers_resume(comm, needs, folder):
     needs(2)
     this = separated(comm.size, ADAM, updates=20, checkpoint={"updates": 8, "keep": 9})
     weights = [run(comm, this, folder / "a")[1][0]]
-    session = go_on(comm, this, killed(comm, folder / "a"))
+    session = resume_run(comm, this, killed(comm, folder / "a"))
     weights.append(torch.cat([p.detach().flatten() for p in session._model.parameters()]).cpu().numpy())
     if comm.rank == 0:
         assert np.array_equal(*weights)
@@ -136,7 +136,7 @@ FORGOTTEN = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("what", FORGOTTEN)
-def test_whatever_is_forgotten_changes_the_bits(comm, only, folder, monkeypatch, what):
+def test_state_not_restored_changes_the_bits(comm, only, folder, monkeypatch, what):
     only(3)
     owner, which = FORGOTTEN[what]
     paradigm, optimizer, tables = EXACT[which]
@@ -146,11 +146,11 @@ def test_whatever_is_forgotten_changes_the_bits(comm, only, folder, monkeypatch,
         assert (weights != resumed).any()
 
 
-# ---- those who gossip when it suits them ----
+# ---- asynchronous gossip ----
 
 
 @pytest.mark.parametrize("mode", ["pull", "push-sum"])
-def test_gossip_goes_on_and_nothing_is_lost(comm, folder, mode):
+def test_resumed_gossip_loses_nothing(comm, folder, mode):
     this = job(FREE[mode], comm.size)
     on_some(comm, this, folder / "a")
     torn = killed(comm, folder / "a")
@@ -168,7 +168,7 @@ def test_gossip_goes_on_and_nothing_is_lost(comm, folder, mode):
 
 
 @pytest.mark.once
-def test_mass_that_is_lost_is_found_in_the_trace(comm, only, folder, monkeypatch):
+def test_lost_push_sum_weight_is_found_in_the_trace(comm, only, folder, monkeypatch):
     only(3)
     this = job(FREE["push-sum"], comm.size)
     on_some(comm, this, folder / "a")
@@ -182,8 +182,8 @@ def test_mass_that_is_lost_is_found_in_the_trace(comm, only, folder, monkeypatch
 
 @pytest.mark.once
 @pytest.mark.parametrize("put_back", [True, False])
-def test_what_has_come_is_taken_in_once(comm, only, put_back):
-    """Also in a run that goes on, which is another object; without it, it is lost."""
+def test_received_models_are_absorbed_once(comm, only, put_back):
+    """Also in a resumed run, which has another inbox; without restoring they are lost."""
     only(3)
     with PushInbox(comm, 2, torch.float64) as before, PushInbox(comm, 2, torch.float64) as after:
         to = (comm.rank + 1) % comm.size
@@ -191,28 +191,28 @@ def test_what_has_come_is_taken_in_once(comm, only, put_back):
         comm.Barrier()
         kept = before.keep()
         comm.Barrier()
-        for parcels in (before, after):
-            parcels.send(to, torch.tensor([10.0, 20.0], dtype=torch.float64), 0.5)
+        for inbox in (before, after):
+            inbox.send(to, torch.tensor([10.0, 20.0], dtype=torch.float64), 0.5)
         comm.Barrier()
         if put_back:
             after.put_back(kept)
-        for parcels in (before, after):
-            total, count, weight = parcels.collect()
-            lost = parcels is after and not put_back
+        for inbox in (before, after):
+            total, count, weight = inbox.collect()
+            lost = inbox is after and not put_back
             assert (total.tolist(), count, weight) == (([10, 20], 1, 0.5) if lost else ([11, 22], 2, 0.75))
-            assert parcels.collect() is None
+            assert inbox.collect() is None
         comm.Barrier()
 
 
-# ---- where somebody has ended ----
+# ---- after a worker has ended ----
 
 
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("paradigm", "leaver"), [(ALLREDUCE, 0), (DILOCO, -1), (FREE["push"], -1)], ids=["allreduce", "diloco", "push"]
 )
-def test_without_somebody_there_is_no_checkpoint(comm, only, folder, paradigm, leaver):
-    """From it that worker could not go on. The others do."""
+def test_there_is_no_checkpoint_after_a_worker_has_ended(comm, only, folder, paradigm, leaver):
+    """That worker could not resume from it; the others continue."""
     only(3)
     events = [{"worker": leaver % comm.size, "at_iteration": 2, "change": "leave"}]
     this = job(paradigm, comm.size, cluster={"workers": comm.size, "events": events})
@@ -233,19 +233,19 @@ FEWER = {
 
 
 def with_fewer(comm: MPI.Intracomm, this: Job, folder: Path, n_ranks: int) -> np.ndarray | None:
-    """What so many ranks come to when they resume the run in this folder; None on the others."""
+    """Return the result of resuming the run in this folder with this many ranks; None on the others."""
     fewer = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
     if fewer == MPI.COMM_NULL:
         return None
-    weights = go_on(fewer, this, folder).flat.weights.numpy().copy()
+    weights = resume_run(fewer, this, folder).flat.weights.numpy().copy()
     fewer.Free()
     return weights
 
 
 @pytest.mark.once
 @pytest.mark.parametrize("which", FEWER)
-def test_fewer_workers_than_before_go_on(comm, only, folder, which):
-    """As if the others had left."""
+def test_a_run_resumes_with_fewer_workers(comm, only, folder, which):
+    """The result is as if the others had left."""
     only(3)
     paradigm, tables = FEWER[which]
     this = job(paradigm, comm.size, **tables)
@@ -266,7 +266,7 @@ def test_fewer_workers_than_before_go_on(comm, only, folder, which):
 
 
 @pytest.mark.once
-def test_what_is_given_out_is_taken_over_from_those_who_are_missing(comm, only, folder, foretold):
+def test_samples_of_missing_workers_are_allocated_to_the_others(comm, only, folder, foretold):
     only(3)
     this = sharing(comm.size)
     on_some(comm, this, folder / "a")
@@ -280,8 +280,8 @@ def test_what_is_given_out_is_taken_over_from_those_who_are_missing(comm, only, 
 
 @pytest.mark.once
 @pytest.mark.parametrize("paradigm", [PERMUTATION, ALLREDUCE], ids=["permutation", "allreduce"])
-def test_who_cannot_go_on_is_refused_in_one_line(comm, only, folder, paradigm):
-    """Where all are needed; and those who come back, for there is nothing for them to go on from."""
+def test_a_refused_resume_is_reported_in_one_line(comm, only, folder, paradigm):
+    """If all workers are needed; and for additional workers, which have no state to resume from."""
     only(3)
     this = job(paradigm, comm.size)
     on_some(comm, this, folder / "a")
@@ -294,7 +294,7 @@ def test_who_cannot_go_on_is_refused_in_one_line(comm, only, folder, paradigm):
                 (torn / name).unlink()
         comm.Barrier()
         with pytest.raises(JobError, match=f"^--resume: {comm.size} ranks were started; must be at most"):
-            go_on(comm, longer, torn)
+            resume_run(comm, longer, torn)
     else:
         smaller = job(paradigm, comm.size - 1)
         expected = f"^cluster.workers = {comm.size - 1}: must be {comm.size}, as it was when the run began"

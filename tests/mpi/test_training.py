@@ -112,7 +112,7 @@ def test_evaluation_delays_nobody(comm, needs, folder):
     seen: list[tuple[int, int]] = []
 
     def evaluate(model: torch.nn.Module) -> tuple[float, float]:
-        coordinator = sync._books.coordinator
+        coordinator = sync._recorder.coordinator
         before = coordinator.version
         while coordinator.version < before + 10 and coordinator.active:
             pass

@@ -34,14 +34,14 @@ def on_some(comm: MPI.Intracomm, job: Job, folder: Any, resume: bool = False) ->
     some = comm.Split(0 if comm.rank < job.cluster.ranks else MPI.UNDEFINED, comm.rank)
     if some == MPI.COMM_NULL:
         return None
-    session = go_on(some, job, folder) if resume else train(some, job, folder)
+    session = resume_run(some, job, folder) if resume else train(some, job, folder)
     weights = session.flat.weights.cpu().numpy().copy()
     assert all((other == weights).all() for other in some.allgather(weights)), "all ranks end with the same weights"
     some.Free()
     return weights
 
 
-def go_on(comm: MPI.Intracomm, job: Job, folder: Path) -> Session:
+def resume_run(comm: MPI.Intracomm, job: Job, folder: Path) -> Session:
     """The run in this folder, from its newest checkpoint on."""
     return train(comm, job, folder, agree(comm, lambda: layout.going_on(folder, True)))
 

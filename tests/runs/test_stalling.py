@@ -83,8 +83,8 @@ def check(name: str, folder: Path, program: Program) -> None:
     waited = {int(w): float(s) for w, s in re.findall(r"worker (\d+) for ([\d.]+) s", said_held)}
     assert waited.keys() == held and all(s <= float(lasted_s) for s in waited.values())
     assert 0.19 < float(usual_s) < 0.3 and float(deadline_s) <= float(lasted_s) < STOPPED_S
-    ((goes_on, ended, took_s),) = GOES_ON.findall(program.err)
-    assert (goes_on, ended) == (worker, iteration) and STOPPED_S <= float(took_s) < STOPPED_S + 1.0
+    ((continued, ended, took_s),) = GOES_ON.findall(program.err)
+    assert (continued, ended) == (worker, iteration) and STOPPED_S <= float(took_s) < STOPPED_S + 1.0
     trace = load(folder / "out" / "trace.h5")
     rows = trace.tables["stalls"]
     assert len(rows) == len(found)

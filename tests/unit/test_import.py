@@ -1,6 +1,8 @@
 """What importing costs, and who may import what."""
 
 import ast
+import configparser
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -66,3 +68,23 @@ def test_impure_imports_would_be_found() -> None:
         "hpcsync.trace",
         "hpcsync.config",
     }
+
+
+# The distributions of packages that have another name, or that come with another distribution.
+DISTRIBUTIONS = {
+    "cupy": "cupy-cuda12x",
+    "pydantic_core": "pydantic",
+    "sklearn": "scikit-learn",
+    "threadpoolctl": "scikit-learn",
+}
+
+
+def test_what_the_package_imports_is_declared() -> None:
+    setup = configparser.ConfigParser()
+    setup.read(PACKAGE.parent / "setup.cfg")
+    lines = [setup["options"]["install_requires"], *dict(setup["options.extras_require"]).values()]
+    declared = {re.split("[<>=]", line)[0].strip() for text in lines for line in text.splitlines()}
+    names = {name.split(".")[0] for path in PACKAGE.rglob("*.py") for name in foreign_imports(path.read_text())}
+    names -= {"hpcsync"}
+    assert len(names) > 10
+    assert {name for name in names if DISTRIBUTIONS.get(name, name) not in declared} == set()

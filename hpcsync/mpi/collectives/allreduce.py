@@ -91,11 +91,11 @@ class MeanVector(ABC):
 
 def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> MeanVector:
     """Of `size` zeros on every rank, float32 or float64; collective. The fastest way that this communicator allows."""
-    patience = Backoff(comm)
+    backoff = Backoff(comm)
     in_shm = 0 if transport.kind == "ipc" else size * dtype.itemsize
-    if comm.size > 1 and patience.one_node and not shm_budget.lacking(comm, in_shm):
-        return SharedMean(comm, size, dtype, transport, patience)
-    return MpiMean(comm, size, dtype, transport, patience)
+    if comm.size > 1 and backoff.one_node and not shm_budget.lacking(comm, in_shm):
+        return SharedMean(comm, size, dtype, transport, backoff)
+    return MpiMean(comm, size, dtype, transport, backoff)
 
 
 class MpiMean(MeanVector):
@@ -105,9 +105,9 @@ class MpiMean(MeanVector):
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Backoff
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, backoff: Backoff
     ) -> None:
-        self.n_ranks, self._patience = comm.size, patience
+        self.n_ranks, self._backoff = comm.size, backoff
         self.vector = self._image = torch.zeros(size, dtype=dtype, device=transport.device)
         if transport.kind != "host":
             self._image = torch.zeros(size, dtype=dtype, pin_memory=self.vector.is_cuda)
@@ -119,7 +119,7 @@ class MpiMean(MeanVector):
         begin_s = time.perf_counter()
         words = np.array([said.n_steps > 0, *said], np.int64)
         saying = self._comm.Iallreduce(MPI.IN_PLACE, words)
-        self._patience.until(lambda: saying.Test() or None)
+        self._backoff.until(lambda: saying.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
         n_contributing, n_steps, n_samples, stop, halt = words.tolist()
         if end > begin:
@@ -147,10 +147,10 @@ class SharedMean(MeanVector):
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, patience: Backoff
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, backoff: Backoff
     ) -> None:
         self._rank, self.n_ranks = comm.rank, comm.size
-        self._patience = patience
+        self._backoff = backoff
         self._memory, local = _memory(comm, size, dtype, transport)
         self._window = NodeWindow(comm, self._memory, local)
         self.vector = self._window.local.zero_()
@@ -203,7 +203,7 @@ class SharedMean(MeanVector):
             self._counters.sync()
             return all(counter[0] >= self._turn for counter in counters) or None
 
-        self._patience.until(poll)
+        self._backoff.until(poll)
         self._counters.sync()
 
     def _mean_part(self, begin: int, end: int, n_contributing: int) -> None:

@@ -33,7 +33,7 @@ class CompressedMean(MeanVector):
         self.vector = torch.zeros(size, dtype=dtype, device=transport.device)
         self._compression = compression
         self._comm = comm.Dup()
-        self._patience = Backoff(self._comm)
+        self._backoff = Backoff(self._comm)
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
         forming = end > begin
@@ -41,7 +41,7 @@ class CompressedMean(MeanVector):
         begin_s = time.perf_counter()
         own, words = np.array([*said, n_bytes], np.int64), np.empty((self.n_ranks, len(said) + 1), np.int64)
         saying = self._comm.Iallgather(own, words)
-        self._patience.until(lambda: saying.Test() or None)
+        self._backoff.until(lambda: saying.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
         together = agreed(words[:, :-1])
         if forming and together.n_contributing:

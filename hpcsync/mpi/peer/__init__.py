@@ -1,0 +1,1 @@
+"""MPI runs without servers: every rank is a worker."""

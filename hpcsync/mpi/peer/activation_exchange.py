@@ -1,12 +1,16 @@
-"""Where layers are separated: how activations come to the fully-connected workers, and their gradients back.
+"""Layer separation: transfer of activations to the fully-connected workers, and of their gradients back.
 
-Each piece of a batch is put, one-sided, to where it is computed with: a convolution worker's rows to their place among
-those of all that its fully-connected worker serves, beside them their labels; later the rows' gradients into the
-convolution worker's own window. A thread puts, and says in a message that the piece is there, while its owner computes.
+Each piece (micro-batch) of a batch is put one-sided into the window of the rank that processes it: a convolution
+worker's rows go to their place among those of all workers that its fully-connected worker serves, with their labels
+beside them; later the gradients of the rows go into the convolution worker's window. A background thread puts the piece
+and notifies the target by a message, while the owner of the piece computes.
 
-Nothing is overwritten too early. A convolution worker sends rows again when it has been given the gradients of the
-ones before, which its fully-connected worker sends when it has computed with them; and is given gradients again when it
-has sent rows again, which it does when it has computed with those before.
+Notes
+-----
+No buffer is overwritten too early. A convolution worker sends rows again only after it has received the gradients of
+the previous ones, which its fully-connected worker sends after processing these. A fully-connected worker returns
+gradients again only after new rows have arrived, which a convolution worker sends after processing the previous
+gradients.
 """
 
 from __future__ import annotations
@@ -25,38 +29,59 @@ from hpcsync.mpi.transport.mailbox import Inbox, Outbox
 from hpcsync.planning.layer_groups import Groups
 from hpcsync.trace.schema import Phase
 
-ALIGNED = 16  # bytes: labels of several types lie one after the other
+ALIGNED = 16  # bytes; labels of several dtypes are stored one after the other
 
 
 class Rows(NamedTuple):
-    """One tensor of a batch, without its first dimension, which is that of the samples."""
+    """Shape and dtype of one tensor of a batch, without the first dimension (samples)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
+        """Number of elements per sample."""
         return math.prod(self.shape)
 
     @property
     def n_bytes(self) -> int:
+        """Bytes per sample."""
         return self.size * self.dtype.itemsize
 
 
 class ActivationExchange:
-    """Both sides of it; collective over the link's communicator.
+    """Both sides of the exchange; created collectively over the channel's communicator.
 
-    rows:        of a convolution worker's batch. pieces: equal ones, in which they cross.
-    activations: at the cut. labels: of the other tensors of a batch.
-    waited_s:    seconds that this worker has waited in this iteration for what others compute.
-    last:        whether the other side has said that the iteration is the last one. halt: that all halt after it.
+    Parameters
+    ----------
+    link
+        Channel of the run.
+    groups
+        Assignment of workers to the two groups.
+    rows
+        Batch size of a convolution worker.
+    pieces
+        Number of equal pieces in which a batch is transferred.
+    activations
+        Activations at the cut.
+    labels
+        The other tensors of a batch.
+
+    Attributes
+    ----------
+    waited_s
+        Seconds in which this worker was blocked by the other group in this iteration.
+    last
+        True if the other group has declared this iteration the last one.
+    halt
+        True if all workers halt after this iteration.
     """
 
     def __init__(
         self, link: PeerChannel, groups: Groups, rows: int, pieces: int, activations: Rows, labels: Sequence[Rows]
     ) -> None:
         self._comm, self._groups = link.comm, groups
-        self._patience = link.patience_of_its_own()
+        self._backoff = link.own_backoff()
         self._rows, self._activations, self._labels = rows // pieces, activations, labels
         worker = link.comm.rank
         self._is_fc = groups.is_fc(worker)
@@ -76,30 +101,45 @@ class ActivationExchange:
         self._inbox = Inbox(self._comm, messages.TAG_ACTIVATION, messages.ACTIVATION)
         self._outbox = Outbox(self._comm, messages.TAG_ACTIVATION, messages.ACTIVATION)
         self._background = Background()
-        self._come = [0] * pieces  # of each piece: how many have sent theirs, and it is not taken yet
-        self._gone: int | None = None  # a worker that sends nothing more
+        self._n_arrived = [0] * pieces  # per piece: number of workers whose rows have arrived and are not yet processed
+        self._left_worker: int | None = None  # a worker that sends nothing more
         self.waited_s = 0.0
         self.last = self.halt = False
 
     # ---- a convolution worker's side ----
 
     def send(self, piece: int, activations: torch.Tensor, labels: Sequence[torch.Tensor]) -> None:
-        """This piece's rows, shape (rows / pieces, *activations), and their labels, to the fully-connected worker."""
+        """Send a piece to the fully-connected worker, in the background.
+
+        Parameters
+        ----------
+        piece
+            Index of the piece.
+        activations
+            Its rows, shape (rows / pieces, *activations).
+        labels
+            Labels of these rows.
+
+        Raises
+        ------
+        RuntimeError
+            If a tensor differs in shape or dtype from those of the other workers.
+        """
         fc = self._others[0]
         place = piece * self._n_served + self._groups.served(fc).index(self._comm.rank)
-        # Tensors are held until they are put: the thread's calls hold them.
+        # The closure keeps the tensors alive until they have been put.
         for tensor, rows in zip((activations, *labels), (self._activations, *self._labels), strict=True):
             if (len(tensor), *Rows(tuple(tensor.shape[1:]), tensor.dtype)) != (self._rows, *rows):
                 raise RuntimeError(
-                    f"a batch has {tensor.dtype}{list(tensor.shape)} where others have "
-                    f"{rows.dtype}{[self._rows, *rows.shape]}: where layers are separated all must be alike"
+                    f"a batch has {tensor.dtype}{list(tensor.shape)}: with separated layers all batches must have "
+                    f"{rows.dtype}{[self._rows, *rows.shape]}"
                 )
         vector = activations.detach().contiguous().view(-1)
         octets = [label.detach().contiguous().view(-1).view(torch.uint8) for label in labels]
         cuda.ready(vector)
 
         def put() -> None:
-            self._window.release(0, 0)  # of the gradients that were here
+            self._window.release(0, 0)  # the gradients in this window have been read
             self._window.put(vector, fc, place * vector.numel())
             for begin, label in zip(self._label_begins, octets, strict=False):
                 self._label_window.put(label, fc, begin + place * label.numel())
@@ -110,18 +150,27 @@ class ActivationExchange:
         self._background.submit(put)
 
     def gradient(self, piece: int) -> torch.Tensor:
-        """Wait for the gradients of this piece's rows, shape (rows / pieces, *activations); valid until `send`."""
+        """Wait for the gradients of a piece.
+
+        Returns
+        -------
+        torch.Tensor
+            Gradients of the piece's rows, shape (rows / pieces, *activations); valid until the next `send`.
+        """
         self._await(piece)
         size = self._rows * self._activations.size
         self._window.acquire(piece * size, (piece + 1) * size)
         return self._window.local[piece * size : (piece + 1) * size].view(self._rows, *self._activations.shape)
 
-    # ---- a fully-connected worker's ----
+    # ---- a fully-connected worker's side ----
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Activations and labels of all pieces, in the window, the first dimension their rows: piece after piece, and
-        within it worker after worker. What is there of a piece is to be waited for."""
-        n_rows = len(self._come) * self._n_served * self._rows
+        """Return views of the activations and labels of all pieces in the window.
+
+        The first dimension is that of the rows: piece by piece, and within a piece worker by worker. The data of a
+        piece is valid after `wait`.
+        """
+        n_rows = len(self._n_arrived) * self._n_served * self._rows
         found = [self._window.local.view(n_rows, *self._activations.shape)]
         for begin, label in zip(self._label_begins, self._labels, strict=False):
             octets = self._label_window.local[begin : begin + n_rows * label.n_bytes]
@@ -129,14 +178,28 @@ class ActivationExchange:
         return tuple(found)
 
     def wait(self, piece: int) -> None:
-        """Until all rows of this piece are there."""
+        """Wait until all rows of a piece have arrived."""
         self._await(piece)
         size = self._n_served * self._rows * self._activations.size
         self._window.acquire(piece * size, (piece + 1) * size)
         self._label_window.acquire(0, len(self._label_window.local))
 
-    def give_back(self, piece: int, gradients: torch.Tensor, last: bool, halt: bool) -> None:
-        """The gradients of this piece's rows, of their shape, to whom they belong. Nobody reads the rows any more."""
+    def return_gradients(self, piece: int, gradients: torch.Tensor, last: bool, halt: bool) -> None:
+        """Send the gradients of a piece's rows to their convolution workers, in the background.
+
+        The rows must not be read any more.
+
+        Parameters
+        ----------
+        piece
+            Index of the piece.
+        gradients
+            Gradients of its rows, of their shape.
+        last
+            True if this iteration is the last one.
+        halt
+            True if all workers halt after this iteration.
+        """
         size = self._rows * self._activations.size
         parts = gradients.contiguous().view(self._n_served, size)
         cuda.ready(parts)
@@ -151,53 +214,53 @@ class ActivationExchange:
 
         self._background.submit(put)
 
-    # ---- both ----
+    # ---- both sides ----
 
     @property
     def sent_bytes(self) -> int:
-        """That this worker sends across in an iteration."""
+        """Bytes that this worker sends to the other group in an iteration."""
         per_row = self._activations.n_bytes + (0 if self._is_fc else sum(label.n_bytes for label in self._labels))
-        return len(self._come) * self._rows * per_row * (self._n_served if self._is_fc else 1)
+        return len(self._n_arrived) * self._rows * per_row * (self._n_served if self._is_fc else 1)
 
     def _await(self, piece: int) -> None:
         begin_s, needed = time.perf_counter(), len(self._others)
         self._phases.enter(Phase.WAITING)
 
         def complete() -> bool | None:
-            self._background.check()  # what cannot be sent is not answered
-            self._hear()
-            if self._come[piece] < needed and self._gone is not None:
+            self._background.check()  # a send that failed gets no answer
+            self._poll()
+            if self._n_arrived[piece] < needed and self._left_worker is not None:
                 raise RuntimeError(
-                    f"worker {self._gone} makes no further iteration, but this one does: where layers are separated "
-                    "all workers make as many; to end earlier give connect a stop"
+                    f"worker {self._left_worker} makes no further iteration, but this one does: with separated layers "
+                    "all workers must make equally many; to end earlier pass a stop to connect"
                 )
-            return self._come[piece] >= needed or None
+            return self._n_arrived[piece] >= needed or None
 
-        self._patience.until(complete)
-        self._come[piece] = 0
+        self._backoff.until(complete)
+        self._n_arrived[piece] = 0
         self._phases.enter(Phase.COMPUTING)
         self.waited_s += time.perf_counter() - begin_s
 
-    def _hear(self) -> None:
-        while (said := self._inbox.poll()) is not None:
-            kind, worker, piece, last, halt = said
+    def _poll(self) -> None:
+        while (message := self._inbox.poll()) is not None:
+            kind, worker, piece, last, halt = message
             if kind == messages.ActivationKind.LEFT:
-                self._gone = worker
+                self._left_worker = worker
             else:
-                self._come[piece] += 1
+                self._n_arrived[piece] += 1
                 self.last, self.halt = bool(last), bool(halt)
 
     def finish(self) -> None:
-        """Until everything that was to be sent in this iteration is."""
+        """Wait until everything that this iteration sends has been sent."""
         self._background.wait()
 
     def leave(self) -> None:
-        """Say that this worker sends nothing more."""
+        """Notify the other group that this worker sends nothing more."""
         for worker in self._others:
             self._outbox.send(worker, (messages.ActivationKind.LEFT, self._comm.rank, 0, False, False))
 
     def free(self) -> None:
-        """Collective."""
+        """Free windows and messages; collective."""
         self._background.close()
         self._outbox.free()
         self._inbox.free()

@@ -1,4 +1,4 @@
-"""What every rank of a run without servers holds: communicator, clock, and the replica that it shows to the others."""
+"""Communication of every rank in a run without servers: communicator, clock, published replica, messages to rank 0."""
 
 from __future__ import annotations
 
@@ -21,10 +21,26 @@ from hpcsync.mpi.transport.worker_state import WorkerStates
 
 
 class PeerChannel:
-    """Made collectively over a private duplicate of `comm`. size, dtype: of the flat weights.
+    """Communication of one rank, created collectively over a private duplicate of `comm`.
 
-    Ranks report to rank 0, and hear from it when to stop, when to halt for a checkpoint, that all have ended, and who
-    has died. tolerant: whether the run then goes on.
+    Ranks send step infos to rank 0 and receive its commands: stop, halt for a checkpoint, all ranks have ended, and
+    remove a worker that has died.
+
+    Parameters
+    ----------
+    comm
+        Communicator of all ranks.
+    size, dtype
+        Number of elements and dtype of the flat weights.
+    transport
+        Kind of the tensor windows.
+    tolerant
+        True if the run continues after the death of a worker.
+
+    Attributes
+    ----------
+    died
+        Workers that have died and have not been handled yet; the session removes them.
     """
 
     def __init__(
@@ -39,113 +55,136 @@ class PeerChannel:
         self.comm = comm.Dup()
         self.transport = transport
         self.deaths = Deaths(self.comm, tolerated=tolerant)
-        self.died: list[int] = []  # workers, until somebody takes them from here
+        self.died: list[int] = []  # workers, until the session removes them from its exchange
         self._tolerant = tolerant
-        self.patience = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
-        self.exposure = PublishedReplica(self.comm, size, dtype, transport)
-        self.phases = WorkerStates(self.comm, one_node=self.patience.one_node)
+        self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
+        self.published = PublishedReplica(self.comm, size, dtype, transport)
+        self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock: Clock
-        self.told_to_stop = False
-        self.told_to_halt = False
+        self.stop_requested = False
+        self.halt_requested = False
         self.all_ended = False
-        self._to_write: int | None = None  # the checkpoint with this number
-        self._orders = Inbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
-        self._reports = Outbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
+        self._checkpoint_number: int | None = None  # number of the checkpoint to write
+        self._commands = Inbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
+        self._infos = Outbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
         self._inbox: Inbox | None = None
 
     def start(self, begin_s: float = 0.0) -> list[tuple[int, str, float, float]] | None:
-        """Everything is made: the run begins, or goes on from this time of rank 0, for all at once. On rank 0, rows of
-        the trace's /clocks."""
+        """Start the clocks of all ranks at once.
+
+        Parameters
+        ----------
+        begin_s
+            Time of rank 0 at which the run begins or is resumed, in seconds.
+
+        Returns
+        -------
+        list or None
+            On rank 0, rows of the trace's ``/clocks``.
+        """
         self.clock = Clock(self.comm, begin_s)
         return self.clock.rows(self.comm)
 
     # ---- every rank ----
 
-    def report(self, exchanged: StepInfo) -> None:
-        self._reports.send(0, (messages.StepInfoKind.STEPPED, *exchanged))
+    def step_info(self, exchanged: StepInfo) -> None:
+        """Send a step info to rank 0."""
+        self._infos.send(0, (messages.StepInfoKind.STEPPED, *exchanged))
 
-    def say(self, kind: int) -> None:
-        """Report that this rank has left, is settled, or has failed; that it has halted, or written its part."""
-        self._reports.send(0, messages.brief(messages.STEP_INFO, kind, self.comm.rank))
+    def send_status(self, kind: int) -> None:
+        """Send a status to rank 0: ended, settled, failed, halted or saved."""
+        self._infos.send(0, messages.brief(messages.STEP_INFO, kind, self.comm.rank))
 
-    def hear(self) -> None:
-        """Take note of what rank 0 has said."""
-        while (order := self._orders.poll()) is not None:
-            kind, number = order
+    def poll_commands(self) -> None:
+        """Process rank 0's commands that have arrived."""
+        while (command := self._commands.poll()) is not None:
+            kind, number = command
             if kind in (messages.PeerCommandKind.STOP, messages.PeerCommandKind.ALL_ENDED):
-                self.told_to_stop = True
+                self.stop_requested = True
                 self.all_ended = self.all_ended or kind == messages.PeerCommandKind.ALL_ENDED
             elif kind == messages.PeerCommandKind.REMOVE:
-                self.exposure.forget(number)
+                self.published.forget(number)
                 self.died.append(number)
             elif kind == messages.PeerCommandKind.SAVE:
-                self._to_write = number
+                self._checkpoint_number = number
             else:
-                self.told_to_halt, self._to_write = kind == messages.PeerCommandKind.HALT, None
+                self.halt_requested, self._checkpoint_number = kind == messages.PeerCommandKind.HALT, None
 
     def halt(self, write: Callable[[int], None]) -> None:
-        """Make no further iteration until rank 0 says so; before that, when all have halted, write this rank's part of
-        the checkpoint with the number that it says, unless there is none after all."""
-        self.told_to_halt = True  # in step, others may have been told earlier
-        self.say(messages.StepInfoKind.HALTED)
+        """Halt until rank 0 continues the run, and write a checkpoint in between unless rank 0 abandons it.
 
-        def told() -> bool | None:
-            self.hear()
-            return self._to_write is not None or not self.told_to_halt or None
+        Parameters
+        ----------
+        write
+            Writes this rank's part of the checkpoint; called with the checkpoint's number once all ranks have halted.
+        """
+        self.halt_requested = True  # a synchronous worker may halt before the command arrives
+        self.send_status(messages.StepInfoKind.HALTED)
 
-        def goes_on() -> bool | None:
-            self.hear()
-            return not self.told_to_halt or None
+        def command_received() -> bool | None:
+            self.poll_commands()
+            return self._checkpoint_number is not None or not self.halt_requested or None
 
-        self.patience.until(told)
-        if self._to_write is not None:
-            write(self._to_write)
-            self.say(messages.StepInfoKind.SAVED)
-            self.patience.until(goes_on)
+        def continued() -> bool | None:
+            self.poll_commands()
+            return not self.halt_requested or None
+
+        self.backoff.until(command_received)
+        if self._checkpoint_number is not None:
+            write(self._checkpoint_number)
+            self.send_status(messages.StepInfoKind.SAVED)
+            self.backoff.until(continued)
 
     def gather(self, numbers: Sequence[float]) -> np.ndarray:
-        """What every rank says, as many numbers each, shape (n_ranks, n_numbers); collective, and patient."""
+        """Gather numbers from every rank; collective, and waits without blocking in MPI.
+
+        Returns
+        -------
+        np.ndarray
+            Shape (n_ranks, len(numbers)), float64.
+        """
         own = np.array(numbers, np.float64)
         all_ranks = np.empty((self.comm.size, len(own)))
         gathering = self.comm.Iallgather(own, all_ranks)
-        self.patience.until(lambda: gathering.Test() or None)
+        self.backoff.until(lambda: gathering.Test() or None)
         return all_ranks
 
     def wait_for_all(self) -> None:
-        """Until rank 0 says that every rank has left."""
+        """Wait until rank 0 reports that every rank has ended."""
 
         def ended() -> bool | None:
-            self.hear()
+            self.poll_commands()
             return self.all_ended or None
 
-        self.patience.until(ended)
+        self.backoff.until(ended)
 
-    def together(self) -> Backoff:
-        """Whose barrier is of all ranks, or of those that are left; collective over them."""
-        return Backoff(survivors(self.comm)) if self._tolerant else self.patience
+    def survivors_backoff(self) -> Backoff:
+        """Return a Backoff whose barrier is over all surviving ranks; collective over them."""
+        return Backoff(survivors(self.comm)) if self._tolerant else self.backoff
 
     # ---- rank 0's monitor, in a thread of its own ----
 
-    def patience_of_its_own(self) -> Backoff:
-        return copy.copy(self.patience)
+    def own_backoff(self) -> Backoff:
+        """Return a Backoff for a separate thread."""
+        return copy.copy(self.backoff)
 
-    def reports(self) -> Inbox:
-        """On rank 0: what all ranks report. It is withdrawn together with the link."""
+    def infos(self) -> Inbox:
+        """Return rank 0's inbox of step infos, which is freed with the channel."""
         self._inbox = Inbox(self.comm, messages.TAG_INFO, messages.STEP_INFO, self.deaths)
         return self._inbox
 
-    def orders(self) -> Outbox:
-        """On rank 0: to tell ranks something."""
+    def commands(self) -> Outbox:
+        """Return rank 0's outbox of commands."""
         return Outbox(self.comm, messages.TAG_COMMAND, messages.PEER_COMMAND, self.deaths)
 
     def free(self) -> None:
-        """Collective, and harmless when repeated: returns when every rank has come here."""
+        """Free all communication; collective and idempotent, returns when every rank has called it."""
         if self.comm == MPI.COMM_NULL:
             return
-        self._reports.free()
-        self.exposure.free()
+        self._infos.free()
+        self.published.free()
         self.phases.free()
-        for inbox in (self._orders, self._inbox):
+        for inbox in (self._commands, self._inbox):
             if inbox is not None:
                 inbox.free()
         self.comm.Free()

@@ -1,7 +1,7 @@
-"""What ends a worker's iteration where there is no server: its step, and what it exchanges with the others.
+"""End of a worker's iteration without servers: its local step and the exchange with other workers.
 
-Two kinds. Workers in step agree, at every exchange, on who contributes and whether to stop, and wait for each other
-there. Gossiping ones read or write a peer's memory when it suits them.
+There are two kinds. Synchronous workers agree at every exchange on the contributors and on stopping, and block there
+until all have arrived. Asynchronous (gossip) workers read or write a peer's memory at any time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,19 @@ from hpcsync.training.optimizers import OptimizerSpec
 
 
 class ExchangeResult(NamedTuple):
-    """What an exchange was, in the terms of `peers.Exchanged`, without what the iteration itself knows."""
+    """Fields of `core.peer_coordinator.StepInfo` that describe an exchange.
+
+    Parameters
+    ----------
+    peer
+        Number of the other worker, or ALL_PEERS or NO_PEER of `trace.schema`.
+    wait_s, comm_s
+        Seconds blocked by others, and seconds of transfers.
+    wire_bytes
+        Bytes that this worker's transfers moved.
+    n_received
+        Number of models or gradients of others mixed into its weights.
+    """
 
     peer: int = NO_PEER
     wait_s: float = 0.0
@@ -41,13 +53,31 @@ class ExchangeResult(NamedTuple):
 
 
 class Exchange(ABC):
-    """A worker's weights, its steps, and its exchanges. Gradients are in the model's flat buffer.
+    """A worker's weights, local steps and exchanges; gradients are in the model's flat buffer.
 
-    in_step: whether all workers make their exchanges together.
-    one_sided: whether others put and get while this worker computes.
-    period:  iterations from one exchange to the next.
-    phase:   what a worker is doing in an exchange; those in step can only wait for others.
-    agreed:  of those in step, at the last exchange; None before the first one.
+    Parameters
+    ----------
+    job
+        Job without servers.
+    link
+        Channel of the run.
+    flat
+        Flat view of the model.
+    optimizer
+        Optimizer of the local steps.
+
+    Attributes
+    ----------
+    in_step
+        True if all workers exchange together (synchronous).
+    one_sided
+        True if others put into or get from this worker's windows while it computes.
+    period
+        Number of iterations from one exchange to the next.
+    phase
+        Phase of a worker in an exchange; synchronous ones can only wait for others.
+    agreed
+        Agreement of synchronous workers at the last exchange; None before the first one.
     """
 
     in_step = False
@@ -63,74 +93,114 @@ class Exchange(ABC):
         self._n_bytes = flat.size * flat.weights.element_size()
 
     def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
-        """A loop over these samples begins; the first time, collective, and then the attributes that the trace is to
-        have of it."""
+        """Prepare a loop over a data set; the first call is collective.
+
+        Returns
+        -------
+        Mapping[str, int]
+            Attributes to add to the trace, from the first call only.
+        """
         return {}
 
     def loss_here(self, loss: Loss | None) -> Loss | None:
-        """What a job's loop computes with the model, if its loss is this."""
+        """Return the loss that the job's loop computes on this rank."""
         return loss
 
     def begin(self, batch: Any) -> Any:
-        """A batch has been handed out: what a gradient will be computed from."""
+        """Begin an iteration; return the batch from which the gradient is computed."""
         return batch
 
     def end_computation(self, n_samples: int, stop: bool) -> None:  # noqa: B027
-        """The gradient of so many samples is there, padding included."""
+        """End the computation of the gradient of `n_samples` samples, padding included."""
 
     @abstractmethod
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
-        """The worker's own step, and what is agreed before an exchange.
+        """Apply the local step, and agree before an exchange.
 
-        n_samples: that the gradient was computed from; 0 from a worker in step that has ended, and goes along until all
-        have. stop: whether this worker was told to. exchanging: whether the exchange is due.
+        Parameters
+        ----------
+        lr
+            Learning rate.
+        n_samples
+            Number of samples of the gradient; 0 from a synchronous worker whose loop has ended and which participates
+            until all have ended.
+        stop
+            True if this worker has received a stop command.
+        exchanging
+            True if an exchange is due.
         """
 
     @abstractmethod
     def exchange(self, round: int) -> ExchangeResult:
-        """The exchange of a round; they count from 1."""
+        """Exchange in a round, counted from 1."""
 
-    def show(self, serial: int) -> bool:
-        """Publish the worker's weights; False where they cannot be now (`Exposure.publish`)."""
-        return self._link.exposure.publish(self.peer.shown(), serial, self.peer.weight)
+    def publish(self, serial: int) -> bool:
+        """Publish the worker's weights; return False if no row is free (see `PublishedReplica.publish`)."""
+        return self._link.published.publish(self.peer.shown(), serial, self.peer.weight)
 
     def end(self, *, early: bool) -> bool:
-        """The loop is over; early: before it was agreed that the run is. Whether this worker goes along, contributing
-        nothing, until all have ended."""
+        """End the loop of this worker.
+
+        Parameters
+        ----------
+        early
+            True if the loop ended before the workers agreed on the end of the run.
+
+        Returns
+        -------
+        bool
+            True if this worker must participate, without contributing, until all have ended.
+        """
         return early
 
     def settle(self) -> int:
-        """When nobody sends any more: take in what has come. The number of models."""
+        """Absorb received models once no worker sends any more; return their number."""
         return 0
 
     def state(self) -> dict[str, Any]:
-        """All that this worker has, while everybody has halted after an iteration; in step, after an exchange."""
+        """Return the worker's state for a checkpoint.
+
+        All workers have halted after an iteration; synchronous ones after an exchange.
+        """
         return {"peer": self.peer.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with an exchange that is new."""
+        """Restore the state of a checkpoint into a new exchange."""
         self.peer.restore(state["peer"])
 
     def forget(self, worker: int) -> None:  # noqa: B027
-        """This worker has died: there is no exchange with it any more."""
+        """Exclude a worker that has died from further exchanges."""
 
     def free(self) -> None:  # noqa: B027
-        """Collective."""
+        """Free windows; collective."""
 
     def _step(self, lr: float) -> None:
-        """From the gradient in the model."""
+        """Apply the local step along the gradient in the model."""
         self._flat.gather_gradient()
         self.peer.step(self._flat.gradient, lr)
 
 
-# ---- in step ----
+# ---- synchronous ----
 
 
 class Summing(Exchange):
-    """Replicas that stay equal: every step is along the mean gradient of all ranks of `comm`.
+    """Synchronous SGD: every step is along the mean gradient of all ranks of `comm`, so replicas stay equal.
 
-    at_end_of_backward: as of `BucketReducer`. With padded iterations nothing is sent before the padding is over: to the
-    others, only then the gradient is there.
+    Parameters
+    ----------
+    job
+        Job with all-reduce or separated layers.
+    link
+        Channel of the run.
+    flat
+        Flat view of the model.
+    optimizer
+        Optimizer of the local steps.
+    comm
+        Communicator of the ranks that form the mean.
+    at_end_of_backward
+        See `BucketReducer`. With padded iterations nothing is sent before the padding is over, because for the other
+        workers the gradient only exists then.
     """
 
     in_step = True
@@ -153,24 +223,41 @@ class Summing(Exchange):
         )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
 
-    def show(self, serial: int) -> bool:
-        """The replicas are one model, which is evaluated at the weights of any other synchronous SGD."""
-        return self._link.exposure.publish(self._flat.weights, serial)
+    def publish(self, serial: int) -> bool:
+        """Publish the model's weights as they are: all replicas are one model, evaluated as in any synchronous SGD."""
+        return self._link.published.publish(self._flat.weights, serial)
 
     def state(self) -> dict[str, Any]:
+        """Return the state, with that of the reducer."""
         return super().state() | {"reducer": self._reducer.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, with that of the reducer."""
         super().restore(state)
         self._reducer.restore(state["reducer"])
 
     def free(self) -> None:
+        """Close the reducer; collective."""
         self._reducer.close()
 
 
 class AllReducing(Summing):
-    """Synchronous SGD: the mean of all gradients, formed while the backward pass runs; after it if they are compressed,
-    as the job may say. division: of the samples, where batches are given out.
+    """All-reduce of gradients during the backward pass, or after it if they are compressed.
+
+    Parameters
+    ----------
+    job
+        Job with all-reduce.
+    link
+        Channel of the run.
+    flat
+        Flat view of the model.
+    optimizer
+        Optimizer of the local steps.
+    at_end_of_backward
+        See `BucketReducer`.
+    division
+        Division of the samples among workers, if the job allocates batches.
     """
 
     def __init__(
@@ -187,28 +274,32 @@ class AllReducing(Summing):
         self._outcome: ExchangeResult | None = None
 
     def begin(self, batch: Any) -> Any:
+        """Set this worker's weight in the mean; return the batch."""
         self._reducer.overlap = self._may_overlap
         if self._division is not None:
             self._reducer.weight = self._division.weight(self._link.comm.rank)
         return batch
 
     def end_computation(self, n_samples: int, stop: bool) -> None:
+        """Finish the all-reduce."""
         self._reduce(n_samples, stop)
         self._reducer.overlap = False
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        """Apply the step along the mean gradient, if any worker contributed."""
         if self._outcome is None:
             self._reduce(n_samples, stop)
-        if self.agreed is not None and self.agreed.n_steps:  # also of who has ended: the replicas stay equal
+        if self.agreed is not None and self.agreed.n_steps:  # also for workers that have ended: the replicas stay equal
             self.peer.step(self._flat.gradient, lr)
 
     def exchange(self, round: int) -> ExchangeResult:
+        """Return the costs of the all-reduce."""
         outcome, self._outcome = self._outcome, None
         assert outcome is not None
         return outcome
 
     def _reduce(self, n_samples: int, stop: bool) -> None:
-        self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=self._link.told_to_halt)
+        self.agreed = self._reducer.finish(n_samples > 0, stop, n_samples, halt=self._link.halt_requested)
         if self._division is not None:
             correction = self._division.correction(self.agreed.n_contributing, self.agreed.n_samples)
             if correction != 1.0:
@@ -221,8 +312,13 @@ class AllReducing(Summing):
 
 
 class _Rounds(Exchange):
-    """Local steps, and every `period` iterations an exchange of all workers. `size`: elements of the vector that the
-    workers form the mean of, or agree beside."""
+    """Local steps, and an exchange of all workers every `period` iterations.
+
+    Parameters
+    ----------
+    size
+        Number of elements of the vector whose mean the workers form; 0 if they only agree.
+    """
 
     in_step = True
 
@@ -233,36 +329,42 @@ class _Rounds(Exchange):
         self.period = period
         self._mean = mean_vector(link.comm, size, flat.weights.dtype, link.transport)
         self._n_steps = self._n_samples = 0  # since the last exchange
-        self._agreeing_s = 0.0
+        self._agreement_s = 0.0
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        """Apply the local step; agree before an exchange."""
         if n_samples:
             self._step(lr)
             self._n_steps += 1
             self._n_samples += n_samples
         if exchanging:
             begin_s = time.perf_counter()
-            said = Said(self._n_steps, self._n_samples, stop, self._link.told_to_halt)
-            self.agreed = self._mean.mean(0, 0, said)
-            self._agreeing_s = time.perf_counter() - begin_s
+            announcement = Said(self._n_steps, self._n_samples, stop, self._link.halt_requested)
+            self.agreed = self._mean.mean(0, 0, announcement)
+            self._agreement_s = time.perf_counter() - begin_s
 
     def exchange(self, round: int) -> ExchangeResult:
+        """Exchange, unless no worker has made a step."""
         assert self.agreed is not None
         begin_s = time.perf_counter()
         outcome = self._exchange(round) if self.agreed.n_steps else ExchangeResult()
         self._n_steps = self._n_samples = 0
-        return outcome._replace(wait_s=self._agreeing_s, comm_s=time.perf_counter() - begin_s)
+        return outcome._replace(wait_s=self._agreement_s, comm_s=time.perf_counter() - begin_s)
 
     @abstractmethod
     def _exchange(self, round: int) -> ExchangeResult:
-        """With all the others, who are here too."""
+        """Exchange with all other workers, which are in this round too."""
 
     def free(self) -> None:
+        """Free the mean; collective."""
         self._mean.free()
 
 
 class Averaging(_Rounds):
-    """Local SGD and DiLoCo: the mean of the weights of those who have made steps becomes, or leads, everybody's."""
+    """Local SGD and DiLoCo.
+
+    All workers get the mean of the weights of those that made steps, or the result of an outer step towards it.
+    """
 
     def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         paradigm = job.paradigm
@@ -281,21 +383,23 @@ class Averaging(_Rounds):
         return ExchangeResult(ALL_PEERS, wire_bytes=sent, n_received=agreed.n_contributing - (self._n_steps > 0))
 
     def state(self) -> dict[str, Any]:
+        """Return the state, with that of the outer optimizer."""
         return super().state() | {"outer": self._outer.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, with that of the outer optimizer."""
         super().restore(state)
         self._outer.restore(state["outer"])
 
 
 class Permuting(_Rounds):
-    """Gossip in step: every worker gives its weights to one and averages with those of another, or the same."""
+    """Permutation gossip: every worker sends its weights to one worker and averages with those that it receives."""
 
     def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         assert isinstance(job.paradigm, GossipOptions)
         super().__init__(job, link, flat, optimizer, job.paradigm.period, 0)
         self._peers = create_peer_selection(job)
-        self._given = link.transport.window(link.comm, flat.size, flat.weights.dtype)
+        self._receive_window = link.transport.window(link.comm, flat.size, flat.weights.dtype)
         self._token = np.zeros(1)
 
     def _exchange(self, round: int) -> ExchangeResult:
@@ -304,15 +408,16 @@ class Permuting(_Rounds):
         if to == comm.rank:
             return ExchangeResult(to)
         with self.peer.exchanging() as x:
-            # All have agreed to make this exchange, so nobody still reads what the last one has given it.
-            self._given.put(x, to, 0)
-            self._given.flush(to)
+            # All workers have agreed on this exchange, so none still reads what the last one put.
+            self._receive_window.put(x, to, 0)
+            self._receive_window.flush(to)
             comm.Sendrecv(self._token, to, messages.TAG_MODEL, self._token.copy(), source, messages.TAG_MODEL)
-            self._given.acquire(0, self._flat.size)
-            average(x, self._given.local)
-            self._given.release(0, 0)
+            self._receive_window.acquire(0, self._flat.size)
+            average(x, self._receive_window.local)
+            self._receive_window.release(0, 0)
         return ExchangeResult(to, wire_bytes=self._n_bytes, n_received=1)
 
     def free(self) -> None:
+        """Free the windows; collective."""
         super().free()
-        self._given.free()
+        self._receive_window.free()

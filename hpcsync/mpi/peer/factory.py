@@ -1,4 +1,4 @@
-"""Which exchange, and which layers, a worker of a job without servers has."""
+"""Exchange and layers of a rank in a job without servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hpcsync.training.optimizers import OptimizerSpec
 
 
 def layers(comm: MPI.Intracomm, job: Job, model: nn.Module) -> Layers:
-    """This rank's; collective."""
+    """Return the layers of this rank; collective."""
     if isinstance(job.paradigm, StanzaOptions):
         return SeparatedLayers(comm, model, job.paradigm.cut, job.groups)
     return Layers(comm, model)
@@ -35,7 +35,30 @@ def exchange(
     at_end_of_backward: Callable[[], None],
     division: BatchDivision | None = None,
 ) -> Exchange:
-    """The job's; collective."""
+    """Create the exchange of a job without servers; collective.
+
+    Parameters
+    ----------
+    job
+        Job without servers.
+    link
+        Channel of the run.
+    flat
+        Flat view of the model.
+    optimizer
+        Optimizer of the local steps.
+    layers
+        Layers of this rank.
+    at_end_of_backward
+        See `BucketReducer`.
+    division
+        Division of the samples among workers, if the job allocates batches.
+
+    Raises
+    ------
+    ValueError
+        If the paradigm has servers.
+    """
     match job.paradigm:
         case AllReduceOptions():
             return AllReducing(job, link, flat, optimizer, at_end_of_backward, division)
@@ -52,4 +75,4 @@ def exchange(
         case StanzaOptions():
             assert isinstance(layers, SeparatedLayers)
             return StanzaExchange(job, link, flat, optimizer, layers)
-    raise ValueError(f"{job.paradigm.name} has servers")
+    raise ValueError(f'paradigm.name = "{job.paradigm.name}": must be a paradigm without servers')

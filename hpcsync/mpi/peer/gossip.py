@@ -1,4 +1,4 @@
-"""Gossip that suits the worker: it reads or writes the memory of a peer that it draws, and nobody waits for anybody."""
+"""Asynchronous gossip: a worker reads or writes the memory of a peer that it draws, and no worker blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcsync.training.optimizers import OptimizerSpec
 
 
 class _Gossiping(Exchange):
-    """Every `period` iterations an exchange with a peer that this worker draws."""
+    """Exchange every `period` iterations with a peer that this worker draws."""
 
     one_sided = True
     phase = Phase.PUSHING
@@ -32,28 +32,31 @@ class _Gossiping(Exchange):
         super().__init__(job, link, flat, optimizer)
         assert isinstance(job.paradigm, GossipOptions)
         self.period = job.paradigm.period
-        # Where the run goes on with fewer workers than it began with, the last ones are missing.
+        # If the run was resumed with fewer workers, the last ones are missing.
         self._peers = replace(create_peer_selection(job), dead=tuple(range(link.comm.size, job.cluster.workers)))
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        """Apply the local step."""
         self._step(lr)
 
     def exchange(self, round: int) -> ExchangeResult:
+        """Draw a peer and exchange with it."""
         drawn = self._peers.drawn(self._link.comm.rank, round, self.peer.weight)
         begin_s = time.perf_counter()
         outcome = self._exchange(drawn)
         return outcome._replace(comm_s=time.perf_counter() - begin_s)
 
     def forget(self, worker: int) -> None:
+        """Exclude a worker that has died from the draws."""
         self._peers = replace(self._peers, dead=(*self._peers.dead, worker))
 
     @abstractmethod
     def _exchange(self, drawn: int) -> ExchangeResult:
-        """With this peer, which may be the worker itself."""
+        """Exchange with a peer, which may be this worker itself."""
 
 
 class Pulling(_Gossiping):
-    """Read the peer's published weights, and average with them."""
+    """Pull gossip: read the peer's published weights and average with them."""
 
     phase = Phase.READING
 
@@ -64,68 +67,72 @@ class Pulling(_Gossiping):
     def _exchange(self, drawn: int) -> ExchangeResult:
         if drawn == self._link.comm.rank:
             return ExchangeResult(drawn)
-        self._link.exposure.read(drawn, self._other)
+        self._link.published.read(drawn, self._other)
         with self.peer.exchanging() as x:
             average(x, self._other)
         return ExchangeResult(drawn, wire_bytes=self._n_bytes, n_received=1)
 
 
 class Pushing(_Gossiping):
-    """Give the peer the weights; average one's own with those that have come."""
+    """Push gossip: send the weights to the peer, and average with those received."""
 
     def __init__(self, job: Job, link: PeerChannel, flat: FlatModel, optimizer: OptimizerSpec) -> None:
         super().__init__(job, link, flat, optimizer)
-        self._parcels = PushInbox(link.comm, flat.size, flat.weights.dtype, link.transport)
+        self._inbox = PushInbox(link.comm, flat.size, flat.weights.dtype, link.transport)
 
     def _exchange(self, drawn: int) -> ExchangeResult:
         to_itself = drawn == self._link.comm.rank
         if not to_itself:
             self._send(drawn)
-        n_received = self._take_in(to_itself)
+        n_received = self._absorb(to_itself)
         return ExchangeResult(drawn, wire_bytes=0 if to_itself else self._n_bytes, n_received=n_received)
 
     def _send(self, drawn: int) -> None:
-        self._parcels.send(drawn, self.peer.shown())
+        self._inbox.send(drawn, self.peer.shown())
 
-    def _take_in(self, to_itself: bool) -> int:
-        if (parcel := self._parcels.collect()) is None:
+    def _absorb(self, to_itself: bool) -> int:
+        if (received := self._inbox.collect()) is None:
             return 0
         with self.peer.exchanging() as x:
-            absorb(x, parcel.total, parcel.count, drew_itself=to_itself)
-        return parcel.count
+            absorb(x, received.total, received.count, drew_itself=to_itself)
+        return received.count
 
     def settle(self) -> int:
-        return self._take_in(False)
+        """Absorb the remaining models."""
+        return self._absorb(False)
 
     def forget(self, worker: int) -> None:
+        """Exclude a worker that has died from the draws and from the inbox."""
         super().forget(worker)
-        self._parcels.forget(worker)
+        self._inbox.forget(worker)
 
     def state(self) -> dict[str, Any]:
-        """With what has come, which is taken in at the next exchange."""
-        return super().state() | {"parcel": self._parcels.keep()}
+        """Return the state, with the models received and not yet absorbed."""
+        return super().state() | {"inbox": self._inbox.keep()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, with the inbox."""
         super().restore(state)
-        self._parcels.put_back(state["parcel"])
+        self._inbox.put_back(state["inbox"])
 
     def free(self) -> None:
-        self._parcels.free()
+        """Free the inbox; collective."""
+        self._inbox.free()
 
 
 class PushSumming(Pushing):
-    """Give the peer half of x and of w, and add to them what has come: what all have together stays the same."""
+    """Push-sum gossip: send half of x and w to the peer and add what was received; total x and total w are constant."""
 
     def _send(self, drawn: int) -> None:
         with self.peer.exchanging() as x:
             x.mul_(0.5)
             self.peer.weight *= 0.5
-            self._parcels.send(drawn, x, self.peer.weight)
+            self._inbox.send(drawn, x, self.peer.weight)
 
-    def _take_in(self, to_itself: bool) -> int:
-        if (parcel := self._parcels.collect()) is None:
+    def _absorb(self, to_itself: bool) -> int:
+        if (received := self._inbox.collect()) is None:
             return 0
         with self.peer.exchanging() as x:
-            x.add_(parcel.total)
-            self.peer.weight += parcel.weight
-        return parcel.count
+            x.add_(received.total)
+            self.peer.weight += received.weight
+        return received.count

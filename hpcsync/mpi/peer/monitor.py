@@ -1,7 +1,7 @@
-"""Beside rank 0's own training, where there are no servers: a thread that hears all reports and writes them down.
+"""Monitor of a run without servers: a thread beside rank 0's training that receives and records all step infos.
 
-It is to the run what server 0 is elsewhere, except that nobody waits for it: it tells the workers to stop, looks after
-the evaluation, and closes the trace when something fails. It alone touches the trace and the coordinator.
+It has the role of server 0, except that no worker blocks on it: it sends the stop, schedules evaluations and
+checkpoints, and closes the trace on a failure. It alone uses the trace and the coordinator.
 """
 
 from __future__ import annotations
@@ -26,15 +26,30 @@ from hpcsync.trace.writer import TraceWriter
 
 
 class Monitor:
-    """Runs from `start` to the end of the run, or until it fails.
+    """Thread that runs from `start` to the end of the run, or until it fails.
 
-    in_step:  whether rank 0's worker says when to evaluate; otherwise that follows from the reports.
-    chores:   called with the time whenever no report waits; must be quick.
-    received: gives the number of a signal that has come, or None.
-    failed:   called in the thread with what went wrong; it ends the job.
-    saver:    of checkpoints; None where the ranks have no folder in common.
-    watch:    as `chores`, but not while workers have halted.
-    dead:     to it those who have died are added.
+    Parameters
+    ----------
+    link
+        Channel of the run.
+    coordinator
+        Records step infos and applies the stopping rule.
+    evaluator
+        Evaluates published weights; None if the job has no evaluation.
+    in_step
+        True if rank 0's worker requests evaluations (synchronous); otherwise they follow from the step infos.
+    chores
+        Called with the time in seconds whenever no step info is pending; must be quick.
+    received
+        Returns the number of a received signal, or None.
+    failed
+        Called in the thread with the exception on a failure; it ends the job.
+    saver
+        Checkpointer; None if the ranks share no folder.
+    watch
+        Like `chores`, but not called while workers have halted.
+    dead
+        Set to which workers that have died are added.
     """
 
     def __init__(
@@ -59,51 +74,53 @@ class Monitor:
         self._saver = saver
         self._watch = watch
         self._dead = set() if dead is None else dead
-        self._halted: set[int] = set()  # workers that wait for what is to become of a checkpoint
+        self._halted: set[int] = set()  # workers that wait for the checkpoint to be written or abandoned
         self._in_step = in_step
-        self._reports = link.reports()
-        self._orders = link.orders()
-        self._patience = link.patience_of_its_own()
-        self._wishes: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._infos = link.infos()
+        self._commands = link.commands()
+        self._backoff = link.own_backoff()
+        self._requests: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._unsettled = set(coordinator.active)
-        self._told = False
+        self._stop_sent = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="monitor")
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def evaluate(self, version: int, samples: int) -> None:
-        """From rank 0's own worker, in step with all others: they have just published this version."""
+        """Request an evaluation; called by rank 0's synchronous worker right after all have published this version."""
         now_s = self._link.clock.now()
-        self._wishes.put(lambda: self._begin(now_s, version, samples))
+        self._requests.put(lambda: self._begin(now_s, version, samples))
 
     def allocated(self, iteration: int, allocated: Sequence[Allocated]) -> None:
-        """From rank 0's own worker: what all workers have agreed on after this iteration."""
-        self._wishes.put(lambda: self._coordinator.allocated(self._link.clock.now(), iteration, allocated))
+        """Record batch sizes that all workers agreed on after this iteration; called by rank 0's worker."""
+        self._requests.put(lambda: self._coordinator.allocated(self._link.clock.now(), iteration, allocated))
 
     def describe(self, trace: TraceWriter, attributes: Mapping[str, Any]) -> None:
-        """From rank 0's own worker: what is known of the run when its loop begins."""
-        self._wishes.put(lambda: trace.describe(attributes))
+        """Add attributes to the trace; called by rank 0's worker when its loop begins."""
+        self._requests.put(lambda: trace.describe(attributes))
 
     def cannot_halt(self) -> None:
-        """From rank 0's own worker, in step with all others: one of them has ended, and could not go on from here."""
-        self._wishes.put(self._give_up)
+        """Disable checkpoints; called by rank 0's synchronous worker if a worker has ended and cannot halt."""
+        self._requests.put(self._disable_checkpoints)
 
     def join(self) -> None:
-        """Until every rank is settled; the trace is then the caller's."""
+        """Wait until every rank has settled; afterwards the caller owns the trace."""
         self._thread.join()
 
     @property
     def running(self) -> bool:
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     def end(self, error: BaseException) -> None:
-        """Rank 0 itself has failed."""
+        """End the run because rank 0 has failed with `error`."""
 
         def fail() -> None:
             raise error
 
-        self._wishes.put(fail)
+        self._requests.put(fail)
 
     def _run(self) -> None:
         cuda.enter(self._link.transport.device)
@@ -115,28 +132,28 @@ class Monitor:
     def _serve(self) -> None:
         chores_s = 0.0
         while self._unsettled:
-            record = self._reports.poll()
-            while not self._wishes.empty():  # those that led to what is reported are there
-                self._wishes.get()()
-            now_s = self._link.clock.now()  # not before what is reported
+            record = self._infos.poll()
+            while not self._requests.empty():  # requests that precede this step info have already been queued
+                self._requests.get()()
+            now_s = self._link.clock.now()  # read after the step info, so not earlier than it
             if record is not None:
-                self._hear(now_s, record)
-                self._patience.reset()
+                self._handle_info(now_s, record)
+                self._backoff.reset()
             if record is None or now_s - chores_s >= CHORES_S:
-                self._look_around(now_s)
+                self._periodic_tasks(now_s)
                 chores_s = now_s
             if record is None:
-                self._bury(now_s)
-                self._patience.pause()
+                self._remove_dead(now_s)
+                self._backoff.pause()
         if self._evaluator is not None:
             self._evaluator.close()
             self._take_result()
-        self._orders.free()
+        self._commands.free()
 
-    def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
+    def _handle_info(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, exchanged = record[0], StepInfo._make(record[1:])
         if exchanged.worker in self._dead:
-            return  # it was on its way when nothing of its came any more
+            return  # its message was in transit when the worker was removed
         if kind == messages.StepInfoKind.STEPPED:
             self._coordinator.exchanged(now_s, exchanged)
         elif kind == messages.StepInfoKind.ENDED:
@@ -146,7 +163,7 @@ class Monitor:
         elif kind == messages.StepInfoKind.HALTED:
             self._halted.add(exchanged.worker)
         elif kind == messages.StepInfoKind.SAVED:
-            if self._saver is not None:  # else somebody has died meanwhile
+            if self._saver is not None:  # otherwise a worker has died in the meantime
                 self._saver.saved(exchanged.worker)
         else:
             raise RankFailed(f"rank {exchanged.worker} failed")
@@ -154,12 +171,12 @@ class Monitor:
     def _left(self, now_s: float, worker: int, change: int) -> None:
         self._coordinator.left(now_s, worker, change)
         if change == Change.DIED:
-            self._tell(messages.PeerCommandKind.REMOVE, worker)
+            self._broadcast(messages.PeerCommandKind.REMOVE, worker)
         if not self._coordinator.active:
-            self._tell(messages.PeerCommandKind.ALL_ENDED)
+            self._broadcast(messages.PeerCommandKind.ALL_ENDED)
 
-    def _bury(self, now_s: float) -> None:
-        """Go on without those who have died. What they have reported was heard before, and counts."""
+    def _remove_dead(self, now_s: float) -> None:
+        """Continue without workers that have died; their step infos received before count."""
         for worker in self._link.deaths.look():
             if worker in self._unsettled:
                 self._unsettled.remove(worker)
@@ -167,49 +184,49 @@ class Monitor:
                 self._left(now_s, worker, Change.DIED)
                 ulfm.tell(worker)
 
-    def _look_around(self, now_s: float) -> None:
+    def _periodic_tasks(self, now_s: float) -> None:
         if (number := self._received()) is not None:
             heed(self._saver, number, ending=self._coordinator.stopping)
         self._save(now_s)
         self._coordinator.passed(now_s)
         self._take_result()
         self._evaluate_if_due(now_s)
-        if self._coordinator.stopping and not self._told:
-            self._told = True
-            self._tell(messages.PeerCommandKind.STOP)
+        if self._coordinator.stopping and not self._stop_sent:
+            self._stop_sent = True
+            self._broadcast(messages.PeerCommandKind.STOP)
         self._chores(now_s)
         if not self._halted:
             self._watch(now_s)
 
-    # ---- checkpoints: of a moment at which no worker makes an iteration, and nothing is on its way ----
+    # ---- checkpoints: taken while no worker iterates and nothing is in transit ----
 
     def _save(self, now_s: float) -> None:
-        """What is to be done next for one that is due."""
+        """Carry out the next step of a checkpoint that is due."""
         saver, coordinator, n_workers = self._saver, self._coordinator, self._link.comm.size
         if saver is None:
             return
         if len(coordinator.active) < n_workers:
-            self._give_up()
+            self._disable_checkpoints()
         elif not saver.holding:
             if not coordinator.stopping:
                 saver.hold_if_due(now_s, coordinator.version)
                 if saver.holding:
-                    self._tell(messages.PeerCommandKind.HALT)
+                    self._broadcast(messages.PeerCommandKind.HALT)
         elif saver.can_begin(()) and len(self._halted) == n_workers:
-            self._tell(messages.PeerCommandKind.SAVE, saver.begin(range(n_workers)))
+            self._broadcast(messages.PeerCommandKind.SAVE, saver.begin(range(n_workers)))
         elif saver.commit_if_complete():
-            self._go_on()
+            self._continue()
 
-    def _go_on(self) -> None:
-        self._coordinator.goes_on(self._link.clock.now())
+    def _continue(self) -> None:
+        self._coordinator.continued(self._link.clock.now())
         self._halted.clear()
-        self._tell(messages.PeerCommandKind.CONTINUE)
+        self._broadcast(messages.PeerCommandKind.CONTINUE)
 
-    def _give_up(self) -> None:
-        """Somebody has ended: there are no checkpoints any more."""
+    def _disable_checkpoints(self) -> None:
+        """Disable checkpoints because a worker has ended."""
         saver, self._saver = self._saver, None
         if saver is not None and saver.holding:
-            self._go_on()
+            self._continue()
         if saver is not None and saver.suspending and not self._coordinator.stopping:
             interrupt(signal.SIGTERM)
 
@@ -225,9 +242,9 @@ class Monitor:
             self._evaluator.begin(now_s, version, samples)
 
     def _take_result(self) -> None:
-        if self._evaluator is not None and (judged := self._evaluator.result()) is not None:
-            self._coordinator.evaluated(*judged)
+        if self._evaluator is not None and (evaluation := self._evaluator.result()) is not None:
+            self._coordinator.evaluated(*evaluation)
 
-    def _tell(self, kind: int, number: int = 0) -> None:
+    def _broadcast(self, kind: int, number: int = 0) -> None:
         for rank in range(self._link.comm.size):
-            self._orders.send(rank, (kind, number))
+            self._commands.send(rank, (kind, number))

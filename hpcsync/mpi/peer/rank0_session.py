@@ -1,4 +1,4 @@
-"""Rank 0's part in a run without servers: a worker's, and the books, which a thread beside its training keeps."""
+"""Rank 0 of a run without servers: a worker, and the monitor thread that keeps the run's records."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from hpcsync.trace.schema import Change
 
 
 class Rank0Session(PeerSession):
-    """Rank 0: a worker as all others; its monitor writes everything down, evaluates, and says when to stop."""
+    """A worker whose monitor records the run, evaluates, and decides when to stop."""
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
         assert self._clocks is not None
         resumed = given.checkpoints.state(RUN)
         progressing = {} if self._progression is None else self._progression.attributes()
-        self._books = books = RunRecorder(
+        self._recorder = recorder = RunRecorder(
             given,
             resumed,
             self._clocks,
@@ -41,80 +41,86 @@ class Rank0Session(PeerSession):
         self._signals = SignalListener()
         now_s = self._link.clock.now()
         if resumed is not None:
-            books.coordinator.goes_on(now_s)
-            for worker in sorted(w for w in books.coordinator.active if w >= given.comm.size):
-                books.coordinator.left(resumed["now_s"], worker, Change.DIED)
+            recorder.coordinator.continued(now_s)
+            for worker in sorted(w for w in recorder.coordinator.active if w >= given.comm.size):
+                recorder.coordinator.left(resumed["now_s"], worker, Change.DIED)
         self._monitor = Monitor(
             self._link,
-            books.coordinator,
-            books.evaluator,
+            recorder.coordinator,
+            recorder.evaluator,
             self._in_step,
-            books.chores,
+            recorder.chores,
             self._signals.received,
             self._end_job,
-            books.saver(self._run_state, (), now_s),
-            books.watch.look,
+            recorder.saver(self._run_state, (), now_s),
+            recorder.watch.look,
             self._layers.dead,
         )
         self._monitor.start()
-        books.begin()
+        recorder.begin()
 
     def _run_state(self) -> dict[str, Any]:
-        """Those in step know themselves when an evaluation is due, unless one is under way."""
-        evaluator = self._books.evaluator
+        """Return the run's state for a checkpoint.
+
+        Synchronous workers know themselves when an evaluation is due, unless one is in progress.
+        """
+        evaluator = self._recorder.evaluator
         evaluated = evaluator is not None and (evaluator.busy or not self._exchange.in_step)
-        return self._books.state(self._link.clock.now(), evaluated=evaluated)
+        return self._recorder.state(self._link.clock.now(), evaluated=evaluated)
 
     def _cannot_halt(self) -> None:
         self._monitor.cannot_halt()
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
-        self._monitor.describe(self._books.trace, attributes)
+        self._monitor.describe(self._recorder.trace, attributes)
 
-    def _shown(self) -> None:
+    def _on_published(self) -> None:
         self._monitor.evaluate(self._lockstep.updates, self._lockstep.samples)
 
     def _allocated(self, allocated: Sequence[Allocated]) -> None:
         self._monitor.allocated(self._iteration, allocated)
 
     def _read(self, version: int, into: torch.Tensor) -> float | None:
-        """For the evaluator: the mean of what all workers show; in step, of this version."""
+        """Read the mean of all workers' published replicas for the evaluator; of this version if synchronous."""
         serial = 2 + version if self._exchange.in_step else None
         return self._layers.read(into, self._reading(self._link.comm.size, serial))
 
     def _reading(self, reader: int, serial: int | None = None) -> Read:
-        """How this reader sees what a worker shows; it cannot where that is a later one than `serial`."""
+        """Return a function that reads a worker's published replica for this reader.
+
+        It returns False, without waiting, if the replica is newer than `serial`.
+        """
 
         def read(worker: int, into: torch.Tensor, weight: torch.Tensor | None) -> bool:
-            while (found := self._link.exposure.read(worker, into, reader, weight)) != (serial or found):
+            while (found := self._link.published.read(worker, into, reader, weight)) != (serial or found):
                 if found > (serial or 0):
                     return False
-                time.sleep(1e-3)  # it is about to come there; at the end, if not before, it shows a later one
+                time.sleep(1e-3)  # about to be published; at the end, if not before, a later one is published
             return True
 
         return read
 
     def _finish_training(self) -> None:
-        """While the others wait patiently: evaluate the mean of the final weights."""
+        """Evaluate the mean of the final weights while the other ranks wait."""
         self._monitor.join()
         self._signals.close()
-        self._books.stop_showing()
+        self._recorder.stop_showing()
         with on_signals(interrupt):
-            self._books.trace.flush()
+            self._recorder.trace.flush()
             distance = self._layers.complete(self.flat, self._reading(self.rank))
-            self._books.judge(self._model, distance)
+            self._recorder.judge(self._model, distance)
 
     def _conclude(self) -> None:
-        self._books.conclude(self._model)
+        self._recorder.conclude(self._model)
 
     def _end_job(self, error: BaseException) -> None:
-        """The monitor has failed: its thread ends everything."""
-        self._books.fail(error)
+        """End the job after a failure of the monitor; called in its thread."""
+        self._recorder.fail(error)
         end_all(self._comm, error)
 
     def _fail(self, error: BaseException) -> None:
         if self._monitor.running:
-            self._monitor.end(error)  # it has the trace, and ends the job
+            self._monitor.end(error)  # it owns the trace and ends the job
             time.sleep(FAREWELL_S)
         else:
-            self._books.fail(error)
+            self._recorder.fail(error)

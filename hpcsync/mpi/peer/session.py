@@ -1,4 +1,4 @@
-"""A worker's part in a run without servers, as a training script sees it; rank 0 also keeps the books."""
+"""Session of a worker in a run without servers, as the training script uses it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from hpcsync.training.speed_models import estimator
 
 
 class PeerSession(RankSession):
-    """All ranks are workers, each with weights and an optimizer of its own."""
+    """Session in which all ranks are workers, each with its own weights and optimizer."""
 
     def __init__(self, given: Given) -> None:
         comm, job, checkpoints, transport = given.comm, given.job, given.checkpoints, given.placement.transport
-        self._estimator = estimator(job, comm.rank)  # takes seconds, before the clock starts
+        self._estimator = estimator(job, comm.rank)  # before the clock starts: it takes seconds
         super().__init__(given, layers(comm, job, given.model))
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
@@ -45,39 +45,41 @@ class PeerSession(RankSession):
         )
         if self._resumed is not None:
             self._exchange.restore(self._resumed["exchange"])
-        self._exchange.show(1)
-        # Others are all in MPI when something moves between them; only an evaluation may have to wait there.
+        self._exchange.publish(1)
+        # In the other paradigms all workers are inside MPI during transfers; only an evaluation may have to wait there.
         one_sided = self._exchange.one_sided
         self._progression = choose(self._link.comm, transport=transport) if one_sided else None
         poll = self._progression.poll if self._progression and self._progression.kind == "hooks" else None
         self._hooks = [] if poll is None else self._hook(poll)
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
-        handed_out = None if self._division is None else partial(self._division.work, self.worker)
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, handed_out)
-        self._times: tuple[float, float] | None = None  # of the computation that has ended, until its step
+        allocated = None if self._division is None else partial(self._division.work, self.worker)
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, allocated)
+        self._times: tuple[float, float] | None = None  # begin and end of the last computation, until its step
         self._lr, self._own_lr = learning_rate(job), worker_rate(job)
         self._iteration = 0
         self._samples = 0
         self._lockstep = Lockstep(job)
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._exchange.in_step else 0)
-        self._in_step = self._exchange.in_step  # until all of those in step end
+        self._in_step = self._exchange.in_step  # True until all synchronous workers end
         if run is not None and self._resumed is not None:
             self._iteration, self._samples, evaluations = self._resumed["counts"]
             self._lockstep.restore(self._resumed["lockstep"], comm.size)
             self._evaluations.next_samples = evaluations if run["evaluated"] is None else run["evaluated"]
 
     def _hook(self, poll: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
-        """Let every gradient that is computed help the others' transfers along."""
+        """Let every computed gradient drive the progress of other workers' transfers."""
         return [p.register_post_accumulate_grad_hook(lambda _: poll()) for p in self.flat.parameters]
 
     # ---- training ----
 
     def loss_here(self, loss: Loss | None) -> Loss | None:
+        """Return the loss that the job's loop computes on this rank."""
         return self._exchange.loss_here(loss)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        """Yield this worker's batches of the data set."""
         self._refuse_outside()
-        if self._resumed is not None:  # not before: the script's preparations may draw, and change the model, too
+        if self._resumed is not None:  # not earlier: the script's setup may draw numbers and change the model, too
             self._restore(self._resumed)
             self._resumed = None
         self._describe(self._exchange.prepare(dataset, batch_size, self._iterations))
@@ -86,9 +88,10 @@ class PeerSession(RankSession):
             yield self._exchange.begin(batch)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
-        """More of the run is known."""
+        """Add attributes to the trace; on rank 0 only."""
 
     def step(self, loss: torch.Tensor | float) -> bool:
+        """End an iteration: apply the step and exchange; return False after the last one."""
         self._refuse_step()
         if self._optimizer is not None:
             self._refuse_other_rate(self._optimizer, self._job.optimizer.lr)
@@ -103,7 +106,7 @@ class PeerSession(RankSession):
         assert self._times is not None
         (begin_s, end_s), self._times = self._times, None
         outcome = self._advance(self._iterations.batch_size)
-        report = StepInfo(
+        step_info = StepInfo(
             worker=self.rank,
             iteration=self._iteration,
             peer=outcome.peer,
@@ -118,52 +121,55 @@ class PeerSession(RankSession):
             n_received=outcome.n_received,
             weight=self._exchange.peer.weight,
         )
-        self._link.report(report)
+        self._link.step_info(step_info)
         if self._estimator is not None:
-            self._share_out(self._estimator.observe(report.batch_size, report.compute_s, report.comm_s))
-        self._halt_if_told()
+            self._divide_batches(self._estimator.observe(step_info.batch_size, step_info.compute_s, step_info.comm_s))
+        self._halt_if_requested()
 
     def _end_of_backward(self) -> None:
-        """The gradient of this iteration is computed: from here on, after `backward`, it is the mean."""
+        """End the computation at the end of `backward`: from here on the gradient is the mean."""
         if self._iterations.under_way:
             self._end_computation()
         elif self._times is not None:
             raise RuntimeError(
-                "several backward passes in one step: the first one's gradient is the mean of all workers' already; "
-                "add the losses up and call backward once"
+                "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
+                "add the losses and call backward once"
             )
 
     def _end_computation(self) -> None:
-        cuda.ready(self.flat.gradient)  # only then it has been computed
+        cuda.ready(self.flat.gradient)  # the gradient is complete only then
         self._times = self._iterations.end()
         self._link.phases.enter(self._exchange.phase)
-        self._link.hear()
-        self._exchange.end_computation(self._iterations.batch_size, self._link.told_to_stop)
+        self._link.poll_commands()
+        self._exchange.end_computation(self._iterations.batch_size, self._link.stop_requested)
 
     def _advance(self, n_samples: int) -> ExchangeResult:
-        """End one iteration more, of so many samples; in step without any after this worker has made its last."""
-        self._hear()
-        told, exchange = self._link.told_to_stop, self._exchange
+        """Advance by one iteration of `n_samples` samples; 0 after a synchronous worker's last own iteration."""
+        self._poll_commands()
+        stop_requested, exchange = self._link.stop_requested, self._exchange
         lr = self._next_rate()
         self._iteration += 1
         self._samples += n_samples
         rounds, since = divmod(self._iteration, exchange.period)
-        exchange.step(lr, n_samples=n_samples, stop=told, exchanging=since == 0)
+        exchange.step(lr, n_samples=n_samples, stop=stop_requested, exchanging=since == 0)
         if exchange.in_step:
             self.stopped = self._count(since)
         else:
-            self.stopped = told or self._alone_and_done(n_samples)
-            exchange.show(self._serial())  # with this step in it, and not yet with what is about to come
+            self.stopped = stop_requested or self._single_worker_done(n_samples)
+            exchange.publish(self._serial())  # includes this step, but not the coming exchange
         return exchange.exchange(rounds) if since == 0 else ExchangeResult()
 
-    def _hear(self) -> None:
-        """Take note of what rank 0 has said."""
-        self._link.hear()
+    def _poll_commands(self) -> None:
+        """Process rank 0's commands."""
+        self._link.poll_commands()
         while self._link.died:
             self._exchange.forget(self._link.died.pop(0))
 
-    def _share_out(self, expected: Estimate | None) -> None:
-        """After an iteration in step, where batches are given out. expected: by this worker; None if it has ended."""
+    def _divide_batches(self, expected: Estimate | None) -> None:
+        """Divide the batches after a synchronous iteration, if the job allocates them.
+
+        `expected` is this worker's estimate; None if its loop has ended.
+        """
         if self._division is None or not self._in_step:
             return
         assert self._exchange.agreed is not None
@@ -172,22 +178,25 @@ class PeerSession(RankSession):
             self._allocated(allocated)
 
     def _gather(self, expected: Estimate | None) -> list[Estimate | None]:
-        """What every worker expects."""
-        said = self._link.gather((expected is not None, *(expected or (0.0, 0.0))))
-        known = [Estimate(*estimate) if goes_on else None for goes_on, *estimate in said.tolist()]
+        """Return every worker's estimate."""
+        gathered = self._link.gather((expected is not None, *(expected or (0.0, 0.0))))
+        known = [Estimate(*estimate) if continued else None for continued, *estimate in gathered.tolist()]
         return known + [None] * (self.n_workers - len(known))
 
     def _allocated(self, allocated: Sequence[Allocated]) -> None:
-        """All workers have agreed on new batch sizes, after this iteration."""
+        """Record batch sizes that all workers have agreed on; on rank 0 only."""
 
     def _next_rate(self) -> float:
-        """Of one model's next step, or of this replica's, for which the others count as being as far as it is."""
+        """Return the learning rate of the next step, of the shared model or of this replica.
+
+        For a replica's schedule the other workers count as having made as many steps as this one.
+        """
         if self._job.one_model:
             return self._lr(self._lockstep.samples, self._lockstep.updates, self.n_workers)
         return self._own_lr(self._samples, self._iteration)
 
     def _count(self, since: int) -> bool:
-        """In step, `since` iterations after an exchange: whether this iteration is the last one, for all."""
+        """Count a synchronous iteration, `since` iterations after an exchange; return True if it is the last one."""
         lockstep, agreed, ended = self._lockstep, self._exchange.agreed, False
         if since == 0:
             assert agreed is not None
@@ -195,36 +204,43 @@ class PeerSession(RankSession):
             ended = agreed.stop or agreed.n_steps == 0
         self._in_step = not (ended or lockstep.enough(since))
         if self._in_step and since == 0 and self._evaluations.begin_if_due(lockstep.samples):
-            self._exchange.show(self._serial())
-            self._shown()
+            self._exchange.publish(self._serial())
+            self._on_published()
         return not self._in_step
 
-    def _alone_and_done(self, n_samples: int) -> bool:
-        """One worker knows when it has done enough; among several each is told, a little later."""
+    def _single_worker_done(self, n_samples: int) -> bool:
+        """Return True if the only worker has done enough; several workers receive a stop command, a little later."""
         if self.n_workers > 1:
             return False
         self._lockstep.exchanged(1, 1, n_samples)
         return self._lockstep.enough()
 
     def _serial(self) -> int:
-        """Of the weights that this worker publishes now: in step the same on all of them. The first ones have 1."""
+        """Return the serial number of the weights published next; the first ones have 1.
+
+        Synchronous workers publish the same iteration under the same number.
+        """
         return 2 + (self._lockstep.updates if self._exchange.in_step else self._iteration)
 
-    def _shown(self) -> None:
-        """All workers have published their weights of the same iteration."""
+    def _on_published(self) -> None:
+        """Handle that all workers have published their weights of the same iteration; on rank 0 only."""
 
     # ---- checkpoints ----
 
     @property
     def _name(self) -> str:
-        """What this rank's part of a checkpoint is called."""
+        """Name of this rank's part of a checkpoint."""
         return f"worker-{self.rank}"
 
-    def _halt_if_told(self) -> None:
-        """After an iteration: those in step halt after the same one, with an exchange; others when they hear of it."""
+    def _halt_if_requested(self) -> None:
+        """Halt after an iteration, if requested.
+
+        Synchronous workers halt after the same iteration, which must end with an exchange; others when they receive the
+        command.
+        """
         link, exchange = self._link, self._exchange
-        link.hear()
-        halts = link.told_to_halt
+        link.poll_commands()
+        halts = link.halt_requested
         if exchange.in_step:
             agreed = exchange.agreed
             if not self._in_step or self._iteration % exchange.period or agreed is None or not agreed.halt:
@@ -237,10 +253,10 @@ class PeerSession(RankSession):
             link.halt(lambda number: self._checkpoints.write(number, self._name, self._state()))
 
     def _cannot_halt(self) -> None:
-        """Somebody who was to halt has ended."""
+        """Handle that a worker that should halt has ended; on rank 0 only."""
 
     def _state(self) -> dict[str, Any]:
-        """All that this worker has, while everybody has halted."""
+        """Return this worker's state for a checkpoint, while all workers have halted."""
         return {
             "exchange": self._exchange.state(),
             "division": self._division,
@@ -253,7 +269,7 @@ class PeerSession(RankSession):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there with the next batch."""
+        """Restore the state of a checkpoint before the next batch."""
         self.flat.weights.copy_(state["exchange"]["peer"]["weights"])
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
@@ -263,37 +279,37 @@ class PeerSession(RankSession):
     # ---- the end ----
 
     def _part(self) -> None:
-        if self._times is not None:  # the script left between `backward` and `step`, and the others have this gradient
+        if self._times is not None:  # the script left between `backward` and `step`; the others have this gradient
             self._end_iteration(math.nan)
         self._link.phases.enter(Phase.WAITING)
-        goes_along = self._exchange.end(early=self._in_step)
-        while self._in_step and goes_along:
+        keeps_participating = self._exchange.end(early=self._in_step)
+        while self._in_step and keeps_participating:
             self._advance(0)
-            self._share_out(None)
-            self._halt_if_told()
-        self._link.say(messages.StepInfoKind.ENDED)
+            self._divide_batches(None)
+            self._halt_if_requested()
+        self._link.send_status(messages.StepInfoKind.ENDED)
         self._link.wait_for_all()
         self._settle()
-        self._link.say(messages.StepInfoKind.SETTLED)
-        while not self._exchange.show(self._serial() + 1):
-            time.sleep(1e-3)  # the evaluation still reads earlier ones
-        together = self._link.together()
-        together.barrier()
+        self._link.send_status(messages.StepInfoKind.SETTLED)
+        while not self._exchange.publish(self._serial() + 1):
+            time.sleep(1e-3)  # the evaluation is still reading earlier weights
+        backoff = self._link.survivors_backoff()
+        backoff.barrier()
         self._finish_training()
-        together.barrier()
+        backoff.barrier()
 
     def _settle(self) -> None:
-        """Nobody sends any more: what has come since the last iteration is taken in."""
-        self._hear()
+        """Absorb the models received since the last iteration, once no worker sends any more."""
+        self._poll_commands()
         if n_received := self._exchange.settle():
             now_s, weight = self._link.clock.now(), self._exchange.peer.weight
-            self._link.report(intake_info(self.rank, self._iteration, now_s, n_received, weight))
+            self._link.step_info(intake_info(self.rank, self._iteration, now_s, n_received, weight))
 
     def _finish_training(self) -> None:
-        """All have published their last weights."""
+        """Handle that all workers have published their final weights; on rank 0 only."""
 
     def _report_failure(self) -> None:
-        self._link.say(messages.StepInfoKind.FAILED)
+        self._link.send_status(messages.StepInfoKind.FAILED)
 
     def _free(self) -> None:
         for hook in self._hooks:

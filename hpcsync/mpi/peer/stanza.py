@@ -1,10 +1,14 @@
-"""Layer separation (Stanza) on a rank: how a training loop that knows nothing of it computes one half of the model.
+"""Layer separation (Stanza) on a rank, transparent to the training loop.
 
-While the run lasts the model's forward is replaced. On a convolution worker it computes the layers below the cut and
-sends what comes out; what it returns stands for the output, and holds no numbers, because the output comes about
-elsewhere, and so does the loss. The backward pass that begins there waits for the gradients of the activations and goes
-on with them. A fully-connected worker's batches are the activations and labels that have come; its forward computes
-the layers above the cut, and at the end of its backward pass the activations' gradients go back, before anything else.
+During the run the model's `forward` is replaced. On a convolution worker it computes the layers below the cut, sends
+the activations, and returns a placeholder for the output, which holds no numbers: output and loss are computed on
+another rank. The backward pass of the placeholder waits for the gradients of the activations and continues with them.
+On a fully-connected worker the batches are the received activations and labels; its `forward` computes the layers
+above the cut, and the gradients of the activations are returned at the end of its backward pass, before anything else.
+
+References
+----------
+Wu, Xu, Li and Xiong, "Stanza", arXiv:1812.10624.
 """
 
 from __future__ import annotations
@@ -37,12 +41,12 @@ from hpcsync.training.sampler import fetch
 
 
 class StanzaExchange(Summing):
-    """One half of the model, whose gradient is summed within the group that has it.
+    """Exchange of a worker that trains one part of the model, whose gradient is summed within its group.
 
-    Made in two steps: what crosses the cut is known when the loop begins (`prepare`).
+    Created in two steps: the sizes of the transferred tensors are only known when the loop begins (`prepare`).
 
-    An end that somebody was told of is agreed on by the fully-connected workers, and said with the next gradients that
-    go back: after that iteration all end.
+    A stop command is agreed on by the fully-connected workers and sent with the next activation gradients; all workers
+    end after that iteration.
     """
 
     one_sided = True
@@ -54,35 +58,44 @@ class StanzaExchange(Summing):
         super().__init__(job, link, flat, optimizer, layers.group)
         self._layers, self._groups, self._pieces = layers, layers.groups, job.paradigm.micro_batches
         self._cut = job.paradigm.cut
-        # What a piece takes: of what an iteration takes the device.
+        # Duration of a piece as a share of an iteration of the whole model.
         forward, backward, above = job.paradigm.shares
         self._forward_share, self._backward_share = forward / self._pieces, backward / self._pieces
         self._fc_share = above / self._pieces
-        self._prepared: list[Any] | None = None  # for batches of these tensors
-        self._crossing: ActivationExchange
+        self._prepared: list[Any] | None = None  # shapes and dtypes of the batches
+        self._activations: ActivationExchange
         self._iterations: Iterations
         self._is_script = isinstance(job.workload, Script)
         self._may_overlap = job.cluster.compute is None and not layers.is_fc and not self._is_script
-        self._batch: Sequence[torch.Tensor] = ()  # that was handed out, until its step
-        self._version = 0  # of its first tensor, then
-        self._computed = 0  # pieces of it, backward passes too
-        self._under_way: list[torch.Tensor] = []  # a convolution worker's activations, with what autograd knows of them
-        # Agreed on by the fully-connected workers: the next iteration is the last; after it all halt.
+        self._batch: Sequence[torch.Tensor] = ()  # the current batch, until its step
+        self._version = 0  # autograd version of its first tensor
+        self._computed = 0  # pieces whose backward pass is done
+        self._under_way: list[torch.Tensor] = []  # a convolution worker's activations, with their autograd graph
+        # Agreed on by the fully-connected workers: the next iteration is the last one, or all workers halt after it.
         self._stop = self._halt = False
 
     def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
+        """Create the activation exchange from the shapes of the samples, in the first loop.
+
+        Raises
+        ------
+        JobError
+            If the model cannot be split at ``paradigm.cut``.
+        RuntimeError
+            If a later loop has batches of another shape.
+        """
         sample = self._sample(dataset)
         batch = [(batch_size, *tensor.shape[1:], tensor.dtype) for tensor in sample]
         if self._prepared is not None:
             if batch != self._prepared:
-                raise RuntimeError("shard: where layers are separated all loops must have batches of the same shape")
+                raise RuntimeError("shard: with separated layers all loops must have batches of the same shape")
             return {}
         self._prepared, self._iterations = batch, iterations
         layers, groups, dtype = self._layers, self._groups, self._flat.weights.dtype
         activations = Rows(activation_shape(layers.below, sample[0]), dtype)
         labels = [Rows(tuple(label.shape[1:]), label.dtype) for label in sample[1:]]
-        self._crossing = ActivationExchange(self._link, groups, batch_size, self._pieces, activations, labels)
-        if layers.is_fc:  # its gradient counts as the samples that it is given
+        self._activations = ActivationExchange(self._link, groups, batch_size, self._pieces, activations, labels)
+        if layers.is_fc:  # its gradient is weighted by the number of samples received
             self._reducer.weight = groups.weight(self._link.comm.rank)
         else:
             self._output = without_values(layers.above, torch.empty(batch_size, *activations.shape, dtype=dtype))
@@ -92,9 +105,9 @@ class StanzaExchange(Summing):
         return Shape(n_below, n_above, activations.size, label_bytes, dtype.itemsize).attributes()
 
     def _sample(self, dataset: Any) -> Sequence[torch.Tensor]:
-        """One of them, with which the halves have been tried. Raises JobError where they are not the model."""
+        """Return one sample, used to check the two parts; raise JobError if they are not the whole model."""
         layers = self._layers
-        with torch.random.fork_rng(devices=[]):  # what is drawn for it is not of the run
+        with torch.random.fork_rng(devices=[]):  # its random numbers do not belong to the run
             batch = fetch(dataset, np.zeros(1, np.int64))
             try:
                 sample = tensors_of(batch)
@@ -108,31 +121,32 @@ class StanzaExchange(Summing):
     # ---- an iteration ----
 
     def begin(self, batch: Any) -> Any:
+        """Begin an iteration; on a fully-connected worker return the received activations and labels."""
         if self._batch:
             raise RuntimeError(
-                "shard: where layers are separated every batch must be computed and stepped, for the other side waits "
+                "shard: with separated layers every batch must be computed and stepped, because the other group waits "
                 "for it (on a convolution worker the loss is never a number)"
             )
-        self._crossing.waited_s = 0.0
+        self._activations.waited_s = 0.0
         self._computed = 0
         if self._layers.is_fc:
-            self._crossing.wait(0)
-            batch = self._crossing.tensors()
-            if self._is_script:  # which may keep them, or look at them when the next ones have come
+            self._activations.wait(0)
+            batch = self._activations.tensors()
+            if self._is_script:  # a script may keep them, or read them after the next ones have arrived
                 batch = tuple(tensor.clone() for tensor in batch)
         self._batch, self._version = batch, batch[0]._version
         return batch
 
     def loss_here(self, loss: Loss | None) -> Loss | None:
-        """No loss comes about on a convolution worker: what its model returns leads to the backward pass at once."""
+        """Return the loss; on a convolution worker the sum of the placeholder, which only starts the backward pass."""
         return loss if self._layers.is_fc else lambda model, x, *rest: model(x).sum()
 
     def _compute_below(self, *inputs: Any, **options: Any) -> torch.Tensor:
-        """The convolution worker's forward pass, of the batch that was handed out."""
+        """Compute a convolution worker's forward pass of the current batch."""
         if not torch.is_grad_enabled() or self._under_way or not self._batch or len(inputs) != 1 or options:
             raise RuntimeError(
-                "the model: where layers are separated a convolution worker has not all of them; it can be called once "
-                "for each batch of the session's shard, with the batch's first tensor alone, and with gradients"
+                "the model: with separated layers a convolution worker has only some of them; call it once for each "
+                "batch of the session's shard, with the batch's first tensor alone, and with gradients enabled"
             )
         labels = [label.tensor_split(self._pieces) for label in self._batch[1:]]
         for piece, rows in enumerate(inputs[0].tensor_split(self._pieces)):
@@ -140,16 +154,16 @@ class StanzaExchange(Summing):
             activations = self._layers.below(rows)
             cuda.ready(activations)
             self._iterations.rest(self._forward_share)
-            sent = activations.to(self._flat.weights.dtype)  # which autocast may have left
-            self._crossing.send(piece, sent, [label[piece] for label in labels])
+            sent = activations.to(self._flat.weights.dtype)  # autocast may have changed the dtype
+            self._activations.send(piece, sent, [label[piece] for label in labels])
             self._under_way.append(activations)
         anchor = torch.full_like(self._output, math.nan, device=activations.device)
-        return _Elsewhere.apply(anchor.requires_grad_(), self)
+        return _OutputPlaceholder.apply(anchor.requires_grad_(), self)
 
-    def go_on_below(self) -> None:
-        """The convolution worker's backward pass, from the gradients of its activations on."""
+    def continue_below(self) -> None:
+        """Continue a convolution worker's backward pass from the gradients of its activations."""
         for piece, activations in enumerate(self._under_way):
-            gradient = self._crossing.gradient(piece)
+            gradient = self._activations.gradient(piece)
             self._reducer.overlap = self._may_overlap and piece == self._pieces - 1
             self._iterations.resume()
             torch.autograd.backward(activations, gradient.to(activations.dtype))
@@ -160,95 +174,103 @@ class StanzaExchange(Summing):
         self._under_way = []
 
     def _compute_above(self, *inputs: Any, **options: Any) -> torch.Tensor:
-        """The fully-connected worker's forward pass, of the next piece of what was handed out."""
+        """Compute a fully-connected worker's forward pass of the next piece of the current batch."""
         if not torch.is_grad_enabled():
             return self._layers.above(*inputs)
         activations, piece = inputs[0], self._computed
         if not self._is_next(activations) or len(inputs) != 1 or options:
             raise RuntimeError(
-                "the model: where layers are separated a fully-connected worker's can be called once for each batch, "
-                "with the batch's first tensor as it was handed out: what is to be done to samples before belongs into "
-                "the data set or the model"
+                "the model: with separated layers call a fully-connected worker's model once for each batch, with the "
+                "batch's first tensor unmodified: preprocessing of samples belongs into the data set or the model"
             )
         if piece > 0:
-            self._crossing.wait(piece)
+            self._activations.wait(piece)
         self._iterations.resume()
-        arrived: torch.Tensor = _Arrived.apply(activations.detach().requires_grad_(), self)
+        arrived: torch.Tensor = _ActivationInput.apply(activations.detach().requires_grad_(), self)
         return self._layers.above(arrived)
 
     def _is_next(self, activations: torch.Tensor) -> bool:
-        """Whether this is the next piece of the batch, and nothing was done to it."""
+        """Return True if these are the activations of the next piece, unmodified."""
         if not self._batch or self._computed == self._pieces:
             return False
         rows = self._batch[0].tensor_split(self._pieces)[self._computed]
         changed = self._is_script and activations._version != self._version
         return (activations.data_ptr(), activations.shape) == (rows.data_ptr(), rows.shape) and not changed
 
-    def give_back(self, gradient: torch.Tensor) -> None:
-        """The fully-connected worker's backward pass is over: of the mean over all rows of the piece. Each convolution
-        worker gets that of the mean over its own batch."""
+    def return_gradients(self, gradient: torch.Tensor) -> None:
+        """Return the activations' gradients at the end of a fully-connected worker's backward pass.
+
+        The gradient of the mean over all rows of the piece is scaled to that of each convolution worker's own mean.
+        """
         cuda.ready(gradient)
         self._iterations.rest(self._fc_share)
         if (factor := self._groups.own_mean(self._link.comm.rank, self._pieces)) != 1.0:
             gradient = gradient * factor
-        self._crossing.give_back(self._computed, gradient, self._stop, self._halt)
+        self._activations.return_gradients(self._computed, gradient, self._stop, self._halt)
         self._computed += 1
 
     def step(self, lr: float, *, n_samples: int, stop: bool, exchanging: bool) -> None:
+        """Apply the step along the group's mean gradient."""
         if self._computed != self._pieces:
-            raise RuntimeError("step: where layers are separated it must follow a backward pass through the model")
+            raise RuntimeError("step: with separated layers it must follow a backward pass through the model")
         self._batch = ()
         is_fc = self._layers.is_fc
-        agreed = self._reducer.finish(n_samples=n_samples, stop=stop and is_fc, halt=self._link.told_to_halt and is_fc)
+        agreed = self._reducer.finish(
+            n_samples=n_samples, stop=stop and is_fc, halt=self._link.halt_requested and is_fc
+        )
         self.peer.step(self._flat.gradient, lr)
-        last, halt = (self._stop, self._halt) if is_fc else (self._crossing.last, self._crossing.halt)
+        last, halt = (self._stop, self._halt) if is_fc else (self._activations.last, self._activations.halt)
         self._stop = self._stop or agreed.stop
         self._halt = agreed.halt and not halt
         n_steps = self._groups.n_convolution
         self.agreed = Agreed(n_steps, n_steps, agreed.n_samples, last, halt)
 
     def exchange(self, round: int) -> ExchangeResult:
+        """Return the costs of the activation exchange and of the all-reduce."""
         begin_s = time.perf_counter()
-        self._crossing.finish()
+        self._activations.finish()
         sending_s = time.perf_counter() - begin_s
-        cost, crossing, worker = self._reducer.reduced, self._crossing, self._link.comm.rank
+        cost, activations, worker = self._reducer.reduced, self._activations, self._link.comm.rank
         return ExchangeResult(
             peer=ALL_PEERS if self._layers.is_fc else self._groups.fc_of(worker),
-            wait_s=crossing.waited_s + cost.absent_s,
+            wait_s=activations.waited_s + cost.absent_s,
             comm_s=cost.waited_s - cost.absent_s + sending_s,
-            wire_bytes=crossing.sent_bytes + cost.sent_bytes,
+            wire_bytes=activations.sent_bytes + cost.sent_bytes,
             n_received=self._layers.group.size - 1,
         )
 
-    # ---- around it ----
+    # ---- state and end ----
 
     def state(self) -> dict[str, Any]:
+        """Return the state, with the agreed stop."""
         return super().state() | {"stop": self._stop}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the state, with the agreed stop."""
         super().restore(state)
         self._stop = state["stop"]
 
-    def show(self, serial: int) -> bool:
-        """One of each group shows its half, which all of the group have."""
-        return self._layers.group.rank > 0 or super().show(serial)
+    def publish(self, serial: int) -> bool:
+        """Publish this part of the model, on the first worker of each group only; it is equal within the group."""
+        return self._layers.group.rank > 0 or super().publish(serial)
 
     def end(self, *, early: bool) -> bool:
-        """Nobody can go on without the others."""
+        """End the loop; no worker can continue without the others."""
         if self._prepared is not None:
             del self._layers.model.forward
             if early:
-                self._crossing.leave()
+                self._activations.leave()
         return False
 
     def free(self) -> None:
+        """Free the reducer and the activation exchange; collective."""
         super().free()
         if self._prepared is not None:
-            self._crossing.free()
+            self._activations.free()
 
 
-class _Elsewhere(torch.autograd.Function):
-    """Stands for an output that comes about on another rank."""
+class _OutputPlaceholder(torch.autograd.Function):
+    """Placeholder for an output that is computed on another rank."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, exchange: StanzaExchange) -> torch.Tensor:
@@ -257,12 +279,12 @@ class _Elsewhere(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.exchange.go_on_below()
+        ctx.exchange.continue_below()
         return None, None
 
 
-class _Arrived(torch.autograd.Function):
-    """Made before everything else of a forward pass, so that autograd comes to it after everything else."""
+class _ActivationInput(torch.autograd.Function):
+    """First operation of a forward pass, so that autograd runs its backward last."""
 
     @staticmethod
     def forward(ctx: Any, activations: torch.Tensor, exchange: StanzaExchange) -> torch.Tensor:
@@ -271,5 +293,5 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.exchange.give_back(gradient)
+        ctx.exchange.return_gradients(gradient)
         return None, None

@@ -56,7 +56,7 @@ class Evaluator:
         """Samples at which the next is due, were the one under way never judged."""
         return self._before if self.busy else self._schedule.next_samples
 
-    def go_on(self, state: int) -> None:
+    def resume(self, state: int) -> None:
         """From there."""
         self._schedule.next_samples = state
 

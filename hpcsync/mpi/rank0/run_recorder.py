@@ -74,7 +74,7 @@ class RunRecorder(Generic[C]):
         if resumed is not None:
             self.coordinator.restore(resumed["coordinator"])
             if self.evaluator is not None and resumed["evaluated"] is not None:
-                self.evaluator.go_on(resumed["evaluated"])
+                self.evaluator.resume(resumed["evaluated"])
 
     def saver(
         self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float

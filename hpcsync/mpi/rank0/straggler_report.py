@@ -25,7 +25,7 @@ class Watched(Protocol):
     def done(self) -> Sequence[int]: ...
 
     @property
-    def held(self) -> Mapping[int, float] | None: ...
+    def blocked(self) -> Mapping[int, float] | None: ...
 
 
 class StragglerReport:
@@ -49,16 +49,16 @@ class StragglerReport:
         self._looked_s = now_s
         seen = self._phases.seen()
         iterations, phases = zip(*(seen[rank] for rank, _ in self._places), strict=True)
-        held = self._run.held
-        if held is None:
+        blocked = self._run.blocked
+        if blocked is None:
             running = self._run.stalls.running
-            held = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == Phase.WAITING})
-            if len(held) == len(running):  # they wait for each other: something between them stalls
-                held = {}
-        if stalls := self._run.stalls.look(now_s, held):
+            blocked = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == Phase.WAITING})
+            if len(blocked) == len(running):  # they wait for each other: something between them stalls
+                blocked = {}
+        if stalls := self._run.stalls.look(now_s, blocked):
             for stall in stalls:
-                self._record(now_s, stall, phases[stall.worker], len(held))
-            print("\n".join(self._report(now_s, stalls, phases, held)), file=sys.stderr, flush=True)
+                self._record(now_s, stall, phases[stall.worker], len(blocked))
+            print("\n".join(self._report(now_s, stalls, phases, blocked)), file=sys.stderr, flush=True)
 
     def _see_waiting(self, now_s: float, iterations: Mapping[int, int]) -> dict[int, float]:
         """Since when these workers wait, at the end of an iteration each."""
@@ -74,7 +74,7 @@ class StragglerReport:
             self._trace.append("stalls", row)
 
     def _report(
-        self, now_s: float, stalls: Sequence[Straggler], phases: Sequence[int], held: Mapping[int, float]
+        self, now_s: float, stalls: Sequence[Straggler], phases: Sequence[int], blocked: Mapping[int, float]
     ) -> Iterable[str]:
         for stall in stalls[:MANY]:
             yield f"hpcsync: {self._describe(stall, NAMES[phases[stall.worker]])}"
@@ -84,8 +84,10 @@ class StragglerReport:
         if slow:
             done = self._run.done
             least = min(done[worker] for worker in slow)
-            waits = [f"worker {w} for {now_s - held[w]:.1f} s" + _ahead(done[w] - least) for w in sorted(held)[:MANY]]
-            waits += [f"{len(held) - MANY} more"] * (len(held) > MANY)
+            waits = [
+                f"worker {w} for {now_s - blocked[w]:.1f} s" + _ahead(done[w] - least) for w in sorted(blocked)[:MANY]
+            ]
+            waits += [f"{len(blocked) - MANY} more"] * (len(blocked) > MANY)
             yield f"hpcsync:   held: {', '.join(waits) or 'nobody'}; {self._bound}"
 
     def _describe(self, stall: Straggler, phase: str) -> str:

@@ -56,8 +56,8 @@ class ServerChannel:
         elements = self._slots_begin(comm.rank) + roles.n_workers * self.slot_size(comm.rank) if is_server else 0
         self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
-        self.patience = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
-        self.phases = WorkerStates(self.comm, one_node=self.patience.one_node)
+        self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
+        self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock = Clock(self.comm, begin_s)
         self._inboxes: list[Inbox] = []
 
@@ -96,10 +96,10 @@ class ServerChannel:
 
     def say(self, kind: int) -> None:
         """Tell server 0 that this rank has failed, or has written its part of a checkpoint."""
-        reports = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
-        reports.send(0, messages.brief(messages.PUSH_INFO, kind, self.comm.rank))
+        infos = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
+        infos.send(0, messages.brief(messages.PUSH_INFO, kind, self.comm.rank))
         if kind != messages.InfoKind.FAILED:
-            reports.free()
+            infos.free()
 
     def clocks(self) -> list[tuple[int, str, float, float]] | None:
         """Rows of the trace's /clocks, on rank 0; collective."""
@@ -126,7 +126,7 @@ class Reader:
         self._link = link
         self._reader = reader
         self._save = save
-        self._patience = copy.copy(link.patience)  # a state of its own: the evaluator waits in a thread
+        self._backoff = copy.copy(link.backoff)  # a state of its own: the evaluator waits in a thread
         tag = messages.TAG_EVALUATION if reader == link.roles.evaluator else messages.TAG_GRANT
         self._inbox = link.inbox(tag, messages.GRANT)
         self._early: list[messages.GrantRecord] = []  # that came while none was waited for
@@ -147,11 +147,11 @@ class Reader:
 
     def idle(self, until_s: float) -> bool:
         """Wait for this time; whether it has come, and no grant before it."""
-        now, patience = self._link.clock.now, self._patience
-        patience.reset()
+        now, backoff = self._link.clock.now, self._backoff
+        backoff.reset()
         while not self._early and now() < until_s:
             if (record := self._inbox.poll()) is None:
-                patience.pause()
+                backoff.pause()
             elif (grant := messages.GrantRecord._make(record)).serial == messages.NO_GRANT:
                 self._save(grant.version)
             else:
@@ -161,7 +161,7 @@ class Reader:
     def _next(self) -> messages.GrantRecord:
         if self._early:
             return self._early.pop()
-        until, poll = self._patience.until, self._inbox.poll
+        until, poll = self._backoff.until, self._inbox.poll
         while (record := messages.GrantRecord._make(until(poll))).serial == messages.NO_GRANT:
             self._save(record.version)
         return record

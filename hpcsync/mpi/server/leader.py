@@ -45,15 +45,15 @@ class Leader:
         self._saver = saver
         self._watch = watch
         self._dead: set[int] = set()  # workers
-        self._reports = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
-        self._orders = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
+        self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
+        self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
         self._cancellations = link.outbox(messages.TAG_CANCEL, messages.CANCEL)
 
     def serve(self) -> None:
         """Until every worker has left. Raises Interrupted (Suspended, if it can go on from a checkpoint) or RankFailed
         when the run cannot be finished."""
-        patience = self._link.patience
-        patience.reset()
+        backoff = self._link.backoff
+        backoff.reset()
         received: list[int] = []
         with on_signals(received.append):
             chores_s = 0.0
@@ -64,16 +64,16 @@ class Leader:
                 if received:
                     heed(self._saver, received.pop(0), ending=self._coordinator.stopping)
                 now_s = self._link.clock.now()
-                report = self._next_report(now_s)
-                if report is not None:
-                    self._hear(now_s, report)
-                    patience.reset()
-                if report is None or now_s - chores_s >= CHORES_S:
+                push_info = self._next_info(now_s)
+                if push_info is not None:
+                    self._hear(now_s, push_info)
+                    backoff.reset()
+                if push_info is None or now_s - chores_s >= CHORES_S:
                     self._look_around(now_s)
                     chores_s = now_s
-                if report is None:
+                if push_info is None:
                     self._bury(now_s)
-                    patience.pause()
+                    backoff.pause()
 
     def read(self, reader: Reader, into: torch.Tensor) -> None:
         """Read the current version, shape (size,), on behalf of the evaluator, which must be idle."""
@@ -83,31 +83,31 @@ class Leader:
     def finish(self) -> None:
         """Tell every rank that the run is over."""
         self._command([CommandRecord(messages.CommandKind.FINISH)])
-        self._orders.free()
+        self._commands.free()
         self._cancellations.free()
 
     def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
-        kind, report = record[0], PushInfo._make(record[1:])
+        kind, push_info = record[0], PushInfo._make(record[1:])
         if kind == messages.InfoKind.SAVED or (
             kind in (messages.InfoKind.PUSHED, messages.InfoKind.LEFT, messages.InfoKind.JOINED)
-            and report.worker in self._dead
+            and push_info.worker in self._dead
         ):
             return  # it was on its way when nothing of its came any more
-        if kind == messages.InfoKind.JOINED and report.worker in self._coordinator.active:
+        if kind == messages.InfoKind.JOINED and push_info.worker in self._coordinator.active:
             return  # it has said so before and after a checkpoint
         if kind == messages.InfoKind.PUSHED:
-            self._carry_out(self._coordinator.pushed(now_s, report))
+            self._carry_out(self._coordinator.pushed(now_s, push_info))
         elif kind == messages.InfoKind.LEFT:
-            self._carry_out(self._coordinator.left(now_s, report.worker))
+            self._carry_out(self._coordinator.left(now_s, push_info.worker))
         elif kind == messages.InfoKind.JOINED:
-            self._carry_out(self._coordinator.joined(now_s, report.worker))
+            self._carry_out(self._coordinator.joined(now_s, push_info.worker))
         else:
-            raise RankFailed(f"rank {report.worker} failed")
+            raise RankFailed(f"rank {push_info.worker} failed")
         self._evaluate_if_due(now_s)
 
-    def _next_report(self, now_s: float) -> tuple[Any, ...] | None:
+    def _next_info(self, now_s: float) -> tuple[Any, ...] | None:
         """To be heard now."""
-        saver, record = self._saver, self._reports.poll()
+        saver, record = self._saver, self._infos.poll()
         if saver is None:
             return record
         if not (saver.holding or self._coordinator.stopping or self._died()):
@@ -180,15 +180,15 @@ class Leader:
             [CommandRecord(messages.CommandKind.PROMISE, reader, version=self._coordinator.version, local_steps=1)]
         )
 
-    def _carry_out(self, orders: list[Command]) -> None:
-        for order in orders:
-            if isinstance(order, CancelCommand):
-                self._cancellations.send(self._link.roles.rank_of(order.worker), (order.version,))
-        if orders:
-            self._command(encode(orders))
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            if isinstance(command, CancelCommand):
+                self._cancellations.send(self._link.roles.rank_of(command.worker), (command.version,))
+        if commands:
+            self._command(encode(commands))
 
     def _command(self, records: list[CommandRecord]) -> None:
         for record in records:
             for server in range(1, self._link.roles.n_servers):
-                self._orders.send(server, record)
+                self._commands.send(server, record)
             self._shard.carry_out(record)

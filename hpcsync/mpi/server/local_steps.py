@@ -28,7 +28,7 @@ class LocalStepsSession(WorkerSession):
         self._samples = 0
         self._stretch = _Stretch()
 
-    def _handed_out(self) -> tuple[int, int]:
+    def _allocated(self) -> tuple[int, int]:
         assignment = self._engine.assignment
         return assignment.first_sample + self._stretch.steps * assignment.of_a_step, assignment.of_a_step
 
@@ -49,8 +49,8 @@ class LocalStepsSession(WorkerSession):
         self._local.restore(state["local"])
         self._steps, self._samples = state["steps"], state["samples"]
 
-    def _go_on(self) -> None:
-        super()._go_on()
+    def _continue(self) -> None:
+        super()._continue()
         if not self._engine.is_away:
             self._answered()
 

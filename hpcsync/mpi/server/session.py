@@ -75,8 +75,8 @@ class WorkerSession(LinkedSession):
         self._engine = self._make_engine()
         self.worker = self._engine.index
         self.stopped = self._engine.stopped
-        handed_out = self._handed_out if create_assignments(job).first[0].first_sample >= 0 else None
-        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, handed_out=handed_out)
+        allocated = self._allocated if create_assignments(job).first[0].first_sample >= 0 else None
+        self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, allocated=allocated)
         self._computed = 1.0  # the share of the batch that is, when it is pushed
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
@@ -84,7 +84,7 @@ class WorkerSession(LinkedSession):
         if self._resumed is not None:  # not before: the script's preparations may draw, too
             state, self._resumed = self._resumed, None
             self._restore(state)
-            self._go_on()
+            self._continue()
         if self._comes_back:
             self._comes_back = False
             if self._leave(0.0):
@@ -148,16 +148,16 @@ class WorkerSession(LinkedSession):
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         """With the grant that was waited for."""
-        self._engine.go_on()
+        self._engine.resume()
         self.stopped = self._engine.stopped
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """What the servers' weights are read into, and what is pushed."""
         return self.flat.weights, self.flat.gradient
 
-    def _handed_out(self) -> tuple[int, int]:
+    def _allocated(self) -> tuple[int, int]:
         """Samples of the next iteration: first and number, in the run's sequence."""
         return self._engine.assignment[:2]
 
@@ -214,7 +214,7 @@ class LeaderSession(FollowerSession):
         super().__init__(given, 0.0 if resumed is None else resumed["now_s"])
         assert self._clocks is not None
         self._reader = Reader(self._link, self._link.roles.evaluator)
-        self._books = RunRecorder(
+        self._recorder = RunRecorder(
             given,
             resumed,
             self._clocks,
@@ -226,19 +226,25 @@ class LeaderSession(FollowerSession):
         self._unheard: list[tuple[Any, ...]] = [] if resumed is None else resumed["unheard"]
 
     def _serve(self) -> None:
-        books, clock = self._books, self._link.clock
-        saver = books.saver(lambda: books.state(clock.now()), self._unheard, clock.now())
+        recorder, clock = self._recorder, self._link.clock
+        saver = recorder.saver(lambda: recorder.state(clock.now()), self._unheard, clock.now())
         leader = Leader(
-            self._link, self._shard, books.coordinator, books.evaluator, books.chores, saver, books.watch.look
+            self._link,
+            self._shard,
+            recorder.coordinator,
+            recorder.evaluator,
+            recorder.chores,
+            saver,
+            recorder.watch.look,
         )
         switch_s = sys.getswitchinterval()
-        books.begin()
+        recorder.begin()
         sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
         try:
             leader.serve()
         finally:
             sys.setswitchinterval(switch_s)
-            books.stop_showing()
+            recorder.stop_showing()
         with on_signals(interrupt):
             self._finish_training(leader)
         leader.finish()
@@ -250,20 +256,20 @@ class LeaderSession(FollowerSession):
 
     def _finish_training(self, leader: Leader) -> None:
         """While the others still wait patiently: evaluate the final weights."""
-        books = self._books
-        books.coordinator.close()
-        books.trace.flush()
-        if books.evaluator is not None:
-            books.evaluator.close()
-            if (judged := books.evaluator.result()) is not None:
-                books.coordinator.evaluated(*judged)
+        recorder = self._recorder
+        recorder.coordinator.close()
+        recorder.trace.flush()
+        if recorder.evaluator is not None:
+            recorder.evaluator.close()
+            if (judged := recorder.evaluator.result()) is not None:
+                recorder.coordinator.evaluated(*judged)
         leader.read(self._reader, self.flat.weights)
-        books.judge(self._model, math.nan)
+        recorder.judge(self._model, math.nan)
 
     def _conclude(self) -> None:
-        self._books.conclude(self._model)
+        self._recorder.conclude(self._model)
 
     def _fail(self, error: BaseException) -> None:
         with contextlib.suppress(OSError, RuntimeError):
-            self._books.coordinator.close()
-        self._books.fail(error)
+            self._recorder.coordinator.close()
+        self._recorder.fail(error)

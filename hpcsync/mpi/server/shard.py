@@ -16,25 +16,25 @@ from hpcsync.training.parameter_store import Store
 from hpcsync.training.update_rules import Rule
 
 
-def encode(orders: Sequence[Command]) -> list[CommandRecord]:
+def encode(commands: Sequence[Command]) -> list[CommandRecord]:
     """The coordinator's orders as the records that every server carries out; others are none."""
     records: list[CommandRecord] = []
     contributing: set[int] = set()  # to an update that comes later
-    for order in reversed(orders):
-        if isinstance(order, UpdateCommand):
-            *others, (last, weight) = zip(order.workers, order.weights, strict=True)
+    for command in reversed(commands):
+        if isinstance(command, UpdateCommand):
+            *others, (last, weight) = zip(command.workers, command.weights, strict=True)
             records.append(
-                CommandRecord(messages.CommandKind.UPDATE, last, lr=order.lr, weight=weight, divisor=order.divisor)
+                CommandRecord(messages.CommandKind.UPDATE, last, lr=command.lr, weight=weight, divisor=command.divisor)
             )
             records += [
                 CommandRecord(messages.CommandKind.CONTRIBUTION, worker, weight=w) for worker, w in reversed(others)
             ]
-            contributing.update(order.workers)
-        elif isinstance(order, AccumulateCommand):
-            records.append(CommandRecord(messages.CommandKind.ACCUMULATE, order.worker, weight=order.weight))
-        elif isinstance(order, GrantCommand):
-            kind = messages.CommandKind.RESERVE if order.worker in contributing else messages.CommandKind.PROMISE
-            records.append(CommandRecord(kind, order.worker, order.iteration, order.version, *order.assignment))
+            contributing.update(command.workers)
+        elif isinstance(command, AccumulateCommand):
+            records.append(CommandRecord(messages.CommandKind.ACCUMULATE, command.worker, weight=command.weight))
+        elif isinstance(command, GrantCommand):
+            kind = messages.CommandKind.RESERVE if command.worker in contributing else messages.CommandKind.PROMISE
+            records.append(CommandRecord(kind, command.worker, command.iteration, command.version, *command.assignment))
     return records[::-1]
 
 
@@ -92,37 +92,37 @@ class Shard:
             self._link.tensors.acquire(begin, end)
         return {"store": self.store.state(), "slots": self._put.clone()}
 
-    def carry_out(self, order: CommandRecord) -> None:
+    def carry_out(self, command: CommandRecord) -> None:
         """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
-        if order.kind in (messages.CommandKind.CONTRIBUTION, messages.CommandKind.UPDATE):
-            self._contributors.append(order.reader)
-            self._weights.append(order.weight)
-            if order.kind == messages.CommandKind.UPDATE:
-                self._update(order)
-        elif order.kind == messages.CommandKind.ACCUMULATE:
-            self._acquire(order.reader)
-            self.store.collect(order.reader, order.weight)
+        if command.kind in (messages.CommandKind.CONTRIBUTION, messages.CommandKind.UPDATE):
+            self._contributors.append(command.reader)
+            self._weights.append(command.weight)
+            if command.kind == messages.CommandKind.UPDATE:
+                self._update(command)
+        elif command.kind == messages.CommandKind.ACCUMULATE:
+            self._acquire(command.reader)
+            self.store.accumulate(command.reader, command.weight)
             cuda.ready(self._link.tensors.local)  # the next that its worker hears is that its slot is free
-        elif order.kind in (messages.CommandKind.PROMISE, messages.CommandKind.RESERVE):
-            if order.version != self.store.version:
-                raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {order.version}")
-            self._promise(order.reader, order)
-        elif order.kind == messages.CommandKind.DISCARD:
-            self._dead.add(order.reader)
-            self._reserved.pop(order.reader, None)
-            self.store.discard(order.reader)
-        elif order.kind == messages.CommandKind.SAVE:
-            self._save(order.version)
+        elif command.kind in (messages.CommandKind.PROMISE, messages.CommandKind.RESERVE):
+            if command.version != self.store.version:
+                raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {command.version}")
+            self._promise(command.reader, command)
+        elif command.kind == messages.CommandKind.DISCARD:
+            self._dead.add(command.reader)
+            self._reserved.pop(command.reader, None)
+            self.store.discard(command.reader)
+        elif command.kind == messages.CommandKind.SAVE:
+            self._save(command.version)
         else:
             for worker in set(range(self._link.roles.n_workers)) - self._dead:
-                self._promise(worker, order)
+                self._promise(worker, command)
             self.finished = True
 
-    def _update(self, order: CommandRecord) -> None:
+    def _update(self, command: CommandRecord) -> None:
         for worker in self._contributors:
             self._acquire(worker)
         self._link.done.sync()
-        self.store.apply(self._contributors, order.lr, self._weights, order.divisor)
+        self.store.apply(self._contributors, command.lr, self._weights, command.divisor)
         self._release()  # before any reader hears that it may read
         self._contributors.clear()
         self._weights.clear()
@@ -136,11 +136,11 @@ class Shard:
             shard = link.shards[self._server]
             link.compression.decode(self._put[worker], self._slots[worker, : shard.stop - shard.start], shard)
 
-    def _promise(self, reader: int, order: CommandRecord) -> None:
-        reserved = order.kind == messages.CommandKind.RESERVE
+    def _promise(self, reader: int, command: CommandRecord) -> None:
+        reserved = command.kind == messages.CommandKind.RESERVE
         buffer, serial = self.store.pin(reader, contributing=reserved)
-        head = (self._server, order.iteration, self.store.version, buffer, serial)
-        grant = GrantRecord(*head, *order.assignment)
+        head = (self._server, command.iteration, self.store.version, buffer, serial)
+        grant = GrantRecord(*head, *command.assignment)
         if reserved:
             self._reserved[reader] = grant
             return
@@ -169,6 +169,6 @@ class Shard:
 
 def follow(link: ServerChannel, shard: Shard) -> None:
     """The loop of every server but the first: carry out orders until the last one."""
-    orders = link.inbox(messages.TAG_COMMAND, messages.COMMAND)
+    commands = link.inbox(messages.TAG_COMMAND, messages.COMMAND)
     while not shard.finished:
-        shard.carry_out(CommandRecord._make(link.patience.until(orders.poll)))
+        shard.carry_out(CommandRecord._make(link.backoff.until(commands.poll)))

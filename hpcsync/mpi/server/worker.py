@@ -58,7 +58,7 @@ class Worker:
         self._slots = [link.slot(server, self.index) for server in range(len(link.shards))]
         self._save = save
         self._reader = Reader(link, self.index, self._write)
-        self._reports = link.outbox(messages.TAG_INFO, messages.PUSH_INFO)
+        self._infos = link.outbox(messages.TAG_INFO, messages.PUSH_INFO)
         # Where none can come there is no inbox: MPI would look through its receives for every grant.
         self._cancellations = link.inbox(messages.TAG_CANCEL, messages.CANCEL) if cancellable else None
         self._cancelled = -1  # the last version from which it is of no use to compute on
@@ -75,9 +75,9 @@ class Worker:
             vars(self).update(state)
         self.stopped = self._has_left
         if state is None:
-            self.go_on()
+            self.resume()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Wait for the grant of the next iteration, if this worker takes part."""
         if not (self._has_left or self.is_away):
             self._await(self.iteration + 1)
@@ -105,7 +105,7 @@ class Worker:
         self.cancelled()  # also where nobody asks: what is sent must be received
         if share == 1.0:
             self._put()
-        report = PushInfo(
+        push_info = PushInfo(
             worker=self.index,
             iteration=self.iteration,
             version_read=self.version,
@@ -123,8 +123,8 @@ class Worker:
             encode_s=self._encode_s,
         )
         if self._estimator is not None:
-            report = with_prediction(report, self._estimator)
-        self._reports.send(0, (messages.InfoKind.PUSHED, *report))
+            push_info = with_prediction(push_info, self._estimator)
+        self._infos.send(0, (messages.InfoKind.PUSHED, *push_info))
         self._await(self.iteration + 1)
 
     def leave(self) -> None:
@@ -148,7 +148,7 @@ class Worker:
         self.is_away = self._joins = False
 
     def _say(self, kind: int) -> None:
-        self._reports.send(0, messages.brief(messages.PUSH_INFO, kind, self.index))
+        self._infos.send(0, messages.brief(messages.PUSH_INFO, kind, self.index))
 
     def _write(self, number: int) -> None:
         self._save(number)

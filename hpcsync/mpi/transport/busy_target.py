@@ -23,7 +23,7 @@ def while_busy(
     comm: MPI.Intracomm, target: int, transfer: Callable[[], None], compute: Callable[[], object], busy_s: float
 ) -> Trial:
     """What happens when rank 0 calls `transfer` while rank `target` calls `compute` again and again; collective."""
-    patience = Backoff(comm)
+    backoff = Backoff(comm)
     took_s = ended_s = rate = 0.0
     comm.Barrier()
     begin_s = time.perf_counter()
@@ -39,7 +39,7 @@ def while_busy(
         transfer()
         ended_s = time.perf_counter() - begin_s
         took_s = ended_s - (before_s - begin_s)
-    patience.barrier()  # without taking the core from the target
+    backoff.barrier()  # without taking the core from the target
     took_s, ended_s = comm.bcast((took_s, ended_s))
     return Trial(took_s, ended_s, comm.bcast(rate, target))
 

@@ -145,23 +145,23 @@ class PushInbox:
 
         What arrived in an inbox where another sender is still at work comes with a later call.
         """
-        parcel, self._kept = self._kept, None
-        if parcel is not None:
-            parcel = parcel._replace(total=self._total.copy_(parcel.total))
+        received, self._kept = self._kept, None
+        if received is not None:
+            received = received._replace(total=self._total.copy_(received.total))
         if self._left is not None:
-            parcel = self._take(self._left, parcel)
+            received = self._take(self._left, received)
         if self._left is None:
             active = self._active(self._rank)
             if self._word(active, TICKETS):
                 self._words.fetch_add(1, self._rank, FLIPS)
                 self._left = active
-                parcel = self._take(active, parcel)
-        return parcel
+                received = self._take(active, received)
+        return received
 
     def keep(self) -> Received | None:
         """When nobody sends: everything that has arrived, which stays here for the next `collect`."""
-        if (parcel := self.collect()) is not None:
-            self._kept = parcel._replace(total=parcel.total.clone())
+        if (received := self.collect()) is not None:
+            self._kept = received._replace(total=received.total.clone())
         return self._kept
 
     def put_back(self, kept: Received | None) -> None:
@@ -173,14 +173,14 @@ class PushInbox:
         word, bit = divmod(rank, BITS)
         self._dead[word] |= 1 << bit
 
-    def _take(self, inbox: int, parcel: Received | None) -> Received | None:
-        """`parcel` with what is in an inactive inbox, which is empty then; as it was if somebody is at work there.
+    def _take(self, inbox: int, received: Received | None) -> Received | None:
+        """`received` with what is in an inactive inbox, which is empty then; as it was if somebody is at work there.
 
         Raises RankFailed.
         """
         if self._writers(inbox):
-            return parcel
-        count, weight = (0, 0.0) if parcel is None else parcel[1:]
+            return received
+        count, weight = (0, 0.0) if received is None else received[1:]
         for vector, n, its_weight in self._vectors(inbox, int(self._taken(inbox, TICKETS))):
             if count == 0:
                 self._total.copy_(vector)

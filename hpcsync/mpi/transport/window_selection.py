@@ -61,10 +61,10 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> WindowSelectio
     if lacking := gpus_of_all(comm).why:
         raise JobError(f"model: must be on the CPU: {lacking}")
     used = comm.allgather((comm.rank, socket.gethostname(), gpu_selection.describe(device)))
-    asked, patience = job.cluster.window, Backoff(comm)
-    kinds = _kinds(asked, patience.one_node)
+    asked, backoff = job.cluster.window, Backoff(comm)
+    kinds = _kinds(asked, backoff.one_node)
     found = rehearse(kinds) if comm.rank == 0 else []
-    patience.barrier()  # it takes seconds
+    backoff.barrier()  # it takes seconds
     found = _confirmed(comm, device, comm.bcast(found))
     kind = fastest(found)
     if kind is None and asked == "auto":

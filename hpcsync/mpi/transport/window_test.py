@@ -36,25 +36,25 @@ def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> Wi
         window = transport.window(comm, 2 * count, torch.float32)
     except (MemoryUnreachable, JobError) as error:
         return WindowTest(failure=str(error))
-    patience = Backoff(comm, passive=transport.passive)  # as the ranks of a run wait
+    backoff = Backoff(comm, passive=transport.passive)  # as the ranks of a run wait
     here = torch.zeros(count, device=transport.device)
     for turn in range(TURNS):
         here.copy_(_pattern(comm.rank, turn, count))
         window.local[count:].copy_(_pattern(comm.rank, ~turn, count))
         window.release(0, 2 * count)
-        patience.barrier()
+        backoff.barrier()
         begin_s = time.perf_counter()
         window.put(here, to, 0)
         window.flush(to)
         window.get(here, to, count)
         window.flush(to)
         times.append(time.perf_counter() - begin_s)
-        patience.barrier()
+        backoff.barrier()
         window.acquire(0, count)
         right &= torch.equal(window.local[:count].cpu(), _pattern(source, turn, count))
         right &= torch.equal(here.cpu(), _pattern(to, ~turn, count))
         window.release(0, count)
-        patience.barrier()
+        backoff.barrier()
     everybody = comm.allgather((right, min(times), window.note))
     window.free()
     if not all(right for right, _, _ in everybody):

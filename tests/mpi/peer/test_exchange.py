@@ -1,5 +1,7 @@
-"""What an exchange does to the weights of all ranks, against NumPy: rounds in which all read, or send, before anybody
-looks."""
+"""Effect of an exchange on the weights of all ranks, against NumPy.
+
+In a round all ranks read, or send, before any of them continues.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def job(n_workers: int, mode: str, optimizer: Any = SGD, **paradigm: Any) -> Job
 
 @contextmanager
 def worker(comm: MPI.Intracomm, job: Job) -> Iterator[tuple[Exchange, torch.Tensor]]:
-    """This rank's exchange, and its weights."""
+    """Yield this rank's exchange and its weights."""
     flat = FlatModel(torch.nn.Linear(SIZE, 1, bias=False, dtype=torch.float64))
     link = PeerChannel(comm, flat.size, flat.weights.dtype)
     made = exchange(job, link, flat, optimizer_spec(job), Layers(comm, flat.model), lambda: None)
@@ -56,16 +58,16 @@ def worker(comm: MPI.Intracomm, job: Job) -> Iterator[tuple[Exchange, torch.Tens
 
 
 def round_of_all(comm: MPI.Intracomm, this: Job, made: Exchange, round: int) -> None:
-    """Nobody is later than the others."""
+    """Carry out a round of all ranks at the same time."""
     comm.Barrier()
     if isinstance(made, Pushing):
         drawn = create_peer_selection(this).drawn(comm.rank, round, made.peer.weight)
         if drawn != comm.rank:
             made._send(drawn)
         comm.Barrier()
-        made._take_in(drawn == comm.rank)
+        made._absorb(drawn == comm.rank)
     else:
-        made.show(round)
+        made.publish(round)
         comm.Barrier()
         made.step(0.1, n_samples=0, stop=False, exchanging=True)
         if made.agreed is not None:
@@ -79,7 +81,7 @@ def models(comm: MPI.Intracomm, weights: torch.Tensor) -> np.ndarray:
 
 
 def still(made: Exchange) -> Exchange:
-    """One that exchanges and makes no steps."""
+    """Let the exchange make no steps of its own."""
     made._step = lambda lr: None  # type: ignore[method-assign]
     return made
 
@@ -104,7 +106,7 @@ def expected(this: Job, x: np.ndarray, round: int) -> np.ndarray:
 
 
 class Deaf:
-    """A communicator on which nobody waits to hear from the one that gives to it."""
+    """Communicator on which no rank waits for the notification of a put."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm = comm
@@ -117,7 +119,7 @@ class Deaf:
 
 
 @pytest.mark.parametrize("deaf", [False, True])
-def test_weights_that_are_given_are_waited_for(comm, needs, deaf):
+def test_a_worker_waits_for_the_weights_put_into_its_window(comm, needs, deaf):
     needs(2)
     with worker(comm, job(comm.size, "permutation", include_self=False)) as (made, weights):
         weights.fill_(comm.rank + 1)
@@ -135,7 +137,7 @@ def test_weights_that_are_given_are_waited_for(comm, needs, deaf):
 
 @pytest.mark.parametrize("topology", ["complete", "ring", "exponential"])
 @pytest.mark.parametrize("mode", ["pull", "push", "permutation"])
-def test_a_round_is_what_the_seed_says(comm, mode, topology):
+def test_a_round_follows_from_the_seed(comm, mode, topology):
     this = job(comm.size, mode, topology=topology)
     with worker(comm, this) as (made, weights):
         still(made)
@@ -155,7 +157,7 @@ def test_a_round_is_what_the_seed_says(comm, mode, topology):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_all_equal_stay_as_they_are_bit_for_bit(comm, mode):
+def test_equal_replicas_stay_equal_bit_for_bit(comm, mode):
     this = job(comm.size, mode)
     with worker(comm, this) as (made, weights):
         still(made)
@@ -188,7 +190,7 @@ def test_push_sum_keeps_both_sums(comm):
 
 @pytest.mark.parametrize("mode", ["pull", "permutation"])
 def test_distances_shrink_as_the_formulas_say(comm, needs, mode):
-    """Mean squared distance from the mean before, after a round: half of it (drawing oneself included)."""
+    """A round halves the mean squared distance from the previous mean (drawing oneself included)."""
     needs(3)
     this = job(comm.size, mode)
     rounds, factors = 150, []
@@ -205,8 +207,8 @@ def test_distances_shrink_as_the_formulas_say(comm, needs, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_momentum_and_its_look_ahead_stay_at_home(comm, mode):
-    """What is mixed is theta; the weights, where gradients are taken, are theta + mu v with the worker's own v."""
+def test_momentum_and_look_ahead_are_not_exchanged(comm, mode):
+    """Theta is mixed; gradients are taken at the weights theta + mu v, with the worker's own v."""
     this = job(comm.size, mode, NESTEROV)
     with worker(comm, this) as (made, weights):
         weights.fill_(float(comm.rank))
@@ -225,4 +227,4 @@ def test_momentum_and_its_look_ahead_stay_at_home(comm, mode):
             np.testing.assert_allclose(after, expected(this, theta, 1), rtol=1e-12)
             mixed_ahead = expected(this, theta + 0.9 * models(comm, v), 1) - 0.9 * models(comm, v)
             if not np.allclose(after, theta):
-                assert not np.allclose(after, mixed_ahead), "the control: look-ahead that leaves home"
+                assert not np.allclose(after, mixed_ahead), "the control: an exchanged look-ahead"

@@ -1,4 +1,4 @@
-"""Whole runs without servers on real ranks: what they compute, how they end, and what their traces say."""
+"""Whole runs without servers on real ranks: numbers, ends and traces."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def job(paradigm: dict[str, Any], workers: int, **tables: dict[str, Any]) -> Job
     return Job.from_table({**table, **tables})
 
 
-# ---- what they compute, in float64 ----
+# ---- numbers, in float64 ----
 
 
 @pytest.mark.parametrize("bucket_mb", [25.0, 0.00004])
@@ -72,7 +72,7 @@ def test_allreduce_equals_one_process_with_the_whole_batch(comm, folder, bucket_
 
 @pytest.mark.parametrize("outer", [{}, {"outer_lr": 1.0, "outer_momentum": 0.0}])
 def test_averaging_after_every_step_is_synchronous_sgd(comm, folder, outer):
-    """Plain SGD only: with momentum the workers' own would have to be averaged too."""
+    """Plain SGD only: the workers' momentum would have to be averaged too."""
     plain = {"name": "sgd", "lr": 0.05}
     this = job({"name": "local-sgd", "steps": 1, **outer}, comm.size, optimizer=plain, stop={"updates": 40 * comm.size})
     weights = on_some(comm, this, folder / "1")
@@ -103,7 +103,7 @@ def test_one_worker_of_all_reduce_has_nesterovs_momentum(comm, folder):
 
 
 @pytest.mark.parametrize("mode", ["pull", "permutation"])
-def test_gossip_that_never_comes_to_an_exchange_is_independent_runs(comm, folder, mode):
+def test_gossip_without_an_exchange_is_independent_runs(comm, folder, mode):
     plain = {"name": "sgd", "lr": 0.05}
     this = job(
         {"name": "gossip", "mode": mode, "period": 10**6}, comm.size, optimizer=plain, stop={"updates": 20 * comm.size}
@@ -119,8 +119,8 @@ def test_gossip_that_never_comes_to_an_exchange_is_independent_runs(comm, folder
             assert not np.allclose(weights, runs[0], rtol=1e-6)  # the test can tell
 
 
-def test_push_sum_ends_with_the_mean_that_mixing_keeps(comm, folder):
-    """Nothing is learned, and whoever was given how much: weighted, the mean of where the workers began."""
+def test_push_sum_conserves_the_weighted_mean(comm, folder):
+    """Without learning, the weighted mean stays that of the initial weights, whichever models were pushed."""
     model = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-300)
     data = torch.utils.data.TensorDataset(torch.ones(64 * comm.size, 3, dtype=torch.float64))
@@ -136,7 +136,7 @@ def test_push_sum_ends_with_the_mean_that_mixing_keeps(comm, folder):
 
 
 def test_leaving_between_backward_and_step_is_an_iteration(comm, folder):
-    """Under all-reduce the others have the gradient already."""
+    """Under all-reduce the others already have the gradient."""
     model = torch.nn.Linear(3, 1, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = torch.utils.data.TensorDataset(torch.ones(40 * comm.size, 3, dtype=torch.float64))
@@ -154,8 +154,8 @@ def test_leaving_between_backward_and_step_is_an_iteration(comm, folder):
         assert failures(folder / "run" / "trace.h5") == []
 
 
-def test_reports_that_wait_are_not_taken_for_weights(comm, folder, monkeypatch):
-    """The monitor hears nothing for a while; more reports than it can hold lie on the exchange's communicator."""
+def test_queued_step_infos_are_not_taken_for_weights(comm, folder, monkeypatch):
+    """The monitor stalls while more step infos than it can hold queue on the exchange's communicator."""
     stalls = [1.0]
     monkeypatch.setattr(RunRecorder, "chores", lambda self, now_s: time.sleep(stalls.pop() if stalls else 0.0))
     paradigm = {"name": "gossip", "mode": "permutation", "period": 50}
@@ -167,8 +167,8 @@ def test_reports_that_wait_are_not_taken_for_weights(comm, folder, monkeypatch):
 
 
 @pytest.mark.parametrize("paradigm", IN_STEP)
-def test_in_step_ranks_compute_what_simulated_ones_do(comm, folder, paradigm):
-    """Whoever comes first, each exchange is one of all workers: the same bits in both engines."""
+def test_synchronous_ranks_have_the_bits_of_simulated_ones(comm, folder, paradigm):
+    """Each exchange is one of all workers, in any order of arrival: the same bits in both engines."""
     compute = {"model": "lognormal", "seconds": 0.001}
     this = job(IN_STEP[paradigm], comm.size, cluster={"workers": comm.size, "compute": compute})
     weights = on_some(comm, this, folder / "real")
@@ -181,12 +181,14 @@ def test_in_step_ranks_compute_what_simulated_ones_do(comm, folder, paradigm):
             assert failures(folder / str(seed) / "trace.h5") == []
 
 
-# ---- batches that are given out ----
+# ---- allocated batches ----
 
 
 def sharing(workers: int, *, slowest_s: float = 0.024, leave: dict[int, int] | None = None, **tables: Any) -> Job:
-    """Of workers each of which takes twice as long as the one before. leave: worker -> iteration instead of which it
-    leaves."""
+    """Job of workers of which each takes twice as long as the previous one.
+
+    `leave`: worker -> iteration in place of which it leaves.
+    """
     seconds = [slowest_s / 2 ** (workers - 1 - worker) for worker in range(workers)]
     events = [{"worker": worker, "at_iteration": at, "change": "leave"} for worker, at in (leave or {}).items()]
     compute = {"compute": {"model": "constant", "seconds": seconds}} if slowest_s else {}
@@ -197,7 +199,7 @@ def sharing(workers: int, *, slowest_s: float = 0.024, leave: dict[int, int] | N
 
 @pytest.fixture
 def foretold(monkeypatch):
-    """Speeds do not depend on what is measured: in both engines sizes are the same, and they change again and again."""
+    """Speeds do not depend on measurements: sizes are the same in both engines and change repeatedly."""
 
     class Foretelling:
         def __init__(self, worker):
@@ -212,7 +214,7 @@ def foretold(monkeypatch):
 
 
 def batch_sizes(folder: Any) -> np.ndarray:
-    """Shape (iterations, workers), 0 where a worker had left."""
+    """Return the batch sizes, shape (iterations, workers); 0 after a worker has left."""
     trace = load(folder / "trace.h5")
     rows = trace.tables["exchanges"]
     found = np.zeros((rows["iteration"].max(), trace.n_workers), int)
@@ -245,7 +247,7 @@ def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, 
 @pytest.mark.parametrize("leave", [{}, {0: 11}, {1: 20}], ids=str)
 def test_shared_batches_are_those_of_simulated_ranks(comm, folder, foretold, leave):
     if leave and comm.size < 2:
-        pytest.skip("somebody has to stay")
+        pytest.skip("at least one worker must stay")
     this = sharing(comm.size, slowest_s=1e-3, leave=leave)
     weights = on_some(comm, this, folder / "real")
     if comm.rank == 0:
@@ -257,7 +259,7 @@ def test_shared_batches_are_those_of_simulated_ranks(comm, folder, foretold, lea
         assert len(real) == len(virtual)
         for name in set(real.dtype.names) - {"seq", "now_s", "controller"}:
             assert np.array_equal(real[name], virtual[name], equal_nan=True)
-        if leave:  # the mean of the iteration that lacks somebody is corrected with a rounding more in one
+        if leave:  # without a worker the mean is corrected with one rounding more in one engine
             np.testing.assert_allclose(weights, simulated, rtol=1e-12)
         else:
             assert (weights == simulated).all()
@@ -265,10 +267,10 @@ def test_shared_batches_are_those_of_simulated_ranks(comm, folder, foretold, lea
 
 
 @pytest.mark.parametrize("leaver", [0, -1])
-def test_the_others_take_over_from_who_has_left(comm, folder, monkeypatch, leaver):
-    """Of the iteration instead of which it left its samples are left out, of no other."""
+def test_the_others_take_over_the_samples_of_a_worker_that_left(comm, folder, monkeypatch, leaver):
+    """Its samples are left out in the iteration in place of which it left, and in no other."""
     if comm.size < 2:
-        pytest.skip("somebody has to stay")
+        pytest.skip("at least one worker must stay")
     worker = leaver % comm.size
     this = sharing(comm.size, leave={worker: 14}, stop={"updates": 24})
     weights = on_some(comm, this, folder / "run")
@@ -300,7 +302,7 @@ def test_slow_workers_get_small_batches(comm, folder):
 
 
 def test_a_script_shares_batches_and_takes_every_sample_once(comm, folder):
-    """Two training epochs of a size that no batch divides."""
+    """Two training epochs of a size that is no multiple of a batch."""
     n, torch_seed = 103, 1
     torch.manual_seed(torch_seed)
     model = torch.nn.Linear(1, 1, dtype=torch.float64)
@@ -326,7 +328,7 @@ def test_a_script_shares_batches_and_takes_every_sample_once(comm, folder):
         assert failures(folder / "run" / "trace.h5") == []
 
 
-# ---- what their traces say ----
+# ---- traces ----
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
@@ -352,12 +354,12 @@ def test_every_trace_shows_its_paradigm(comm, folder, paradigm):
             assert (evaluations["consensus_distance"][:-1] > 0).any()
 
 
-# ---- how they end ----
+# ---- ends ----
 
 
 @pytest.mark.parametrize("paradigm", ["allreduce", "local-sgd", "permutation", "pull", "push-sum"])
 def test_workers_may_finish_at_different_times(comm, folder, paradigm):
-    """Worker w makes 10 + 15 w iterations, and leaves w / 8 seconds later; all end with the same weights."""
+    """Worker w makes 10 + 15 w iterations and leaves w / 8 s later; all end with the same weights."""
     torch.manual_seed(comm.rank)
     model = torch.nn.Linear(11, 1, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -409,7 +411,7 @@ def test_a_target_ends_a_run(comm, folder):
 
 
 def test_after_backward_the_gradient_is_the_mean(comm, folder):
-    """So that a script can clip it, as with DistributedDataParallel."""
+    """A script can then clip it, as with DistributedDataParallel."""
     model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     data = torch.utils.data.TensorDataset(torch.arange(4.0 * comm.size, dtype=torch.float64).reshape(-1, 2))

@@ -26,18 +26,18 @@ def slept_s(monkeypatch):
 
 
 def test_it_spins_first_and_then_sleeps_an_eighth_of_the_wait_up_to_the_ceiling(comm, slept_s):
-    patience = Backoff(comm)
+    backoff = Backoff(comm)
     polls = iter(range(1000))
-    assert patience.until(lambda: 7 if next(polls) == 200 else None) == 7
+    assert backoff.until(lambda: 7 if next(polls) == 200 else None) == 7
     assert slept_s and slept_s[0] >= SPIN_S / 8
     assert slept_s == sorted(slept_s) and slept_s[-1] == NODE_CEILING_S
 
 
 def test_every_wait_begins_with_spinning(comm, slept_s):
-    patience = Backoff(comm)
+    backoff = Backoff(comm)
     for _ in range(3):
         polls = iter(range(100))
-        patience.until(lambda polls=polls: True if next(polls) == 20 else None)
+        backoff.until(lambda polls=polls: True if next(polls) == 20 else None)
     assert slept_s == []
 
 
@@ -48,8 +48,8 @@ def test_it_makes_mpi_calls_when_it_pauses_where_transfers_need_them(
     comm, slept_s, monkeypatch, one_node, passive, calls
 ):
     monkeypatch.setattr("hpcsync.mpi.transport.backoff.on_one_node", lambda comm: one_node)
-    patience = Backoff(comm, passive=passive)
+    backoff = Backoff(comm, passive=passive)
     probes = []
-    patience._comm = type("Probed", (), {"Iprobe": lambda self: probes.append(1)})()
-    patience.pause()
+    backoff._comm = type("Probed", (), {"Iprobe": lambda self: probes.append(1)})()
+    backoff.pause()
     assert len(probes) == calls

@@ -12,7 +12,7 @@ TAG = 77
 def test_every_record_arrives_once_and_in_its_senders_order(comm):
     """Also when there are more records than an inbox has receives posted."""
     n = 3 * DEPTH + 5
-    inbox, outbox, patience = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
+    inbox, outbox, backoff = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
     received: list[tuple[int, int, float]] = []
 
     def drain() -> bool:
@@ -24,7 +24,7 @@ def test_every_record_arrives_once_and_in_its_senders_order(comm):
         for number in range(n):
             outbox.send(0, (0, number, 0.5 * number))
             drain()
-        patience.until(lambda: drain() or None)
+        backoff.until(lambda: drain() or None)
         for sender in range(comm.size):
             mine = [(number, value) for who, number, value in received if who == sender]
             assert mine == [(number, 0.5 * number) for number in range(n)]
@@ -41,9 +41,9 @@ def test_every_record_arrives_once_and_in_its_senders_order(comm):
 
 def test_a_record_is_copied_when_it_is_sent(comm):
     """What the sender writes afterwards does not reach the receiver: there is a ring of buffers, not one."""
-    inbox, outbox, patience = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
+    inbox, outbox, backoff = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
     for number in range(5):
         outbox.send(comm.rank, (comm.rank, number, 0.0))
-    assert [patience.until(inbox.poll)[1] for _ in range(5)] == list(range(5))
+    assert [backoff.until(inbox.poll)[1] for _ in range(5)] == list(range(5))
     outbox.free()
     inbox.free()

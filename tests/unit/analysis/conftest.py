@@ -3,12 +3,4 @@
 import sys
 from pathlib import Path
 
-import pytest
-
-SCRIPTS = Path(__file__).parents[3] / "analysis"
-sys.path.insert(0, str(SCRIPTS))
-
-
-@pytest.fixture(scope="session")
-def scripts():
-    return SCRIPTS
+sys.path.insert(0, str(Path(__file__).parents[3] / "analysis"))

@@ -110,13 +110,13 @@ def test_differences_and_largest_values():
     assert largest("push_gap", "x")(frame).tolist() == [0.90, 0.95, 1.0]
 
 
-def every_run(target_s, gap):
+def every_run(target_s, lead):
     """Results of all the runs there are, from functions of the arm and the paradigm."""
     rows = []
     for name in dssp.jobs(seeds=1):
         setting, arm, paradigm, seed = name.replace("SSP-", "SSP ").replace("DSSP-", "DSSP ").split("/")
         run = {"setting": setting, "arm": arm, "paradigm": paradigm, "seed": int(seed)}
-        numbers = {"target_s": target_s(arm, paradigm), "push_gap": gap(paradigm)}
+        numbers = {"target_s": target_s(arm, paradigm), "push_gap": lead(paradigm)}
         rows.append({**run, **numbers, "samples_per_s": 1e3, "accuracy": 0.98, "decay_s": 1.0})
     return pd.DataFrame(rows)
 

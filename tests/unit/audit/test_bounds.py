@@ -46,7 +46,7 @@ def test_without_a_bound_every_gap_is_allowed():
 def test_dssp_is_bounded_by_the_larger_staleness():
     trace = record(dssp(5), (1.0, 4.5))
     assert failing(trace) == set()
-    largest = int(Recount(trace).grant_gap.max())
+    largest = int(Recount(trace).grant_lead.max())
     assert 1 < largest <= 5
     assert failing(with_job(trace, dssp(largest))) == set()
     tighter = with_job(trace, dssp(largest - 1))
@@ -56,7 +56,7 @@ def test_dssp_is_bounded_by_the_larger_staleness():
 def test_paper_mode_is_reported_and_not_required():
     trace = record(dssp(15, "paper", 3), (1.0, 2.0), updates=200)
     start, push, *_ = bounds(trace)
-    largest = Recount(trace).push_gap.max()
+    largest = Recount(trace).push_lead.max()
     assert largest > 16, "as printed, the algorithm does not bound the gap"
     assert start.passed and push.passed
     assert push.detail == f"not bounded in paper mode; largest {largest}"
@@ -110,9 +110,9 @@ def delay_grant(trace, worker, iteration):
 @pytest.mark.parametrize("paradigm", ["ssp", "dssp", "asp"])
 def test_the_slowest_is_held(paradigm):
     trace = record(paradigm, (1.0, 1.2, 2.1), updates=12)
-    held = delay_grant(trace, worker=2, iteration=2)
+    blocked = delay_grant(trace, worker=2, iteration=2)
     extra = {"nobody is held"} if paradigm == "asp" else set()
-    assert failing(held) == {"the slowest worker is never held"} | extra
+    assert failing(blocked) == {"the slowest worker is never held"} | extra
 
 
 def test_somebody_is_held_under_asp():
@@ -180,5 +180,5 @@ def test_synchronous_easgd_without_a_worker_that_had_not_left():
 
 
 def test_somebody_is_held_under_asynchronous_easgd():
-    held = delay_grant(record(easgd(), (1.0, 1.2, 2.1), updates=12), worker=0, iteration=2)
-    assert failing(held) == {"nobody is held"}
+    blocked = delay_grant(record(easgd(), (1.0, 1.2, 2.1), updates=12), worker=0, iteration=2)
+    assert failing(blocked) == {"nobody is held"}

@@ -28,7 +28,7 @@ class Gossip:
         self.rows = Rows()
         for rank in range(N):
             self.rows.append("clocks", (0, rank, b"virtual", 0.0, 0.0))
-        self.books = PeerCoordinator(self.job, self.rows)
+        self.recorder = PeerCoordinator(self.job, self.rows)
         self.mode = mode
         self.weight, self.inbox = [1.0] * N, [[] for _ in range(N)]
         self.iteration = [0] * N
@@ -39,12 +39,12 @@ class Gossip:
                 elif round == DIES_AT + 1:
                     if last_push:
                         self.give(DEAD, next(r for r in range(N) if r != DEAD))
-                    self.books.left(round + 0.2, DEAD, Change.DIED)
+                    self.recorder.left(round + 0.2, DEAD, Change.DIED)
         for worker in sorted({*range(N)} - {DEAD}):
-            self.books.left(ROUNDS + 2.0, worker)
+            self.recorder.left(ROUNDS + 2.0, worker)
         for worker in sorted({*range(N)} - {DEAD}):
             if n := self.take(worker):
-                self.books.exchanged(ROUNDS + 3.0, intake_info(worker, ROUNDS, ROUNDS + 3.0, n, self.weight[worker]))
+                self.recorder.exchanged(ROUNDS + 3.0, intake_info(worker, ROUNDS, ROUNDS + 3.0, n, self.weight[worker]))
 
     def step(self, worker: int, round: int, knows: bool) -> None:
         peers = PeerSelection(N, self.job.seed, dead=(DEAD,) if knows else ())
@@ -57,7 +57,7 @@ class Gossip:
         begin_s = round + 0.1 * worker
         sent = BYTES * (peer != worker)
         row = (worker, round, peer, begin_s, begin_s + 0.05, 0.05, 0.0, 0.0, BATCH, 0.5, sent, n_received)
-        self.books.exchanged(begin_s + 0.06, StepInfo(*row, self.weight[worker]))
+        self.recorder.exchanged(begin_s + 0.06, StepInfo(*row, self.weight[worker]))
 
     def give(self, worker: int, peer: int) -> None:
         if self.mode == "push-sum":

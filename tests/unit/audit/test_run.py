@@ -174,6 +174,12 @@ def test_a_trace_that_passes(tmp_path, console):
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_the_folder_of_a_run_stands_for_its_trace(tmp_path, console):
+    write(tmp_path / "trace.h5")
+    assert main(tmp_path, console) == 0
+    assert "all 25 checks passed" in console.export_text()
+
+
 def test_an_unfinished_trace_says_so(tmp_path, console):
     assert main(write(tmp_path / "t.h5", "interrupted"), console) == 0
     assert "interrupted" in console.export_text()

@@ -43,8 +43,8 @@ def test_gaps_are_those_of_a_walk(paradigm, how):
     fewest = lambda counts, active: min(counts[worker] for worker in active)  # noqa: E731
     steps = list(walk(trace))
     expected = [counts[worker] - fewest(counts, active) for _, worker, push, counts, active in steps if push]
-    assert recount.push_gap.tolist() == expected
-    for row, gap_iters in zip(trace.tables["grants"], recount.grant_gap, strict=True):
+    assert recount.push_lead.tolist() == expected
+    for row, gap_iters in zip(trace.tables["grants"], recount.grant_lead, strict=True):
         *_, counts, active = [step for step in steps if step[0] < row["seq"]][-1]
         assert gap_iters == counts[row["worker"]] - fewest(counts, active)
 
@@ -92,7 +92,7 @@ def test_an_unfinished_trace_is_counted_up_to_the_first_missing_row():
 @pytest.mark.parametrize("status", ["running", "finished"])
 def test_an_empty_trace_counts_to_nothing(status):
     recount = Recount(as_trace(make_job("asp"), [], status=status))
-    for counted in (recount.push_gap, recount.grant_gap, recount.min_iters, recount.complete_seq, recount.push_grant):
+    for counted in (recount.push_lead, recount.grant_lead, recount.min_iters, recount.complete_seq, recount.push_grant):
         assert len(counted) == 0
     assert recount.stop_seq == NEVER
 
@@ -104,7 +104,7 @@ def test_a_departure_before_any_push():
     assert recount.left_after(np.arange(3), np.full(3, -1)).tolist() == [0, 1, NEVER]
     assert [recount.active(event).tolist() for event in (-1, 0, 1, 2)] == [[0, 1, 2], [1, 2], [2], [2]]
     assert recount.n_active[[-1, 0, 1, 2]].tolist() == [3, 2, 1, 1]
-    assert recount.push_gap.max() == 0
+    assert recount.push_lead.max() == 0
 
 
 def naively(n_workers, events):

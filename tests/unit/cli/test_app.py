@@ -78,6 +78,24 @@ def test_mistakes_are_one_line_and_status_2(mistake: Exception, monkeypatch: pyt
     assert (run("show", "job.toml").exit_code, run("show", "job.toml").stderr) == (2, "")  # rank 0 says it
 
 
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (("run", "--workers", "4"), "--set cluster.workers=4, or -n RANKS (servers and workers)"),
+        (("simulate", "--workers=4"), "--set cluster.workers=4"),
+        (("show", "--seed", "2"), "--set seed=2"),
+        (("run", "--lr"), "--set optimizer.lr=VALUE"),
+    ],
+)
+def test_an_unknown_option_that_is_a_key_of_the_job_is_pointed_at_it(arguments: tuple[str, ...], hint: str) -> None:
+    command, *rest = arguments
+    result = run(command, "job.toml", *rest)
+    option = rest[0].partition("=")[0]
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1].endswith(f"No such option: {option}. Use {hint}")
+    assert "Use" not in run(command, "job.toml", "--wrkers").stderr
+
+
 def test_other_errors_are_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "show", lambda *_: 1 / 0)
     result = run("show", "job.toml")
@@ -94,4 +112,4 @@ def test_usage() -> None:
     assert run("run").exit_code == 2
     commands = run("--help").stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert names == ["run", "launch", "simulate", "show", "audit", "doctor", "bench", "slurm", "plan"]
+    assert names == ["run", "launch", "simulate", "show", "audit", "figure", "cite", "doctor", "bench", "slurm", "plan"]

@@ -92,6 +92,21 @@ def test_the_table(recorded: str) -> None:
     assert plan(profile=recorded, nodes="2").output.splitlines()[-2].endswith(" and 1 convolution worker")
 
 
+def test_the_star_is_at_the_best_of_all_layouts(tmp_path: Path) -> None:
+    asked = {"model": "resnet50", "bandwidth_gbit": "100", "samples_per_second": "256"}
+    lines = plan(**asked).output.splitlines()
+    (starred,) = [line for line in lines[5:-3] if " * " in line]
+    assert starred.startswith("sharded server *")
+    assert lines[-3].startswith("* sharded server: 1.12 times the samples a second of the best that separates layers")
+    assert lines[-2].startswith("  1 fully-connected worker (FC) and 9 convolution workers, ")
+    found = numbers(tmp_path, **asked)
+    rows = {
+        **{f"stanza, {row['n_fc']} FC": row for row in found["stanza"]},
+        **{row["name"]: row for row in found["others"]},
+    }
+    assert found["best"] == max(rows, key=lambda name: rows[name]["samples_per_s"]) == "sharded server"
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -284,3 +284,11 @@ def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> Non
     job = folder / "own.toml"
     job.write_text(TOML.replace('"timing", parameters = 3', '"front_test_workload:make", options = {size = 3}'))
     assert run.run(job, [], None, Path("o")) == 0
+
+
+def test_what_an_override_drops_is_said_in_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path.write_text(TOML.replace('"asp"', '"ssp"\nparadigm.staleness = 2'))
+    run.show(path, ["paradigm=bsp"])
+    assert capsys.readouterr().err == "hpcsync: paradigm.name changed from ssp to bsp: staleness dropped\n"
+    run.show(path, [])
+    assert capsys.readouterr().err == ""

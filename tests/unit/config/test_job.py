@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.config.errors import shown
-from hpcsync.config.job import KINDS, Job, JobError, load, refuse_simulated
-from hpcsync.config.paradigms import DsspOptions
+from hpcsync.config.job import KINDS, Job, JobError, load, refuse_simulated, remarks
+from hpcsync.config.paradigms import DsspOptions, SspOptions
 
 TOML = """
 name = "example"
@@ -214,6 +214,34 @@ def test_an_override_goes_into_tables_only(path: Path) -> None:
     assert error(path, "seed.x=1") == "--set seed.x=1: seed must be a table, it is 1"
 
 
+@pytest.mark.parametrize("override", ["paradigm.name=bsp", 'paradigm.name="bsp"', "paradigm=bsp"])
+def test_another_paradigm_drops_the_keys_that_it_does_not_have_and_says_so(path: Path, override: str) -> None:
+    assert load(path, [override]) == load(path, ['paradigm={name="bsp"}'])
+    path.write_text(TOML.replace('name = "dssp"', 'name = "dssp"\nmode = "paper"'))
+    dropped = "paradigm.name changed from dssp to bsp: mode, staleness_min, staleness_max dropped"
+    assert remarks(path, [override]) == [dropped]
+    assert remarks(path, ["paradigm.name=dssp", "seed=3"]) == remarks(path, ['paradigm={name="bsp"}']) == []
+
+
+def test_what_an_override_names_is_not_dropped(path: Path) -> None:
+    for overrides in (["paradigm.name=ssp", "paradigm.staleness=2"], ["paradigm.staleness=2", "paradigm=ssp"]):
+        assert load(path, overrides).paradigm == SspOptions(name="ssp", staleness=2)
+    says = 'paradigm.mode = "paper": unknown key; must be one of name'
+    assert error(path, "paradigm.name=bsp", "paradigm.mode=paper") == says
+
+
+def test_keys_that_both_kinds_have_are_kept_and_named(path: Path) -> None:
+    overrides = ["paradigm.name=k-async", "paradigm.k=2", "cluster.compute.model=constant", "compression=top-k"]
+    assert remarks(path, overrides) == [
+        "paradigm.name changed from dssp to k-async: staleness_min dropped; staleness_max kept",
+    ]
+    path.write_text(TOML + "jitter = 0.1\n")
+    assert remarks(path, overrides)[1:] == [
+        "cluster.compute.model changed from lognormal to constant: jitter dropped; seconds kept",
+    ]
+    assert load(path, overrides).compression.name == "top-k"
+
+
 def test_without_servers_all_ranks_are_workers(path: Path) -> None:
     allreduce = 'paradigm={name="allreduce"}'
     assert load(path, [allreduce]).cluster.servers == 0
@@ -248,7 +276,7 @@ MISTAKES = {
     "paradigm, batches, compression, cluster; did you mean seed?",
     "paradigm.stalenes_max=2": "paradigm.stalenes_max = 2: unknown key; must be one of name, staleness_min, "
     "staleness_max, mode; did you mean staleness_max?",
-    "paradigm.name=bsp": "paradigm.staleness_min = 3: unknown key; must be one of name",
+    "paradigm.name=ssp": "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
     "cluster.network.latency=3": "cluster.network.latency = 3: unknown key; must be one of bandwidth_gbit, "
     "server_bandwidth_gbit, latency_us; did you mean latency_us?",
     "cluster.compute.xyz=3": "cluster.compute.xyz = 3: unknown key; must be one of model, seconds, jitter, fixed_share",

@@ -129,14 +129,14 @@ def test_a_share_without_a_batch_is_refused():
 # ---- batches that are given out ----
 
 
-def given_out(work, **settings) -> Iterations:
+def allocated(work, **settings) -> Iterations:
     """The next of these is given out when an iteration has ended."""
     given, iterations = list(work), None
 
     def next_work() -> tuple[int, int]:
         return given[0]
 
-    iterations = make_iterations(handed_out=next_work, **settings)
+    iterations = make_iterations(allocated=next_work, **settings)
     ended = iterations.end
 
     def end(share: float = 1.0) -> tuple[float, float]:
@@ -165,7 +165,7 @@ WORK = [(0, 3), (10, 5), (20, 4), (24, 1), (50, 2), (70, 9)]
 
 def test_batches_are_the_samples_given_out_and_belong_where_they_begin():
     """The third reaches over the end of the first training epoch; the last is of the fourth, which nobody asks for."""
-    iterations = given_out(WORK)
+    iterations = allocated(WORK)
     found = [stepped(iterations, iterations.shard(DATA, 4, epochs, never)) for epochs in (1, 0, 1, 1)]
     assert found == [
         [sequence(0, 3), sequence(10, 5), sequence(20, 4)],
@@ -173,12 +173,12 @@ def test_batches_are_the_samples_given_out_and_belong_where_they_begin():
         [sequence(24, 1)],
         [sequence(50, 2)],
     ]
-    iterations = given_out(WORK)
+    iterations = allocated(WORK)
     assert stepped(iterations, iterations.shard(DATA, 4, 3, never)) == [sequence(*work) for work in WORK[:-1]]
 
 
 def test_what_was_given_out_and_not_computed_comes_again():
-    iterations = given_out(WORK)
+    iterations = allocated(WORK)
     for _ in range(2):
         (x,) = next(iterations.shard(DATA, 4, None, never))
         assert x.tolist() == sequence(0, 3)
@@ -186,7 +186,7 @@ def test_what_was_given_out_and_not_computed_comes_again():
 
 def test_batches_of_another_size_take_another_time(clock):
     compute = {"model": "constant", "seconds": 0.5, "fixed_share": 0.2}
-    iterations = given_out([(0, 4), (4, 8), (12, 1)], compute=compute, now=lambda: clock[0])
+    iterations = allocated([(0, 4), (4, 8), (12, 1)], compute=compute, now=lambda: clock[0])
     took = []
     for _ in zip(range(3), iterations.shard(DATA, 4, None, never), strict=False):
         begin_s, end_s = iterations.end()
@@ -195,7 +195,7 @@ def test_batches_of_another_size_take_another_time(clock):
 
 
 def test_without_data_they_are_empty_and_have_their_sizes():
-    iterations = given_out(WORK)
+    iterations = allocated(WORK)
     for (_, n_samples), batch in zip(WORK[:3], iterations.shard(None, 4, None, never), strict=False):
         assert (batch, iterations.batch_size) == ((), n_samples)
         iterations.end()

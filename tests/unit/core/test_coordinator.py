@@ -71,8 +71,8 @@ class Run:
     def push(self, now_s, worker, batch_size=8, loss=1.0, **said):
         iteration, version = self.granted.pop(worker)
         times = (now_s - 0.5, now_s, 0.5, 0.25, 0.125)
-        report = PushInfo(worker, iteration, version, *times, batch_size, 1, loss, 800, **said)
-        return self.take(self.coordinator.pushed(now_s, report))
+        push_info = PushInfo(worker, iteration, version, *times, batch_size, 1, loss, 800, **said)
+        return self.take(self.coordinator.pushed(now_s, push_info))
 
     def leave(self, now_s, worker, change=Change.LEFT):
         self.granted.pop(worker, None)
@@ -81,22 +81,22 @@ class Run:
     def join(self, now_s, worker):
         return self.take(self.coordinator.joined(now_s, worker))
 
-    def take(self, orders):
-        version = self.coordinator.version - sum(isinstance(order, UpdateCommand) for order in orders)
-        for order in orders:
-            if isinstance(order, UpdateCommand):
+    def take(self, commands):
+        version = self.coordinator.version - sum(isinstance(command, UpdateCommand) for command in commands)
+        for command in commands:
+            if isinstance(command, UpdateCommand):
                 version += 1
-            elif isinstance(order, CancelCommand):
-                _, read = self.granted[order.worker]
-                assert (order.version, read) == (version - 1, version - 1), "cancelled, though it may count"
-            elif isinstance(order, GrantCommand):
-                assert order.worker not in self.granted, "answered twice"
-                assert order.version == version
-                if order.assignment.local_steps:
-                    self.granted[order.worker] = order.iteration, order.version
+            elif isinstance(command, CancelCommand):
+                _, read = self.granted[command.worker]
+                assert (command.version, read) == (version - 1, version - 1), "cancelled, though it may count"
+            elif isinstance(command, GrantCommand):
+                assert command.worker not in self.granted, "answered twice"
+                assert command.version == version
+                if command.assignment.local_steps:
+                    self.granted[command.worker] = command.iteration, command.version
                 else:
-                    self.stopped.add(order.worker)
-        return orders
+                    self.stopped.add(command.worker)
+        return commands
 
 
 def mean(workers, lr):
@@ -194,9 +194,11 @@ def test_the_learning_rate_follows_the_clock_and_the_share(clock, scale, paradig
     schedule = {"name": "multistep", "milestones": [milestone], "gamma": 0.5}
     optimizer = {"name": "sgd", "lr": 0.4, "lr_clock": clock, "async_lr_scale": scale, "schedule": schedule}
     run = Run(paradigm, 2, lr=learning_rate(make_job(optimizer=optimizer)))
-    ordered = [order for t, worker in enumerate([0, 1, 0, 1]) for order in run.push(float(t), worker)]
+    ordered = [command for t, worker in enumerate([0, 1, 0, 1]) for command in run.push(float(t), worker)]
     assert column(run.trace["updates"], "lr") == pytest.approx(expected)
-    assert [order.lr for order in ordered if isinstance(order, UpdateCommand)] == column(run.trace["updates"], "lr")
+    assert [command.lr for command in ordered if isinstance(command, UpdateCommand)] == column(
+        run.trace["updates"], "lr"
+    )
 
 
 def test_decisions_are_recorded_before_the_grant_they_lead_to():
@@ -423,15 +425,15 @@ def partition(rng, total, n):
     return [end - begin for begin, end in itertools.pairwise([0, *cuts, total])]
 
 
-def gradient(orders, contributions):
+def gradient(commands, contributions):
     """What a server makes of these orders: the sum that was collected, and the update of it."""
     total = 0.0
-    for order in orders:
-        if isinstance(order, AccumulateCommand):
-            total += order.weight * contributions[order.worker]
-        elif isinstance(order, UpdateCommand):
-            pairs = zip(order.workers, order.weights, strict=True)
-            return (total + sum(weight * contributions[worker] for worker, weight in pairs)) / order.divisor
+    for command in commands:
+        if isinstance(command, AccumulateCommand):
+            total += command.weight * contributions[command.worker]
+        elif isinstance(command, UpdateCommand):
+            pairs = zip(command.workers, command.weights, strict=True)
+            return (total + sum(weight * contributions[worker] for worker, weight in pairs)) / command.divisor
     raise AssertionError("there is no update")
 
 
@@ -445,8 +447,8 @@ def test_however_a_batch_is_split_the_update_is_the_mean_over_its_samples(name, 
         ends = list(itertools.accumulate(sizes))
         means = [sum(samples[end - size : end]) / size for end, size in zip(ends, sizes, strict=True)]
         run = Run(name, 4, batch_total=batch_total, **options)
-        orders = [order for worker in (2, 0, 3, 1) for order in run.push(1.0, worker, sizes[worker])]
-        found = gradient(orders, means)
+        commands = [command for worker in (2, 0, 3, 1) for command in run.push(1.0, worker, sizes[worker])]
+        found = gradient(commands, means)
         assert found == pytest.approx(sum(samples) / 64, abs=1e-12)
         if len(set(sizes)) > 1:
             assert sum(means) / 4 != pytest.approx(found, abs=1e-6), "the mean over workers is another"
@@ -544,8 +546,8 @@ def test_what_took_part_of_its_time_would_have_taken_all_of_it():
 
 
 def test_a_paradigm_hears_what_a_push_took():
-    report = PushInfo(3, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.75, 8, 4, 1.0, 800, share=0.25, pull_s=0.5, encode_s=0.125)
-    heard = report.event(7.0)
+    push_info = PushInfo(3, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.75, 8, 4, 1.0, 800, share=0.25, pull_s=0.5, encode_s=0.125)
+    heard = push_info.event(7.0)
     assert (heard.now_s, heard.worker, heard.iteration_s, heard.loss, heard.local_steps) == (7.0, 3, 2.0, 1.0, 4)
     assert (heard.pull_s, heard.push_s, heard.encode_s) == (0.5, 0.25, 0.125)
 
@@ -566,8 +568,8 @@ def test_samples_are_handed_out_with_grants_and_never_twice():
 def test_sizes_are_decided_before_the_grants_that_bring_them():
     run = Run("bsp", 2, batch_total=16, allocator=Allocator(2, 16, maxima=[math.inf] * 2, interval=1))
     run.push(1.0, 0, predicted_fixed_s=0.0, predicted_sample_s=1.0)
-    orders = run.push(2.0, 1, predicted_fixed_s=0.0, predicted_sample_s=3.0)
-    assert orders == [mean((0, 1), 0.1), reply(0, 2, 1, 12, 16), reply(1, 2, 1, 4, 28)]
+    commands = run.push(2.0, 1, predicted_fixed_s=0.0, predicted_sample_s=3.0)
+    assert commands == [mean((0, 1), 0.1), reply(0, 2, 1, 12, 16), reply(1, 2, 1, 4, 28)]
     assert column(run.trace["decisions"], "seq", "now_s", "controller", "worker", "chosen", "batch_before") == [
         (3, 2.0, "batches", 0, 12.0, 8.0),
         (4, 2.0, "batches", 1, 4.0, 8.0),
@@ -727,7 +729,7 @@ class Forgetful(Coordinator):
     """Leaves one held worker without an answer at the end."""
 
     def _end(self, now_s):
-        self._held.pop(min(self._held, default=None), None)
+        self._blocked.pop(min(self._blocked, default=None), None)
         return super()._end(now_s)
 
 

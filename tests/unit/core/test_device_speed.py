@@ -95,12 +95,12 @@ def leave(**when):
     return Change(worker=0, change="leave", **when)
 
 
-def durations(n, *events, each=1.0, gap=0.0, kind=Device):
-    """Of n iterations of `each` undisturbed seconds, one `gap` after the other."""
+def durations(n, *events, each=1.0, lead=0.0, kind=Device):
+    """Of n iterations of `each` undisturbed seconds, one `lead` after the other."""
     its, now_s, found = kind(itertools.repeat(each), events), 0.0, []
     for _ in range(n):
         found.append(its.seconds(now_s))
-        now_s += found[-1] + gap
+        now_s += found[-1] + lead
     return found
 
 
@@ -123,8 +123,8 @@ def test_a_change_within_an_iteration_stretches_only_the_rest():
 
 def test_a_change_between_iterations_waits_for_the_next():
     assert durations(3, slow(4.0, at_s=1.0)) == [1, 4, 4]
-    assert durations(3, slow(4.0, at_s=1.5), gap=1.0) == [1, 4, 4]
-    assert durations(3, slow(4.0, at_s=1.2), recover(at_s=1.8), gap=1.0) == [1, 1, 1]
+    assert durations(3, slow(4.0, at_s=1.5), lead=1.0) == [1, 4, 4]
+    assert durations(3, slow(4.0, at_s=1.2), recover(at_s=1.8), lead=1.0) == [1, 1, 1]
 
 
 def test_of_changes_at_one_moment_the_last_holds():
@@ -245,12 +245,12 @@ EVENTS = st.lists(st.builds(lambda moment, change: Change(worker=0, **moment, **
 STEPS = st.lists(st.integers(0, 96).map(lambda n: float(n * UNIT)), min_size=1, max_size=8)
 
 
-def by_definition(works, gaps, events):
+def by_definition(works, leads, events):
     """Durations of the iterations, as fractions."""
     now, found = Fraction(0), []
     timed = [(Fraction(e.at_s), 0, i, e) for i, e in enumerate(events) if e.at_s is not None]
     begun = []  # the same, for events at iterations that have begun
-    for iteration, (work, gap) in enumerate(zip(works, gaps, strict=True), 1):
+    for iteration, (work, lead) in enumerate(zip(works, leads, strict=True), 1):
         begun += [(now, iteration, i, e) for i, e in enumerate(events) if e.at_iteration == iteration]
         history = sorted((*timed, *begun), key=lambda change: change[:3])
         edges = [now, *sorted({moment for moment, *_ in history if moment > now}), None]
@@ -262,23 +262,23 @@ def by_definition(works, gaps, events):
             if not left:
                 break
         found.append(end - now)
-        now = end + Fraction(gap)
+        now = end + Fraction(lead)
     return found
 
 
-def as_built(works, gaps, events, kind=Device):
+def as_built(works, leads, events, kind=Device):
     its, now, found = kind(iter(works), events), 0.0, []
-    for gap in gaps:
+    for lead in leads:
         found.append(its.seconds(now))
-        now += found[-1] + gap
+        now += found[-1] + lead
     return found
 
 
 @given(STEPS, STEPS, EVENTS)
-def test_an_iteration_ends_when_its_work_is_done(works, gaps, events):
-    steps = list(zip(works, gaps, strict=False))
-    works, gaps = [work for work, _ in steps], [gap for _, gap in steps]
-    assert as_built(works, gaps, events) == by_definition(works, gaps, events)
+def test_an_iteration_ends_when_its_work_is_done(works, leads, events):
+    steps = list(zip(works, leads, strict=False))
+    works, leads = [work for work, _ in steps], [lead for _, lead in steps]
+    assert as_built(works, leads, events) == by_definition(works, leads, events)
 
 
 class OnlyAtItsBeginning(Device):
@@ -302,9 +302,9 @@ class Multiplying(Device):
 
 @pytest.mark.parametrize("kind", [OnlyAtItsBeginning, Multiplying])
 def test_the_definition_tells_other_devices_apart(kind):
-    works, gaps, events = [1.0] * 4, [0.5] * 4, [slow(2.0, at_s=1.75), slow(4.0, at_s=2.0)]
-    assert as_built(works, gaps, events) == by_definition(works, gaps, events)
-    assert as_built(works, gaps, events, kind) != by_definition(works, gaps, events)
+    works, leads, events = [1.0] * 4, [0.5] * 4, [slow(2.0, at_s=1.75), slow(4.0, at_s=2.0)]
+    assert as_built(works, leads, events) == by_definition(works, leads, events)
+    assert as_built(works, leads, events, kind) != by_definition(works, leads, events)
 
 
 def test_a_table_that_has_changed_is_read_again(tmp_path):

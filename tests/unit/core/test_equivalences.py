@@ -51,9 +51,9 @@ class Server:
         for store in self.stores:
             store.apply(update.workers, update.lr, update.weights, update.divisor)
 
-    def collect(self, collection: AccumulateCommand) -> None:
+    def accumulate(self, accumulation: AccumulateCommand) -> None:
         for store in self.stores:
-            store.collect(collection.worker, collection.weight)
+            store.accumulate(accumulation.worker, accumulation.weight)
 
     @property
     def weights(self) -> torch.Tensor:
@@ -94,7 +94,7 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
             if isinstance(order, UpdateCommand):
                 server.apply(order)
             elif isinstance(order, AccumulateCommand):
-                server.collect(order)
+                server.accumulate(order)
             elif order.assignment.local_steps:
                 read[order.worker] = server.weights
                 due_s[order.worker] = now_s + seconds[order.worker]

@@ -97,16 +97,28 @@ def test_options_of_the_optimizer(options, message):
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("sgd", {"momentum": "high"}),
         ("sgd", {"nesterov": True}),
-        ("sgd", {"momentum": 0.9, "dampening": "much"}),
-        ("adam", {"betas": [0.9]}),
-        ("adam", {"betas": 0.9}),
-        ("rprop", {"etas": [0.5]}),
+        ("adam", {"betas": [0.9, 1.5]}),
+        ("rprop", {"etas": [1.5, 0.5]}),
     ],
 )
 def test_values_that_torch_refuses(name, options):
     assert refused(optimizer={"name": name, "lr": 0.1, **options}).startswith("optimizer = {")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "message"),
+    [
+        ("adam", {"betas": [0.9]}, "betas = [0.9]: must be a list of 2 numbers, such as [0.9, 0.999]"),
+        ("adam", {"betas": 0.9}, "betas = 0.9: must be a list of 2 numbers, such as [0.9, 0.999]"),
+        ("rprop", {"etas": [0.5, "a"]}, 'etas = [0.5, "a"]: must be a list of 2 numbers, such as [0.5, 1.2]'),
+        ("sgd", {"momentum": "high"}, 'momentum = "high": must be a number, such as 0'),
+        ("sgd", {"dampening": True}, "dampening = true: must be a number, such as 0"),
+        ("sgd", {"nesterov": 1}, "nesterov = 1: must be true or false"),
+    ],
+)
+def test_options_of_another_kind_than_torch_s_are_told_with_what_is_allowed(name, option, message):
+    assert refused(optimizer={"name": name, "lr": 0.1, **option}) == f"optimizer.{message}"
 
 
 @pytest.mark.parametrize(

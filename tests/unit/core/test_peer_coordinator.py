@@ -40,7 +40,7 @@ def coordinator(paradigm=PULL, workers=2, **tables) -> tuple[PeerCoordinator, Re
     return PeerCoordinator(make_job(paradigm=paradigm, cluster={"workers": workers}, **tables), trace), trace
 
 
-def report(worker, iteration, batch_size=4, **more) -> StepInfo:
+def step_info(worker, iteration, batch_size=4, **more) -> StepInfo:
     row = {
         "worker": worker, "iteration": iteration, "peer": NO_PEER, "begin_s": 1.0, "end_s": 2.0, "compute_s": 1.0,
         "wait_s": 0.5, "comm_s": 0.25, "batch_size": batch_size, "loss": 3.0, "wire_bytes": 80, "n_received": 1,
@@ -51,10 +51,10 @@ def report(worker, iteration, batch_size=4, **more) -> StepInfo:
 
 def test_a_report_is_a_row():
     run, trace = coordinator()
-    run.exchanged(7.0, report(1, 1, peer=0))
+    run.exchanged(7.0, step_info(1, 1, peer=0))
     (row,) = trace["exchanges"]
     assert row.pop("now_s") == 7.0
-    assert row == report(1, 1, peer=0)._asdict()
+    assert row == step_info(1, 1, peer=0)._asdict()
     assert run.last_loss == 3.0
 
 
@@ -62,7 +62,7 @@ def test_each_step_of_a_worker_of_its_own_is_an_update():
     schedule = {"name": "multistep", "milestones": [8, 16], "gamma": 0.5}
     run, trace = coordinator(optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule})
     for now_s, (worker, iteration) in enumerate([(0, 1), (0, 2), (1, 1), (0, 3)]):
-        run.exchanged(float(now_s), report(worker, iteration))
+        run.exchanged(float(now_s), step_info(worker, iteration))
     updates = [tuple(row.values()) for row in trace["updates"]]
     # The clock of a worker's schedule is what all would have had, were they as far as it is: 0, 8, 0, 16 samples.
     assert updates == [(1, 0.0, 1, 1.0, 4), (2, 1.0, 1, 0.5, 8), (3, 2.0, 1, 1.0, 12), (4, 3.0, 1, 0.25, 16)]
@@ -72,11 +72,11 @@ def test_each_step_of_a_worker_of_its_own_is_an_update():
 def test_under_all_reduce_the_steps_of_all_are_one():
     schedule = {"name": "multistep", "milestones": [8], "gamma": 0.5}
     run, trace = coordinator(ALLREDUCE, optimizer={"name": "sgd", "lr": 1.0, "schedule": schedule})
-    run.exchanged(1.0, report(1, 1, peer=ALL_PEERS))
+    run.exchanged(1.0, step_info(1, 1, peer=ALL_PEERS))
     assert (run.version, run.samples) == (0, 0)
-    run.exchanged(2.0, report(0, 1, peer=ALL_PEERS))
-    run.exchanged(3.0, report(0, 2, peer=ALL_PEERS))
-    run.exchanged(4.0, report(1, 2, peer=ALL_PEERS))
+    run.exchanged(2.0, step_info(0, 1, peer=ALL_PEERS))
+    run.exchanged(3.0, step_info(0, 2, peer=ALL_PEERS))
+    run.exchanged(4.0, step_info(1, 2, peer=ALL_PEERS))
     assert [tuple(row.values()) for row in trace["updates"]] == [(1, 2.0, 2, 1.0, 8), (2, 4.0, 2, 0.5, 16)]
     assert len(trace["exchanges"]) == 4
 
@@ -84,14 +84,14 @@ def test_under_all_reduce_the_steps_of_all_are_one():
 def test_who_leaves_is_not_waited_for():
     run, trace = coordinator(ALLREDUCE, workers=3)
     for worker in (0, 1):
-        run.exchanged(1.0, report(worker, 1))
+        run.exchanged(1.0, step_info(worker, 1))
     assert run.version == 0
     run.left(2.0, 2)
     assert [tuple(row.values()) for row in trace["updates"]] == [(1, 2.0, 2, 0.1, 8)]
-    run.exchanged(3.0, report(0, 2))
+    run.exchanged(3.0, step_info(0, 2))
     run.left(4.0, 0)  # after its second iteration, which worker 1 has not reported
     assert run.version == 1
-    run.exchanged(5.0, report(1, 2))
+    run.exchanged(5.0, step_info(1, 2))
     assert (run.version, run.samples) == (2, 16)
     run.left(6.0, 1)
     assert [(row["seq"], row["worker"], row["change"]) for row in trace["membership"]] == [
@@ -102,9 +102,9 @@ def test_who_leaves_is_not_waited_for():
 
 def test_what_came_after_the_end_is_no_iteration():
     run, trace = coordinator()
-    run.exchanged(1.0, report(0, 1))
+    run.exchanged(1.0, step_info(0, 1))
     run.left(1.0, 0)
-    run.exchanged(2.0, report(0, 1, batch_size=0, loss=math.nan, n_received=3))
+    run.exchanged(2.0, step_info(0, 1, batch_size=0, loss=math.nan, n_received=3))
     assert [row["n_received"] for row in trace["exchanges"]] == [1, 3]
     assert (run.version, run.samples, run.updated_s, run.last_loss) == (1, 4, 1.0, 3.0)
 
@@ -125,7 +125,7 @@ def test_when_it_is_enough(stop, enough):
     run, _ = coordinator(stop=stop)
     for n in range(1, enough + 1):
         assert not run.stopping
-        run.exchanged(float(n), report(0, n))
+        run.exchanged(float(n), step_info(0, n))
     assert run.stopping
 
 
@@ -184,7 +184,7 @@ def test_workers_in_step_count_what_the_coordinator_counts(paradigm, stop):
         iteration += 1
         active = 3 if iteration < 2 else 2
         for worker in range(active):
-            run.exchanged(float(iteration), report(worker, iteration))
+            run.exchanged(float(iteration), step_info(worker, iteration))
         if iteration == 1:
             run.left(1.0, 2)
         steps += active
@@ -236,9 +236,9 @@ def never():
 def test_batches_are_alike_unless_the_job_says_otherwise():
     job = make_job(paradigm=ALLREDUCE)
     assert create_batch_division(job) is None and decision_fields(job) == ()
-    given_out = make_job(paradigm=ALLREDUCE, batches={"policy": "proportional"})
-    assert isinstance(create_batch_division(given_out), BatchDivision)
-    assert decision_fields(given_out) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
+    allocated = make_job(paradigm=ALLREDUCE, batches={"policy": "proportional"})
+    assert isinstance(create_batch_division(allocated), BatchDivision)
+    assert decision_fields(allocated) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
 
 
 def test_each_sample_of_the_sequence_is_given_out_once():

@@ -28,15 +28,15 @@ class Reference:
         self.pushed_s, self.ok_s = [[] for _ in range(n_workers)], [-math.inf] * n_workers
         self.intervals_s = [[] for _ in range(n_workers)]
 
-    def gap(self, p):
+    def lead(self, p):
         return self.t[p] - min(self.t[q] for q in self.active)
 
     def ok(self, p, now_s):
         self.ok_s[p] = now_s
-        return ("ok", p, self.pushes[p] + 1, self.gap(p), self.r[p], now_s - self.blocked.pop(p, now_s))
+        return ("ok", p, self.pushes[p] + 1, self.lead(p), self.r[p], now_s - self.blocked.pop(p, now_s))
 
     def release(self, now_s):
-        ready = [q for q in self.blocked if self.gap(q) <= self.s_l]
+        ready = [q for q in self.blocked if self.lead(q) <= self.s_l]
         return [self.ok(q, now_s) for q in sorted(ready, key=lambda q: (self.t[q], q))]
 
     def left(self, p, now_s):
@@ -49,7 +49,7 @@ class Reference:
         self.t[p], self.r[p] = max(self.t[p], self.least), 0
         self.pushed_s[p], self.intervals_s[p] = [], []
         self.active.add(p)
-        if self.gap(p) <= self.s_l:
+        if self.lead(p) <= self.s_l:
             return [self.ok(p, now_s)]
         self.blocked[p] = now_s
         return []
@@ -66,17 +66,17 @@ class Reference:
         return [("apply", p), *self.decide(p, now_s), *self.release(now_s)]
 
     def decide(self, p, now_s):
-        gap = self.gap(p)
-        if self.bounded and gap > self.s_u:
+        lead = self.lead(p)
+        if self.bounded and lead > self.s_u:
             self.r[p] = 0
         elif self.r[p] > 0:
             self.r[p] -= 1
             return [self.ok(p, now_s)]
-        elif gap <= self.s_l:
+        elif lead <= self.s_l:
             return [self.ok(p, now_s)]
         elif self.t[p] == max(self.t[q] for q in self.active) and self.s_u > self.s_l:
             r, slowest = self.controller(p, now_s)
-            granted = min(r, self.s_u - gap + 1) if self.bounded else r
+            granted = min(r, self.s_u - lead + 1) if self.bounded else r
             decision = ("decision", p, granted, r, slowest)
             if granted > 0:
                 self.r[p] = granted - 1 if self.bounded else granted

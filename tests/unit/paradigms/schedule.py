@@ -66,7 +66,7 @@ class Referee:
         assert least >= self.least, f"the slowest were farther before {event}"
         self.least = least
         for worker in self.active:
-            self.largest_push_gap = max(self.largest_push_gap, self.gap(worker))
+            self.largest_push_gap = max(self.largest_push_gap, self.lead(worker))
         for action in actions:
             if isinstance(action, Apply):
                 for worker in action.workers:
@@ -78,10 +78,10 @@ class Referee:
         assert self.largest_push_gap <= self.bound_iters + 1, f"push gap {self.largest_push_gap} at {event}"
         if self.active:
             assert self.active - self.held_since_s.keys(), f"deadlock: everybody is held after {event}"
-            slowest = [worker for worker in self.held_since_s if self.gap(worker) == 0]
+            slowest = [worker for worker in self.held_since_s if self.lead(worker) == 0]
             assert self.slowest_waits or not slowest, f"the slowest, {slowest}, are held after {event}"
 
-    def gap(self, worker: int) -> int:
+    def lead(self, worker: int) -> int:
         return self.iters[worker] - min(self.iters[other] for other in self.active)
 
     def _see_settled(self, worker: int, action: Action) -> None:
@@ -94,7 +94,7 @@ class Referee:
         pending = self.grants_first and worker not in self.fresh
         held_s = now_s - self.held_since_s.pop(worker)
         assert grant.iteration == self.pushes[worker] + 1, f"{grant} after {self.pushes[worker]} pushes"
-        assert grant.gap_iters == self.gap(worker), f"{grant}: the gap is {self.gap(worker)}"
+        assert grant.gap_iters == self.lead(worker), f"{grant}: the gap is {self.lead(worker)}"
         assert grant.held_s == held_s, f"{grant}: it was held for {held_s} s"
         wrong_order = f"{grant} {'after' if self.grants_first else 'before'} its own contribution is applied"
         assert self.settled[worker] == self.pushes[worker] - pending, wrong_order

@@ -427,7 +427,7 @@ def test_the_same_events_give_the_same_answers():
 class HoldsTheFast(ADSP):
     def _pushed(self, event):
         actions = super()._pushed(event)
-        if self._search is None and self._progress.gap(event.worker) > 2:
+        if self._search is None and self._progress.lead(event.worker) > 2:
             self._hold(event.worker)
             return actions[:1]
         return actions

@@ -401,7 +401,7 @@ def test_the_gate_bounds_how_far_commits_are_apart(schedule, staleness):
 
 class NoGate(ASHL):
     def _answer(self, worker):
-        return [self._go_on(worker)]
+        return [self._continue(worker)]
 
 
 class CountsTheSwitch(ASHL):

@@ -57,7 +57,7 @@ def test_staleness_is_one_less_than_the_workers_on_average_when_they_are_equal()
 
 class Holds(ASP):
     def _pushed(self, event):
-        if self._progress.gap(event.worker) > 2:
+        if self._progress.lead(event.worker) > 2:
             self._hold(event.worker)
             return [Apply((event.worker,))]
         return super()._pushed(event)

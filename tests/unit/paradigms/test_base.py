@@ -176,7 +176,7 @@ class ForgetsDepartures(SSP):
 
     def handle(self, event):
         if isinstance(event, Left):
-            self._held_since_s.pop(event.worker, None)
+            self._blocked_since_s.pop(event.worker, None)
             return self._left(event.worker)
         return super().handle(event)
 
@@ -271,7 +271,7 @@ def the_slowest_is_held(paradigm):
 
 
 def a_worker_is_held_from_the_future_on(paradigm):
-    paradigm._held_since_s[0] = 99.0
+    paradigm._blocked_since_s[0] = 99.0
 
 
 def the_minimum_is_wrong(paradigm):

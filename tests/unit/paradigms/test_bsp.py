@@ -118,10 +118,10 @@ class ReleasesEarly(BSP):
     """Ends the round with one worker outstanding."""
 
     def _end_round_if_complete(self):
-        if len(self._held_since_s) < len(self._progress.active) - 1:
+        if len(self._blocked_since_s) < len(self._progress.active) - 1:
             return []
         self._contributed.clear()
-        return [self._grant(worker) for worker in sorted(self._held_since_s)]
+        return [self._grant(worker) for worker in sorted(self._blocked_since_s)]
 
 
 class ForgetsTheGrant(BSP):

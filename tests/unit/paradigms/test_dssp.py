@@ -268,12 +268,12 @@ def test_r_star_is_in_range_and_explains_the_choice(mode, schedule, limits):
 # The flaw of the algorithm as printed, and that the bound cures it: s_L = 3, s_U = 15.
 
 
-@pytest.mark.parametrize(("until_s", "gap"), [(200.5, 100), (1000.5, 500), (2000.5, 1000)])
-def test_paper_mode_never_holds_and_its_gap_grows_without_bound(until_s, gap):
+@pytest.mark.parametrize(("until_s", "lead"), [(200.5, 100), (1000.5, 500), (2000.5, 1000)])
+def test_paper_mode_never_holds_and_its_gap_grows_without_bound(until_s, lead):
     referee = run(dssp(2, 3, 15, "paper"), fixed(1.0, 2.0, until_s=until_s))
     assert referee.pushes == [int(until_s), int(until_s / 2)]
     assert all(grant.held_s == 0.0 for grant in referee.actions(Grant))
-    assert referee.largest_push_gap == gap
+    assert referee.largest_push_gap == lead
 
 
 @pytest.mark.parametrize("interval_s", [2.0, 2.3, math.pi])
@@ -341,7 +341,7 @@ def test_the_comparison_with_the_algorithms_sees_a_wrong_branch(kind):
 def test_check_sees_credits_out_of_order(worker, credits, message):
     paradigm = dssp(3, 1, 3)
     play(paradigm, (1.0, 2), (1.0, 0), (2.0, 0))
-    assert 0 in paradigm._held_since_s
+    assert 0 in paradigm._blocked_since_s
     paradigm.check()
     paradigm._credits[worker] = credits
     with pytest.raises(AssertionError, match=message):

@@ -367,7 +367,7 @@ def the_round_is_complete(paradigm):
 
 
 def a_contribution_is_collected(paradigm):
-    paradigm._collected += 1
+    paradigm._accumulated += 1
 
 
 def a_contribution_is_forgotten(paradigm):

@@ -143,15 +143,15 @@ def test_any_finite_bound_ends_at_the_rate_of_the_slowest(staleness):
 
 class HoldsLate(Gate):
     def is_open(self, worker):
-        return self._progress.gap(worker) <= self.staleness + 1
+        return self._progress.lead(worker) <= self.staleness + 1
 
 
 class HoldsEarly(Gate):
     def is_open(self, worker):
-        return self._progress.gap(worker) < self.staleness
+        return self._progress.lead(worker) < self.staleness
 
     def release(self, grant):
-        return super().release(grant) if self._progress.gap(0) < self.staleness else []
+        return super().release(grant) if self._progress.lead(0) < self.staleness else []
 
 
 class ReleasesEarly(Gate):

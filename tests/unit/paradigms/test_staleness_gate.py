@@ -53,7 +53,7 @@ def test_who_has_left_is_not_granted():
 
 
 @pytest.mark.parametrize(
-    ("held", "start_gap_max", "message"),
+    ("blocked", "start_gap_max", "message"),
     [
         ({1, 2, 3}, 2, "worker 1 is held at gap 1: needlessly"),
         ({2, 3}, 1, "worker 3 has pushed at gap 3"),
@@ -61,8 +61,8 @@ def test_who_has_left_is_not_granted():
         ({2}, 3, "the queue is not that of the held"),
     ],
 )
-def test_check_sees(held, start_gap_max, message):
+def test_check_sees(blocked, start_gap_max, message):
     _, gate = closed([0, 1, 2, 3], staleness=1)
     gate.check({2, 3}, 2)
     with pytest.raises(AssertionError, match=message):
-        gate.check(held, start_gap_max)
+        gate.check(blocked, start_gap_max)

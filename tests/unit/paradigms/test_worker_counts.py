@@ -36,16 +36,16 @@ def test_extremes_are_those_of_a_recount(n_workers, steps):
             fewest = min(iters.values())
             assert (progress.min_iters, progress.max_iters) == (fewest, max(iters.values()))
             assert progress.slowest() == {other for other in iters if iters[other] == fewest}
-            assert all(progress.gap(other) == iters[other] - fewest for other in iters)
+            assert all(progress.lead(other) == iters[other] - fewest for other in iters)
 
 
 def test_departure_of_the_slowest_raises_the_minimum_over_empty_counts():
     progress = WorkerCounts(2)
     for _ in range(5):
         progress.push(1)
-    assert (progress.min_iters, progress.gap(1)) == (0, 5)
+    assert (progress.min_iters, progress.lead(1)) == (0, 5)
     progress.leave(0)
-    assert (progress.min_iters, progress.gap(1)) == (5, 0)
+    assert (progress.min_iters, progress.lead(1)) == (5, 0)
 
 
 def test_departure_of_the_fastest_lowers_the_maximum_and_later_pushes_raise_it():

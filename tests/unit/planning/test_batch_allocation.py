@@ -255,7 +255,7 @@ def test_who_joins_gets_its_part_of_the_total_by_what_it_expected_when_it_left()
     again = allocation.joined(3)
     assert [(one.worker, one.size) for one in again] == [(0, 16), (1, 16), (2, 16), (3, 8)]
     assert again[3].inputs[:3] == (0.0, 0.0, 2.0) and math.isnan(again[3].inputs[3])
-    assert allocation.hand_out(3)[1] == 8
+    assert allocation.allocate_next(3)[1] == 8
     allocation.check()
     for worker in (2, 4, -1):
         with pytest.raises(ValueError, match=f"worker {worker} has not left"):
@@ -271,7 +271,7 @@ def test_where_those_who_stay_cannot_hold_the_total_they_have_their_maxima():
 def test_whoever_has_left_is_refused():
     allocation = batches()
     allocation.left(1)
-    for call in (allocation.left, allocation.hand_out, lambda worker: allocation.pushed(worker, half_as_fast[0])):
+    for call in (allocation.left, allocation.allocate_next, lambda worker: allocation.pushed(worker, half_as_fast[0])):
         for worker in (1, -1, 4):
             with pytest.raises(ValueError, match=f"worker {worker} is not one of the active"):
                 call(worker)
@@ -325,7 +325,7 @@ def assert_pieces_fit(events, by_number=None):
             if leaves:
                 active.add(worker)
                 allocation.joined(worker)
-                pieces.append(allocation.hand_out(worker))
+                pieces.append(allocation.allocate_next(worker))
             continue
         if leaves and len(active) > 1:
             active.remove(worker)
@@ -333,7 +333,7 @@ def assert_pieces_fit(events, by_number=None):
             continue
         allocation.pushed(worker, Estimate(0.5, sample_s))
         allocation.check()
-        piece = by_number(allocation, counts, worker) if by_number else allocation.hand_out(worker)
+        piece = by_number(allocation, counts, worker) if by_number else allocation.allocate_next(worker)
         assert piece[1] == allocation.sizes[worker]
         pieces.append(piece)
     end = 0
@@ -360,5 +360,5 @@ def test_samples_by_number_of_the_iteration_would_not_fit():
 def test_several_local_steps_are_handed_out_at_once():
     allocation = batches(2, 10, local_steps=3)
     assert [allocation.first(0), allocation.first(1)] == [(0, 15), (15, 15)]
-    assert [allocation.hand_out(1), allocation.hand_out(0)] == [(30, 15), (45, 15)]
+    assert [allocation.allocate_next(1), allocation.allocate_next(0)] == [(30, 15), (45, 15)]
     assert [allocation.sizes, allocation.total] == [[5, 5], 10]

@@ -217,14 +217,14 @@ def slowest_s(tell_fixed, bursts, share=0.5, jitter=0.02, iterations=400):
 def test_all_finish_together_with_fixed_costs_and_without_knowing_them():
     # At T = (128 + 3 * 32 + 32) / (3 * 3200 + 1600) with 10 ms fixed, 20 ms for the slow; equal batches take 40 ms.
     ideal_s = (128 + 4 * 32) / (3 * 3200 + 1600)
-    told_s, plain_s = slowest_s(True, False), slowest_s(False, False)
-    assert ideal_s < told_s < 1.07 * ideal_s
+    reported_s, plain_s = slowest_s(True, False), slowest_s(False, False)
+    assert ideal_s < reported_s < 1.07 * ideal_s
     assert ideal_s < plain_s < 1.1 * ideal_s
 
 
 def test_bursts_make_no_wild_batches():
-    told_s, plain_s = slowest_s(True, True), slowest_s(False, True)
-    assert told_s < 1.05 * plain_s
+    reported_s, plain_s = slowest_s(True, True), slowest_s(False, True)
+    assert reported_s < 1.05 * plain_s
 
 
 def test_an_iteration_that_took_no_time_says_nothing():

@@ -10,8 +10,9 @@ import pytest
 from rich.console import Console
 
 from hpcsync.audit.server_recount import Recount
+from hpcsync.config.cluster import Change
 from hpcsync.report.summary import summarize, table
-from hpcsync.trace import reader
+from hpcsync.trace import reader, schema
 from hpcsync.trace.reader import TraceError
 from hpcsync.trace.schema import NO_PEER
 from hpcsync.trace.writer import TraceWriter
@@ -232,6 +233,24 @@ def test_the_course_of_k():
     assert summarize(trace()).k_last is None
 
 
+def test_deaths_are_told():
+    """A worker that has left the run is not there any more either; one that joins again is."""
+    changes = [
+        (11, 1.5, 2, schema.Change.DIED),
+        (12, 2.0, 0, schema.Change.LEFT),
+        (13, 2.5, 0, schema.Change.JOINED),
+        (14, 3.25, 1, schema.Change.DIED),
+        (15, 5.0, 0, schema.Change.LEFT),
+    ]
+    rows = [("pushes", PUSHES[0]), *(("membership", row) for row in changes)]
+    summary = summarize(as_trace(make_job('name = "asp"', 4), rows))
+    assert [(d.worker, d.now_s, d.left) for d in summary.deaths] == [(2, 1.5, 3), (1, 3.25, 2)]
+    assert "died      worker 2 after 1.50 s (3 left), worker 1 after 3.25 s (2 left)\n" in text(summary)
+    assert "died" not in text(summary.model_copy(update={"deaths": ()}))
+    many = text(summary.model_copy(update={"deaths": summary.deaths * 4}))
+    assert "and 3 more (2 left)" in many and max(map(len, many.splitlines())) <= 80
+
+
 def test_the_last_batch_sizes():
     uneven = record("batches", (1.0, 1.3, 2.1), jitter=0.4)
     sizes = [worker.batch_size for worker in summarize(uneven).workers]
@@ -290,7 +309,7 @@ def write(path, job, rows, fields, status):
 def counted_gaps(trace):
     """The largest push gap of each worker, by the counts that the audit makes of a trace in memory."""
     recount, largest = Recount(trace), np.zeros(trace.n_workers, np.int64)
-    np.maximum.at(largest, recount.pushes["worker"], recount.push_gap)
+    np.maximum.at(largest, recount.pushes["worker"], recount.push_lead)
     return largest.tolist()
 
 
@@ -469,3 +488,39 @@ def test_its_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_
     assert sum(worker.iterations for worker in summary.workers) == summary.iterations
     for worker in summary.workers:
         assert worker.compute_share + worker.wait_share + worker.comm_share == pytest.approx(1.0)
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+def with_events(trace, *events):
+    job = trace.job.model_copy(update={"cluster": trace.job.cluster.model_copy(update={"events": tuple(events)})})
+    return dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
+
+
+def event(worker, change="leave", **when):
+    return Change(worker=worker, change=change, **when)
+
+
+def test_events_that_did_not_occur_are_named():
+    assert (summarize(trace()).events, summarize(trace()).events_missed) == (0, ())
+    # The run lasts 5 s; worker 0 makes three iterations and worker 1 two.
+    occurred = [event(0, at_s=5.0), event(0, at_iteration=4), event(1, at_iteration=3)]
+    assert summarize(with_events(trace(), *occurred)).events_missed == ()
+    assert "did not occur" not in text(summarize(with_events(trace(), *occurred)))
+    missed = [event(0, at_s=5.5), event(0, at_iteration=5), event(1, at_iteration=1000), event(1, at_s=9.0)]
+    summary = summarize(with_events(trace(), occurred[0], *missed))
+    names = ("worker 0, leave at 5.5 s", "worker 0, leave at its iteration 5", "worker 1, leave at its iteration 1,000")
+    assert (summary.events, summary.events_missed) == (5, (*names, "worker 1, leave at 9 s"))
+    words = " ".join(text(summary).split())
+    assert f"4 of 5 did not occur before the run ended: {'; '.join(names)}; and 1 more" in words
+
+
+def test_iterations_after_the_last_push_may_have_been_made():
+    elastic = record('name = "easgd"\nperiod = 1', updates=6)
+    last = int(np.bincount(elastic.tables["pushes"]["worker"])[0])
+    assert summarize(with_events(elastic, event(0, at_iteration=last + 2))).events_missed
+    for row in range(len(elastic.tables["pushes"])):
+        elastic = edit(elastic, "pushes", row, local_steps=4)
+    assert not summarize(with_events(elastic, event(0, at_iteration=4 * last + 4))).events_missed
+    assert summarize(with_events(elastic, event(0, at_iteration=4 * last + 6))).events_missed

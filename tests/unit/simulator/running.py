@@ -1,4 +1,4 @@
-"""Simulations for tests: a job in memory to a trace in memory."""
+"""Simulations for tests: from a job in memory to a trace."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def timing_job(*, workers: int = 2, seconds: Any = 1.0, model: str = "constant",
 
 
 def simulate(job: Job, path: Path, workload: Workload | None = None) -> Trace:
-    """The trace of this job, simulated; `path` must not exist."""
+    """Simulate this job and return its trace; `path` must not exist."""
     workload = workload or build(job)
     begin = prepare(job, workload)
     attributes = provenance(job, engine="simulator", mpi_library=None, hosts=["virtual"])

@@ -1,4 +1,4 @@
-"""Runs of small jobs that separate layers, in virtual time."""
+"""Simulated runs of small jobs with separated layers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def workload(job: Job, *, noisy: bool = False, dtype: torch.dtype = torch.float6
 
 class Run:
     def __init__(self, job: Job, training: Workload | None = None) -> None:
-        self.workload = training or Workload(nn.Linear(1, 1), None, None, None)  # of which nothing is looked at
+        self.workload = training or Workload(nn.Linear(1, 1), None, None, None)  # a placeholder without arithmetic
         self.trace = Recorder()
         self.simulation: Any = prepare(job, self.workload)(self.trace, lambda now_s, _: None)
         self.simulation.run()
@@ -69,7 +69,7 @@ class Run:
         return flat(self.workload.model)
 
     def iteration_s(self) -> float:
-        """What the iterations take that are all alike."""
+        """Return the duration of the iterations, which are all equally long."""
         took = np.diff(self.trace["updates"]["now_s"])
         assert np.allclose(took, took[0], rtol=1e-9)
         return float(took[0])

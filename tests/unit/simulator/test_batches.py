@@ -1,4 +1,4 @@
-"""Batches given out in virtual time: who computes how many samples, which, and how they count."""
+"""Allocated batches in virtual time: sizes, samples and weights."""
 
 import itertools
 import math
@@ -46,7 +46,7 @@ def run(path, batches, *, paradigm=None, seconds=(1.0, 3.0), updates=120, batch_
 
 
 def sizes(trace) -> np.ndarray:
-    """The sizes of each new allocation, shape (n_allocations, n_workers), where nobody leaves."""
+    """Return the sizes of each new allocation, shape (n_allocations, n_workers), if no worker leaves."""
     rows = trace.tables["decisions"]
     chosen = rows[rows["controller"] == b"batches"]["chosen"].reshape(-1, trace.n_workers)
     assert (chosen.sum(1) == trace.job.batch_total).all()
@@ -54,19 +54,19 @@ def sizes(trace) -> np.ndarray:
 
 
 def last_batches(trace) -> list[int]:
-    """Of each worker's iteration in its last push."""
+    """Return each worker's batch size in its last push."""
     pushes = trace.tables["pushes"]
     rows = [pushes[pushes["worker"] == worker][-1] for worker in range(trace.n_workers)]
     return [int(row["batch_size"] // row["local_steps"]) for row in rows]
 
 
 def round_s(trace) -> float:
-    """Of the last update."""
+    """Return the batch sizes in the last update."""
     return float(np.diff(trace.tables["updates"]["now_s"])[-1])
 
 
 def waited(trace) -> float:
-    """The share of the last quarter of all pushes' time that was waiting."""
+    """Return the share of waiting in the time of the last quarter of all pushes."""
     rows = trace.tables["pushes"][-len(trace.tables["pushes"]) // 4 :]
     return float(rows["wait_s"].sum() / (rows["wait_s"] + rows["compute_s"]).sum())
 
@@ -93,8 +93,10 @@ def test_a_round_of_bsp_is_spent_computing(tmp_path, policy):
 
 
 def test_equal_finish_counts_in_what_does_not_depend_on_the_batch(tmp_path):
-    """With half of 32 samples' time fixed, b samples take 1, 1.5 and 2 times 0.5 + b / 64 s. Proportional sizes come
-    near it only step by step: a speed in samples/s is of the batch that it was measured with."""
+    """With half of the time of 32 samples fixed, b samples take 1, 1.5 and 2 times 0.5 + b / 64 s.
+
+    Proportional sizes approach this only step by step: a speed in samples/s holds for the measured batch.
+    """
     traces = {
         policy: run(
             tmp_path / f"{policy}.h5", {"policy": policy}, seconds=(1.0, 1.5, 2.0), updates=400, fixed_share=0.5
@@ -134,7 +136,7 @@ def test_a_memory_limit_holds(tmp_path):
     assert last_batches(least) == [44, 20]
 
 
-def test_who_leaves_hands_its_samples_to_the_others(tmp_path):
+def test_samples_of_a_leaving_worker_go_to_the_others(tmp_path):
     events = [{"worker": 1, "at_iteration": 30, "change": "leave"}]
     trace = run(
         tmp_path / "t.h5", {"policy": "equal-finish"}, seconds=(1.0, 3.0, 1.0), updates=90, cluster={"events": events}
@@ -147,37 +149,37 @@ def test_who_leaves_hands_its_samples_to_the_others(tmp_path):
 
 
 def first_work(job) -> list[tuple[int, int]]:
-    """(first_sample, batch_size) of each worker's first push."""
+    """Return (first_sample, batch_size) of each worker's first push."""
     return [(one.first_sample, one.batch_size) for one in create_assignments(job).first]
 
 
-def handed_out(trace) -> list[tuple[int, int]]:
-    """(first, end) of the samples of each push that was granted, those of the first iterations too."""
+def allocated(trace) -> list[tuple[int, int]]:
+    """Return (first, end) of the samples of each granted push, including the first iterations."""
     grants = trace.tables["grants"]
     given = [(int(row["first_sample"]), int(row["batch_size"])) for row in grants if row["local_steps"]]
     return sorted((first, first + n) for first, n in [*first_work(trace.job), *given])
 
 
 def complete(pieces: list[tuple[int, int]]) -> bool:
-    """Whether they are one sequence from 0 on, without gaps and overlaps."""
+    """Return True if they are one sequence from 0 on, without gaps and overlaps."""
     ends = [0, *(end for _, end in pieces)]
     return all(end > first == before for (first, end), before in zip(pieces, ends, strict=False))
 
 
 def careless(self, worker, local_steps=1):
-    """Hands out as `Allocator` does, but its position only moves by the mean."""
+    """Allocate as `Allocator` does, but advance the position only by the mean."""
     first_sample, n_samples = self._cursor, self.sizes[worker] * local_steps
     self._cursor += self.total // len(self.sizes) * local_steps
     return first_sample, n_samples
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
-def test_samples_are_handed_out_once(tmp_path, paradigm, monkeypatch):
+def test_samples_are_allocated_once(tmp_path, paradigm, monkeypatch):
     trace = run(tmp_path / "t.h5", {"policy": "proportional"}, paradigm=paradigm)
-    assert complete(handed_out(trace))
-    monkeypatch.setattr(Allocator, "hand_out", careless)
+    assert complete(allocated(trace))
+    monkeypatch.setattr(Allocator, "allocate_next", careless)
     trace = simulate(trace.job, tmp_path / "careless.h5")
-    assert not complete(handed_out(trace))
+    assert not complete(allocated(trace))
     assert failed(trace) != []
 
 
@@ -195,7 +197,7 @@ def linear_job(*, workers=3, paradigm=None, batch_size=12, **tables):
 
 @pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
 def test_samples_are_computed_once(tmp_path, paradigm, monkeypatch):
-    """Every sample of a training epoch, but for what was handed out and not pushed when the run was over."""
+    """Every sample of a training epoch, except those allocated and not pushed at the end of the run."""
     used = []
 
     def noted(seed, first, n_samples, *, size):
@@ -207,7 +209,7 @@ def test_samples_are_computed_once(tmp_path, paradigm, monkeypatch):
     assert failed(trace) == []
     pushes = trace.tables["pushes"]
     assert sum(end - first for first, end in used) == pushes["batch_size"].sum()
-    granted = handed_out(trace)
+    granted = allocated(trace)
     assert complete(granted)
     seen = sorted(used)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(seen))
@@ -239,7 +241,7 @@ def test_unequal_batches_are_one_process_with_the_whole_batch(tmp_path, workers,
 
 
 def test_a_contribution_alone_counts_as_its_batch_is_larger_than_the_mean(tmp_path):
-    """b P / total times, in an update of its own."""
+    """Its weight is b P / total, in an update of its own."""
     pushes = run(tmp_path / "t.h5", {"policy": "proportional"}, paradigm={"name": "asp"}).tables["pushes"]
     applied = pushes[pushes["outcome"] == Outcome.APPLIED]
     assert applied["weight"].tolist() == (applied["batch_size"] * 2 / 64).tolist()
@@ -266,7 +268,7 @@ def test_elastic_averaging_computes_its_local_steps_on_samples_in_a_row(tmp_path
 
 
 @pytest.mark.parametrize("predictor", ["last", "smoothing", "gru", "blend"])
-def test_whatever_predicts_them_speeds_are_found(tmp_path, predictor):
+def test_every_predictor_finds_the_speeds(tmp_path, predictor):
     trace = run(tmp_path / "t.h5", {"policy": "proportional", "predictor": predictor}, updates=70)
     assert last_batches(trace) == [48, 16]
     rows = trace.tables["pushes"]
@@ -276,7 +278,7 @@ def test_whatever_predicts_them_speeds_are_found(tmp_path, predictor):
         assert predicted_s[mine][-1] == pytest.approx(rows["batch_size"][mine][-1] / speed, rel=0.05)
 
 
-def test_nobody_predicts_where_batches_are_equal(tmp_path):
+def test_equal_batches_need_no_predictor(tmp_path):
     trace = run(tmp_path / "t.h5", {"policy": "equal"})
     assert np.isnan(trace.tables["pushes"]["predicted_sample_s"]).all()
     assert len(trace.tables["decisions"]) == 0

@@ -1,4 +1,4 @@
-"""What a job says of its cluster, and what it does not say."""
+"""Simulated cluster of a job: what is specified and what is missing."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def test_recorded_times_stand_in_for_compute_and_network(tmp_path):
     assert isinstance(virtual.transfers, Timed)
 
 
-def test_how_long_iterations_take_must_be_said():
+def test_iteration_times_are_required():
     with pytest.raises(JobError, match="cluster.compute: missing; a simulation must have it"):
         built(make_job())
 

@@ -1,4 +1,4 @@
-"""Collectives on simulated links: what they cost, what slows them, and that everybody gets what it should."""
+"""Collectives on simulated links: durations, slow hosts, and the completeness of the results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def network(links, latency_s=LATENCY_S):
 
 
 def took_s(collective, network, size_bytes=SIZE, copies=1):
-    """When so many of this collective, begun together among all hosts of the network, have ended."""
+    """Return when this many collectives, begun at once among all hosts of the network, have ended."""
     ends = []
     for _ in range(copies):
         collective(network, range(network.n_hosts), size_bytes, lambda: ends.append(network.loop.now_s))
@@ -60,7 +60,7 @@ def test_among_equals_the_cost_is_the_closed_form(name, p):
 @pytest.mark.parametrize("size_bytes", [1, 1001, SIZE])
 @pytest.mark.parametrize("p", [1, *HOSTS])
 def test_a_ring_alone_takes_what_its_messages_take(p, size_bytes):
-    """Whatever the links, and also where the blocks differ by a byte, or are empty."""
+    """With any links, and also with blocks that differ by a byte or are empty."""
     links = [BANDWIDTH * (1 + 7 * host % 5) for host in range(p)]
     expected = took_s(ring_allreduce, network(links), size_bytes)
     assert ring_alone_s(links, size_bytes, LATENCY_S) == pytest.approx(expected, rel=1e-9)
@@ -69,8 +69,8 @@ def test_a_ring_alone_takes_what_its_messages_take(p, size_bytes):
 
 @pytest.mark.parametrize("p", HOSTS[1:])
 @pytest.mark.parametrize("name", FORMS)
-def test_messages_that_wait_for_nobody_are_caught(name, p, monkeypatch):
-    """They all share the links at once."""
+def test_messages_without_dependencies_are_caught(name, p, monkeypatch):
+    """All messages share the links at once."""
     original = collectives.Message
     monkeypatch.setattr(collectives, "Message", lambda *fields: original(*fields[:3], ()))
     with pytest.raises(AssertionError):
@@ -78,7 +78,7 @@ def test_messages_that_wait_for_nobody_are_caught(name, p, monkeypatch):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_alone_there_is_nothing_to_do_but_the_loop_says_so(name):
+def test_a_collective_of_one_host_ends_through_the_loop(name):
     alone, ended = network([BANDWIDTH]), []
     FORMS[name][0](alone, [0], SIZE, ended.append, "argument")
     assert ended == []
@@ -97,7 +97,7 @@ def test_a_slower_host_slows_the_ring_to_its_own_pace(p):
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_slower_host_never_helps_and_the_first_always_hurts(name):
-    """Late leaves of a tree have time to spare."""
+    """Late leaves of a tree have slack."""
     equal = took_s(FORMS[name][0], network([BANDWIDTH] * 6))
     for slow in range(6):
         links = [BANDWIDTH / 2 if host == slow else BANDWIDTH for host in range(6)]
@@ -107,7 +107,7 @@ def test_a_slower_host_never_helps_and_the_first_always_hurts(name):
 
 
 def check_contention(name, p, bandwidths):
-    """Two at once are as two of half the bandwidth, and latencies are nobody's share."""
+    """Two at once take as long as one at half the bandwidth; latencies are not shared."""
     collective, form = FORMS[name]
     both = took_s(collective, network(bandwidths), copies=2)
     assert both == pytest.approx(form(p, SIZE, LATENCY_S, BANDWIDTH / 2), rel=1e-9)
@@ -119,18 +119,18 @@ def test_two_at_once_take_twice_the_bandwidth_and_no_more_latency(name, p):
     check_contention(name, p, [BANDWIDTH] * p)
 
 
-def test_links_that_nobody_shares_are_caught():
+def test_unshared_links_are_caught():
     with pytest.raises(AssertionError):
         check_contention("ring", 4, [math.inf] * 4)
 
 
 def check_ring(p, messages, blocks):
-    """Carry them out with sets of who has contributed to a block: at the end everybody has everybody's."""
-    has = [[{host} for _ in range(p)] for host in range(p)]  # host, block -> whose contributions
+    """Carry out the messages on sets of contributors per block: at the end every host has all contributions."""
+    has = [[{host} for _ in range(p)] for host in range(p)]  # host, block -> contributors
     for number, (source, target, size_bytes, after) in enumerate(messages):
         step, block = number // p, (source - number // p) % p
         assert size_bytes == blocks[block]
-        if step:  # what it passes on is there, and its link is free
+        if step:  # the block to forward has arrived, and its link is free
             ways = {(messages[earlier].source, messages[earlier].target) for earlier in after}
             assert ways == {((source - 1) % p, source), (source, target)}
             assert all(earlier // p == step - 1 for earlier in after)
@@ -144,7 +144,7 @@ def test_a_ring_reduces_and_gathers_every_block(p):
     blocks = [message.size_bytes for message in messages[:p]]
     check_ring(p, messages, blocks)
     with pytest.raises(AssertionError):
-        check_ring(p, messages[:-p], blocks)  # a step less
+        check_ring(p, messages[:-p], blocks)  # one step less
     with pytest.raises(AssertionError):
         check_ring(p, [message._replace(size_bytes=1 + message.size_bytes) for message in messages], blocks)
 
@@ -165,7 +165,7 @@ def check_broadcast(p, pairs):
 
 
 def check_reduction(p, pairs):
-    has = [{host} for host in range(p)]  # host -> whose contributions
+    has = [{host} for host in range(p)]  # host -> contributors
     for source, target in pairs:
         assert not has[target] & has[source]  # nothing is added twice
         has[target] |= has[source]
@@ -173,9 +173,9 @@ def check_reduction(p, pairs):
 
 
 @pytest.mark.parametrize("p", [1, *HOSTS])
-def test_a_tree_reaches_everybody_once(p):
-    outwards = [message[:2] for message in one_at_a_time(collectives._outwards(range(p)), SIZE)]
-    inwards = [message[:2] for message in one_at_a_time(collectives._inwards(range(p)), SIZE)]
+def test_a_tree_reaches_every_host_once(p):
+    outwards = [message[:2] for message in one_at_a_time(collectives._broadcast_tree(range(p)), SIZE)]
+    inwards = [message[:2] for message in one_at_a_time(collectives._reduce_tree(range(p)), SIZE)]
     check_broadcast(p, outwards)
     check_reduction(p, inwards)
     if p > 1:
@@ -185,7 +185,7 @@ def test_a_tree_reaches_everybody_once(p):
             check_reduction(p, outwards)
 
 
-def test_only_the_named_hosts_take_part():
+def test_only_the_given_hosts_take_part():
     links = [1.0, BANDWIDTH, 1.0, BANDWIDTH, 1.0]
     net, ends = network(links), []
     ring_allreduce(net, [3, 1], SIZE, lambda: ends.append(net.loop.now_s))

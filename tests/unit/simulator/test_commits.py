@@ -1,4 +1,4 @@
-"""Commits and compressed pushes in virtual time: what they come to, when they come, how long they take."""
+"""Commits and compressed pushes in virtual time: resulting weights, times and durations."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SGD = {"name": "sgd", "lr": 0.05}
 NESTEROV = {"name": "sgd", "lr": 0.02, "momentum": 0.9, "nesterov": True}
 ADAM = {"name": "adam", "lr": 0.01}
 ASHL = {"name": "ashl", "warmup": 1, "profiled": 4, "steps_coarse": 3, "steps_fine": 2, "loss_preset": 1.5}
-ADSP = {"name": "adsp", "check_period_s": 12, "interval_min_s": 0.5, "commits": 3}  # every 4 s, and what it lacks
+ADSP = {"name": "adsp", "check_period_s": 12, "interval_min_s": 0.5, "commits": 3}  # every 4 s, plus missing commits
 
 
 def commits(trace: Trace, worker: int) -> list[tuple[int, float, float]]:
-    """Local steps, begin and end of each."""
+    """Return local steps, begin and end of each push."""
     pushes = trace.tables["pushes"]
     return pushes[pushes["worker"] == worker][["local_steps", "begin_s", "end_s"]].tolist()
 
@@ -33,7 +33,7 @@ def commits(trace: Trace, worker: int) -> list[tuple[int, float, float]]:
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
 @pytest.mark.parametrize("paradigm", [ASHL, ADSP], ids=["ashl", "adsp"])
 def test_the_weights_are_those_of_the_commits_in_the_trace(tmp_path, paradigm, optimizer):
-    """As plain torch makes them. Another weight is the control."""
+    """Against plain torch; another weight is the control."""
     how = {"workload": LINEAR, "optimizer": optimizer, "paradigm": paradigm, "stop": {"updates": 40}}
     job = timing_job(workers=3, seconds=[1.0, 3.0, 1.5], **how)
     workload = build(job)
@@ -46,7 +46,7 @@ def test_the_weights_are_those_of_the_commits_in_the_trace(tmp_path, paradigm, o
     assert not np.allclose(weights, committed(job, trace), rtol=1e-6, atol=1e-9)
 
 
-def test_a_worker_commits_with_the_first_step_that_ends_when_it_is_time(tmp_path):
+def test_a_worker_commits_after_the_first_step_that_ends_past_its_interval(tmp_path):
     """4 s after reading: with steps of 1.5 s after the third, with steps of 1 s after the fourth, of 5 s after one."""
     job = timing_job(workers=3, seconds=[1.5, 1.0, 5.0], paradigm=ADSP, stop={"seconds": 13.0})
     trace = simulate(job, tmp_path / "t.h5")
@@ -56,8 +56,8 @@ def test_a_worker_commits_with_the_first_step_that_ends_when_it_is_time(tmp_path
     assert set(trace.tables["grants"]["local_steps"][:3].tolist()) == {-1}
 
 
-def test_who_leaves_commits_what_it_has(tmp_path):
-    """Instead of its sixth step: four and then one, and nothing is left behind."""
+def test_a_leaving_worker_commits_its_finished_steps(tmp_path):
+    """It leaves in place of its sixth step: pushes of four steps and of one, and no step is lost."""
     leave = {"cluster": {"events": [{"worker": 1, "at_iteration": 6, "change": "leave"}]}}
     job = timing_job(workers=2, seconds=1.0, paradigm=ADSP, stop={"seconds": 30.0}, **leave)
     trace = simulate(job, tmp_path / "t.h5")
@@ -66,8 +66,8 @@ def test_who_leaves_commits_what_it_has(tmp_path):
     assert failed(trace) == []
 
 
-def test_who_computes_when_the_run_ends_is_told_to_stop(tmp_path):
-    """At 13.5 s, in the middle of a stretch: the step that is under way is its last, and the commit is dropped."""
+def test_a_worker_computing_at_the_end_of_the_run_is_stopped(tmp_path):
+    """At 13.5 s, between two commits: the step in progress is its last, and the commit is dropped."""
     trace = simulate(
         timing_job(workers=2, seconds=[1.0, 2.0], paradigm=ADSP, stop={"seconds": 13.5}), tmp_path / "t.h5"
     )
@@ -78,7 +78,7 @@ def test_who_computes_when_the_run_ends_is_told_to_stop(tmp_path):
 
 
 def test_local_steps_follow_speed_and_links(tmp_path):
-    """Steps of 1, 2 and 1 s; a dense push takes 1, 1 and 4 s, and there is time for less of the last one's."""
+    """Steps of 1, 2 and 1 s; dense pushes of 1, 1 and 4 s, of which the last is shortened to the available time."""
     network = {"bandwidth_gbit": [32e-6, 32e-6, 8e-6], "server_bandwidth_gbit": 1.0, "latency_us": 0.0}
     paradigm = {**ASHL, "steps_coarse": 8, "ratio_coarse": 0.05}
     trace = simulate(
@@ -100,8 +100,8 @@ def test_local_steps_follow_speed_and_links(tmp_path):
     # Worker 1 needs 8 x 2 s and 2 s of transfers: 18 s, which are 16 steps of worker 0 and 10 of worker 2.
     assert chosen[b"local-steps"] == [16, 8, 10]
     assert chosen[b"share"] == [16 / 34, 8 / 34, 10 / 34]
-    # With a twentieth of their elements, and indices, they need 17.1, 17.1 and 14.4 s: the last one has 3.1 s for its
-    # push of 4.
+    # With a twentieth of the elements, and indices, they need 17.1, 17.1 and 14.4 s: the last one has 3.1 s for its
+    # push of 4 s.
     assert chosen[b"ratio"] == pytest.approx([0.05, 0.05, 3.1 / 8], rel=0.02)
     late = trace.tables["pushes"][-9:]
     sizes = {worker: int(late["wire_bytes"][late["worker"] == worker][0]) - 4000 for worker in range(3)}
@@ -110,7 +110,7 @@ def test_local_steps_follow_speed_and_links(tmp_path):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_a_compressed_push_takes_its_bytes_and_its_codec_its_time(tmp_path, servers):
-    """4 kB at 4 kB/s: a second to read, 1/2 s to put as halves. 2 kB/s of compression: 2 s, in none of the others."""
+    """4 kB at 4 kB/s: 1 s to read, 1/2 s to put in half precision. Compression at 2 kB/s: 2 s, counted separately."""
     network = {"bandwidth_gbit": 32e-6, "server_bandwidth_gbit": 1.0, "latency_us": 0.0}
     how: dict[str, Any] = {"cluster": {"servers": servers, "network": network}, "stop": {"updates": 3}}
     job = timing_job(workers=1, compression={"name": "fp16", "gbytes_per_s": 2e-6}, **how)
@@ -121,14 +121,14 @@ def test_a_compressed_push_takes_its_bytes_and_its_codec_its_time(tmp_path, serv
     assert (plain["comm_s"], plain["encode_s"], plain["wire_bytes"]) == pytest.approx((2.0, 0.0, 8000))
 
 
-def test_nobody_waits_for_a_time_that_does_not_pass(tmp_path):
+def test_zero_time_iterations_are_refused_for_adsp(tmp_path):
     job = timing_job(workers=2, seconds=[1.0, 0.0], paradigm=ADSP, cluster={"network": {"latency_us": 1.0}})
     with pytest.raises(JobError, match='paradigm.name = "adsp": must not be simulated where iterations take 0 seconds'):
         simulate(job, tmp_path / "t.h5")
 
 
 def test_a_stage_needs_losses(tmp_path):
-    """Without any it stays coarse; with a plateau as without one."""
+    """Without losses the stage stays coarse, with or without a plateau."""
     paradigm = {**ASHL, "loss_preset": 1e9}
     trace = simulate(timing_job(workers=2, paradigm=paradigm, stop={"updates": 80}), tmp_path / "t.h5")
     rows = trace.tables["decisions"]

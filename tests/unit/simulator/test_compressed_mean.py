@@ -1,4 +1,4 @@
-"""All-reduce of compressed gradients in virtual time: what it computes, how long it takes, what its trace says."""
+"""All-reduce of compressed gradients in virtual time: numbers, durations and traces."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def leaving(worker: int, at_iteration: int) -> dict[str, Any]:
     return {"cluster": {"events": [{"worker": worker, "at_iteration": at_iteration, "change": "leave"}]}}
 
 
-# ---- what it computes ----
+# ---- numbers ----
 
 
 def signs(iterations: int, workers: int, remembered: float = 1.0, last: dict[int, int] | None = None) -> np.ndarray:
-    """Sign compression with error feedback, written down anew. last: iterations of who leaves."""
+    """Independent sign compression with error feedback; `last` holds the iterations of leaving workers."""
     weights, errors = start(), np.zeros((workers, 5))
     mine = [data(workers, worker) for worker in range(workers)]
     for iteration in range(1, iterations + 1):
@@ -61,7 +61,7 @@ def test_each_worker_sends_what_it_has_not_sent_yet(workers):
     assert close(forgetful, signs(12, workers, remembered=0.0))
 
 
-def test_who_has_left_sends_nothing_any_more():
+def test_a_worker_that_has_left_sends_nothing():
     run = compressed("sign", 3, 12, **leaving(1, 7))
     assert run.iterations() == [12, 6, 12]
     assert close(run.weights, signs(12, 3, last={1: 6}))
@@ -69,14 +69,14 @@ def test_who_has_left_sends_nothing_any_more():
 
 
 @pytest.mark.parametrize("more", [{}, {"optimizer": NESTEROV}, leaving(2, 5)], ids=str)
-def test_all_of_the_elements_are_all_reduce(more):
+def test_sending_all_elements_equals_all_reduce(more):
     whole, plain = compressed("top-k", options={"ratio": 1.0}, **more), Run(ALLREDUCE, 3, 12, **more)
     assert close(whole.weights, plain.weights)
     assert not np.allclose(compressed("one-bit", **more).weights, plain.weights, rtol=1e-6)
 
 
 @pytest.mark.parametrize("leave", [{}, leaving(1, 8)], ids=str)
-def test_batches_that_are_given_out_count_by_their_samples(leave, monkeypatch):
+def test_allocated_batches_are_weighted_by_their_samples(leave, monkeypatch):
     how: dict[str, Any] = {"seconds": [1.0, 2.0, 4.0], "batches": BATCHES, **leave}
     plain = Run(ALLREDUCE, 3, 12, **how)
     assert close(compressed("top-k", options={"ratio": 1.0}, **how).weights, plain.weights)
@@ -85,7 +85,7 @@ def test_batches_that_are_given_out_count_by_their_samples(leave, monkeypatch):
 
 
 def test_factors_of_the_mean_are_averaged_and_not_products():
-    """Of a matrix that each worker has a part of: in one iteration all have the mean, which no worker could send."""
+    """Each worker has a part of a matrix: one iteration gives all the mean, which no single worker could send."""
     job = timing_job(workers=3, paradigm=ALLREDUCE, compression={"name": "powersgd", "rank": 1})
     drawn = np.random.default_rng(0)
     low = np.outer(drawn.standard_normal(10), drawn.standard_normal(8))
@@ -111,13 +111,13 @@ def test_the_same_seed_gives_the_same_bytes(name):
     assert tables(1) != tables(2)
 
 
-# ---- how long it takes ----
+# ---- durations ----
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
 @pytest.mark.parametrize("name", ["top-k", "fp16", "powersgd"])
 def test_compressing_and_gathering_take_their_time(tmp_path, name, workers):
-    """Of 1000 parameters, 4 kB; the slowest computes for 2 s."""
+    """1000 parameters, 4 kB; the slowest worker computes for 2 s."""
     seconds = [2.0] + [1.0] * (workers - 1)
     job = timing_job(
         workers=workers, seconds=seconds, paradigm=ALLREDUCE, stop={"updates": 4}, cluster={"network": NETWORK},
@@ -147,7 +147,7 @@ def test_without_a_speed_and_a_network_it_takes_no_time(tmp_path):
 @pytest.mark.parametrize("sizes", [[10, 0, 5000, 10], [0, 0, 0, 0], [700] * 4, [5000], [10, 3000]], ids=str)
 @pytest.mark.parametrize("slower", [0, 1, 3])
 def test_a_ring_alone_takes_what_its_messages_take(sizes, slower):
-    """A host passes on what it was given when that is there, and its own last message is out of the way."""
+    """A host forwards a block once it has arrived and the host's previous message has been delivered."""
     p = len(sizes)
     links = [BANDWIDTH / (1 + slower * host % 3) for host in range(p)]
     network, ended = SharedLinks(Loop(), links, links, LATENCY_S), []
@@ -157,13 +157,13 @@ def test_a_ring_alone_takes_what_its_messages_take(sizes, slower):
             before = (step - 1) * p
             after = (before + i, before + (i - 1) % p) if step else ()
             messages.append(collectives.Message(i, (i + 1) % p, sizes[(i - step) % p], after))
-    collectives._Exchange(network, messages, lambda: ended.append(network.loop.now_s), ())
+    collectives._Schedule(network, messages, lambda: ended.append(network.loop.now_s), ())
     network.loop.run()
     assert ring_allgather_alone_s(links, sizes, LATENCY_S) == pytest.approx(ended[0], rel=1e-9)
     assert p == 1 or ring_allgather_alone_s(links, [size + 1 for size in sizes], LATENCY_S) > ended[0]
 
 
-# ---- what its trace says ----
+# ---- traces ----
 
 
 @pytest.mark.parametrize("name", NAMES)

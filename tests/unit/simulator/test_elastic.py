@@ -1,4 +1,4 @@
-"""Elastic averaging as the simulator computes it, beside NumPy: least squares in float64."""
+"""Elastic averaging of the simulator against NumPy: least squares in float64."""
 
 import itertools
 
@@ -25,7 +25,7 @@ def easgd_job(workers: int = 3, optimizer=SGD, **paradigm):
 
 
 class Run:
-    """Exchanges in whatever order; positions and centre as vectors."""
+    """Exchanges in any order; positions and centre as vectors."""
 
     def __init__(self, job) -> None:
         self.workload = build(job)
@@ -34,7 +34,7 @@ class Run:
         self.alpha = job.paradigm.moving_rate(job.cluster.workers)
         self.batch = Work(n_samples=job.workload.batch_size * job.paradigm.period, n_steps=job.paradigm.period)
         for worker in range(job.cluster.workers):
-            self.numbers.promise(worker)
+            self.numbers.grant(worker)
 
     @property
     def centre(self) -> np.ndarray:
@@ -42,19 +42,19 @@ class Run:
 
     @property
     def positions(self) -> np.ndarray:
-        return np.array([trainee.weights.numpy() for trainee in self.numbers._trainees])
+        return np.array([trainee.weights.numpy() for trainee in self.numbers._local_workers])
 
     def exchange(self, *workers: int) -> None:
-        """Of these at once: they compute, read the centre, and then move it."""
+        """Exchange with these workers at once: they compute, read the centre, and then move it."""
         for worker in workers:
             self.numbers.contribute(worker, self.batch)
         for worker in workers:
-            self.numbers.promise(worker)
+            self.numbers.grant(worker)
         self.numbers.apply(UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
 
 
 class Reference:
-    """The same in a few lines: x, c and v are vectors, and gradients are of the mean squared error over two."""
+    """The same in a few lines: x, c and v are vectors; the loss is half the mean squared error."""
 
     def __init__(self, job, n_batches: int = 400) -> None:
         workload, n = build(job), job.cluster.workers
@@ -91,7 +91,7 @@ class Reference:
 
 
 def alike(run: Run, reference: Reference, tolerance: float = 1e-12) -> bool:
-    ahead = reference.x + reference.mu * reference.v  # what a worker's model holds
+    ahead = reference.x + reference.mu * reference.v  # the weights in a worker's model
     return np.allclose(run.centre, reference.c, rtol=0, atol=tolerance) and np.allclose(
         run.positions, ahead, rtol=0, atol=tolerance
     )
@@ -125,7 +125,7 @@ def test_it_is_what_a_few_lines_of_numpy_give(order, period, optimizer):
     ],
     ids=str,
 )
-def test_anything_else_differs(other):
+def test_other_variants_differ(other):
     run = Run(easgd_job(3, **{"optimizer": NESTEROV, "period": 4} | other))
     reference = Reference(easgd_job(3, NESTEROV, period=4))
     for workers in TURNS:
@@ -142,15 +142,15 @@ class MovesFirst(Run):
             self.numbers.contribute(worker, self.batch)
         self.numbers.apply(UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), self.alpha))
         for worker in workers:
-            self.numbers.promise(worker)
+            self.numbers.grant(worker)
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [(Run, True), (MovesFirst, False)])
 @pytest.mark.parametrize("order", [ROUNDS, TURNS], ids=["synchronous", "asynchronous"])
 def test_the_sum_of_workers_and_centre_is_kept_but_for_the_gradients(monkeypatch, order, kind, keeps):
-    """Without gradients (a rate of almost nothing), for every exchange."""
+    """Without gradients (a learning rate near 0), for every exchange."""
     run = kind(easgd_job(3, {"name": "sgd", "lr": 1e-300}, period=1))
-    for worker, trainee in enumerate(run.numbers._trainees):
+    for worker, trainee in enumerate(run.numbers._local_workers):
         trainee.weights.add_(worker + 1.0)
     total = run.positions.sum(0) + run.centre
     for workers in order:
@@ -172,23 +172,23 @@ def test_alpha_0_is_training_alone():
     assert all(not np.allclose(a, b, atol=1e-3) for a, b in itertools.combinations(positions, 2))
 
 
-def test_one_worker_and_the_centre_meet_half_way():
+def test_one_worker_and_the_centre_meet_halfway():
     run = Run(easgd_job(1, {"name": "sgd", "lr": 1e-300}, period=1, alpha=0.5))
-    run.numbers._trainees[0].weights.add_(2.0)
+    run.numbers._local_workers[0].weights.add_(2.0)
     centre = run.centre
     run.exchange(0)
     assert np.allclose(run.centre, centre + 1.0, rtol=0, atol=1e-15)
     assert np.allclose(run.positions[0], run.centre, rtol=0, atol=1e-15)
 
 
-def test_the_first_centre_is_where_everybody_begins_and_no_exchange():
+def test_the_centre_starts_at_the_initial_weights_without_an_exchange():
     run = Run(easgd_job(3))
     assert np.array_equal(run.positions, np.tile(run.centre, (3, 1)))
-    assert [trainee.steps for trainee in run.numbers._trainees] == [0, 0, 0]
+    assert [trainee.steps for trainee in run.numbers._local_workers] == [0, 0, 0]
 
 
-def test_a_schedule_counts_for_a_worker_what_all_have_done_when_they_are_as_far():
-    """Of 8 samples of each of 3 workers the second half is made at a tenth of the rate."""
+def test_a_workers_schedule_counts_all_workers_samples_at_its_own_progress():
+    """Each of 3 workers has 8 samples; the second half is trained on at a tenth of the rate."""
     schedule = {"name": "multistep", "milestones": [12]}
     job = easgd_job(3, {**SGD, "lr": 0.5, "schedule": schedule}, period=1)
     run, constant = Run(job), Run(easgd_job(3, {**SGD, "lr": 0.5}, period=1))
@@ -204,6 +204,6 @@ def test_a_schedule_counts_for_a_worker_what_all_have_done_when_they_are_as_far(
 
 
 def constant_centre(run: Run, before: np.ndarray) -> np.ndarray:
-    """Where the centre was before its last move: c' = c + alpha sum(x - c), solved for c."""
+    """Return the centre before its last move: c' = c + alpha sum(x - c), solved for c."""
     n = len(before)
     return (run.centre - run.alpha * before.sum(0)) / (1 - n * run.alpha)

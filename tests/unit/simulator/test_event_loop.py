@@ -1,4 +1,4 @@
-"""Actions in virtual time: each at its time, in an order that is always the same."""
+"""Events in virtual time: each at its time, in a deterministic order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcsync.simulator.event_loop import Loop
 
 
 class Unnumbered(Loop):
-    """A loop that forgets in which order actions at the same time were asked for."""
+    """A loop without the insertion order of events at the same time."""
 
     def at(self, time_s, action, *args, priority=0):
         heapq.heappush(self._due, (time_s, priority, -self._serial, action, args))
@@ -24,7 +24,7 @@ ASKED = st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0, 1.5]), st.integers(-1
 
 
 def sequence(loop, asked):
-    """When each of these was carried out: (time, index)."""
+    """Return when each of these ran: (time, index)."""
     done = []
     for index, (time_s, priority) in enumerate(asked):
         loop.at(time_s, lambda index: done.append((loop.now_s, index)), index, priority=priority)
@@ -41,13 +41,13 @@ def test_the_order_is_time_then_priority_then_insertion(asked):
     assert sequence(Loop(), asked) == due(asked)
 
 
-def test_a_loop_that_forgets_the_insertion_is_caught():
+def test_a_loop_without_insertion_order_is_caught():
     asked = [(1.0, 0), (1.0, 0)]
     assert sequence(Unnumbered(), asked) != due(asked)
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 2)), max_size=20))
-def test_what_actions_ask_for_is_done_in_the_same_run(delays):
+def test_events_scheduled_by_events_run_in_the_same_run(delays):
     loop, times = Loop(), []
 
     def act(delay_s):
@@ -62,7 +62,7 @@ def test_what_actions_ask_for_is_done_in_the_same_run(delays):
     assert loop.n_events == 2 * len(delays)
 
 
-def test_what_is_asked_for_now_comes_after_what_was_asked_for_then():
+def test_later_scheduled_events_at_the_same_time_run_later():
     loop, done = Loop(), []
     loop.at(1.0, lambda: (done.append("first"), loop.after(0.0, done.append, "third")))
     loop.at(1.0, done.append, "second")
@@ -72,26 +72,26 @@ def test_what_is_asked_for_now_comes_after_what_was_asked_for_then():
 
 
 @pytest.mark.parametrize("time_s", [0.999, -1.0, -math.inf, math.inf, math.nan])
-def test_the_past_and_what_is_no_time_are_refused(time_s):
+def test_past_and_non_finite_times_are_refused(time_s):
     loop = Loop()
     loop.at(1.0, lambda: None)
     loop.run()
-    with pytest.raises(ValueError, match="it is 1.0 s, nothing can be done at"):
+    with pytest.raises(ValueError, match="cannot schedule an event at .* not before now, 1.0 s"):
         loop.at(time_s, lambda: None)
-    loop.at(1.0, lambda: None)  # the present is neither
+    loop.at(1.0, lambda: None)  # the present is allowed
 
 
 @pytest.mark.parametrize("delay_s", [-1e-30, -math.inf, math.inf, math.nan, 1.5e308])
-def test_delays_that_end_in_no_time_are_refused(delay_s):
+def test_negative_and_non_finite_delays_are_refused(delay_s):
     loop = Loop()
     loop.at(1.5e308, lambda: None)
     loop.run()
-    with pytest.raises(ValueError, match="nothing can be done .* s later"):
+    with pytest.raises(ValueError, match="cannot schedule an event after"):
         loop.after(delay_s, lambda: None)
     assert loop.n_events == 1
 
 
-def test_an_exception_goes_through_and_the_rest_can_still_be_run():
+def test_an_exception_propagates_and_the_rest_can_still_run():
     loop, done = Loop(), []
 
     def fail():
@@ -117,14 +117,14 @@ def test_a_loop_can_be_run_again():
 
 
 class Delayed(Loop):
-    """A loop that knows delays only."""
+    """A loop that only accepts delays."""
 
     def at(self, time_s, action, *args, priority=0):
         self.after(time_s - self.now_s, action, *args, priority=priority)
 
 
 def missed(loop, times):
-    """How many of these times, each planned at the one before, were not met to the bit."""
+    """Return how many of these times, each scheduled at the previous one, were not met to the bit."""
     met = []
 
     def act(left):
@@ -137,7 +137,7 @@ def missed(loop, times):
     return sum(a != b for a, b in zip(met, times, strict=True))
 
 
-def test_times_are_met_to_the_bit_and_delays_would_not_do():
+def test_times_are_met_to_the_bit_and_delays_miss_them():
     times = [0.1 * 3.3**i for i in range(100)]
     assert missed(Loop(), times) == 0
     assert missed(Delayed(), times) > 0

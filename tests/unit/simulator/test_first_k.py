@@ -1,7 +1,7 @@
-"""The k family in virtual time: rates and staleness in closed form, its limits, cancellation, k as the run goes.
+"""The k family in virtual time: rates and staleness in closed form, its limits, cancellation, adaptive k.
 
-Iterations of exponential times (mean 1) forget how long they have lasted, so that however a round begins, its length
-depends only on who computes from which version then. Means of rounds are compared within three standard errors.
+Exponential iteration times (mean 1) are memoryless, so however a round begins, its length depends only on which workers
+compute from which version then. Means of rounds are compared within three standard errors.
 """
 
 import math
@@ -29,12 +29,12 @@ def run(
 
 
 def rounds_s(trace) -> np.ndarray:
-    """Seconds from each update to the next; the first round begins as no other does."""
+    """Return the seconds between updates; the first round, which begins differently, is left out."""
     return np.diff(trace.tables["updates"]["now_s"])
 
 
 def errors_off(values: np.ndarray, expected: float, block: int = 1) -> float:
-    """By how many standard errors the mean is off. block: values that depend on each other are averaged first."""
+    """Return the error of the mean in standard errors; dependent values are first averaged in blocks."""
     means = values[: len(values) // block * block].reshape(-1, block).mean(1)
     return abs(means.mean() - expected) / (means.std(ddof=1) / math.sqrt(len(means)))
 
@@ -48,10 +48,10 @@ def order_statistic_s(n: int, k: int) -> float:
 
 
 def dropping_s(n: int, k: int, distinct: bool) -> float:
-    """Mean length of a round where the late finish, are dropped and begin anew.
+    """Return the mean length of a round in which late workers finish, are dropped and restart.
 
-    A Markov chain from event to event: `taken` contributions are there, `late` workers are still at an old version. A
-    round begins with everybody late who did not wait for the update; who gave a mini-batch before the last is late too.
+    A Markov chain over events: `taken` contributions have arrived, `late` workers still use an old version. When
+    a round begins, all workers that did not wait for the update are late; so are those that contributed earlier.
     """
 
     def left_s(taken: int, late: int) -> float:
@@ -73,7 +73,7 @@ def test_late_iterations_that_are_finished_and_dropped(tmp_path, name, workers, 
     assert errors_off(took_s, dropping_s(workers, k, name == "k-sync")) < 3
     for other in {k - 1, k + 1} - {0, workers + 1}:
         assert not errors_off(took_s, dropping_s(workers, other, name == "k-sync")) < 3
-    if 1 < k < workers:  # as if the late began anew at once
+    if 1 < k < workers:  # as if late workers restarted at once
         at_once_s = order_statistic_s(workers, k) if name == "k-sync" else k / workers
         assert not errors_off(took_s, at_once_s) < 3
 
@@ -81,7 +81,7 @@ def test_late_iterations_that_are_finished_and_dropped(tmp_path, name, workers, 
 @pytest.mark.parametrize(("workers", "k"), [(8, 2), (8, 4), (5, 3)])
 @pytest.mark.parametrize("name", ["k-sync", "k-batch-sync"])
 def test_late_iterations_that_are_cancelled(tmp_path, name, workers, k):
-    """In the limit of many pieces everybody begins every round anew: the papers' figures."""
+    """In the limit of many pieces all workers restart every round: the papers' figures."""
     paradigm = {"name": name, "k": k, "cancel": "abort", "micro_batches": 300}
     took_s = rounds_s(run(tmp_path / "t.h5", paradigm, workers=workers, updates=600, batch_size=300))
 
@@ -97,7 +97,7 @@ def test_late_iterations_that_are_cancelled(tmp_path, name, workers, k):
 
 @pytest.mark.parametrize(("workers", "k"), [(8, 1), (8, 2), (8, 4), (8, 8), (5, 3)])
 def test_k_async_waits_for_the_kth_of_all(tmp_path, workers, k):
-    """Those that carry on have, exponentially, as much left as those that begin."""
+    """With exponential times, workers that continue have as much left as those that begin."""
     took_s = rounds_s(run(tmp_path / "t.h5", {"name": "k-async", "k": k}, workers=workers))
     assert errors_off(took_s, order_statistic_s(workers, k)) < 3
     for other in {k - 1, k + 1} - {0, workers + 1}:
@@ -116,13 +116,13 @@ JITTER = 0.8
 @pytest.mark.parametrize(("workers", "k"), [(8, 1), (8, 3), (8, 8), (5, 2)])
 @pytest.mark.parametrize("model", ["exponential", "lognormal"])
 def test_k_batch_async_takes_k_of_all_iterations_whatever_their_distribution(tmp_path, model, workers, k):
-    """Nobody ever waits, so that every worker does one iteration in its mean time."""
+    """No worker ever waits, so every worker makes one iteration in its mean time."""
     compute = {"model": model, "seconds": 1.0} | ({"jitter": JITTER} if model == "lognormal" else {})
     paradigm, cluster = {"name": "k-batch-async", "k": k}, {"compute": compute}
     took_s = rounds_s(run(tmp_path / "t.h5", paradigm, workers=workers, updates=6000 // k, cluster=cluster))
     mean_s = math.exp(JITTER**2 / 2) if model == "lognormal" else 1.0
-    took_s = took_s[len(took_s) // 10 :]  # all begin at once
-    block = 240 // k  # far longer than an iteration is remembered
+    took_s = took_s[len(took_s) // 10 :]  # all workers begin at once
+    block = 240 // k  # far longer than the correlation time of an iteration
     assert errors_off(took_s, k * mean_s / workers, block) < 3
     assert not errors_off(took_s, (k + 1) * mean_s / workers, block) < 3
 
@@ -133,9 +133,9 @@ def test_k_batch_async_takes_k_of_all_iterations_whatever_their_distribution(tmp
 @pytest.mark.parametrize(("workers", "k"), [(8, 1), (8, 2), (8, 4), (8, 8), (5, 3)])
 @pytest.mark.parametrize(("name", "present"), [("k-async", "k"), ("k-batch-async", "1")])
 def test_mean_staleness(tmp_path, name, present, workers, k):
-    """An update makes everybody staler who computes while it is made: all but the k that wait, or the one that pushes.
+    """An update makes all computing workers staler: all but the k that wait, or the one that pushes.
 
-    So the staleness of all pushes, those that come too late included, has a sum that leaves nothing to chance.
+    The sum of the staleness of all pushes, late ones included, is therefore deterministic.
     """
     away, updates = k if present == "k" else 1, 3000
     trace = run(tmp_path / "t.h5", {"name": name, "k": k}, workers=workers, updates=updates)
@@ -171,13 +171,13 @@ def final_weights(path, paradigm):
 def test_with_all_workers_it_is_bsp(tmp_path, name):
     bsp = final_weights(tmp_path / "bsp.h5", {"name": "bsp"})
     weights = final_weights(tmp_path / "k.h5", {"name": name, "k": 4})
-    assert torch.equal(weights, bsp) == ("batch" not in name)  # where a fast worker contributes twice
+    assert torch.equal(weights, bsp) == ("batch" not in name)  # a fast worker contributes twice in the batch forms
     fewer = final_weights(tmp_path / "fewer.h5", {"name": name, "k": 3})
     assert not torch.equal(fewer, bsp)
 
 
 def rows(trace) -> dict[str, list]:
-    """What happened: no estimates and decisions, of which there are none."""
+    """Return the events of a run, without the estimates and decisions, of which there are none."""
     return {name: trace.tables[name].tolist() for name in TABLES if name != "decisions"}
 
 
@@ -199,7 +199,7 @@ def test_with_one_worker_an_update_it_is_asp(tmp_path, name, network):
     ("name", "predictor"), [*((name, "smoothing") for name in FORMS[:3]), (FORMS[3], "blend")], ids=str
 )
 def test_the_same_job_gives_the_same_bytes(tmp_path, name, predictor):
-    """With everything that k and batches can do."""
+    """With adaptive k and allocated batches."""
 
     def tables(path, seed=1):
         job = make_job(
@@ -231,7 +231,7 @@ LATENCY_S = 0.01
 
 
 def cancelling(path, seconds, *, updates=3, pieces=4, latency_s=LATENCY_S, cancel="abort", **cluster):
-    """Two workers, one of which an update waits for. Only latencies: a message takes one, a transfer two."""
+    """Run two workers, one contribution an update; with latencies only: a message takes one, a transfer two."""
     network = {"network": {"bandwidth_gbit": 1e9, "latency_us": 1e6 * latency_s}} if latency_s else {}
     paradigm = {"name": "k-sync", "k": 1, "cancel": cancel, "micro_batches": pieces}
     return run(
@@ -246,25 +246,27 @@ def cancelled(trace):
 
 
 def test_a_cancelled_worker_stops_at_its_next_piece(tmp_path):
-    """Granted at 0, both read until 0.03. The update is at 1.06 and the other hears of it at 1.07: of its iteration of
-    4 s the second quarter is over at 2.03."""
+    """Both are granted at 0 and read until 0.03. The update is at 1.06 and the cancel arrives at 1.07.
+
+    The second quarter of the other worker's iteration of 4 s ends at 2.03.
+    """
     trace = cancelling(tmp_path / "t.h5", [1.0, 4.0], updates=4)
     row = cancelled(trace)[0]
     assert (row["worker"], row["iteration"], row["share"], row["outcome"]) == (1, 1, 0.5, Outcome.DROPPED)
     assert row["begin_s"] == pytest.approx(0.03)
     assert row["end_s"] == pytest.approx(2.03)
     assert row["compute_s"] == row["end_s"] - row["begin_s"]
-    assert row["now_s"] == pytest.approx(2.04)  # a report, and nothing put
+    assert row["now_s"] == pytest.approx(2.04)  # a push info without a put
     assert row["comm_s"] == pytest.approx(0.02)  # reading
     assert row["wire_bytes"] * 2 == trace.tables["pushes"]["wire_bytes"][0]
     assert row["batch_size"] == 8
     after = trace.tables["pushes"][trace.tables["pushes"]["worker"] == 1][1]
-    assert after["wait_s"] == pytest.approx(0.02)  # from the report's sending to the grant
+    assert after["wait_s"] == pytest.approx(0.02)  # from sending the push info to the grant
     assert after["begin_s"] == pytest.approx(2.03 + 0.02 + 0.02)
     assert failed(trace) == []
 
 
-def test_dropping_lets_it_go_on(tmp_path):
+def test_a_dropped_iteration_runs_to_its_end(tmp_path):
     trace = cancelling(tmp_path / "t.h5", [1.0, 4.0], updates=6, cancel="drop")
     assert len(cancelled(trace)) == 0
     late = trace.tables["pushes"][trace.tables["pushes"]["outcome"] == Outcome.DROPPED]
@@ -275,11 +277,11 @@ def test_dropping_lets_it_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "pieces", "share"),
     [
-        (4.0, 4, 0.25),  # told at 1, exactly where the first piece ends
+        (4.0, 4, 0.25),  # cancelled at 1, exactly at the end of the first piece
         (4.0, 2, 0.5),
-        (1.25, 4, None),  # told in the last piece: there is no boundary any more
+        (1.25, 4, None),  # cancelled in the last piece: no boundary is left
         (4.0, 1, None),
-        (4.0, 1000, 0.25),  # of 8 samples no more than 8 pieces
+        (4.0, 1000, 0.25),  # 8 samples allow at most 8 pieces
     ],
 )
 def test_where_an_iteration_ends(tmp_path, seconds, pieces, share):
@@ -291,8 +293,8 @@ def test_where_an_iteration_ends(tmp_path, seconds, pieces, share):
     assert failed(trace) == []
 
 
-def test_a_worker_that_is_told_while_it_reads_stops_after_its_first_piece(tmp_path):
-    """Worker 1's weights come slowly. It hears of the first update while it still reads."""
+def test_a_worker_cancelled_while_reading_stops_after_its_first_piece(tmp_path):
+    """Worker 1 reads slowly; the cancel of the first update arrives while it still reads."""
     network = {"network": {"bandwidth_gbit": [1.0, 1e-7], "server_bandwidth_gbit": 10.0, "latency_us": 0.0}}
     trace = cancelling(tmp_path / "t.h5", [1.0, 4.0], latency_s=0.0, updates=9, **network)
     row = next(row for row in trace.tables["pushes"] if row["worker"] == 1)
@@ -301,8 +303,8 @@ def test_a_worker_that_is_told_while_it_reads_stops_after_its_first_piece(tmp_pa
     assert failed(trace) == []
 
 
-def test_a_worker_that_is_told_while_it_puts_has_lost_nothing_more(tmp_path):
-    """It pushes when the cancellation is under way, or just before it comes: a whole iteration, and only that one."""
+def test_a_worker_cancelled_while_putting_loses_only_that_iteration(tmp_path):
+    """It pushes while the cancel is in transit, or just before it arrives: one whole iteration is lost."""
     trace = cancelling(tmp_path / "t.h5", [1.0, 1.005], updates=9)
     pushes = trace.tables["pushes"][trace.tables["pushes"]["worker"] == 1]
     assert pushes["share"].tolist() == [1.0] * len(pushes)
@@ -324,8 +326,8 @@ def test_a_run_that_ends_cancels_those_that_compute(tmp_path):
     assert trace.tables["membership"]["now_s"].max() == pytest.approx(125.0, abs=1.0)
 
 
-def test_a_change_that_a_cancelled_iteration_did_not_live_to_see_is_still_to_come(tmp_path):
-    """Worker 1 is slow from 10.5 to 14.5. Its iterations are cancelled every second and begin anew."""
+def test_a_device_event_after_a_cancelled_iteration_still_takes_effect(tmp_path):
+    """Worker 1 is slow from 10.5 to 14.5 s; its iterations are cancelled every second and restarted."""
     events = [
         {"worker": 1, "at_s": 10.5, "change": "slow", "factor": 40.0},
         {"worker": 1, "at_s": 14.5, "change": "recover"},
@@ -337,7 +339,7 @@ def test_a_change_that_a_cancelled_iteration_did_not_live_to_see_is_still_to_com
         assert (took_s > 1.2 + 1e-9) == (9.3 + 1e-9 < begin_s < 14.5), begin_s
 
 
-# ---- k as the run goes ----
+# ---- adaptive k ----
 
 
 @pytest.mark.parametrize("name", ["k-sync", "k-async"])
@@ -399,13 +401,13 @@ def test_a_bound_of_staleness_drops_what_is_staler(tmp_path, name):
     assert len(dropped) > 20
     applied, dropped = staleness(tmp_path / "free.h5")
     assert applied.max() > 15
-    assert len(dropped) <= 8  # what came when the run was over
+    assert len(dropped) <= 8  # pushes that arrived after the end of the run
 
 
 @pytest.mark.parametrize("more", [{}, {"k": "min"}], ids=str)
 @pytest.mark.parametrize("name", FORMS)
-def test_what_enters_an_update_is_weighted(tmp_path, name, more):
-    """The weights of an update's contributions, which the trace says, are what the paradigm asks for."""
+def test_contributions_to_an_update_are_weighted(tmp_path, name, more):
+    """The weights of an update's contributions in the trace are those of the paradigm."""
     trace = run(tmp_path / "t.h5", {"name": name, "k": 3, **more}, updates=300)
     pushes = trace.tables["pushes"]
     applied = pushes[pushes["outcome"] == Outcome.APPLIED]

@@ -1,4 +1,4 @@
-"""Workers that join late, or leave and return, in virtual time: when, with which weights, and what the trace says."""
+"""Workers that join late, or leave and return, in virtual time: times, weights and traces."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def changes(trace: Trace) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS, ids=lambda p: "-".join(map(str, p.values())))
-def test_a_run_in_which_workers_come_and_go_is_what_its_paradigm_says(paradigm: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_with_joining_and_leaving_workers_audits(paradigm: dict[str, Any], tmp_path: Path) -> None:
     trace = run(tmp_path / "a.h5", paradigm)
     assert failed(trace) == []
     of = {worker: [change for who, change in changes(trace) if who == worker] for worker in range(4)}
@@ -57,7 +57,7 @@ def test_a_run_in_which_workers_come_and_go_is_what_its_paradigm_says(paradigm: 
     assert of[1] in (
         [Change.LEFT, Change.JOINED, Change.LEFT],
         [Change.LEFT],
-    )  # under few barriers it may begin nothing while it is away
+    )  # with few barriers no iteration may begin during its absence
     again = run(tmp_path / "b.h5", paradigm)
     assert all(
         trace.tables[name].tobytes() == again.tables[name].tobytes() for name in trace.tables if name != "starts"
@@ -65,7 +65,7 @@ def test_a_run_in_which_workers_come_and_go_is_what_its_paradigm_says(paradigm: 
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS[:8], ids=lambda p: "-".join(map(str, p.values())))
-def test_with_batches_given_out_all_get_their_part_again(paradigm: dict[str, Any], tmp_path: Path) -> None:
+def test_allocated_batches_are_divided_among_all_after_a_join(paradigm: dict[str, Any], tmp_path: Path) -> None:
     trace = run(tmp_path / "t.h5", paradigm, batches=BATCHES)
     assert failed(trace) == []
     joined = trace.tables["membership"]["seq"][trace.tables["membership"]["change"] == Change.JOINED]
@@ -75,7 +75,7 @@ def test_with_batches_given_out_all_get_their_part_again(paradigm: dict[str, Any
 
 
 @pytest.mark.parametrize("paradigm", [PARADIGMS[i] for i in (0, 2, 5, 6, 14)], ids=lambda p: p["name"])
-def test_who_joins_begins_with_the_weights_of_the_servers(paradigm: dict[str, Any], tmp_path: Path) -> None:
+def test_a_joining_worker_begins_with_the_servers_weights(paradigm: dict[str, Any], tmp_path: Path) -> None:
     tables = {"workload": LINEAR, "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.5}}
     late, at_first = (
         run(tmp_path / f"{len(events)}.h5", paradigm, cluster={"events": events}, **tables)
@@ -89,14 +89,14 @@ def test_who_joins_begins_with_the_weights_of_the_servers(paradigm: dict[str, An
     assert own["loss"][0] < 0.5 * others["loss"][0], "of the same batch"
 
 
-def test_an_absence_in_which_nothing_would_begin_is_none(tmp_path: Path) -> None:
+def test_an_absence_within_one_iteration_has_no_effect(tmp_path: Path) -> None:
     events = [{"worker": 0, "at_s": 1.2, "change": "leave"}, {"worker": 0, "at_s": 1.8, "change": "join"}]
     job = timing_job(workers=2, paradigm={"name": "asp"}, stop={"seconds": 5.5}, cluster={"events": events})
     trace = simulate(job, tmp_path / "t.h5")
     assert changes(trace) == [(0, Change.LEFT), (1, Change.LEFT)]
 
 
-def test_nobody_joins_a_run_that_is_over(tmp_path: Path) -> None:
+def test_no_worker_joins_a_finished_run(tmp_path: Path) -> None:
     events = [{"worker": 0, "at_s": 2.0, "change": "leave"}, {"worker": 0, "at_s": 99.0, "change": "join"}]
     for stop in ({"seconds": 5.5}, {"updates": 7}):
         job = timing_job(workers=3, paradigm={"name": "asp"}, stop=stop, cluster={"events": events})

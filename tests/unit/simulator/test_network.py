@@ -1,4 +1,4 @@
-"""Links that are shared: against an exact oracle, by properties, in closed form, and to the last bit."""
+"""Shared links: against an exact oracle, by properties, in closed form, and to the last bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcsync.simulator.network import SharedLinks, fair_rates
 
 
 def filled(capacity, links):
-    """Max-min by the book, exactly: everybody's rate grows alike until a link is full, which stops those on it."""
+    """Exact max-min fairness: all rates grow equally until a link is full, which fixes those on it."""
     free = [Fraction(c) if math.isfinite(c) else None for c in capacity]
     rates = [Fraction(0)] * len(links[0])
     growing = set(range(len(rates)))
@@ -34,7 +34,7 @@ def filled(capacity, links):
 
 
 def equal_parts(capacity, links):
-    """What somebody cannot use is nobody's."""
+    """Equal shares; what a flow cannot use is lost."""
     users = np.bincount(links.ravel(), minlength=len(capacity))
     return (capacity / np.maximum(users, 1))[links].min(axis=0)
 
@@ -44,7 +44,7 @@ def unshared(capacity, links):
 
 
 def first_come(capacity, links):
-    """Full links that starve the late: feasible, and work-conserving, but not fair."""
+    """First come, first served: feasible and work-conserving, but not fair."""
     free, rates = capacity.copy(), np.empty(links.shape[1])
     for flow, pair in enumerate(links.T):
         rates[flow] = max(free[pair].min(), 1e-3)
@@ -58,7 +58,7 @@ BROKEN = (equal_parts, unshared, first_come)
 
 
 def check_fair(capacity, links, rates):
-    """No link carries more than it can, and every flow has a full link on which nobody is faster."""
+    """No link exceeds its capacity, and every flow has a full link on which no flow is faster."""
     load = np.bincount(links.ravel(), weights=np.tile(rates, 2), minlength=len(capacity))
     assert (load <= capacity * (1 + 1e-9)).all()
     full = load >= capacity * (1 - 1e-9)
@@ -71,7 +71,7 @@ def check_fair(capacity, links, rates):
 
 @st.composite
 def shared_links(draw):
-    """capacity of 2 n links, and flows over one of the first and one of the last n each, one of the two finite."""
+    """Draw capacities of 2 n links, and flows over one of the first n and one of the last n, one of the two finite."""
     n = draw(st.integers(1, 6))
     capacities = st.one_of(st.integers(1, 12).map(float), st.floats(1e-3, 1e12), st.just(math.inf))
     capacity = draw(st.lists(capacities, min_size=2 * n, max_size=2 * n))
@@ -91,7 +91,7 @@ def test_rates_are_fair(case):
 
 
 @given(shared_links())
-def test_rates_are_those_of_the_book(case):
+def test_rates_equal_the_exact_oracle(case):
     assert fair_rates(*case) == pytest.approx([float(rate) for rate in filled(*case)], rel=1e-9)
 
 
@@ -104,7 +104,7 @@ def test_rates_that_are_not_fair_are_caught(broken):
 
 @given(shared_links(), st.randoms(use_true_random=False))
 def test_rates_do_not_depend_on_the_order_of_the_flows(case, random):
-    """Not in a single bit: what is alike begins and ends alike."""
+    """Not in a single bit: equal flows begin and end together."""
     capacity, links = case
     order = list(range(links.shape[1]))
     random.shuffle(order)
@@ -112,7 +112,7 @@ def test_rates_do_not_depend_on_the_order_of_the_flows(case, random):
 
 
 def rests_differ():
-    """Of two equal links, on which flows of 0.3, 0.7 and 0.9 were begun in different orders."""
+    """Two equal links on which flows of 0.3, 0.7 and 0.9 were begun in different orders."""
     capacity = np.array([0.3, 0.9, 0.7, 0.7, 0.9, 0.3, 9.0, 9.0, 5.0, 5.0])
     rates = fair_rates(capacity, np.array([[0, 1, 2, 6, 3, 4, 5, 7], [8, 8, 8, 8, 9, 9, 9, 9]]))
     return rates[3] != rates[7]
@@ -128,7 +128,7 @@ def test_equal_links_with_equal_flows_leave_equal_rests(monkeypatch):
 
 
 class Watched(SharedLinks):
-    """Remembers who flowed how fast from when on: (time, {number: (up, down, rate)})."""
+    """Records the rates of all flows over time: (time, {number: (up, down, rate)})."""
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -147,7 +147,7 @@ class Watched(SharedLinks):
         self._note()
 
     def _note(self):
-        """What holds at the end of an instant is all that counts."""
+        """Record only the state at the end of an instant."""
         rates = self._state[module.RATE].tolist()
         flowing = {f.number: (*f.links, rates[i]) for i, f in enumerate(self._flows)}
         flowing |= {f.number: (*f.links, f.state[module.RATE]) for f in self._alone.values()}
@@ -157,7 +157,7 @@ class Watched(SharedLinks):
 
 
 def arrivals(up, down, latency_s, transfers, network=SharedLinks):
-    """When each of these transfers (time, source, target, bytes) arrives, and the network."""
+    """Return when each of these transfers (time, source, target, bytes) arrives, and the network."""
     loop = Loop()
     net = network(loop, up, down, latency_s)
     at = [math.nan] * len(transfers)
@@ -174,7 +174,7 @@ def arrivals(up, down, latency_s, transfers, network=SharedLinks):
 
 
 def fluid(up, down, latency_s, transfers):
-    """The same, exactly: between two events everybody flows at the rates of the book."""
+    """Compute the same exactly: between two events all flows have the oracle's rates."""
     capacity, n = [*up, *down], len(up)
     begins = [Fraction(time_s) + Fraction(latency_s) for time_s, *_ in transfers]
     left = [Fraction(size) for *_, size in transfers]
@@ -198,7 +198,7 @@ def check_arrivals(case):
 
 
 def check_flow(case):
-    """Every byte arrives when it is said to, at rates that are fair at every time."""
+    """Every byte arrives at the reported time, at rates that are fair at every time."""
     up, down, latency_s, transfers = case
     at, net = arrivals(*case, network=Watched)
     capacity = np.array([*up, *down])
@@ -217,7 +217,7 @@ def check_flow(case):
 
 @st.composite
 def traffic(draw):
-    """Hosts, links, latency, transfers; many of them at the same time, of the same size, over the same links."""
+    """Draw hosts, links, latency and transfers, many of equal time, size and links."""
     n = draw(st.integers(2, 5))
     capacities = st.lists(st.integers(1, 8).map(float), min_size=n, max_size=n)
     times = st.integers(0, 40).map(lambda quarter: quarter / 4)
@@ -269,7 +269,7 @@ def test_equal_flows_into_one_host_arrive_together_after_n_times_as_long(n):
 
 
 def check_processor_sharing(n=40):
-    """The k-th smallest of n ends when it, all smaller ones, and as much of all larger ones have passed."""
+    """The k-th smallest of n ends when it, all smaller ones, and as much of all larger ones have been sent."""
     sizes = [float(1 + 7 * i % n) for i in range(n)]
     at, _ = arrivals([math.inf] * (n + 1), [5.0] * (n + 1), 0.0, [(0.0, 1 + i, 0, s) for i, s in enumerate(sizes)])
     assert at == pytest.approx([sum(min(size, other) for other in sizes) / 5.0 for size in sizes], rel=1e-12)
@@ -280,19 +280,19 @@ def test_different_sizes_into_one_host_share_the_processor():
 
 
 def check_rest():
-    """One of three has a slow link of its own; the two others take what it leaves."""
+    """One of three has a slow link of its own; the two others use the rest."""
     at, _ = arrivals(
         [99.0, 1.0, 99.0, 99.0], [9.0, 1.0, 1.0, 1.0], 0.0, [(0.0, 1, 0, 10), (0.0, 2, 0, 8), (0.0, 3, 0, 8)]
     )
     assert at == pytest.approx([10.0, 2.0, 2.0], rel=1e-12)
 
 
-def test_what_a_slow_link_leaves_is_for_the_others():
+def test_the_others_use_what_a_slow_link_leaves():
     check_rest()
 
 
 def check_busy(n=200, size=0.8):
-    """However the server's link is shared, it is busy until all that has come has gone."""
+    """However the server's link is shared, it is busy until all arrived work is done."""
     random = np.random.default_rng(1)
     transfers, time_s, busy_until_s, periods = [], 0.0, 0.0, []
     for i in range(n):
@@ -332,7 +332,7 @@ def test_broken_sharing_fails_the_closed_forms(broken, check, monkeypatch):
 
 @pytest.fixture
 def sharings(monkeypatch):
-    """How many flows there were each time that rates were computed."""
+    """Number of flows at each computation of rates."""
     counts = []
 
     def counted(capacity, links):
@@ -343,7 +343,7 @@ def sharings(monkeypatch):
     return counts
 
 
-def test_what_begins_or_ends_at_the_same_time_changes_rates_once(sharings):
+def test_simultaneous_begins_and_ends_change_rates_once(sharings):
     transfers = [(0.0, 1, 0, 4), (0.0, 2, 0, 4), (0.0, 3, 0, 8), (12.0, 1, 0, 1), (12.0, 2, 0, 9)]
     at, _ = arrivals([9.0] * 4, [1.0] * 4, 0.0, transfers)
     assert at == [12.0, 12.0, 21.0, 15.0, 26.0]
@@ -363,19 +363,19 @@ def test_a_flow_whose_rate_stays_keeps_its_end_to_the_bit():
     assert arrivals([0.3] * 5, [0.7] * 5, 0.0, [(0.1, 1, 2, 1.1), *others])[0][0] == alone[0]
 
 
-def test_messages_without_size_and_infinite_links_take_the_latency_and_nobodys_share(sharings):
+def test_empty_messages_and_infinite_links_take_only_the_latency(sharings):
     transfers = [(0.0, 1, 0, 4), (0.0, 1, 0, 0), (0.0, 2, 3, 1e9), (0.0, 2, 3, 1e9)]
     at, _ = arrivals([1.0, 1.0, math.inf, 1.0], [1.0, 1.0, 1.0, math.inf], 0.5, transfers)
     assert at == [4.5, 0.5, 0.5, 0.5]
     assert sharings == []
 
 
-def test_bytes_that_take_less_than_the_clock_can_tell_arrive_at_once():
+def test_transfers_below_the_clock_resolution_arrive_at_once():
     transfers = [(1e6, 1, 0, 1), (1e6, 2, 0, 1), (1e6, 2, 0, 1)]
     assert arrivals([1e12] * 3, [1e12] * 3, 0.0, transfers)[0] == [1e6] * 3
 
 
-def test_who_has_been_sent_first_is_told_first():
+def test_transfers_sent_first_complete_first():
     loop, told = Loop(), []
     net = SharedLinks(loop, [1.0] * 9, [1.0] * 9, 0.0)
     net.send(8, 7, 0.5, told.append, "early")
@@ -386,7 +386,7 @@ def test_who_has_been_sent_first_is_told_first():
     assert type(loop.now_s) is float
 
 
-def test_whoever_is_told_may_send_again_at_once():
+def test_a_callback_may_send_again_at_once():
     loop, at = Loop(), []
     net = SharedLinks(loop, [1.0] * 3, [1.0] * 3, 0.0)
 
@@ -401,21 +401,21 @@ def test_whoever_is_told_may_send_again_at_once():
     assert at == [2.0, 2.0, 4.0, 4.0, 6.0, 6.0, 8.0, 8.0]
 
 
-def test_more_flows_than_there_is_room_for_at_first():
+def test_more_flows_than_the_initial_capacity():
     n = 500
     at, _ = arrivals([1.0] * (n + 1), [1.0] * (n + 1), 0.0, [(0.0, 1 + i, 0, 1 + i % 2) for i in range(n)])
     assert at == pytest.approx([500.0, 750.0] * 250)
 
 
 @pytest.mark.parametrize("way", [(1, 1), (-1, 0), (0, -1), (2, 0), (0, 2)])
-def test_ways_that_do_not_exist_are_refused(way):
-    with pytest.raises(ValueError, match="there is no way from host"):
+def test_invalid_hosts_are_refused(way):
+    with pytest.raises(ValueError, match="must be two different hosts below"):
         SharedLinks(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(*way, 1, print)
 
 
 @pytest.mark.parametrize("size_bytes", [-1, math.inf, math.nan])
-def test_sizes_that_do_not_exist_are_refused(size_bytes):
-    with pytest.raises(ValueError, match="cannot be sent"):
+def test_invalid_sizes_are_refused(size_bytes):
+    with pytest.raises(ValueError, match="^size_bytes = "):
         SharedLinks(Loop(), [1.0] * 2, [1.0] * 2, 0.0).send(0, 1, size_bytes, print)
 
 
@@ -423,6 +423,6 @@ def test_sizes_that_do_not_exist_are_refused(size_bytes):
     ("up", "down", "latency_s"),
     [([1], [1, 1], 0.0), ([0.0], [1.0], 0.0), ([1.0], [math.nan], 0.0), ([1.0], [1.0], -1.0), ([1.0], [1.0], math.inf)],
 )
-def test_networks_that_cannot_be_are_refused(up, down, latency_s):
-    with pytest.raises(ValueError, match="every host needs|there is no latency"):
+def test_invalid_networks_are_refused(up, down, latency_s):
+    with pytest.raises(ValueError, match="must have one capacity|^latency_s = "):
         SharedLinks(Loop(), up, down, latency_s)

@@ -1,4 +1,4 @@
-"""The numbers of all workers in one process are those of separate ranks."""
+"""The numbers of all workers in one process equal those of separate ranks."""
 
 import itertools
 import math
@@ -8,7 +8,14 @@ import torch
 from torch import nn
 
 from hpcsync.simulator.gradients import Work
-from hpcsync.simulator.peer_numerics import NothingApart, NothingTogether, OneReplica, Replicas, apart, together
+from hpcsync.simulator.peer_numerics import (
+    NullAllReduce,
+    NullReplicas,
+    OneReplica,
+    Replicas,
+    all_reduce_numerics,
+    replica_numerics,
+)
 from hpcsync.training.gradient import worker_seed
 from hpcsync.training.sampler import batches, sequence_indices
 from hpcsync.workloads.registry import Workload, build
@@ -50,14 +57,14 @@ def test_every_worker_has_its_own_generator_batches_and_statistics(order):
         assert torch.allclose(workload.model.seen.double(), of_worker_0, atol=1e-5)
 
 
-def test_what_is_shown_or_sent_does_not_change_any_more():
+def test_snapshots_and_sent_models_do_not_change():
     for paradigm in (PUSH, PUSH_SUM):
         numbers, _ = replicas(paradigm)
-        shown, parcel = numbers.shown(0), numbers.push(0)
-        before = shown.clone(), parcel.model.clone()
+        shown, sent = numbers.snapshot(0), numbers.push(0)
+        before = shown.clone(), sent.model.clone()
         numbers.learn(0, 0.1)
-        assert torch.equal(shown, before[0]) and torch.equal(parcel.model, before[1])
-        assert not torch.equal(numbers.shown(0), before[0])
+        assert torch.equal(shown, before[0]) and torch.equal(sent.model, before[1])
+        assert not torch.equal(numbers.snapshot(0), before[0])
 
 
 def test_a_push_gives_a_copy_and_push_sum_half():
@@ -65,38 +72,38 @@ def test_a_push_gives_a_copy_and_push_sum_half():
     start = next(workload.model.parameters()).detach().flatten().clone()
     assert torch.equal(numbers.push(0).model, start) and numbers.weight(0) == 1.0
     halved, _ = replicas(PUSH_SUM)
-    parcel = halved.push(0)
-    assert torch.equal(parcel.model, 0.5 * start) and parcel.weight == halved.weight(0) == 0.5
-    assert torch.equal(halved.shown(0), start)  # x / w
+    sent = halved.push(0)
+    assert torch.equal(sent.model, 0.5 * start) and sent.weight == halved.weight(0) == 0.5
+    assert torch.equal(halved.snapshot(0), start)  # x / w
 
 
-def test_parcels_are_absorbed_together():
-    """Those of two workers, which have learned, and nothing a second time."""
+def test_received_models_are_absorbed_together():
+    """Models of two trained workers are absorbed together, and only once."""
     numbers, _ = replicas(PUSH, workers=3)
     for worker in (0, 1, 2):
         numbers.learn(worker, 0.1 * worker)
-    models = [numbers.shown(worker) for worker in range(3)]
+    models = [numbers.snapshot(worker) for worker in range(3)]
     for worker in (1, 2):
         numbers.arrive(0, numbers.push(worker))
     assert numbers.absorb(0, drew_itself=False) == 2
-    assert torch.allclose(numbers.shown(0), sum(models) / 3, rtol=1e-14)
-    after = numbers.shown(0)
+    assert torch.allclose(numbers.snapshot(0), sum(models) / 3, rtol=1e-14)
+    after = numbers.snapshot(0)
     assert numbers.absorb(0, drew_itself=True) == 0
-    assert torch.equal(numbers.shown(0), after)
-    assert [torch.equal(numbers.shown(worker), models[worker]) for worker in (1, 2)] == [True, True]
+    assert torch.equal(numbers.snapshot(0), after)
+    assert [torch.equal(numbers.snapshot(worker), models[worker]) for worker in (1, 2)] == [True, True]
 
 
-def test_a_mean_is_of_those_who_are_named_and_for_all():
+def test_an_average_of_given_workers_is_set_on_all():
     numbers, _ = replicas(LOCAL, workers=3)
     for worker in (0, 1, 2):
         numbers.learn(worker, 0.1)
-    models = [numbers.shown(worker) for worker in range(3)]
+    models = [numbers.snapshot(worker) for worker in range(3)]
     numbers.average([0, 2])
     for worker in range(3):
-        assert torch.equal(numbers.shown(worker), (models[0] + models[2]) / 2)
+        assert torch.equal(numbers.snapshot(worker), (models[0] + models[2]) / 2)
 
 
-def test_all_reduce_steps_along_the_mean_of_those_who_are_named():
+def test_all_reduce_steps_along_the_mean_of_the_given_workers():
     job = make_job(paradigm={"name": "allreduce"}, cluster={"workers": 3})
     one, workload = OneReplica(job, build(job)), build(job)
     start = next(workload.model.parameters()).detach().flatten().clone()
@@ -106,7 +113,7 @@ def test_all_reduce_steps_along_the_mean_of_those_who_are_named():
         apart_.learn(worker, 0.1)
     one.step([0, 2], 0.1)
     loss, accuracy, distance = one.evaluate()
-    expected = (apart_.shown(0) + apart_.shown(2)) / 2  # both a step from the same place
+    expected = (apart_.snapshot(0) + apart_.snapshot(2)) / 2  # both a step from the same place
     with torch.no_grad():
         next(workload.model.parameters()).copy_(expected.view(1, -1))
     assert loss == pytest.approx(workload.evaluate(workload.model)[0], rel=1e-12)
@@ -114,10 +121,10 @@ def test_all_reduce_steps_along_the_mean_of_those_who_are_named():
     assert not torch.allclose(expected, start)
 
 
-def test_a_vector_that_only_travels_costs_nothing_and_is_weighed():
+def test_without_arithmetic_models_are_counted_and_weighed():
     job = make_job(paradigm=PUSH_SUM, workload=TIMING | {"parameters": 10**9}, cluster={"workers": 3})
-    numbers = apart(job, Workload(nn.Linear(1, 1), None, None, None))
-    assert isinstance(numbers, NothingApart)
+    numbers = replica_numerics(job, Workload(nn.Linear(1, 1), None, None, None))
+    assert isinstance(numbers, NullReplicas)
     assert math.isnan(numbers.learn(0, 0.1))
     numbers.arrive(1, numbers.push(0))
     numbers.arrive(1, numbers.push(2))
@@ -127,12 +134,12 @@ def test_a_vector_that_only_travels_costs_nothing_and_is_weighed():
     assert [numbers.weight(worker) for worker in range(3)] == [0.5, 2.0, 0.5]
     with pytest.raises(RuntimeError, match="cannot be evaluated"):
         numbers.evaluate()
-    nothing = together(job, Workload(nn.Linear(1, 1), None, None, None))
-    assert isinstance(nothing, NothingTogether) and math.isnan(nothing.contribute(0))
+    nothing = all_reduce_numerics(job, Workload(nn.Linear(1, 1), None, None, None))
+    assert isinstance(nothing, NullAllReduce) and math.isnan(nothing.contribute(0))
 
 
 def test_a_gradient_counts_by_its_weight_and_the_mean_is_corrected():
-    """Two workers' gradients of samples that are given out, against those of plain autograd."""
+    """Two workers' gradients of allocated samples, against plain autograd."""
     job = make_job(paradigm={"name": "allreduce"})
     workload = build(job)
     numbers, reference = OneReplica(job, workload), build(job)

@@ -1,4 +1,4 @@
-"""What lies between workers, and what it takes."""
+"""Links between workers and the durations of transfers."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def network(**table) -> Network:
 
 
 def times(table, n_workers=4, size=SIZE):
-    """When a message, a replica and an all-reduce that begin at 1 s are over."""
+    """Return when a message, a replica and an all-reduce that begin at 1 s are over."""
     loop = Loop()
     between, found = Links(loop, table, n_workers, size), {}
 
@@ -33,12 +33,12 @@ def times(table, n_workers=4, size=SIZE):
     return found
 
 
-def test_without_a_network_everything_is_there_at_once():
+def test_without_a_network_everything_arrives_at_once():
     assert times(None) == {"message": 0.0, "all-reduce": 0.0, "replica": 0.0}
 
 
 @pytest.mark.parametrize("n_workers", [2, 4, 8])
-def test_with_one_it_takes_latency_and_bandwidth(n_workers):
+def test_with_a_network_transfers_take_latency_and_bandwidth(n_workers):
     assert times(network(), n_workers) == pytest.approx(
         {
             "message": LATENCY_S,
@@ -49,7 +49,7 @@ def test_with_one_it_takes_latency_and_bandwidth(n_workers):
     )
 
 
-def test_alone_there_is_nobody_to_wait_for():
+def test_one_worker_does_not_wait():
     assert times(network(), 1) == {"message": pytest.approx(LATENCY_S), "all-reduce": 0.0}
 
 
@@ -59,7 +59,7 @@ def test_what_a_worker_sends_in_a_ring(n_workers, sent):
 
 
 def ends(begin, table=None, n_workers=4):
-    """When everything is over that `begin` begins, called with what lies between workers and what is to be called."""
+    """Return when everything that `begin` starts is over; it is called with the links and a callback."""
     loop, found = Loop(), []
     begin(Links(loop, table, n_workers, SIZE), lambda: found.append(loop.now_s))
     loop.run()

@@ -1,4 +1,4 @@
-"""Times from another run's trace: the same job again gives the same run, another job an answer."""
+"""Recorded times: the same job reproduces the run, another job gives a prediction."""
 
 import h5py
 import numpy as np
@@ -6,7 +6,7 @@ import pytest
 
 from hpcsync.config.errors import JobError
 from hpcsync.report.compare import compare
-from hpcsync.simulator.replayed_times import RecordedTimes, _joined, read
+from hpcsync.simulator.replayed_times import RecordedTimes, _columns, read
 from hpcsync.trace.reader import load
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job
 
@@ -22,7 +22,7 @@ def columns(*rows):
     return [np.array(column, float) for column in zip(*rows, strict=True)]
 
 
-def test_the_first_iteration_does_not_come_again():
+def test_the_first_iteration_is_not_repeated():
     #                               compute  to begin  to server  comm
     times = RecordedTimes(*columns((1.0, 9.0, 0.2, 0.2), (2.0, 0.3, 0.2, 0.2), (3.0, 0.3, 0.4, 0.2)))
     seconds = times.seconds()
@@ -30,7 +30,7 @@ def test_the_first_iteration_does_not_come_again():
     assert [round(sum(times.steps(i)), 9) for i in range(1, 8)] == [9.2, 0.5, 0.7, 0.5, 0.7, 0.5, 0.7]
 
 
-def test_one_iteration_comes_again():
+def test_a_single_iteration_is_repeated():
     times = RecordedTimes(*columns((1.0, 9.0, 0.2, 0.2)))
     seconds = times.seconds()
     assert [next(seconds) for _ in range(3)] == [1.0] * 3
@@ -47,7 +47,7 @@ def test_local_steps_of_one_push_are_taken_to_be_equal():
 
 
 def test_times_of_single_iterations_serve_a_run_that_pushes_several(tmp_path):
-    """What would elastic averaging have taken? The same computations, with fewer transfers between them."""
+    """Elastic averaging from recorded times: the same computations, with fewer transfers between them."""
     network = {"network": {"bandwidth_gbit": 1e-3, "latency_us": 0}}  # a put and a read take 8 ms each
     bsp = timing_job(workers=2, seconds=0.1, paradigm={"name": "asp"}, stop={"updates": 80}, cluster=network)
     simulate(bsp, tmp_path / "asp.h5")
@@ -60,7 +60,7 @@ def test_times_of_single_iterations_serve_a_run_that_pushes_several(tmp_path):
     assert simulate(back, tmp_path / "back.h5").tables["pushes"]["compute_s"] == pytest.approx(0.1)
 
 
-def test_transfers_are_part_of_the_way():
+def test_transfers_are_part_of_the_delay():
     put_s, report_s, grant_s, read_s = RecordedTimes(*columns((1.0, 0.5, 0.2, 0.3))).steps(1)
     assert (put_s, report_s, grant_s, read_s) == pytest.approx((0.15, 0.05, 0.35, 0.15))
 
@@ -73,12 +73,12 @@ def test_clocks_that_disagree_give_no_negative_times():
 
 @pytest.mark.parametrize("network", [{}, NETWORK], ids=["ideal", "network"])
 @pytest.mark.parametrize("paradigm", [*PARADIGMS, *FIRST_K], ids=str)
-def test_a_run_from_its_own_trace_is_itself(tmp_path, paradigm, network):
+def test_replaying_its_own_trace_reproduces_a_run(tmp_path, paradigm, network):
     job = timing_job(workers=3, model="lognormal", paradigm=paradigm, stop={"updates": 60}, cluster=network)
     first = simulate(job, tmp_path / "first.h5")
     again = timing_job(
         workers=3,
-        model="exponential",  # not looked at
+        model="exponential",  # not used
         paradigm=paradigm,
         stop={"updates": 60},
         cluster={"times_from": str(tmp_path / "first.h5")},
@@ -99,8 +99,8 @@ def test_a_wrong_time_would_be_seen(tmp_path):
     assert abs(compare(first, other).time_ratio - 1.0) > 1e-3
 
 
-def test_what_would_another_paradigm_have_done(tmp_path):
-    """The workers are as fast as they were, so a bound costs exactly what it costs in the original cluster."""
+def test_another_paradigm_from_recorded_times(tmp_path):
+    """The workers are as fast as recorded, so a bound costs exactly what it costs in the original cluster."""
     seconds = [1.0, 1.0, 3.0]
     asp = timing_job(workers=3, seconds=seconds, paradigm={"name": "asp"}, stop={"updates": 200})
     simulate(asp, tmp_path / "asp.h5")
@@ -119,7 +119,7 @@ EVENTS = [
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
-def test_changes_that_were_recorded_do_not_happen_again(tmp_path, paradigm):
+def test_recorded_device_changes_are_not_applied_again(tmp_path, paradigm):
     tables = {"workers": 3, "paradigm": paradigm, "stop": {"updates": 60}}
     first = simulate(timing_job(**tables, cluster={"events": EVENTS}), tmp_path / "first.h5")
     again = timing_job(**tables, cluster={"events": EVENTS, "times_from": str(tmp_path / "first.h5")})
@@ -166,24 +166,24 @@ def test_a_killed_run_serves_as_far_as_it_goes(tmp_path):
     simulate(timing_job(workers=3, paradigm={"name": "asp"}, stop={"updates": 60}), path)
     trace = load(path)
     pushes, grants = (rows[rows["worker"] == 1] for rows in (trace.tables["pushes"], trace.tables["grants"]))
-    assert [len(column) for column in _joined(pushes, grants[:5], 4)] == [6] * 6  # the first needs no grant
-    assert [len(column) for column in _joined(pushes[:4], grants, 4)] == [4] * 6
-    assert [len(column) for column in _joined(pushes[1:], grants, 4)] == [0] * 6
+    assert [len(column) for column in _columns(pushes, grants[:5], 4)] == [6] * 6  # the first needs no grant
+    assert [len(column) for column in _columns(pushes[:4], grants, 4)] == [4] * 6
+    assert [len(column) for column in _columns(pushes[1:], grants, 4)] == [0] * 6
 
 
 def test_computations_are_of_whole_iterations_of_the_jobs_batch_size(tmp_path):
     first = simulate(timing_job(model="lognormal", paradigm={"name": "easgd", "period": 3}), tmp_path / "trace.h5")
     pushes, grants = (rows[rows["worker"] == 1] for rows in (first.tables["pushes"], first.tables["grants"]))
-    compute_s = _joined(pushes, grants, 4)[0]
+    compute_s = _columns(pushes, grants, 4)[0]
     assert compute_s.tolist() == pushes["compute_s"][: len(compute_s)].tolist(), "not a bit differs"
     pushes["batch_size"][0] *= 2  # 3 local steps of 8
     pushes["share"][1] = 0.25
     pushes["batch_size"][2], pushes["share"][2] = 3, 0.5
-    factors = _joined(pushes, grants, 4)[0] / compute_s
+    factors = _columns(pushes, grants, 4)[0] / compute_s
     assert factors.tolist() == pytest.approx([0.5, 4.0, 8.0] + [1.0] * (len(factors) - 3))
 
 
-def test_batches_given_out_by_speed_do_not_make_another_batch_size(tmp_path):
+def test_allocated_batches_do_not_change_the_batch_size(tmp_path):
     path = tmp_path / "trace.h5"
     simulate(timing_job(workers=3), path)
     with h5py.File(path, "r+") as file:
@@ -226,8 +226,8 @@ def test_compressed_pushes_are_refused(tmp_path, which):
     ],
     ids=lambda paradigm: paradigm["name"],
 )
-def test_workers_that_commit_have_times_too(tmp_path, paradigm):
-    """From their own, if local steps take as long as each other, comes the same run; from others an answer."""
+def test_committing_workers_have_recorded_times(tmp_path, paradigm):
+    """Their own times reproduce the run if local steps are equally long; other times give a prediction."""
     times = {"seconds": [1.0, 0.7, 1.6], "cluster": NETWORK}
     job = {"workers": 3, "paradigm": paradigm, "stop": {"updates": 40}}
     first = simulate(timing_job(**job, **times), tmp_path / "first.h5")

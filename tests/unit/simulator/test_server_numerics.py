@@ -1,4 +1,4 @@
-"""The numbers of all ranks in one process are those of separate ranks."""
+"""The numbers of all ranks in one process equal those of separate ranks."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ def linear(workers=2):
 
 
 def gradient_alone(job, worker: int, weights: torch.Tensor, iteration: int = 1) -> torch.Tensor:
-    """Of the worker's iteration at these weights, by plain PyTorch."""
+    """Return the gradient of the worker's iteration at these weights, by plain PyTorch."""
     workload = build(job)
     mine = batches(workload.train, job.seed, worker, n_workers=job.cluster.workers, batch_size=4, epochs=range(100))
     (parameter,) = workload.model.parameters()
@@ -38,16 +38,16 @@ def weights_of(numbers: RealArithmetic, workload: Workload) -> torch.Tensor:
     return next(workload.model.parameters()).detach().flatten().clone()
 
 
-def test_a_gradient_is_of_the_version_that_was_promised():
+def test_a_gradient_is_of_the_granted_version():
     job, workload = linear()
     numbers = RealArithmetic(job, workload)
     first = weights_of(numbers, workload)
-    numbers.promise(0)
-    numbers.promise(1)
+    numbers.grant(0)
+    numbers.grant(1)
     numbers.contribute(0, NEXT)
     numbers.apply(UpdateCommand((0,), (1.0,), 1.0, lr=0.5))
     second = weights_of(numbers, workload)
-    numbers.contribute(1, NEXT)  # of the first version, though the second is current
+    numbers.contribute(1, NEXT)  # from the first version, although the second is current
     numbers.apply(UpdateCommand((1,), (1.0,), 1.0, lr=0.5))
     third = weights_of(numbers, workload)
     assert torch.allclose(second, first - 0.5 * gradient_alone(job, 0, first), rtol=0, atol=1e-14)
@@ -59,9 +59,9 @@ def test_a_worker_goes_through_its_own_batches():
     job, workload = linear()
     numbers = RealArithmetic(job, workload)
     first = weights_of(numbers, workload)
-    numbers.promise(1)
+    numbers.grant(1)
     numbers.contribute(1, NEXT)
-    numbers.promise(1)
+    numbers.grant(1)
     numbers.contribute(1, NEXT)
     numbers.apply(UpdateCommand((1,), (1.0,), 1.0, lr=1.0))
     step = first - weights_of(numbers, workload)
@@ -70,7 +70,7 @@ def test_a_worker_goes_through_its_own_batches():
 
 
 class Noisy(nn.Module):
-    """One weight, a draw in every forward pass, and a running statistic."""
+    """One weight, one random draw per forward pass, and a running statistic."""
 
     def __init__(self, in_place: bool = True) -> None:
         super().__init__()
@@ -119,11 +119,11 @@ def test_running_statistics_end_as_those_of_worker_0(in_place):
     assert torch.allclose(workload.model.seen.double(), of_worker_0, atol=1e-5)
 
 
-def test_a_vector_that_only_travels_costs_nothing():
+def test_without_arithmetic_nothing_is_stored():
     job = make_job(workload=TIMING | {"parameters": 10**9}, cluster={"workers": 1000})
     numbers = arithmetic(job, Workload(nn.Linear(1, 1), None, None, None))
     assert isinstance(numbers, NoArithmetic)
-    numbers.promise(0)
+    numbers.grant(0)
     loss, sizes_bytes = numbers.contribute(0, NEXT)
     assert math.isnan(loss)
     assert sizes_bytes == [8], "of that one parameter and its bias"

@@ -1,4 +1,4 @@
-"""Whole runs in virtual time: closed forms, audits, determinism, and the arithmetic of real ranks."""
+"""Whole runs in virtual time: closed forms, audits, determinism, and the numbers of real ranks."""
 
 import math
 import tracemalloc
@@ -41,7 +41,7 @@ def test_a_round_of_bsp_takes_as_long_as_its_slowest(tmp_path, workers):
 
 
 @pytest.mark.parametrize("paradigm", [PARADIGMS[1], {"name": "ssp", "staleness": math.inf}], ids=str)
-def test_nobody_waits_without_a_bound(tmp_path, paradigm):
+def test_no_worker_waits_without_a_bound(tmp_path, paradigm):
     job = timing_job(workers=3, seconds=[1.0, 2.0, 4.0], paradigm=paradigm, stop={"seconds": 40.5})
     trace = simulate(job, tmp_path / "trace.h5")
     pushes = trace.tables["pushes"]
@@ -63,7 +63,7 @@ def test_within_a_bound_all_run_at_the_pace_of_the_slowest(tmp_path, name, bound
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_a_round_of_bsp_over_a_network(tmp_path, workers):
-    """Compute, then everybody puts at once, six latencies in all, and everybody reads at once."""
+    """Compute, then all put at once, six latencies in total, and all read at once."""
     job = timing_job(workers=workers, paradigm={"name": "bsp"}, stop={"updates": 5}, cluster=NETWORK)
     trace = simulate(job, tmp_path / "trace.h5")
     transfers_s = workers * 4000 * 8 / 1e6
@@ -75,7 +75,7 @@ def test_a_round_of_bsp_over_a_network(tmp_path, workers):
 
 
 def test_what_the_server_can_carry_bounds_asp(tmp_path):
-    """Both ways its link is busy nearly all the time when many push at will; without links nothing bounds them."""
+    """With many asynchronous workers its link is busy in both directions; without links nothing bounds them."""
 
     def updates(path, **more):
         tables = {"paradigm": {"name": "asp"}, "stop": {"seconds": 100.0}, **more}
@@ -87,7 +87,7 @@ def test_what_the_server_can_carry_bounds_asp(tmp_path):
     assert updates(tmp_path / "ideal.h5") == pytest.approx(100.0 * 16 / 0.1, rel=0.05)
 
 
-def test_workers_that_begin_together_stay_together(tmp_path):
+def test_equal_workers_stay_synchronous(tmp_path):
     """Fair shares of equal transfers end together, so equal workers put, and then read, all at once."""
     job = timing_job(workers=8, seconds=1e-3, paradigm={"name": "asp"}, stop={"seconds": 100.0}, cluster=NETWORK)
     round_s = 2 * 8 * 0.032 + 6e-3 + 1e-3
@@ -120,7 +120,7 @@ def test_the_audit_would_see_another_paradigm(tmp_path):
     assert failed(trace) != []
 
 
-def test_a_worker_leaves_and_the_others_go_on(tmp_path):
+def test_a_worker_leaves_and_the_others_continue(tmp_path):
     job = timing_job(workers=2, paradigm={"name": "bsp"}, stop={"updates": 20}, cluster=EVENTS)
     trace = simulate(job, tmp_path / "trace.h5")
     contributions = trace.tables["updates"]["n_contributions"].tolist()
@@ -133,7 +133,7 @@ def test_a_worker_leaves_and_the_others_go_on(tmp_path):
 
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_several_iterations_a_push(tmp_path, synchronous):
-    """A push is of a whole period's iterations, and a device's events count them one by one."""
+    """A push consists of a whole period's iterations, and device events count each of them."""
     events = [
         {"worker": 0, "at_iteration": 6, "change": "slow", "factor": 3.0},
         {"worker": 0, "at_iteration": 8, "change": "recover"},
@@ -153,7 +153,7 @@ def test_several_iterations_a_push(tmp_path, synchronous):
     assert updates["samples"].tolist() == (16 * np.cumsum(updates["n_contributions"])).tolist()
 
 
-def test_a_run_ends_when_everybody_has_left(tmp_path):
+def test_a_run_ends_when_all_workers_have_left(tmp_path):
     leaving = {"events": [{"worker": w, "at_iteration": 3 + w, "change": "leave"} for w in (0, 1)]}
     job = timing_job(workers=2, paradigm={"name": "asp"}, stop={"updates": 10**6}, cluster=leaving)
     trace = simulate(job, tmp_path / "trace.h5")
@@ -169,7 +169,7 @@ def test_a_slow_device_slows_its_iterations(tmp_path):
 
 
 class Holding(paradigms.create("asp", 1).__class__):
-    """Grants nobody anything."""
+    """A paradigm that never grants."""
 
     def _pushed(self, worker):
         self._hold(worker)
@@ -179,10 +179,10 @@ class Holding(paradigms.create("asp", 1).__class__):
         pass
 
 
-def test_a_paradigm_that_never_answers_is_told(tmp_path):
+def test_a_paradigm_that_never_grants_is_reported(tmp_path):
     job = timing_job(workers=2)
     workload = build(job)
-    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] wait for ever"):
+    with pytest.raises(RuntimeError, match=r"workers \[0, 1\] are blocked forever"):
         ServerSimulation(job, workload, cluster.build(job, workload), Holding(2), Nothing()).run()
 
 
@@ -211,7 +211,7 @@ def test_the_same_job_gives_the_same_bytes(tmp_path, paradigm):
     assert first != run("c", seed=2)
 
 
-def test_equal_workers_are_heard_in_their_order(tmp_path):
+def test_pushes_of_equal_workers_arrive_in_worker_order(tmp_path):
     job = timing_job(workers=5, paradigm={"name": "asp"}, stop={"updates": 50})
     assert simulate(job, tmp_path / "trace.h5").tables["pushes"]["worker"][:50].tolist() == list(range(5)) * 10
 
@@ -267,11 +267,11 @@ def test_evaluations_are_of_the_moment_and_end_the_run(tmp_path):
     trace = simulate(job, tmp_path / "trace.h5")
     evaluations = trace.tables["evaluations"]
     assert evaluations["now_s"].tolist() == trace.tables["updates"]["now_s"][evaluations["version"] - 1].tolist()
-    assert np.flatnonzero(evaluations["loss"] <= 1e-3)[0] == len(evaluations) - 2  # the last is that of the end
+    assert np.flatnonzero(evaluations["loss"] <= 1e-3)[0] == len(evaluations) - 2  # the last is the final one
     assert trace.tables["updates"]["version"][-1] == evaluations["version"][-1]
 
 
-def test_the_number_of_servers_changes_no_number(tmp_path):
+def test_the_number_of_servers_changes_no_result(tmp_path):
     one, three = (
         final_weights(linear_job(3, 4, "asp", cluster={"servers": servers}), tmp_path / f"{servers}.h5")
         for servers in (1, 3)
@@ -299,14 +299,14 @@ def test_an_update_that_a_departure_completes_is_evaluated_then(tmp_path):
 
 
 class Nothing:
-    """A trace that keeps nothing."""
+    """A trace that discards its rows."""
 
     def append(self, table, row):
         pass
 
 
 def peak_bytes(updates: int) -> int:
-    """Of a simulation of 80 workers, traced by tracemalloc."""
+    """Return the memory of a simulation of 80 workers, by tracemalloc."""
     job = timing_job(workers=80, model="lognormal", paradigm=PARADIGMS[3], stop={"updates": updates}, cluster=NETWORK)
     workload = build(job)
     simulation = ServerSimulation(job, workload, cluster.build(job, workload), create_paradigm(job), Nothing())
@@ -323,7 +323,7 @@ def test_memory_is_bounded_by_workers_not_by_events():
     assert long < 1.3 * short
 
 
-def test_a_trace_that_keeps_its_rows_would_be_seen(monkeypatch):
+def test_a_trace_that_keeps_its_rows_is_detected(monkeypatch):
     rows = []
     short = peak_bytes(800)
     monkeypatch.setattr(Nothing, "append", lambda self, table, row: rows.append(row))

@@ -1,4 +1,4 @@
-"""The four steps between computations: closed forms over links, and durations that are given."""
+"""The four steps between computations: closed forms over links, and given durations."""
 
 import pytest
 
@@ -27,7 +27,7 @@ def read(transfers, worker, then):
 
 
 class Heard:
-    """Notes when a step ended, and when the one before."""
+    """Records when a step and the previous one ended."""
 
     def __init__(self, loop):
         self.loop = loop
@@ -37,7 +37,7 @@ class Heard:
         self.at.append((worker, before_s, self.loop.now_s))
 
 
-def test_a_put_is_acknowledged_and_then_reported():
+def test_a_put_is_acknowledged_before_the_push_info():
     loop = Loop()
     heard = Heard(loop)
     network(loop).push(0, 1, [SIZE], heard)
@@ -63,12 +63,12 @@ def test_weights_are_read_once_they_are_granted():
     assert heard.at == [(0, granted_s, pytest.approx(granted_s + 2 * LATENCY_S + TRANSFER_S, rel=1e-12))]
 
 
-def test_a_stop_a_report_alone_and_a_cancellation_are_messages():
+def test_a_stop_a_push_info_and_a_cancel_are_messages():
     loop = Loop()
     heard = Heard(loop)
     transfers = network(loop)
     transfers.stop(0, 1, heard)
-    transfers.report(0, 1, heard)
+    transfers.push_info(0, 1, heard)
     transfers.cancel(0, 1, heard)
     loop.run()
     assert heard.at == [(0, 0.0, LATENCY_S)] * 3
@@ -77,7 +77,7 @@ def test_a_stop_a_report_alone_and_a_cancellation_are_messages():
 @pytest.mark.parametrize("workers", [2, 3, 7])
 @pytest.mark.parametrize("step", [put, read])
 def test_workers_contend_for_the_server(step, workers):
-    """A parameter server's link carries everything: n transfers that meet take n times as long."""
+    """A parameter server's link carries everything: n simultaneous transfers take n times as long."""
     loop = Loop()
     heard = Heard(loop)
     transfers = network(loop, workers=workers)
@@ -89,7 +89,7 @@ def test_workers_contend_for_the_server(step, workers):
     one = Heard(alone)
     step(network(alone, workers=workers), 0, one)
     alone.run()
-    assert one.at[0][2] < 0.8 * heard.at[0][2]  # what a network without sharing would give
+    assert one.at[0][2] < 0.8 * heard.at[0][2]  # the first is the time without sharing
 
 
 def test_pushes_and_pulls_do_not_meet():
@@ -114,7 +114,7 @@ def test_servers_share_what_one_would_carry(servers):
     assert [now_s for _, _, now_s in heard.at] == pytest.approx([3 * LATENCY_S + TRANSFER_S] * servers)
 
 
-def test_the_other_servers_grants_follow_an_order():
+def test_the_other_servers_grants_follow_a_command():
     loop = Loop()
     heard = Heard(loop)
     transfers = network(loop, servers=2)
@@ -137,7 +137,7 @@ def test_a_slow_workers_link_slows_only_itself():
     assert heard.at[1][0::2] == (1, pytest.approx(3 * LATENCY_S + 10 * TRANSFER_S))
 
 
-def test_given_steps_take_what_they_take():
+def test_timed_steps_take_their_durations():
     loop = Loop()
     heard = Heard(loop)
     given = {(0, 1): Steps(1.0, 2.0, 4.0, 8.0), (1, 3): Steps(0.1, 0.2, 0.4, 0.8)}
@@ -146,7 +146,7 @@ def test_given_steps_take_what_they_take():
         transfers.push(worker, iteration, [SIZE], heard)
         transfers.pull(worker, iteration, heard)
         transfers.stop(worker, iteration, heard)
-        transfers.report(worker, iteration, heard)
+        transfers.push_info(worker, iteration, heard)
         transfers.cancel(worker, iteration, heard)
     loop.run()
     assert sorted(heard.at) == [

@@ -1,4 +1,4 @@
-"""One simulated run with everything that it leaves behind, and how it fails."""
+"""One simulated run: its outputs and its failures."""
 
 import io
 import json
@@ -29,7 +29,7 @@ def run(job, out) -> tuple[int, str]:
     return simulate(job, out, Console(file=text, width=100, highlight=False)), text.getvalue()
 
 
-def test_it_leaves_what_a_run_leaves(tmp_path):
+def test_outputs_are_those_of_a_real_run(tmp_path):
     status, text = run(job(), tmp_path / "out")
     assert status == 0
     names = ["job.toml", "summary.json", "trace.h5", "weights.safetensors"]
@@ -44,7 +44,7 @@ def test_it_leaves_what_a_run_leaves(tmp_path):
 
 
 @pytest.mark.parametrize("paradigm", WITHOUT_SERVER, ids=str)
-def test_without_servers_it_leaves_the_same(tmp_path, paradigm):
+def test_outputs_are_the_same_without_servers(tmp_path, paradigm):
     status, text = run(job(paradigm=paradigm), tmp_path / "out")
     assert status == 0
     names = ["job.toml", "summary.json", "trace.h5", "weights.safetensors"]
@@ -75,7 +75,7 @@ def test_a_run_is_never_overwritten(tmp_path):
     assert (tmp_path / "out" / "trace.h5").read_bytes() == before
 
 
-def test_mistakes_leave_nothing(tmp_path, monkeypatch):
+def test_errors_in_the_job_leave_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for mistaken in (make_job(), job(optimizer={"name": "sgd", "lr": 0.1, "nesterovv": True})):
         with pytest.raises(JobError):
@@ -83,7 +83,7 @@ def test_mistakes_leave_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_and_what_would_have_been_side_by_side(tmp_path):
+def test_a_run_is_compared_with_its_replay(tmp_path):
     first = timing_job(workers=3, seconds=[1.0, 1.0, 3.0], paradigm={"name": "asp"}, stop={"updates": 60})
     run(first, tmp_path / "asp")
     again = {"cluster": {"times_from": str(tmp_path / "asp" / "trace.h5")}, "stop": {"updates": 60}}

@@ -1,4 +1,4 @@
-"""Separated layers in virtual time: closed forms, what is written down, and ends."""
+"""Separated layers in virtual time: closed forms, traces, and ends."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.unit.simulator.separated import (
     workload,
 )
 
-# ---- how long it takes ----
+# ---- durations ----
 
 
 @pytest.mark.parametrize("pieces", [1, 2, 8])
 @pytest.mark.parametrize("seconds", [0.01, 0.3], ids=["transfers take longer", "computing takes longer"])
 @pytest.mark.parametrize(("n_convolution", "n_fc"), [(1, 1), (3, 1), (4, 2)])
-def test_an_iteration_takes_what_its_parts_do(n_convolution, n_fc, seconds, pieces):
-    """With little above the cut, so that its all-reduce is no load."""
+def test_an_iteration_takes_the_sum_of_its_parts(n_convolution, n_fc, seconds, pieces):
+    """With few weights above the cut, so that their all-reduce is negligible."""
     below = 4 * 2_999_999
     job = separated(
         n_convolution, n_fc, pieces=pieces, seconds=seconds, cluster={"network": NETWORK},
@@ -66,9 +66,10 @@ def test_an_iteration_takes_what_its_parts_do(n_convolution, n_fc, seconds, piec
         assert (span[is_fc] > fc_s + parts[0]).all() and span[~is_fc] == pytest.approx(done_s)
 
 
-def test_pieces_are_computed_while_others_are_under_way():
-    """As in a pipeline: all stages once, and the slowest of them, the last, for each further piece; until a convolution
-    worker is never idle.
+def test_pieces_overlap_with_transfers():
+    """As in a pipeline: all stages once, and the slowest, the last one, for each further piece.
+
+    This holds until a convolution worker is never idle.
     """
     seconds, took = 0.1, []
     for pieces in (1, 2, 4, 8):
@@ -85,7 +86,7 @@ def test_pieces_are_computed_while_others_are_under_way():
 
 
 def test_gradients_share_links_with_the_all_reduce_above_the_cut():
-    """Half of the link is the all-reduce's until it is over: gradients arrive that much later."""
+    """The all-reduce takes half of the link until it is over: gradients arrive that much later."""
     tables = {"seconds": 0.1, "cluster": {"network": {**NETWORK, "latency_us": 0.0}}}
     alone, beside = (
         Run(separated(2, 2, workload={**TIMING, "parameters": 3_000_000 + above, "classifier": above}, **tables))
@@ -95,7 +96,7 @@ def test_gradients_share_links_with_the_all_reduce_above_the_cut():
 
 
 def test_convolution_workers_do_not_wait_for_an_all_reduce_above_the_cut():
-    """They begin the next iteration; its activations are computed with when that is over."""
+    """They begin the next iteration; its activations are processed after the all-reduce."""
     above = 10_000_000
     tables = {"seconds": 0.1, "cluster": {"network": {**NETWORK, "latency_us": 0.0}}}
     run = Run(separated(2, 2, workload={**TIMING, "parameters": 3 + above, "classifier": above}, **tables))
@@ -107,7 +108,7 @@ def test_convolution_workers_do_not_wait_for_an_all_reduce_above_the_cut():
         assert ends[0, iteration + 1] - ends[0, iteration] > ring_allreduce_s(2, 4 * above, 0.0, GBIT)
 
 
-def test_the_slowest_of_a_group_holds_all_up():
+def test_the_slowest_of_a_group_blocks_all():
     """Worker 3's iterations of the whole model take 2 s and not 1, from its third one on 4 s."""
     slow = {"worker": 3, "at_iteration": 3, "change": "slow", "factor": 2.0}
     run = Run(separated(3, 1, seconds=[1.0, 1.0, 1.0, 2.0], workload=TIMING, cluster={"events": [slow]}))
@@ -119,12 +120,12 @@ def test_the_slowest_of_a_group_holds_all_up():
     assert rows[rows["worker"] == 3]["compute_s"] == pytest.approx(slow_s)
 
 
-# ---- what is written down ----
+# ---- traces ----
 
 
 @pytest.mark.parametrize(("n_convolution", "n_fc"), [(8, 1), (6, 2), (3, 1)])
 @pytest.mark.parametrize("network", [{}, {"network": NETWORK}], ids=["", "network"])
-def test_what_travels(n_convolution, n_fc, network):
+def test_bytes_sent_per_iteration(n_convolution, n_fc, network):
     run = Run(separated(n_convolution, n_fc, pieces=2, workload=ALEXNET, stop={"updates": 2}, cluster=network))
     rows = run.trace["exchanges"]
     p_c, p_f, crossing = 2_469_696, 58_631_144, n_convolution * 128 * 9216
@@ -141,7 +142,7 @@ def test_what_travels(n_convolution, n_fc, network):
     assert (updates["n_contributions"] == n_convolution).all()
 
 
-def test_a_trace_says_what_sizes_the_halves_have(tmp_path):
+def test_the_trace_holds_the_sizes_of_the_parts(tmp_path):
     job = separated(3, 2, stop={"updates": 1})
     attributes = simulate(job, tmp_path / "trace.h5", workload(job)).attributes
     assert [attributes[name] for name in SEPARATED] == [8 * 64, 8 * 5, 8 * 4, 8]
@@ -155,7 +156,7 @@ def test_ten_machines_that_train_alexnet_move_243_megabytes():
     assert (rows["wire_bytes"].sum() - labels) / 1e6 == pytest.approx(243.0, abs=0.05)
 
 
-def test_losses_are_of_those_who_know_them():
+def test_only_fully_connected_workers_have_losses():
     job = separated(3, 2, pieces=2)
     rows = Run(job, workload(job)).trace["exchanges"]
     is_fc = rows["worker"] < 2
@@ -183,7 +184,7 @@ def test_all_end_with_the_same_iteration(network, stop):
 
 
 def test_an_evaluation_is_of_both_halves_after_the_same_step():
-    """Evaluating leaves everything as it is. In each run's end the weights of that version are judged."""
+    """Evaluation changes nothing; at the end of each run the weights of that version are evaluated."""
     job = separated(3, 2, pieces=2, cluster={"network": NETWORK}, evaluation={"every_samples": 12})
     run = Run(job, workload(job))
     evaluations = run.trace["evaluations"]
@@ -196,7 +197,7 @@ def test_an_evaluation_is_of_both_halves_after_the_same_step():
 
 
 def test_a_target_ends_the_run_two_iterations_later():
-    """Fully-connected workers agree on it as they sum the next gradient, and tell the others in the iteration after."""
+    """Fully-connected workers agree on it with the next gradient sum, and notify the others one iteration later."""
     tables = {"stop": {"target_loss": 0.3}, "evaluation": {"every_samples": 12}}
     job = separated(3, 2, cluster={"network": NETWORK}, **tables)
     trace = Run(job, workload(job)).trace
@@ -216,13 +217,13 @@ def test_the_same_job_gives_the_same_bytes(network):
     assert tables(1) != tables(2)
 
 
-def test_the_network_changes_no_numbers():
+def test_the_network_changes_no_weights():
     job, slow = separated(3, 2, pieces=2), separated(3, 2, pieces=2, cluster={"network": NETWORK})
     assert np.array_equal(trained(job), trained(slow))
 
 
 @pytest.mark.parametrize(("seconds", "fc_share"), [(0.0, 0.5), ([1.0, 0.0, 0.0], 0.0), ([0.0, 1.0, 1.0], 1.0)], ids=str)
-def test_time_must_pass_for_somebody(seconds, fc_share):
+def test_time_must_advance_for_at_least_one_worker(seconds, fc_share):
     """Worker 0 is the fully-connected one."""
     options = {"fc_share": fc_share}
     job = separated(2, 1, seconds=seconds, options=options, workload=TIMING, stop={"seconds": 1.0})

@@ -1,4 +1,4 @@
-"""Halves computed in one process: the numbers of a larger batch, and those of ranks to the bit."""
+"""Separated layers in one process: the numbers of a larger batch, and those of ranks to the bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.unit.simulator.separated import LR, NESTEROV, Run, flat, separated, t
 
 
 def in_one_process(job: Job) -> np.ndarray:
-    """The weights that a plain PyTorch loop comes to with the batches of all convolution workers together."""
+    """Return the weights of a plain PyTorch loop on the joint batches of all convolution workers."""
     n = job.groups.n_convolution
     steps = (
         np.concatenate([batch_indices(job.seed, j, batch_size=4, size=60) for j in range(i * n, (i + 1) * n)])
@@ -33,7 +33,7 @@ def close(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.allclose(a, b, rtol=1e-10, atol=1e-13))
 
 
-# ---- what is computed ----
+# ---- numbers ----
 
 
 @pytest.mark.parametrize("optimizer", [NESTEROV, {"name": "adam", "lr": LR}], ids=["nesterov", "adam"])
@@ -57,7 +57,9 @@ def of_the_wrong_mean(factor):
     def scaled(self, fc):
         loss = compute(self, fc)
         for worker in self._groups.served(fc):
-            self._back[worker] = [gradient * factor(self, fc) for gradient in self._back[worker]]
+            self._activation_gradients[worker] = [
+                gradient * factor(self, fc) for gradient in self._activation_gradients[worker]
+            ]
         return loss
 
     return lambda monkeypatch: monkeypatch.setattr(TwoHalves, "compute", scaled)
@@ -72,7 +74,7 @@ def of_the_wrong_mean(factor):
     ],
     ids=["fully-connected workers' weights", "workers served", "pieces"],
 )
-def test_a_factor_that_is_wrong_leads_elsewhere(broken, monkeypatch):
+def test_a_wrong_factor_gives_other_weights(broken, monkeypatch):
     job = separated(3, 2, pieces=2)
     broken(monkeypatch)
     assert not np.allclose(trained(job), in_one_process(job), rtol=1e-4)
@@ -88,7 +90,7 @@ def test_the_first_layer_has_the_gradient_of_the_whole_model(pieces):
 
 
 class Rank:
-    """A worker with everything of its own, as there would be one a process."""
+    """A worker with its own model, batches, generator and optimizer, as in a process of its own."""
 
     def __init__(self, job: Job, worker: int, number: int, whole: nn.Module) -> None:
         model = copy.deepcopy(whole)
@@ -119,7 +121,7 @@ class Rank:
 
 
 def by_ranks(job: Job) -> list[Rank]:
-    """What ranks do, written down anew."""
+    """Train as ranks do; an independent implementation."""
     groups, pieces = job.groups, job.paradigm.micro_batches
     whole = workload(job, noisy=True, dtype=torch.float32).model
     ranks = [Rank(job, worker, worker - groups.n_fc, whole) for worker in range(groups.n_workers)]

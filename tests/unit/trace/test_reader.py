@@ -156,7 +156,7 @@ def _cut_short(path):
     ("damage", "says"),
     [
         (_no_file, "no such file"),
-        (_a_folder, "not a file"),
+        (_a_folder, "trace.h5: no such file"),
         (_a_text, "not an HDF5 file"),
         (_empty, "not an HDF5 file"),
         (_other_hdf5, "not a trace"),

@@ -166,14 +166,14 @@ def test_what_is_collected_is_a_part_of_the_next_update_and_of_no_other():
     store, slots, _ = make_store(torch.zeros(1), 2)
     for value, weight in ((1.0, 2.0), (10.0, 0.5), (100.0, 1.0)):
         slots[0] = value
-        store.collect(0, weight)
+        store.accumulate(0, weight)
         slots[0] = math.nan  # its worker goes on
     slots[1] = 1000.0
     store.apply([1], 1.0, [3.0], 2.0)
     assert store.weights.tolist() == [-(2.0 + 5.0 + 100.0 + 3000.0) / 2]
     assert store.version == 1
     slots[0] = 4.0
-    store.collect(0, 1.0)
+    store.accumulate(0, 1.0)
     slots[1] = 2.0
     store.apply([1], 1.0, [1.0], 2.0)
     assert store.weights.tolist() == [-1553.5 - 3.0]
@@ -186,7 +186,7 @@ def test_collecting_changes_neither_weights_nor_versions_and_says_that_its_worke
     store, slots, done = make_store(torch.zeros(1), 2)
     buffer, serial = store.pin(0)
     slots.fill_(1.0)
-    store.collect(0, 1.0)
+    store.accumulate(0, 1.0)
     assert (store.weights.tolist(), store.version, done[0]) == ([0.0], 0, serial)
     store.apply([1], 1.0)
     assert store.current == buffer, "in place: nobody reads"
@@ -204,7 +204,7 @@ def test_collecting_is_the_same_sum_in_the_same_order_whatever_the_shards(dtype)
             store, slots, _ = make_store(torch.zeros(101, dtype=dtype)[shard], 2, OptimizerSpec("adam", 0.1))
             for gradient, weight in zip(gradients[:3], weights, strict=False):
                 slots[0] = gradient[shard]
-                store.collect(0, weight)
+                store.accumulate(0, weight)
             slots[1] = gradients[3][shard]
             store.apply([1], 0.1, weights[3:], 4.0)
             result[shard] = store.weights
@@ -330,7 +330,7 @@ def obey(store: Store, slots: torch.Tensor, done: np.ndarray, picks, collects: b
             slots[reader] = pick + 1.0
             expected -= pick + 1.0
         elif event == "collect":
-            store.collect(reader, 1.0)
+            store.accumulate(reader, 1.0)
             contributed.remove(reader)
             idle.add(reader)
         else:
@@ -367,7 +367,7 @@ def test_so_they_do_where_contributions_are_collected(n_workers, picks):
 
 
 def test_what_is_applied_but_not_collected_is_missed(monkeypatch):
-    monkeypatch.setattr(Store, "collect", lambda self, worker, weight: self._has_read(worker))
+    monkeypatch.setattr(Store, "accumulate", lambda self, worker, weight: self._has_read(worker))
     with pytest.raises(AssertionError, match="every contribution counts once"):
         obey(*make_store(torch.zeros(2), 3), many_picks()[:999], collects=True)
 

@@ -5,21 +5,18 @@ Points are pushes (at most a few thousand of them, drawn at random), the line is
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
-import plotting
 from matplotlib.ticker import MaxNLocator
 
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 BINS = 60
 
 
-def draw(traces: list[Trace], folder: Path) -> None:
+def draw(traces: list[Trace]) -> list[Drawing]:
     names = plotting.labels(traces)
     looks = plotting.styles(traces)
     height = 0.5 + max(1.25, 2.2 - 0.3 * len(traces)) * len(traces)
@@ -47,7 +44,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     axes[-1, 1].set_xlabel("share of pushes")
     columns = ["trace", "drawn", "now_s", "worker", "staleness_updates", "bin_updates", "share"]
     frame = pd.concat(frames)[columns].astype({"worker": "Int64", "bin_updates": "Int64"})
-    plotting.save(figure, frame, folder, "staleness")
+    return [Drawing(figure, frame)]
 
 
 def histogram(staleness: pd.Series) -> pd.DataFrame:
@@ -56,9 +53,3 @@ def histogram(staleness: pd.Series) -> pd.DataFrame:
     share = np.bincount(staleness // bin_updates) / len(staleness)
     middle = np.arange(len(share)) * bin_updates + (bin_updates - 1) / 2
     return pd.DataFrame({"staleness_updates": middle, "bin_updates": bin_updates, "share": share})
-
-
-main = partial(plotting.main, draw, __doc__, {})
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -7,20 +7,18 @@ is left out of it. Iterations and the slowest are counted from the pushes, not r
 from __future__ import annotations
 
 import math
-import sys
-from functools import partial
-from pathlib import Path
 
 import pandas as pd
-import plotting
 from matplotlib.ticker import MaxNLocator
 
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.paradigms import ParadigmOptions
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 
-def draw(traces: list[Trace], folder: Path) -> None:
+def draw(traces: list[Trace]) -> list[Drawing]:
     names = plotting.labels(traces)
     height = 0.5 + max(1.25, 2.2 - 0.3 * len(traces)) * len(traces)
     figure, axes = plotting.panels(len(traces), height=height, sharex=True)
@@ -28,7 +26,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     for axis, trace, name, look in zip(axes[:, 0], traces, names, plotting.styles(traces), strict=True):
         plotting.require_server(trace)
         recount = Recount(trace)
-        pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_gap)
+        pushes = pd.DataFrame(recount.pushes[["now_s", "worker"]]).assign(push_gap_iters=recount.push_lead)
         if not len(pushes):
             raise TraceError(f"{trace.path}: nothing to draw: no push to count")
         points = plotting.thinned(pushes).assign(drawn="point")
@@ -50,7 +48,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     figure.supylabel("iterations ahead of the slowest", fontsize=8)
     frame = pd.concat(frames).astype({"worker": "Int64", "bound_iters": "Int64"})
     columns = ["trace", "drawn", "now_s", "worker", "push_gap_iters", "bound_iters"]
-    plotting.save(figure, frame[columns], folder, "gaps")
+    return [Drawing(figure, frame[columns])]
 
 
 def push_gap_bound(paradigm: ParadigmOptions) -> int | None:
@@ -61,13 +59,7 @@ def push_gap_bound(paradigm: ParadigmOptions) -> int | None:
         case "easgd" if paradigm.synchronous:
             return 1
         case "ssp":
-            return paradigm.staleness + 1 if math.isfinite(paradigm.staleness) else None
+            return int(paradigm.staleness) + 1 if math.isfinite(paradigm.staleness) else None
         case "dssp" if paradigm.mode == "bounded":
             return paradigm.staleness_max + 1
     return None
-
-
-main = partial(plotting.main, draw, __doc__, {})
-
-if __name__ == "__main__":
-    sys.exit(main())

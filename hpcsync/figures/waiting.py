@@ -6,21 +6,19 @@ Workers wait for grants, or without a server for each other.
 from __future__ import annotations
 
 import math
-import sys
 import textwrap
-from functools import partial
-from pathlib import Path
 
 import pandas as pd
-import plotting
 
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 COLUMNS = {"compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
 INK = {"transfer": "white"}  # on the colours of the bars; elsewhere black
 
 
-def draw(traces: list[Trace], folder: Path, workers: int = 16) -> None:
+def draw(traces: list[Trace], workers: int = 16) -> list[Drawing]:
     frames = []
     for name, trace in zip(plotting.labels(traces), traces, strict=True):
         frames.append(shares(trace, workers).assign(trace=name))
@@ -60,7 +58,7 @@ def draw(traces: list[Trace], folder: Path, workers: int = 16) -> None:
     frame = pd.concat(frames)
     seconds = list(COLUMNS.values())
     columns = ["trace", "worker", *seconds, *(f"{activity}_share" for activity in COLUMNS)]
-    plotting.save(figure, frame[columns], folder, "waiting")
+    return [Drawing(figure, frame[columns])]
 
 
 def shares(trace: Trace, workers: int) -> pd.DataFrame:
@@ -73,9 +71,3 @@ def shares(trace: Trace, workers: int) -> pd.DataFrame:
     for activity, column in COLUMNS.items():
         frame[f"{activity}_share"] = frame[column] / total_s
     return frame.rename_axis("worker").reset_index()
-
-
-main = partial(plotting.main, draw, __doc__, plotting.workers_option(16))
-
-if __name__ == "__main__":
-    sys.exit(main())

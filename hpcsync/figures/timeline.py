@@ -12,27 +12,28 @@ between iterations, and what follows a worker's last transfer.
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import plotting
 
+from hpcsync.config.stanza import StanzaOptions
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 BARS = 20_000
 ITERATIONS = 8  # of the slowest worker, in the window that is shown if none is asked for
 
 
-def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0.0, to_s: float | None = None) -> None:
-    frames, rows = [], []
+def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: float | None = None) -> list[Drawing]:
+    frames, rows, ends_s = [], [], []
     for name, trace in zip(plotting.labels(traces), traces, strict=True):
         reports = plotting.iterations(trace)
+        ends_s.append(float(reports["end_s"].max()))
         shown = plotting.pick(range(trace.n_workers), workers)
         drawn = bars if trace.job.has_servers else bars_of_exchanges
-        if trace.job.paradigm.name == "stanza":
+        if isinstance(trace.job.paradigm, StanzaOptions):
             drawn = partial(bars_of_halves, first=first_shares(trace))
         frames.append(drawn(reports[reports["worker"].isin(shown)]).assign(trace=name))
         rows.append({worker: row for row, worker in enumerate(shown)})
@@ -52,19 +53,24 @@ def draw(traces: list[Trace], folder: Path, workers: int = 16, from_s: float = 0
         sharex=True,
         height_ratios=[n + 1 for n in n_rows],
     )
-    for axis, frame, place in zip(axes[:, 0], frames, rows, strict=True):
+    notes = []
+    for axis, frame, place, end_s in zip(axes[:, 0], frames, rows, ends_s, strict=True):
         for activity, colour in plotting.ACTIVITY_COLOURS.items():
             some = frame[frame["activity"] == activity]
             left, width = some["begin_s"], some["end_s"] - some["begin_s"]
             seam = 0.3 * (activity == "compute")  # points of white between iterations that follow at once
             axis.barh(some["worker"].map(place), width, 0.8, left=left, color=colour, ec="white", lw=seam, snap=False)
-        axis.set(title=frame["trace"].iloc[0], ylabel="worker", xlim=(from_s, to_s), ylim=(len(place) - 0.4, -0.6))
+        title, part = frame["trace"].iloc[0], window(from_s, to_s, end_s)
+        if part is not None:
+            notes.append(f"{title}: shows {part}; --from and --to choose the part")
+            title += f": {part}"
+        axis.set(title=title, ylabel="worker", xlim=(from_s, to_s), ylim=(len(place) - 0.4, -0.6))
         axis.set_yticks(list(place.values()), list(place))
         axis.tick_params(axis="y", length=0)
     axes[-1, 0].set_xlabel("time (s)")
     plotting.legend_of_activities(figure)
     columns = ["trace", "worker", "iteration", "activity", "begin_s", "end_s"]
-    plotting.save(figure, pd.concat(frames)[columns], folder, "timeline")
+    return [Drawing(figure, pd.concat(frames)[columns], notes=tuple(notes))]
 
 
 def bars(pushes: pd.DataFrame) -> pd.DataFrame:
@@ -106,7 +112,9 @@ def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
 def first_shares(trace: Trace) -> np.ndarray:
     """Where layers are separated: what share of its computation a worker makes before it waits. Shape (n_workers,)."""
     is_fc = np.arange(trace.n_workers) < trace.job.groups.n_fc
-    return np.where(is_fc, 0.0, trace.job.paradigm.forward_share)
+    paradigm = trace.job.paradigm
+    assert isinstance(paradigm, StanzaOptions)
+    return np.where(is_fc, 0.0, paradigm.forward_share)
 
 
 def bars_of_halves(rows: pd.DataFrame, first: np.ndarray) -> pd.DataFrame:
@@ -138,17 +146,13 @@ def after_iterations(frame: pd.DataFrame, from_s: float) -> float:
     return float(ends.head(ITERATIONS).groupby(frame["worker"]).last().max())
 
 
+def window(from_s: float, to_s: float, end_s: float) -> str | None:
+    """The window as a part of a run whose last computation ends at `end_s`; None if it shows the whole run."""
+    if from_s <= 0 and to_s >= end_s:
+        return None
+    return f"{from_s:.4g} to {min(to_s, end_s):.4g} s of {end_s:.4g} s"
+
+
 def cut(frame: pd.DataFrame, from_s: float, to_s: float) -> pd.DataFrame:
     frame = frame[(frame["end_s"] > from_s) & (frame["begin_s"] < to_s)]
     return frame.assign(begin_s=frame["begin_s"].clip(lower=from_s), end_s=frame["end_s"].clip(upper=to_s))
-
-
-OPTIONS = {
-    **plotting.workers_option(16),
-    "--from": {"dest": "from_s", "metavar": "S", "type": float, "default": 0.0, "help": "default: 0"},
-    "--to": {"dest": "to_s", "metavar": "S", "type": float, "help": f"default: after {ITERATIONS} iterations"},
-}
-main = partial(plotting.main, draw, __doc__, OPTIONS)
-
-if __name__ == "__main__":
-    sys.exit(main())

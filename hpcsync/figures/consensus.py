@@ -6,18 +6,15 @@ is logarithmic a distance of 0 has no place: a line has a gap there.
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
-import plotting
 
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 
-def draw(traces: list[Trace], folder: Path) -> None:
+def draw(traces: list[Trace]) -> list[Drawing]:
     names, looks = plotting.labels(traces), plotting.styles(traces)
     frames = [distances(trace).assign(trace=name) for name, trace in zip(names, traces, strict=True)]
     frame = pd.concat(frames)[["trace", "now_s", "samples", "consensus_distance"]]
@@ -34,7 +31,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
         axis.set_yscale("log")
     axis.set(xlabel="time (s)", ylabel="consensus distance", xlim=(0, None))
     figure.legend(loc="outside upper center", ncols=min(n_columns, len(names)))
-    plotting.save(figure, frame, folder, "consensus")
+    return [Drawing(figure, frame)]
 
 
 def distances(trace: Trace) -> pd.DataFrame:
@@ -44,9 +41,3 @@ def distances(trace: Trace) -> pd.DataFrame:
     if not len(known):
         raise TraceError(f"{trace.path}: nothing to draw: no consensus distance in this run, {plotting.label(trace)}")
     return known.sort_values("now_s")
-
-
-main = partial(plotting.main, draw, __doc__, {})
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,19 +5,17 @@ k of all traces that have one, as steps; then, for every trace whose batches wer
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from pathlib import Path
-
 import pandas as pd
-import plotting
 from matplotlib.ticker import MaxNLocator
 
+from hpcsync.config.paradigms import FirstKOptions
 from hpcsync.core.batch_sizes import sizes_at_first
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 
-def draw(traces: list[Trace], folder: Path, workers: int = 8) -> None:
+def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
     names, looks = plotting.labels(traces), plotting.styles(traces)
     has_k, gives_out = ([trace for trace in traces if has(trace)] for has in (has_own_k, gives_batches_out))
     if not has_k and not gives_out:
@@ -50,11 +48,11 @@ def draw(traces: list[Trace], folder: Path, workers: int = 8) -> None:
     axes[-1, 0].set(xlabel="time (s)", xlim=(0, None))
     frame = pd.concat(frames)
     whole = [column for column in ("k", "worker", "batch_size") if column in frame]
-    plotting.save(figure, frame.astype(dict.fromkeys(whole, "Int64")), folder, "adaptive")
+    return [Drawing(figure, frame.astype(dict.fromkeys(whole, "Int64")))]
 
 
 def has_own_k(trace: Trace) -> bool:
-    return hasattr(trace.job.paradigm, "k")
+    return isinstance(trace.job.paradigm, FirstKOptions)
 
 
 def gives_batches_out(trace: Trace) -> bool:
@@ -64,7 +62,9 @@ def gives_batches_out(trace: Trace) -> bool:
 def steps_of_k(trace: Trace) -> pd.DataFrame:
     """now_s, k: from then on; the last row is the end of the run, at its last update."""
     decisions = of_controller(trace, "k")
-    k = [trace.job.paradigm.k_at_first(trace.n_workers), *decisions["chosen"].astype(int)]
+    paradigm = trace.job.paradigm
+    assert isinstance(paradigm, FirstKOptions)
+    k = [paradigm.k_at_first(trace.n_workers), *decisions["chosen"].astype(int)]
     return pd.DataFrame({"now_s": [0.0, *decisions["now_s"], _end_s(trace)], "k": [*k, k[-1]]})
 
 
@@ -86,9 +86,3 @@ def of_controller(trace: Trace, name: str) -> pd.DataFrame:
 def _end_s(trace: Trace) -> float:
     updates = trace.tables["updates"]
     return float(updates["now_s"][-1]) if len(updates) else 0.0
-
-
-main = partial(plotting.main, draw, __doc__, plotting.workers_option(8))
-
-if __name__ == "__main__":
-    sys.exit(main())

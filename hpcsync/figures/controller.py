@@ -6,14 +6,13 @@ One figure per trace, one row per worker that asked it. A stem joins r* and the 
 from __future__ import annotations
 
 import re
-import sys
-from functools import partial
-from pathlib import Path
 
 import pandas as pd
-import plotting
 from matplotlib.ticker import MaxNLocator
 
+from hpcsync.config.paradigms import DsspOptions
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 POINTS = 500  # a worker
@@ -31,18 +30,20 @@ COLUMNS = {
 WHOLE = ("gap_iters", "r_star_iters", "credits_iters", "slowest_worker")
 
 
-def draw(traces: list[Trace], folder: Path, workers: int = 8) -> None:
+def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
     for trace in traces:
-        if trace.job.paradigm.name != "dssp" or not len(trace.tables["decisions"]):
+        if not isinstance(trace.job.paradigm, DsspOptions) or not len(trace.tables["decisions"]):
             raise TraceError(
                 f"{trace.path}: nothing to draw: no controller decided in this run, {plotting.label(trace)}"
             )
-    for name, trace in zip(plotting.labels(traces), traces, strict=True):
-        tail = re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") if len(traces) > 1 else ""
-        draw_one(trace, name, folder, f"controller{tail}", workers)
+    tails = [re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") for name in plotting.labels(traces)]
+    return [
+        draw_one(trace, name, tail if len(traces) > 1 else "", workers)
+        for trace, name, tail in zip(traces, plotting.labels(traces), tails, strict=True)
+    ]
 
 
-def draw_one(trace: Trace, name: str, folder: Path, stem: str, workers: int) -> None:
+def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
     decisions = trace.frame("decisions")[list(COLUMNS)].rename(columns=COLUMNS)
     asked = sorted(decisions["worker"].unique())
     shown = plotting.pick(asked, workers)
@@ -65,7 +66,9 @@ def draw_one(trace: Trace, name: str, folder: Path, stem: str, workers: int) -> 
         intervals.plot(now_s, rows["slowest_interval_s"], **cross, label="the slowest worker's")
         intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="its own")
         extra.set_ylabel(f"worker {worker}")
-    top = trace.job.paradigm.staleness_max - trace.job.paradigm.staleness_min
+    paradigm = trace.job.paradigm
+    assert isinstance(paradigm, DsspOptions)
+    top = paradigm.staleness_max - paradigm.staleness_min
     axes[0, 0].set_ylim(-0.06 * top - 0.2, 1.06 * top + 0.2)
     axes[0, 0].yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes[0, 1].set_ylim(bottom=0)
@@ -78,10 +81,4 @@ def draw_one(trace: Trace, name: str, folder: Path, stem: str, workers: int) -> 
             loc="lower right", bbox_to_anchor=(1, 1), borderaxespad=0.1, ncols=2, handletextpad=0.2, handlelength=1.2
         )
     figure.suptitle(name, fontsize=8, fontweight="bold", x=0.01, ha="left")
-    plotting.save(figure, pd.concat(frames).astype(dict.fromkeys(WHOLE, "Int64")), folder, stem)
-
-
-main = partial(plotting.main, draw, __doc__, plotting.workers_option(8))
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return Drawing(figure, pd.concat(frames).astype(dict.fromkeys(WHOLE, "Int64")), tail)

@@ -1,13 +1,12 @@
-"""What the figures share: colours and sizes, names for traces, the three files of a figure, and the command line."""
+"""What the figures share: colours and sizes, names for traces, and the files of a figure."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -15,7 +14,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hpcsync.trace.reader import Trace, TraceError, load
+from hpcsync.trace.reader import Trace, TraceError
 
 PAGE_INCHES, COLUMN_INCHES = 7.0, 3.4
 POINTS = 2000  # of a scatter; more would be ink, not knowledge
@@ -36,30 +35,35 @@ PARADIGM_COLOURS = {
     "k-batch-sync": "#999933",
     "k-async": "#AA4499",
     "k-batch-async": "#332288",
+    "ashl": "#44AA99",
+    "adsp": "#DDCC77",
 }
 BY = {"state": "state", "loss": "loss", "min": "state and loss"}  # what chooses k
 ACTIVITY_COLOURS = {"compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
 GREY = "#767676"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # of the first, second ... trace of a paradigm
 
-matplotlib.rcParams.update(
-    {
-        "font.size": 8,
-        "axes.titlesize": 8,
-        "axes.titleweight": "bold",
-        "axes.titlelocation": "left",
-        "axes.linewidth": 0.6,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "xtick.major.width": 0.6,
-        "ytick.major.width": 0.6,
-        "lines.linewidth": 1.4,
-        "legend.frameon": False,
-        "legend.handlelength": 2.2,
-        "savefig.dpi": 300,
-        "svg.hashsalt": "hpcsync",
-    }
-)
+STYLE: Any = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.4,
+    "legend.frameon": False,
+    "legend.handlelength": 2.2,
+    "savefig.dpi": 300,
+    "svg.hashsalt": "hpcsync",
+}
+
+
+def style() -> AbstractContextManager[None]:
+    """matplotlib's settings for these figures, for a `with` block; afterwards those of the caller hold again."""
+    return matplotlib.rc_context(STYLE)
 
 
 def label(trace: Trace) -> str:
@@ -124,18 +128,6 @@ def styles(traces: Sequence[Trace]) -> list[dict[str, Any]]:
     return found
 
 
-def open_traces(paths: Sequence[str | Path]) -> list[Trace]:
-    """The traces in these files or folders of runs. Raises TraceError, in one line that names the file."""
-    files = [Path(path) / "trace.h5" if Path(path).is_dir() else Path(path) for path in paths]
-    for n, file in enumerate(files):
-        if file.resolve() in [earlier.resolve() for earlier in files[:n]]:
-            raise TraceError(f"{file}: given twice")
-    traces = [load(file) for file in files]
-    for trace in traces:
-        _ = trace.job  # a trace whose job cannot be read is refused before anything is drawn
-    return traces
-
-
 def table(trace: Trace, name: str) -> pd.DataFrame:
     """A table of the trace that has rows; TraceError if it has none."""
     if name == "pushes":
@@ -193,47 +185,56 @@ def percent(share: float, _: object = None) -> str:
     return f"{100 * share:g} %"
 
 
+class Drawing(NamedTuple):
+    """A figure, the data that it shows, and what else there is to say.
+
+    tail: what distinguishes its file from those of the other figures of the same traces. notes: lines for the terminal.
+    """
+
+    figure: Figure
+    data: pd.DataFrame
+    tail: str = ""
+    notes: tuple[str, ...] = ()
+
+
+KINDS = ("png", "svg", "pdf", "csv")  # of a file; without one of these suffixes `write` makes png, svg and csv
+
+
+def write(drawing: Drawing, path: Path) -> list[Path]:
+    """Write a figure and the data that it shows. The same data give the same bytes.
+
+    Parameters
+    ----------
+    drawing
+        The figure. Its tail is appended to the name of the file.
+    path
+        A file that ends in one of `KINDS`; without a suffix the figure is written as PNG and SVG and its data as CSV.
+        The folder is made if it is missing.
+
+    Returns
+    -------
+    list of Path
+        The files that were written.
+
+    Raises
+    ------
+    OSError
+        If a file cannot be written.
+    """
+    kinds = [path.suffix[1:]] if path.suffix else ["png", "svg", "csv"]
+    files = [path.with_name(f"{path.stem}{drawing.tail}.{kind}") for kind in kinds]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with style():
+        for file, kind in zip(files, kinds, strict=True):
+            if kind == "csv":
+                drawing.data.to_csv(file, index=False, lineterminator="\n")
+            else:
+                undated = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
+                drawing.figure.savefig(file, metadata=undated)
+    return files
+
+
 def save(figure: Figure, frame: pd.DataFrame, folder: Path, stem: str) -> None:
-    """Write the figure as PNG and SVG and the data that it shows as CSV. The same data give the same bytes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    figure.savefig(folder / f"{stem}.png")
-    figure.savefig(folder / f"{stem}.svg", metadata={"Date": None})
-    frame.to_csv(folder / f"{stem}.csv", index=False, lineterminator="\n")
+    """Write a figure as PNG and SVG and the data that it shows as CSV into a folder, and print their names."""
+    write(Drawing(figure, frame), folder / stem)
     print(f"{folder / stem}.png, .svg, .csv")
-
-
-def main(
-    draw: Callable[..., None],
-    about: str | None,
-    options: Mapping[str, Mapping[str, Any]],
-    argv: Sequence[str] | None = None,
-) -> int:
-    """The command line of a script: `draw(traces, folder, **options)`. Returns the exit status."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", metavar="TRACE", nargs="+", help="a trace.h5, or the folder of a run")
-    parser.add_argument("-o", "--out", metavar="FOLDER", type=Path, default=Path("figures"), help="default: figures")
-    for name, how in options.items():
-        parser.add_argument(name, **how)
-    asked = vars(parser.parse_args(argv))
-    paths, folder = asked.pop("traces"), asked.pop("out")
-    try:
-        draw(open_traces(paths), folder, **asked)
-    except TraceError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"{error.filename or folder}: {error.strerror or error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def count(text: str) -> int:
-    """A number of things on the command line, at least 1."""
-    if (number := int(text)) < 1:
-        raise ValueError
-    return number
-
-
-def workers_option(most: int) -> dict[str, dict[str, Any]]:
-    about = f"show at most N workers of a run, evenly picked; default: {most}"
-    return {"--workers": {"metavar": "N", "type": count, "default": most, "help": about}}

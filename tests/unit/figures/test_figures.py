@@ -1,15 +1,23 @@
 """Figures of small traces: three files each, and in the CSV exactly what a count by hand gives."""
 
+import builtins
 import dataclasses
-import importlib
 import math
-import subprocess
 import sys
+from pathlib import Path
 
+import matplotlib
 import numpy as np
 import pandas as pd
 import pytest
+from click.testing import Result
+from typer.testing import CliRunner
 
+from hpcsync import figures
+from hpcsync.cli.app import app
+from hpcsync.config.job import KINDS
+from hpcsync.figures import accuracy, gaps, plotting, staleness, timeline
+from hpcsync.report.summary import summarize
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace import peer_recorder
@@ -45,12 +53,18 @@ def with_seed(trace, seed):
     return dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
 
 
-def draw(script, folder, *arguments, stem=None):
-    """Run the script's main; what its CSV holds."""
+def hpcsync(*arguments) -> Result:
+    return CliRunner().invoke(app, [*map(str, arguments)])
+
+
+def draw(name, folder, *arguments, stem=None):
+    """Run `hpcsync figure`; what its CSV holds."""
     out = folder / "figures"
-    assert importlib.import_module(script).main([*map(str, arguments), "-o", str(out)]) == 0
-    files = [out / f"{stem or script}.{kind}" for kind in ("png", "svg", "csv")]
+    result = hpcsync("figure", name, *arguments, "--out", out / name)
+    assert (result.exit_code, result.stderr) == (0, ""), result.exception
+    files = [out / f"{stem or name}.{kind}" for kind in ("png", "svg", "csv")]
     assert all(file.stat().st_size for file in files)
+    assert result.stdout.splitlines()[-1].endswith(", ".join(map(str, files))) or stem
     return pd.read_csv(files[-1])
 
 
@@ -75,7 +89,6 @@ def test_staleness_counts_applied_pushes_only(tmp_path):
 
 
 def test_wide_histograms_have_bins_of_whole_updates():
-    staleness = importlib.import_module("staleness")
     bars = staleness.histogram(pd.Series([0, 1, 2, 3, 119]))
     assert bars["bin_updates"].unique().tolist() == [2]
     assert bars[bars["share"] > 0].values.tolist() == [[0.5, 2, 0.4], [2.5, 2, 0.4], [118.5, 2, 0.2]]
@@ -103,9 +116,9 @@ def test_gaps_are_counted_from_all_pushes(tmp_path):
     ],
 )
 def test_the_bound_is_that_of_the_paradigm(paradigm, bound_iters):
-    gaps, trace = importlib.import_module("gaps"), record(paradigm, (1.0, 1.0, 5.0), updates=60)
+    trace = record(paradigm, (1.0, 1.0, 5.0), updates=60)
     assert gaps.push_gap_bound(trace.job.paradigm) == bound_iters
-    largest = gaps.Recount(trace).push_gap.max()
+    largest = gaps.Recount(trace).push_lead.max()
     assert largest > 6 if bound_iters is None else largest == bound_iters  # and the runs reach it, or exceed them all
 
 
@@ -154,7 +167,7 @@ def two_pushes(begin_s):
 
 
 def bars(begin_s):
-    frame = importlib.import_module("timeline").bars(two_pushes(begin_s))
+    frame = timeline.bars(two_pushes(begin_s))
     return frame[["activity", "iteration", "begin_s", "end_s"]].values.tolist()
 
 
@@ -254,9 +267,9 @@ def test_adaptive_shows_k_alone_where_batches_are_equal(tmp_path):
     assert frame.loc[frame["trace"] == "k-sync, k = 2", "k"].tolist() == [2, 2]
 
 
-def test_where_nothing_is_chosen_adaptive_has_nothing_to_show(tmp_path, capsys):
+def test_where_nothing_is_chosen_adaptive_has_nothing_to_show(tmp_path):
     run = write(tmp_path, record("ssp"))
-    assert refused("adaptive", capsys, run).endswith("nothing is chosen in this run, SSP, s = 2\n")
+    assert refused("adaptive", run).endswith("nothing is chosen in this run, SSP, s = 2\n")
 
 
 # ---- without servers ----
@@ -283,12 +296,11 @@ def test_consensus_of_workers_that_always_agree_can_be_drawn(tmp_path):
     ].any()
 
 
-def test_unknown_distances_are_left_out(tmp_path, gossip, capsys):
+def test_unknown_distances_are_left_out(tmp_path, gossip):
     frame = draw("consensus", tmp_path, write(tmp_path, edit(gossip, "evaluations", 0, consensus_distance=math.nan)))
     assert len(frame) == len(gossip.tables["evaluations"]) - 1
-    capsys.readouterr()
     run = write(tmp_path, record("ssp"), "served")
-    assert refused("consensus", capsys, run).endswith("no consensus distance in this run, SSP, s = 2\n")
+    assert refused("consensus", run).endswith("no consensus distance in this run, SSP, s = 2\n")
 
 
 def test_waiting_sums_exchanges(tmp_path):
@@ -357,16 +369,14 @@ def test_accuracy_of_workers_with_weights_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["staleness", "gaps", "controller"])
-def test_without_a_server_nothing_was_pushed_and_nobody_decided(script, tmp_path, gossip, capsys):
+def test_without_a_server_nothing_was_pushed_and_nobody_decided(script, tmp_path, gossip):
     run = write(tmp_path, gossip)
     what = "no controller decided" if script == "controller" else "no server, and no pushes,"
     says = f"{run}/trace.h5: nothing to draw: {what} in this run, gossip, push-sum, every 2\n"
-    assert refused(script, capsys, run) == says
+    assert refused(script, run) == says
 
 
 def test_names_of_paradigms():
-    plotting = importlib.import_module("plotting")
-
     def name(**paradigm):
         return plotting.label(peer_recorder.record(paradigm, samples=8))
 
@@ -375,6 +385,7 @@ def test_names_of_paradigms():
     assert name(name="local-sgd", steps=5, outer_lr=0.7, outer_momentum=0.9) == "DiLoCo, 5 steps"
     colours = plotting.PARADIGM_COLOURS
     assert len(set(colours.values())) == len(colours)
+    assert set(colours) == set(KINDS["paradigm"])
 
 
 # ---- what all figures share ----
@@ -395,7 +406,7 @@ def test_the_same_traces_give_the_same_bytes(script, tmp_path):
 
 
 def test_thinning_keeps_few_rows_in_their_order():
-    plotting, frame = importlib.import_module("plotting"), pd.DataFrame({"n": range(10_000)})
+    frame = pd.DataFrame({"n": range(10_000)})
     thin = plotting.thinned(frame)
     assert len(thin) == plotting.POINTS and thin["n"].is_monotonic_increasing and thin["n"].is_unique
     assert plotting.thinned(frame.head(7)).equals(frame.head(7))
@@ -404,7 +415,6 @@ def test_thinning_keeps_few_rows_in_their_order():
 
 
 def test_no_extreme_falls_out_of_a_bin():
-    plotting = importlib.import_module("plotting")
     frame = pd.DataFrame({"now_s": np.arange(12_345.0), "y": np.zeros(12_345)})
     frame.loc[7_777, "y"] = 5.0
     bins = plotting.binned(frame, "y")
@@ -412,7 +422,6 @@ def test_no_extreme_falls_out_of_a_bin():
 
 
 def test_names_tell_traces_apart_and_say_no_more(tmp_path):
-    plotting = importlib.import_module("plotting")
     asp, dssp, paper = (record(paradigm) for paradigm in ("asp", "dssp", "paper"))
     assert plotting.labels([asp, dssp, paper]) == ["ASP", "DSSP, s = 1 to 5", "DSSP, s = 1 to 5, paper mode"]
     assert plotting.labels([asp, dssp, with_seed(asp, 7)]) == ["ASP, seed 0", "DSSP, s = 1 to 5", "ASP, seed 7"]
@@ -423,7 +432,6 @@ def test_names_tell_traces_apart_and_say_no_more(tmp_path):
 
 
 def test_a_paradigm_has_one_colour_and_its_traces_several_dashes():
-    plotting = importlib.import_module("plotting")
     looks = plotting.styles([record(paradigm) for paradigm in ("dssp", "bsp", "paper")])
     assert looks[0]["color"] == looks[2]["color"] != looks[1]["color"]
     assert looks[0]["linestyle"] != looks[2]["linestyle"]
@@ -432,52 +440,135 @@ def test_a_paradigm_has_one_colour_and_its_traces_several_dashes():
 # ---- bad input: one line that names the file, status 2 ----
 
 
-def refused(script, capsys, *arguments):
-    assert importlib.import_module(script).main([*map(str, arguments)]) == 2
-    out, err = capsys.readouterr()
-    assert not out and err.count("\n") == 1
-    return err
+def refused(name, *arguments):
+    result = hpcsync("figure", name, *arguments)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    return result.stderr.removeprefix("hpcsync: ")
 
 
-SCRIPTS = ["accuracy", "timeline", "waiting", "staleness", "gaps", "controller", "consensus", "adaptive"]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_bad_input_is_one_line_that_names_the_file(script, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("script", figures.FIGURES)
+def test_bad_input_is_one_line_that_names_the_file(script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.txt").write_text("no trace")
     run = write(tmp_path, record("bsp"))
     with TraceWriter(tmp_path / "rows.h5", run_attributes(record("bsp"))):
         pass
-    assert refused(script, capsys, "missing") == "missing: no such file\n"
-    assert refused(script, capsys, "notes.txt") == "notes.txt: not a trace (not an HDF5 file)\n"
-    assert refused(script, capsys, run, run / "trace.h5") == f"{run}/trace.h5: given twice\n"
-    assert refused(script, capsys, "rows.h5").startswith("rows.h5: nothing to draw")
+    assert refused(script, "missing") == "missing: no such file\n"
+    assert refused(script, "notes.txt") == "notes.txt: not a trace (not an HDF5 file)\n"
+    assert refused(script, run, run / "trace.h5") == f"{run}/trace.h5: given twice\n"
+    assert refused(script, "rows.h5").startswith("rows.h5: nothing to draw")
     assert not (tmp_path / "figures").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path, capsys):
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
-    assert str(run / "trace.h5") in refused("waiting", capsys, run, "-o", run / "trace.h5")
+    assert str(run / "trace.h5") in refused("waiting", run, "--out", run / "trace.h5" / "f.png")
 
 
-def test_a_window_without_anything_is_refused(tmp_path, capsys):
+def test_a_window_without_anything_is_refused(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
-    assert "nothing to draw in this window" in refused("timeline", capsys, run, "--from", 100)
+    assert "nothing to draw in this window" in refused("timeline", run, "--from", 100)
 
 
-def test_controllers_are_asked_of_dssp_only(tmp_path, capsys):
+def test_controllers_are_asked_of_dssp_only(tmp_path):
     run = write(tmp_path, record("ssp"))
-    assert refused("controller", capsys, run).endswith("no controller decided in this run, SSP, s = 2\n")
+    assert refused("controller", run).endswith("no controller decided in this run, SSP, s = 2\n")
 
 
-def test_a_script_runs_by_itself(tmp_path, scripts):
+def test_without_out_files_are_in_the_folder_figures(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = hpcsync("figure", "waiting", write(tmp_path, counted(*ROUNDS)))
+    assert result.stdout == "figures/waiting.png, figures/waiting.svg, figures/waiting.csv\n"
+    assert {file.name for file in (tmp_path / "figures").iterdir()} == {"waiting.png", "waiting.svg", "waiting.csv"}
+
+
+def test_the_suffix_of_out_is_the_kind_of_the_file(tmp_path):
+    run, new = write(tmp_path, counted(*ROUNDS)), tmp_path / "new"
+    for suffix, begin in ((".png", b"\x89PNG"), (".pdf", b"%PDF"), (".svg", b"<?xml"), (".csv", b"trace,")):
+        file = new / f"share{suffix}"
+        assert hpcsync("figure", "waiting", run, "--out", file).stdout == f"{file}\n"
+        assert file.read_bytes().startswith(begin)
+    assert len(list(new.iterdir())) == 4
+    assert hpcsync("figure", "waiting", run, "--out", new).exit_code == 0  # a folder: named as the figure
+    assert len(list(new.glob("waiting.*"))) == 3
+
+
+def test_what_is_asked_for_wrongly_is_refused_in_one_line(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
-    done = subprocess.run([sys.executable, scripts / "waiting.py", run], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == "figures/waiting.png, .svg, .csv\n"
-    assert sorted(file.name for file in (tmp_path / "figures").iterdir()) == [
-        "waiting.csv",
-        "waiting.png",
-        "waiting.svg",
-    ]
+    assert refused("acuracy", run).startswith("figure acuracy: unknown; must be one of accuracy, adaptive,")
+    assert refused("accuracy").startswith("figure accuracy: RUN is missing")
+    assert refused("accuracy", run, "--out", "x.jpeg").startswith("--out x.jpeg: must end in .png, .svg, .pdf or .csv")
+    line = "figure accuracy: --from: must be left out; these figures take it: timeline\n"
+    assert refused("accuracy", run, "--from", 1) == line
+    assert "NAME is missing" in hpcsync("figure").stderr
+
+
+def test_figures_are_listed():
+    lines = hpcsync("figure", "--list").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(figures.FIGURES)
+    text = hpcsync("figure", "--help").stdout
+    assert all(line in text for line in lines)
+    modules = {path.stem for path in Path(plotting.__file__).parent.glob("*.py")} - {"__init__", "plotting"}
+    assert modules == set(figures.FIGURES)
+
+
+@pytest.mark.parametrize("package", figures.EXTRA)
+def test_a_missing_package_is_one_line_with_the_command(package, tmp_path, monkeypatch):
+    find = builtins.__import__
+
+    def without(name, *rest, **more):
+        if name.split(".")[0] == package:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=package)
+        return find(name, *rest, **more)
+
+    for name in [name for name in sys.modules if name.startswith("hpcsync.figures.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(builtins, "__import__", without)
+    says = f"figure waiting: needs {package}, which is not installed: pip install 'hpcsync[analysis]'\n"
+    assert refused("waiting", write(tmp_path, counted(*ROUNDS))) == says
+
+
+def test_the_caller_s_own_figures_keep_their_settings(tmp_path):
+    before = dict(matplotlib.rcParams)
+    draw("waiting", tmp_path, write(tmp_path, counted(*ROUNDS)))
+    assert dict(matplotlib.rcParams) == before
+
+
+# ---- what a figure says of itself ----
+
+
+def title(drawing):
+    return drawing.figure.axes[0].get_title(loc="left")
+
+
+def test_timeline_says_which_part_of_the_run_it_shows(tmp_path):
+    trace = counted(*ROUNDS)  # its last computation ends at 6 s
+    (whole,) = figures.draw("timeline", [trace], to_s=6.0)
+    (part,) = figures.draw("timeline", [trace], from_s=1.5, to_s=2.25)
+    assert (title(whole), whole.notes) == ("BSP", ())
+    assert title(part) == "BSP: 1.5 to 2.25 s of 6 s"
+    assert part.notes == ("BSP: shows 1.5 to 2.25 s of 6 s; --from and --to choose the part",)
+    result = hpcsync("figure", "timeline", write(tmp_path, trace), "--to", 3, "--out", tmp_path / "a.png")
+    assert result.stdout.splitlines()[0] == "BSP: shows 0 to 3 s of 6 s; --from and --to choose the part"
+
+
+def with_target(trace, **targets):
+    stop = trace.job.stop.model_copy(update=targets)
+    job = trace.job.model_copy(update={"stop": stop})
+    return dataclasses.replace(trace, attributes={**trace.attributes, "job": job.to_toml()})
+
+
+def test_accuracy_marks_when_each_run_reached_the_target(tmp_path):
+    runs = [with_seed(record("asp", (seconds,), updates=20), seed) for seed, seconds in ((1, 2.0), (2, 3.0))]
+    reaching = [with_target(trace, target_accuracy=0.85) for trace in runs]
+    drawn = accuracy.draw(reaching)[0]
+    marks = drawn.data[(drawn.data["drawn"] == "target") & drawn.data["time_s"].notna()]
+    times_s = [summarize(trace).time_to_target_s for trace in reaching]
+    assert marks["time_s"].tolist() == times_s == [20.0, 30.0]  # the second evaluation, not the last
+    assert marks["quantity"].unique().tolist() == ["accuracy"]
+    assert "circles: target reached" in drawn.figure.legends[0].get_title().get_text()
+    (never,) = accuracy.draw([with_target(trace, target_accuracy=0.99999) for trace in runs])
+    assert not (never.data["drawn"] == "target").any()
+    assert "circles" not in never.figure.legends[0].get_title().get_text()
+    shortest = "mean and range of 2 seeds, up to the end of the shortest run"
+    assert shortest in never.figure.legends[0].get_title().get_text()

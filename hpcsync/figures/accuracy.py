@@ -1,22 +1,21 @@
 """Accuracy and loss on held-out data, against time and against samples.
 
-Traces of one job with different seeds are one line: their mean, in a band from the smallest to the largest, as far as
-all of them reach (linear between evaluations). A dot marks the last evaluation of each run, a thin line a target.
+Traces of one job with different seeds are one line: their mean, in a band from the smallest to the largest. It ends
+where the shortest of these runs ends (values between evaluations are linear). A dot marks the last evaluation of each
+run, a thin line a target, a circle the evaluation at which a run first reached the target, and a tick its time.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotting
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter
 
+from hpcsync.figures import plotting
+from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 QUANTITIES = ("accuracy", "loss")
@@ -24,7 +23,7 @@ POINTS = 500  # of a line
 AGAINST = {"time_s": ("now_s", "time (s)"), "samples": ("samples", "samples")}
 
 
-def draw(traces: list[Trace], folder: Path) -> None:
+def draw(traces: list[Trace]) -> list[Drawing]:
     groups = of_one_job(traces)
     first = [group[0] for group in groups]
     looks = dict(zip(plotting.labels(first), plotting.styles(first), strict=True))
@@ -47,7 +46,7 @@ def draw(traces: list[Trace], folder: Path) -> None:
     for row, quantity in zip(axes, shown, strict=True):
         for axis, x in zip(row, AGAINST, strict=True):
             panel = frame[(frame["quantity"] == quantity) & frame[x].notna()]
-            targets = {getattr(trace.job.stop, f"target_{quantity}") for trace in first} - {None}
+            targets = {value for trace in first if (value := target(trace, quantity)) is not None}
             draw_panel(axis, panel, x, looks, sorted(targets))
             if quantity == "loss" and (frame.loc[frame["quantity"] == "loss", "smallest"] > 0).all():
                 axis.set_yscale("log")
@@ -57,29 +56,64 @@ def draw(traces: list[Trace], folder: Path) -> None:
         axis.set(xlabel=x_label, xlim=(0, None))
     axes[0, 1].xaxis.set_major_formatter(EngFormatter())
     seeds = {len(group) for group in groups}
-    how = f"mean and range of {' or '.join(map(str, sorted(seeds)))} seeds; " if max(seeds) > 1 else ""
+    n_seeds = " or ".join(map(str, sorted(seeds)))
+    how = f"mean and range of {n_seeds} seeds, up to the end of the shortest run; " if max(seeds) > 1 else ""
+    circles = "; circles: target reached" if (frame["drawn"] == "target").any() else ""
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(),
         loc="outside upper center",
         ncols=min(n_columns, len(looks)),
-        title=f"{how}dots: the end of each run",
+        title=f"{how}dots: the end of each run{circles}",
         title_fontsize=7,
     )
-    plotting.save(figure, frame, folder, "accuracy")
+    return [Drawing(figure, frame)]
 
 
 def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], targets: list[float]) -> None:
     for name in panel["trace"].unique():
         look = looks[name]
-        line, dots = (panel[(panel["trace"] == name) & (panel["drawn"] == drawn)] for drawn in ("line", "dot"))
+        line, dots, reached = (
+            panel[(panel["trace"] == name) & (panel["drawn"] == drawn)] for drawn in ("line", "dot", "target")
+        )
         at = line[x].to_numpy(float)
         axis.plot(at, line["mean"], label=name, **look)
         axis.fill_between(at, line["smallest"], line["largest"], color=look["color"], alpha=0.18, lw=0)
         axis.plot(dots[x], dots["mean"], ".", ms=5, color=look["color"])
-    for target in targets:
-        axis.axhline(target, lw=0.6, color=plotting.GREY, zorder=0)
-        place = {"xy": (0.01, target), "xycoords": ("axes fraction", "data"), "va": "bottom"}
-        axis.annotate(f"target {target:g}", **place, fontsize=7, color=plotting.GREY)
+        axis.plot(reached[x], reached["mean"], "o", ms=6.5, mfc="none", mew=0.8, color=look["color"])
+        axis.vlines(reached[x], 0, 0.06, transform=axis.get_xaxis_transform(), lw=0.8, color=look["color"])
+    for value in targets:
+        axis.axhline(value, lw=0.6, color=plotting.GREY, zorder=0)
+        place: dict[str, Any] = {"xy": (0.01, value), "xycoords": ("axes fraction", "data"), "va": "bottom"}
+        axis.annotate(f"target {value:g}", **place, fontsize=7, color=plotting.GREY)
+
+
+def target(trace: Trace, quantity: str) -> float | None:
+    """The accuracy or the loss at which the job ends; None if it has no such target."""
+    value: float | None = getattr(trace.job.stop, f"target_{quantity}")
+    return value
+
+
+def reached_at(run: np.ndarray, quantity: str, value: float | None) -> np.ndarray:
+    """The first evaluation of a run that reaches the target.
+
+    Parameters
+    ----------
+    run
+        Time or samples, and the quantity, of each evaluation, shape (n_evaluations, 2).
+    quantity
+        ``accuracy``, which is to be at least the target, or ``loss``, which is to be at most the target.
+    value
+        The target; None if there is none.
+
+    Returns
+    -------
+    numpy.ndarray
+        Its row, shape (1, 2); shape (0, 2) if no evaluation reaches the target.
+    """
+    if value is None:
+        return run[:0]
+    reaches = run[:, 1] >= value if quantity == "accuracy" else run[:, 1] <= value
+    return run[reaches][:1]
 
 
 def of_one_job(traces: list[Trace]) -> list[list[Trace]]:
@@ -92,7 +126,7 @@ def of_one_job(traces: list[Trace]) -> list[list[Trace]]:
 
 
 def panel_data(group: list[Trace], quantity: str, x: str) -> pd.DataFrame:
-    """The lines and the dots of a group in a panel, without rows if no evaluation knows the quantity."""
+    """The lines, dots and circles of a group in a panel, without rows if no evaluation knows the quantity."""
     frames = [trace.frame("evaluations").rename(columns={AGAINST[x][0]: x}) for trace in group]
     frames = [frame[np.isfinite(frame[quantity])].drop_duplicates(x, keep="last").sort_values(x) for frame in frames]
     runs = [frame[[x, quantity]].to_numpy(float) for frame in frames if len(frame)]
@@ -106,10 +140,7 @@ def panel_data(group: list[Trace], quantity: str, x: str) -> pd.DataFrame:
     last_at, last = np.array([run[-1] for run in runs]).T
     line = pd.DataFrame({x: at, **spread}).assign(drawn="line")
     dots = pd.DataFrame({x: last_at, **dict.fromkeys(spread, last)}).assign(drawn="dot")
-    return pd.concat([line, dots]).assign(quantity=quantity, runs=len(runs))
-
-
-main = partial(plotting.main, draw, __doc__, {})
-
-if __name__ == "__main__":
-    sys.exit(main())
+    reached_x, reached = np.concatenate([reached_at(run, quantity, target(group[0], quantity)) for run in runs]).T
+    circles = pd.DataFrame({x: reached_x, **dict.fromkeys(spread, reached)}).assign(drawn="target")
+    frames = [part for part in (line, dots, circles) if len(part)]
+    return pd.concat(frames).assign(quantity=quantity, runs=len(runs))

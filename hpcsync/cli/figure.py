@@ -1,0 +1,98 @@
+"""`hpcsync figure`: a figure of one or more traces, as files."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hpcsync import figures
+
+HELP = (
+    "Draw a figure of traces: PNG, SVG, and the data that it shows as CSV.\n\n\b\nFigures:\n"
+    + "\n".join(f"  {name:<12} {about.line}" for name, about in figures.FIGURES.items())
+    + "\n\nNeeds matplotlib and pandas: pip install 'hpcsync[analysis]'."
+)
+KINDS = (".png", ".svg", ".pdf", ".csv")
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The figure.", show_default=False)] = None,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="RUN...", help="Traces, or folders of runs.", show_default=False),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="A .png, .svg, .pdf or .csv file, or without a suffix three files; figures/NAME by default.",
+            show_default=False,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Show at most N workers of a run, evenly picked.", show_default=False),
+    ] = None,
+    from_s: Annotated[
+        float | None, typer.Option("--from", metavar="S", help="timeline: begin at this second.", show_default=False)
+    ] = None,
+    to_s: Annotated[
+        float | None, typer.Option("--to", metavar="S", help="timeline: end at this second.", show_default=False)
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="List the figures, a line each.")] = False,
+) -> None:
+    if list_only:
+        for figure, about in figures.FIGURES.items():
+            print(f"{figure:<12} {about.line}")
+        return
+    sys.exit(main(name, runs or [], out, workers, from_s, to_s))
+
+
+def main(
+    name: str | None,
+    runs: list[Path],
+    out: Path | None = None,
+    workers: int | None = None,
+    from_s: float | None = None,
+    to_s: float | None = None,
+) -> int:
+    """Draw a figure, write its files and print their names. Returns the exit status."""
+    from hpcsync.trace.reader import TraceError
+
+    try:
+        _check(name, runs, out)
+        assert name is not None
+        drawings = figures.draw(name, figures.open_traces(runs), workers=workers, from_s=from_s, to_s=to_s)
+        path = Path("figures") / name if out is None else out / name if out.is_dir() else out
+        from hpcsync.figures.plotting import write
+
+        for drawing in drawings:
+            for note in drawing.notes:
+                print(note)
+            print(*write(drawing, path), sep=", ")
+    except (figures.FigureError, TraceError) as mistake:
+        return _refused(str(mistake))
+    except OSError as error:
+        return _refused(f"{error.filename or out}: {error.strerror or error}")
+    return 0
+
+
+def _check(name: str | None, runs: list[Path], out: Path | None) -> None:
+    """Raises FigureError for arguments that do not name a figure, a run and a kind of file."""
+    allowed = ", ".join(figures.FIGURES)
+    if name is None:
+        raise figures.FigureError(f"figure: NAME is missing; must be one of {allowed}")
+    if name not in figures.FIGURES:
+        raise figures.FigureError(f"figure {name}: unknown; must be one of {allowed}")
+    if not runs:
+        raise figures.FigureError(f"figure {name}: RUN is missing; must be at least one trace or folder of a run")
+    if out is not None and out.suffix not in ("", *KINDS) and not out.is_dir():
+        raise figures.FigureError(f"--out {out}: must end in {', '.join(KINDS[:-1])} or {KINDS[-1]}, or have no suffix")
+
+
+def _refused(message: str) -> int:
+    print(f"hpcsync: {message}", file=sys.stderr)
+    return 2

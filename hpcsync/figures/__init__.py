@@ -1,0 +1,102 @@
+"""Figures of traces. Importing this module loads neither matplotlib nor pandas: `draw` imports what a figure needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from hpcsync.figures.plotting import Drawing
+    from hpcsync.trace.reader import Trace
+
+EXTRA = ("matplotlib", "pandas")  # the packages of the extra `analysis`
+
+
+class FigureError(Exception):
+    """A figure that cannot be drawn as asked for; its text is one line."""
+
+
+class About(NamedTuple):
+    """A figure in one line, and the options that it takes besides the traces."""
+
+    line: str
+    options: tuple[str, ...] = ()
+
+
+FIGURES = {
+    "accuracy": About("accuracy and loss on held-out data, against time and against samples"),
+    "adaptive": About("the k and the batch sizes that were chosen during the run", ("workers",)),
+    "consensus": About("distance between the workers' weights, where each worker has its own"),
+    "controller": About("decisions of DSSP's controller, and the intervals behind them", ("workers",)),
+    "gaps": About("lead of each worker over the slowest one, and the bound of the paradigm"),
+    "staleness": About("staleness of the applied pushes, over time and as a histogram"),
+    "timeline": About("what each worker did when: compute, wait, transfer", ("workers", "from_s", "to_s")),
+    "waiting": About("shares of compute, wait and transfer in each worker's time", ("workers",)),
+}
+
+
+def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
+    """Draw a figure of these traces.
+
+    Parameters
+    ----------
+    name
+        A key of `FIGURES`.
+    traces
+        At least one trace.
+    options
+        Those that `FIGURES` names for the figure: ``workers`` (the largest number of workers shown), ``from_s`` and
+        ``to_s`` (the window, in seconds). None is the figure's default.
+
+    Returns
+    -------
+    list of Drawing
+        The figures with the data that they show.
+
+    Raises
+    ------
+    FigureError
+        For an option that the figure does not take, and where matplotlib or pandas is missing.
+    TraceError
+        If a trace has nothing to draw.
+    """
+    given = {option: value for option, value in options.items() if value is not None}
+    for option in given:
+        if option not in FIGURES[name].options:
+            having = ", ".join(other for other, about in FIGURES.items() if option in about.options)
+            flag = option.removesuffix("_s")
+            raise FigureError(f"figure {name}: --{flag}: must be left out; these figures take it: {having}")
+    try:
+        module = import_module(f"hpcsync.figures.{name}")
+        plotting = import_module("hpcsync.figures.plotting")
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRA:
+            raise
+        raise FigureError(
+            f"figure {name}: needs {error.name}, which is not installed: pip install 'hpcsync[analysis]'"
+        ) from None
+    with plotting.style():
+        drawings: list[Drawing] = module.draw(list(traces), **given)
+    return drawings
+
+
+def open_traces(paths: Sequence[str | Path]) -> list[Trace]:
+    """The traces in these files or folders of runs, with readable jobs.
+
+    Raises
+    ------
+    TraceError
+        In one line that names the file: if it is not a trace, or is given twice.
+    """
+    from hpcsync.trace.reader import TraceError, load, trace_path
+
+    files = [trace_path(path) for path in paths]
+    for n, file in enumerate(files):
+        if file.resolve() in [earlier.resolve() for earlier in files[:n]]:
+            raise TraceError(f"{file}: given twice")
+    traces = [load(file) for file in files]
+    for trace in traces:
+        _ = trace.job  # raises TraceError before anything is drawn
+    return traces

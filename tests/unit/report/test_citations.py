@@ -1,0 +1,59 @@
+"""References: every paradigm and codec has one, and each run names those of its own parts."""
+
+import re
+
+import pytest
+
+from hpcsync.config.job import KINDS
+from hpcsync.report.citations import COMPRESSIONS, PARADIGMS, REFERENCES, bibtex, references, software
+from tests.unit.jobs import make_job
+
+
+def test_every_paradigm_and_every_codec_has_a_citation():
+    assert list(PARADIGMS) == KINDS["paradigm"]
+    assert all(PARADIGMS.values())
+    assert list(COMPRESSIONS) == KINDS["compression"]
+    assert [name for name, keys in COMPRESSIONS.items() if not keys] == ["none"]
+    assert {key for keys in (*PARADIGMS.values(), *COMPRESSIONS.values()) for key in keys} <= set(REFERENCES)
+
+
+@pytest.mark.parametrize("reference", REFERENCES.values(), ids=REFERENCES)
+def test_an_entry_is_complete_and_its_key_names_author_and_year(reference):
+    family = reference.authors[0].split(",")[0].lower()
+    assert re.fullmatch(rf"{family}{reference.year}[a-z]+", reference.key)
+    assert all(re.fullmatch(r"[^,{}]+, [^,{}]+", author) for author in reference.authors if author != "others")
+    assert ("journal" if reference.kind == "article" else "booktitle") in reference.fields
+    text = bibtex(reference)
+    assert text.count("{") == text.count("}") and text.startswith(f"@{reference.kind}{{{reference.key},\n")
+    assert text.isascii() and not re.search(r"[%&#_$]", text)
+
+
+def cited(**tables):
+    return {part: [paper.key for paper in papers] for part, papers in references(make_job(**tables)).items()}
+
+
+def test_a_run_names_the_papers_of_its_parts():
+    dssp = {"name": "dssp", "staleness_min": 3, "staleness_max": 15}
+    assert cited(paradigm=dssp) == {"paradigm dssp": ["zhao2019dynamic"]}
+    assert cited(paradigm={"name": "asp"}, compression={"name": "top-k"}) == {
+        "paradigm asp": ["dean2012large"],
+        "compression top-k": ["aji2017sparse", "stich2018sparsified"],
+    }
+    assert cited(paradigm={"name": "k-sync", "k": "min"}, batches={"policy": "equal-finish"}) == {
+        "paradigm k-sync": ["dutta2018slow"],
+        "k by loss and state": ["dutta2020slow", "yu2019accelerating"],  # which also describes batches by speed
+    }
+
+
+def test_variants_name_papers_of_their_own():
+    assert cited(paradigm={"name": "local-sgd", "steps": 4}) == {"paradigm local-sgd": ["stich2019local"]}
+    diloco = {"name": "local-sgd", "steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
+    assert cited(paradigm=diloco)["paradigm local-sgd"] == ["stich2019local", "douillard2023diloco"]
+    assert cited(paradigm={"name": "gossip", "mode": "pull"})["paradigm gossip"] == ["jin2016how"]
+    push_sum = cited(paradigm={"name": "gossip", "mode": "push-sum"})
+    assert push_sum["paradigm gossip"] == ["assran2019stochastic", "jin2016how"]
+
+
+def test_the_software_is_cited_with_its_version():
+    text = bibtex(software("1.2.3"))
+    assert "author = {{The hpcsync developers}}," in text and "note = {Version 1.2.3}," in text

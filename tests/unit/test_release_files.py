@@ -1,0 +1,33 @@
+"""What a release holds besides the package: the files agree with its version and its licence."""
+
+import configparser
+import re
+from pathlib import Path
+
+from hpcsync import __version__
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_citation_file_is_of_this_version_and_licence() -> None:
+    lines = (ROOT / "CITATION.cff").read_text().splitlines()
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    assert lines[0] == "cff-version: 1.2.0"
+    assert f"version: {__version__}" in lines
+    assert f"license: {setup['metadata']['license']}" in lines
+    assert "Apache License" in (ROOT / setup["metadata"]["license_files"]).read_text()
+
+
+def test_the_changelog_has_this_version() -> None:
+    headings = re.findall(r"^## \[(.+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert headings[:2] == ["Unreleased", __version__]
+
+
+def test_the_guide_names_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`((?:hpcsync|tests|jobs)/[\w/.]+)`", text)) | {"setup.cfg", "ARCHITECTURE.md"}
+    assert len(named) > 20
+    assert [name for name in sorted(named) if "NAME" not in name and not (ROOT / name).exists()] == []
+    for module, names in re.findall(r"`(\w+)` (?:and `\w+` )?in\s+`(hpcsync/[\w/.]+\.py)`", text):
+        assert module in (ROOT / names).read_text(), module

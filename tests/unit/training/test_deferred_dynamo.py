@@ -1,0 +1,38 @@
+"""The compiler is loaded when it is used, and only then. Each case is a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+MODEL = "import sys, torch\nmodel = torch.nn.Linear(4, 2)\n"
+DEFER = "from hpcsync.training.deferred_dynamo import defer; defer()\n"
+STEP = """
+optimizer = torch.optim.{}(model.parameters(), lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(3, 4)).square().sum().backward()
+    optimizer.step()
+optimizer.load_state_dict(optimizer.state_dict())
+"""
+LOADED = "print('torch._dynamo.symbolic_convert' in sys.modules)\n"
+
+
+def output(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_an_optimizer_does_not_load_it() -> None:
+    assert output(MODEL + DEFER + STEP.format("SGD") + STEP.format("AdamW") + LOADED) == "False"
+
+
+def test_without_deferring_an_optimizer_loads_it() -> None:
+    assert output(MODEL + STEP.format("SGD") + LOADED) == "True"
+
+
+def test_what_uses_the_compiler_gets_it() -> None:
+    """A compiled function and a compiled step, after and before plain steps; and a module that is loaded stays."""
+    use = "torch.compile(lambda x: 2 * x, backend='eager')(torch.ones(2))\n"
+    use += "torch.compile(optimizer.step, backend='eager')()\n"
+    again = "from torch._dynamo import reset; reset()\n" + DEFER + STEP.format("SGD")
+    assert output(MODEL + DEFER + STEP.format("SGD") + use + again + LOADED) == "True"
