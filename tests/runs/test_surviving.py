@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
@@ -91,7 +92,9 @@ def has_gone_on(program: Program, folder: Path, worker: int) -> Trace:
     assert program.status == 0, f"{program.out}\n{program.err}"
     program.gone_s()
     assert "died; the other ranks continue" in program.err
-    assert (folder / "out" / "summary.json").exists()
+    (death,) = json.loads((folder / "out" / "summary.json").read_text())["deaths"]
+    assert (death["worker"], death["left"]) == (worker, 2)
+    assert f"worker {worker} after {death['now_s']:.2f} s (2 left)" in program.out
     trace = load(folder / "out" / "trace.h5")
     assert trace.finished
     assert [found for found in audit(trace) if not found.passed] == []
