@@ -13,9 +13,10 @@ from typing import BinaryIO
 import numpy as np
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.trace.schema import PUSHES
+from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
 
+PUSHES = TABLES["pushes"]
 ROWS = 4000  # below what the writer holds in memory, so that an append never flushes
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hpcsync.paradigms.events import Action, Event, Grant, Joined, Left, Pushed
@@ -22,7 +23,7 @@ class Paradigm(ABC):
 
     name: ClassVar[str]
     synchronous: bool = False  # whether every contribution of an update is computed from the version just before it
-    decision_fields: tuple[str, ...] = ()  # what the inputs of this paradigm's Decisions are, in order
+    decision_fields: Mapping[str, tuple[str, str]] = {}  # inputs of its Decisions, in order: (unit, description)
 
     def __init__(self, n_workers: int) -> None:
         if n_workers < 1:

@@ -110,9 +110,12 @@ class Allocator:
     push. So no sample is taken twice and none left out, whatever the sizes.
     """
 
-    # fixed_s, sample_s: the estimate of this worker; NaN where the total was divided equally, for want of estimates.
-    # gain: the share by which the iteration of the slowest is shortened; NaN where nobody asked.
-    decision_fields: ClassVar = ("batch_before", "fixed_s", "sample_s", "gain")
+    decision_fields: ClassVar[Mapping[str, tuple[str, str]]] = {  # (unit, description)
+        "batch_before": ("samples", "Batch size of the worker before."),
+        "fixed_s": ("s", "Estimated time independent of the batch size; NaN if divided equally, without estimates."),
+        "sample_s": ("s/sample", "Estimated time per sample; NaN if divided equally, without estimates."),
+        "gain": ("1", "Share by which the slowest worker's iteration gets shorter; NaN if it was not required."),
+    }
 
     def __init__(
         self,

@@ -53,7 +53,7 @@ def test_who_has_left_is_not_granted():
 
 
 @pytest.mark.parametrize(
-    ("held", "start_gap_max", "message"),
+    ("blocked", "start_gap_max", "message"),
     [
         ({1, 2, 3}, 2, "worker 1 is held at gap 1: needlessly"),
         ({2, 3}, 1, "worker 3 has pushed at gap 3"),

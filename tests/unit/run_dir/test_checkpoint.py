@@ -90,7 +90,7 @@ def train(folder: Path) -> None:
     if state is None:
         trace, version = TraceWriter(path, ATTRIBUTES), 0
     else:
-        trace, version = TraceWriter(path, ATTRIBUTES, going_on=state["rows"]), state["version"]
+        trace, version = TraceWriter(path, ATTRIBUTES, resumed_rows=state["rows"]), state["version"]
     number = checkpoint.number_of(resumed)
     while True:
         for _ in range(3):
@@ -116,7 +116,7 @@ def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
-        time.sleep(dice.uniform(0.002, 0.09))
+        time.sleep(dice.uniform(0.002, 0.09) * (1 + attempt // KILLS))  # longer where the machine is slow
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it must not end by itself"
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

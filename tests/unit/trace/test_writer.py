@@ -20,6 +20,7 @@ from hpcsync.trace.writer import FLUSH_INTERVAL_S, TraceWriter
 
 ATTRIBUTES = {"paradigm": "asp", "n_workers": 2, "job": "", "seed": 3, "hosts": ["a", "b"], "git_commit": None}
 PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 1.0, 0.01, 0.001, 0.05, 0.0, 1.0, 0)
+FIELDS = {"gap_iters": ("iterations", "Lead."), "limit": ("1", "Its bound.")}
 GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, -1, 32, 1, math.inf, 0.5)
 
 
@@ -47,7 +48,7 @@ def test_rows_come_back_as_they_were_appended(path):
         "clocks": (0, 1, "node-1", 1e-3, 1e-6),
     }
     assert rows.keys() == TABLES.keys()
-    with TraceWriter(path, ATTRIBUTES, ("gap_iters", "limit")) as trace:
+    with TraceWriter(path, ATTRIBUTES, FIELDS) as trace:
         for table, row in rows.items():
             trace.append(table, row)
     trace = reader.load(path)
@@ -180,7 +181,7 @@ def test_what_is_known_later_is_described_later(path):
         trace.describe({"answer": 42})
         trace.describe({})
     assert reader.load(path).attributes["answer"] == 42
-    trace.describe({"answer": 43})  # closed: nobody is there to hear
+    trace.describe({"answer": 43})  # ignored: the trace is closed
     assert reader.load(path).attributes["answer"] == 42
 
 
@@ -248,7 +249,7 @@ def test_after_a_failed_write_the_file_is_left_alone(path, monkeypatch):
         for _ in range(1000):
             trace.append("grants", GRANT)
         trace.flush()
-    assert status(path) == "running", "nobody has said that it failed"
+    assert status(path) == "running", "the status is set on closing only"
     assert len(reader.load(path).tables["grants"]) == 1
     trace.close("failed")
     assert status(path) == "failed"
