@@ -232,9 +232,9 @@ def skipping(m, x):
 
 
 CONTROL = "symbolically traced variables cannot be used as inputs to control flow"
-FX = "the model's forward cannot be followed by torch.fx: "
+FX = "the model's forward cannot be traced by torch.fx: "
 TENSOR = "must be called with one tensor, which comes from the batch, and with nothing else"
-BY = "is used after it: what is below may pass on only the tensor that enters it"
+BY = "is used after it: the lower half may pass on only the tensor that enters the submodule"
 REFUSED = {
     "branch": (lambda m, x: m.fc(m.low(x)) if x.sum() > 0 else x, FX + CONTROL),
     "mode": (lambda m, x: m.fc(m.low(x)) if m.training else x, FX + CONTROL),
@@ -270,7 +270,7 @@ REFUSED = {
         lambda m, x: m.fc(m.low(x) + m.count) + m.count,
         "count is used both before it and after it, and can be in one half only",
     ),
-    "below": (lambda m, x: m.fc(torch.relu(x)), "low.weight takes no part in the model's forward"),
+    "below": (lambda m, x: m.fc(torch.relu(x)), "low.weight is not used by the model's forward"),
 }
 
 
@@ -318,7 +318,7 @@ def test_a_half_without_parameters_is_refused():
 def test_a_frozen_parameter_that_takes_no_part_is_none_of_ours():
     model = Forward(lambda m, x: m.fc(m.low(x)), unused=nn.Linear(2, 2).requires_grad_(False))
     cut(model, "fc")
-    with pytest.raises(ValueError, match=r"^unused.weight takes no part"):
+    with pytest.raises(ValueError, match=r"^unused.weight is not used"):
         cut(Forward(lambda m, x: m.fc(m.low(x)), unused=nn.Linear(2, 2)), "fc")
 
 

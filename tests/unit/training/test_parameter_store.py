@@ -366,8 +366,8 @@ def test_so_they_do_where_contributions_are_collected(n_workers, picks):
     obey(*make_store(torch.zeros(2), n_workers), picks, collects=True)
 
 
-def test_what_is_applied_but_not_collected_is_missed(monkeypatch):
-    monkeypatch.setattr(Store, "collect", lambda self, worker, weight: self._has_read(worker))
+def test_a_contribution_applied_but_not_accumulated_is_missed(monkeypatch):
+    monkeypatch.setattr(Store, "accumulate", lambda self, worker, weight: self._has_read(worker))
     with pytest.raises(AssertionError, match="every contribution counts once"):
         obey(*make_store(torch.zeros(2), 3), many_picks()[:999], collects=True)
 

@@ -311,7 +311,7 @@ def test_series_are_of_what_they_are_called():
 
 
 def test_an_unknown_predictor_is_refused():
-    with pytest.raises(ValueError, match="no predictor 'best', only last, smoothing, gru, blend"):
+    with pytest.raises(ValueError, match="predictor is 'best'; must be one of last, smoothing, gru, blend"):
         predictor("best", 1, 0)
 
 
