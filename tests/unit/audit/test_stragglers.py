@@ -104,7 +104,7 @@ def test_the_report_says_who_where_and_who_waits(capsys):
     assert said[0].startswith(
         f"hpcsync: worker 1 stalls (rank 1 on n1, computing): its iteration {STALLED} has lasted "
     )
-    assert said[1].endswith("who is more than 12 iterations ahead of the slowest waits for it")
+    assert said[1].endswith("a worker more than 12 iterations ahead of the slowest waits for it")
     assert f"hpcsync: worker 1 goes on: its iteration {STALLED} took " in said[-1]
 
 

@@ -112,7 +112,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"total": 128},
-        'batches.total = 128: must be left out with batches.policy = "equal", where every worker has its batch size',
+        'batches.total = 128: must be omitted with batches.policy = "equal", where all have the same batch size',
     ),
     (
         {**SPEED, "total": 100, "minimum": 26},
@@ -134,8 +134,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**SPEED, **SCRIPT},
-        'batches.total: missing; must be a whole number of at least 1 with batches.policy = "proportional": '
-        "a script does not say its batch size",
+        'batches.total: missing; must be a whole number of at least 1 with batches.policy = "proportional", '
+        "because the batch size of a script is unknown",
     ),
     (
         {**SPEED, "paradigm": {"name": "local-sgd", "steps": 4}},

@@ -152,7 +152,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (
         "dgc",
         {"warmup_ratios": [0.25]},
-        "compression.warmup_ratios = [0.25]: must be at most as many as the pushes that they are for, "
+        "compression.warmup_ratios = [0.25]: must have at most as many entries as the warm-up has pushes, "
         "compression.warmup = 0",
     ),
     ("qsgd", {"levels": 0}, "compression.levels = 0: must be at least 1"),
@@ -163,34 +163,34 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         (
             codec,
             {"paradigm": EXCHANGED[name]},
-            f'compression.name = "{codec}": must be "none" with paradigm.name = "{name}", where weights travel, which '
-            "must be whole",
+            f'compression.name = "{codec}": must be "none" with paradigm.name = "{name}", '
+            "which transfers weights; these cannot be compressed",
         )
         for name, codec in zip(EXCHANGED, ("top-k", "fp16", "dgc"), strict=True)
     ),
     (
         "top-k",
         {"paradigm": "ashl", "ratio": 0.5},
-        'compression.ratio = 0.5: must be left out with paradigm.name = "ashl", whose ratio_coarse and ratio_fine '
-        "say it",
+        'compression.ratio = 0.5: must be omitted with paradigm.name = "ashl", '
+        "whose ratio_coarse and ratio_fine set it",
     ),
     (
         "dgc",
         {"paradigm": "ashl"},
-        'compression.name = "dgc": must be another with paradigm.name = "ashl", where no gradients travel: its '
-        "momentum is for these",
+        'compression.name = "dgc": must be another with paradigm.name = "ashl", '
+        "which transfers no gradients; the momentum of dgc is for these",
     ),
     (
         "dgc",
         {"paradigm": "adsp"},
-        'compression.name = "dgc": must be another with paradigm.name = "adsp", where no gradients travel: its '
-        "momentum is for these",
+        'compression.name = "dgc": must be another with paradigm.name = "adsp", '
+        "which transfers no gradients; the momentum of dgc is for these",
     ),
     (
         "dgc",
         {"optimizer": {"momentum": 0.9}},
-        'optimizer.momentum = 0.9: must be 0, or left out, with compression.name = "dgc", which has a momentum of its '
-        "own, compression.momentum",
+        'optimizer.momentum = 0.9: must be 0 or omitted with compression.name = "dgc", '
+        "which has its own momentum, compression.momentum",
     ),
 ]
 

@@ -331,9 +331,9 @@ MISTAKES = {
     "paradigm.staleness_max=2": "paradigm.staleness_max = 2: must be at least paradigm.staleness_min = 3",
     'optimizer.schedule={name="cosine",total=5,warmup=5}': "optimizer.schedule.warmup = 5: must be less than "
     "optimizer.schedule.total = 5",
-    'paradigm={name="easgd",alpha=0.1,beta=0.9}': "paradigm.beta = 0.9: must be left out beside paradigm.alpha = 0.1",
+    'paradigm={name="easgd",alpha=0.1,beta=0.9}': "paradigm.beta = 0.9: must be omitted beside paradigm.alpha = 0.1",
     'paradigm={name="easgd",alpha=0.5,synchronous=true}': "paradigm.alpha = 0.5: must be at most 0.4 with "
-    "cluster.workers = 4: beyond it workers and centre move away from each other",
+    "cluster.workers = 4: above that, workers and centre diverge",
     'paradigm={name="gossip",mode="pull",topology="exponential",include_self=true}': "paradigm.include_self = true: "
     'must be false with paradigm.topology = "exponential", which visits the others in turn',
     'paradigm={name="local-sgd"}': "paradigm.steps: missing; must be a whole number of at least 1: local steps from "

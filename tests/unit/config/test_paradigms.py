@@ -200,7 +200,7 @@ def test_optimizers_run_on_the_workers_and_batches_are_equal(name: str) -> None:
 
 
 K = 'must be a whole number of at least 1, or one of "state", "loss", "min"'
-STAYS_WHAT_IT_IS = "must be left out beside paradigm.k = 3, which stays what it is"
+STAYS_WHAT_IT_IS = "must be omitted beside paradigm.k = 3, which does not change"
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("k-sync", {}, f"paradigm.k: missing; {K}"),

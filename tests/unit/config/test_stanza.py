@@ -33,7 +33,10 @@ def job(workload: dict = TIMING, paradigm: dict | None = None, **cluster: Any) -
             {"paradigm": {"micro_batches": 3}},
             "workload.batch_size = 4: must be a multiple of paradigm.micro_batches ",
         ),
-        ({"events": [LEAVE]}, 'cluster.events[0].change = "leave": must be another with paradigm.name = "stanza", '),
+        (
+            {"events": [LEAVE]},
+            'cluster.events[0].change = "leave": must be another change with paradigm.name = "stanza", ',
+        ),
         (
             {"workload": SCRIPT, "paradigm": {"micro_batches": 2}},
             "paradigm.micro_batches = 2: must be 1 in a ",
@@ -44,7 +47,7 @@ def job(workload: dict = TIMING, paradigm: dict | None = None, **cluster: Any) -
         ),
         (
             {"workload": SCRIPT, "compute": COMPUTE},
-            "paradigm.fc_share: missing; a training script must give it ",
+            "paradigm.fc_share: missing; a training script with [cluster.compute] must set it",
         ),
     ],
 )
@@ -60,7 +63,9 @@ def test_what_is_no_mistake() -> None:
 
 
 def test_what_only_a_simulation_can_do() -> None:
-    with pytest.raises(JobError, match=r'^workload.name = "timing": must be another with paradigm.name = "stanza" to '):
+    with pytest.raises(
+        JobError, match=r'^workload.name = "timing": must be another workload with paradigm.name = "stanza" to '
+    ):
         refuse_simulated(job())
     refuse_simulated(job(workload={"name": "digits"}))
 

@@ -128,11 +128,11 @@ def test_nothing_there_says_what_to_put_where(tmp_path, name):
     for folder in (tmp_path, tmp_path / "none"):
         assert message(name, folder) == (
             f"must hold {archive.folder}/ or {archive.file}, the Python version of the data set from "
-            "https://www.cs.toronto.edu/~kriz/cifar.html, which you fetch yourself"
+            "https://www.cs.toronto.edu/~kriz/cifar.html, which hpcsync does not download"
         )
 
 
-AGAIN = "; fetch cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html anew"
+AGAIN = "; download cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html again"
 
 
 @pytest.mark.parametrize("make", [make_folder, make_tar])
@@ -206,7 +206,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, function, argument, m
     hostile = pickle.dumps(Call(function, argument.format(mark)), protocol=2)
     folder = make(tmp_path / "data", "cifar10", data_batch_1=hostile)
     found = message("cifar10", folder)
-    assert found.startswith("cifar-10-batches-py/data_batch_1 is not a file of this data set: it asks for ")
+    assert found.startswith("cifar-10-batches-py/data_batch_1 is not a file of this data set: it refers to ")
     assert not mark.exists()
     pickle.loads(hostile)  # which would have been
     assert mark.exists()

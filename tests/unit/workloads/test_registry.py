@@ -151,6 +151,8 @@ def test_options_that_the_function_does_not_have_are_refused(module):
 
 
 def test_a_script_builds_its_own():
-    with pytest.raises(JobError, match='workload.name = "script": must be another: start the training script itself'):
+    with pytest.raises(
+        JobError, match='workload.name = "script": must be another workload; start the training script itself'
+    ):
         make_script = make_job(workload={"name": "script"})
         build(make_script)
