@@ -99,7 +99,7 @@ def _from_user(settings: Function) -> Workload:
         raise JobError(f"workload.options = {shown(settings.options)}: must fit {settings.name}: {error}") from None
     workload = make(**settings.options)
     if not isinstance(workload, Workload):
-        raise JobError(f"{name}: must return a hpcsync.workloads.registry.Workload")
+        raise JobError(f"{name}: must return a hpcsync.Workload")
     return workload
 
 

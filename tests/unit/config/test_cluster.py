@@ -1,4 +1,4 @@
-"""The `[cluster]` of the job file: its network, and what happens to its devices."""
+"""The `[cluster]` of the job file: network and changes of devices."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ def test_a_worker_is_away_from_leaving_to_joining_or_until_it_first_joins(events
         ([join(worker, 2) for worker in range(4)], "[0].at_s = 2: must be while another worker is active"),
     ],
 )
-def test_nobody_joins_in_vain(events: Any, message: str) -> None:
+def test_joins_that_cannot_happen_are_refused(events: Any, message: str) -> None:
     assert error(*events).startswith(f"cluster.events{message}")
 
 
-def test_who_joins_needs_servers() -> None:
+def test_joining_needs_servers() -> None:
     said = r'^cluster.events\[0\].change = "join": must be another with paradigm.name ='
     for paradigm in ({"name": "allreduce"}, {"name": "gossip", "mode": "pull"}, {"name": "local-sgd", "steps": 2}):
         with pytest.raises(JobError, match=said):
@@ -260,7 +260,7 @@ def test_the_trace_of_times_need_not_be_there_to_read_a_job() -> None:
     ],
     ids=str,
 )
-def test_nobody_goes_on_alone_where_all_exchange_together(paradigm: dict[str, Any], named: str) -> None:
+def test_workers_that_exchange_together_cannot_leave(paradigm: dict[str, Any], named: str) -> None:
     with pytest.raises(JobError) as caught:
         make_job(paradigm=paradigm, cluster={"workers": 3, "on_death": "continue"})
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""The `[compression]` of the job file: what is filled in, and what cannot be."""
+"""The `[compression]` of the job file: defaults and mistakes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_what_codecs_are_given(name: str) -> None:
+def test_options_of_codecs(name: str) -> None:
     assert options(name, gbytes_per_s=2) == DEFAULTS[name]
 
 
@@ -68,12 +68,12 @@ def test_every_codec_has_its_defaults_here() -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_codecs_take_what_they_are_given(name: str) -> None:
+def test_codecs_accept_their_options(name: str) -> None:
     codec = create(name, TensorLayout([(4, 4), (3,)]), np.float64, **options(name))
     assert isinstance(codec, ErrorFeedback) == DEFAULTS[name].get("error_feedback", False)
 
 
-def test_dgc_takes_what_it_need_not_be_given() -> None:
+def test_dgc_accepts_optional_keys() -> None:
     given: dict[str, Any] = {"clip": 2, "warmup": 6, "warmup_ratios": [0.5, 0.25], "ratio": 0.125}
     codec = create("dgc", TensorLayout([(4, 4)]), np.float32, **options("dgc", **given))
     assert isinstance(codec, DGC)
@@ -82,7 +82,7 @@ def test_dgc_takes_what_it_need_not_be_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["top-k", "random-k"])
-def test_under_ashl_what_is_not_sent_is_lost_unless_it_is_said(name: str) -> None:
+def test_under_ashl_error_feedback_is_off_by_default(name: str) -> None:
     assert [options(name, paradigm=each)["error_feedback"] for each in ("ashl", "adsp", "bsp")] == [
         False,
         *[DEFAULTS[name]["error_feedback"]] * 2,
@@ -196,5 +196,5 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), MISTAKES, ids=str)
-def test_mistakes_are_told_in_one_line(name: str, keys: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(name: str, keys: dict[str, Any], message: str) -> None:
     assert error(name, **keys) == message

@@ -344,7 +344,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("override", MISTAKES)
-def test_mistakes_are_told_in_one_line(path: Path, override: str) -> None:
+def test_mistakes_are_reported_in_one_line(path: Path, override: str) -> None:
     assert error(path, override) == MISTAKES[override]
 
 
@@ -442,7 +442,7 @@ def test_a_trace_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
     assert Job.from_toml(job.to_toml()) == job
 
 
-def test_what_only_a_simulation_can_do_is_refused_to_others(path: Path) -> None:
+def test_jobs_for_simulation_only_are_refused(path: Path) -> None:
     refuse_simulated(load(path, ["cluster.network={}"]))  # which real ranks have no use for, but need not refuse
     with pytest.raises(JobError) as caught:
         refuse_simulated(load(path, [f"cluster.times_from={path}"]))

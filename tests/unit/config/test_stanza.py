@@ -1,4 +1,4 @@
-"""What a job may not say where layers are separated, each told in one line."""
+"""Mistakes in jobs with layer separation, each reported in one line."""
 
 import re
 from typing import Any
@@ -56,13 +56,13 @@ def test_mistakes(tables: dict, message: str) -> None:
         job(**tables)
 
 
-def test_what_is_no_mistake() -> None:
+def test_allowed_jobs() -> None:
     assert [*job(paradigm={"fc_workers": 2, "micro_batches": 4}).takers] == [2, 3]
     job(workload=SCRIPT, paradigm={"fc_share": 0.5}, compute=COMPUTE)
     job(events=[LEAVE | {"change": "slow", "factor": 2.0}], compute=COMPUTE)
 
 
-def test_what_only_a_simulation_can_do() -> None:
+def test_a_timing_workload_can_only_be_simulated() -> None:
     with pytest.raises(
         JobError, match=r'^workload.name = "timing": must be another workload with paradigm.name = "stanza" to '
     ):

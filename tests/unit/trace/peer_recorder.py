@@ -1,4 +1,4 @@
-"""Traces of small runs without servers: simulated, in memory."""
+"""Traces of small simulated runs without servers, in memory."""
 
 from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator import peer_transfers
@@ -22,7 +22,7 @@ LINEAR = {"name": "linear", "batch_size": 4, "features": 3, "samples": 64}
 
 
 def peer_job(paradigm, seconds=(1.0, 1.3, 2.1), *, samples=320, leave=None, network=True, jitter=0.3, **tables):
-    """leave: worker -> iteration instead of which it leaves."""
+    """A job; `leave` maps a worker to the iteration instead of which it leaves."""
     cluster = {
         "workers": len(seconds),
         "compute": {"model": "lognormal", "seconds": list(seconds), "jitter": jitter},
@@ -43,7 +43,7 @@ def peer_job(paradigm, seconds=(1.0, 1.3, 2.1), *, samples=320, leave=None, netw
 
 
 def simulated(job):
-    """The rows of its tables, in their order."""
+    """Return the rows of a job's simulation, (table, row) in order."""
     trace, workload = Rows(), build(job)
     for rank in range(job.cluster.ranks):
         trace.append("clocks", (0, rank, b"virtual", 0.0, 0.0))
@@ -52,7 +52,7 @@ def simulated(job):
 
 
 def record(paradigm, seconds=(1.0, 1.3, 2.1), **how):
-    """A finished trace in memory."""
+    """Return a finished trace in memory."""
     job = peer_job(paradigm, seconds, **how)
     return in_memory(job, simulated(job))
 

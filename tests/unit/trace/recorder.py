@@ -1,4 +1,4 @@
-"""Traces of small runs in virtual time: the product's coordinator and paradigms, with made-up durations."""
+"""Traces of small runs in virtual time: hpcsync's coordinator and paradigms with made-up durations."""
 
 import dataclasses
 import heapq
@@ -75,7 +75,7 @@ def make_job(paradigm, workers=3, updates=40, target=""):
 
 
 class Rows:
-    """What the coordinator appends, in its order: a trace that can be cut after any row."""
+    """Rows that the coordinator appends, in order: a trace that can be cut after any row."""
 
     def __init__(self):
         self.rows = []
@@ -85,8 +85,10 @@ class Rows:
 
 
 class Work:
-    """What a worker does with an assignment, when an iteration of 8 samples takes so long with all that belongs to it:
-    an eighth of it for reading, as much for putting if nothing is left out, and three quarters for computing."""
+    """Durations of an assignment, if an iteration of 8 samples takes `iteration_s`.
+
+    An eighth of it is for reading, an eighth for an uncompressed push, and three quarters for computing.
+    """
 
     def __init__(self, job, assignment, iteration_s):
         n_steps, of_push = max(1, assignment.local_steps), assignment.batch_size or 8 * max(1, assignment.local_steps)
@@ -106,7 +108,7 @@ class Work:
 def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), stop_s=None, die_s=None, evaluate_every=5):
     """Drive the coordinator to the end of a run. Returns the columns of its decisions.
 
-    seconds: of one iteration, per worker. leave: worker -> iteration instead of whose push it leaves.
+    seconds: duration of one iteration, per worker. leave: worker -> iteration instead of whose push it leaves.
     changes: times, and the workers that die then, whatever they are doing, or join if they have left.
     stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
     """
@@ -123,12 +125,12 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         put(now_s, Work(job, reply.assignment, seconds[reply.worker] * (1 + jitter * rng.random())), wait_s, reply)
 
     def cancel(now_s, order):
-        """After half of its samples is the only moment at which a worker looks."""
+        """Cancel the worker's iteration; it checks after half of its samples only."""
         for entry in queue:
             _, _, begin_s, work, wait_s, reply, _ = entry
             share = work.n_samples // 2 / work.n_samples
-            hears = reply.worker == order.worker and reply.version <= order.version
-            if hears and share and now_s <= begin_s + share * work.took_s:
+            concerned = reply.worker == order.worker and reply.version <= order.version
+            if concerned and share and now_s <= begin_s + share * work.took_s:
                 queue.remove(entry)
                 heapq.heapify(queue)
                 put(begin_s, work, wait_s, reply, share)
@@ -140,7 +142,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         if job.commits:  # the time of its own computation matters
             begin_s += pull_s
             end_s = begin_s + compute_s
-        said = PushInfo(
+        info = PushInfo(
             worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
             begin_s=begin_s, end_s=end_s, compute_s=compute_s, wait_s=wait_s,
             comm_s=pull_s + push_s, batch_size=work.n_samples, local_steps=work.local_steps,
@@ -148,8 +150,8 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
             pull_s=pull_s, encode_s=share * work.encode_s,
         )  # fmt: skip
         if job.batches.policy == "equal" or reply.iteration == 1:
-            return said
-        return said._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
+            return info
+        return info._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
 
     for worker, assignment in enumerate(create_assignments(job).first):
         start(0.0, GrantCommand(worker, 1, 0, assignment))
@@ -183,7 +185,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
             if isinstance(order, GrantCommand):
                 if order.assignment.local_steps:
                     start(order_s, order, wait_s=order_s - pushed_s[order.worker])
-            elif isinstance(order, CancelCommand) and not job.commits:  # whose workers hear of the end too late here
+            elif isinstance(order, CancelCommand) and not job.commits:  # whose workers learn of the end too late here
                 cancel(order_s, order)
             elif isinstance(order, UpdateCommand) and coordinator.version % evaluate_every == 0:
                 version, samples = coordinator.version, coordinator.samples
@@ -193,7 +195,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
 
 
 def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", **how):
-    """A finished trace in memory."""
+    """Return a finished trace in memory."""
     job, rows = make_job(paradigm, len(seconds), updates, target), Rows()
     fields = play(job, rows, seconds, **how)
     return as_trace(job, rows.rows, fields)
@@ -219,7 +221,7 @@ def attributes(job, status=None):
 
 
 def edit(trace, table, row, **values):
-    """The trace with some values of one row changed."""
+    """Return the trace with some values of one row changed."""
     rows = trace.tables[table].copy()
     for column, value in values.items():
         rows[column][row] = value

@@ -99,7 +99,7 @@ def test_every_enumeration_and_controller_is_a_category(tmp_path):
 
 
 def _flushed_before(path):
-    """As after a kill between the writing of two tables: `flushed_rows` still tells of the flush before."""
+    """Simulate a kill between the writing of two tables: `flushed_rows` is still that of the flush before."""
     with h5py.File(path, "r+") as file:
         counts = file.attrs["flushed_rows"]
         counts["pushes"], counts["grants"] = 9, 9
@@ -221,7 +221,7 @@ def test_other_files_are_refused_in_one_line(path, damage, says):
         ("failed", "failed", False),
     ],
 )
-def test_settle_changes_only_what_is_open(path, before, after, changed):
+def test_settle_changes_only_open_traces(path, before, after, changed):
     with h5py.File(path, "r+") as file:
         file.attrs["status"] = before
     assert reader.settle(path, "failed") is changed
@@ -234,7 +234,7 @@ def test_settle_without_a_file_is_no_error(tmp_path):
     assert reader.settle(tmp_path / "none.h5", "failed") is False
 
 
-def test_settle_refuses_what_is_not_a_trace(path):
+def test_settle_refuses_other_files(path):
     _a_text(path)
     with pytest.raises(TraceError, match="not an HDF5 file"):
         reader.settle(path, "failed")

@@ -1,4 +1,4 @@
-"""What halves of a model are like: modes and statistics, sizes and work, and losses that can be computed by them."""
+"""Properties of halves: modes and statistics, sizes and operations, and losses that they can compute."""
 
 import copy
 
@@ -88,7 +88,7 @@ def test_a_shape_is_found_without_computing_and_changes_nothing():
         (nn.Linear(5, 4), "must have a shape that can be determined: "),
     ],
 )
-def test_what_enters_must_be_rows_of_numbers(between, reason):
+def test_activations_must_be_rows_of_numbers(between, reason):
     below, _ = cut(nn.Sequential(nn.Linear(4, 4), between, nn.Linear(4, 4)), "2")
     with pytest.raises(ValueError) as caught:
         activation_shape(below, torch.ones(2, 4))
@@ -171,7 +171,7 @@ def test_a_gradient_that_forward_keeps_back_is_missed():
         check_cut(model, cut(model, "fc"), cross_entropy, (torch.ones(2, 4), torch.tensor([0, 1])))
 
 
-def test_what_enters_must_not_be_overwritten():
+def test_activations_must_not_be_overwritten():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     x, y = torch.ones(2, 4), torch.tensor([0, 1])
     check_cut(model, cut(model, "2"), cross_entropy, (x, y))
