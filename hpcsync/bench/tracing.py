@@ -13,10 +13,11 @@ from typing import BinaryIO
 import numpy as np
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.trace.schema import PUSHES
+from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
 
-ROWS = 4000  # fewer than the writer holds in memory, so that an append never flushes
+PUSHES = TABLES["pushes"]
+ROWS = 4000  # below what the writer holds in memory, so that an append never flushes
 
 
 def measure(rows: int = ROWS, repetitions: int = 15) -> list[Figure]:

@@ -153,12 +153,15 @@ def create_assignments(job: Job) -> Assignments:
     return Assignments(first, job.local_steps, create_allocator(job), step_samples)
 
 
-def decision_fields(job: Job) -> tuple[str, ...]:
-    """Return the columns of the trace's /decisions that depend on the job: the paradigm's, then the allocator's.
+ITERATION = {"iteration": ("", "Iteration after which the workers agreed on the batch sizes.")}
 
-    Without servers they are preceded by `iteration`, after which all workers agreed on the sizes.
+
+def decision_fields(job: Job) -> dict[str, tuple[str, str]]:
+    """Return the inputs of the job's controllers, (unit, description) by name: further columns of /decisions.
+
+    The paradigm's come first, then the allocator's. Without servers `iteration` precedes the latter.
     """
-    own = create_paradigm(job).decision_fields if job.has_servers else ("iteration",)
+    own = create_paradigm(job).decision_fields if job.has_servers else ITERATION
     if job.batches.policy == "equal":
-        return own if job.has_servers else ()
-    return own + Allocator.decision_fields
+        return dict(own) if job.has_servers else {}
+    return {**own, **Allocator.decision_fields}

@@ -95,7 +95,12 @@ class ADSP(Paradigm):
     """
 
     name = "adsp"
-    decision_fields = ("reward", "loss_start", "loss_middle", "loss_end")
+    decision_fields = {
+        "reward": ("1/s", "Reward of the trial: one over its time to the target loss; -inf if it has none."),
+        "loss_start": ("1", "Average loss at the start of the trial."),
+        "loss_middle": ("1", "Average loss in the middle of the trial."),
+        "loss_end": ("1", "Average loss at the end of the trial."),
+    }
 
     def __init__(
         self,

@@ -91,7 +91,13 @@ class ASHL(Paradigm):
     """
 
     name = "ashl"
-    decision_fields = ("iteration_s", "push_s", "pull_s", "encode_s", "loss")
+    decision_fields = {
+        "iteration_s": ("s", "Median duration of a local step of the worker; 0 where nothing was measured."),
+        "push_s": ("s", "Median duration of sending an uncompressed push; 0 where nothing was measured."),
+        "pull_s": ("s", "Median duration of reading the weights; 0 where nothing was measured."),
+        "encode_s": ("s", "Median duration of compressing a push; 0 where nothing was measured."),
+        "loss": ("1", "Smoothed loss at which the stage began; NaN for other controllers than stage."),
+    }
 
     def __init__(
         self,

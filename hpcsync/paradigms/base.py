@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hpcsync.paradigms.events import Action, Event, Grant, Joined, Left, Pushed
@@ -37,7 +38,7 @@ class Paradigm(ABC):
 
     name: ClassVar[str]
     synchronous: bool = False
-    decision_fields: tuple[str, ...] = ()
+    decision_fields: Mapping[str, tuple[str, str]] = {}
 
     def __init__(self, n_workers: int) -> None:
         if n_workers < 1:

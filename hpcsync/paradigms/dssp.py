@@ -80,15 +80,15 @@ class DSSP(SSP):
     """
 
     name = "dssp"
-    decision_fields = (
-        "gap_iters",
-        "interval_s",
-        "slowest",
-        "slowest_pushed_s",
-        "slowest_interval_s",
-        "r_star",
-        "predicted_wait_s",
-    )
+    decision_fields = {
+        "gap_iters": ("iterations", "Lead of this worker over the slowest."),
+        "interval_s": ("s", "Last interval between pushes of this worker; NaN before two pushes."),
+        "slowest": ("", "Worker that the controller takes for the slowest."),
+        "slowest_pushed_s": ("s", "Time of the slowest worker's last push."),
+        "slowest_interval_s": ("s", "Last interval between pushes of the slowest worker; NaN before two pushes."),
+        "r_star": ("iterations", "Optimal r* before clipping to what the upper bound leaves."),
+        "predicted_wait_s": ("s", "Predicted push of the slowest minus that of this worker after r* more iterations."),
+    }
 
     def __init__(self, n_workers: int, *, staleness_min: int, staleness_max: int, mode: str = "bounded") -> None:
         for name, value in (("staleness_min", staleness_min), ("staleness_max", staleness_max)):

@@ -183,7 +183,12 @@ class Allocator:
     is used twice and none is left out, for any sizes.
     """
 
-    decision_fields: ClassVar = ("batch_before", "fixed_s", "sample_s", "gain")
+    decision_fields: ClassVar[Mapping[str, tuple[str, str]]] = {  # (unit, description)
+        "batch_before": ("samples", "Batch size of the worker before."),
+        "fixed_s": ("s", "Estimated time independent of the batch size; NaN if divided equally, without estimates."),
+        "sample_s": ("s/sample", "Estimated time per sample; NaN if divided equally, without estimates."),
+        "gain": ("1", "Share by which the slowest worker's iteration gets shorter; NaN if it was not required."),
+    }
 
     def __init__(
         self,

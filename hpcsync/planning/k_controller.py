@@ -30,7 +30,7 @@ Race" (AdaSync), 2020, arXiv:2003.10579.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_low
 from typing import ClassVar
 
@@ -151,17 +151,17 @@ class KController:
         Mean of the first losses, F(w_0).
     """
 
-    decision_fields: ClassVar[tuple[str, ...]] = (
-        "version",
-        "k_before",
-        "k_state",
-        "k_loss",
-        "active",
-        "stuck",
-        "median_s",
-        "loss",
-        "loss_start",
-    )
+    decision_fields: ClassVar[Mapping[str, tuple[str, str]]] = {  # (unit, description)
+        "version": ("updates", "Updates made so far."),
+        "k_before": ("contributions", "k of the update just made."),
+        "k_state": ("workers", "Active workers that are no stragglers; NaN if the policy does not use it."),
+        "k_loss": ("1", "k of AdaSync, neither rounded nor clipped; NaN if the policy does not use it."),
+        "active": ("workers", "Active workers."),
+        "stuck": ("workers", "Stragglers by their versions, whatever their times."),
+        "median_s": ("s", "Median of the active workers' smoothed iteration times."),
+        "loss": ("1", "Smoothed loss F(w_t)."),
+        "loss_start": ("1", "Mean of the first losses, F(w_0)."),
+    }
 
     def __init__(
         self, n_workers: int, *, policy: str, distinct: bool, k_min: int = 1, k_start: int | None = None

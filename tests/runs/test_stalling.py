@@ -29,8 +29,8 @@ paradigm = {{{paradigm}}}
 cluster = {{workers = {workers}, compute = {{model = "constant", seconds = {seconds}}}}}
 """
 RUNS = {
-    "ssp": ('name = "ssp", staleness = 3', "who is more than 3 iterations ahead of the slowest waits for it", {0}),
-    "allreduce": ('name = "allreduce"', "in every iteration all wait for all", {0, 1}),
+    "ssp": ('name = "ssp", staleness = 3', "a worker more than 3 iterations ahead of the slowest waits for it", {0}),
+    "allreduce": ('name = "allreduce"', "all workers wait for each other in every iteration", {0, 1}),
 }
 STALLS = re.compile(
     r"hpcsync: worker (\d+) stalls \(rank (\d+) on (\S+), (\w+)\): its iteration (\d+) has lasted ([\d.]+) s, "

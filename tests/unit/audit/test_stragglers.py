@@ -104,7 +104,7 @@ def test_the_report_names_worker_place_and_blocked_workers(capsys):
     assert lines[0].startswith(
         f"hpcsync: worker 1 stalls (rank 1 on n1, computing): its iteration {STALLED} has lasted "
     )
-    assert lines[1].endswith("who is more than 12 iterations ahead of the slowest waits for it")
+    assert lines[1].endswith("a worker more than 12 iterations ahead of the slowest waits for it")
     assert f"hpcsync: worker 1 continues: its iteration {STALLED} took " in lines[-1]
 
 

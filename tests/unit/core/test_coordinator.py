@@ -55,7 +55,7 @@ class Run:
         **options,
     ):
         paradigm = create(name, n_workers, **options)
-        self.trace = Recorder(paradigm.decision_fields + (allocator.decision_fields if allocator else ()))
+        self.trace = Recorder((*paradigm.decision_fields, *(allocator.decision_fields if allocator else ())))
         self.coordinator = Coordinator(
             paradigm,
             self.trace,

@@ -145,7 +145,7 @@ def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, c
         bound_iters,
         grants_first=paradigm.name == "easgd",
         slowest_waits=paradigm.name in ("ashl", "adsp") or paradigm.name.startswith("k-"),
-        decision_fields=paradigm.decision_fields,
+        decision_fields=tuple(paradigm.decision_fields),
     )
     order = itertools.count()  # of events at the same time: first scheduled, first handled
     queue: list[tuple[float, int, int, Event]] = []

@@ -120,7 +120,7 @@ def test_c_a_second_grant_is_clipped_below_r_star():
     first = play(paradigm, (29.0, 0))[-1]
     second = play(paradigm, (29.1, 0))[-1]
     assert (first[0].chosen, first[1].gap_iters) == (1.0, 1)
-    r_star = second[0].inputs[DSSP.decision_fields.index("r_star")]
+    r_star = second[0].inputs[list(DSSP.decision_fields).index("r_star")]
     assert (r_star, second[0].chosen, second[1].gap_iters) == (2.0, 1.0, 2)
 
 
@@ -132,9 +132,9 @@ def test_d_and_h_without_two_pushes_of_both_no_credits_are_granted(mode):
     unknown, known = answers[0][0], answers[4][0]
     assert isinstance(unknown, Decision)
     assert unknown.chosen == 0.0
-    assert math.isnan(unknown.inputs[DSSP.decision_fields.index("slowest")])
+    assert math.isnan(unknown.inputs[list(DSSP.decision_fields).index("slowest")])
     assert answers[2][0].chosen == 0.0
-    assert known.inputs[DSSP.decision_fields.index("slowest")] == 1.0
+    assert known.inputs[list(DSSP.decision_fields).index("slowest")] == 1.0
 
 
 def test_e_of_the_slowest_the_one_predicted_last_counts():
@@ -175,7 +175,7 @@ def test_only_the_fastest_consults(mode):
 def test_i_waiting_counts_as_interval_only_in_the_paper(mode, intervals_s):
     # Granted at 1 s, blocked from 2 s to 10 s, then 1 s of work.
     answers = play(dssp(2, 1, 5, mode), (1.0, 0), (2.0, 0), (10.0, 1), (11.0, 0))
-    column = DSSP.decision_fields.index("interval_s")
+    column = list(DSSP.decision_fields).index("interval_s")
     assert [answers[i][0].inputs[column] for i in (1, 3)] == intervals_s
 
 
@@ -211,7 +211,7 @@ def test_h_the_history_is_reset_by_a_join(mode):
     paradigm.handle(Joined(20.0, 1))
     decision = play(paradigm, (21.0, 0))[0][0]
     assert decision.chosen == 0.0
-    assert math.isnan(decision.inputs[DSSP.decision_fields.index("slowest")])
+    assert math.isnan(decision.inputs[list(DSSP.decision_fields).index("slowest")])
 
 
 # Random schedules

@@ -360,7 +360,7 @@ def test_values_that_are_not_allowed_are_refused(name, options, message):
 
 def test_decision_fields_are_those_of_the_controller():
     assert create("k-sync", 4, k="state").decision_fields == KController.decision_fields
-    assert create("k-sync", 4, k=3).decision_fields == ()
+    assert create("k-sync", 4, k=3).decision_fields == {}
 
 
 # ---- check() ----
