@@ -33,7 +33,7 @@ class Paradigm(ABC):
     synchronous
         True if every contribution of an update is computed from the version just before that update.
     decision_fields
-        Names of the inputs recorded with the paradigm's `Decision` actions, in order.
+        Inputs recorded with the `Decision` actions of the paradigm, in order: (unit, description) by name.
     """
 
     name: ClassVar[str]
