@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcsync.api import connect
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import Trace, load

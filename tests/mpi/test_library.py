@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.mpi.collectives import model_parts
 from hpcsync.mpi.transport.node_memory import MemoryUnreachable

@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.api.connect import agree
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import load as load_job
 from hpcsync.run_dir import checkpoint
 from hpcsync.simulator.simulate import simulate

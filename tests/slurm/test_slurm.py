@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.slurm import mpi_of_this_python
 from hpcsync.trace.reader import Trace, load
 from tests.hosts.namespaces import Unavailable

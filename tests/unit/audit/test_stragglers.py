@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.mpi.rank0.straggler_report import StragglerReport
 from hpcsync.simulator import cluster, peer_transfers

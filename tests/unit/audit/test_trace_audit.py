@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.audit import run as auditing
-from hpcsync.audit.run import audit, main
+from hpcsync.audit import trace_audit as auditing
+from hpcsync.audit.trace_audit import audit, main
 from hpcsync.core.assignments import decision_fields
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Outcome
