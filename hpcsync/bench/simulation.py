@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.bench.events import BARE, bare, random_delays
+from hpcsync.bench.event_loop import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_paradigm
