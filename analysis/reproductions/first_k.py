@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from adaptive import steps_of_k
 from matplotlib.lines import Line2D
 from rich.console import Console
 
 from hpcsync.config.job import Job
 from hpcsync.figures import plotting
+from hpcsync.figures.adaptive import steps_of_k
 from hpcsync.run_dir import layout
 from hpcsync.trace.reader import Trace, load
 from reproductions.claims import Claim, Of, conclude, of, points, ratio

@@ -1,7 +1,8 @@
-"""What ADSP promises, counted again from the rows: when workers are to commit, who waits, and what a search tries.
+"""Checks of ADSP (Hu, Wang and Wu, AAAI 2020), recounted from the rows: commit times, blocking and the search's trials.
 
-An account is kept of the run as its rows tell it. A trial's rewards are taken from the rows; that they are those of the
-curve l(t) = 1 / (a^2 t + b) + d is seen from the cross ratio of four of its points, which is that of their times.
+`_CommitAccount` follows the run event by event. The rewards of trials are taken from the rows. That a reward follows
+from the curve l(t) = 1 / (a^2 t + b) + d is verified by the cross ratio of four of its points, which equals that of
+their times.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import Outcome
 
 POINTS = ("loss_start", "loss_middle", "loss_end")
-SHORTEST = 1e-6  # of a period: the least time until a commit
-SAME = 1e-9  # relative difference of numbers that are computed in another order
+SHORTEST = 1e-6  # least time until a commit, as a share of the check period
+SAME = 1e-9  # relative difference of floats that are computed in another order
 SAME_TIME_S = 1e-6
 
 
 def check_commits(recount: Recount, paradigm: AdspOptions) -> list[Check]:
-    """The checks of this module."""
+    """Return the checks of this module."""
     lacking = {"reward", *POINTS} - set(recount.decisions.dtype.names or ())
     if lacking:
-        return [Check("trials are as they must be", False, 0, f"/decisions lacks {', '.join(sorted(lacking))}")]
+        return [Check("searches and trials are recorded", False, 0, f"/decisions lacks {', '.join(sorted(lacking))}")]
     account = _CommitAccount(recount, paradigm)
     account.run()
     return [
@@ -42,20 +43,20 @@ def check_commits(recount: Recount, paradigm: AdspOptions) -> list[Check]:
 
 
 def commits_count_one_of_all(recount: Recount) -> Check:
-    """An applied push counts one part of as many as there are workers, a dropped one nothing."""
+    """Check that an applied push has weight 1 / n_workers and a dropped one 0."""
     pushes = recount.pushes
     expected = np.where(pushes["outcome"] == Outcome.APPLIED, 1 / recount.n_workers, 0.0)
     return check_rows(
-        "commits count one of as many as there are workers",
+        "each commit has weight 1 / n_workers",
         ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
-        lambda i: f"push of seq {pushes['seq'][i]} counts {pushes['weight'][i]}, not {expected[i]}",
+        lambda i: f"push of seq {pushes['seq'][i]} has weight {pushes['weight'][i]}, not {expected[i]}",
     )
 
 
 def commits_come_when_granted(recount: Recount, paradigm: AdspOptions) -> Check:
-    """Everybody is told when to commit, and how nothing else; and nobody ends its last step before.
+    """Check that each grant sets the commit time, and nothing else, and that no worker ends its last step earlier.
 
-    The last push of a worker before it leaves may come before.
+    The last push of a worker before it leaves may come earlier.
     """
     grants, pushes, permit = recount.grants[~recount.is_stop], recount.pushes, recount.push_permit
     is_first = permit < 0
@@ -64,62 +65,63 @@ def commits_come_when_granted(recount: Recount, paradigm: AdspOptions) -> Check:
     commit_s = np.where(is_first, first_s, np.append(recount.grants["commit_s"], np.nan)[permit])
     took_s = pushes["end_s"] - granted_s
     return check_all(
-        "commits come when they are due",
+        "commits come when due",
         (
             grants["local_steps"] != UNTIL,
-            lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]} steps",
+            lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]} local steps",
         ),
-        (~np.isnan(grants["ratio"]), lambda i: f"grant of seq {grants['seq'][i]}: a ratio of {grants['ratio'][i]}"),
-        (pushes["local_steps"] < 1, lambda i: f"push of seq {pushes['seq'][i]} is of no step"),
+        (~np.isnan(grants["ratio"]), lambda i: f"grant of seq {grants['seq'][i]}: ratio {grants['ratio'][i]}"),
+        (pushes["local_steps"] < 1, lambda i: f"push of seq {pushes['seq'][i]} has no local step"),
         (
             (took_s < commit_s - SAME_TIME_S) & ~recount.may_be_cut,
-            lambda i: f"push of seq {pushes['seq'][i]}: {took_s[i]} s from its grant on, {commit_s[i]} are granted",
+            lambda i: f"push of seq {pushes['seq'][i]}: {took_s[i]} s after its grant, commit_s is {commit_s[i]}",
         ),
     )
 
 
 class _Due(NamedTuple):
-    """A row of /decisions that must be there."""
+    """An expected row of /decisions."""
 
     controller: str
     worker: int
     chosen: float
     losses: tuple[float, ...]
     times_s: tuple[float, ...]
-    target: float = math.nan  # of the loss
+    target: float = math.nan  # loss of the target
 
 
 class _CommitAccount:
-    """Event by event, as long as the run goes on: who is held, from when on, and what a search is at."""
+    """State of the run after each event: which workers are blocked, since when, and the state of the search."""
 
     def __init__(self, recount: Recount, paradigm: AdspOptions) -> None:
         n = recount.n_workers
         self.recount = recount
         self.paradigm = paradigm
-        self.commits = paradigm.commits or 1  # in force, or of the trial
-        self.best, self.best_reward = self.commits, math.nan  # of the search
+        self.commits = paradigm.commits or 1  # commits per period: current, or of the trial
+        self.best, self.best_reward = self.commits, math.nan  # of the search so far
         self.searching = paradigm.commits is None
-        self.trial_s = 0.0  # NaN: the search's first barrier is still to come
+        self.trial_s = 0.0  # start of the trial; NaN before the search's first barrier
         self.stop_s = paradigm.check_period_s if self.searching else math.inf
         self.begun_s, self.checks, self.loss_before = 0.0, 0, math.nan
-        self.losses = np.full(n, np.nan)  # that each said last
+        self.losses = np.full(n, np.nan)  # each worker's latest
         self.iters, self.counted = np.zeros(n, np.int64), np.zeros(n, np.int64)
         self.target = self.commits
         self.overhead_s = np.zeros(n)
         self.active = np.ones(n, bool)
-        self.blocked: dict[int, int] = {}  # worker -> row of its push, or -1 if it has joined
+        self.blocked: dict[int, int] = {}  # worker -> row of its push, or -1 after a join
         self.points: list[tuple[float, float]] = []
-        self.aim = math.nan  # of the search's last trial, if no target is given
-        # What there must be: the event that answers each push, each grant's commit_s (the last row is for returns), and
-        # decisions.
+        self.aim = math.nan  # target of the search's last trial, if the job gives none
+        # Expected values: the event that answers each push, the commit_s of each grant, and decisions. The last row of
+        # the two arrays is for joins.
         self.released = np.full(len(recount.pushes) + 1, NEVER)
-        self.commit_s = np.full(len(recount.pushes) + 1, np.nan)  # of the grant that answers each push
+        self.commit_s = np.full(len(recount.pushes) + 1, np.nan)  # of the grant that answers each push, seconds
         self.due: list[_Due] = []
-        self.apart = 0  # commits of active workers at a check, between the most and the fewest
+        self.apart = 0  # largest difference of commits between active workers at a check
         rows = recount.decisions
         self._rewards = iter(rows["reward"][rows["controller"] == b"reward"].tolist())
 
     def run(self) -> None:
+        """Process all events until the run stops."""
         row = 0
         for number, event in enumerate(self.recount.events):
             if event["seq"] > self.recount.stop_seq:
@@ -136,7 +138,7 @@ class _CommitAccount:
             else:
                 push = self.recount.pushes[row]
                 if push["outcome"] != Outcome.APPLIED:
-                    return  # the run is over, or the trace
+                    return  # the run, or the trace, ends here
                 self._push(push, now_s)
                 self.blocked[worker] = row
                 if now_s < self.stop_s:
@@ -146,7 +148,7 @@ class _CommitAccount:
                 self._pass_barrier(number, worker, now_s)
 
     def _release(self, number: int, now_s: float) -> None:
-        """Let those go on that are held."""
+        """Release all blocked workers."""
         for worker, row in self.blocked.items():
             rate = self.commits
             if not self.searching and self.paradigm.rule == "cumulative":
@@ -158,7 +160,7 @@ class _CommitAccount:
         self.blocked.clear()
 
     def _join(self, worker: int) -> None:
-        """It counts as the slowest of the others, if it has not made more, and has not said a loss."""
+        """Let a worker join with the counts of the slowest active worker (or its own, if higher) and no loss."""
         for made in (self.iters, self.counted):
             made[worker] = max(made[worker], min(made[self.active], default=0))
         self.losses[worker], self.active[worker] = math.nan, True
@@ -169,14 +171,14 @@ class _CommitAccount:
         self.overhead_s[worker] = math.fsum(time_s for time_s in spent_s if 0 <= time_s < math.inf)
         if math.isfinite(loss):
             self.losses[worker] = loss
-        if self.searching and len(self.points) < 2 and now_s < self.stop_s:  # its start, and its middle
+        if self.searching and len(self.points) < 2 and now_s < self.stop_s:  # points at its start and middle
             self._sample(now_s, len(self.points) * self.paradigm.check_period_s / 2)
         if not self.searching:
             self._check(now_s)
         self.iters[worker] += 1
 
     def _check(self, now_s: float) -> None:
-        """The check that was due before this push, if one was; and whether a search begins."""
+        """Carry out the check that was due before this push, if any, and begin a search if one is due."""
         paradigm, rose = self.paradigm, False
         checks = math.floor((now_s - self.begun_s) / paradigm.check_period_s)
         if checks > self.checks:
@@ -192,17 +194,17 @@ class _CommitAccount:
             self.trial_s, self.points, self.stop_s = math.nan, [], now_s
 
     def _loss(self) -> float:
-        """The mean over the active workers, once all have said one."""
+        """Return the mean loss of the active workers, NaN until all have reported one."""
         losses = self.losses[self.active]
         return math.fsum(losses) / len(losses) if len(losses) else math.nan
 
     def _sample(self, now_s: float, from_s: float) -> None:
-        """A point of the trial, if it is so old and a loss is known."""
+        """Add a point to the trial if it has lasted `from_s` seconds and the loss is known."""
         if now_s - self.trial_s >= from_s and not math.isnan(loss := self._loss()):
             self.points.append((now_s - self.trial_s, loss))
 
     def _aim(self, losses: tuple[float, ...]) -> float:
-        """The trial's target: half the loss that the search began with, and half as much again while that is passed."""
+        """Return the trial's target: half the loss at the search's start, halved until the trial begins above it."""
         if self.paradigm.loss_target is not None:
             return self.paradigm.loss_target
         if losses:
@@ -212,7 +214,7 @@ class _CommitAccount:
         return self.aim
 
     def _pass_barrier(self, number: int, worker: int, now_s: float) -> None:
-        """All are held: they go on into the next trial, or out of the search."""
+        """Release all workers, which are blocked, into the next trial or out of the search."""
         paradigm = self.paradigm
         if not math.isnan(self.trial_s):
             self._sample(now_s, paradigm.check_period_s)
@@ -241,41 +243,41 @@ class _CommitAccount:
     # ---- the checks ----
 
     def waits(self) -> Check:
-        """Nobody waits but for all to stand still, before a search's trials and after each."""
+        """Check that workers block only at the barriers before and after a search's trials."""
         recount, pushes = self.recount, self.recount.pushes
         known = (recount.push_grant >= 0) & ~np.append(recount.is_stop, True)[recount.push_grant]
         released = np.append(recount.grant_event, -1)[recount.push_grant]
         return check_rows(
-            "nobody waits but for a trial",
+            "workers block only for a trial",
             known & (released != self.released[:-1]),
             lambda i: (
-                f"worker {pushes['worker'][i]} pushes with seq {pushes['seq'][i]}, and is granted "
+                f"worker {pushes['worker'][i]} pushes with seq {pushes['seq'][i]} and is granted "
                 f"{'at once' if released[i] == recount.push_event[i] else 'later'}"
             ),
         )
 
     def times(self) -> Check:
-        """commit_s is what the rule gives for the commits that are made and those that are wanted."""
+        """Check that commit_s follows from the rule and the commits made so far."""
         recount, pushes = self.recount, self.recount.pushes
         granted_s = np.append(recount.grants["commit_s"], np.nan)[recount.push_grant]
         known = (recount.push_grant >= 0) & ~np.append(recount.is_stop, True)[recount.push_grant]
         return check_rows(
-            f"commits are {self.paradigm.interval_min_s:g} s apart, or as the {self.paradigm.rule} rule says",
+            f"commit times follow the {self.paradigm.rule} rule, at least {self.paradigm.interval_min_s:g} s apart",
             known & ~(np.abs(granted_s - self.commit_s[:-1]) < SAME_TIME_S),
             lambda i: (
-                f"push of seq {pushes['seq'][i]}: the next is to come after {granted_s[i]} s, a recount gives "
+                f"push of seq {pushes['seq'][i]}: the next one is granted after {granted_s[i]} s, the recount gives "
                 f"{self.commit_s[i]}"
             ),
         )
 
     def trials(self) -> Check:
-        """Searches try what they must, rewards are those of the curve through their losses, and the best is chosen."""
-        name, rows = "searches try one more at a time and choose the best", self.recount.decisions
+        """Check the trials of each search, that rewards follow from the losses, and that the best rate is chosen."""
+        name, rows = "searches raise the rate by one and choose the best", self.recount.decisions
         if not self.recount.finished:
             rows = rows[self.recount.event_at(rows["seq"]) < len(self.recount.events) - 1]
         for i, row in enumerate(rows):
             if i >= len(self.due) or (wrong := self._wrong(row, self.due[i])):
-                wrong = wrong if i < len(self.due) else "nothing was to be decided"
+                wrong = wrong if i < len(self.due) else "no decision was due"
                 return Check(name, False, i, f"decision of seq {row['seq']}: {wrong}")
         missing = len(self.due) - len(self.recount.decisions)
         if missing > 0 and self.recount.finished:
@@ -285,18 +287,20 @@ class _CommitAccount:
     def _wrong(self, row: Any, due: _Due) -> str:
         controller = row["controller"].decode(errors="replace")
         if (controller, row["worker"], row["chosen"]) != due[:3]:
-            return f"{controller} {row['chosen']:g} by worker {row['worker']}, due is {due[0]} {due[2]:g} by {due[1]}"
+            return f"{controller} {row['chosen']:g} by worker {row['worker']}, expected {due[0]} {due[2]:g} by {due[1]}"
         losses = np.array([*due.losses, *[math.nan] * (3 - len(due.losses))])
-        told = np.array([row[name] for name in POINTS])
-        if not ((np.abs(told - losses) <= SAME * np.abs(losses)) | (np.isnan(told) & np.isnan(losses))).all():
-            return f"losses are {losses.tolist()}, told are {told.tolist()}"
+        recorded = np.array([row[name] for name in POINTS])
+        if not ((np.abs(recorded - losses) <= SAME * np.abs(losses)) | (np.isnan(recorded) & np.isnan(losses))).all():
+            return f"losses are {losses.tolist()}, recorded are {recorded.tolist()}"
         if controller == "reward" and not self._is_reward(float(row["reward"]), due):
-            return f"a reward of {row['reward']} is not that of the curve through {losses.tolist()}"
+            return f"the reward {row['reward']} does not follow from the curve through {losses.tolist()}"
         return ""
 
     def _is_reward(self, reward: float, due: _Due) -> bool:
-        """Whether the curve through these points comes down to the target after 1 / reward seconds; or never does, when
-        there is no reward."""
+        """Return True if the curve through the points reaches the target after 1 / reward seconds.
+
+        A reward of -inf is right if it never does.
+        """
         if len(due.losses) < 3:
             return reward == -math.inf
         (t0, t1, t2), (l0, l1, l2) = due.times_s, due.losses
@@ -310,13 +314,13 @@ class _CommitAccount:
             of_losses = (target - l0) * (l1 - l2) * (then_s - t2) * (t1 - t0)
             scale = (max(then_s, t2) - t0) * (t2 - t0) * (l0 - min(target, l2)) * (l0 - l2)
             return abs(of_times - of_losses) <= SAME * scale
-        # It does not come down so far: 1 / (l - d) is a line, and d is at or above the target.
+        # The curve stays above the target: 1 / (l - d) is linear in t, and d is at or above the target.
         first, then = (l0 - l1) * (t2 - t1), (l1 - l2) * (t1 - t0)
         d = (first * l2 - then * l0) / (first - then) if first != then else -math.inf
         return reward == -math.inf and first > then and target <= d + SAME * abs(d)
 
     def counts(self) -> Check:
-        """Tells how far commits were apart; how far they may be depends on how long steps take."""
+        """Report the largest difference of commits between workers; its bound depends on the step times."""
         n = self.recount.n_workers
-        detail = f"at most {self.apart} apart when they were counted"
-        return Check("commits of all workers, beside each other", True, n, detail)
+        detail = f"largest difference at a check: {self.apart}"
+        return Check("difference of commits between workers", True, n, detail)

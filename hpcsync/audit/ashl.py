@@ -1,6 +1,7 @@
-"""What ASHL promises, counted again from the rows: stages, plans, and what workers then do.
+"""Checks of ASHL (Shen et al., IEEE Transactions on Computers 73(1), 2024), recounted from the rows.
 
-The two algorithms are written out once more here, so that nothing rests on the code that planned the run.
+They cover the stages, the plans, and whether workers follow these. Both algorithms are implemented again here, so
+that nothing depends on the code that planned the run.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from hpcsync.trace.schema import Outcome
 
 COARSE, FINE = 1, 2
 TIMES = ("iteration_s", "push_s", "pull_s", "encode_s")
-LOSS_BETA, CHECKS = 0.1, 5  # of the average loss: weight of the newest, and checks over which a plateau lasts
-SAME = 1e-9  # relative difference of numbers that are computed in another order
+LOSS_BETA, CHECKS = 0.1, 5  # weight of the newest loss in the average; checks over which a plateau lasts
+SAME = 1e-9  # relative difference of floats that are computed in another order
 
 
 class Stages:
-    """Where the stages of a trace of ASHL begin, and what is in force when.
+    """Begin of each stage of an ASHL trace, and the plans in force at any time.
 
-    begins: `seq` of the rows that begin the coarse and the fine stage; NEVER for one that did not begin.
+    Attributes
+    ----------
+    begins
+        `seq` of the rows that begin the coarse and the fine stage; NEVER for a stage that does not begin.
     """
 
     def __init__(self, recount: Recount, paradigm: AshlOptions) -> None:
@@ -37,7 +41,7 @@ class Stages:
         self.ratios: dict[int, float | None] = {COARSE: options["ratio_coarse"], FINE: options["ratio_fine"]}
         self.steps = {COARSE: paradigm.steps_coarse, FINE: paradigm.steps_fine}
         self.has_ratios = self.ratios[COARSE] is not None
-        self.ratio_profiled = float(self.ratios[COARSE] or 1.0)  # of the sparse pushes of the profile
+        self.ratio_profiled = float(self.ratios[COARSE] or 1.0)  # of the sparse pushes in the profile stage
         rows = recount.decisions
         self.rows = rows[rows["controller"] == b"stage"]
         firsts = [self.rows["seq"][self.rows["chosen"] == stage] for stage in (COARSE, FINE)]
@@ -45,15 +49,25 @@ class Stages:
 
     @cached_property
     def applied(self) -> np.ndarray:
-        """The pushes that the paradigm heard of."""
+        """Pushes that were applied."""
         return self.recount.pushes[self.recount.pushes["outcome"] == Outcome.APPLIED]
 
     def n_active(self, seq: np.ndarray) -> np.ndarray:
-        """How many workers took part before each seq."""
+        """Return the number of active workers before each seq."""
         return self.recount.n_active[self.recount.event_at(seq)]
 
     def in_force(self, controller: bytes, worker: np.ndarray, seq: np.ndarray, first: float) -> np.ndarray:
-        """What this controller had last chosen for each of these workers before these seqs; `first` before all."""
+        """Return what a controller last chose for each worker before each seq.
+
+        Parameters
+        ----------
+        controller
+            Name in the column `controller` of /decisions.
+        worker, seq
+            Shape (n,).
+        first
+            Value before the controller's first choice.
+        """
         rows = self.recount.decisions[self.recount.decisions["controller"] == controller]
         stride = max(int(self.recount.seqs.max(initial=0)), 0) + 2
         workers = np.arange(self.recount.n_workers)
@@ -63,13 +77,15 @@ class Stages:
         return chosen[np.searchsorted(key[order], worker * stride + seq, side="right") - 1]
 
     def is_sparse(self, iteration: np.ndarray) -> np.ndarray:
-        """Which pushes of the profile are sent at the coarse ratio."""
+        """Return which pushes of the profile stage are sent at the coarse ratio, bool of shape (n,)."""
         since = iteration - self.paradigm.warmup
         return self.has_ratios & (since > 0) & (since % 2 == 0)
 
     def medians(self, worker: int, seq: int) -> list[float]:
-        """Of the worker's newest measurements before a plan: seconds of TIMES. Those of pushing and of compressing
-        are of the profile's pushes; 0 where there are none."""
+        """Return the medians of a worker's newest measurements before a plan, in seconds, in the order of TIMES.
+
+        Push and compression times come from the pushes of the profile stage. A time without measurements is 0.
+        """
         mine = self.applied[(self.applied["worker"] == worker) & (self.applied["seq"] < seq)]
         mine = mine[mine["iteration"] > self.paradigm.warmup]
         profiled = mine[mine["seq"] < self.begins[0]]
@@ -85,7 +101,10 @@ class Stages:
 
 
 def check_stages(recount: Recount, paradigm: AshlOptions) -> list[Check]:
-    """The checks of this module. Whether nobody is held before the fine stage is for `bounds`."""
+    """Return the checks of this module.
+
+    `bounds` checks that no worker is blocked before the fine stage.
+    """
     lacking = {*TIMES, "loss"} - set(recount.decisions.dtype.names or ())
     if lacking:
         return [Check("stages are in order", False, 0, f"/decisions lacks {', '.join(sorted(lacking))}")]
@@ -104,8 +123,11 @@ def check_stages(recount: Recount, paradigm: AshlOptions) -> list[Check]:
 
 
 def stages_begin_when_they_must(stages: Stages) -> Check:
-    """Coarse at the event by which all active workers have been profiled, fine at the commit that makes the loss low
-    enough; there is no way back."""
+    """Check when the stages begin.
+
+    The coarse stage begins at the event after which all active workers have been profiled, the fine one at the commit
+    that makes the loss low enough. A stage is never left for an earlier one.
+    """
     recount, rows = stages.recount, stages.rows
     needed = stages.paradigm.warmup + stages.paradigm.profiled
     profiled = np.flatnonzero((recount.min_iters >= needed) & (recount.n_active[:-1] > 0))
@@ -113,34 +135,34 @@ def stages_begin_when_they_must(stages: Stages) -> Check:
     due = [int(recount.events["seq"][profiled[0]]) if len(profiled) else NEVER, switch]
     begins = np.array([seq for seq in stages.begins if seq != NEVER], np.int64)
     begun = np.append(recount.events["seq"], -1)[recount.event_at(begins)]
-    # Once the run is over nothing begins any more; of one that was killed the last answer may be incomplete.
+    # No stage begins once the run is over. In a killed run the last answer may be incomplete.
     last = int(stages.applied["seq"].max(initial=0))
     last_event = int(recount.events["seq"].max(initial=0))
     missing = np.array(
         [seq <= last and (recount.finished or seq < last_event) for seq in due[len(begun) :][:1]], dtype=bool
     )
-    told = np.array([np.nan, loss])[: len(rows)]
+    expected = np.array([np.nan, loss])[: len(rows)]
     names = ("coarse", "fine")
     return check_all(
-        "each stage begins once, in order, when it must",
+        "each stage begins once, in order, when due",
         (
             rows["chosen"] != np.arange(1, len(rows) + 1),
             lambda i: f"stage row {i} of seq {rows['seq'][i]} begins stage {rows['chosen'][i]:g}",
         ),
         (
             begun != np.array(due[: len(begun)], np.int64),
-            lambda i: f"the {names[i]} stage begins with the event of seq {begun[i]}, due is {_seq(due[i])}",
+            lambda i: f"the {names[i]} stage begins with the event of seq {begun[i]}, due: {_seq(due[i])}",
         ),
-        (missing, lambda i: f"the {names[len(begun)]} stage does not begin, due with seq {due[len(begun)]}"),
+        (missing, lambda i: f"the {names[len(begun)]} stage does not begin, it is due with seq {due[len(begun)]}"),
         (
-            ~_alike(rows["loss"][:2], told),
-            lambda i: f"the {names[i]} stage tells a loss of {rows['loss'][i]}, a recount gives {told[i]}",
+            ~_alike(rows["loss"][:2], expected),
+            lambda i: f"the {names[i]} stage has loss {rows['loss'][i]}, the recount gives {expected[i]}",
         ),
     )
 
 
 def _losses(stages: Stages) -> tuple[float, int]:
-    """The average loss of the coarse stage's commits as it was when the fine one is due, and its push's seq."""
+    """Return the average loss of the coarse stage's commits when the fine stage is due, and the seq of that push."""
     paradigm, loss, n_commits, checked = stages.paradigm, np.nan, 0, []
     pushes = stages.applied[stages.applied["seq"] > stages.begins[0]]
     for push, n_active in zip(pushes, stages.n_active(pushes["seq"]), strict=True):
@@ -164,9 +186,11 @@ def _losses(stages: Stages) -> tuple[float, int]:
 
 
 def plans_follow_from_measurements(stages: Stages) -> Check:
-    """H, D and R are those of Algorithms 1 and 2 for the medians of what was measured, also when somebody joins; after
-    departures D is anew."""
-    name, n_rows = "plans follow from what was measured", 0
+    """Check that H, D and R follow from Algorithms 1 and 2, applied to the medians of the measurements.
+
+    A plan is made for each stage and for each join. A departure changes only D.
+    """
+    name, n_rows = "plans follow from the measured times", 0
     for rows in _plans(stages):
         if wrong := _wrong(stages, rows):
             return Check(name, False, n_rows, f"plan of seq {rows['seq'][0]}: {wrong}")
@@ -177,18 +201,18 @@ def plans_follow_from_measurements(stages: Stages) -> Check:
 
 
 def _plans(stages: Stages) -> Iterator[np.ndarray]:
-    """The rows of /decisions by the event that brought them."""
+    """Yield the rows of /decisions of each event."""
     recount, rows = stages.recount, stages.recount.decisions
     event = recount.event_at(rows["seq"])
     edges = [0, *(np.flatnonzero(np.diff(event)) + 1).tolist(), len(rows)] if len(rows) else []
     for begin, end in pairwise(edges):
         if not recount.finished and event[begin] == len(recount.events) - 1:
-            return  # the end of the trace may have come while it was being recorded
+            return  # the trace may end within these rows
         yield rows[begin:end]
 
 
 def _wrong(stages: Stages, rows: np.ndarray) -> str:
-    """What is wrong with one event's rows, or nothing."""
+    """Return what is wrong with the rows of one event, or ""."""
     event = int(stages.recount.event_at(rows["seq"][:1])[0])
     active, begins = stages.recount.active(event), rows["controller"][0] == b"stage"
     plans = begins or (event >= 0 and stages.recount.events["joins"][event])
@@ -197,10 +221,12 @@ def _wrong(stages: Stages, rows: np.ndarray) -> str:
         kinds = [b"local-steps", b"share", *[b"ratio"] * stages.has_ratios]
     expected = [(b"stage", int(rows["worker"][0]))] * begins + [(kind, int(w)) for kind in kinds for w in active]
     if list(zip(rows["controller"].tolist(), rows["worker"].tolist(), strict=True)) != expected:
-        return f"it is not of {', '.join(kind.decode() for kind in kinds)} of each of workers {active.tolist()}"
+        return (
+            f"it does not consist of {', '.join(kind.decode() for kind in kinds)} for each of workers {active.tolist()}"
+        )
     by = {kind: rows[rows["controller"] == kind] for kind in kinds}
     if not begins and rows["seq"][0] < stages.begins[0]:
-        return "nothing is shared in the profile"
+        return "the profile stage has no shares"
     if not plans:
         return _wrong_shares(stages, by[b"share"], stages.in_force(b"local-steps", active, rows["seq"][0], np.nan))
     steps_rows = by[b"local-steps"]
@@ -209,9 +235,9 @@ def _wrong(stages: Stages, rows: np.ndarray) -> str:
         return f"there is no stage {stage}"
     times = np.array([stages.medians(worker, int(rows["seq"][0])) for worker in active.tolist()])
     for kind in (b"local-steps", b"ratio")[: 1 + stages.has_ratios]:
-        told = np.stack([by[kind][column] for column in TIMES], axis=1)
-        if not _alike(told, times).all():
-            return f"{kind.decode()}: medians of {TIMES} are {times.tolist()}, told are {told.tolist()}"
+        recorded = np.stack([by[kind][column] for column in TIMES], axis=1)
+        if not _alike(recorded, times).all():
+            return f"{kind.decode()}: medians of {TIMES} are {times.tolist()}, recorded are {recorded.tolist()}"
     steps = algorithm_1(times, stages.steps[stage])
     if steps_rows["chosen"].tolist() != steps.tolist():
         return f"local steps are {steps_rows['chosen'].tolist()}, Algorithm 1 gives {steps.tolist()}"
@@ -224,7 +250,19 @@ def _wrong(stages: Stages, rows: np.ndarray) -> str:
 
 
 def algorithm_1(times: np.ndarray, preset: int) -> np.ndarray:
-    """H: as many steps as fit into the time of the worker that is last with `preset`. times: (n_workers, 4), TIMES."""
+    """Return H, the local steps that fit into the round time of the slowest worker.
+
+    The slowest worker is the one whose round of `preset` steps takes longest.
+
+    Parameters
+    ----------
+    times
+        Seconds, shape (n_workers, 4), columns as in TIMES.
+
+    References
+    ----------
+    Shen et al. 2024, Algorithm 1.
+    """
     step_s, push_s, pull_s, _ = times.T
     comm_s = push_s + pull_s
     last_s = (step_s * preset + comm_s).max()
@@ -234,8 +272,22 @@ def algorithm_1(times: np.ndarray, preset: int) -> np.ndarray:
 
 
 def algorithm_2(times: np.ndarray, steps: np.ndarray, preset: float) -> np.ndarray:
-    """R: what can be sent in the time that is left until the worker is through that is last with `preset`; an element
-    with its index takes as long as two."""
+    """Return R, the share of elements that each worker can send before the slowest one's round ends.
+
+    The slowest worker's round has the ratio `preset`. A sparse element takes as long as two dense ones, because its
+    index is sent too.
+
+    Parameters
+    ----------
+    times
+        Seconds, shape (n_workers, 4), columns as in TIMES.
+    steps
+        Local steps H, shape (n_workers,).
+
+    References
+    ----------
+    Shen et al. 2024, Algorithm 2.
+    """
     step_s, push_s, pull_s, encode_s = times.T
     rest_s = step_s * steps + encode_s + pull_s
     left_s = (rest_s + push_s * min(2.0 * preset, 1.0)).max() - rest_s
@@ -252,25 +304,25 @@ def _wrong_shares(stages: Stages, rows: np.ndarray, steps: np.ndarray) -> str:
 
 
 def _without_new_shares(stages: Stages) -> str:
-    """The departure, or return, after which D was not chosen anew though the run went on, in words."""
+    """Return the departure or join after which D was not chosen again although the run continued, in words."""
     recount = stages.recount
     shared = set(recount.event_at(recount.decisions["seq"][recount.decisions["controller"] == b"share"]).tolist())
     last = int(stages.applied["seq"].max(initial=0))
     for event in np.flatnonzero(~recount.events["is_push"]).tolist():
         seq, worker = (int(recount.events[column][event]) for column in ("seq", "worker"))
         if stages.begins[0] < seq < last and event not in shared:
-            what = "joins" if recount.events["joins"][event] else "has left"
-            return f"worker {worker} {what} (seq {seq}), its share is not given anew"
+            change = "joins" if recount.events["joins"][event] else "has left"
+            return f"worker {worker} {change} (seq {seq}), but the shares are not planned again"
     return ""
 
 
-# ---- what workers do -------------------------------------------------------------------------------------------------
+# ---- workers ---------------------------------------------------------------------------------------------------------
 
 
 def workers_do_what_is_planned(stages: Stages) -> Check:
-    """Grants say the H and R in force, in the profile one step; and so many steps are in the push then.
+    """Check that grants contain the H and R in force, and that pushes have as many local steps.
 
-    The last push of a worker that leaves may be of fewer.
+    In the profile stage H is 1. The last push of a worker that leaves may have fewer steps.
     """
     recount = stages.recount
     grants, pushes = recount.grants[~recount.is_stop], recount.pushes
@@ -283,16 +335,16 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
     granted = np.append(recount.grants["local_steps"], 1)[recount.push_permit]  # -1, no grant: the first iteration
     known = (recount.push_permit >= 0) | (pushes["iteration"] == 1)
     return check_all(
-        "workers make and send what is planned for them",
+        "local steps and ratios are as planned",
         (
             grants["local_steps"] != steps,
             lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]} local steps, not {steps[i]:g}",
         ),
         (
             ~_alike(grants["ratio"], ratio),
-            lambda i: f"grant of seq {grants['seq'][i]}: a ratio of {grants['ratio'][i]}, not {ratio[i]}",
+            lambda i: f"grant of seq {grants['seq'][i]}: ratio {grants['ratio'][i]}, not {ratio[i]}",
         ),
-        (~np.isinf(grants["commit_s"]), lambda i: f"grant of seq {grants['seq'][i]} says when to commit"),
+        (~np.isinf(grants["commit_s"]), lambda i: f"grant of seq {grants['seq'][i]} has a commit time"),
         (
             known & (pushes["local_steps"] != granted) & ~(recount.may_be_cut & (pushes["local_steps"] < granted)),
             lambda i: f"push of seq {pushes['seq'][i]}: {pushes['local_steps'][i]} local steps, granted {granted[i]}",
@@ -301,21 +353,24 @@ def workers_do_what_is_planned(stages: Stages) -> Check:
 
 
 def commits_count_their_share(stages: Stages) -> Check:
-    """An applied push counts D, in the profile one part of as many as there are active workers; others nothing."""
+    """Check that the weight of an applied push is D, and that of others 0.
+
+    In the profile stage it is 1 / n_active.
+    """
     pushes = stages.recount.pushes
     n_active = stages.n_active(pushes["seq"])
     expected = stages.in_force(b"share", pushes["worker"], pushes["seq"], np.nan)
     expected = np.where(pushes["seq"] < stages.begins[0], 1 / np.maximum(n_active, 1), expected)
     expected = np.where(pushes["outcome"] == Outcome.APPLIED, expected, 0.0)
     return check_rows(
-        "commits count their share",
+        "the weight of a commit is its share",
         ~(np.abs(pushes["weight"] - expected) <= SAME * expected),
-        lambda i: f"push of seq {pushes['seq'][i]} counts {pushes['weight'][i]}, its share is {expected[i]}",
+        lambda i: f"push of seq {pushes['seq'][i]} has weight {pushes['weight'][i]}, its share is {expected[i]}",
     )
 
 
 def samples_are_allocated_once(stages: Stages) -> Check:
-    """The run's sequence of samples goes to whoever is granted, none is left out and none given twice."""
+    """Check that grants take consecutive parts of the run's sequence of samples."""
     recount, workload = stages.recount, stages.recount.job.workload
     assert not isinstance(workload, Script)
     size = workload.batch_size
@@ -324,23 +379,31 @@ def samples_are_allocated_once(stages: Stages) -> Check:
     begin = recount.n_workers * size + np.cumsum(n_samples) - n_samples
     pushes = recount.pushes
     return check_all(
-        "samples are dealt out once, and none is left out",
+        "each sample is allocated exactly once",
         (
             grants["first_sample"] != begin,
-            lambda i: f"grant of seq {grants['seq'][i]} gives from {grants['first_sample'][i]} on, not {begin[i]}",
+            lambda i: (
+                f"grant of seq {grants['seq'][i]} allocates from sample {grants['first_sample'][i]}, not {begin[i]}"
+            ),
         ),
-        (n_samples != size * grants["local_steps"], lambda i: f"grant of seq {grants['seq'][i]} gives {n_samples[i]}"),
-        (stops["first_sample"] != -1, lambda i: f"stop grant of seq {stops['seq'][i]} gives samples"),
+        (
+            n_samples != size * grants["local_steps"],
+            lambda i: f"grant of seq {grants['seq'][i]} allocates {n_samples[i]} samples",
+        ),
+        (stops["first_sample"] != -1, lambda i: f"stop grant of seq {stops['seq'][i]} allocates samples"),
         (
             pushes["batch_size"] != size * pushes["local_steps"],
-            lambda i: f"push of seq {pushes['seq'][i]} is of {pushes['batch_size'][i]} samples",
+            lambda i: f"push of seq {pushes['seq'][i]} has {pushes['batch_size'][i]} samples",
         ),
     )
 
 
 def fine_leads_are_bounded(stages: Stages) -> list[Check]:
-    """Of what was granted in the fine stage nobody commits more than staleness + 1 times more often than the slowest;
-    and who is held there is further ahead than staleness until it is released."""
+    """Check the leads of commits that were granted in the fine stage.
+
+    A push is at most staleness + 1 commits ahead of the slowest worker. A blocked worker is more than staleness ahead
+    until it is released.
+    """
     recount, bound = stages.recount, stages.paradigm.staleness
     grants, pushes = recount.grants, recount.pushes
     counts = np.append((grants["seq"] > stages.begins[1]) & ~recount.is_stop, False)[recount.push_permit]
@@ -355,12 +418,12 @@ def fine_leads_are_bounded(stages: Stages) -> list[Check]:
     blocking_lead = own[blocked] - least[release[blocked] - 1]
     return [
         check_rows(
-            f"push gap in the fine stage is at most {bound + 1}",
+            f"push lead in the fine stage is at most {bound + 1}",
             lead > bound + 1,
             lambda i: f"worker {pushes['worker'][i]} is {lead[i]} ahead after its push of seq {pushes['seq'][i]}",
         ),
         check_rows(
-            "nobody is held needlessly in the fine stage",
+            "no worker is blocked needlessly in the fine stage",
             blocking_lead <= bound,
             lambda i: (
                 f"worker {pushes['worker'][blocked[i]]} is blocked {blocking_lead[i]} ahead, "

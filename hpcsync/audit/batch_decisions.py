@@ -1,6 +1,6 @@
-"""Whether new batch sizes follow from what they say they were chosen from, whoever chose them.
+"""Check that new batch sizes follow from their recorded inputs, with or without servers.
 
-How sizes follow from what workers expect is asked of the code that plans them.
+How sizes follow from predicted times is asked of the code that plans them (`core.batch_sizes`).
 """
 
 from __future__ import annotations
@@ -11,37 +11,47 @@ from hpcsync.config.job import Job
 from hpcsync.core.batch_sizes import planned
 from hpcsync.planning.batch_allocation import Estimate
 
-SAME = 1e-9  # relative difference of numbers that are computed in another order
+SAME = 1e-9  # relative difference of floats that are computed in another order
 
 
 def possible(rows: np.ndarray, fixed_s: str, sample_s: str) -> np.ndarray:
-    """Where what a worker expects can be: seconds, or nothing at all."""
+    """Return where a worker's predicted times are valid, bool of shape (n_rows,).
+
+    Both are seconds, or both are NaN.
+    """
     known = np.isfinite(rows[fixed_s]) & (rows[fixed_s] >= 0) & np.isfinite(rows[sample_s]) & (rows[sample_s] > 0)
     return known | (np.isnan(rows[fixed_s]) & np.isnan(rows[sample_s]))
 
 
 def not_following(job: Job, rows: np.ndarray, before: np.ndarray, for_a_departure: bool) -> str:
-    """What is wrong with an allocation, or nothing.
+    """Return why an allocation does not follow from its inputs, or "".
 
-    rows: of /decisions, one for each worker that takes part from then on. before: their sizes until then.
-    for_a_departure: nobody then asks what is gained, and where some have not said what they expect sizes are equal.
+    Parameters
+    ----------
+    rows
+        Rows of /decisions, one for each worker that is active afterwards.
+    before
+        Sizes of these workers before the allocation, in samples.
+    for_a_departure
+        True if a departure caused the allocation. No gain is then required, and sizes are equal if some workers have
+        no prediction.
     """
     if rows["batch_before"].tolist() != before.tolist():
-        return f"sizes were {before.tolist()}, told are {rows['batch_before'].tolist()}"
+        return f"sizes were {before.tolist()}, recorded are {rows['batch_before'].tolist()}"
     estimates = list(map(Estimate, rows["fixed_s"].tolist(), rows["sample_s"].tolist()))
     n_known = int((~np.isnan(rows["sample_s"])).sum())
     if n_known not in (0, len(rows)) or (n_known == 0 and not for_a_departure):
-        return f"{n_known} of {len(rows)} workers expect anything"
+        return f"{n_known} of {len(rows)} workers have a prediction"
     if job.batches.policy == "proportional" and (rows["fixed_s"] > 0).any():
-        return "there are fixed costs, and sizes are to be proportional to speeds"
+        return "there are fixed costs, but sizes must be proportional to speeds"
     workers = rows["worker"].tolist()
     sizes = planned(job, workers, estimates if n_known else None)
     if rows["chosen"].tolist() != sizes:
-        return f"chosen are {rows['chosen'].tolist()}, planned {sizes}"
+        return f"chosen sizes are {rows['chosen'].tolist()}, planned {sizes}"
     if for_a_departure:
-        return "" if np.isnan(rows["gain"]).all() else "after a departure nobody asks for a gain"
+        return "" if np.isnan(rows["gain"]).all() else "an allocation after a departure has no gain"
     now_s, then_s = (max(map(Estimate.seconds, estimates, of)) for of in (before.tolist(), sizes))
     gain = (now_s - then_s) / now_s
     if not (np.abs(rows["gain"] - gain) <= SAME).all() or not gain > job.batches.gain:
-        return f"the gain is {gain}, told is {rows['gain'][0]}; more than {job.batches.gain} is needed"
+        return f"the gain is {gain}, recorded is {rows['gain'][0]}; it must exceed {job.batches.gain}"
     return ""

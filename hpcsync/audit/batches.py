@@ -1,6 +1,6 @@
-"""Batch sizes: what a contribution counts for its own, who was given which, and of which samples.
+"""Checks of batch sizes with servers: contribution weights, allocations and sample ranges.
 
-All but how sizes follow from what workers expect is recounted from the rows.
+Everything is recounted from the rows, except how sizes follow from predicted times (`batch_decisions`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from hpcsync.trace.schema import Outcome
 
 
 def check_sizes(recount: Recount) -> list[Check]:
-    """The checks of this module that the trace's job calls for."""
+    """Return the checks of this module that apply to the trace's job."""
     if recount.job.batches.policy == "equal":
         checks = [nothing_is_allocated(recount)]
         return checks if recount.job.commits else [weights_follow_sizes(recount), *checks]
     return [weights_follow_sizes(recount), allocations_are_planned(recount), samples_are_allocated_once(recount)]
 
 
-# ---- what counts how much --------------------------------------------------------------------------------------------
+# ---- weights ---------------------------------------------------------------------------------------------------------
 
 
 def weights_follow_sizes(recount: Recount) -> Check:
-    """In an update of one version a contribution counts by its share of the samples, and all together 1.
+    """Check that contributions are weighted by their batch sizes.
 
-    In other updates it counts by how much larger than the mean batch its own is, if that is known, by its staleness,
-    if the job says so, and as one of all contributions. What is dropped does not count.
+    In an update of one version, a contribution's weight is its share of the samples; the weights add up to 1. In other
+    updates it is 1 / n_contributions, times the ratio of its batch size to the mean one (if that is known), divided by
+    its staleness (if the job requires it). A dropped push has weight 0.
     """
     job, pushes = recount.job, recount.pushes
     n_complete = len(recount.complete_seq)
@@ -57,35 +58,36 @@ def weights_follow_sizes(recount: Recount) -> Check:
         "weights follow from batch sizes",
         (
             ~(np.abs(weight - expected) <= SAME * expected),
-            lambda i: f"push of seq {pushes['seq'][rows[i]]} counts {weight[i]}, a recount gives {expected[i]}",
+            lambda i: f"push of seq {pushes['seq'][rows[i]]} has weight {weight[i]}, the recount gives {expected[i]}",
         ),
-        (dropped["weight"] != 0, lambda i: f"push of seq {dropped['seq'][i]} is dropped, and counts all the same"),
+        (dropped["weight"] != 0, lambda i: f"push of seq {dropped['seq'][i]} is dropped, but has a weight"),
     )
 
 
-# ---- who computes what -----------------------------------------------------------------------------------------------
+# ---- allocated samples -----------------------------------------------------------------------------------------------
 
 
 def nothing_is_allocated(recount: Recount) -> Check:
-    """Where batches are alike, which samples are in them follows from worker and iteration, and nobody is asked.
+    """Check that nothing is allocated where all batch sizes are equal.
 
-    But for ASHL, whose workers make different numbers of local steps: see `stages`.
+    The samples then follow from worker and iteration. ASHL, whose workers make different numbers of local steps, is
+    the exception: see `ashl`.
     """
     grants, pushes, decisions = recount.grants, recount.pushes, recount.decisions
-    dealt = isinstance(recount.job.paradigm, AshlOptions) and not isinstance(recount.job.workload, Script)
+    allocates = isinstance(recount.job.paradigm, AshlOptions) and not isinstance(recount.job.workload, Script)
     return check_all(
-        "no batches are given out",
+        "no batches are allocated",
         (
-            (grants["first_sample"] != -1) & (not dealt),
-            lambda i: f"grant of seq {grants['seq'][i]} says {grants['first_sample'][i]}",
+            (grants["first_sample"] != -1) & (not allocates),
+            lambda i: f"grant of seq {grants['seq'][i]} has first_sample {grants['first_sample'][i]}",
         ),
-        (~np.isnan(pushes["predicted_sample_s"]), lambda i: f"push of seq {pushes['seq'][i]} predicts"),
-        (decisions["controller"] == b"batches", lambda i: f"decision of seq {decisions['seq'][i]} is about batches"),
+        (~np.isnan(pushes["predicted_sample_s"]), lambda i: f"push of seq {pushes['seq'][i]} has a prediction"),
+        (decisions["controller"] == b"batches", lambda i: f"decision of seq {decisions['seq'][i]} concerns batches"),
     )
 
 
 def samples_are_allocated_once(recount: Recount) -> Check:
-    """From the first sample on none is left out and none given twice, and everybody computes what it was given."""
+    """Check that samples are allocated in sequence and that each worker computes what it was allocated."""
     grants, pushes = recount.grants[~recount.is_stop], recount.pushes
     first = sizes_at_first(recount.job) * recount.job.local_steps
     n_samples = grants["batch_size"].astype(np.int64)
@@ -93,31 +95,46 @@ def samples_are_allocated_once(recount: Recount) -> Check:
     size = _sizes_in_force(recount, grants)
     stops = recount.grants[recount.is_stop]
     permit = recount.push_permit
-    given = np.append(recount.grants["batch_size"], 0)[permit]
-    given = np.where(permit < 0, first[pushes["worker"]], given)
+    allocated = np.append(recount.grants["batch_size"], 0)[permit]
+    allocated = np.where(permit < 0, first[pushes["worker"]], allocated)
     known = (permit >= 0) | (pushes["iteration"] == 1)
     return check_all(
-        "samples are given out once, and none is left out",
+        "each sample is allocated exactly once",
         (
             grants["first_sample"] != begin,
-            lambda i: f"grant of seq {grants['seq'][i]} gives from {grants['first_sample'][i]} on, not {begin[i]}",
+            lambda i: (
+                f"grant of seq {grants['seq'][i]} allocates from sample {grants['first_sample'][i]}, not {begin[i]}"
+            ),
         ),
         (
             n_samples != size * grants["local_steps"],
-            lambda i: f"grant of seq {grants['seq'][i]} gives {n_samples[i]} samples, its worker has {size[i]}",
+            lambda i: (
+                f"grant of seq {grants['seq'][i]} allocates {n_samples[i]} samples, its worker's size is {size[i]}"
+            ),
         ),
-        (stops["first_sample"] != -1, lambda i: f"stop grant of seq {stops['seq'][i]} gives samples"),
+        (stops["first_sample"] != -1, lambda i: f"stop grant of seq {stops['seq'][i]} allocates samples"),
         (
-            known & (pushes["batch_size"] != given),
-            lambda i: f"push of seq {pushes['seq'][i]} is of {pushes['batch_size'][i]} samples, given were {given[i]}",
+            known & (pushes["batch_size"] != allocated),
+            lambda i: (
+                f"push of seq {pushes['seq'][i]} has {pushes['batch_size'][i]} samples, {allocated[i]} were allocated"
+            ),
         ),
     )
 
 
 class _Allocation(NamedTuple):
-    """Rows of /decisions that belong together: all that one event has brought.
+    """Rows of /decisions that one event caused.
 
-    n_pushes: since the one before. active: workers; predicted: what each of all expects, (fixed_s, sample_s).
+    Attributes
+    ----------
+    n_pushes
+        Pushes since the previous allocation.
+    before
+        Sizes of all workers before the allocation, shape (n_workers,).
+    active
+        Workers that are active after the event.
+    predicted
+        Latest prediction (fixed_s, sample_s) of every worker, shape (n_workers, 2).
     """
 
     rows: np.ndarray
@@ -129,8 +146,8 @@ class _Allocation(NamedTuple):
 
 
 def allocations_are_planned(recount: Recount) -> Check:
-    """Sizes are those by which all finish together, as far as their workers had foretold, and worth the change."""
-    name, n_allocations = "batch sizes are those by which all finish together", 0
+    """Check that sizes equalise the predicted finishing times and that the gain justifies the change."""
+    name, n_allocations = "batch sizes follow from the predicted times", 0
     needed = set(Allocator.decision_fields)
     if not needed <= set(recount.decisions.dtype.names or ()):
         return Check(name, False, 0, f"/decisions lacks one of {', '.join(sorted(needed))}")
@@ -143,15 +160,15 @@ def allocations_are_planned(recount: Recount) -> Check:
 
 
 def _wrong(job: Job, allocation: _Allocation) -> str:
-    """What is wrong with it, or nothing."""
+    """Return what is wrong with an allocation, or ""."""
     rows, active, settings = allocation.rows, allocation.active, job.batches
     if rows["worker"].tolist() != active.tolist():
-        return f"workers {active.tolist()} were active, it is of {rows['worker'].tolist()}"
+        return f"workers {active.tolist()} were active, it names {rows['worker'].tolist()}"
     predicted = allocation.predicted[active]
     known = not np.isnan(predicted).any()
-    told = np.stack([rows["fixed_s"], rows["sample_s"]], axis=1)
-    if not np.array_equal(told, predicted if known else np.full_like(predicted, np.nan), equal_nan=True):
-        return f"workers had foretold {predicted.tolist()}, told are {told.tolist()}"
+    recorded = np.stack([rows["fixed_s"], rows["sample_s"]], axis=1)
+    if not np.array_equal(recorded, predicted if known else np.full_like(predicted, np.nan), equal_nan=True):
+        return f"workers had predicted {predicted.tolist()}, recorded are {recorded.tolist()}"
     if wrong := not_following(job, rows, allocation.before[active], not allocation.after_push):
         return wrong
     if not allocation.after_push:
@@ -173,23 +190,23 @@ def _allocations(recount: Recount) -> Iterator[_Allocation]:
             predicted[push["worker"]] = push["predicted_fixed_s"], push["predicted_sample_s"]
         active = recount.active(at)
         if not recount.finished and at == len(recount.events) - 1 and end - begin < len(active):
-            return  # the end of the trace came while it was being recorded
+            return  # the trace ends within this allocation
         n_pushes = int(is_push[last + 1 : at + 1].sum())
         yield _Allocation(rows[begin:end], bool(at >= 0 and is_push[at]), n_pushes, sizes.copy(), active, predicted)
-        sizes[:] = 0  # of whoever is away
+        sizes[:] = 0  # of workers that are not active
         sizes[rows["worker"][begin:end]] = rows["chosen"][begin:end]
         seen, last = upto, at
 
 
 def _runs(values: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Where runs of equal values begin and end."""
+    """Yield the begin and end of each run of equal values."""
     if len(values):
         edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
         yield from pairwise(edges)
 
 
 def _sizes_in_force(recount: Recount, grants: np.ndarray) -> np.ndarray:
-    """Of each of these grants: the batch size that its worker was allocated last."""
+    """Return the batch size that each grant's worker was last allocated, shape (n_grants,)."""
     rows = recount.decisions[recount.decisions["controller"] == b"batches"]
     stride = np.int64(max(recount.seqs[-1], 0)) + 2 if len(recount.seqs) else np.int64(1)
     workers = np.arange(recount.n_workers)

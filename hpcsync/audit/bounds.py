@@ -1,10 +1,10 @@
-"""What each paradigm promises, checked on the recounted numbers and not by the paradigm's code.
+"""Guarantees of each paradigm, checked on recounted numbers and not by the paradigm's code.
 
-With s the staleness of SSP, or s_U of DSSP: an iteration starts at most s pushes ahead of the slowest worker (start
-gap), so that right after its push a worker is at most s + 1 ahead (push gap).
+With the staleness s of SSP, or s_U of DSSP, a worker starts an iteration at most s iterations ahead of the slowest
+worker (start lead); right after its push it is at most s + 1 ahead (push lead).
 
-With elastic averaging a push is of a whole period's iterations. Its staleness is that of the centre that the worker met
-last: at least 1, its own update, but for its first push.
+With elastic averaging a push covers a whole period of iterations. Its staleness is that of the centre that the
+worker met last: at least 1, the worker's own update, except for its first push.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from hpcsync.trace.schema import Outcome
 
 
 def check_bounds(recount: Recount) -> list[Check]:
-    """The checks that the trace's paradigm calls for; of one that this module does not know, what none may do."""
+    """Return the checks that apply to the trace's paradigm.
+
+    A paradigm that this module does not know gets the checks that hold for all.
+    """
     return [*_of_paradigm(recount, recount.job.paradigm), cancelled_is_dropped(recount)]
 
 
@@ -57,27 +60,44 @@ def _of_paradigm(recount: Recount, paradigm: ParadigmOptions) -> list[Check]:
 
 
 def moves_are_as_often_and_as_far(recount: Recount, paradigm: EasgdOptions) -> Check:
-    """Every push comes after `period` iterations, every update moves the centre by alpha."""
+    """Check that a push covers `period` iterations and that an update moves the centre by alpha."""
     pushes, grants, updates = recount.pushes, recount.grants[~recount.is_stop], recount.updates
     period, alpha = paradigm.period, paradigm.moving_rate(recount.n_workers)
     return check_all(
-        f"{period} iterations a push, and updates of {alpha:.3g}",
-        (pushes["local_steps"] != period, lambda i: f"push of seq {pushes['seq'][i]}: {pushes['local_steps'][i]}"),
-        (grants["local_steps"] != period, lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]}"),
-        (updates["lr"] != alpha, lambda i: f"version {updates['version'][i]}: {updates['lr'][i]}"),
+        f"{period} iterations per push, moving rate {alpha:.3g}",
+        (
+            pushes["local_steps"] != period,
+            lambda i: f"push of seq {pushes['seq'][i]}: {pushes['local_steps'][i]} local steps",
+        ),
+        (
+            grants["local_steps"] != period,
+            lambda i: f"grant of seq {grants['seq'][i]}: {grants['local_steps'][i]} local steps",
+        ),
+        (updates["lr"] != alpha, lambda i: f"version {updates['version'][i]}: lr {updates['lr'][i]}"),
     )
 
 
 def leads_are_bounded(recount: Recount, bound_iters: float, required: bool = True) -> list[Check]:
-    """Start gap <= bound, push gap <= bound + 1. Not required, both pass and tell the largest gap."""
+    """Check the largest start lead and push lead.
+
+    Parameters
+    ----------
+    bound_iters
+        Largest start lead, in iterations. The largest push lead is one more.
+    required
+        False if the paradigm does not guarantee the bound. Both checks then pass and report the largest lead.
+    """
     grants, pushes = recount.grants[~recount.is_stop], recount.pushes  # a stop grant starts nothing
     start_lead, push_lead = recount.grant_lead[~recount.is_stop], recount.push_lead
     largest = [int(lead.max(initial=0)) for lead in (start_lead, push_lead)]
-    names = [f"start gap is at most {bound_iters}", f"push gap is at most {bound_iters + 1}"]
+    names = [f"start lead is at most {bound_iters}", f"push lead is at most {bound_iters + 1}"]
     if not required:
         return [
             Check(
-                name.replace(" is at most", ", against"), True, len(lead), f"not bounded in paper mode; largest {most}"
+                name.replace(" is at most", ", compared with"),
+                True,
+                len(lead),
+                f"not bounded in paper mode; largest {most}",
             )
             for name, lead, most in zip(names, (start_lead, push_lead), largest, strict=True)
         ]
@@ -102,51 +122,55 @@ def leads_are_bounded(recount: Recount, bound_iters: float, required: bool = Tru
 
 
 def slowest_is_never_blocked(recount: Recount) -> Check:
-    """Whoever is held is ahead of the slowest, from its push up to the event that releases it."""
+    """Check that a blocked worker leads the slowest from its push until the event that releases it."""
     last = len(recount.events) - 1
-    release = np.append(recount.grant_event, last)[recount.push_grant]  # -1: no grant, held to the end
+    release = np.append(recount.grant_event, last)[recount.push_grant]  # -1: no grant, blocked to the end
     release = np.minimum(release, recount.left_after(recount.pushes["worker"], recount.push_event))
     blocked = np.flatnonzero(release > recount.push_event)
-    # The gap of a held worker only shrinks, so it is least just before the release.
+    # The lead of a blocked worker only shrinks, so it is smallest just before the release.
     gap_iters = recount.push_iters[blocked] - recount.min_iters[release[blocked] - 1]
     pushes = recount.pushes[blocked]
     return check_rows(
-        "the slowest worker is never held",
+        "the slowest worker is never blocked",
         gap_iters <= 0,
         lambda i: (
-            f"worker {pushes['worker'][i]} is held after iteration {pushes['iteration'][i]} "
-            f"though no worker has pushed less"
+            f"worker {pushes['worker'][i]} is blocked after iteration {pushes['iteration'][i]} "
+            f"although no worker is behind it"
         ),
     )
 
 
 def no_worker_is_blocked(recount: Recount, until_seq: int = NEVER) -> Check:
-    """Each push, until then, is granted in the answer to itself."""
+    """Check that each push before `until_seq` is granted in the answer to itself."""
     answered = (recount.push_grant >= 0) & (recount.pushes["seq"] < until_seq)
     pushes = recount.pushes[answered]
     release = recount.grant_event[recount.push_grant[answered]]
     held_s = recount.grants["held_s"][recount.push_grant[answered]]
     return check_rows(
-        "nobody is held" if until_seq == NEVER else "nobody is held before the fine stage",
+        "no worker is blocked" if until_seq == NEVER else "no worker is blocked before the fine stage",
         (release != recount.push_event[answered]) | (held_s > 0),
-        lambda i: f"worker {pushes['worker'][i]} is held after iteration {pushes['iteration'][i]} for {held_s[i]} s",
+        lambda i: f"worker {pushes['worker'][i]} is blocked after iteration {pushes['iteration'][i]} for {held_s[i]} s",
     )
 
 
 def no_staleness(recount: Recount) -> Check:
-    """Nobody else's update comes between a read and the update of what was computed then."""
+    """Check that no other update happens between a worker's read and the update with its contribution."""
     pushes = recount.pushes[recount.pushes["outcome"] == Outcome.APPLIED]
-    own = 1 if recount.grants_first else 0  # the update of the round before, which is granted first
+    own = 1 if recount.grants_first else 0  # the update of the previous round, made after its grants
     return check_rows(
-        f"staleness is {own}" + (", and 0 at first" if own else ""),
+        f"staleness is {own}" + (", 0 in a first iteration" if own else ""),
         pushes["staleness"] != np.where((recount.push_permit < 0) | recount.begins_anew, 0, own)[recount.applied],
-        lambda i: f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: {pushes['staleness'][i]}",
+        lambda i: (
+            f"worker {pushes['worker'][i]}, iteration {pushes['iteration'][i]}: staleness {pushes['staleness'][i]}"
+        ),
     )
 
 
 def rounds_are_complete(recount: Recount) -> Check:
-    """Update k takes the k-th contribution of every worker, but for those that did not take part then. Whoever joins is
-    taken to have made as many as the others."""
+    """Check that update k takes the k-th contribution of every active worker.
+
+    A worker that joins counts as having made as many as the others.
+    """
     n_updates = len(recount.complete_seq)
     applied = recount.pushes[recount.applied][recount.applied_version <= n_updates]
     version = recount.applied_version[recount.applied_version <= n_updates]

@@ -1,4 +1,4 @@
-"""The outcome of one check of an audit."""
+"""Results of audit checks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# Which rows are wrong, bool of shape (n_rows,), and what is wrong with one.
+# One property of many rows: which rows violate it, bool of shape (n_rows,), and a description of one such row.
 Part = tuple[np.ndarray, Callable[[int], str]]
 
 
 @dataclass(frozen=True)
 class Check:
-    """n_checked: rows (or whatever the name speaks of) looked at. detail: the first failure, or a remark."""
+    """The result of one check.
+
+    Attributes
+    ----------
+    n_checked
+        Number of rows (or of the objects that the name refers to) examined.
+    detail
+        The first failure, or a remark.
+    """
 
     name: str
     passed: bool
@@ -22,20 +30,31 @@ class Check:
 
 
 def check_rows(name: str, wrong: np.ndarray, describe: Callable[[int], str]) -> Check:
-    """A check of one property in many rows."""
+    """Return the check of one property of many rows.
+
+    Parameters
+    ----------
+    wrong
+        Rows that violate the property, bool of shape (n_rows,).
+    describe
+        Maps a row number to the description of its failure.
+    """
     if not wrong.any():
         return Check(name, True, len(wrong))
     return Check(name, False, len(wrong), f"{describe(int(wrong.argmax()))} ({int(wrong.sum())} of {len(wrong)} fail)")
 
 
 def check_all(name: str, *parts: Part) -> Check:
-    """A check of several properties under one name; the detail is that of the first part that fails."""
+    """Return one check of several properties.
+
+    The detail is that of the first property that fails.
+    """
     checks = [check_rows(name, wrong, describe) for wrong, describe in parts]
     failed = [check for check in checks if not check.passed]
     n_checked = sum(check.n_checked for check in checks)
     return Check(name, not failed, n_checked, failed[0].detail if failed else "")
 
 
-def teller(table: str, rows: np.ndarray, *columns: str) -> Callable[[int], str]:
-    """Tells these columns of a row."""
+def describe_columns(table: str, rows: np.ndarray, *columns: str) -> Callable[[int], str]:
+    """Return a function that maps a row number to the values of `columns` in that row of `table`."""
     return lambda i: f"{table} row {i}: " + ", ".join(f"{column} {rows[column][i]}" for column in columns)

@@ -1,9 +1,9 @@
-"""What the k family promises, checked on the recounted numbers and not by its code.
+"""Guarantees of the k family (`paradigms.first_k`), checked on recounted numbers and not by the family's code.
 
-k-sync and k-async take workers, which wait for their update; k-batch-sync and k-batch-async take mini-batches, and
-nobody waits. What is staler than its form accepts when it comes is dropped at once: in the synchronous forms whatever
-was not computed from the current version, in the others what is beyond their bound. All else is in an update, unless
-the run ends before there is one.
+k-sync and k-async take contributions of k workers, which block until their update. k-batch-sync and k-batch-async
+take k mini-batches, and no worker blocks. A push that is staler on arrival than its form accepts is dropped at once:
+in the synchronous forms a push that was not computed from the current version, in the others one beyond the
+staleness bound. All other pushes take part in an update, unless the run ends first.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hpcsync.config.paradigms import FirstKOfAnyOptions, FirstKOfAVersionOptions
 from hpcsync.trace.iteration_counts import NEVER
 from hpcsync.trace.schema import Outcome
 
-INTERVAL = 20  # updates from one choice of k to the next
+INTERVAL = 20  # updates between two choices of k
 CHOSEN_FROM = ("version", "k_before", "k_state", "k_loss", "active")
 
 
 def check_first_k(recount: Recount, paradigm: FirstKOptions) -> list[Check]:
-    """All checks of this module, but for that of waiting where nobody does: see `bounds`."""
+    """Return all checks of this module, except that no worker is blocked in the mini-batch forms (`bounds`)."""
     checks = [updates_take_k(recount), drops_are_too_stale(recount, paradigm), k_is_chosen_right(recount, paradigm)]
     if paradigm.name in DISTINCT:
         checks.append(contributors_wait_for_their_update(recount, paradigm))
@@ -31,7 +31,10 @@ def check_first_k(recount: Recount, paradigm: FirstKOptions) -> list[Check]:
 
 
 def updates_take_k(recount: Recount) -> Check:
-    """As many as k is then, and of different workers if workers are counted; fewer only of the last that are left."""
+    """Check that each update takes k contributions, of distinct workers where workers are counted.
+
+    Fewer than k are allowed only if fewer workers are left.
+    """
     assert recount.k is not None
     event, updated_s = recount.update_event, recount.updates["now_s"]
     n, k = recount.updates["n_contributions"][: len(event)], recount.k[: len(event)]
@@ -43,38 +46,38 @@ def updates_take_k(recount: Recount) -> Check:
     again = np.ones(len(contributor), bool)
     again[np.unique(contributor, return_index=True)[1]] = False
     return check_all(
-        f"an update takes k {'workers' if distinct else 'mini-batches'}",
+        f"each update takes k {'workers' if distinct else 'mini-batches'}",
         (
             (n > k) | (event == NEVER),
-            lambda i: f"version {i + 1} has {n[i]} contributions, k is {k[i]:g} and more could come",
+            lambda i: f"version {i + 1} has {n[i]} contributions, k is {k[i]:g} and more could follow",
         ),
         (again & distinct, lambda i: f"version {version[i]} takes worker {worker[i]} twice"),
         (
             (event != NEVER) & (updated_s[: len(event)] != event_s),
-            lambda i: f"version {i + 1} is at {updated_s[i]} s, what completed it at {event_s[i]} s",
+            lambda i: f"version {i + 1} is at {updated_s[i]} s, the event that completed it at {event_s[i]} s",
         ),
     )
 
 
 def drops_are_too_stale(recount: Recount, paradigm: FirstKOptions) -> Check:
-    """Whatever is staler than accepted when it comes is dropped; nothing else, but what is left over at the end."""
+    """Check that exactly the pushes that are too stale on arrival are dropped, and those left over at the end."""
     pushes, too_stale = recount.pushes, _too_stale(recount, paradigm)
     made = recount.update_event[recount.update_event != NEVER]
     last_seq = recount.events["seq"][made].max(initial=0)
     wasted = (pushes["outcome"] == Outcome.DROPPED) & ~too_stale & (pushes["seq"] <= last_seq)
     sync = isinstance(paradigm, FirstKOfAVersionOptions)
     return check_all(
-        f"what is dropped is {'of an older version' if sync else 'beyond the bound of staleness'}",
+        f"dropped pushes {'are of an older version' if sync else 'exceed the staleness bound'}",
         (
             (pushes["outcome"] == Outcome.APPLIED) & too_stale,
-            lambda i: f"{_push(recount, i)} is applied, which is {_staleness(recount)[i]} versions old when it comes",
+            lambda i: f"{_push(recount, i)} is applied, but is {_staleness(recount)[i]} versions old on arrival",
         ),
-        (wasted, lambda i: f"{_push(recount, i)} is dropped, {_staleness(recount)[i]} versions old when it comes"),
+        (wasted, lambda i: f"{_push(recount, i)} is dropped, but is {_staleness(recount)[i]} versions old on arrival"),
     )
 
 
 def contributors_wait_for_their_update(recount: Recount, paradigm: FirstKOptions) -> Check:
-    """Who contributes is granted in the answer that makes the update, who is too stale in that to its own push."""
+    """Check that contributors are granted with their update, and workers with too stale pushes at once."""
     pushes, n_complete = recount.pushes, len(recount.update_event)
     expected = np.full(len(pushes), NEVER)
     taken = recount.applied_version <= n_complete
@@ -84,15 +87,15 @@ def contributors_wait_for_their_update(recount: Recount, paradigm: FirstKOptions
     known = (recount.push_grant >= 0) & (expected != NEVER)
     released = np.append(recount.grant_event, -1)[recount.push_grant]
     return check_rows(
-        "contributors wait for their update, nobody else waits",
+        "only contributors block, until their update",
         known & (released != expected),
         lambda i: f"{_push(recount, i)} is not granted {'at once' if at_once[i] else 'with its update'}",
     )
 
 
 def k_is_chosen_right(recount: Recount, paradigm: FirstKOptions) -> Check:
-    """k is the job's; or it moves by 1 towards what it is chosen from, after every so many updates at the most."""
-    name = "k moves as it is told to, within its limits"
+    """Check that k is the job's, or moves by 1 towards its wanted value, only after every INTERVAL updates."""
+    name = "k follows its policy within its limits"
     assert recount.k is not None
     rows = recount.decisions[recount.decisions["controller"] == b"k"]
     if isinstance(paradigm.k, int):
@@ -108,24 +111,24 @@ def k_is_chosen_right(recount: Recount, paradigm: FirstKOptions) -> Check:
     policy = paradigm.k
     k_state = np.where(policy == "loss", np.inf, rows["k_state"])
     k_loss = np.where(policy == "state", np.inf, np.where(np.isnan(rows["k_loss"]), k_before, rows["k_loss"]))
-    # Rounded to even as by Python; NaN fails.
+    # Half to even, as Python rounds. NaN fails.
     wanted = np.clip(np.round(np.minimum(np.minimum(k_state, k_loss), active)), least, active)
     at = [f"k of seq {seq}" for seq in rows["seq"]]
     return check_all(
         name,
         (
             (k_before != before) | (rows["active"] != active),
-            lambda i: f"{at[i]}: k was {before[i]:g}, {active[i]} workers were active; told are {rows[i]}",
+            lambda i: f"{at[i]}: k was {before[i]:g}, {active[i]} workers were active; recorded is {rows[i]}",
         ),
         (
             (version != recount.version_at(rows["seq"])) | (made != event) | (version % INTERVAL != 0),
-            lambda i: f"{at[i]} does not follow an update of every {INTERVAL}: version {version[i]:g}",
+            lambda i: f"{at[i]} does not follow every {INTERVAL}th update: version {version[i]:g}",
         ),
         (
             ~(chosen - k_before == np.sign(wanted - k_before)) | (chosen == k_before),
-            lambda i: f"{at[i]} goes from {k_before[i]:g} to {chosen[i]:g}, towards {wanted[i]:g}",
+            lambda i: f"{at[i]} moves from {k_before[i]:g} to {chosen[i]:g}, wanted is {wanted[i]:g}",
         ),
-        # What it moves from may be out of its limits, after a departure.
+        # After a departure the value before the move may be outside the limits.
         (
             ((chosen < least) & (chosen < k_before)) | (chosen > recount.n_workers),
             lambda i: f"{at[i]} is {chosen[i]:g}, not within {least[i]} to {recount.n_workers}",
@@ -134,7 +137,7 @@ def k_is_chosen_right(recount: Recount, paradigm: FirstKOptions) -> Check:
 
 
 def cancelled_is_dropped(recount: Recount) -> Check:
-    """Only with cancel = "abort" does an iteration end early, and too late to count."""
+    """Check that only with cancel = "abort" an iteration ends early, and only one that is dropped as stale."""
     pushes, aborts = recount.pushes, recount.job.aborts
     early = pushes["share"] < 1
     right = (pushes["outcome"] == Outcome.DROPPED) & (_staleness(recount) > 0)
@@ -146,12 +149,12 @@ def cancelled_is_dropped(recount: Recount) -> Check:
 
 
 def _staleness(recount: Recount) -> np.ndarray:
-    """Of each push when it comes: the updates made since what it was computed from. Shape (n_pushes,)."""
+    """Return the updates between the version read and the arrival of each push, shape (n_pushes,)."""
     return recount.version_at(recount.pushes["seq"]) - recount.pushes["version_read"]
 
 
 def _too_stale(recount: Recount, paradigm: FirstKOptions) -> np.ndarray:
-    """Of each push when it comes: whether its form does not accept it. Shape (n_pushes,)."""
+    """Return which pushes are staler on arrival than their form accepts, shape (n_pushes,)."""
     bound: np.ndarray | float = 0
     if isinstance(paradigm, FirstKOfAnyOptions):
         bound = math.inf if paradigm.staleness_max is None else paradigm.staleness_max

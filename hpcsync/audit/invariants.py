@@ -1,8 +1,8 @@
-"""What must hold in every trace, whatever the paradigm; recomputed from the tables, never from a paradigm's code.
+"""Invariants of every trace with servers, recomputed from the tables and never from a paradigm's code.
 
-Each function is one check. Of a run that did not finish, the counts end at the first missing row (see `counting`), and
-three things may be missing there, at the tail only: rows of contributions that were still pending, the grants of the
-answer that was being given, and contributions of the update that was being recorded.
+Each function is one check. The counts of an unfinished run end at the first missing row (see `server_recount`). Three
+kinds of rows may be missing there, at the end only: rows of contributions that were pending, grants of the answer
+that was in progress, and contributions of the update that was being recorded.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from collections.abc import Callable
 import numpy as np
 
 from hpcsync.audit.batch_decisions import possible
-from hpcsync.audit.check import Check, Part, check_all, check_rows, teller
+from hpcsync.audit.check import Check, Part, check_all, check_rows, describe_columns
 from hpcsync.audit.server_recount import Recount
 from hpcsync.trace.iteration_counts import NEVER, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Outcome
 
-NUMBERED = ("pushes", "grants", "decisions", "membership")  # the tables with a `seq`
+NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
 DURATIONS = ("compute_s", "wait_s", "comm_s")
 OUTCOME_CODES, CHANGE_CODES = list(Outcome), list(Change)
-SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time
+SAME_TIME_S = 1e-6  # far above the rounding of float64 seconds, below any difference that matters
 
 
 def check_invariants(trace: Trace) -> list[Check]:
-    """All checks of this module. If the first fails, the values cannot be counted with and it is the only one."""
+    """Return all checks of this module.
+
+    If the first one fails, the values cannot be used in computations, and it is the only one returned.
+    """
     first = values_are_possible(trace)
     if not first.passed:
         return [first]
@@ -34,73 +37,73 @@ def check_invariants(trace: Trace) -> list[Check]:
 
 
 def values_are_possible(trace: Trace) -> Check:
-    """Workers exist, codes are known, durations are not negative, nothing is computed from nothing."""
+    """Check that workers exist, codes are known, durations are not negative and batches are not empty."""
     tables = trace.tables
     pushes, grants, updates, membership = (tables[t] for t in ("pushes", "grants", "updates", "membership"))
-    parts: list[Part] = [_somebody_sometime(tables[table], table, trace.n_workers) for table in NUMBERED]
+    parts: list[Part] = [_worker_and_time(tables[table], table, trace.n_workers) for table in NUMBERED]
     counted = (pushes["iteration"] >= 1) & (pushes["version_read"] >= 0)
     counted &= (pushes["batch_size"] >= 1) & (pushes["local_steps"] >= 1) & np.isin(pushes["outcome"], OUTCOME_CODES)
-    tell = teller("/pushes", pushes, "iteration", "version_read", "batch_size", "local_steps", "outcome")
-    parts.append((~counted, tell))
+    describe = describe_columns("/pushes", pushes, "iteration", "version_read", "batch_size", "local_steps", "outcome")
+    parts.append((~counted, describe))
     timed = pushes["begin_s"] <= pushes["end_s"]
     for name in DURATIONS:
         timed &= pushes[name] >= 0
-    parts.append((~timed, teller("/pushes", pushes, "begin_s", "end_s", *DURATIONS)))
+    parts.append((~timed, describe_columns("/pushes", pushes, "begin_s", "end_s", *DURATIONS)))
     weighed = (pushes["share"] > 0) & (pushes["share"] <= 1) & (pushes["weight"] >= 0) & np.isfinite(pushes["weight"])
-    parts.append((~weighed, teller("/pushes", pushes, "share", "weight")))
+    parts.append((~weighed, describe_columns("/pushes", pushes, "share", "weight")))
     predicted = ("predicted_fixed_s", "predicted_sample_s")
-    parts.append((~possible(pushes, *predicted), teller("/pushes", pushes, *predicted)))
-    # Whoever joins late may know its batch size alone.
+    parts.append((~possible(pushes, *predicted), describe_columns("/pushes", pushes, *predicted)))
+    # A worker that joins late may already know its batch size, which is then 0 in the grant.
     needs = (grants["local_steps"] != 0) & ((grants["iteration"] > 1) | (grants["batch_size"] > 0))
     sized = (grants["batch_size"] >= 0) & ((grants["batch_size"] == 0) == ~needs)
     sized &= grants["first_sample"] >= -1
-    parts.append((~sized, teller("/grants", grants, "batch_size", "local_steps", "first_sample")))
+    parts.append((~sized, describe_columns("/grants", grants, "batch_size", "local_steps", "first_sample")))
     made = (updates["n_contributions"] >= 1) & np.isfinite(updates["now_s"])
-    parts.append((~made, teller("/updates", updates, "version", "n_contributions", "now_s")))
+    parts.append((~made, describe_columns("/updates", updates, "version", "n_contributions", "now_s")))
     unknown = ~np.isin(membership["change"], CHANGE_CODES)
-    parts.append((unknown, teller("/membership", membership, "worker", "change")))
-    return check_all("values are possible", *parts)
+    parts.append((unknown, describe_columns("/membership", membership, "worker", "change")))
+    return check_all("values are valid", *parts)
 
 
-def _somebody_sometime(rows: np.ndarray, table: str, n_workers: int) -> Part:
+def _worker_and_time(rows: np.ndarray, table: str, n_workers: int) -> Part:
     right = (rows["worker"] >= 0) & (rows["worker"] < n_workers) & np.isfinite(rows["now_s"])
-    return ~right, teller(f"/{table}", rows, "seq", "worker", "now_s")
+    return ~right, describe_columns(f"/{table}", rows, "seq", "worker", "now_s")
 
 
 def seq_is_unbroken(trace: Trace, recount: Recount) -> Check:
-    """One counter over four tables, each row's number its own; in a finished trace none is missing.
+    """Check that `seq` numbers the rows of four tables, each number once and, in a finished trace, none missing.
 
-    In an unfinished one the first missing number is that of a contribution whose fate was open at the end. Nothing can
-    follow it but choices that were just being made, departures, returns and their answers, and once the run is
-    stopping, the replies that say so and the pushes that they answer, which are dropped; and where grants come first,
-    those of the last answer. In the k family some may go on, but only with what was there before: there is no update.
+    In an unfinished trace the first missing number is that of a contribution whose outcome was open at the end. It can
+    be followed only by decisions in progress, departures, joins and their answers; once the run is stopping, by stop
+    grants and the pushes that they answer, which are dropped; and, where grants precede updates, by the grants of the
+    last answer. In the k family some workers may continue, but only with the version from before: there is no update.
     """
     seqs = recount.seqs
     parts: list[Part] = [(np.diff(seqs) == 0, lambda i: f"seq {seqs[i]} occurs twice")]
     for table in ("grants", "decisions", "membership"):
         column = trace.tables[table]["seq"]
-        parts.append((np.diff(column) <= 0, teller(f"/{table}", trace.tables[table][:-1], "seq")))
+        parts.append((np.diff(column) <= 0, describe_columns(f"/{table}", trace.tables[table][:-1], "seq")))
     if trace.finished:
         expected = np.arange(1, len(seqs) + 1)
         parts.append((seqs != expected, lambda i: f"seq {expected[i]} is missing"))
     else:
         pushes, grants = (rows[rows["seq"] >= recount.horizon] for rows in (trace.tables[t] for t in NUMBERED[:2]))
-        missing = f"seq {recount.horizon} is missing, but the run went on"
+        missing = f"seq {recount.horizon} is missing, but the run continued"
         parts.append(
             (pushes["outcome"] != Outcome.DROPPED, lambda i: f"{missing} with the push of seq {pushes['seq'][i]}")
         )
-        going_on = (grants["local_steps"] != 0) & ~_answers_a_return(trace, grants)
+        continuing = (grants["local_steps"] != 0) & ~_answers_a_return(trace, grants)
         if recount.grants_first:
             events = np.concatenate([trace.tables[table]["seq"] for table in ("pushes", "membership")])
-            going_on &= grants["seq"] < events.max(initial=0)
+            continuing &= grants["seq"] < events.max(initial=0)
         if recount.k is not None:
-            going_on &= grants["version"] != recount.version_at(np.array([recount.horizon]))[0]
-        parts.append((going_on, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
-    return check_all("seq counts every row once", *parts)
+            continuing &= grants["version"] != recount.version_at(np.array([recount.horizon]))[0]
+        parts.append((continuing, lambda i: f"{missing} with the grant of seq {grants['seq'][i]}"))
+    return check_all("seq numbers each row once", *parts)
 
 
 def _answers_a_return(trace: Trace, grants: np.ndarray) -> np.ndarray:
-    """Which of these grants come when their workers' last event was a return. Shape (n_grants,)."""
+    """Return which grants follow a join as their worker's last event, shape (n_grants,)."""
     events = [
         (
             table["worker"],
@@ -119,7 +122,10 @@ def _answers_a_return(trace: Trace, grants: np.ndarray) -> np.ndarray:
 
 
 def times_never_decrease(recount: Recount) -> Check:
-    """In the order of `seq`; and each update lies between its last contribution and the first grant that names it."""
+    """Check that times follow `seq`.
+
+    Each update also lies between its last contribution and the first grant that names it.
+    """
     tables = [recount.pushes, recount.grants, recount.decisions, recount.membership]
     seq, now_s = (np.concatenate([table[column] for table in tables]) for column in ("seq", "now_s"))
     order = np.argsort(seq, kind="stable")
@@ -145,19 +151,20 @@ def times_never_decrease(recount: Recount) -> Check:
 
 
 def iterations_count_pushes(recount: Recount) -> Check:
-    """A worker's iterations are 1, 2, 3, ..."""
+    """Check that a worker's iterations are 1, 2, 3, ..."""
     expected = recount.push_count
     return check_rows(
-        "iterations count a worker's pushes",
+        "iteration is the worker's push count",
         recount.pushes["iteration"] != expected,
-        lambda i: f"{_push(recount, i)} is its push number {expected[i]}",
+        lambda i: f"{_push(recount, i)} is the worker's push number {expected[i]}",
     )
 
 
 def each_push_is_granted_once(recount: Recount) -> Check:
-    """A worker pushes, is granted, pushes, ...: its grant after k pushes names iteration k + 1. A return is as a push.
+    """Check that pushes and grants of a worker alternate: its grant after k pushes names iteration k + 1.
 
-    Without a grant is one whose worker left while it was held, or the last of a run that did not finish.
+    A join is answered like a push. No grant follows a push whose worker left while it was blocked, or the last push of
+    an unfinished run.
     """
     events, grants, follows = recount.events, recount.grants, recount.grant_count
     again = np.ones(len(grants), bool)
@@ -173,38 +180,38 @@ def each_push_is_granted_once(recount: Recount) -> Check:
 
 
 def granted_version_is_read(recount: Recount) -> Check:
-    """A worker reads the version that its grant names; for its first iteration, which needs no grant, version 0."""
+    """Check that a worker reads the granted version, and version 0 for its first iteration, which needs no grant."""
     pushes, permit = recount.pushes, recount.push_permit
     expected = np.append(recount.grants["version"], 0)[permit]  # row -1, no grant, is the 0
     known = (permit >= 0) | (pushes["iteration"] == 1)
     return check_rows(
         "version_read is the granted version",
         known & (pushes["version_read"] != expected),
-        lambda i: f"{_push(recount, i)} read version {pushes['version_read'][i]}, granted was {expected[i]}",
+        lambda i: f"{_push(recount, i)} read version {pushes['version_read'][i]}, the granted one is {expected[i]}",
     )
 
 
 def granted_version_is_current(recount: Recount) -> Check:
-    """A grant names the number of updates made before it."""
+    """Check that a grant names the number of updates made before it."""
     grants, current = recount.grants, recount.current_version
     return check_rows(
         "each grant names the current version",
         grants["version"] != current,
-        lambda i: f"{_grant(recount, i)} names version {grants['version'][i]}, current was {current[i]}",
+        lambda i: f"{_grant(recount, i)} names version {grants['version'][i]}, the current one is {current[i]}",
     )
 
 
 def updates_use_the_applied_pushes(recount: Recount) -> Check:
-    """Versions are 1, 2, 3, ..., and their contributions are the applied pushes, none twice and none left over."""
+    """Check that versions are 1, 2, 3, ... and that their contributions are the applied pushes, each used once."""
     updates, n_applied = recount.updates, len(recount.applied)
     expected = np.arange(1, len(updates) + 1)
     used = np.cumsum(updates["n_contributions"])
     total = int(used[-1]) if len(used) else 0
-    # The row of an update is written before those of its contributions: an end in between is an end at the last update.
+    # The row of an update is written before those of its contributions, so a trace may end between them.
     at_least = total if recount.finished or not len(used) else total - int(updates["n_contributions"][-1])
     return check_all(
-        "updates use the applied pushes",
-        (updates["version"] != expected, lambda i: f"/updates row {i} is of version {updates['version'][i]}"),
+        "updates consist of the applied pushes",
+        (updates["version"] != expected, lambda i: f"/updates row {i} has version {updates['version'][i]}"),
         (
             np.array([not at_least <= n_applied <= total]),
             lambda _: f"{total} contributions in /updates, {n_applied} applied rows in /pushes",
@@ -213,24 +220,27 @@ def updates_use_the_applied_pushes(recount: Recount) -> Check:
 
 
 def staleness_is_recounted(recount: Recount) -> Check:
-    """Updates between the version read and the update that applied it, or the moment at which it was dropped."""
+    """Check `staleness`.
+
+    It is the number of updates between the version read and the update that applied the push, or the drop.
+    """
     pushes = recount.pushes
-    version = pushes["staleness"] + pushes["version_read"]  # before the update, or at the drop
+    version = pushes["staleness"] + pushes["version_read"]  # current before the update, or at the drop
     low = recount.version_at(pushes["seq"])
     high = recount.version_at(np.append(recount.grants["seq"], NEVER)[recount.push_grant])  # -1: no grant, the end
     low[recount.applied] = high[recount.applied] = recount.applied_version - 1
     return check_rows(
-        "staleness equals a recount",
+        "staleness equals the recount",
         (version < low) | (version > high),
         lambda i: (
-            f"{_push(recount, i)} has staleness {pushes['staleness'][i]}, a recount gives "
+            f"{_push(recount, i)} has staleness {pushes['staleness'][i]}, the recount gives "
             f"{low[i] - pushes['version_read'][i]}"
         ),
     )
 
 
 def samples_add_up(recount: Recount) -> Check:
-    """/updates counts the batches of its contributions; /evaluations says what /updates says of that version."""
+    """Check that /updates sums the batch sizes of its contributions and that /evaluations agrees with /updates."""
     updates, evaluations = recount.updates, recount.evaluations
     of_applied = np.cumsum(recount.pushes["batch_size"][recount.applied].astype(np.int64))
     last = np.cumsum(updates["n_contributions"]) - 1
@@ -240,7 +250,7 @@ def samples_add_up(recount: Recount) -> Check:
     samples = np.append(0, updates["samples"])[at]
     updated_s = np.append(-np.inf, updates["now_s"])[at]
     return check_all(
-        "samples add up",
+        "sample counts add up",
         (
             updates["samples"][: len(counted)] != counted,
             lambda i: f"version {i + 1} has {updates['samples'][i]} samples, its pushes have {counted[i]}",
@@ -249,40 +259,42 @@ def samples_add_up(recount: Recount) -> Check:
             ~known | (evaluations["samples"] != samples) | (evaluations["now_s"] < updated_s),
             lambda i: (
                 f"/evaluations row {i} (version {evaluations['version'][i]}, {evaluations['samples'][i]} samples, "
-                f"{evaluations['now_s'][i]} s) is not of an update: {samples[i]} samples, {updated_s[i]} s"
+                f"{evaluations['now_s'][i]} s) does not match the update: {samples[i]} samples, {updated_s[i]} s"
             ),
         ),
     )
 
 
 def blocked_is_recounted(recount: Recount) -> Check:
-    """`held_s` is the time from the push to its grant, or from the return."""
+    """Check that `held_s` is the time from the push, or the join, to the grant."""
     grants = recount.grants
     expected_s = grants["now_s"] - np.append(recount.events["now_s"], np.nan)[recount.answered]
     return check_rows(
         "held_s is the time from push to grant",
         (recount.answered >= 0) & ~(np.abs(grants["held_s"] - expected_s) < SAME_TIME_S),
-        lambda i: f"{_grant(recount, i)} says {grants['held_s'][i]} s, its worker was held {expected_s[i]} s",
+        lambda i: (
+            f"{_grant(recount, i)} has held_s {grants['held_s'][i]}, its worker was blocked for {expected_s[i]} s"
+        ),
     )
 
 
 def lead_is_recounted(recount: Recount) -> Check:
-    """`gap_iters` is how far the worker is ahead of the slowest that takes part: see `counting.follow`."""
+    """Check that `gap_iters` is the worker's lead over the slowest active one (`trace.iteration_counts.follow`)."""
     grants, gap_iters = recount.grants, recount.grant_lead
     return check_rows(
-        "gap_iters equals a recount",
+        "gap_iters equals the recount",
         grants["gap_iters"] != gap_iters,
-        lambda i: f"{_grant(recount, i)} has gap_iters {grants['gap_iters'][i]}, a recount gives {gap_iters[i]}",
+        lambda i: f"{_grant(recount, i)} has gap_iters {grants['gap_iters'][i]}, the recount gives {gap_iters[i]}",
     )
 
 
-def nobody_acts_after_leaving(recount: Recount) -> Check:
-    """A worker leaves, joins, leaves, ..., and has no push and no grant while it is away."""
+def no_worker_acts_after_leaving(recount: Recount) -> Check:
+    """Check that a worker leaves and joins in turn, and has no push and no grant in between."""
     pushes, grants, changes = recount.pushes, recount.grants, recount.membership
     joins = changes["change"] == Change.JOINED
     is_odd = running_count(changes["worker"]) % 2 == 1
     return check_all(
-        "nobody acts after leaving",
+        "no worker acts after it leaves",
         (
             joins == is_odd,
             lambda i: (
@@ -300,9 +312,11 @@ def nobody_acts_after_leaving(recount: Recount) -> Check:
     )
 
 
-def the_end_is_the_end(recount: Recount) -> Check:
-    """From the first stop grant on all are; what is pushed then is dropped; everybody who has not left gets one; and
-    nobody joins any more."""
+def stop_grants_end_the_run(recount: Recount) -> Check:
+    """Check that every grant after the first stop grant is one, and that later pushes are dropped.
+
+    Each worker that has not left gets one stop grant, and no worker joins afterwards.
+    """
     pushes, grants, is_stop = recount.pushes, recount.grants, recount.is_stop
     stopped = np.full(recount.n_workers, NEVER)
     np.minimum.at(stopped, grants["worker"][is_stop], grants["seq"][is_stop])
@@ -312,10 +326,10 @@ def the_end_is_the_end(recount: Recount) -> Check:
     late = pushes["seq"] > recount.stop_seq
     return check_all(
         "stop grants end the run",
-        (is_stop & (grants["credits"] != 0), lambda i: f"{_grant(recount, i)} is a stop with credits"),
+        (is_stop & (grants["credits"] != 0), lambda i: f"{_grant(recount, i)} is a stop grant with credits"),
         (
             (grants["seq"] > recount.stop_seq) & ~is_stop,
-            lambda i: f"{_grant(recount, i)} lets a worker go on after seq {recount.stop_seq} ended the run",
+            lambda i: f"{_grant(recount, i)} lets a worker continue after seq {recount.stop_seq} ended the run",
         ),
         (
             late & (pushes["outcome"] != Outcome.DROPPED),
@@ -341,8 +355,8 @@ INVARIANTS: tuple[Callable[[Recount], Check], ...] = (
     samples_add_up,
     blocked_is_recounted,
     lead_is_recounted,
-    nobody_acts_after_leaving,
-    the_end_is_the_end,
+    no_worker_acts_after_leaving,
+    stop_grants_end_the_run,
 )
 
 

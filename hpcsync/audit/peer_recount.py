@@ -1,7 +1,7 @@
-"""Counting again what the trace of a run without servers says: from the order of its reports, and its job.
+"""Recount of a trace without servers from the order of its rows and from its job.
 
-Of a run that did not finish the last reports are missing, not all workers' alike; and the updates that followed from
-its last row.
+In an unfinished trace the last rows of /exchanges are missing, not equally many of each worker, and so are the
+updates that follow from its last row.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hpcsync.trace.iteration_counts import running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import ALL_PEERS, NO_PEER, Change
 
-DRIFT = 1e-4  # seconds in which the clocks of two hosts come apart in one second, at most
-SAME_TIME_S = 1e-6  # differences of float64 seconds agree far better; nobody means less by a time
+DRIFT = 1e-4  # largest drift between the clocks of two hosts, seconds per second
+SAME_TIME_S = 1e-6  # far above the rounding of float64 seconds, below any difference that matters
 
 
 def previous(workers: np.ndarray) -> np.ndarray:
-    """The row before each one of the same worker, or -1."""
+    """Return the previous row of the same worker for each row, or -1."""
     order = np.argsort(workers, kind="stable")
     before = np.full(len(workers), -1)
     before[order[1:]] = np.where(workers[order[1:]] == workers[order[:-1]], order[:-1], -1)
@@ -31,10 +31,22 @@ def previous(workers: np.ndarray) -> np.ndarray:
 
 
 class PeerRecount:
-    """The rows of `/exchanges`, in the order in which they were reported, and what follows from that order.
+    """Rows of `/exchanges` in the order in which rank 0 received them, and quantities that follow from that order.
 
-    steps: those that are iterations. count: of each step, which one of its worker's it is, from 1 on.
-    uncertain_s: of each step, how far its worker's clock may be off.
+    Attributes
+    ----------
+    rows
+        All rows of /exchanges.
+    steps
+        The rows that are iterations, shape (n_steps,); the others have batch size 0.
+    count
+        Number of each step among those of its worker, from 1, shape (n_steps,).
+    made
+        Number of iterations of each worker, shape (n_workers,).
+    left_s
+        Time at which each worker left, inf if it did not, shape (n_workers,).
+    uncertain_s
+        Uncertainty of the clock of each step's worker, in seconds, shape (n_steps,).
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -47,7 +59,7 @@ class PeerRecount:
         self.is_step = self.rows["batch_size"] > 0
         self.steps = self.rows[self.is_step]
         self.count = running_count(self.steps["worker"])
-        self.made = np.bincount(self.steps["worker"], minlength=self.n_workers)  # iterations of each worker
+        self.made = np.bincount(self.steps["worker"], minlength=self.n_workers)
         self.left_s = np.full(self.n_workers, np.inf)
         np.minimum.at(self.left_s, self.membership["worker"], self.membership["now_s"])
         of_worker = np.zeros(self.n_workers)
@@ -58,35 +70,37 @@ class PeerRecount:
 
     @property
     def mode(self) -> str:
-        """The paradigm, or what a gossip's workers do."""
+        """Name of the paradigm, or the mode of gossip."""
         paradigm = self.job.paradigm
         return paradigm.mode if isinstance(paradigm, GossipOptions) else paradigm.name
 
     @property
     def together(self) -> bool:
-        """Whether workers exchange at the same iteration, all of them."""
+        """True if all workers exchange after the same iteration."""
         return self.one_model or self.mode in ("local-sgd", "permutation")
 
     @property
     def one_model(self) -> bool:
-        """Whether an iteration of all is one update; otherwise every step is one."""
+        """True if an iteration of all workers is one update; otherwise every step is one."""
         return self.job.one_model
 
     @cached_property
     def groups(self) -> Groups | None:
-        """Where layers are separated: who trains which."""
+        """The groups of workers under layer separation, otherwise None."""
         paradigm = self.job.paradigm
         return paradigm.groups(self.n_workers) if isinstance(paradigm, StanzaOptions) else None
 
     @cached_property
     def is_fc(self) -> np.ndarray:
-        """Which steps are of layers above the cut; where layers are not separated, none. Shape (n_steps,)."""
+        """Steps of fully-connected workers, bool of shape (n_steps,). None without layer separation."""
         return self.steps["worker"] < (self.groups.n_fc if self.groups else 0)
 
     @cached_property
     def samples(self) -> np.ndarray:
-        """Of each step, by how many more samples the model has been trained. Those of a convolution worker pass through
-        a fully-connected worker too, where they do not count again. Shape (n_steps,)."""
+        """Samples by which each step adds to the training of the model, shape (n_steps,).
+
+        The samples of a convolution worker also pass through a fully-connected worker, where they do not count again.
+        """
         return np.where(self.is_fc, 0, self.steps["batch_size"])
 
     @property
@@ -99,7 +113,7 @@ class PeerRecount:
 
     @cached_property
     def peer(self) -> np.ndarray:
-        """Whom each step's exchange is with, as the job says. Shape (n_steps,)."""
+        """Peer of each step's exchange according to the job, shape (n_steps,)."""
         exchanges, workers = self.count % self.period == 0, self.steps["worker"]
         if self.groups is not None:
             fc_of = [ALL_PEERS if self.groups.is_fc(w) else self.groups.fc_of(w) for w in range(self.n_workers)]
@@ -113,43 +127,49 @@ class PeerRecount:
             peers, rounds = self._peers, self.count[exchanges] // self.period
             drawn = zip(workers[exchanges].tolist(), rounds.tolist(), self._weight[exchanges].tolist(), strict=True)
             if len(self.died):
-                peer[exchanges] = self._drawn_among_the_living(list(drawn), self.steps[exchanges])
+                peer[exchanges] = self._drawn_among_survivors(list(drawn), self.steps[exchanges])
             else:
                 peer[exchanges] = [peers.drawn(worker, round, weight) for worker, round, weight in drawn]
         return peer
 
-    def _drawn_among_the_living(self, drawn: list[tuple[int, int, float]], steps: np.ndarray) -> list[int]:
-        """A worker hears of deaths one after the other, each after its row in /membership, and does not forget. The
-        trace does not say when: of what can have been drawn, what was, if it is among that."""
+    def _drawn_among_survivors(self, drawn: list[tuple[int, int, float]], steps: np.ndarray) -> list[int]:
+        """Return the peers drawn in a run in which workers died.
+
+        A worker learns of deaths in the order of /membership, each after its row, and does not forget. The trace does
+        not record when. Of the peers that a worker can have drawn, the recorded one is returned if it is among them.
+        """
         dead = self.died["worker"].tolist()
-        without = [replace(self._peers, dead=tuple(dead[:heard])) for heard in range(len(dead) + 1)]
+        without = [replace(self._peers, dead=tuple(dead[:n])) for n in range(len(dead) + 1)]
         happened = np.searchsorted(self.died["now_s"], steps["now_s"], side="right").tolist()
-        heard, peers = [0] * self.n_workers, []
+        n_known, peers = [0] * self.n_workers, []
         for (worker, round, weight), found, most in zip(drawn, steps["peer"].tolist(), happened, strict=True):
-            possible = range(heard[worker], 1 + (most if worker not in dead[:most] else dead.index(worker)))
-            chosen = next((h for h in possible if without[h].drawn(worker, round, weight) == found), possible[-1])
-            heard[worker] = chosen
+            possible = range(n_known[worker], 1 + (most if worker not in dead[:most] else dead.index(worker)))
+            chosen = next((n for n in possible if without[n].drawn(worker, round, weight) == found), possible[-1])
+            n_known[worker] = chosen
             peers.append(without[chosen].drawn(worker, round, weight))
         return peers
 
     @cached_property
     def died(self) -> np.ndarray:
-        """The rows of /membership of workers that died, in their order."""
+        """Rows of /membership of workers that died, in order."""
         return self.membership[self.membership["change"] == Change.DIED]
 
     @property
     def _weight(self) -> np.ndarray:
-        """Every worker's push-sum weight before the exchange of each step. Shape (n_steps,)."""
+        """Push-sum weight of the worker before the exchange of each step, shape (n_steps,)."""
         return np.append(self.rows["weight"], 1.0)[previous(self.rows["worker"])][self.is_step]
 
     @property
     def exchanged(self) -> np.ndarray:
-        """Which steps end with an exchange with somebody else, or everybody. Shape (n_steps,)."""
+        """Steps that end with an exchange with another worker, or with all; bool of shape (n_steps,)."""
         return (self.peer != NO_PEER) & (self.peer != self.steps["worker"])
 
     @cached_property
     def permutations(self) -> np.ndarray:
-        """Whom each worker gives to in round 1, 2, ...; shape (1 + n_rounds, n_workers), round 0 being none."""
+        """Receiver of each worker's model in round 1, 2, ...; shape (1 + n_rounds, n_workers).
+
+        Round 0 is the identity.
+        """
         n_rounds = int(self.count.max(initial=0)) // self.period
         rounds = [range(self.n_workers), *(self._peers.permutation(round) for round in range(1, n_rounds + 1))]
         return np.array([list(gives_to) for gives_to in rounds])
@@ -162,22 +182,27 @@ class PeerRecount:
 
     @cached_property
     def n_contributing(self) -> np.ndarray:
-        """Of those in step, how many take part in the exchange that ends an iteration, or ended the last one before it.
+        """Number of workers in the latest exchange up to each iteration, shape (1 + n_iterations,).
 
-        Those who have made an iteration since the exchange before, also who has left by then. Shape
-        (1 + n_iterations,); that of iteration 0 is everybody.
+        For synchronous workers. These are the workers that have made an iteration since the exchange before, including
+        those that have left since. The value for iteration 0 is n_workers.
         """
         n_iterations = int(self.count.max(initial=0))
-        gone = np.cumsum(np.bincount(self.made[~self.going_on], minlength=n_iterations + 1))  # after at most 0, 1, ...
+        n_left = np.cumsum(
+            np.bincount(self.made[~self.remaining], minlength=n_iterations + 1)
+        )  # after at most 0, 1, ... iterations
         exchange = np.arange(n_iterations + 1) // self.period * self.period
         took_part = np.bincount(self.count, minlength=n_iterations + 1)[exchange]
-        took_part += gone[exchange - 1] - gone[np.maximum(exchange - self.period, 0)]
+        took_part += n_left[exchange - 1] - n_left[np.maximum(exchange - self.period, 0)]
         return np.where(exchange == 0, self.n_workers, took_part)
 
     @cached_property
     def steps_as_counted(self) -> np.ndarray:
-        """Of those in step, how many steps all have made after each iteration, as they count: after an exchange all of
-        them, and from there as if everybody who contributed to it went on. Shape (1 + n_iterations,)."""
+        """Number of steps of all workers after each iteration as workers count them, shape (1 + n_iterations,).
+
+        For synchronous workers. After an exchange the count is exact. From there on it assumes that all contributors to
+        that exchange continue.
+        """
         iterations = np.arange(len(self.n_contributing))
         exchange = iterations // self.period * self.period
         made = np.cumsum(np.bincount(self.count, minlength=len(iterations)))[exchange]
@@ -185,7 +210,10 @@ class PeerRecount:
 
     @cached_property
     def samples_as_counted(self) -> np.ndarray:
-        """The samples of `steps_as_counted`. Between exchanges, batches are alike. Shape (1 + n_iterations,)."""
+        """Number of samples of `steps_as_counted`, shape (1 + n_iterations,).
+
+        Between exchanges all batches have the same size.
+        """
         iterations = np.arange(len(self.n_contributing))
         exchange = iterations // self.period * self.period
         sizes = self.samples
@@ -193,40 +221,40 @@ class PeerRecount:
         return made + (iterations - exchange) * self.n_contributing * int(sizes.max(initial=0))
 
     @cached_property
-    def going_on(self) -> np.ndarray:
-        """Which workers have not left, shape (n_workers,)."""
+    def remaining(self) -> np.ndarray:
+        """Workers that have not left, bool of shape (n_workers,)."""
         return np.isinf(self.left_s)
 
     def known(self, iteration: np.ndarray) -> np.ndarray:
-        """Whether everybody's report of these iterations is there, but for those who had left."""
-        return iteration <= self.made[self.going_on].min(initial=np.iinfo(np.int64).max)
+        """Return for each of these iterations whether the trace has the rows of all workers that had not left."""
+        return iteration <= self.made[self.remaining].min(initial=np.iinfo(np.int64).max)
 
-    def told(self, row: int) -> str:
-        """Which step it is."""
+    def step_name(self, row: int) -> str:
+        """Return the name of a step for messages."""
         return f"iteration {self.steps['iteration'][row]} of worker {self.steps['worker'][row]}"
 
     # ---- updates ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def update_of(self) -> np.ndarray:
-        """Of each step: the version that it should have made or contributed to, from 1 on. Shape (n_steps,)."""
+        """Version that each step makes or contributes to, from 1, shape (n_steps,)."""
         return self.count if self.one_model else np.arange(1, len(self.steps) + 1)
 
     @cached_property
     def updated_s(self) -> np.ndarray:
-        """Of each version that should be there: when all that it takes was known. Shape (n_versions,)."""
+        """Time at which all contributions of each expected version were known, in seconds, shape (n_versions,)."""
         if not self.one_model:
             return self.steps["now_s"]
         known_s = np.full(len(self.n_contributing), -np.inf)
         np.maximum.at(known_s, self.count, self.steps["now_s"])
-        left = np.flatnonzero(~self.going_on)
-        late = np.full(len(known_s) + 1, -np.inf)  # the others went on without whoever had left, once that was known
+        left = np.flatnonzero(~self.remaining)
+        late = np.full(len(known_s) + 1, -np.inf)  # an update without a worker that left waits until that is known
         np.maximum.at(late, self.made[left] + 1, self.left_s[left])
         known_s = np.maximum(known_s, np.maximum.accumulate(late)[:-1])[1:]
         return known_s[self.known(np.arange(1, len(known_s) + 1))]
 
     @cached_property
     def first_step_of(self) -> np.ndarray:
-        """Of each version that should be there: the first step reported of those that it takes. (n_versions,)."""
+        """First recorded step of each expected version, as an index into `steps`, shape (n_versions,)."""
         first = np.unique(self.update_of, return_index=True)[1]
         return first[: len(self.updated_s)]

@@ -1,11 +1,11 @@
-"""The trace's events once more through a fresh paradigm, whose every answer must be the one recorded.
+"""Replay of a trace's events through a fresh paradigm, whose answers must equal the recorded ones.
 
-Where batch sizes are allocated, what is pushed goes through a fresh allocation too: before the paradigm, as in the run.
+Where batch sizes are allocated, pushes first go through a fresh allocator, as in the run.
 
-A run ends when its stop rule has become true: after an update, or from outside between two events. From then on every
-grant is a stop grant (zero local steps): the paradigm's remaining ones in that answer, then one to every other held
-worker; the paradigm sees nothing that comes later. The trace does not say when a rule became true, only what followed;
-the replay accepts exactly what can have followed.
+A run ends when its stopping rule becomes true: after an update, or from outside between two events. From then on
+every grant is a stop grant (zero local steps): first the paradigm's remaining grants of that answer, then one for
+each other blocked worker. The paradigm sees no later event. The trace does not record when a rule became true, only
+what followed; the replay accepts exactly what can have followed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("grants", "decisions", "updates")
 
 
 class _Differs(Exception):
-    """The replay and the trace part ways. kind: of KINDS."""
+    """The replay and the trace differ; `kind` is one of KINDS."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -36,9 +36,19 @@ class _Differs(Exception):
 
 
 def replay(recount: Recount, paradigm: Paradigm, assignments: Assignments) -> list[Check]:
-    """Compare every grant, decision and update with what this paradigm answers, and these assignments.
+    """Compare every grant, decision and update with the answers of a paradigm.
 
-    Both are new and of the trace's job.
+    Parameters
+    ----------
+    recount
+        Recount of the trace.
+    paradigm, assignments
+        New instances for the trace's job.
+
+    Returns
+    -------
+    list of Check
+        One for each of grants, decisions and updates.
     """
     run = _Replay(recount, paradigm, assignments)
     differs = None
@@ -49,12 +59,14 @@ def replay(recount: Recount, paradigm: Paradigm, assignments: Assignments) -> li
     checks = []
     for kind in KINDS:
         failed = differs is not None and differs.kind == kind
-        detail = str(differs) if failed else "as far as the replay came" if differs else ""
+        detail = str(differs) if failed else "up to the first difference" if differs else ""
         checks.append(Check(f"replay gives the same {kind}", not failed, run.n_same[kind], detail))
     return checks
 
 
 class _Replay:
+    """A replay in progress: the recorded events and answers, and the state of the run."""
+
     def __init__(self, recount: Recount, paradigm: Paradigm, assignments: Assignments) -> None:
         self.n_same = dict.fromkeys(KINDS, 0)
         self._paradigm = paradigm
@@ -72,16 +84,17 @@ class _Replay:
         self._version = 0
         self._stopping = False
         self._progress = WorkerCounts(recount.n_workers)
-        self._pending: dict[int, Row] = {}  # contributions that the paradigm has neither applied nor dropped
-        self._accumulated: list[Row] = []  # those of them that have made room for the next of their workers
-        self._blocked: dict[int, Row] = {}  # pushes, and returns, without a grant
+        self._pending: dict[int, Row] = {}  # contributions neither applied nor dropped
+        self._accumulated: list[Row] = []  # contributions whose slots are free again
+        self._blocked: dict[int, Row] = {}  # pushes and joins without a grant
 
     def run(self) -> None:
+        """Replay all events. Raises _Differs at the first difference."""
         before = next(self._answers)
         if before:
-            raise _Differs(_kind(before[0]), f"{_tell(before[0])} answers nothing")
+            raise _Differs(_kind(before[0]), f"{_describe(before[0])} answers no event")
         for index, (event, answer) in enumerate(zip(self._events, self._answers, strict=True)):
-            # The trace of a run that did not finish may end in the middle of its last answer.
+            # The trace of an unfinished run may end within its last answer.
             cut = not self._finished and index == len(self._events) - 1
             self._count(event)
             self._stopping = self._stopping or self._was_stopped_silently(event, answer, cut)
@@ -107,14 +120,16 @@ class _Replay:
             self._blocked[worker] = self._pending[worker] = event
 
     def _was_stopped_silently(self, event: Row, answer: list[Row], cut: bool) -> bool:
-        """Whether the run was stopped from outside, with nobody held whom a stop grant could have told."""
+        """Return True if the run was stopped from outside while no worker was blocked that could get a stop grant."""
         alone = "change" not in event and self._blocked.keys() == {event["worker"]}
-        told = _is_stop(answer[0]) if answer else cut
-        return alone and event["outcome"] == Outcome.DROPPED and told
+        stops = _is_stop(answer[0]) if answer else cut
+        return alone and event["outcome"] == Outcome.DROPPED and stops
 
     def _was_over(self, event: Row) -> bool:
-        """Whether it can be that nobody decided any more: the run was stopped from outside, with nobody held, and the
-        first that is heard of anybody then is that it leaves."""
+        """Return True if the run may have been over before this departure.
+
+        It was then stopped from outside while no worker was blocked, and the departure is the first event afterwards.
+        """
         return "change" in event and not self._blocked and event["seq"] > self._last_applied
 
     def _compare(self, event: Row, answer: list[Row], cut: bool) -> None:
@@ -141,7 +156,7 @@ class _Replay:
         self._expect_stops(list(rows), cut)
 
     def _actions(self, event: Row) -> list[Action]:
-        """What the run must have done: new batch sizes first, as decisions with the inputs of both controllers."""
+        """Return the actions that the run must have taken, beginning with new batch sizes as decisions."""
         unknown = (math.nan,)
         happened: Event = (Joined if _joins(event) else Left)(event["now_s"], event["worker"])
         if "change" not in event:
@@ -159,11 +174,14 @@ class _Replay:
             allocated = self._allocated(event)
             actions = self._paradigm.handle(happened)
         except ValueError as error:
-            raise _Differs("grants", f"the paradigm refuses seq {event['seq']}: {error}") from None
+            raise _Differs("grants", f"the paradigm rejects seq {event['seq']}: {error}") from None
         n_others = len(self._paradigm.decision_fields)
         n_own = 0 if self._allocator is None else len(self._allocator.decision_fields)
         return [
-            *(Decision("batches", who, float(size), (*unknown * n_others, *why)) for who, size, why in allocated),
+            *(
+                Decision("batches", worker, float(size), (*unknown * n_others, *inputs))
+                for worker, size, inputs in allocated
+            ),
             *(
                 replace(action, inputs=(*action.inputs, *unknown * n_own)) if isinstance(action, Decision) else action
                 for action in actions
@@ -193,14 +211,14 @@ class _Replay:
 
     def _settle(self, event: Row, push: Row, outcome: int) -> None:
         if push["outcome"] != outcome:
-            words = ("applied", "dropped")
-            detail = f"the push of seq {push['seq']} is {words[push['outcome']]}, the replay has it {words[outcome]}"
+            names = ("applied", "dropped")
+            detail = f"the push of seq {push['seq']} is {names[push['outcome']]}, in the replay it is {names[outcome]}"
             raise _Differs("updates", f"{detail} at seq {event['seq']}")
 
     def _same(self, action: Grant | Decision, row: Row, can_stop: bool) -> None:
         kind = "decisions" if isinstance(action, Decision) else "grants"
         if kind != _kind(row):
-            raise _Differs(kind, f"{_tell(row)}: the replay gives {action}")
+            raise _Differs(kind, f"{_describe(row)}: the replay gives {action}")
         if isinstance(action, Decision):
             others = () if self._allocator is None else self._allocator.decision_fields
             names = ("controller", "worker", "chosen", *self._paradigm.decision_fields, *others)
@@ -210,18 +228,18 @@ class _Replay:
             return
         stops = _is_stop(row)
         if stops and not (can_stop or self._stopping):
-            raise _Differs("grants", f"{_tell(row)} is a stop grant, but no update can have ended the run there")
+            raise _Differs("grants", f"{_describe(row)} is a stop grant, but no update can have ended the run there")
         if self._stopping and not stops:
-            raise _Differs("grants", f"{_tell(row)} lets a worker go on when the run is over")
+            raise _Differs("grants", f"{_describe(row)} lets a worker continue after the end of the run")
         self._stopping = stops
         self._grant(row, replace(action, credits=0) if stops else action)
 
     def _expect_stops(self, answer: list[Row], cut: bool) -> None:
-        """What is left of an answer: nothing, or a stop grant to each of the held."""
+        """Compare the rest of an answer: nothing, or a stop grant for each blocked worker."""
         for row in answer:
             blocked = self._blocked.get(row["worker"])
             if blocked is None or not _is_stop(row):
-                raise _Differs(_kind(row), f"{_tell(row)} answers nothing")
+                raise _Differs(_kind(row), f"{_describe(row)} answers no event")
             self._stopping = True
             iteration, gap_iters = self._progress.pushes[row["worker"]] + 1, self._progress.lead(row["worker"])
             self._grant(row, Grant(row["worker"], iteration, gap_iters, 0, row["now_s"] - blocked["now_s"]))
@@ -239,22 +257,22 @@ class _Replay:
         self.n_same["grants"] += 1
 
     def _equal(self, kind: str, row: Row, recorded: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
-        # NaN, for what is not known, equals itself here.
+        # NaN means unknown and equals itself here.
         if any(a != b and (a == a or b == b) for a, b in zip(recorded, expected, strict=True)):
-            raise _Differs(kind, f"{_tell(row)}: recorded {recorded}, the replay gives {expected}")
+            raise _Differs(kind, f"{_describe(row)}: recorded {recorded}, the replay gives {expected}")
 
     def _check_end(self) -> None:
         extra = len(self._updates) - self._version
         if extra > (0 if self._finished else 1):
-            raise _Differs("updates", f"version {self._version + 1} is recorded, but nothing made it")
-        # Pending contributions are dropped; or the trace ends while the rows of their update were being written.
+            raise _Differs("updates", f"version {self._version + 1} is recorded, but the replay does not make it")
+        # Pending contributions are dropped, unless the trace ends within the rows of their update.
         for push in [*self._accumulated, *self._pending.values()]:
             if push["outcome"] == Outcome.APPLIED and not extra:
                 raise _Differs("updates", f"the push of seq {push['seq']} is applied, the replay never applies it")
 
 
 def _rows(table: Any) -> list[Row]:
-    """The rows as dictionaries of Python's own numbers, which are much faster to read one by one."""
+    """Return the rows as dictionaries of Python numbers, which are much faster to read one by one."""
     names = table.dtype.names
     rows = [dict(zip(names, row, strict=True)) for row in table.tolist()]
     for row in rows:
@@ -264,7 +282,7 @@ def _rows(table: Any) -> list[Row]:
 
 
 def _split(rows: list[Row], seqs: list[int]) -> Iterator[list[Row]]:
-    """The rows before the first of these seqs, then those between each and the next."""
+    """Yield the rows before the first seq, then those between each seq and the next."""
     begin = 0
     for seq in [*seqs, None]:
         end = begin
@@ -286,6 +304,6 @@ def _kind(row: Row) -> str:
     return "decisions" if "controller" in row else "grants"
 
 
-def _tell(row: Row) -> str:
+def _describe(row: Row) -> str:
     kind = "decision for" if "controller" in row else "grant to"
     return f"{kind} worker {row['worker']}, seq {row['seq']}"

@@ -1,9 +1,9 @@
-"""Counting again what a trace says, from its rows alone: nothing here knows the paradigms' code.
+"""Recount of a trace with servers from its rows alone, without the paradigms' code.
 
-A trace of a run that did not finish ends somewhere in the middle. Its tables end together, but a push has its row only
-once it is applied or dropped, so the contributions that were pending at that moment are missing, and with them the
-sense of what follows. The counts therefore stop at the first missing `seq`; that this is the tail, and not a hole, is
-for `invariants` to check.
+The trace of an unfinished run ends at an arbitrary point. Its tables end together, but a push gets its row only
+when it is applied or dropped. Contributions that were pending at the end are therefore missing, and the rows that
+follow them cannot be interpreted. The counts stop at the first missing `seq`; `invariants` checks that the rest is
+the end of the trace and not a gap.
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ from hpcsync.trace.iteration_counts import NEVER, follow, running_count
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Outcome
 
-DISTINCT = ("k-sync", "k-async")  # of the k family: those that count workers, not mini-batches
-COUNTED = (*DISTINCT, "bsp", "easgd")  # whose updates may take all workers that there are
+DISTINCT = ("k-sync", "k-async")  # forms of the k family that count workers, not mini-batches
+COUNTED = (*DISTINCT, "bsp", "easgd")  # paradigms whose updates may take all active workers
 
 
 class Recount:
-    """The rows of a trace up to the first missing one, and what follows from their order.
+    """Rows of a trace up to the first missing one, and quantities that follow from their order.
 
-    Events are pushes, departures and returns, in the order of `seq`; index e counts them from 0.
+    Events are pushes, departures and joins in the order of `seq`, with indices from 0.
 
-    pushes, grants, decisions, membership: structured arrays, in the order of `seq`, with `seq` < `horizon`.
-    updates, evaluations: as in the trace.
-    grants_first: whether a push is granted before the update that it takes part in, so that the grant names the version
-                  from which that update starts, and not the one that it makes.
+    Attributes
+    ----------
+    pushes, grants, decisions, membership
+        Structured arrays in the order of `seq`, with `seq` < `horizon`.
+    updates, evaluations
+        As in the trace.
+    horizon
+        First missing `seq`; NEVER in a finished trace.
+    grants_first
+        True if a push is granted before the update that it takes part in. The grant then names the version from which
+        that update starts, not the one that it makes.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -51,7 +58,7 @@ class Recount:
 
     @cached_property
     def events(self) -> np.ndarray:
-        """Pushes, departures and returns: `seq, now_s, worker, is_push, joins`, shape (n_events,)."""
+        """Pushes, departures and joins: `seq, now_s, worker, is_push, joins`, shape (n_events,)."""
         dtype = [("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i8"), ("is_push", "?"), ("joins", "?")]
         events = np.zeros(len(self.pushes) + len(self.membership), dtype)
         for rows, is_push in ((self.pushes, True), (self.membership, False)):
@@ -61,45 +68,45 @@ class Recount:
         return events[np.argsort(events["seq"], kind="stable")]
 
     def event_at(self, seq: np.ndarray) -> np.ndarray:
-        """The last event before each seq: an index into `events`, -1 where there is none."""
+        """Return the last event before each seq, as an index into `events`; -1 if there is none."""
         return np.searchsorted(self.events["seq"], seq, side="left") - 1
 
     @cached_property
     def push_event(self) -> np.ndarray:
-        """Each push's own index into `events`, shape (n_pushes,)."""
+        """Index into `events` of each push, shape (n_pushes,)."""
         return np.flatnonzero(self.events["is_push"])
 
     @cached_property
     def push_count(self) -> np.ndarray:
-        """Of each push: how many pushes its worker has made, this one included. Shape (n_pushes,)."""
+        """Number of pushes of the worker up to and including each push, shape (n_pushes,)."""
         return running_count(self.pushes["worker"])
 
     @cached_property
     def leaves(self) -> np.ndarray:
-        """Which events are departures, shape (n_events,)."""
+        """Events that are departures, bool of shape (n_events,)."""
         return ~self.events["is_push"] & ~self.events["joins"]
 
     def left_after(self, worker: np.ndarray, event: np.ndarray) -> np.ndarray:
-        """The first departure of each of these workers after these events: an index into `events`, or NEVER."""
+        """Return each worker's first departure after an event, as an index into `events`, or NEVER."""
         return _next(self.events["worker"], np.flatnonzero(self.leaves), worker, event)
 
     def is_active(self, worker: np.ndarray, event: np.ndarray) -> np.ndarray:
-        """Whether each of these workers takes part after each of these events (-1: before all)."""
+        """Return whether each worker is active after an event (-1: before all events)."""
         joined = _next(self.events["worker"], np.flatnonzero(self.events["joins"]), worker, event)
-        # Its next change says what it is now. One that changes no more is as its last change has left it.
+        # The worker's next change tells its present state; without one, its last change does.
         left, active = self.left_after(worker, event), np.ones(self.n_workers, bool)
         for change in np.flatnonzero(~self.events["is_push"]).tolist():
             active[self.events["worker"][change]] = self.events["joins"][change]
         return np.where((left == NEVER) & (joined == NEVER), active[worker], left < joined)
 
     def active(self, event: int) -> np.ndarray:
-        """The workers that take part after this event, in their order."""
+        """Return the workers that are active after this event, ascending."""
         workers = np.arange(self.n_workers)
         return np.flatnonzero(self.is_active(workers, np.full(self.n_workers, event)))
 
     @cached_property
     def n_active(self) -> np.ndarray:
-        """How many workers take part after each event, and at first, at index -1. Shape (n_events + 1,)."""
+        """Number of active workers after each event, and at index -1 before all events; shape (n_events + 1,)."""
         change = np.where(self.events["is_push"], 0, np.where(self.events["joins"], 1, -1))
         return self.n_workers + np.append(np.cumsum(change), 0)
 
@@ -109,43 +116,43 @@ class Recount:
 
     @cached_property
     def push_iters(self) -> np.ndarray:
-        """Of each push: how far its worker is, this one included. Shape (n_pushes,).
+        """Iteration count of the worker after each push, shape (n_pushes,).
 
-        That is its pushes; but a worker that joins is as far as the slowest active one, if it is not farther.
+        It is the number of its pushes; a join raises it to the count of the slowest active worker.
         """
         return self._followed[0][self.push_event]
 
     @cached_property
     def min_iters(self) -> np.ndarray:
-        """After each event: how far the slowest active worker is. Shape (n_events,)."""
+        """Iteration count of the slowest active worker after each event, shape (n_events,)."""
         return self._followed[1]
 
     @cached_property
     def push_lead(self) -> np.ndarray:
-        """Of each push: how far its worker is ahead of the slowest active one, just after it. Shape (n_pushes,)."""
+        """Lead of the worker over the slowest active one right after each push, shape (n_pushes,)."""
         return self.push_iters - self.min_iters[self.push_event]
 
     # ---- grants ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def is_stop(self) -> np.ndarray:
-        """Grants that end a worker's part, shape (n_grants,)."""
+        """Stop grants, bool of shape (n_grants,)."""
         return self.grants["local_steps"] == 0
 
     @cached_property
     def stop_seq(self) -> int:
-        """When the run was over: the first such grant, or NEVER."""
+        """`seq` of the first stop grant, or NEVER."""
         stops = self.grants["seq"][self.is_stop]
         return int(stops[0]) if len(stops) else NEVER
 
     @cached_property
     def grant_event(self) -> np.ndarray:
-        """Of each grant: the event in whose answer it was made, shape (n_grants,)."""
+        """Event in whose answer each grant was made, shape (n_grants,)."""
         return self.event_at(self.grants["seq"])
 
     @cached_property
     def grant_count(self) -> np.ndarray:
-        """Of each grant: how many pushes its worker had made, shape (n_grants,)."""
+        """Number of pushes of the worker before each grant, shape (n_grants,)."""
         order = np.lexsort((self.pushes["seq"], self.pushes["worker"]))
         stride = int(max(self.seqs[-1], 0)) + 1 if len(self.seqs) else 1
         before = self.pushes["worker"][order] * stride + self.pushes["seq"][order]
@@ -155,12 +162,12 @@ class Recount:
 
     @cached_property
     def answered(self) -> np.ndarray:
-        """Of each grant: the last push or return of its worker before it, which it answers; an event, or -1."""
+        """Event that each grant answers: the worker's last push or join before it, or -1; shape (n_grants,)."""
         return _last(self.events["worker"], np.flatnonzero(~self.leaves), self.grants["worker"], self.grant_event)
 
     @cached_property
     def grant_lead(self) -> np.ndarray:
-        """Of each grant: how far its worker is ahead of the slowest active one, at that moment. Shape (n_grants,)."""
+        """Lead of the worker over the slowest active one at each grant, shape (n_grants,)."""
         if not len(self.events):
             return np.zeros(len(self.grants), np.int64)
         own = np.append(self._followed[0], 0)[self.answered]
@@ -168,67 +175,67 @@ class Recount:
 
     @cached_property
     def push_grant(self) -> np.ndarray:
-        """Of each push: the row in `grants` that answers it, or -1. Shape (n_pushes,)."""
+        """Row in `grants` that answers each push, or -1; shape (n_pushes,)."""
         return _lookup(self.answered, self.push_event)
 
     @cached_property
     def push_permit(self) -> np.ndarray:
-        """Of each push: the row in `grants` that let its iteration begin, or -1. Shape (n_pushes,)."""
+        """Row in `grants` that started the iteration of each push, or -1; shape (n_pushes,)."""
         before = np.searchsorted(self.grants["seq"], self.pushes["seq"]) - 1
         return _last(self.grants["worker"], np.arange(len(self.grants)), self.pushes["worker"], before)
 
     @cached_property
     def begins_anew(self) -> np.ndarray:
-        """Which pushes are of iterations that a return let begin, which was answered at once. Shape (n_pushes,)."""
+        """Pushes of iterations that started with a grant given at once to a join, bool of shape (n_pushes,)."""
         at_once = np.append(self.events["joins"], False)[self.answered] & (self.answered == self.grant_event)
         return np.append(at_once, False)[self.push_permit]
 
     @cached_property
     def following(self) -> np.ndarray:
-        """Of each event: the next one of the same worker, or NEVER. Shape (n_events,)."""
+        """Next event of the same worker after each event, or NEVER; shape (n_events,)."""
         every = np.arange(len(self.events))
         return _next(self.events["worker"], every, self.events["worker"], every)
 
     @cached_property
     def is_last(self) -> np.ndarray:
-        """After which events their workers leave, as far as the trace tells. Shape (n_events,)."""
+        """Events after which the worker leaves, or may leave in an unfinished trace; bool of shape (n_events,)."""
         known = self.following != NEVER
         return np.where(known, self.leaves[np.where(known, self.following, 0)], not self.finished)
 
     @cached_property
     def may_be_cut(self) -> np.ndarray:
-        """Which pushes may be of fewer local steps than granted: those after which their workers leave."""
+        """Pushes that may have fewer local steps than granted, because their workers leave afterwards."""
         return self.is_last[self.push_event]
 
     # ---- versions --------------------------------------------------------------------------------------------------
 
     @cached_property
     def applied(self) -> np.ndarray:
-        """Rows in `pushes` of the applied contributions: updates consume them in this order."""
+        """Rows in `pushes` of applied contributions, in the order in which updates consume them."""
         return np.flatnonzero(self.pushes["outcome"] == Outcome.APPLIED)
 
     @cached_property
     def applied_version(self) -> np.ndarray:
-        """Of each applied push: the version that its update made. Shape (n_applied,)."""
+        """Version made by the update of each applied push, shape (n_applied,)."""
         used = np.cumsum(self.updates["n_contributions"])
         return np.searchsorted(used, np.arange(len(self.applied)), side="right") + 1
 
     @cached_property
     def complete_seq(self) -> np.ndarray:
-        """Of each update with all its contributions here: the last one's seq. Shape (n_complete_updates,)."""
+        """`seq` of the last contribution of each complete update, shape (n_complete_updates,)."""
         return self.pushes["seq"][self.applied[self._last]]
 
     @cached_property
     def _last(self) -> np.ndarray:
-        """Of each update with all its contributions here: which of the applied is its last."""
+        """Index into `applied` of the last contribution of each complete update."""
         last = np.cumsum(self.updates["n_contributions"]) - 1
         return last[last < len(self.applied)]
 
     @cached_property
     def k(self) -> np.ndarray | None:
-        """Of each update, and the one that was not made any more: the k that holds. None outside the k family.
+        """Value of k for each update and for the one after the last, or None outside the k family.
 
-        The first one is the job's; if it may change, a decision changes it for the updates after the one it follows.
+        The first value is the job's. If k may change, a decision sets it for the updates after the one that it follows.
         """
         paradigm = self.job.paradigm
         if not isinstance(paradigm, FirstKOptions):
@@ -240,11 +247,11 @@ class Recount:
 
     @cached_property
     def update_event(self) -> np.ndarray:
-        """Of each update with all its contributions here: the event in whose answer it was made, as far as one can
-        tell from them; NEVER for one that lacks some when there could have been more. Shape (n_complete_updates,).
+        """Event in whose answer each complete update was made, shape (n_complete_updates,).
 
-        That is the last contribution. But an update of one contribution of each of all workers, or of k of them, is
-        also made without those who do not take part: it may wait until somebody leaves.
+        It is the update's last contribution, with one exception. An update of one contribution of every worker, or of k
+        workers, is also made without inactive workers, so it may have waited for a departure. NEVER if an update lacks
+        contributions that could still have come.
         """
         paradigm, last = self.job.paradigm, self._last
         event = self.push_event[self.applied[last]].astype(np.int64)
@@ -270,10 +277,11 @@ class Recount:
 
     @cached_property
     def current_version(self) -> np.ndarray:
-        """Of each grant: the version that is current when it is made. Shape (n_grants,)."""
+        """Version that is current when each grant is made, shape (n_grants,)."""
         version = self.version_at(self.grants["seq"])
         if self.grants_first:
-            # The grant that lets a contribution's worker go on. One that had left may have joined, and waited with it.
+            # Find the grant after which the contributing worker continues. A worker that had left may have joined again
+            # and been blocked with this contribution.
             push = self.push_event[self.applied]
             after = np.searchsorted(self.grant_event, push)
             grant = _next(
@@ -286,7 +294,7 @@ class Recount:
         return version
 
     def version_at(self, seq: np.ndarray) -> np.ndarray:
-        """The number of updates made before each seq."""
+        """Return the number of updates made before each seq."""
         made = np.append(self.events["seq"], NEVER)[np.minimum(self.update_event, len(self.events))]
         return np.searchsorted(np.maximum.accumulate(made), seq, side="left")
 
@@ -297,7 +305,7 @@ def _first_missing(seqs: np.ndarray) -> int:
 
 
 def _next(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """For each worker the first of these rows after this one that is its, or NEVER. among: ascending."""
+    """Return the first of the rows `among` after each `after` that is the worker's, or NEVER. among: ascending."""
     key, wanted, order = _keys(worker_of, among, worker, after)
     place = np.searchsorted(key, wanted, side="right")
     row = np.append(among[order], 0)[place]
@@ -309,7 +317,7 @@ def _next(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, after: n
 
 
 def _last(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, upto: np.ndarray) -> np.ndarray:
-    """For each worker the last of these rows, up to this one, that is its, or -1. among: ascending."""
+    """Return the last of the rows `among` up to each `upto` that is the worker's, or -1. among: ascending."""
     key, wanted, order = _keys(worker_of, among, worker, upto)
     place = np.searchsorted(key, wanted, side="right") - 1
     row = np.append(among[order], 0)[place]
@@ -319,7 +327,17 @@ def _last(worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, upto: np
 def _keys(
     worker_of: np.ndarray, among: np.ndarray, worker: np.ndarray, row: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Numbers that order by worker, and then by row: of these rows, ordered, and of these pairs; and their order."""
+    """Return sort keys that order by worker, then by row.
+
+    Returns
+    -------
+    keys
+        Of the rows `among`, ascending.
+    wanted
+        Of the pairs of `worker` and `row`.
+    order
+        The permutation that sorts `among` by key.
+    """
     stride = np.int64(len(worker_of) + 2)
     key = worker_of[among].astype(np.int64) * stride + among + 1
     order = np.argsort(key, kind="stable")
@@ -327,7 +345,7 @@ def _keys(
 
 
 def _lookup(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """The first index in `keys` of each wanted one, or -1."""
+    """Return the first index in `keys` of each wanted key, or -1."""
     if not len(keys):
         return np.full(len(wanted), -1)
     order = np.argsort(keys, kind="stable")

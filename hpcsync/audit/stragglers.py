@@ -1,6 +1,7 @@
-"""Is /stalls true? Did each of these iterations last so long, and was its deadline what its worker's own ones lead one
-to expect? Counted again: from grant to push, or without servers, where no deadline is counted again (no table has the
-pauses for checkpoints), from exchange to exchange.
+"""Checks of /stalls: how long each iteration had lasted, and the deadline that follows from its worker's history.
+
+Iterations are recounted from grant to push, or without servers from exchange to exchange. Without servers deadlines
+are not recounted, because no table records the pauses for checkpoints.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.audit.check import Check, check_all, teller
+from hpcsync.audit.check import Check, check_all, describe_columns
 from hpcsync.core.straggler_detector import KNOWN, NORMAL, SHARE, SLACK_S, SPREAD, WINDOW
 from hpcsync.paradigms.events import UNTIL
 from hpcsync.trace.reader import Trace
@@ -20,7 +21,7 @@ SAME_S = 1e-6
 
 
 class _Iterations(NamedTuple):
-    """One worker's, but for the first, in their order: number, begin, end (inf if there is none), and size."""
+    """Iterations of one worker except the first, in order; `end_s` is inf if there is no end."""
 
     number: np.ndarray
     begin_s: np.ndarray
@@ -29,7 +30,7 @@ class _Iterations(NamedTuple):
 
 
 def check_stalls(trace: Trace) -> list[Check]:
-    """None of a trace without stalls."""
+    """Return the checks of this module, none for a trace without stalls."""
     stalls, served = trace.tables["stalls"], trace.job.has_servers
     if not len(stalls):
         return []
@@ -47,11 +48,13 @@ def check_stalls(trace: Trace) -> list[Check]:
         (at,) = np.nonzero((iterations.number == stall["iteration"]) & (iterations.begin_s <= stall["now_s"]))
         lasted[i] = len(at) and _lasted(iterations, at[-1], stall)
         expected[i] = len(at) and abs(stall["deadline_s"] - _deadline_s(iterations, at[-1])) < SAME_S
-    tell = teller("/stalls", stalls, *stalls.dtype.names or ())
+    describe = describe_columns("/stalls", stalls, *stalls.dtype.names or ())
     lasting = check_all(
-        "stalls are of iterations that lasted so long", *((~so, tell) for so in (possible, overdue, lasted))
+        "stalled iterations lasted as long as recorded", *((~valid, describe) for valid in (possible, overdue, lasted))
     )
-    return [lasting, check_all("deadlines follow from a worker's own iterations", (~expected, tell))][: 1 + served]
+    return [lasting, check_all("deadlines follow from the worker's own iterations", (~expected, describe))][
+        : 1 + served
+    ]
 
 
 def _served(trace: Trace, worker: int) -> _Iterations:
@@ -62,7 +65,7 @@ def _served(trace: Trace, worker: int) -> _Iterations:
     at = np.searchsorted(pushes["iteration"], grants["iteration"])
     end_s = np.append(pushes["now_s"], math.inf)[at]
     end_s[np.append(pushes["iteration"], -1)[at] != grants["iteration"]] = math.inf
-    end_s[:-1][grants["iteration"][1:] == grants["iteration"][:-1]] = math.inf  # it left, and began it again
+    end_s[:-1][grants["iteration"][1:] == grants["iteration"][:-1]] = math.inf  # it left and began the iteration again
     return _Iterations(grants["iteration"], grants["now_s"], end_s, size)
 
 
@@ -74,7 +77,7 @@ def _exchanging(trace: Trace, worker: int) -> _Iterations:
 
 
 def _lasted(iterations: _Iterations, at: int, stall: np.void) -> bool:
-    """Whether it was under way, and for so long, the waits in it not counted."""
+    """Return True if the iteration was in progress and had lasted that long, not counting blocked time."""
     since_s, until_s = iterations.begin_s[at], iterations.end_s[at]
     return bool(stall["now_s"] <= until_s + SAME_S and stall["lasted_s"] < stall["now_s"] - since_s + SAME_S)
 

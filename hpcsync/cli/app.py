@@ -138,7 +138,7 @@ def show(job: JobPath, overrides: Overrides = None) -> None:
 @app.command()
 def audit(trace: TracePath) -> None:
     """Audit a trace: replay its pushes through a new paradigm, compare every grant, and check the invariants."""
-    from hpcsync.audit import run as auditing
+    from hpcsync.audit import trace_audit as auditing
 
     with user_errors_in_one_line():
         sys.exit(auditing.main(trace))

@@ -16,7 +16,7 @@ from pathlib import Path
 from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
 from hpcsync.system import gpu_selection, launcher
-from hpcsync.system.signals import TO_BE_RESUMED
+from hpcsync.system.signals import TO_BE_RESUMED, ending_at_once
 
 
 def run(
@@ -50,25 +50,18 @@ def run(
     JobError or LaunchError
         Before any rank starts.
     """
-    from hpcsync.run_dir import checkpoint as checkpoints
-    from hpcsync.run_dir import layout
+    with ending_at_once():
+        from hpcsync.run_dir import checkpoint as checkpoints
+        from hpcsync.run_dir import layout
 
-    if layout.finished_already(out, resume):
-        print(f"finished already: {out}")
-        return 0
-    before = layout.going_on(out, resume)
-    job = layout.job_of(path, overrides, ranks, before)
-    jobs.refuse_simulated(job)
-    _print_remarks(path, overrides)
-    n_ranks = ranks or job.cluster.ranks
-    if not oversubscribe:
-        _refuse_crowd(job, ranks)
-    from hpcsync.core.job_validation import check
-    from hpcsync.workloads.registry import import_beside
-
-    import_beside(path)
-    check(job)
-    _refuse_without_gpu(job.cluster.device, job.cluster.window)
+        if layout.finished_already(out, resume):
+            print(f"finished already: {out}")
+            return 0
+        before = layout.going_on(out, resume)
+        job = layout.job_of(path, overrides, ranks, before)
+        _check(path, job, overrides)
+        if not oversubscribe:
+            _refuse_crowd(job, ranks)
     given = out is not None and os.path.exists(out)
     if resume and before is None:
         layout.put_aside(out)
@@ -76,6 +69,7 @@ def run(
     argv = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(path)]
     for override in overrides:
         argv += ["--set", override]
+    n_ranks = ranks or job.cluster.ranks
     argv += ["-n", str(n_ranks), "--out", str(folder), *(["--resume"] if resume else [])]
     try:
         ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=job.cluster.on_death == "continue")
@@ -97,6 +91,18 @@ def run(
     if (checkpoint := checkpoints.newest(folder)) is not None:
         print(f"hpcsync: use --resume to resume from {checkpoint}", file=sys.stderr)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
+
+
+def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
+    """Raise JobError for a job that cannot run on this machine."""
+    jobs.refuse_simulated(job)
+    _print_remarks(path, overrides)
+    from hpcsync.core.job_validation import check
+    from hpcsync.workloads.registry import import_beside
+
+    import_beside(path)
+    check(job)
+    _refuse_without_gpu(job.cluster.device, job.cluster.window)
 
 
 def _print_remarks(path: Path, overrides: Sequence[str]) -> None:

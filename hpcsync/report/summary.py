@@ -20,9 +20,11 @@ from rich.text import Text
 from hpcsync.config.cluster import Change
 from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
+from hpcsync.trace import schema
 from hpcsync.trace.reader import Trace, TraceFile
 
 MANY_WORKERS = 20  # more are not shown one by one
+MANY_DEATHS = 5
 EVENTS_NAMED = 3  # of those that did not occur; more are only counted
 
 
@@ -56,6 +58,16 @@ class WorkerSummary(BaseModel):
     local_steps: int | None
     data_share: float | None
     ratio: float | None
+
+
+class Death(BaseModel):
+    """A worker whose process died while the others went on. left: how many workers then still took part."""
+
+    model_config = ConfigDict(frozen=True)
+
+    worker: int
+    now_s: float
+    left: int
 
 
 class Summary(BaseModel):
@@ -120,6 +132,7 @@ class Summary(BaseModel):
     start_gap_max_iters: int | None
     push_gap_max_iters: int | None
     tracing_overhead_s: float
+    deaths: tuple[Death, ...]
     workers: tuple[WorkerSummary, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -161,6 +174,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         best_loss=min(losses, default=None),
         consensus_distance=distances[-1] if distances else None,
         tracing_overhead_s=float(trace.attributes.get("tracing_overhead_s", 0.0)),
+        deaths=tuple(_deaths(trace)),
         workers=workers,
         start_gap_max_iters=int(tally.start_gap_max.max(initial=0)) if tally.served else None,
         push_gap_max_iters=int(leads.max(initial=0)) if leads is not None else None,
@@ -182,6 +196,18 @@ def _workers(tally: Tally, push_leads: np.ndarray | None) -> Iterator[WorkerSumm
             **tally.plan(worker),
             **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
         )
+
+
+def _deaths(trace: Trace | TraceFile) -> Iterator[Death]:
+    present = set(range(trace.n_workers))
+    for row in np.concatenate(list(trace.slices("membership"))):
+        worker = int(row["worker"])
+        if row["change"] == schema.Change.JOINED:
+            present.add(worker)
+        else:
+            present.discard(worker)
+        if row["change"] == schema.Change.DIED:
+            yield Death(worker=worker, now_s=float(row["now_s"]), left=len(present))
 
 
 # ---- evaluations -----------------------------------------------------------------------------------------------------
@@ -222,6 +248,8 @@ def _head(summary: Summary) -> RenderableType:
     head.add_row("run", Text.assemble((summary.name, "bold"), ", ", status))
     mode = f" ({summary.mode})" if summary.mode else ""
     head.add_row("paradigm", f"{summary.paradigm}{mode}, {servers}{summary.n_workers} workers{_groups(summary)}")
+    if summary.deaths:
+        head.add_row("died", _died(summary.deaths))
     if summary.target:
         reached = "not reached" if summary.time_to_target_s is None else f"after {summary.time_to_target_s:.2f} s"
         head.add_row("target", f"{summary.target} {reached}")
@@ -284,6 +312,12 @@ def _drops(summary: Summary) -> str:
     why = ", ".join(f"{n:,} {name}" for name, n in [*known, ("at the end", at_the_end)] if n)
     share = f" ({_percent(summary.dropped_share)} of all samples)" if why else ""
     return f"{summary.dropped:,} contributions{share}{why and ': '}{why}"
+
+
+def _died(deaths: Sequence[Death]) -> str:
+    shown = [f"worker {death.worker} after {death.now_s:.2f} s ({death.left} left)" for death in deaths[:MANY_DEATHS]]
+    more = [f"and {len(deaths) - MANY_DEATHS} more ({deaths[-1].left} left)"] if len(deaths) > MANY_DEATHS else []
+    return ", ".join(shown + more)
 
 
 def _sizes(sizes: list[int]) -> str:

@@ -50,6 +50,25 @@ def on_signals(note: Callable[[int], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let SIGINT end this process at once: an exception might be swallowed by a module that is being imported."""
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or before != signal.default_int_handler:
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        os.write(2, b"hpcsync: interrupted\n")
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def left_to_rank_0() -> Callable[[], None]:
     """Let rank 0 handle the signals that a batch system sends to all ranks; this rank only notes them.
 

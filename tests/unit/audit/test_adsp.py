@@ -1,4 +1,4 @@
-"""Negative controls of what ASHL and ADSP promise, and of what is sent: traces that keep every promise but one."""
+"""Negative controls of the audit of ASHL, ADSP and pushed bytes: each trace violates one property."""
 
 import math
 
@@ -9,8 +9,8 @@ from hpcsync.audit.adsp import _CommitAccount, _Due
 from hpcsync.audit.ashl import algorithm_1, algorithm_2
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
-from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
 from tests.unit.audit.test_bounds import delay_grant
 from tests.unit.trace.recorder import ASHL, TOP_K, edit, make_job, record, with_job, with_rows, with_status
 
@@ -28,7 +28,7 @@ def rows_of(trace, controller):
 
 @pytest.fixture(scope="module")
 def ashl():
-    """Worker 1 leaves in the fine stage."""
+    """A trace of ASHL whose worker 1 leaves in the fine stage."""
     trace = record("ashl", jitter=0.3, updates=90, leave={1: 18})
     assert len(rows_of(trace, "stage")) == 2
     assert trace.tables["membership"]["now_s"][0] > trace.tables["decisions"]["now_s"][rows_of(trace, "stage")[1]]
@@ -37,7 +37,7 @@ def ashl():
 
 @pytest.fixture(scope="module")
 def adsp():
-    """Of several searches."""
+    """A trace of ADSP with several searches."""
     trace = record(SEARCHING, jitter=0.3, updates=90)
     assert len(rows_of(trace, "commits")) >= 2
     return trace
@@ -46,17 +46,17 @@ def adsp():
 # ---- ASHL ----
 
 STAGES, PLANS, DO = (
-    "each stage begins once, in order, when it must",
-    "plans follow from what was measured",
-    "workers make and send what is planned for them",
+    "each stage begins once, in order, when due",
+    "plans follow from the measured times",
+    "local steps and ratios are as planned",
 )
-SHARE, DEALT = "commits count their share", "samples are dealt out once, and none is left out"
+SHARE, ALLOCATED = "the weight of a commit is its share", "each sample is allocated exactly once"
 
 
 @pytest.mark.parametrize("compression", ["", TOP_K])
 @pytest.mark.parametrize("share", ["data", "equal"])
 @pytest.mark.parametrize("loss", ["loss_preset = 0.12", "plateau = 0.5"])
-def test_ashl_keeps_its_promises(loss, share, compression):
+def test_correct_ashl_traces_pass(loss, share, compression):
     paradigm = f'{ASHL.replace("loss_preset = 0.12", loss)}\nshare = "{share}"\n{compression}'
     trace = record(paradigm, jitter=0.3, updates=120, leave={0: 9})
     assert rows_of(trace, "stage").size == 2
@@ -88,11 +88,11 @@ def test_stages_come_in_order(ashl):
         ("staleness = 1", "staleness = 1\nratio_fine = 0.2", {PLANS}),
         ("staleness = 1", "staleness = 1\nratio_coarse = 0.1", {PLANS, DO}),
         ("staleness = 1", 'staleness = 1\nshare = "equal"', {PLANS}),
-        ("staleness = 1", "staleness = 0", {"push gap in the fine stage is at most 1"}),
-        ("staleness = 1", "staleness = 2", {"nobody is held needlessly in the fine stage"}),
+        ("staleness = 1", "staleness = 0", {"push lead in the fine stage is at most 1"}),
+        ("staleness = 1", "staleness = 2", {"no worker is blocked needlessly in the fine stage"}),
     ],
 )
-def test_another_ashl(ashl, was, other, names):
+def test_other_options_of_ashl(ashl, was, other, names):
     assert failing(with_job(ashl, f"{ASHL.replace(was, other)}\n{TOP_K}")) == names
 
 
@@ -104,7 +104,7 @@ def test_another_ashl(ashl, was, other, names):
         ("local-steps", "iteration_s"),
     ],
 )
-def test_a_plan_that_follows_from_nothing(ashl, controller, column):
+def test_plans_must_follow_from_their_inputs(ashl, controller, column):
     for row in rows_of(ashl, controller)[[0, -1]]:
         value = ashl.tables["decisions"][column][row]
         assert PLANS in failing(edit(ashl, "decisions", row, **{column: value * 1.001 + (column == "chosen")}))
@@ -113,7 +113,7 @@ def test_a_plan_that_follows_from_nothing(ashl, controller, column):
 @pytest.mark.parametrize(
     ("column", "sparse"), [("compute_s", False), ("pull_s", True), ("comm_s", False), ("encode_s", True)]
 )
-def test_measurements_that_were_others(ashl, column, sparse):
+def test_plans_must_follow_from_the_measurements(ashl, column, sparse):
     pushes = ashl.tables["pushes"].copy()
     measured = (pushes["worker"] == 2) & (pushes["iteration"] > 1) & (pushes["iteration"] <= 5)
     measured &= (pushes["iteration"] % 2 == 1) == sparse
@@ -131,19 +131,19 @@ def test_a_departure_without_new_shares(ashl):
 
 
 @pytest.mark.parametrize("row", [3, 40, 80])
-def test_what_ashl_tells_workers(ashl, row):
+def test_grants_and_pushes_of_ashl(ashl, row):
     grant = ashl.tables["grants"][row]
-    assert failing(edit(ashl, "grants", row, local_steps=grant["local_steps"] + 1)) == {DO, DEALT}
+    assert failing(edit(ashl, "grants", row, local_steps=grant["local_steps"] + 1)) == {DO, ALLOCATED}
     assert failing(edit(ashl, "grants", row, ratio=grant["ratio"] * 0.99)) == {DO}
     assert failing(edit(ashl, "grants", row, ratio=np.nan)) == {DO}
     assert failing(edit(ashl, "grants", row, commit_s=1.0)) == {DO}
-    assert failing(edit(ashl, "grants", row, first_sample=grant["first_sample"] + 8)) == {DEALT}
-    assert failing(edit(ashl, "grants", row, batch_size=grant["batch_size"] + 8)) == {DEALT}
+    assert failing(edit(ashl, "grants", row, first_sample=grant["first_sample"] + 8)) == {ALLOCATED}
+    assert failing(edit(ashl, "grants", row, batch_size=grant["batch_size"] + 8)) == {ALLOCATED}
     assert failing(edit(ashl, "pushes", row, local_steps=9, batch_size=72)) - {PLANS} == {DO}
     assert failing(edit(ashl, "pushes", row, weight=0.3)) == {SHARE}
 
 
-def test_who_leaves_may_have_made_fewer_steps(ashl):
+def test_a_worker_that_leaves_may_have_made_fewer_steps(ashl):
     pushes = ashl.tables["pushes"]
     row = np.flatnonzero(pushes["worker"] == 1)[-1]
     steps = int(pushes["local_steps"][row])
@@ -151,40 +151,43 @@ def test_who_leaves_may_have_made_fewer_steps(ashl):
     assert failing(edit(ashl, "pushes", row, local_steps=steps + 1, batch_size=8 * steps + 8)) == {DO}
 
 
-def test_somebody_is_held_in_the_profile(ashl):
-    assert "nobody is held before the fine stage" in failing(delay_grant(ashl, worker=0, iteration=2))
+def test_a_blocked_worker_in_the_profile_stage(ashl):
+    assert "no worker is blocked before the fine stage" in failing(delay_grant(ashl, worker=0, iteration=2))
 
 
 def test_the_algorithms_by_hand():
-    """A step of 1 s, one of 2 s; pushes of 1 s and 4 s, pulls of 1 s each. With 2 steps of the slow one 4 + 5 s: in 9 s
-    the fast one makes 7. To send an eighth of the elements with their indices takes the slow one 1 of 6.5 s, and the
-    fast one 0.25 of 8.75 s, the longest."""
+    """Compare the algorithms with a calculation by hand.
+
+    Steps take 1 s and 2 s, pushes 1 s and 4 s, pulls 1 s each. With 2 steps the slow worker needs 4 + 5 s; in 9 s the
+    fast one makes 7 steps. To send an eighth of the elements with their indices takes the slow worker 1 of 6.5 s, and
+    the fast one 0.25 of 8.75 s, the longest.
+    """
     times = np.array([[1.0, 1.0, 1.0, 0.5], [2.0, 4.0, 1.0, 0.5]])
     assert algorithm_1(times, 2).tolist() == [7, 2]
     assert algorithm_2(times, np.array([7, 2]), 0.125).tolist() == [0.125, 3.25 / 8]
-    assert algorithm_2(times, np.array([7, 2]), 0.5).tolist() == [1.0, 1.0], "all elements take no longer"
-    assert algorithm_1(np.zeros((2, 4)), 3).tolist() == [3, 3], "nothing was measured"
+    assert algorithm_2(times, np.array([7, 2]), 0.5).tolist() == [1.0, 1.0], "sending all elements takes no longer"
+    assert algorithm_1(np.zeros((2, 4)), 3).tolist() == [3, 3], "there are no measurements"
     assert algorithm_2(np.zeros((2, 4)), np.array([3, 3]), 0.125).tolist() == [1, 1]
 
 
 # ---- ADSP ----
 
-ONE_OF_ALL, DUE = "commits count one of as many as there are workers", "commits come when they are due"
-WAITS, TRIALS = "nobody waits but for a trial", "searches try one more at a time and choose the best"
+ONE_OF_ALL, DUE = "each commit has weight 1 / n_workers", "commits come when due"
+WAITS, TRIALS = "workers block only for a trial", "searches raise the rate by one and choose the best"
 
 
 def rule(interval_s, name="cumulative"):
-    return f"commits are {interval_s:g} s apart, or as the {name} rule says"
+    return f"commit times follow the {name} rule, at least {interval_s:g} s apart"
 
 
 @pytest.mark.parametrize("rule", ["cumulative", "released"])
 @pytest.mark.parametrize("paradigm", [FIXED, SEARCHING, f"{SEARCHING}\nloss_target = 0.1"])
-def test_adsp_keeps_its_promises(paradigm, rule):
+def test_correct_adsp_traces_pass(paradigm, rule):
     trace = record(f'{paradigm}\nrule = "{rule}"', jitter=0.3, updates=90, leave={0: 9})
     assert failing(trace, lambda recount: audit(trace)) == set()
 
 
-def test_what_adsp_tells_workers(adsp):
+def test_grants_of_adsp(adsp):
     grant = adsp.tables["grants"][30]
     assert failing(edit(adsp, "pushes", 30, weight=0.5)) == {ONE_OF_ALL}
     assert failing(edit(adsp, "grants", 30, local_steps=2)) == {DUE}
@@ -192,7 +195,7 @@ def test_what_adsp_tells_workers(adsp):
     assert failing(edit(adsp, "grants", 30, commit_s=grant["commit_s"] + 0.01)) == {rule(0.5)}
     pushes = adsp.tables["pushes"]
     late = edit(adsp, "pushes", 30, end_s=pushes["begin_s"][30])
-    assert failing(late) == {DUE}, "it made no step that could have taken so long"
+    assert failing(late) == {DUE}, "its last step ends before the commit is due"
 
 
 @pytest.mark.parametrize(
@@ -204,18 +207,18 @@ def test_what_adsp_tells_workers(adsp):
         ("check_period_s = 12", "check_period_s = 13", {rule(2), DUE}),
     ],
 )
-def test_another_adsp(was, other, names):
+def test_other_options_of_adsp(was, other, names):
     trace = record(FIXED, updates=90)
     assert failing(trace) == set()
     assert names - {DUE} <= failing(with_job(trace, FIXED.replace(was, other))) <= names
 
 
-def test_commits_are_told_beside_each_other():
-    (check,) = [check for check in check_bounds(Recount(record(FIXED))) if "beside" in check.name]
-    assert check.detail == "at most 1 apart when they were counted"
+def test_difference_of_commits_is_reported():
+    (check,) = [check for check in check_bounds(Recount(record(FIXED))) if "difference of commits" in check.name]
+    assert check.detail == "largest difference at a check: 1"
 
 
-def test_somebody_waits_outside_of_a_search(adsp):
+def test_no_worker_blocks_outside_of_a_search(adsp):
     trace = record(FIXED, updates=30)
     assert failing(delay_grant(trace, worker=0, iteration=3)) == {WAITS}
     over = adsp.tables["decisions"]["now_s"][rows_of(adsp, "commits")[0]]
@@ -224,7 +227,7 @@ def test_somebody_waits_outside_of_a_search(adsp):
     assert failing(delay_grant(adsp, after["worker"], after["iteration"])) >= {WAITS}
 
 
-def test_somebody_does_not_wait_for_a_trial(adsp):
+def test_workers_block_for_a_trial(adsp):
     grants = adsp.tables["grants"]
     row = np.flatnonzero(grants["held_s"] > 0)[0]
     (push,) = np.flatnonzero(Recount(adsp).push_grant == row)
@@ -245,13 +248,13 @@ def test_somebody_does_not_wait_for_a_trial(adsp):
         ("commits", "chosen"),
     ],
 )
-def test_trials_that_were_others(adsp, controller, column):
+def test_trials_must_follow_from_the_run(adsp, controller, column):
     for row in rows_of(adsp, controller)[1:3]:
         value = adsp.tables["decisions"][column][row]
         assert TRIALS in failing(edit(adsp, "decisions", row, **{column: 1.001 * value + (column == "chosen")}))
 
 
-def test_decisions_too_few_or_too_many(adsp):
+def test_missing_and_extra_decisions(adsp):
     decisions = adsp.tables["decisions"]
     assert TRIALS in failing(with_rows(adsp, "decisions", np.delete(decisions, rows_of(adsp, "commits")[0])))
     assert TRIALS in failing(with_rows(adsp, "decisions", decisions[:-1]))
@@ -262,7 +265,7 @@ def test_decisions_too_few_or_too_many(adsp):
 
 @pytest.mark.parametrize(("a2", "b", "d"), [(0.5, 0.5, 0.25), (0.01, 1.0, -3.0), (3.0, 1.0, 0.0)])
 def test_rewards_of_a_known_curve(a2, b, d):
-    """l(t) = 1 / (a^2 t + b) + d is at the target after so many seconds; or never, at or below d."""
+    """l(t) = 1 / (a^2 t + b) + d reaches the target after a known time, or never if it is at or below d."""
     times_s = (0.0, 1.5, 3.25)
     losses = tuple(1 / (a2 * t + b) + d for t in times_s)
     account = _CommitAccount(Recount(record(FIXED, updates=1)), record(FIXED, updates=1).job.paradigm)
@@ -277,7 +280,7 @@ def test_rewards_of_a_known_curve(a2, b, d):
         assert not is_reward(-math.inf, target)
     assert is_reward(-math.inf, d - 0.5)
     assert not is_reward(0.1, d - 0.5)
-    assert is_reward(-math.inf, losses[0] + 1), "it is below from the start"
+    assert is_reward(-math.inf, losses[0] + 1), "the loss is below the target from the start"
     assert is_reward(-math.inf, target, losses[:2])
     assert is_reward(-math.inf, target, losses[::-1]), "the loss rises"
 
@@ -296,43 +299,43 @@ def test_decisions_without_their_columns(paradigm):
     assert len(failing(with_job(record("asp"), paradigm))) >= 1
 
 
-# ---- bytes, and the time of compression ----
+# ---- bytes and encoding time ----
 
-BYTES, PARTS = "bytes are those that reading and compression give", "reading is part of a transfer, compressing of none"
+BYTES, PARTS = "wire_bytes match the compression", "transfer time includes reading and excludes encoding"
 
 
-def paid(trace):
+def failing_payloads(trace):
     return failing(trace, check_payloads)
 
 
 @pytest.mark.parametrize("compression", ["", '[compression]\nname = "sign"'])
-def test_bytes_that_do_not_look_at_values_are_all_the_same(compression):
+def test_bytes_independent_of_values_are_equal(compression):
     trace = record(f'name = "asp"\n{compression}')
-    assert paid(trace) == set()
-    assert paid(edit(trace, "pushes", 5, wire_bytes=trace.tables["pushes"]["wire_bytes"][5] + 4)) == {BYTES}
-    assert paid(edit(trace, "pushes", 5, encode_s=0.01)) == (set() if compression else {PARTS})
-    assert paid(edit(trace, "pushes", 5, encode_s=-0.01)) == {PARTS}
+    assert failing_payloads(trace) == set()
+    assert failing_payloads(edit(trace, "pushes", 5, wire_bytes=trace.tables["pushes"]["wire_bytes"][5] + 4)) == {BYTES}
+    assert failing_payloads(edit(trace, "pushes", 5, encode_s=0.01)) == (set() if compression else {PARTS})
+    assert failing_payloads(edit(trace, "pushes", 5, encode_s=-0.01)) == {PARTS}
     for pull_s in (-0.1, math.nan, trace.tables["pushes"]["comm_s"][5] + 0.1):
-        assert paid(edit(trace, "pushes", 5, pull_s=pull_s)) == {PARTS}
+        assert failing_payloads(edit(trace, "pushes", 5, pull_s=pull_s)) == {PARTS}
 
 
-def test_who_is_cancelled_has_only_read():
+def test_cancelled_iterations_only_read():
     trace = record("k-batch-sync")
     (row, *_) = np.flatnonzero(trace.tables["pushes"]["share"] < 1)
-    assert paid(trace) == set()
-    assert paid(edit(trace, "pushes", row, wire_bytes=4000)) == {BYTES}
+    assert failing_payloads(trace) == set()
+    assert failing_payloads(edit(trace, "pushes", row, wire_bytes=4000)) == {BYTES}
 
 
-def test_a_sparse_push_is_of_no_more_than_a_dense_one(ashl):
+def test_a_sparse_push_has_no_more_bytes_than_a_dense_one(ashl):
     pushes = ashl.tables["pushes"]
-    assert paid(ashl) == set()
+    assert failing_payloads(ashl) == set()
     dense, sparse = (np.flatnonzero((pushes["worker"] == 0) & (pushes["iteration"] == n))[0] for n in (2, 3))
     most = int(pushes["wire_bytes"][dense])
     assert pushes["wire_bytes"][sparse] < most
-    assert paid(edit(ashl, "pushes", dense, wire_bytes=most + 4)) == {BYTES}
-    assert paid(edit(ashl, "pushes", sparse, wire_bytes=most + 4)) == {BYTES}
-    assert paid(edit(ashl, "pushes", sparse, wire_bytes=most // 2 - 8)) == {BYTES}
+    assert failing_payloads(edit(ashl, "pushes", dense, wire_bytes=most + 4)) == {BYTES}
+    assert failing_payloads(edit(ashl, "pushes", sparse, wire_bytes=most + 4)) == {BYTES}
+    assert failing_payloads(edit(ashl, "pushes", sparse, wire_bytes=most // 2 - 8)) == {BYTES}
 
 
-def test_jobs_of_these_traces_say_what_is_sent():
+def test_compression_of_the_jobs():
     assert make_job("ashl").compresses and not make_job(FIXED).compresses

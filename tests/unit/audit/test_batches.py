@@ -1,11 +1,11 @@
-"""Negative controls of weights, of batch sizes and of who is given which samples."""
+"""Negative controls of contribution weights, batch sizes and allocated samples."""
 
 import numpy as np
 import pytest
 
 from hpcsync.audit.batches import check_sizes
-from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import Outcome
 from tests.unit.trace.recorder import (
     BATCHES,
@@ -22,12 +22,12 @@ from tests.unit.trace.recorder import (
 
 WEIGHTS = "weights follow from batch sizes"
 OF_COMMITS = {
-    "ashl": "commits count their share",
-    "adsp": "commits count one of as many as there are workers",
+    "ashl": "the weight of a commit is its share",
+    "adsp": "each commit has weight 1 / n_workers",
 }
-SIZES = "batch sizes are those by which all finish together"
-GIVEN = "samples are given out once, and none is left out"
-NONE = "no batches are given out"
+SIZES = "batch sizes follow from the predicted times"
+ALLOCATED = "each sample is allocated exactly once"
+NONE = "no batches are allocated"
 SECONDS = (1.0, 1.3, 2.1)
 
 
@@ -50,7 +50,7 @@ def with_batches(paradigm, **settings):
 
 @pytest.fixture(scope="module")
 def uneven():
-    """BSP whose sizes are allocated several times, and anew when worker 1 leaves."""
+    """A trace of BSP whose sizes are allocated several times, and again when worker 1 leaves."""
     trace = record(with_batches('name = "bsp"', gain=0.0), SECONDS, jitter=0.4, leave={1: 21})
     assert len(trace.tables["decisions"]) > 10
     assert failed(trace) == set()
@@ -61,7 +61,7 @@ def uneven():
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_another_weight(paradigm):
+def test_a_wrong_weight(paradigm):
     trace = record(paradigm, jitter=0.3)
     assert failed(trace) == set()
     for row in np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.APPLIED)[[0, 7, -1]]:
@@ -71,7 +71,7 @@ def test_another_weight(paradigm):
 
 
 @pytest.mark.parametrize("paradigm", ["k-sync", "k-async", "ssp"])
-def test_what_is_dropped_does_not_count(paradigm):
+def test_a_dropped_push_has_no_weight(paradigm):
     trace = record(paradigm, jitter=0.3, updates=41)
     row = np.flatnonzero(trace.tables["pushes"]["outcome"] == Outcome.DROPPED)[0]
     assert failed(edit(trace, "pushes", row, weight=0.1)) == {WEIGHTS}
@@ -80,12 +80,12 @@ def test_what_is_dropped_does_not_count(paradigm):
 def test_the_weights_of_one_version_are_shares_of_its_samples(uneven):
     pushes = uneven.tables["pushes"]
     weights = pushes["weight"][pushes["outcome"] == Outcome.APPLIED]
-    assert len(set(weights.round(6))) > 5, "an unweighted mean would not be told from this"
+    assert len(set(weights.round(6))) > 5, "an unweighted mean would have the same weights"
     sums = np.bincount(Recount(uneven).applied_version - 1, weights)
     assert sums == pytest.approx(1.0)
 
 
-def test_others_count_by_their_size_and_their_staleness():
+def test_weights_across_versions_follow_size_and_staleness():
     trace = record(with_batches('name = "asp"'), (1.0, 2.0, 3.0))
     pushes = trace.tables["pushes"][trace.tables["pushes"]["outcome"] == Outcome.APPLIED]
     assert pushes["weight"] == pytest.approx(pushes["batch_size"] / 8)
@@ -99,7 +99,7 @@ def test_others_count_by_their_size_and_their_staleness():
 
 
 @pytest.mark.parametrize("column", ["chosen", "batch_before", "fixed_s", "sample_s", "gain", "worker"])
-def test_another_allocation(uneven, column):
+def test_a_wrong_allocation(uneven, column):
     for row in (0, 4, 7):
         value = uneven.tables["decisions"][column][row]
         tampered = edit(uneven, "decisions", row, **{column: (value + 1) % 3 if column == "worker" else value + 1})
@@ -108,18 +108,18 @@ def test_another_allocation(uneven, column):
 
 
 @pytest.mark.parametrize("column", ["predicted_fixed_s", "predicted_sample_s"])
-def test_something_else_was_foretold(uneven, column):
+def test_a_wrong_prediction(uneven, column):
     decisions, pushes = uneven.tables["decisions"], uneven.tables["pushes"]
     row = np.flatnonzero(pushes["seq"] < decisions["seq"][0])[-1]
     other = edit(uneven, "pushes", row, **{column: pushes[column][row] * 1.001})
     assert failed(other) == {SIZES, "replay gives the same decisions"}
 
 
-def test_an_allocation_that_is_not_made(uneven):
+def test_a_missing_allocation(uneven):
     group = np.flatnonzero(uneven.tables["decisions"]["now_s"] == uneven.tables["decisions"]["now_s"][3])
     for row in group[::-1]:
         uneven = remove(uneven, "decisions", row)
-    assert failing(uneven) == {SIZES, GIVEN}
+    assert failing(uneven) == {SIZES, ALLOCATED}
 
 
 @pytest.mark.parametrize("settings", [{"interval": 3}, {"gain": 0.9}, {"maximum": 9}, {"minimum": 7}, {"total": 25}])
@@ -128,7 +128,7 @@ def test_an_allocation_of_another_job(uneven, settings):
     assert SIZES in failing(with_job(uneven, text))
 
 
-def test_an_allocation_in_the_middle_of_which_the_trace_ends():
+def test_a_trace_that_ends_within_an_allocation():
     job, rows = make_job(with_batches('name = "bsp"', interval=1, gain=0.0), updates=4), Rows()
     fields = play(job, rows, SECONDS, leave={1: 3})
     n_decisions = 0
@@ -152,33 +152,33 @@ def test_allocations_without_their_columns():
 # ---- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_samples_that_are_given_out_twice_or_not_at_all(uneven):
+def test_samples_that_are_allocated_twice_or_never(uneven):
     first = uneven.tables["grants"]["first_sample"]
     for by in (-1, 1):
         other = edit(uneven, "grants", 9, first_sample=first[9] + by)
-        assert failed(other) == {GIVEN, "replay gives the same grants"}
+        assert failed(other) == {ALLOCATED, "replay gives the same grants"}
     begin = uneven.tables["grants"]["batch_size"].astype(np.int64)
-    going = begin > 0
-    begins, ends = first[going], first[going] + begin[going]
+    starts = begin > 0
+    begins, ends = first[starts], first[starts] + begin[starts]
     assert begins[0] == 24 and (begins[1:] == ends[:-1]).all()
 
 
 def test_a_grant_of_another_size(uneven):
     size = uneven.tables["grants"]["batch_size"][9]
-    assert failed(edit(uneven, "grants", 9, batch_size=size + 1)) == {GIVEN, "replay gives the same grants"}
+    assert failed(edit(uneven, "grants", 9, batch_size=size + 1)) == {ALLOCATED, "replay gives the same grants"}
 
 
-def test_a_push_of_another_size_than_it_was_granted(uneven):
+def test_a_push_of_another_size_than_granted(uneven):
     for row in (0, 9):  # the first has no grant
         size = uneven.tables["pushes"]["batch_size"][row]
-        assert GIVEN in failing(edit(uneven, "pushes", row, batch_size=size + 1))
+        assert ALLOCATED in failing(edit(uneven, "pushes", row, batch_size=size + 1))
 
 
 def test_a_stop_grant_with_samples(uneven):
-    assert failed(edit(uneven, "grants", -1, first_sample=7)) == {GIVEN, "replay gives the same grants"}
+    assert failed(edit(uneven, "grants", -1, first_sample=7)) == {ALLOCATED, "replay gives the same grants"}
 
 
-def test_where_batches_are_alike_none_are_given_out(uneven):
+def test_equal_batches_are_not_allocated(uneven):
     trace = record("ssp")
     assert failed(edit(trace, "grants", 5, first_sample=0)) == {NONE, "replay gives the same grants"}
     assert failed(edit(trace, "pushes", 5, predicted_fixed_s=0.0, predicted_sample_s=0.1)) == {NONE}

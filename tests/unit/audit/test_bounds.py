@@ -1,11 +1,11 @@
-"""Negative controls of what each paradigm promises: traces that keep every promise but one."""
+"""Negative controls of the paradigms' guarantees: each trace violates one of them."""
 
 import numpy as np
 import pytest
 
 from hpcsync.audit.bounds import check_bounds
-from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows
 
 
@@ -26,21 +26,21 @@ def dssp(staleness_max, mode="bounded", staleness_min=1):
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-def test_ssp_reaches_its_bounds_and_no_more(staleness):
+def test_ssp_reaches_its_bounds_and_does_not_exceed_them(staleness):
     trace = record(ssp(staleness), (1.0, 1.7, 3.1))
     assert failing(trace) == set()
     assert failing(with_job(trace, ssp(staleness + 1))) == set()
     if staleness:
         tighter = with_job(trace, ssp(staleness - 1))
-        assert failing(tighter) == {f"start gap is at most {staleness - 1}", f"push gap is at most {staleness}"}
+        assert failing(tighter) == {f"start lead is at most {staleness - 1}", f"push lead is at most {staleness}"}
         failed = {check.name for check in audit(tighter) if not check.passed}
         assert failed == failing(tighter) | {"replay gives the same grants"}
 
 
-def test_without_a_bound_every_gap_is_allowed():
+def test_without_a_bound_every_lead_is_allowed():
     trace = record(ssp("inf"), (1.0, 20.0))
     assert failing(trace) == set()
-    assert failing(with_job(trace, ssp(5))) == {"start gap is at most 5", "push gap is at most 6"}
+    assert failing(with_job(trace, ssp(5))) == {"start lead is at most 5", "push lead is at most 6"}
 
 
 def test_dssp_is_bounded_by_the_larger_staleness():
@@ -50,19 +50,19 @@ def test_dssp_is_bounded_by_the_larger_staleness():
     assert 1 < largest <= 5
     assert failing(with_job(trace, dssp(largest))) == set()
     tighter = with_job(trace, dssp(largest - 1))
-    assert failing(tighter) == {f"start gap is at most {largest - 1}", f"push gap is at most {largest}"}
+    assert failing(tighter) == {f"start lead is at most {largest - 1}", f"push lead is at most {largest}"}
 
 
 def test_paper_mode_is_reported_and_not_required():
     trace = record(dssp(15, "paper", 3), (1.0, 2.0), updates=200)
     start, push, *_ = bounds(trace)
     largest = Recount(trace).push_lead.max()
-    assert largest > 16, "as printed, the algorithm does not bound the gap"
+    assert largest > 16, "as printed, the algorithm does not bound the lead"
     assert start.passed and push.passed
     assert push.detail == f"not bounded in paper mode; largest {largest}"
     assert all(check.passed for check in audit(trace))
     as_bounded = with_job(trace, dssp(15))
-    assert failing(as_bounded) == {"start gap is at most 15", "push gap is at most 16"}
+    assert failing(as_bounded) == {"start lead is at most 15", "push lead is at most 16"}
 
 
 def test_bsp_without_a_barrier():
@@ -91,7 +91,7 @@ def test_bsp_without_a_worker_that_had_not_left():
 
 
 def test_bsp_with_a_round_that_did_not_wait_for_a_departure():
-    # Worker 2 leaves in round 4, but the trace says that it did so later.
+    # Worker 2 leaves in round 4, but the trace records a later departure.
     trace = record("bsp", leave={2: 4})
     grants = trace.tables["grants"]
     late = edit(trace, "membership", 0, seq=grants["seq"][grants["version"] == 6][0] + 100)
@@ -99,7 +99,7 @@ def test_bsp_with_a_round_that_did_not_wait_for_a_departure():
 
 
 def delay_grant(trace, worker, iteration):
-    """The grant trades its place in the count with the next event, so that its worker is held over it."""
+    """Swap the grant's seq with that of the next push, so that its worker is blocked during that push."""
     grants, pushes = trace.tables["grants"], trace.tables["pushes"]
     (row,) = np.flatnonzero((grants["worker"] == worker) & (grants["iteration"] == iteration))
     seq = grants["seq"][row]
@@ -108,17 +108,17 @@ def delay_grant(trace, worker, iteration):
 
 
 @pytest.mark.parametrize("paradigm", ["ssp", "dssp", "asp"])
-def test_the_slowest_is_held(paradigm):
+def test_a_blocked_slowest_worker(paradigm):
     trace = record(paradigm, (1.0, 1.2, 2.1), updates=12)
     blocked = delay_grant(trace, worker=2, iteration=2)
-    extra = {"nobody is held"} if paradigm == "asp" else set()
-    assert failing(blocked) == {"the slowest worker is never held"} | extra
+    extra = {"no worker is blocked"} if paradigm == "asp" else set()
+    assert failing(blocked) == {"the slowest worker is never blocked"} | extra
 
 
-def test_somebody_is_held_under_asp():
+def test_a_blocked_worker_under_asp():
     trace = record("asp", (1.0, 1.2, 2.1), updates=12)
-    assert failing(delay_grant(trace, worker=0, iteration=2)) == {"nobody is held"}
-    assert failing(edit(trace, "grants", 3, held_s=0.5)) == {"nobody is held"}
+    assert failing(delay_grant(trace, worker=0, iteration=2)) == {"no worker is blocked"}
+    assert failing(edit(trace, "grants", 3, held_s=0.5)) == {"no worker is blocked"}
 
 
 # ---- elastic averaging ----
@@ -132,15 +132,15 @@ def failed(trace):
     return {check.name for check in audit(trace) if not check.passed}
 
 
-MOVES = "1 iterations a push, and updates of 0.3"
+MOVES = "1 iterations per push, moving rate 0.3"
 
 
 def test_easgd_with_another_period_or_rate():
     trace = record(easgd())
     assert failing(trace) == set()
     assert failing(with_job(trace, easgd("beta = 0.9"))) == set(), "it is the default"
-    assert failing(with_job(trace, easgd("alpha = 0.2"))) == {"1 iterations a push, and updates of 0.2"}
-    assert failing(with_job(trace, 'name = "easgd"\nperiod = 2')) == {"2 iterations a push, and updates of 0.3"}
+    assert failing(with_job(trace, easgd("alpha = 0.2"))) == {"1 iterations per push, moving rate 0.2"}
+    assert failing(with_job(trace, 'name = "easgd"\nperiod = 2')) == {"2 iterations per push, moving rate 0.3"}
     assert failing(edit(trace, "pushes", 7, local_steps=2)) == {MOVES}
     assert failing(edit(trace, "grants", 7, local_steps=2)) == {MOVES}
     assert failing(edit(trace, "updates", 7, lr=0.31)) == {MOVES}
@@ -148,7 +148,7 @@ def test_easgd_with_another_period_or_rate():
 
 @pytest.mark.parametrize("synchronous", ["false", "true"])
 def test_easgd_with_a_grant_after_its_own_update(synchronous):
-    """The worker would be drawn to a centre that it has moved itself, and the sum of all would not be kept."""
+    """The worker would move towards a centre that it has moved itself, and the sum of all weights would change."""
     trace = record(easgd(f"synchronous = {synchronous}"))
     assert failed(trace) == set()
     version = trace.tables["grants"]["version"][7]
@@ -156,7 +156,7 @@ def test_easgd_with_a_grant_after_its_own_update(synchronous):
     assert {"each grant names the current version", "replay gives the same grants"} <= failed(after)
 
 
-def test_asp_is_not_easgd_for_want_of_grants_before_updates():
+def test_asp_is_not_easgd_because_its_updates_precede_grants():
     names = failed(with_job(record("asp"), easgd()))
     assert {"each grant names the current version", "replay gives the same grants"} <= names
 
@@ -164,13 +164,13 @@ def test_asp_is_not_easgd_for_want_of_grants_before_updates():
 def test_synchronous_easgd_is_one_update_behind_in_every_round_but_the_first():
     trace = record(easgd("synchronous = true"))
     assert set(trace.tables["pushes"]["staleness"][3:30].tolist()) == {1}
-    assert failing(edit(trace, "pushes", 7, staleness=0)) == {"staleness is 1, and 0 at first"}
-    assert failing(edit(trace, "pushes", 1, staleness=1)) == {"staleness is 1, and 0 at first"}
+    assert failing(edit(trace, "pushes", 7, staleness=0)) == {"staleness is 1, 0 in a first iteration"}
+    assert failing(edit(trace, "pushes", 1, staleness=1)) == {"staleness is 1, 0 in a first iteration"}
 
 
 def test_synchronous_easgd_without_a_barrier():
     names = failing(with_job(record(easgd()), easgd("synchronous = true")))
-    assert names == {"staleness is 1, and 0 at first", "rounds are complete"}
+    assert names == {"staleness is 1, 0 in a first iteration", "rounds are complete"}
 
 
 def test_synchronous_easgd_without_a_worker_that_had_not_left():
@@ -179,6 +179,6 @@ def test_synchronous_easgd_without_a_worker_that_had_not_left():
     assert failing(remove(trace, "membership", 0)) >= {"rounds are complete"}
 
 
-def test_somebody_is_held_under_asynchronous_easgd():
+def test_a_blocked_worker_under_asynchronous_easgd():
     blocked = delay_grant(record(easgd(), (1.0, 1.2, 2.1), updates=12), worker=0, iteration=2)
-    assert failing(blocked) == {"nobody is held"}
+    assert failing(blocked) == {"no worker is blocked"}

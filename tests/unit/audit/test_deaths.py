@@ -1,9 +1,9 @@
-"""Audits of gossip in which a worker dies: what must hold among those who are left, and nothing less."""
+"""Audits of gossip in which a worker dies: the invariants of the survivors, and negative controls."""
 
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.core.peer_coordinator import PeerCoordinator, StepInfo, intake_info
 from hpcsync.paradigms.gossip import PeerSelection
 from hpcsync.trace.schema import Change
@@ -15,10 +15,14 @@ BATCH, BYTES = 4, 24
 
 
 class Gossip:
-    """Workers in turn; what is given arrives at once and is taken in at the receiver's next exchange.
+    """A run whose workers step in turn; a sent model arrives at once and is received at the receiver's next exchange.
 
-    lags: how many rounds after the death each of the others hears of it. last_push: whether what the dead gave in the
-    iteration that it could not report arrives.
+    Parameters
+    ----------
+    lags
+        Number of rounds after the death until each worker learns of it.
+    last_push
+        True if the model that the dead worker sent in its unrecorded last iteration arrives.
     """
 
     def __init__(self, mode: str, lags: tuple[int, ...] = (0, 2, 0, 5), last_push: bool = False) -> None:
@@ -38,12 +42,12 @@ class Gossip:
                     self.step(worker, round, round > DIES_AT + 1 + lags[worker])
                 elif round == DIES_AT + 1:
                     if last_push:
-                        self.give(DEAD, next(r for r in range(N) if r != DEAD))
+                        self.send(DEAD, next(r for r in range(N) if r != DEAD))
                     self.recorder.left(round + 0.2, DEAD, Change.DIED)
         for worker in sorted({*range(N)} - {DEAD}):
             self.recorder.left(ROUNDS + 2.0, worker)
         for worker in sorted({*range(N)} - {DEAD}):
-            if n := self.take(worker):
+            if n := self.receive(worker):
                 self.recorder.exchanged(ROUNDS + 3.0, intake_info(worker, ROUNDS, ROUNDS + 3.0, n, self.weight[worker]))
 
     def step(self, worker: int, round: int, knows: bool) -> None:
@@ -52,23 +56,23 @@ class Gossip:
         n_received = int(peer != worker)
         if self.mode != "pull":
             if peer != worker:
-                self.give(worker, peer)
-            n_received = self.take(worker)
+                self.send(worker, peer)
+            n_received = self.receive(worker)
         begin_s = round + 0.1 * worker
-        sent = BYTES * (peer != worker)
-        row = (worker, round, peer, begin_s, begin_s + 0.05, 0.05, 0.0, 0.0, BATCH, 0.5, sent, n_received)
+        n_bytes = BYTES * (peer != worker)
+        row = (worker, round, peer, begin_s, begin_s + 0.05, 0.05, 0.0, 0.0, BATCH, 0.5, n_bytes, n_received)
         self.recorder.exchanged(begin_s + 0.06, StepInfo(*row, self.weight[worker]))
 
-    def give(self, worker: int, peer: int) -> None:
+    def send(self, worker: int, peer: int) -> None:
         if self.mode == "push-sum":
             self.weight[worker] /= 2
         self.inbox[peer].append(self.weight[worker])
 
-    def take(self, worker: int) -> int:
-        taken, self.inbox[worker] = self.inbox[worker], []
+    def receive(self, worker: int) -> int:
+        received, self.inbox[worker] = self.inbox[worker], []
         if self.mode == "push-sum":
-            self.weight[worker] += sum(taken)
-        return len(taken)
+            self.weight[worker] += sum(received)
+        return len(received)
 
     @property
     def trace(self):
@@ -79,32 +83,32 @@ def failing(trace) -> set[str]:
     return {check.name for check in audit(trace) if not check.passed}
 
 
-PEERS = "peers are those of the job and its seed"
-GIVEN = "what is given is received"
+PEERS = "peers follow from the job and its seed"
+SENT = "as many models are received as sent"
 PUSH_SUM = "push-sum weights add up"
 
 
 @pytest.mark.parametrize("last_push", [False, True])
 @pytest.mark.parametrize("mode", ["pull", "push", "push-sum"])
-def test_those_who_are_left_draw_each_other(mode, last_push):
+def test_survivors_draw_each_other(mode, last_push):
     assert failing(Gossip(mode, last_push=last_push and mode != "pull").trace) == set()
 
 
 @pytest.mark.parametrize("mode", ["pull", "push", "push-sum"])
-def test_nobody_is_dropped_who_has_not_died(mode):
+def test_only_dead_workers_are_dropped(mode):
     trace = Gossip(mode).trace
     row = int(np.flatnonzero(trace.tables["membership"]["change"] == Change.DIED)[0])
     assert PEERS in failing(edit(trace, "membership", row, change=Change.LEFT))
 
 
-def test_nobody_is_dropped_before_it_has_died():
+def test_no_worker_is_dropped_before_its_death():
     trace = Gossip("pull").trace
     late = edit(trace, "membership", 0, now_s=ROUNDS - 5.0)
     assert PEERS in failing(late)
 
 
-def test_nobody_forgets_a_death():
-    """A row of a worker that knew of it, with the peer that it would have drawn before."""
+def test_no_worker_forgets_a_death():
+    """Change a row of a worker that knew of the death to the peer that it would have drawn before."""
     gossip = Gossip("pull", lags=(0, 0, 0, 0))
     trace, before = gossip.trace, PeerSelection(N, gossip.job.seed)
     exchanges = trace.tables["exchanges"]
@@ -113,28 +117,28 @@ def test_nobody_forgets_a_death():
     assert PEERS in failing(edit(trace, "exchanges", row, peer=DEAD))
 
 
-def test_only_what_went_to_the_dead_may_be_missing():
+def test_only_models_sent_to_dead_workers_may_be_missing():
     trace = Gossip("push").trace
     exchanges = trace.tables["exchanges"]
     row = int(np.flatnonzero((exchanges["worker"] == 0) & (exchanges["n_received"] > 1))[0])
-    assert failing(edit(trace, "exchanges", row, n_received=exchanges["n_received"][row] - 1)) == {GIVEN}
+    assert failing(edit(trace, "exchanges", row, n_received=exchanges["n_received"][row] - 1)) == {SENT}
     more = edit(trace, "exchanges", row, n_received=exchanges["n_received"][row] + 2)
-    assert failing(more) == {GIVEN}
+    assert failing(more) == {SENT}
 
 
 @pytest.mark.parametrize("lost", [True, False])
-def test_weights_shrink_by_what_died_and_no_more(lost):
+def test_weights_shrink_by_those_of_the_dead_and_no_more(lost):
     gossip = Gossip("push-sum")
     trace = gossip.trace
     total = sum(gossip.weight[worker] for worker in range(N) if worker != DEAD)
-    assert total < N - 0.5, "something was lost, or nothing is shown"
+    assert total < N - 0.5, "without a loss the test shows nothing"
     last = int(np.flatnonzero(trace.tables["exchanges"]["n_received"] > 0)[-1])
     weight = trace.tables["exchanges"]["weight"][last]
     assert PUSH_SUM in failing(edit(trace, "exchanges", last, weight=weight + (-1e-3 if lost else 1e-3)))
 
 
-def test_it_dies_once():
+def test_a_worker_dies_once():
     trace = Gossip("pull").trace
     twice = with_rows(trace, "membership", trace.tables["membership"][[0, 0, 1, 2, 3]])
     twice.tables["membership"]["seq"] = range(1, 6)
-    assert "nobody acts after leaving" in failing(twice)
+    assert "no worker acts after it leaves" in failing(twice)

@@ -1,4 +1,4 @@
-"""Negative controls of what the k family promises: traces that keep every promise but one."""
+"""Negative controls of the k family's guarantees: each trace violates one of them."""
 
 from functools import cached_property
 
@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.bounds import check_bounds
-from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import Outcome
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows, with_status
 
 SECONDS = (1.0, 1.3, 2.1, 3.7)
 FORMS = ["k-sync", "k-batch-sync", "k-async", "k-batch-async"]
-WORKERS, BATCHES = "an update takes k workers", "an update takes k mini-batches"
-LATE, BEYOND = "what is dropped is of an older version", "what is dropped is beyond the bound of staleness"
-WAIT = "contributors wait for their update, nobody else waits"
-K = "k moves as it is told to, within its limits"
+WORKERS, BATCHES = "each update takes k workers", "each update takes k mini-batches"
+LATE, BEYOND = "dropped pushes are of an older version", "dropped pushes exceed the staleness bound"
+WAIT = "only contributors block, until their update"
+K = "k follows its policy within its limits"
 CANCELLED, WHOLE = "cancelled iterations are of an older version", "no iteration is cancelled"
 
 
@@ -33,13 +33,13 @@ def k(name, of, *more):
 
 
 def first(trace, **values):
-    """The first push with these values of which others follow."""
+    """Return the first push with these values."""
     pushes = trace.tables["pushes"]
     return int(np.flatnonzero(np.logical_and.reduce([pushes[name] == value for name, value in values.items()]))[0])
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_k_is_that_of_the_job(name):
+def test_k_is_the_job_s(name):
     trace = record(k(name, 3), SECONDS, jitter=0.2)
     assert failed(trace) == set()
     assert trace.tables["updates"]["n_contributions"].tolist() == [3] * 40
@@ -70,7 +70,7 @@ def test_an_update_at_another_time_than_what_completed_it(name, takes):
 
 
 @pytest.mark.parametrize("name", ["k-sync", "k-async"])
-def test_fewer_than_k_only_of_all_that_are_left(name):
+def test_fewer_than_k_only_if_fewer_workers_are_left(name):
     trace = record(k(name, 3), SECONDS, leave={1: 4, 3: 3})
     n = trace.tables["updates"]["n_contributions"]
     assert n[0] == 3 and n[-1] == 2
@@ -79,28 +79,31 @@ def test_fewer_than_k_only_of_all_that_are_left(name):
         assert WORKERS in failing(remove(trace, "membership", row))
 
 
-def test_an_update_that_a_departure_completes_is_not_made_before(monkeypatch):
-    """Workers wait, while late ones are dropped and read what is still current, until these leave."""
+def test_an_update_that_waits_for_a_departure(monkeypatch):
+    """Workers block until others leave.
+
+    Late pushes are dropped meanwhile, and their workers read the version that is still current.
+    """
     trace = record(k("k-sync", 3), (1.0, 1.4, 3.1, 2.2), updates=30, leave={0: 4, 1: 4, 2: 4})
     assert failed(trace) == set()
     last = cached_property(lambda recount: recount.push_event[recount.applied[recount._last]])
     last.__set_name__(Recount, "update_event")
     monkeypatch.setattr(Recount, "update_event", last)
-    wrong = {"each grant names the current version", "staleness equals a recount", WORKERS, WAIT}
+    wrong = {"each grant names the current version", "staleness equals the recount", WORKERS, WAIT}
     assert failed(trace) == wrong, "an update is not always made with its last contribution"
 
 
-def test_mini_batches_left_over_when_all_have_left_are_no_update():
+def test_mini_batches_left_over_at_the_end_are_no_update():
     trace = record(k("k-batch-async", 2), (1.0, 1.0), leave={0: 3, 1: 2})
     assert trace.tables["pushes"]["outcome"].tolist() == [Outcome.APPLIED] * 2 + [Outcome.DROPPED]
     assert failed(trace) == set()
 
 
-# ---- what is dropped -------------------------------------------------------------------------------------------------
+# ---- dropped pushes --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["k-sync", "k-batch-sync"])
-def test_synchronous_forms_drop_what_is_late_and_nothing_else(name):
+def test_synchronous_forms_drop_late_pushes_only(name):
     trace = record(k(name, 2), SECONDS)
     row = first(trace, outcome=Outcome.DROPPED)
     assert trace.tables["pushes"]["staleness"][row] > 0
@@ -112,7 +115,7 @@ def test_synchronous_forms_drop_what_is_late_and_nothing_else(name):
 
 
 @pytest.mark.parametrize("name", ["k-async", "k-batch-async"])
-def test_asynchronous_forms_drop_what_is_beyond_their_bound_and_nothing_else(name):
+def test_asynchronous_forms_drop_pushes_beyond_their_bound_only(name):
     trace = record(k(name, 2, "staleness_max = 1"), SECONDS)
     pushes = trace.tables["pushes"]
     assert (pushes["outcome"][:-4] == Outcome.DROPPED).any()
@@ -124,14 +127,14 @@ def test_asynchronous_forms_drop_what_is_beyond_their_bound_and_nothing_else(nam
     assert failing(with_job(unbounded, k(name, 2, "staleness_max = 1"))) == {BEYOND}
 
 
-def test_a_contributor_that_does_not_wait():
+def test_a_contributor_that_does_not_block():
     trace = record(k("k-async", 2), SECONDS)
-    assert failing(with_job(trace, k("k-batch-async", 2))) == {"nobody is held"}
+    assert failing(with_job(trace, k("k-batch-async", 2))) == {"no worker is blocked"}
     other = record(k("k-batch-async", 2), SECONDS)
     assert WAIT in failing(with_job(other, k("k-async", 2)))
 
 
-def test_a_late_one_that_waits():
+def test_a_late_worker_that_blocks():
     trace = record(k("k-sync", 2), SECONDS)
     grants, pushes = trace.tables["grants"], trace.tables["pushes"]
     push = pushes[first(trace, outcome=Outcome.DROPPED)]
@@ -154,12 +157,12 @@ def aborted():
     return trace
 
 
-def test_only_who_may_stops_early(aborted):
+def test_cancelled_iterations_need_abort(aborted):
     assert failing(with_job(aborted, k("k-sync", 2))) == {WHOLE}
     assert failing(edit(record("asp"), "pushes", 5, share=0.5)) == {WHOLE}
 
 
-def test_only_what_is_late_stops_early(aborted):
+def test_only_late_iterations_are_cancelled(aborted):
     pushes = aborted.tables["pushes"]
     applied = int(np.flatnonzero(pushes["outcome"] == Outcome.APPLIED)[6])
     assert failed(edit(aborted, "pushes", applied, share=0.5, wire_bytes=2000)) == {CANCELLED}
@@ -175,7 +178,7 @@ def test_only_what_is_late_stops_early(aborted):
 
 @pytest.fixture(scope="module")
 def adaptive():
-    """Two of four workers are stragglers, and one of the others leaves: from 4 to 2 workers."""
+    """A trace with two stragglers among four workers, one of the others leaving: k goes from 4 to 2."""
     trace = record(k("k-sync", '"state"'), (1.0, 1.1, 3.0, 3.2), updates=100, jitter=0.1, leave={1: 60})
     assert len(trace.tables["decisions"]) >= 2
     assert failed(trace) == set()
@@ -212,7 +215,7 @@ def test_updates_of_the_k_before_a_change(adaptive):
     assert failing(remove(adaptive, "decisions", 0)) >= {WORKERS}
 
 
-def test_a_k_that_is_given_and_changes(adaptive):
+def test_a_fixed_k_that_changes(adaptive):
     assert {"k is 4", WORKERS} <= failing(with_job(adaptive, k("k-sync", 4)))
 
 
@@ -226,11 +229,11 @@ def test_decisions_without_their_columns(adaptive):
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_after_a_pending_contribution_some_go_on_and_no_update_follows(name):
+def test_after_a_pending_contribution_workers_continue_without_an_update(name):
     trace = with_status(record(k(name, 3), SECONDS, jitter=0.2), "running")
     pushes = trace.tables["pushes"]
     last = Recount(trace).complete_seq[20]
-    pending = int(np.flatnonzero(pushes["seq"] > last)[0])  # its row is missing, all up to the next update are there
+    pending = int(np.flatnonzero(pushes["seq"] > last)[0])  # its row is missing, all others up to the next update exist
     following = Recount(trace).complete_seq[21]
     cut = trace
     for table in ("pushes", "grants", "decisions"):
@@ -243,4 +246,4 @@ def test_after_a_pending_contribution_some_go_on_and_no_update_follows(name):
     cut = with_rows(cut, "evaluations", cut.tables["evaluations"][:3])
     assert failed(cut) == set()
     missing = with_rows(trace, "pushes", np.delete(pushes, pending))
-    assert "seq counts every row once" in failed(missing)
+    assert "seq numbers each row once" in failed(missing)

@@ -1,36 +1,36 @@
-"""Negative controls: a correct trace, one thing changed, and exactly the checks that must notice do.
+"""Negative controls: one value of a correct trace is changed, and exactly the expected checks must fail.
 
-Which checks those are is spelled out, replay and bounds included: a change that more checks notice than expected is as
-telling as one that fewer do.
+The expected checks are spelled out, including replay and bounds: one that fails unexpectedly tells as much as one that
+passes.
 """
 
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import TABLES as SCHEMA
 from hpcsync.trace.schema import Change
 from tests.unit.trace.recorder import edit, record, remove, with_rows, with_status
 
 REPLAY_GRANTS = "replay gives the same grants"
 REPLAY_UPDATES = "replay gives the same updates"
-POSSIBLE = "values are possible"
-SEQ = "seq counts every row once"
+POSSIBLE = "values are valid"
+SEQ = "seq numbers each row once"
 TIMES = "times never decrease"
-ITERATIONS = "iterations count a worker's pushes"
+ITERATIONS = "iteration is the worker's push count"
 GRANTED = "each push is answered by exactly one grant"
 READ = "version_read is the granted version"
 CURRENT = "each grant names the current version"
-UPDATES = "updates use the applied pushes"
-STALENESS = "staleness equals a recount"
-SAMPLES = "samples add up"
-HELD = "held_s is the time from push to grant"
-GAP = "gap_iters equals a recount"
-LEAVING = "nobody acts after leaving"
+UPDATES = "updates consist of the applied pushes"
+STALENESS = "staleness equals the recount"
+SAMPLES = "sample counts add up"
+BLOCKED = "held_s is the time from push to grant"
+LEAD = "gap_iters equals the recount"
+LEAVING = "no worker acts after it leaves"
 END = "stop grants end the run"
-SLOWEST = "the slowest worker is never held"
+SLOWEST = "the slowest worker is never blocked"
 WEIGHTS = "weights follow from batch sizes"
-START_GAP = "start gap is at most 2"
+START_LEAD = "start lead is at most 2"
 
 
 def failing(trace):
@@ -38,7 +38,7 @@ def failing(trace):
 
 
 def find(trace, table, **values):
-    """The only row with these values."""
+    """Return the only row with these values."""
     rows = trace.tables[table]
     (row,) = np.flatnonzero(np.logical_and.reduce([rows[column] == value for column, value in values.items()]))
     return row
@@ -46,7 +46,7 @@ def find(trace, table, **values):
 
 @pytest.fixture(scope="module")
 def ssp():
-    """Ends with two pushes that are dropped, each answered by a stop grant."""
+    """A trace that ends with two dropped pushes, each answered by a stop grant."""
     trace = record("ssp", jitter=0.3, updates=41)
     assert trace.tables["pushes"]["outcome"][-3:].tolist() == [0, 1, 1]
     return trace
@@ -54,13 +54,13 @@ def ssp():
 
 @pytest.fixture(scope="module")
 def parting():
-    """SSP whose worker 1 leaves instead of its 5th push."""
+    """A trace of SSP whose worker 1 leaves instead of its 5th push."""
     return record("ssp", jitter=0.3, leave={1: 5})
 
 
 @pytest.fixture(scope="module")
 def returning():
-    """SSP whose worker 1 leaves instead of its 5th push, joins again, and dies and joins once more."""
+    """A trace of SSP whose worker 1 leaves instead of its 5th push, joins, dies and joins again."""
     return record("ssp", jitter=0.3, leave={1: 5}, changes=[(17.0, 1), (30.0, 1), (33.0, 1)])
 
 
@@ -103,17 +103,17 @@ def test_the_traces_themselves_pass(ssp, parting, returning):
 )
 def test_impossible_values(ssp, table, values):
     checks = audit(edit(ssp, table, 7, **values))
-    assert [check.name for check in checks] == [POSSIBLE], "nothing else can be counted on"
+    assert [check.name for check in checks] == [POSSIBLE], "no other check can use the values"
     assert not checks[0].passed
     assert f"/{table} row 7" in checks[0].detail
 
 
-def test_a_change_that_is_unknown(parting):
+def test_an_unknown_change(parting):
     assert failing(edit(parting, "membership", 0, change=7)) == {POSSIBLE}
 
 
 def test_a_number_that_occurs_twice(ssp):
-    # A push shares the number of the grant that answers it: nothing but the count is disturbed.
+    # A push has the number of the grant that answers it; only the numbering is wrong.
     push = ssp.tables["pushes"][9]
     grant = find(ssp, "grants", worker=push["worker"], iteration=push["iteration"] + 1)
     twice = edit(ssp, "evaluations", 0)
@@ -121,7 +121,7 @@ def test_a_number_that_occurs_twice(ssp):
     assert SEQ in failing(twice)
 
 
-def test_numbers_with_a_hole(ssp):
+def test_numbers_with_a_gap(ssp):
     shifted = ssp
     for table in ("pushes", "grants", "decisions", "membership"):
         rows = shifted.tables[table].copy()
@@ -137,7 +137,7 @@ def test_grants_in_the_wrong_order_of_rows(ssp):
 
 
 def test_the_order_of_two_pushes_swapped(ssp):
-    # Two workers' pushes trade places in the count, with all that was recorded about them.
+    # Two workers' pushes swap their numbers.
     seqs = ssp.tables["pushes"]["seq"]
     swapped = edit(edit(ssp, "pushes", 5, seq=seqs[6]), "pushes", 6, seq=seqs[5])
     names = failing(swapped)
@@ -153,7 +153,7 @@ def test_an_update_before_its_contribution(ssp):
 
 
 def test_an_update_after_the_grant_that_names_it(ssp):
-    # The last update: no later one shows that its time is wrong.
+    # The last update: no later one contradicts its time.
     last_s = ssp.tables["updates"]["now_s"][-1]
     assert failing(edit(ssp, "updates", -1, now_s=last_s + 1e-9)) == {TIMES}
 
@@ -178,10 +178,10 @@ def test_an_iteration_left_out(ssp):
 def test_a_grant_removed(ssp):
     names = failing(remove(ssp, "grants", 8))
     assert {REPLAY_GRANTS, SEQ, GRANTED} <= names
-    assert not names & {STALENESS, SAMPLES, UPDATES, HELD, GAP, TIMES, ITERATIONS}
+    assert not names & {STALENESS, SAMPLES, UPDATES, BLOCKED, LEAD, TIMES, ITERATIONS}
 
 
-def test_a_grant_removed_and_the_count_closed_over_it(ssp):
+def test_a_grant_removed_and_the_rest_renumbered(ssp):
     trace, seq = remove(ssp, "grants", 8), ssp.tables["grants"]["seq"][8]
     for table in ("pushes", "grants"):
         rows = trace.tables[table].copy()
@@ -193,7 +193,7 @@ def test_a_grant_removed_and_the_count_closed_over_it(ssp):
 
 
 def test_a_second_grant_for_one_push(ssp):
-    # At the end, where nothing follows that it could disturb.
+    # At the end, where no row follows that it could contradict.
     rows = ssp.tables["grants"]
     again = rows[-1:].copy()
     again["seq"] += 1
@@ -211,7 +211,7 @@ def test_a_grant_for_another_iteration(ssp):
 
 
 def test_another_version_read(ssp):
-    # Staleness moves along, so that only what was granted is contradicted.
+    # Staleness is changed accordingly, so that only the grant is contradicted.
     push = ssp.tables["pushes"][12]
     changed = edit(ssp, "pushes", 12, version_read=push["version_read"] - 1, staleness=push["staleness"] + 1)
     assert failing(changed) == {READ}
@@ -224,7 +224,7 @@ def test_a_first_iteration_that_read_another_version_than_0(ssp):
 
 
 def test_a_grant_of_a_version_that_is_not_current(ssp):
-    # A stop grant: nobody reads the version that it names.
+    # A stop grant: no worker reads the version that it names.
     version = ssp.tables["grants"]["version"][-1]
     assert failing(edit(ssp, "grants", -1, version=version - 1)) == {REPLAY_GRANTS, CURRENT}
 
@@ -251,28 +251,28 @@ def test_a_dropped_push_called_applied(ssp):
 # ---- samples, evaluations, waiting -----------------------------------------------------------------------------------
 
 
-def test_another_batch_size(ssp):
+def test_a_wrong_batch_size(ssp):
     assert failing(edit(ssp, "pushes", 5, batch_size=9)) == {SAMPLES, REPLAY_GRANTS, WEIGHTS}
 
 
-def test_another_sum_of_samples(ssp):
+def test_a_wrong_sum_of_samples(ssp):
     row = len(ssp.tables["updates"]) - 2  # not evaluated
     assert failing(edit(ssp, "updates", row, samples=1)) == {SAMPLES}
 
 
 @pytest.mark.parametrize("values", [{"samples": 41}, {"version": 99}, {"version": -1}, {"now_s": 0.0}])
-def test_an_evaluation_of_nothing(ssp, values):
+def test_an_evaluation_of_no_update(ssp, values):
     assert failing(edit(ssp, "evaluations", 0, **values)) == {SAMPLES}
 
 
-def test_another_wait(ssp):
+def test_a_wrong_held_s(ssp):
     row = np.flatnonzero(ssp.tables["grants"]["held_s"] > 0)[0]
-    assert failing(edit(ssp, "grants", row, held_s=0.001)) == {REPLAY_GRANTS, HELD}
+    assert failing(edit(ssp, "grants", row, held_s=0.001)) == {REPLAY_GRANTS, BLOCKED}
 
 
-def test_another_gap(ssp):
+def test_a_wrong_gap_iters(ssp):
     gap_iters = ssp.tables["grants"]["gap_iters"][9]
-    assert failing(edit(ssp, "grants", 9, gap_iters=gap_iters - 1)) == {REPLAY_GRANTS, GAP}
+    assert failing(edit(ssp, "grants", 9, gap_iters=gap_iters - 1)) == {REPLAY_GRANTS, LEAD}
 
 
 # ---- departures and the end ------------------------------------------------------------------------------------------
@@ -283,35 +283,35 @@ def test_another_worker_left(parting):
     assert {REPLAY_GRANTS, LEAVING, END} <= names
 
 
-def test_a_return_that_was_none(returning):
+def test_a_wrong_join(returning):
     (first, second) = np.flatnonzero(returning.tables["membership"]["change"] == Change.JOINED)
-    # The iterations that it makes then, and the gaps of all, are those of a worker that is there.
+    # Its iterations and all leads then are those of an active worker.
     assert LEAVING in failing(edit(returning, "membership", first, change=Change.LEFT))
     assert {LEAVING, REPLAY_GRANTS} <= failing(edit(returning, "membership", second, change=Change.DIED))
     assert {LEAVING, SEQ} <= failing(remove(returning, "membership", first))
     joined = returning.tables["membership"][first]
     (grant,) = np.flatnonzero(returning.tables["grants"]["seq"] == joined["seq"] + 1)
     assert failing(edit(returning, "membership", first, worker=0)) >= {LEAVING, REPLAY_GRANTS}
-    # Nobody waits for what it has missed, but it is no farther than the slowest either.
+    # No worker blocks for the iterations that it missed, but its count is no higher than the slowest's.
     gap_iters = returning.tables["grants"]["gap_iters"][grant]
     assert gap_iters == 0 < returning.tables["grants"]["iteration"][:grant].max() - joined["worker"]
-    assert failing(edit(returning, "grants", grant, gap_iters=1)) == {REPLAY_GRANTS, GAP}
-    assert failing(edit(returning, "grants", grant, held_s=0.5)) == {REPLAY_GRANTS, HELD}
-    # Its iterations go on where they were: one that it was granted before and has not pushed is granted again.
+    assert failing(edit(returning, "grants", grant, gap_iters=1)) == {REPLAY_GRANTS, LEAD}
+    assert failing(edit(returning, "grants", grant, held_s=0.5)) == {REPLAY_GRANTS, BLOCKED}
+    # Its iterations continue where they were: one that was granted but not pushed is granted again.
     iteration = returning.tables["grants"]["iteration"][grant]
     assert iteration == 5
     assert failing(edit(returning, "grants", grant, iteration=6)) == {REPLAY_GRANTS, GRANTED}
     assert GRANTED in failing(remove(returning, "grants", grant))
 
 
-def test_iterations_may_not_be_left_out_after_a_return(returning):
+def test_iterations_are_not_left_out_after_a_join(returning):
     trace = returning
     for row in np.flatnonzero((trace.tables["pushes"]["worker"] == 1) & (trace.tables["pushes"]["iteration"] >= 5)):
         trace = edit(trace, "pushes", row, iteration=trace.tables["pushes"]["iteration"][row] + 1)
     assert ITERATIONS in failing(trace)
 
 
-def test_a_return_after_the_end(ssp):
+def test_a_join_after_the_end(ssp):
     seq = int(max(ssp.tables[table]["seq"].max() for table in ("pushes", "grants")))
     rows = np.array(
         [(seq + i, 999.0, 0, change) for i, change in ((1, Change.LEFT), (2, Change.JOINED))], SCHEMA["membership"]
@@ -332,30 +332,30 @@ def test_a_stop_with_credits(ssp):
     assert failing(edit(ssp, "grants", -1, credits=1)) == {REPLAY_GRANTS, END}
 
 
-def test_a_worker_that_goes_on_when_the_run_is_over(ssp):
+def test_a_worker_that_continues_after_the_end(ssp):
     assert failing(edit(ssp, "grants", -1, batch_size=8, local_steps=1)) == {REPLAY_GRANTS, END}
 
 
 def test_a_finished_trace_that_lacks_its_end(ssp):
-    # The last push and its stop grant are gone, and nothing tells that they ever were.
+    # The last push and its stop grant are removed; no other row refers to them.
     trace = remove(remove(ssp, "grants", -1), "pushes", -1)
     assert failing(trace) == {END}
     assert failing(with_status(trace, "failed")) == set()
 
 
-def test_a_held_worker_without_its_stop_grant():
-    # Stopped from outside while worker 0 is held for worker 1.
+def test_a_blocked_worker_without_its_stop_grant():
+    # Stopped from outside while worker 0 is blocked by worker 1.
     trace = record('name = "ssp"\nstaleness = 0', (1.0, 10.0), stop_s=5.0)
     grants = trace.tables["grants"]
     assert grants["worker"].tolist() == [0, 1]
-    # The replay sees a run that goes on, until a push is dropped that it would apply.
+    # The replay sees a run that continues until a push is dropped that it would apply.
     assert failing(remove(trace, "grants", 0)) == {REPLAY_UPDATES, SEQ, GRANTED, END}
 
 
-# ---- unfinished: what is tolerated, and only at the end --------------------------------------------------------------
+# ---- unfinished traces: rows that may be missing at the end ----------------------------------------------------------
 
 
-def test_a_hole_in_an_unfinished_trace_is_no_tail(ssp):
+def test_a_gap_in_an_unfinished_trace_is_found(ssp):
     trace = with_status(ssp, "running")
     for table in ("pushes", "grants"):
         row = len(trace.tables[table]) // 2
@@ -377,7 +377,7 @@ def test_pending_contributions_are_missing_only_at_the_end():
     assert UPDATES in failing(with_rows(running, "updates", updates[:38]))
 
 
-def test_an_unfinished_trace_keeps_every_other_promise(ssp):
+def test_other_checks_of_an_unfinished_trace(ssp):
     trace = with_status(ssp, "running")
     assert failing(edit(trace, "pushes", 12, staleness=99)) == {STALENESS}
-    assert failing(edit(trace, "grants", 9, held_s=99.0)) == {REPLAY_GRANTS, HELD}
+    assert failing(edit(trace, "grants", 9, held_s=99.0)) == {REPLAY_GRANTS, BLOCKED}

@@ -1,5 +1,7 @@
-"""Audits of runs without servers: correct traces pass, wherever they end; one thing changed, and the checks that must
-notice do, and no other."""
+"""Audits of runs without servers.
+
+Correct traces pass, wherever they end. After one change exactly the expected checks fail.
+"""
 
 import dataclasses
 import math
@@ -8,33 +10,33 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.audit.run import audit, main
+from hpcsync.audit.trace_audit import audit, main
 from hpcsync.trace import reader
 from hpcsync.trace.schema import ALL_PEERS, NO_PEER
 from hpcsync.trace.writer import TraceWriter
 from tests.unit.trace.peer_recorder import BATCHES, PARADIGMS, in_memory, peer_job, record, simulated
 from tests.unit.trace.recorder import as_trace, attributes, edit, remove, with_rows, with_status
 
-POSSIBLE = "values are possible"
-ITERATIONS = "iterations count a worker's steps"
+POSSIBLE = "values are valid"
+ITERATIONS = "iteration is the worker's step count"
 TIMES = "times are in order"
-PEERS = "peers are those of the job and its seed"
-GIVEN = "what is given is received"
+PEERS = "peers follow from the job and its seed"
+SENT = "as many models are received as sent"
 WEIGHTS = "weights are 1"
 PUSH_SUM = "push-sum weights add up"
-BYTES = "like exchanges move as many bytes"
+BYTES = "exchanges of one kind have equal wire_bytes"
 UPDATES = "updates are the workers' steps"
-SAMPLES = "samples add up"
-RATES = "learning rates are those of the schedule"
-DISTANCES = "consensus distances are possible"
-SAME = "the workers' weights are the same"
-LEFT = "nobody acts after leaving"
+SAMPLES = "sample counts add up"
+RATES = "learning rates follow the schedule"
+DISTANCES = "consensus distances are valid"
+SAME = "all replicas have equal weights"
+LEFT = "no worker acts after it leaves"
 END = "the stopping rule ended the run"
-IN_STEP = "nobody begins before all have exchanged"
-ROWS = "values of /decisions are possible"
-SIZES = "batch sizes are those agreed on"
-FOLLOW = "batch sizes follow from what was expected"
-DUE = "batch sizes are agreed on when it is time"
+IN_STEP = "no worker begins before all have exchanged"
+ROWS = "values of /decisions are valid"
+SIZES = "batch sizes equal the agreed sizes"
+FOLLOW = "batch sizes follow from the predicted times"
+DUE = "batch sizes are agreed on when due"
 
 
 def failing(trace):
@@ -42,13 +44,13 @@ def failing(trace):
 
 
 def find(trace, table="exchanges", **values):
-    """The first row with these values."""
+    """Return the first row with these values."""
     rows = trace.tables[table]
     return int(np.flatnonzero(np.logical_and.reduce([rows[column] == value for column, value in values.items()]))[0])
 
 
 def with_exchange(trace):
-    """The first row of an exchange with somebody else."""
+    """Return the first row of an exchange with another worker."""
     rows = trace.tables["exchanges"]
     return int(np.flatnonzero((rows["peer"] != NO_PEER) & (rows["peer"] != rows["worker"]))[0])
 
@@ -164,7 +166,7 @@ def test_every_check_has_a_name_of_its_own(trace):
         ("membership", {"change": 3}),
     ],
 )
-def test_impossible_values_are_all_that_is_told(trace, table, values):
+def test_impossible_values_are_the_only_failure(trace, table, values):
     assert [check.name for check in audit(edit(trace, table, 1, **values))] == [POSSIBLE]
 
 
@@ -172,7 +174,7 @@ def test_impossible_values_are_all_that_is_told(trace, table, values):
 def test_without_servers_nothing_is_pushed_or_granted(trace, table):
     rows = np.zeros(1, trace.tables[table].dtype)
     (check,) = audit(with_rows(trace, table, rows))
-    assert (check.name, check.detail) == (POSSIBLE, f"/{table} has rows, without a server (1 of 1 fail)")
+    assert (check.name, check.detail) == (POSSIBLE, f"/{table} has rows without a server (1 of 1 fail)")
 
 
 def test_iterations(trace):
@@ -181,14 +183,14 @@ def test_iterations(trace):
         assert failing(edit(trace, "exchanges", row, iteration=other)) == {ITERATIONS}
 
 
-def test_who_has_ended_does_not_go_on_and_only_pushes_come_late(traces):
+def test_a_worker_does_not_continue_after_its_end_and_only_pushes_arrive_late(traces):
     pull = traces["pull"].tables["exchanges"]
     late = pull[-1:].copy()
     late["batch_size"] = late["n_received"] = late["wire_bytes"] = 0
     late["peer"] = NO_PEER
     assert failing(with_rows(traces["pull"], "exchanges", np.append(pull, late))) == {ITERATIONS}
     push = traces["push"]
-    assert (push.tables["exchanges"]["batch_size"] == 0).any()  # as it may be there
+    assert (push.tables["exchanges"]["batch_size"] == 0).any()  # allowed for pushes
     rows = push.tables["exchanges"]
     late["worker"], late["now_s"] = 0, rows["now_s"][find(push, worker=0, iteration=2)]
     at = find(push, worker=0, iteration=2) + 1
@@ -201,7 +203,7 @@ def test_a_computation_lasts_from_its_begin_to_its_end(trace, column):
     assert failing(edit(trace, "exchanges", row, **{column: trace.tables["exchanges"][column][row] + 1e-3})) == {TIMES}
 
 
-def test_nothing_is_reported_before_it_has_ended(trace):
+def test_no_iteration_is_recorded_before_its_end(trace):
     row = find(trace, iteration=3, worker=0)
     end_s = trace.tables["exchanges"]["now_s"][row] + 1e-3
     begin_s = end_s - trace.tables["exchanges"]["compute_s"][row]
@@ -210,12 +212,12 @@ def test_nothing_is_reported_before_it_has_ended(trace):
     clocks = trace.tables["clocks"].copy()
     clocks["uncertainty_s"] = 1e-2
     uncertain = with_rows(changed, "clocks", clocks)
-    assert failing(uncertain) <= {TIMES, IN_STEP}  # the next one still begins too early
-    assert all("is reported" not in check.detail for check in audit(uncertain))
-    assert any("is reported" in check.detail for check in audit(changed))
+    assert failing(uncertain) <= {TIMES, IN_STEP}  # the next iteration still begins too early
+    assert all("is recorded" not in check.detail for check in audit(uncertain))
+    assert any("is recorded" in check.detail for check in audit(changed))
 
 
-def test_reports_come_one_after_the_other(trace):
+def test_rows_are_in_the_order_of_their_times(trace):
     rows = trace.tables["exchanges"]
     row = int(np.flatnonzero(np.diff(rows["now_s"]) > 0)[-1])
     assert TIMES in failing(edit(trace, "exchanges", row, now_s=rows["now_s"][row + 1] + 1))
@@ -246,35 +248,35 @@ def as_seed(trace, other):
     return type(trace)(trace.path, other.attributes, trace.tables)
 
 
-def test_local_steps_are_with_nobody(traces):
+def test_local_steps_have_no_peer(traces):
     for paradigm in ("local-sgd", "push-sum", "permutation"):
         row = find(traces[paradigm], peer=NO_PEER)
         assert failing(edit(traces[paradigm], "exchanges", row, peer=1)) == {PEERS}
 
 
 @pytest.mark.parametrize("more", [1, -1])
-def test_what_is_received(traces, more):
+def test_n_received(traces, more):
     for paradigm, trace in traces.items():
         row = find(trace, n_received=2 if paradigm in ("allreduce", "local-sgd") else 1)
         changed = edit(trace, "exchanges", row, n_received=trace.tables["exchanges"]["n_received"][row] + more)
-        assert GIVEN in failing(changed) <= {GIVEN, PUSH_SUM}
+        assert SENT in failing(changed) <= {SENT, PUSH_SUM}
 
 
-def test_averaging_counts_those_who_had_made_a_step():
+def test_averaging_counts_workers_that_made_a_step():
     trace = record("local-sgd", leave={1: 6, 2: 5})  # within the second period, and right after the first averaging
     assert failing(trace) == set()
     row = find(trace, worker=0, iteration=8)
     assert trace.tables["exchanges"]["n_received"][row] == 1
-    assert failing(edit(trace, "exchanges", row, n_received=0)) == {GIVEN}
-    assert failing(edit(trace, "exchanges", row, n_received=2)) == {GIVEN}
+    assert failing(edit(trace, "exchanges", row, n_received=0)) == {SENT}
+    assert failing(edit(trace, "exchanges", row, n_received=2)) == {SENT}
 
 
-def test_of_an_unfinished_run_no_more_can_be_received_than_was_given(traces):
+def test_an_unfinished_run_receives_no_more_than_was_sent(traces):
     for paradigm in ("push", "push-sum"):
         trace = with_status(traces[paradigm], "failed")
         row = find(trace, n_received=1)
-        assert failing(edit(trace, "exchanges", row, n_received=2)) == set()  # its sender's report may be missing
-        assert failing(edit(trace, "exchanges", row, n_received=1 + trace.n_workers + 1)) == {GIVEN}
+        assert failing(edit(trace, "exchanges", row, n_received=2)) == set()  # its sender's row may be missing
+        assert failing(edit(trace, "exchanges", row, n_received=1 + trace.n_workers + 1)) == {SENT}
 
 
 def test_weights_without_push_sum_are_one(traces):
@@ -292,11 +294,11 @@ def test_push_sum_weights(traces):
                 assert failing(changed) == {PUSH_SUM}
 
 
-def test_what_came_at_the_end_is_needed(traces):
+def test_models_received_at_the_end_are_needed(traces):
     for paradigm in ("push", "exponential"):
         trace = traces[paradigm]
         without = remove(trace, "exchanges", find(trace, batch_size=0))
-        assert failing(without) == ({GIVEN} if paradigm == "push" else {GIVEN, PUSH_SUM})
+        assert failing(without) == ({SENT} if paradigm == "push" else {SENT, PUSH_SUM})
 
 
 def test_bytes(trace):
@@ -306,7 +308,7 @@ def test_bytes(trace):
         assert failing(edit(trace, "exchanges", row, wire_bytes=other)) == {BYTES}
 
 
-def test_nothing_moves_without_an_exchange(traces):
+def test_no_bytes_without_an_exchange(traces):
     for paradigm in ("local-sgd", "push-sum"):
         row = find(traces[paradigm], peer=NO_PEER)
         assert failing(edit(traces[paradigm], "exchanges", row, wire_bytes=8)) == {BYTES}
@@ -318,7 +320,7 @@ def test_nothing_moves_without_an_exchange(traces):
 
 
 @pytest.mark.parametrize("paradigm", ["allreduce", "local-sgd", "permutation"])
-def test_keeping_in_step(traces, paradigm):
+def test_synchronous_workers_wait_for_all(traces, paradigm):
     trace = traces[paradigm]
     period = {"allreduce": 1, "local-sgd": 4, "permutation": 3}[paradigm]
     rows = trace.tables["exchanges"]
@@ -353,7 +355,7 @@ def test_an_unfinished_trace_lacks_updates_of_its_last_row_only(traces):
         assert failing(with_rows(with_rows(cut, "updates", updates), "evaluations", evaluations)) == {UPDATES}
 
 
-def test_an_update_waits_for_whoever_may_still_contribute(traces):
+def test_an_update_waits_for_possible_contributors(traces):
     trace = record("allreduce", leave={1: 6})
     rows = trace.tables["exchanges"]
     assert [(rows["iteration"] == t).sum() for t in (5, 6)] == [3, 2]
@@ -371,7 +373,7 @@ def test_samples(trace):
     assert failing(edit(trace, "evaluations", 0, version=-1)) == {SAMPLES}
 
 
-def test_who_does_not_keep_in_step_is_evaluated_after_the_update(traces):
+def test_asynchronous_workers_are_evaluated_after_the_update(traces):
     assert failing(edit(traces["pull"], "evaluations", 0, now_s=0.1)) == {SAMPLES}
 
 
@@ -414,17 +416,17 @@ def test_the_end(trace):
     assert failing(with_status(with_rows(trace, "membership", trace.tables["membership"][:0]), "failed")) == set()
 
 
-def test_nobody_ends_before_the_rule_holds(traces):
+def test_no_run_ends_before_the_rule_holds(traces):
     for paradigm, trace in traces.items():
         assert failing(as_seed(trace, record(paradigm, samples=1000))) == {END}
 
 
-def test_workers_in_step_end_when_the_rule_holds(traces):
+def test_synchronous_workers_end_when_the_rule_holds(traces):
     for paradigm in ("allreduce", "local-sgd", "permutation", "ring"):
         assert failing(as_seed(traces[paradigm], record(paradigm, samples=160))) == {END}
 
 
-def test_workers_in_step_end_with_the_same_iteration(traces):
+def test_synchronous_workers_end_after_the_same_iteration(traces):
     trace = traces["local-sgd"]
     rows = trace.tables["exchanges"]
     most = int(rows["iteration"].max())
@@ -434,7 +436,7 @@ def test_workers_in_step_end_with_the_same_iteration(traces):
 
 @pytest.fixture(scope="module")
 def shared():
-    """Workers 1 : 2 : 4, of which the second leaves before iteration 14."""
+    """A trace of all-reduce with speeds 1 : 2 : 4 whose second worker leaves before iteration 14."""
     return record("allreduce", (1.0, 2.0, 4.0), samples=720, jitter=0.0, leave={1: 14}, batches=BATCHES)
 
 
@@ -443,7 +445,7 @@ def rows_of(trace, iteration):
 
 
 def with_settings(trace, **settings):
-    """As if the job said this of its batches."""
+    """Return the trace as if its job had these settings of batches."""
     changed = trace.job.model_copy(update={"batches": trace.job.batches.model_copy(update=settings)})
     return dataclasses.replace(trace, attributes={**trace.attributes, **attributes(changed)})
 
@@ -463,7 +465,7 @@ def test_the_trace_to_be_damaged_is_right(shared):
     ],
     ids=str,
 )  # fmt: skip
-def test_impossible_decisions_are_all_that_is_told_of_sizes(shared, values):
+def test_impossible_decisions_are_the_only_failure_of_sizes(shared, values):
     damaged = edit(shared, "decisions", 1, **values)
     assert failing(damaged) == {ROWS}
     assert not {SIZES, FOLLOW, DUE} & {check.name for check in audit(damaged)}
@@ -472,7 +474,7 @@ def test_impossible_decisions_are_all_that_is_told_of_sizes(shared, values):
 
 
 def test_sizes(shared):
-    """Two workers have taken each other's."""
+    """Two workers swap their sizes."""
     rows = shared.tables["exchanges"].copy()
     two = [find(shared, iteration=9, worker=worker) for worker in (0, 2)]
     rows["batch_size"][two] = rows["batch_size"][two[::-1]]
@@ -482,7 +484,7 @@ def test_sizes(shared):
 
 
 @pytest.mark.parametrize(("column", "factor"), [("fixed_s", 9.0), ("sample_s", 1.5), ("gain", 1.001)])
-def test_sizes_follow_from_what_was_expected(shared, column, factor):
+def test_sizes_follow_from_the_predicted_times(shared, column, factor):
     rows = shared.tables["decisions"]
     assert failing(edit(shared, "decisions", 0, **{column: rows[column][0] * factor})) == {FOLLOW}
 
@@ -496,9 +498,9 @@ def test_sizes_follow_from_the_ones_before_and_from_the_job(shared):
     assert failing(unknown) == {FOLLOW}
 
 
-def test_sizes_are_agreed_on_when_it_is_time(shared):
+def test_sizes_are_agreed_on_when_due(shared):
     assert failing(with_settings(shared, interval=5)) == {DUE}
-    assert failing(with_settings(shared, interval=2)) == set()  # some may have been worth nothing
+    assert failing(with_settings(shared, interval=2)) == set()  # some allocations may have had no gain
     late = shared.tables["decisions"].copy()
     late["now_s"][rows_of(shared, 4)] += 100.0
     assert failing(with_rows(shared, "decisions", late)) == {DUE}
@@ -509,15 +511,15 @@ def test_sizes_are_agreed_on_when_it_is_time(shared):
     assert failing(with_rows(shared, "decisions", last)) == {SIZES, DUE}
 
 
-def test_the_samples_of_who_has_left_are_taken_over(shared):
+def test_the_samples_of_a_worker_that_left_are_taken_over(shared):
     kept = np.delete(shared.tables["decisions"], rows_of(shared, 14))
     damaged = with_rows(shared, "decisions", kept)
-    damaged = with_rows(damaged, "membership", _numbered_anew(damaged))
+    damaged = with_rows(damaged, "membership", _renumbered(damaged))
     assert failing(damaged) == {SIZES, DUE}
     assert any("took over" in check.detail for check in audit(damaged))
 
 
-def _numbered_anew(trace):
+def _renumbered(trace):
     rows = trace.tables["membership"].copy()
     free = set(range(1, 100)) - set(trace.tables["decisions"]["seq"].tolist())
     rows["seq"] = sorted(free)[: len(rows)]

@@ -1,4 +1,4 @@
-"""The replay: what differs is found, told once, and told for what it is."""
+"""The replay finds the first difference and attributes it to the right kind of row."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def dssp():
     return record("dssp", jitter=0.3)
 
 
-def test_everything_is_compared(dssp):
+def test_all_rows_are_compared(dssp):
     checks = replayed(dssp)
     for kind, check in checks.items():
         assert check.passed
@@ -54,7 +54,7 @@ def test_a_grant_that_differs(dssp, column, by):
     assert failing(changed) == {"grants"}
     assert checks["grants"].n_checked == 20
     assert f"seq {dssp.tables['grants']['seq'][20]}" in checks["grants"].detail
-    assert checks["updates"].detail == "as far as the replay came"
+    assert checks["updates"].detail == "up to the first difference"
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_a_grant_that_is_missing(dssp):
     assert failing(remove(dssp, "grants", 12)) == {"grants"}
 
 
-def test_a_grant_before_anything_happened(dssp):
+def test_a_grant_before_any_event(dssp):
     assert failing(edit(dssp, "grants", 0, seq=0)) == {"grants"}
 
 
@@ -92,16 +92,16 @@ def test_grants_in_another_order():
     assert failing(edit(edit(trace, "grants", 3, seq=second), "grants", 4, seq=first)) == {"grants"}
 
 
-def test_a_push_that_the_paradigm_refuses(dssp):
+def test_a_push_that_the_paradigm_rejects(dssp):
     worker = dssp.tables["pushes"]["worker"][20]
     checks = replayed(edit(dssp, "pushes", 20, worker=(worker + 1) % 3))
     assert not all(check.passed for check in checks.values())
     trace = record("bsp")
     again = replayed(edit(trace, "pushes", 1, worker=trace.tables["pushes"]["worker"][0]))
-    assert "refuses" in again["grants"].detail
+    assert "rejects" in again["grants"].detail
 
 
-def test_another_number_of_contributions():
+def test_a_wrong_number_of_contributions():
     trace = record("bsp")
     checks = replayed(edit(trace, "updates", 5, n_contributions=2))
     assert not checks["updates"].passed
@@ -114,12 +114,12 @@ def test_an_update_too_many_or_too_few(dssp):
     assert failing(with_rows(dssp, "updates", rows[:-1])) == {"updates"}
 
 
-def test_an_applied_push_called_dropped():
+def test_an_applied_push_recorded_as_dropped():
     trace = record("ssp", jitter=0.3, updates=41)
     assert failing(edit(trace, "pushes", 10, outcome=1)) == {"updates"}
 
 
-def test_a_pending_push_called_applied():
+def test_a_pending_push_recorded_as_applied():
     trace = record("bsp", stop_s=11.05)
     row = np.flatnonzero(trace.tables["pushes"]["outcome"])[0]
     assert failing(trace) == set()
@@ -138,7 +138,7 @@ def test_another_paradigm():
 
 
 def test_a_stop_that_no_update_can_have_caused():
-    # A departure releases a held worker; nothing is applied, so the rule cannot have become true there.
+    # A departure releases a blocked worker; no push is applied, so the rule cannot have become true there.
     trace = record('name = "ssp"\nstaleness = 1', (1.0, 5.0), leave={1: 1})
     grants = trace.tables["grants"]
     row = np.flatnonzero(grants["held_s"] > 0)[0]
@@ -146,17 +146,17 @@ def test_a_stop_that_no_update_can_have_caused():
     assert "no update can have ended the run" in replayed(stopped)["grants"].detail
 
 
-def test_going_on_after_the_stop():
+def test_continuing_after_the_stop():
     trace = record("bsp")
     assert (trace.tables["grants"]["local_steps"][-3:] == 0).all()
     assert failing(edit(trace, "grants", -1, batch_size=8, local_steps=1)) == {"grants"}
 
 
-def test_a_held_worker_that_is_not_told():
+def test_a_blocked_worker_without_a_stop_grant():
     trace = record('name = "ssp"\nstaleness = 0', (1.0, 10.0), updates=2)
     assert failing(trace) == set()
     assert (trace.tables["grants"]["local_steps"] == 0).all()
-    # Without the stop grant that only the paradigm would not have given.
+    # Without the stop grant that the paradigm would not have given.
     trace = record('name = "ssp"\nstaleness = 0', (1.0, 1.1, 10.0), updates=2)
     row = np.flatnonzero(trace.tables["grants"]["held_s"] > 0)[0]
     checks = replayed(remove(trace, "grants", row))
@@ -170,7 +170,7 @@ def test_a_run_that_was_stopped_from_outside(paradigm, stop_s):
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_a_run_that_failed_drops_what_was_pending_and_tells_nobody(paradigm):
+def test_a_failed_run_drops_pending_pushes_without_grants(paradigm):
     for die_s in np.arange(0.5, 8.0, 0.75):
         trace = record(paradigm, die_s=die_s)
         assert failing(with_status(trace, "failed")) == set()
@@ -182,7 +182,7 @@ def test_only_the_last_answer_of_an_unfinished_trace_may_be_incomplete():
     assert make_job("bsp").cluster.workers == 3
     middle = remove(remove(remove(trace, "grants", 5), "grants", 4), "grants", 3)
     seq = trace.tables["grants"]["seq"][3]
-    for table in ("pushes", "grants"):  # no hole, so the count does not end there
+    for table in ("pushes", "grants"):  # no gap, so the recount does not end there
         rows = middle.tables[table].copy()
         rows["seq"][rows["seq"] > seq] -= 3
         middle = with_rows(middle, table, rows)
@@ -190,17 +190,17 @@ def test_only_the_last_answer_of_an_unfinished_trace_may_be_incomplete():
 
 
 @pytest.mark.parametrize("paradigm", ["ashl", f'name = "asp"\n{BATCHES}'])
-def test_a_departure_may_be_the_first_that_is_heard_after_a_stop(paradigm):
-    """Those who stay are then given nothing of what the departed had."""
-    going_on = record(paradigm, leave={2: 7})
-    left_s = going_on.tables["membership"]["now_s"][0]
-    assert left_s in going_on.tables["decisions"]["now_s"]
+def test_a_departure_may_be_the_first_event_after_a_stop(paradigm):
+    """The remaining workers then get none of the departed worker's share."""
+    continued = record(paradigm, leave={2: 7})
+    left_s = continued.tables["membership"]["now_s"][0]
+    assert left_s in continued.tables["decisions"]["now_s"]
     stopped = record(paradigm, leave={2: 7}, stop_s=left_s - 1e-3)
     assert left_s in stopped.tables["membership"]["now_s"]
     assert left_s not in stopped.tables["decisions"]["now_s"]
     assert failing(stopped) == set()
-    seqs = going_on.tables["decisions"]["seq"][going_on.tables["decisions"]["now_s"] == left_s]
+    seqs = continued.tables["decisions"]["seq"][continued.tables["decisions"]["now_s"] == left_s]
     silent = with_rows(
-        going_on, "decisions", going_on.tables["decisions"][~np.isin(going_on.tables["decisions"]["seq"], seqs)]
+        continued, "decisions", continued.tables["decisions"][~np.isin(continued.tables["decisions"]["seq"], seqs)]
     )
-    assert failing(silent) == {"decisions"}, "the run went on"
+    assert failing(silent) == {"decisions"}, "the run continued"

@@ -1,4 +1,4 @@
-"""Counting again, against counts made the slow way."""
+"""The recount, compared with slow reference implementations."""
 
 import itertools
 
@@ -23,7 +23,7 @@ HOWS = [
 
 
 def walk(trace):
-    """Pushes of each worker and who is active, after each event of a trace."""
+    """Yield each worker's push count and the active workers after each event of a trace."""
     counts, active = [0] * trace.n_workers, set(range(trace.n_workers))
     rows = [(row["seq"], row["worker"], True) for row in trace.tables["pushes"]]
     rows += [(row["seq"], row["worker"], False) for row in trace.tables["membership"]]
@@ -37,7 +37,7 @@ def walk(trace):
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 @pytest.mark.parametrize("how", HOWS, ids=str)
-def test_gaps_are_those_of_a_walk(paradigm, how):
+def test_leads_equal_those_of_a_walk(paradigm, how):
     trace = record(paradigm, **how)
     recount = Recount(trace)
     fewest = lambda counts, active: min(counts[worker] for worker in active)  # noqa: E731
@@ -50,7 +50,7 @@ def test_gaps_are_those_of_a_walk(paradigm, how):
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_versions_are_those_of_a_walk(paradigm):
+def test_versions_equal_those_of_a_walk(paradigm):
     trace = record(paradigm, jitter=0.5, leave={1: 4})
     recount = Recount(trace)
     pushes = trace.tables["pushes"]
@@ -64,7 +64,7 @@ def test_versions_are_those_of_a_walk(paradigm):
     assert recount.complete_seq.tolist() == last_seqs
 
 
-def test_pushes_and_grants_find_each_other():
+def test_pushes_and_grants_are_matched():
     recount = Recount(record("ssp", jitter=0.5))
     for row, push in enumerate(recount.pushes):
         answer = recount.grants[recount.push_grant[row]]
@@ -90,7 +90,7 @@ def test_an_unfinished_trace_is_counted_up_to_the_first_missing_row():
 
 
 @pytest.mark.parametrize("status", ["running", "finished"])
-def test_an_empty_trace_counts_to_nothing(status):
+def test_an_empty_trace_has_empty_counts(status):
     recount = Recount(as_trace(make_job("asp"), [], status=status))
     for counted in (recount.push_lead, recount.grant_lead, recount.min_iters, recount.complete_seq, recount.push_grant):
         assert len(counted) == 0
@@ -107,13 +107,13 @@ def test_a_departure_before_any_push():
     assert recount.push_lead.max() == 0
 
 
-def naively(n_workers, events):
-    """How far each event's worker is, and the slowest active one, from lists that are looked through each time."""
+def reference_iters(n_workers, events):
+    """Return the iteration counts of each event's worker and of the slowest active one, found by linear search."""
     iters, active, least, found = [0] * n_workers, set(range(n_workers)), 0, []
-    for worker, what in events:
-        if what == "push":
+    for worker, kind in events:
+        if kind == "push":
             iters[worker] += 1
-        elif what == "join":
+        elif kind == "join":
             iters[worker] = max(iters[worker], least)
             active.add(worker)
         else:
@@ -125,22 +125,22 @@ def naively(n_workers, events):
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(st.integers(1, 4), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
-def test_how_far_workers_are_is_that_of_a_plain_recount(n_workers, steps):
+def test_iteration_counts_equal_the_reference(n_workers, steps):
     events, active = [], set(range(n_workers))
     for worker, pushes in steps:
         if worker < n_workers:
-            what = ("push" if pushes else "leave") if worker in active else "join"
-            events.append((worker, what))
-            active = active - {worker} if what == "leave" else active | {worker}
+            kind = ("push" if pushes else "leave") if worker in active else "join"
+            events.append((worker, kind))
+            active = active - {worker} if kind == "leave" else active | {worker}
     rows = np.array(
-        [(worker, what == "push", what == "join") for worker, what in events],
+        [(worker, kind == "push", kind == "join") for worker, kind in events],
         [("worker", "<i8"), ("is_push", "?"), ("joins", "?")],
     )
     own, slowest = follow(n_workers, rows, rows["is_push"])
-    assert list(zip(own.tolist(), slowest.tolist(), strict=True)) == naively(n_workers, events)
+    assert list(zip(own.tolist(), slowest.tolist(), strict=True)) == reference_iters(n_workers, events)
 
 
-def test_who_is_there_after_each_event():
+def test_active_workers_after_each_event():
     trace = record("ssp", leave={1: 2}, changes=[(9.0, 1), (11.0, 0), (20.0, 0)])
     recount, active = Recount(trace), {0, 1, 2}
     changes = dict(zip(trace.tables["membership"]["seq"].tolist(), trace.tables["membership"].tolist(), strict=True))
@@ -155,7 +155,7 @@ def test_who_is_there_after_each_event():
 # ---- the k family ----------------------------------------------------------------------------------------------------
 
 
-def test_k_is_that_of_the_job_until_a_decision_and_then_its():
+def test_k_is_the_job_s_until_a_decision_changes_it():
     trace = record('name = "k-sync"\nk = "state"', (1.0, 1.1, 3.0, 3.2), updates=100)
     decisions = trace.tables["decisions"]
     of = dict(zip(decisions["version"].tolist(), decisions["chosen"].tolist(), strict=True))
@@ -163,7 +163,7 @@ def test_k_is_that_of_the_job_until_a_decision_and_then_its():
     for version in range(101):
         k = of.get(version, k)
         expected.append(k)
-    assert Recount(trace).k.tolist() == expected, "of the updates after version 0, 1, ..., 100"
+    assert Recount(trace).k.tolist() == expected, "k of the updates after version 0, 1, ..., 100"
     assert trace.tables["updates"]["n_contributions"].tolist() == expected[:-1]
     assert Recount(record("k-sync")).k.tolist() == [2] * 41
     assert Recount(record("bsp")).k is None
@@ -171,23 +171,23 @@ def test_k_is_that_of_the_job_until_a_decision_and_then_its():
 
 @pytest.mark.parametrize("paradigm", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])
 @pytest.mark.parametrize("leave", [{}, {0: 5}, {0: 4, 1: 4}, {0: 4, 1: 4, 2: 4}])
-def test_updates_are_made_when_they_are_made(paradigm, leave):
-    """Against the order in which the coordinator said it."""
+def test_update_events(paradigm, leave):
+    """Compare update events with the order of the coordinator's rows."""
     job, rows, seqs = make_job(paradigm, 4), Rows(), []
 
-    class Watched:
+    class Recording:
         def append(self, table, row):
             if table == "updates":
-                seqs.append(max(seq for seq in said))
+                seqs.append(max(seq for seq in appended))
             elif table in ("grants", "decisions", "membership"):
-                said.append(row[0])
+                appended.append(row[0])
             rows.append(table, row)
 
-    said = [0]
-    play(job, Watched(), (1.0, 1.4, 3.1, 2.2), leave=leave)
+    appended = [0]
+    play(job, Recording(), (1.0, 1.4, 3.1, 2.2), leave=leave)
     recount = Recount(as_trace(job, rows.rows))
     made = recount.events["seq"][recount.update_event]
-    # Just before it the last thing that was said is a departure that made it, or is followed by the push that did.
+    # The row before an update is that of the departure that made it, or is followed by the push that made it.
     assert len(made) == len(seqs)
     for seq, before in zip(made, seqs, strict=True):
         assert seq >= before

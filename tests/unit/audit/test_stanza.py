@@ -1,5 +1,7 @@
-"""Audits of runs with separated layers: correct traces pass, wherever they end; one thing changed, and what must notice
-does, and nothing else."""
+"""Audits of runs with separated layers.
+
+Correct traces pass, wherever they end. After one change exactly the expected checks fail.
+"""
 
 import dataclasses
 import math
@@ -7,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import Script
 from hpcsync.planning.split_cost import SEPARATED
 from hpcsync.trace.schema import ALL_PEERS
@@ -17,20 +19,20 @@ from tests.unit.trace.recorder import as_trace, attributes, edit, with_rows, wit
 TIMING = {"name": "timing", "batch_size": 4, "parameters": 1000, "classifier": 799, "activations": 30}
 SIZES = dict(zip(SEPARATED, (4 * 201, 4 * 799, 4 * 30, 8), strict=True))
 
-POSSIBLE = "values are possible"
+POSSIBLE = "values are valid"
 TIMES = "times are in order"
-PEERS = "peers are those of the job and its seed"
-GIVEN = "what is given is received"
-ALIKE = "like exchanges move as many bytes"
+PEERS = "peers follow from the job and its seed"
+SENT = "as many models are received as sent"
+EQUAL = "exchanges of one kind have equal wire_bytes"
 UPDATES = "updates are the workers' steps"
-SAMPLES = "samples add up"
-IN_STEP = "nobody begins before all have exchanged"
+SAMPLES = "sample counts add up"
+IN_STEP = "no worker begins before all have exchanged"
 END = "the stopping rule ended the run"
-BATCHES = "batches are those of the groups"
-LOSSES = "only fully-connected workers know a loss"
-PARTS = "iterations last as long as their parts"
-THERE = "nobody computes with what is not there"
-BYTES = "bytes are those of the layers' sizes"
+BATCHES = "batch sizes match the groups"
+LOSSES = "only fully-connected workers have a loss"
+PARTS = "iterations last at least as long as their parts"
+INPUT = "no worker computes before its input exists"
+BYTES = "wire_bytes match the sizes of the layers"
 
 
 def failing(trace):
@@ -38,7 +40,7 @@ def failing(trace):
 
 
 def job(n_workers=5, fc_workers=2, micro_batches=2, **tables):
-    """By default fully-connected workers 0 and 1 serve 2, and 3 and 4."""
+    """Return a job. By default fully-connected worker 0 serves worker 2, and 1 serves 3 and 4."""
     paradigm = {"name": "stanza", "cut": "classifier", "fc_share": 0.3}
     paradigm |= {"fc_workers": fc_workers, "micro_batches": micro_batches}
     return peer_job(paradigm, (1.0, 1.3, 2.1, 0.7, 1.6)[:n_workers], **{"workload": TIMING, "samples": 120, **tables})
@@ -87,8 +89,8 @@ def test_a_trace_that_ends_after_any_row_passes():
         assert failing(described(as_trace(made, rows[:n_rows], status="running"))) == set(), n_rows
 
 
-def test_every_check_has_a_name_of_its_own(trace):
-    checks = [check for check in audit(trace) if check.name != "the workers' weights are the same"]  # not evaluated
+def test_check_names_are_unique(trace):
+    checks = [check for check in audit(trace) if check.name != "all replicas have equal weights"]  # not evaluated
     assert len({check.name for check in checks}) == len(checks) == 18
     assert all(check.n_checked for check in checks)
 
@@ -107,8 +109,8 @@ def test_gradients_come_from_the_group(trace, worker, n_others):
     row = find(trace, worker=worker, iteration=3)
     assert trace.tables["exchanges"]["n_received"][row] == n_others
     for other in (0, n_others + 1, trace.n_workers - 1):
-        assert GIVEN in failing(edit(trace, "exchanges", row, n_received=other)) <= {GIVEN, ALIKE}
-    assert GIVEN in failing(edit(with_status(trace, "failed"), "exchanges", row, n_received=n_others + 1))
+        assert SENT in failing(edit(trace, "exchanges", row, n_received=other)) <= {SENT, EQUAL}
+    assert SENT in failing(edit(with_status(trace, "failed"), "exchanges", row, n_received=n_others + 1))
 
 
 @pytest.mark.parametrize(("worker", "size"), [(0, 4), (1, 8), (3, 4)])
@@ -119,18 +121,18 @@ def test_batches(trace, worker, size):
     for other in (1, size + 4):
         assert found <= failing(edit(trace, "exchanges", row, batch_size=other)) <= found | {END}
     rows = trace.tables["exchanges"].copy()
-    rows["batch_size"] *= 2  # of all alike, but not of the job
+    rows["batch_size"] *= 2  # equal for all, but not the job's
     assert {BATCHES, BYTES, SAMPLES} <= failing(with_rows(trace, "exchanges", rows))
 
 
-def test_batches_of_a_script_are_alike():
+def test_batches_of_a_script_are_equal():
     trace = record(micro_batches=1)
     script = trace.job.model_copy(update={"workload": Script(name="script")})
     of_script = dataclasses.replace(trace, attributes={**trace.attributes, **attributes(script)})
     assert failing(of_script) == set()
     row = find(of_script, worker=3, iteration=3)
     assert failing(edit(of_script, "exchanges", row, batch_size=5)) == {BATCHES, BYTES, SAMPLES}
-    assert failing(edit(of_script, "exchanges", row, loss=0.5)) == set()  # its loop may say what it likes
+    assert failing(edit(of_script, "exchanges", row, loss=0.5)) == set()  # a script may report any loss
 
 
 def test_samples_and_contributions_are_those_of_convolution_workers(trace):
@@ -140,11 +142,11 @@ def test_samples_and_contributions_are_those_of_convolution_workers(trace):
     assert failing(edit(trace, "updates", 2, n_contributions=5)) == {UPDATES}
     assert SAMPLES in failing(edit(trace, "updates", 2, samples=2 * updates["samples"][2]))
     both = updates.copy()
-    both["samples"] = 24 * updates["version"]  # as if those of fully-connected workers counted again
+    both["samples"] = 24 * updates["version"]  # as if samples of fully-connected workers counted again
     assert SAMPLES in failing(with_rows(trace, "updates", both))
 
 
-def test_only_fully_connected_workers_know_a_loss(trace):
+def test_only_fully_connected_workers_have_a_loss(trace):
     assert failing(edit(trace, "exchanges", find(trace, worker=0, iteration=3), loss=0.5)) == set()
     assert failing(edit(trace, "exchanges", find(trace, worker=2, iteration=3), loss=0.5)) == {LOSSES}
     assert failing(edit(trace, "exchanges", find(trace, worker=2, iteration=3), loss=math.inf)) == {LOSSES}
@@ -152,16 +154,16 @@ def test_only_fully_connected_workers_know_a_loss(trace):
 
 @pytest.mark.parametrize("worker", [0, 2])
 @pytest.mark.parametrize("column", ["compute_s", "wait_s", "comm_s"])
-def test_parts_fit(trace, worker, column):
+def test_iterations_last_at_least_as_long_as_their_parts(trace, worker, column):
     row = find(trace, worker=worker, iteration=3)
     changed = edit(trace, "exchanges", row, **{column: trace.tables["exchanges"][column][row] + 0.01})
-    assert PARTS in failing(changed) <= {PARTS, TIMES, THERE}
+    assert PARTS in failing(changed) <= {PARTS, TIMES, INPUT}
     clocks = trace.tables["clocks"].copy()
     clocks["uncertainty_s"] = 0.02
     assert PARTS not in failing(with_rows(changed, "clocks", clocks))
 
 
-def test_no_more_is_computed_than_there_is_time_and_less_may_be(trace):
+def test_computation_is_no_longer_than_the_iteration(trace):
     rows = trace.tables["exchanges"]
     row = find(trace, worker=2, iteration=3)
     took_s = rows["end_s"][row] - rows["begin_s"][row]
@@ -171,8 +173,8 @@ def test_no_more_is_computed_than_there_is_time_and_less_may_be(trace):
 
 
 @pytest.mark.parametrize(("group", "slower"), [(range(2), 1), (range(2, 5), 2)])
-def test_a_group_keeps_in_step(trace, group, slower):
-    """Nobody begins before the slowest of the own group has ended; of the other group he need not know."""
+def test_a_group_is_synchronous(trace, group, slower):
+    """No worker begins before the slowest of its own group has ended. The other group does not matter."""
     rows = trace.tables["exchanges"]
     latest_s = max(rows["end_s"][find(trace, worker=worker, iteration=3)] for worker in group)
     other = next(worker for worker in group if worker != slower)
@@ -182,31 +184,31 @@ def test_a_group_keeps_in_step(trace, group, slower):
     assert failing(edit(trace, "exchanges", row, begin_s=begin_s)) == {IN_STEP}
 
 
-def test_gradients_are_not_there_before_they_are_computed(trace):
+def test_gradients_arrive_after_they_are_computed(trace):
     rows = trace.tables["exchanges"]
     above, below = find(trace, worker=1, iteration=3), find(trace, worker=4, iteration=3)
     computed_s = rows["begin_s"][above] + rows["compute_s"][above]
     assert rows["end_s"][below] > computed_s
     early = {"end_s": computed_s - 1e-3, "compute_s": 0.0, "wait_s": 0.0}
-    assert failing(edit(trace, "exchanges", below, **early)) == {THERE}
+    assert failing(edit(trace, "exchanges", below, **early)) == {INPUT}
 
 
-def test_nothing_is_computed_with_before_it_is_begun(trace):
+def test_activations_are_used_after_they_are_computed(trace):
     rows = trace.tables["exchanges"]
     above, below = find(trace, worker=0, iteration=1), find(trace, worker=2, iteration=1)
     begin_s = rows["end_s"][above] + 1e-3
     assert begin_s < rows["end_s"][below]
     late = {"begin_s": begin_s, "compute_s": 0.0, "wait_s": 0.0}
-    assert failing(edit(trace, "exchanges", below, **late)) == {THERE}
+    assert failing(edit(trace, "exchanges", below, **late)) == {INPUT}
 
 
 @pytest.mark.parametrize("worker", range(5))
 def test_bytes(trace, worker):
     row = find(trace, worker=worker, iteration=3)
     moved = trace.tables["exchanges"]["wire_bytes"][row]
-    assert failing(edit(trace, "exchanges", row, wire_bytes=moved + 4)) == {ALIKE, BYTES}
+    assert failing(edit(trace, "exchanges", row, wire_bytes=moved + 4)) == {EQUAL, BYTES}
     rows = trace.tables["exchanges"].copy()
-    rows["wire_bytes"][rows["worker"] == worker] += 4  # always alike
+    rows["wire_bytes"][rows["worker"] == worker] += 4  # in every iteration
     assert failing(with_rows(trace, "exchanges", rows)) == {BYTES}
 
 
@@ -222,13 +224,13 @@ def test_bytes_are_counted_from_the_sizes(trace):
         assert failing(dataclasses.replace(trace, attributes={**lacking, attribute: "x"})) == {BYTES}
 
 
-def test_all_make_as_many_iterations(trace):
+def test_all_workers_make_equally_many_iterations(trace):
     kept = trace.tables["exchanges"]
     kept = np.delete(kept, find(trace, worker=0, iteration=kept["iteration"].max()))
     assert END in failing(with_rows(trace, "exchanges", kept))
 
 
-def test_a_job_that_leaves_its_groups_open_is_all_that_is_told(trace):
+def test_unresolved_groups_are_the_only_failure(trace):
     table = trace.attributes["job"].replace("fc_workers = 2", 'fc_workers = "auto"')
     assert failing(dataclasses.replace(trace, attributes={**trace.attributes, "job": table})) == {POSSIBLE}
 

@@ -1,9 +1,9 @@
-"""Stalls of runs in virtual time, told as on ranks; and negative controls: one thing changed, and it is noticed."""
+"""Stalls of runs in virtual time, detected as on ranks, and negative controls: each change is found."""
 
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.mpi.rank0.straggler_report import StragglerReport
 from hpcsync.simulator import cluster, peer_transfers
@@ -14,13 +14,13 @@ from hpcsync.workloads.registry import build
 from tests.unit.jobs import make_job
 from tests.unit.trace.recorder import Rows, as_trace, edit, remove
 
-LASTED = "stalls are of iterations that lasted so long"
-DEADLINE = "deadlines follow from a worker's own iterations"
+LASTED = "stalled iterations lasted as long as recorded"
+DEADLINE = "deadlines follow from the worker's own iterations"
 STALLED = 12  # worker 1's iteration
 
 
 class Phases:
-    """As if rank 0 saw that all others compute, or wait."""
+    """Phases of all workers as rank 0 sees them: all others compute, or wait."""
 
     def __init__(self, phases):
         self._phases = phases
@@ -30,7 +30,7 @@ class Phases:
 
 
 def record(paradigm, phases=(Phase.COMPUTING,) * 3):
-    """Worker 1 stalls for a while, the others do not; a short look after every push of anybody."""
+    """Return a trace in which only worker 1 stalls, with a short look after every push."""
     events = [
         {"worker": 1, "at_iteration": STALLED, "change": "slow", "factor": 30.0},
         {"worker": 1, "at_iteration": STALLED + 1, "change": "recover"},
@@ -65,7 +65,7 @@ def failing(trace):
     return {check.name for check in audit(trace) if not check.passed}
 
 
-def test_who_stalls_is_told_of_as_long_as_it_does(trace, capsys):
+def test_a_stall_is_reported_while_it_lasts(trace, capsys):
     stalls = trace.tables["stalls"]
     assert len(stalls) >= 2
     assert set(stalls["worker"]) == {1} and set(stalls["iteration"]) == {STALLED}
@@ -74,7 +74,7 @@ def test_who_stalls_is_told_of_as_long_as_it_does(trace, capsys):
 
 
 @pytest.mark.parametrize(
-    ("values", "noticed"),
+    ("values", "found"),
     [
         ({"lasted_s": 20.0}, {LASTED}),
         ({"lasted_s": 1.0}, {LASTED}),
@@ -89,29 +89,29 @@ def test_who_stalls_is_told_of_as_long_as_it_does(trace, capsys):
     ],
     ids=lambda values: ", ".join(f"{k} {v}" for k, v in values.items()) if isinstance(values, dict) else "",
 )
-def test_what_is_not_so_is_noticed(trace, values, noticed):
-    served = trace.job.has_servers  # otherwise deadlines are not counted again
-    assert failing(edit(trace, "stalls", 0, **values)) == (noticed if served else noticed - {DEADLINE})
+def test_wrong_values_are_found(trace, values, found):
+    served = trace.job.has_servers  # otherwise deadlines are not recounted
+    assert failing(edit(trace, "stalls", 0, **values)) == (found if served else found - {DEADLINE})
 
 
-def test_a_missing_row_is_no_lie(trace):
+def test_a_missing_row_is_allowed(trace):
     assert failing(remove(trace, "stalls", 0)) == set()
 
 
-def test_the_report_says_who_where_and_who_waits(capsys):
+def test_the_report_names_worker_place_and_blocked_workers(capsys):
     record({"name": "ssp", "staleness": 12})
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith(
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith(
         f"hpcsync: worker 1 stalls (rank 1 on n1, computing): its iteration {STALLED} has lasted "
     )
-    assert said[1].endswith("who is more than 12 iterations ahead of the slowest waits for it")
-    assert f"hpcsync: worker 1 goes on: its iteration {STALLED} took " in said[-1]
+    assert lines[1].endswith("a worker more than 12 iterations ahead of the slowest waits for it")
+    assert f"hpcsync: worker 1 continues: its iteration {STALLED} took " in lines[-1]
 
 
-def test_those_that_wait_for_each_other_all_stall(capsys):
+def test_workers_that_wait_for_each_other_all_stall(capsys):
     stalls = record({"name": "gossip", "mode": "pull"}, (Phase.WAITING, Phase.WAITING, Phase.COMPUTING)).tables[
         "stalls"
     ]
-    assert not len(stalls), "who waits for others does not"
+    assert not len(stalls), "a worker that waits for others does not stall"
     stalls = record({"name": "gossip", "mode": "pull"}, (Phase.WAITING,) * 3).tables["stalls"]
-    assert set(stalls["worker"]) == {1}, "of those that wait for each other it is not known for whom"
+    assert set(stalls["worker"]) == {1}, "if all wait for each other, none is excluded"

@@ -54,7 +54,7 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         if self.status is not None:
             attributes = provenance(self._job, engine="mpi", mpi_library="", hosts=["h"])
-            writer = TraceWriter(folder / layout.TRACE, attributes, ())
+            writer = TraceWriter(folder / layout.TRACE, attributes)
             writer.close("finished")
             with h5py.File(folder / layout.TRACE, "r+") as file:
                 file.attrs["status"] = self.status

@@ -12,7 +12,7 @@ from rich.console import Console
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.cluster import Change
 from hpcsync.report.summary import summarize, table
-from hpcsync.trace import reader
+from hpcsync.trace import reader, schema
 from hpcsync.trace.reader import TraceError
 from hpcsync.trace.schema import NO_PEER
 from hpcsync.trace.writer import TraceWriter
@@ -231,6 +231,24 @@ def test_the_course_of_k():
     assert (fixed.k_last, fixed.k_least, fixed.k_most) == (2, 2, 2)
     assert "at the end, from" not in text(fixed)
     assert summarize(trace()).k_last is None
+
+
+def test_deaths_are_told():
+    """A worker that has left the run is not there any more either; one that joins again is."""
+    changes = [
+        (11, 1.5, 2, schema.Change.DIED),
+        (12, 2.0, 0, schema.Change.LEFT),
+        (13, 2.5, 0, schema.Change.JOINED),
+        (14, 3.25, 1, schema.Change.DIED),
+        (15, 5.0, 0, schema.Change.LEFT),
+    ]
+    rows = [("pushes", PUSHES[0]), *(("membership", row) for row in changes)]
+    summary = summarize(as_trace(make_job('name = "asp"', 4), rows))
+    assert [(d.worker, d.now_s, d.left) for d in summary.deaths] == [(2, 1.5, 3), (1, 3.25, 2)]
+    assert "died      worker 2 after 1.50 s (3 left), worker 1 after 3.25 s (2 left)\n" in text(summary)
+    assert "died" not in text(summary.model_copy(update={"deaths": ()}))
+    many = text(summary.model_copy(update={"deaths": summary.deaths * 4}))
+    assert "and 3 more (2 left)" in many and max(map(len, many.splitlines())) <= 80
 
 
 def test_the_last_batch_sizes():

@@ -1,4 +1,4 @@
-"""Traces of small runs without servers: simulated, in memory."""
+"""Traces of small runs without servers, simulated in memory."""
 
 from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator import peer_transfers
@@ -22,7 +22,7 @@ LINEAR = {"name": "linear", "batch_size": 4, "features": 3, "samples": 64}
 
 
 def peer_job(paradigm, seconds=(1.0, 1.3, 2.1), *, samples=320, leave=None, network=True, jitter=0.3, **tables):
-    """leave: worker -> iteration instead of which it leaves."""
+    """Return a job; `leave` maps a worker to the iteration instead of which it leaves."""
     cluster = {
         "workers": len(seconds),
         "compute": {"model": "lognormal", "seconds": list(seconds), "jitter": jitter},
@@ -30,8 +30,8 @@ def peer_job(paradigm, seconds=(1.0, 1.3, 2.1), *, samples=320, leave=None, netw
     }
     if network:
         cluster["network"] = {"bandwidth_gbit": 1e-6, "latency_us": 20_000}
-    given = {
-        "seed": 2,  # with it something comes late in each push mode
+    defaults = {
+        "seed": 2,  # with this seed some models arrive after their receiver's end in each push mode
         "workload": LINEAR,
         "optimizer": {"name": "sgd", "lr": 0.05},
         "stop": {"samples": samples},
@@ -39,11 +39,11 @@ def peer_job(paradigm, seconds=(1.0, 1.3, 2.1), *, samples=320, leave=None, netw
         "paradigm": PARADIGMS[paradigm] if isinstance(paradigm, str) else paradigm,
         "cluster": cluster,
     }
-    return make_job(**{**given, **tables})
+    return make_job(**{**defaults, **tables})
 
 
 def simulated(job):
-    """The rows of its tables, in their order."""
+    """Return the rows of all tables, in order."""
     trace, workload = Rows(), build(job)
     for rank in range(job.cluster.ranks):
         trace.append("clocks", (0, rank, b"virtual", 0.0, 0.0))
@@ -52,7 +52,7 @@ def simulated(job):
 
 
 def record(paradigm, seconds=(1.0, 1.3, 2.1), **how):
-    """A finished trace in memory."""
+    """Return a finished trace in memory."""
     job = peer_job(paradigm, seconds, **how)
     return in_memory(job, simulated(job))
 

@@ -1,4 +1,4 @@
-"""Traces of small runs in virtual time: the product's coordinator and paradigms, with made-up durations."""
+"""Traces of small runs in virtual time: the product's coordinator and paradigms with invented durations."""
 
 import dataclasses
 import heapq
@@ -75,7 +75,7 @@ def make_job(paradigm, workers=3, updates=40, target=""):
 
 
 class Rows:
-    """What the coordinator appends, in its order: a trace that can be cut after any row."""
+    """A trace in memory that keeps rows in the coordinator's order, so that it can be cut after any row."""
 
     def __init__(self):
         self.rows = []
@@ -85,8 +85,10 @@ class Rows:
 
 
 class Work:
-    """What a worker does with an assignment, when an iteration of 8 samples takes so long with all that belongs to it:
-    an eighth of it for reading, as much for putting if nothing is left out, and three quarters for computing."""
+    """Durations of a worker's assignment, given the time of an iteration of 8 samples.
+
+    Reading takes an eighth of that time, putting an eighth if all elements are sent, and computing three quarters.
+    """
 
     def __init__(self, job, assignment, iteration_s):
         n_steps, of_push = max(1, assignment.local_steps), assignment.batch_size or 8 * max(1, assignment.local_steps)
@@ -104,52 +106,61 @@ class Work:
 
 
 def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), stop_s=None, die_s=None, evaluate_every=5):
-    """Drive the coordinator to the end of a run. Returns the columns of its decisions.
+    """Drive the coordinator to the end of a run and return the names of its decision columns.
 
-    seconds: of one iteration, per worker. leave: worker -> iteration instead of whose push it leaves.
-    changes: times, and the workers that die then, whatever they are doing, or join if they have left.
-    stop_s: when the run is stopped from outside; die_s: when it fails, and closes its trace.
+    Parameters
+    ----------
+    seconds
+        Duration of an iteration, per worker.
+    leave
+        Maps a worker to the iteration instead of whose push it leaves.
+    changes
+        Pairs (time, worker). The worker dies then, whatever it is doing; if it has left, it joins.
+    stop_s
+        Time at which the run is stopped from outside.
+    die_s
+        Time at which the run fails and closes its trace.
     """
     leave, changes, rng = dict(leave or {}), sorted(changes), random.Random(seed)
     paradigm = create_paradigm(job)
     coordinator = coordinate(job, paradigm, trace)
     queue, order_of_start = [], itertools.count()
 
-    def put(begin_s, work, wait_s, reply, share=1.0):
+    def put(begin_s, work, wait_s, grant, share=1.0):
         end_s = begin_s + share * work.took_s
-        heapq.heappush(queue, (end_s, next(order_of_start), begin_s, work, wait_s, reply, share))
+        heapq.heappush(queue, (end_s, next(order_of_start), begin_s, work, wait_s, grant, share))
 
-    def start(now_s, reply, wait_s=0.0):
-        put(now_s, Work(job, reply.assignment, seconds[reply.worker] * (1 + jitter * rng.random())), wait_s, reply)
+    def start(now_s, grant, wait_s=0.0):
+        put(now_s, Work(job, grant.assignment, seconds[grant.worker] * (1 + jitter * rng.random())), wait_s, grant)
 
-    def cancel(now_s, order):
-        """After half of its samples is the only moment at which a worker looks."""
+    def cancel(now_s, command):
+        """Cancel an iteration, which a worker notices only after half of its samples."""
         for entry in queue:
-            _, _, begin_s, work, wait_s, reply, _ = entry
+            _, _, begin_s, work, wait_s, grant, _ = entry
             share = work.n_samples // 2 / work.n_samples
-            hears = reply.worker == order.worker and reply.version <= order.version
-            if hears and share and now_s <= begin_s + share * work.took_s:
+            is_cancelled = grant.worker == command.worker and grant.version <= command.version
+            if is_cancelled and share and now_s <= begin_s + share * work.took_s:
                 queue.remove(entry)
                 heapq.heapify(queue)
-                put(begin_s, work, wait_s, reply, share)
+                put(begin_s, work, wait_s, grant, share)
                 return
 
-    def report(now_s, begin_s, work, wait_s, reply, share):
+    def push_info(now_s, begin_s, work, wait_s, grant, share):
         pull_s, push_s, compute_s = share * work.pull_s, share * work.push_s, share * work.compute_s
         end_s = now_s
-        if job.commits:  # the time of its own computation matters
+        if job.commits:  # the audit then needs the times of the computation alone
             begin_s += pull_s
             end_s = begin_s + compute_s
-        said = PushInfo(
-            worker=reply.worker, iteration=reply.iteration, version_read=reply.version,
+        info = PushInfo(
+            worker=grant.worker, iteration=grant.iteration, version_read=grant.version,
             begin_s=begin_s, end_s=end_s, compute_s=compute_s, wait_s=wait_s,
             comm_s=pull_s + push_s, batch_size=work.n_samples, local_steps=work.local_steps,
-            loss=1.0 / reply.iteration, wire_bytes=work.wire_bytes if share == 1 else 2000, share=share,
+            loss=1.0 / grant.iteration, wire_bytes=work.wire_bytes if share == 1 else 2000, share=share,
             pull_s=pull_s, encode_s=share * work.encode_s,
         )  # fmt: skip
-        if job.batches.policy == "equal" or reply.iteration == 1:
-            return said
-        return said._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
+        if job.batches.policy == "equal" or grant.iteration == 1:
+            return info
+        return info._replace(predicted_fixed_s=0.125, predicted_sample_s=work.took_s / work.n_samples)
 
     for worker, assignment in enumerate(create_assignments(job).first):
         start(0.0, GrantCommand(worker, 1, 0, assignment))
@@ -159,12 +170,12 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         if changes and changes[0][0] <= queue[0][0]:
             now_s, changing = changes.pop(0)
         else:
-            now_s, _, *begun, reply, share = heapq.heappop(queue)
+            now_s, _, *begun, grant, share = heapq.heappop(queue)
         if die_s is not None and now_s > die_s:
             break
-        orders = []
+        commands = []
         if stop_s is not None and now_s > stop_s and not coordinator.stopping:
-            orders = [(stop_s, order) for order in coordinator.stop(stop_s)]
+            commands = [(stop_s, command) for command in coordinator.stop(stop_s)]
         if changing in coordinator.active:
             queue = [entry for entry in queue if entry[-2].worker != changing]
             heapq.heapify(queue)
@@ -172,20 +183,20 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
         elif changing is not None:
             pushed_s[changing] = now_s
             answer = coordinator.joined(now_s, changing)
-        elif leave.get(reply.worker) == reply.iteration:
-            del leave[reply.worker]
-            answer = coordinator.left(now_s, reply.worker)
+        elif leave.get(grant.worker) == grant.iteration:
+            del leave[grant.worker]
+            answer = coordinator.left(now_s, grant.worker)
         else:
-            pushed_s[reply.worker] = now_s
-            answer = coordinator.pushed(now_s, report(now_s, *begun, reply, share))
-        orders += [(now_s, order) for order in answer]
-        for order_s, order in orders:
-            if isinstance(order, GrantCommand):
-                if order.assignment.local_steps:
-                    start(order_s, order, wait_s=order_s - pushed_s[order.worker])
-            elif isinstance(order, CancelCommand) and not job.commits:  # whose workers hear of the end too late here
-                cancel(order_s, order)
-            elif isinstance(order, UpdateCommand) and coordinator.version % evaluate_every == 0:
+            pushed_s[grant.worker] = now_s
+            answer = coordinator.pushed(now_s, push_info(now_s, *begun, grant, share))
+        commands += [(now_s, command) for command in answer]
+        for command_s, command in commands:
+            if isinstance(command, GrantCommand):
+                if command.assignment.local_steps:
+                    start(command_s, command, wait_s=command_s - pushed_s[command.worker])
+            elif isinstance(command, CancelCommand) and not job.commits:  # a committing worker notices too late here
+                cancel(command_s, command)
+            elif isinstance(command, UpdateCommand) and coordinator.version % evaluate_every == 0:
                 version, samples = coordinator.version, coordinator.samples
                 coordinator.evaluated(now_s, version, samples, 1.0 / version, 1.0 - 1.0 / version)
     coordinator.close()
@@ -193,7 +204,7 @@ def play(job, trace, seconds, *, jitter=0.0, seed=0, leave=None, changes=(), sto
 
 
 def record(paradigm, seconds=(1.0, 1.3, 2.1), *, updates=40, target="", **how):
-    """A finished trace in memory."""
+    """Return a finished trace in memory."""
     job, rows = make_job(paradigm, len(seconds), updates, target), Rows()
     fields = play(job, rows, seconds, **how)
     return as_trace(job, rows.rows, fields)
@@ -219,7 +230,7 @@ def attributes(job, status=None):
 
 
 def edit(trace, table, row, **values):
-    """The trace with some values of one row changed."""
+    """Return the trace with some values of one row changed."""
     rows = trace.tables[table].copy()
     for column, value in values.items():
         rows[column][row] = value

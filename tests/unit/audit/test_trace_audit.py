@@ -1,4 +1,4 @@
-"""The audit as a whole: correct traces pass, wherever they end; and changed ones do not."""
+"""The whole audit: correct traces pass, wherever they end, and changed ones fail."""
 
 import random
 
@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.audit import run as auditing
-from hpcsync.audit.run import audit, main
+from hpcsync.audit import trace_audit as auditing
+from hpcsync.audit.trace_audit import audit, main
+from hpcsync.core.assignments import decision_fields
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Outcome
 from hpcsync.trace.writer import TraceWriter
@@ -30,8 +31,7 @@ def failed(trace):
 
 
 def scenario(seed):
-    """Durations and how the run goes, at random: equal workers and ties, jitter, who leaves or joins, stops from
-    outside."""
+    """Return random durations and events: equal workers and ties, jitter, departures and joins, stops from outside."""
     rng = random.Random(seed)
     n_workers = rng.randint(1, 5)
     return {
@@ -54,7 +54,7 @@ def test_correct_traces_pass(paradigm):
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_trace_that_ends_after_any_row_passes(paradigm, seed):
-    """Whatever row the last flush came after, in the middle of an answer too."""
+    """The last flush may come after any row, also within an answer."""
     how = scenario(1000 + seed)
     job, rows = make_job(paradigm, len(how["seconds"]), updates=20), Rows()
     fields = play(job, rows, **how)
@@ -65,7 +65,7 @@ def test_a_trace_that_ends_after_any_row_passes(paradigm, seed):
 
 def test_a_trace_in_a_file(tmp_path):
     path, job = tmp_path / "trace.h5", make_job("dssp")
-    with TraceWriter(path, attributes(job), record("dssp").tables["decisions"].dtype.names[5:]) as trace:
+    with TraceWriter(path, attributes(job), decision_fields(job)) as trace:
         play(job, trace, (1.0, 1.3, 2.1), jitter=0.4)
     assert all(check.passed for check in audit(path))
     in_memory = record("dssp", jitter=0.4)
@@ -99,22 +99,22 @@ AUDITED = {
 
 @pytest.mark.parametrize("table", AUDITED)
 @pytest.mark.parametrize("paradigm", [name for name in PARADIGMS if name != "paper"])
-def test_no_value_that_is_audited_can_change_unnoticed(paradigm, table):
+def test_every_change_of_an_audited_value_is_found(paradigm, table):
     updates = 21 if paradigm in ("adaptive", "k-batches") else 10
     trace = record(paradigm, jitter=0.3, updates=updates, leave={2: 2})
     for column in AUDITED[table]:
         if column not in trace.tables[table].dtype.names:
             continue
         if column in ("wire_bytes", "encode_s") and trace.job.compresses:
-            continue  # that is up to the codec
+            continue  # the codec decides
         values = trace.tables[table][column]
         for row in range(len(column) % 3, len(values), 1 + len(values) // 6):
             value = values[row]
             if column == "batch_size" and table == "pushes" and trace.tables[table]["outcome"][row] == Outcome.DROPPED:
-                continue  # a script may change it, and what is dropped has no samples anywhere
+                continue  # a script may change it, and a dropped push is counted nowhere
             for other in (b"other",) if values.dtype.kind == "S" else (value + 1, value - 1):
                 if other != other or other == value or (column == "local_steps" and value and other > 0):
-                    continue  # what is unknown or endless stays so; and nothing says how many steps there must be
+                    continue  # NaN and inf stay the same; no other row determines the number of steps
                 assert failed(edit(trace, table, row, **{column: other})), f"{column} {value} -> {other} in row {row}"
 
 
@@ -140,7 +140,7 @@ def test_damage_is_reported_and_never_raises(seed):
         assert audit(with_status(trace, status))
 
 
-def test_every_check_has_a_name_of_its_own():
+def test_check_names_are_unique():
     for paradigm in PARADIGMS:
         names = [check.name for check in audit(record(paradigm))]
         assert len(names) == len(set(names)) >= 15
@@ -180,7 +180,7 @@ def test_the_folder_of_a_run_stands_for_its_trace(tmp_path, console):
     assert "all 25 checks passed" in console.export_text()
 
 
-def test_an_unfinished_trace_says_so(tmp_path, console):
+def test_an_unfinished_trace_is_reported(tmp_path, console):
     assert main(write(tmp_path / "t.h5", "interrupted"), console) == 0
     assert "interrupted" in console.export_text()
 
@@ -191,12 +191,12 @@ def test_a_trace_that_fails(tmp_path, console):
 
     assert main(write(tmp_path / "t.h5", tamper=tamper), console) == 1
     shown = console.export_text()
-    assert "FAILED  staleness equals a recount" in shown
+    assert "FAILED  staleness equals the recount" in shown
     assert "seq 5 has staleness" in " ".join(shown.split())
     assert "1 of 25 checks failed" in shown
 
 
-def test_what_is_not_a_trace(tmp_path, console, capsys):
+def test_a_file_that_is_not_a_trace(tmp_path, console, capsys):
     path = tmp_path / "t.h5"
     path.write_text("no trace")
     assert main(path, console) == 2

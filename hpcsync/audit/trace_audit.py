@@ -1,8 +1,8 @@
-"""Does a trace show the paradigm that it claims to show?
+"""Audit of a trace: check that it shows the paradigm that its job names.
 
-Two independent answers: a replay through the paradigm's code, which shows that the engine did what the paradigm said,
-and invariants counted again from the rows alone, which show that what it said is right. Without a server nobody decides
-during the run; whom each worker exchanges with is drawn again from the seed (`exchanges`).
+There are two independent methods. A replay through the paradigm's code shows that the engine did what the paradigm
+decided. Invariants recounted from the rows alone show that the decisions are right. Runs without servers have no
+decisions to replay; peers are drawn again from the seed (`peers`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,17 @@ __all__ = ["Check", "audit", "main", "render"]
 
 
 def audit(trace: Trace | str | Path) -> list[Check]:
-    """Every check of a trace, in memory or in a file. An unfinished one is checked as far as it goes.
+    """Return all checks of a trace.
 
-    Raises TraceError if the file is not a trace, or of a paradigm that this version does not know.
+    Parameters
+    ----------
+    trace
+        A trace in memory, or the path of a trace file. An unfinished trace is checked as far as it goes.
+
+    Raises
+    ------
+    TraceError
+        If the file is not a trace, or its paradigm is unknown to this version.
     """
     if not isinstance(trace, Trace):
         trace = reader.load(trace)
@@ -49,7 +57,7 @@ def audit(trace: Trace | str | Path) -> list[Check]:
 
 
 def render(checks: list[Check]) -> RenderableType:
-    """A line for each check, and below it what is wrong."""
+    """Return a table with one line for each check, followed by its detail."""
     table = Table(box=None, padding=(0, 1), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column()
@@ -63,7 +71,13 @@ def render(checks: list[Check]) -> RenderableType:
 
 
 def main(path: str | Path, console: Console | None = None) -> int:
-    """Audit one file and print the result. Returns 0 if all checks passed, 1 if one failed, 2 if it is not a trace."""
+    """Audit one file and print the result.
+
+    Returns
+    -------
+    int
+        0 if all checks passed, 1 if one failed, 2 if the file is not a trace.
+    """
     console = console or Console()
     try:
         trace = reader.load(path)
@@ -73,9 +87,9 @@ def main(path: str | Path, console: Console | None = None) -> int:
         return 2
     console.print(render(checks))
     failed = sum(not check.passed for check in checks)
-    extent = "" if trace.finished else f" of a run that is {trace.status}, as far as it goes"
+    extent = "" if trace.finished else f" (run {trace.status}; checked as far as it goes)"
     verdict = f"{failed} of {len(checks)} checks failed" if failed else f"all {len(checks)} checks passed"
-    did, table = ("pushes", "pushes") if trace.job.has_servers else ("iterations", "exchanges")
+    unit, table = ("pushes", "pushes") if trace.job.has_servers else ("iterations", "exchanges")
     n_rows = np.count_nonzero(trace.tables[table]["batch_size"])
-    console.print(f"{trace.job.paradigm.name}, {n_rows:,} {did}{extent}: {verdict}", highlight=False)
+    console.print(f"{trace.job.paradigm.name}, {n_rows:,} {unit}{extent}: {verdict}", highlight=False)
     return 1 if failed else 0
