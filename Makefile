@@ -91,12 +91,30 @@ gpu: $(if $(filter .venv/bin/python,$(GPU_PYTHON)),.venv/gpu-ready)
 	    'from torch.version import cuda; print(",cuda" + cuda.split(".")[0] if cuda else "")')]"
 	touch $@
 
+# ---- besides what constraints.txt pins: the newest of everything, as `pip install` brings it today ----
+
+# The unit tests, and a run that must end without a word on stderr. torch is its CUDA build, with several GB of packages;
+# hence the pin stays with the last torch of which there is a CPU build at hand.
+newest:
+	test -x .venv-newest/bin/pip || $(PYTHON) -m venv --clear .venv-newest
+	.venv-newest/bin/python $(PIP) --upgrade --upgrade-strategy eager --editable '.[mpi,analysis,models,dev]'
+	.venv-newest/bin/python -m pytest -q -n 2 --dist loadfile tests/unit
+	said=$$(.venv-newest/bin/hpcsync run jobs/digits-bsp.toml 2>&1 >/dev/null) && test -z "$$said" || { echo "$$said"; exit 1; }
+# ---- the documentation: docs/_build/html/index.html ----
+
+docs: .venv/docs-ready
+	.venv/bin/sphinx-build -W -n --keep-going -q -b html docs docs/_build/html
+
+.venv/docs-ready: .venv/ready
+	.venv/bin/python $(PIP) --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
 format: .venv/ready
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
 clean:
-	rm -rf .venv .venv-mpich build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-mpich .venv-newest build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu format clean
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich gpu newest docs format clean

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import sys
@@ -22,7 +21,7 @@ from hpcsync.core.job_validation import check_model
 from hpcsync.core.session import Session
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
-from hpcsync.system import gpu_selection, launcher
+from hpcsync.system import garbage, gpu_selection, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
@@ -233,8 +232,7 @@ def join(
         with aborting(comm, but=(MemoryUnreachable, JobError)):
             if job.steps_on_workers or comm.rank < job.cluster.servers:
                 _load(optimizer, device_of(model))
-            if not gc.get_freeze_count():  # only what is loaded: sessions are garbage when they have ended
-                gc.freeze()  # else looking for garbage in all of torch stops a rank for 0.16 s, and who waits for it
+            garbage.freeze()  # here, before there is a session: those are garbage when they have ended
             given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate)
             return _kind(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:

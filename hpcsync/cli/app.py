@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import shlex
 import sys
 from collections.abc import Iterator
@@ -14,6 +12,7 @@ from typing import Annotated
 import typer
 
 from hpcsync.config.errors import JobError
+from hpcsync.system import garbage
 from hpcsync.system.launcher import LaunchError, expected_rank, under_launcher
 from hpcsync.system.signals import left_to_rank_0
 from hpcsync.version import __version__
@@ -263,6 +262,5 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def main() -> None:
-    # Python looks for garbage before it ends: among torch's 280,000 objects, which takes up to a second.
-    atexit.register(gc.freeze)
+    garbage.freeze_at_end()
     app(prog_name="hpcsync")

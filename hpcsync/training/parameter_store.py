@@ -169,7 +169,7 @@ class Store:
         return {
             "version": self.version,
             "weights": self._buffers[self.current].clone(),
-            "collected": self._accumulated if self._has_accumulated else None,
+            "accumulated": self._accumulated if self._has_accumulated else None,
             "rule": self._rule.state(),
         }
 
@@ -177,7 +177,7 @@ class Store:
         """Restore the state that `state` returned, before the first reader."""
         self.version = state["version"]
         self._buffers[self.current].copy_(state["weights"])
-        accumulated = state["collected"]
+        accumulated = state["accumulated"]
         self._accumulated, self._has_accumulated = None, accumulated is not None
         if accumulated is not None:
             self._accumulated = accumulated.to(self._buffers.device)

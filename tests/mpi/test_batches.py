@@ -178,7 +178,7 @@ def test_the_order_of_equal_batches_would_leave_some_out(comm, needs, folder, mo
         turns[worker] = turns.get(worker, -1) + 1
         return turns[worker] * self.total + 8 * worker, self.sizes[worker]
 
-    monkeypatch.setattr(Allocator, "hand_out", by_number)
+    monkeypatch.setattr(Allocator, "allocate_next", by_number)
     count = used(comm, folder, 3)
     assert not 3 <= count.min() <= count.max() <= 4
 

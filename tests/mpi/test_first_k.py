@@ -128,7 +128,7 @@ def most_of_one_worker(trace: Trace) -> int:
 @pytest.mark.parametrize(("name", "options"), [FAST_AND_SLOW[1], FAST_AND_SLOW[3]], ids=["sync", "async"])
 def test_without_collecting_what_a_worker_gave_first_is_lost(comm, needs, folder, monkeypatch, name, options):
     needs(3)
-    monkeypatch.setattr(Store, "collect", lambda self, worker, weight: self._has_read(worker))
+    monkeypatch.setattr(Store, "accumulate", lambda self, worker, weight: self._has_read(worker))
     this, weights = fast_and_slow(comm, folder, name, options)
     if comm.rank == 0:
         trace = load(folder / "trace.h5")

@@ -103,11 +103,11 @@ class Pushing(_Gossiping):
 
     def state(self) -> dict[str, Any]:
         """With what has come, which is taken in at the next exchange."""
-        return super().state() | {"parcel": self._inbox.keep()}
+        return super().state() | {"inbox": self._inbox.keep()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
-        self._inbox.put_back(state["parcel"])
+        self._inbox.put_back(state["inbox"])
 
     def free(self) -> None:
         self._inbox.free()

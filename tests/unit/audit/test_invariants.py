@@ -26,7 +26,7 @@ STALENESS = "staleness equals a recount"
 SAMPLES = "samples add up"
 HELD = "held_s is the time from push to grant"
 GAP = "gap_iters equals a recount"
-Change.LEAVING = "nobody acts after leaving"
+LEAVING = "nobody acts after leaving"
 END = "stop grants end the run"
 SLOWEST = "the slowest worker is never held"
 WEIGHTS = "weights follow from batch sizes"
@@ -280,18 +280,18 @@ def test_another_gap(ssp):
 
 def test_another_worker_left(parting):
     names = failing(edit(parting, "membership", 0, worker=0))
-    assert {REPLAY_GRANTS, Change.LEFT, END} <= names
+    assert {REPLAY_GRANTS, LEAVING, END} <= names
 
 
 def test_a_return_that_was_none(returning):
     (first, second) = np.flatnonzero(returning.tables["membership"]["change"] == Change.JOINED)
     # The iterations that it makes then, and the gaps of all, are those of a worker that is there.
-    assert Change.LEFT in failing(edit(returning, "membership", first, change=Change.LEFT))
-    assert {Change.LEFT, REPLAY_GRANTS} <= failing(edit(returning, "membership", second, change=Change.DIED))
-    assert {Change.LEFT, SEQ} <= failing(remove(returning, "membership", first))
+    assert LEAVING in failing(edit(returning, "membership", first, change=Change.LEFT))
+    assert {LEAVING, REPLAY_GRANTS} <= failing(edit(returning, "membership", second, change=Change.DIED))
+    assert {LEAVING, SEQ} <= failing(remove(returning, "membership", first))
     joined = returning.tables["membership"][first]
     (grant,) = np.flatnonzero(returning.tables["grants"]["seq"] == joined["seq"] + 1)
-    assert failing(edit(returning, "membership", first, worker=0)) >= {Change.LEFT, REPLAY_GRANTS}
+    assert failing(edit(returning, "membership", first, worker=0)) >= {LEAVING, REPLAY_GRANTS}
     # Nobody waits for what it has missed, but it is no farther than the slowest either.
     gap_iters = returning.tables["grants"]["gap_iters"][grant]
     assert gap_iters == 0 < returning.tables["grants"]["iteration"][:grant].max() - joined["worker"]
@@ -325,7 +325,7 @@ def test_a_worker_that_leaves_twice(ssp):
     rows = trace.tables["membership"]
     again = rows[-1:].copy()
     again["seq"] += 1
-    assert Change.LEFT in failing(with_rows(trace, "membership", np.concatenate([rows, again])))
+    assert LEAVING in failing(with_rows(trace, "membership", np.concatenate([rows, again])))
 
 
 def test_a_stop_with_credits(ssp):

@@ -175,7 +175,7 @@ def careless(self, worker, local_steps=1):
 def test_samples_are_handed_out_once(tmp_path, paradigm, monkeypatch):
     trace = run(tmp_path / "t.h5", {"policy": "proportional"}, paradigm=paradigm)
     assert complete(allocated(trace))
-    monkeypatch.setattr(Allocator, "hand_out", careless)
+    monkeypatch.setattr(Allocator, "allocate_next", careless)
     trace = simulate(trace.job, tmp_path / "careless.h5")
     assert not complete(allocated(trace))
     assert failed(trace) != []

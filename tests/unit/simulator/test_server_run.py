@@ -6,11 +6,11 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from hpcsync.push_info.summary import summarize
 
 from hpcsync import paradigms
 from hpcsync.audit.run import audit
 from hpcsync.core.assignments import create_paradigm
+from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
 from hpcsync.simulator.server_run import ServerSimulation
 from hpcsync.trace.schema import TABLES

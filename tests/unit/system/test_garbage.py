@@ -1,0 +1,50 @@
+"""What is looked for when a process ends, in processes of their own: nothing, but where nanobind would complain."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+ENDS = {
+    "the command line": "import sys\nfrom hpcsync.cli.app import main\nsys.argv = ['hpcsync', '--version']\nmain()\n",
+    "a script": "from hpcsync.system.garbage import freeze\nfreeze()\n",
+    "a script twice": "from hpcsync.system.garbage import freeze\nfreeze()\nfreeze()\n",
+    "a rank": "import sys\nfrom hpcsync.cli.app import main\nfrom hpcsync.system.garbage import freeze\nfreeze()\n"
+    "sys.argv = ['hpcsync', '--version']\nmain()\n",
+}
+KEPT = """
+class Kept:
+    def __del__(self):
+        print("collected")
+kept = Kept()
+kept.itself = kept
+"""
+# What modules made with nanobind have: the type of their types. (None is installed beside the torch that is pinned.)
+NANOBIND = "kind = type('nb_meta', (type,), {'__module__': 'nanobind'})\n"
+
+
+def ended(code: str) -> str:
+    """What a process says, of which nothing may be a complaint."""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
+    return result.stdout
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_what_nanobind_would_miss_is_collected(end: str) -> None:
+    assert "collected" in ended(KEPT + NANOBIND + ENDS[end])
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_nothing_is_looked_for_elsewhere(end: str) -> None:
+    """Looking through torch takes a third of a second, or more, on every rank."""
+    assert "collected" not in ended(KEPT + ENDS[end])
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_triton_does_not_complain(end: str) -> None:
+    """As torch for CUDA loads it."""
+    pytest.importorskip("triton")
+    ended("import torch._dynamo\n" + ENDS[end])
