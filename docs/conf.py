@@ -1,10 +1,8 @@
 """Configuration of Sphinx. `make docs` builds the pages without a network, and they need none to be read."""
 
-import logging
 import sys
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE / "_ext"), str(HERE.parent)]
@@ -16,8 +14,8 @@ author = "the hpcsync developers"
 copyright = author
 release = version = __version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml"]
-exclude_patterns = ["_build", "_ext"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "mathml", "reference", "tables"]
+exclude_patterns = ["_build", "_ext", "_generated"]
 
 myst_enable_extensions = ["amsmath", "attrs_block", "attrs_inline", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
@@ -25,7 +23,12 @@ myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 # Without a network there is no inventory of what other projects document.
-nitpick_ignore_regex = [(r"py:.*", r"(torch|numpy|np|mpi4py|h5py|cupy|pydantic|typer|rich|pathlib|collections)\b.*")]
+nitpick_ignore_regex = [
+    (
+        r"py:.*",
+        r"(torch|numpy|np|mpi4py|MPI|h5py|cupy|pandas|pydantic|typer|rich|pathlib|Path|collections|Job|Evaluate)\b.*",
+    )
+]
 
 html_theme = "pydata_sphinx_theme"
 html_title = f"hpcsync {release}"
@@ -34,18 +37,12 @@ html_math_renderer = "mathml"
 html_static_path = ["_static", str(resources.files("ziamath") / "fonts/STIXTwoMath-Regular.ttf")]
 html_css_files = ["hpcsync.css"]
 html_copy_source = False
+html_sidebars = {"benchmarks": [], "choosing": []}
 html_theme_options = {
-    "header_links_before_dropdown": 7,
+    "header_links_before_dropdown": 6,
     "navigation_depth": 2,
     "secondary_sidebar_items": ["page-toc"],
     "show_toc_level": 2,
     "footer_start": ["copyright"],
     "footer_end": ["sphinx-version"],
 }
-
-
-def setup(app: Any) -> None:
-    """Allow a section without pages. Sphinx gives this warning no type, so suppress_warnings cannot name it."""
-    logging.getLogger("sphinx.sphinx.directives.other").addFilter(
-        lambda record: "toctree glob pattern" not in record.getMessage()
-    )

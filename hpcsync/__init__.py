@@ -1,7 +1,7 @@
 """Train PyTorch models under any synchronisation paradigm, and measure what each one costs.
 
 `connect` makes a training script a rank of a run, on the device that `device` returns. `Workload` is what a function
-named in a job file returns. `load_trace` reads the trace of a run.
+named in a job file returns. `load_trace` reads the trace of a run, given its folder or its trace.h5.
 
 Importing hpcsync loads neither MPI, torch, CuPy nor h5py; they are loaded when one of these names is first used.
 """

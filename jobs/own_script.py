@@ -1,9 +1,8 @@
-"""A plain PyTorch training loop on handwritten digits that hpcsync makes distributed.
+"""A PyTorch training loop on handwritten digits, distributed by hpcsync.
 
-mpirun -n 4 python jobs/own_script.py       one server, three workers
-python jobs/own_script.py                   the same script on its own
-
-On fewer cores than ranks: hpcsync launch -n 4 -- python jobs/own_script.py
+hpcsync launch -n 4 -- python jobs/own_script.py    one server and three workers on this machine
+mpirun -n 4 python jobs/own_script.py               the same with the launcher of the MPI library
+python jobs/own_script.py                           a single process, without MPI
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""`hpcsync bench`: what each part costs, beside the machine's own limit, measured in the same job.
+"""Benchmarks (`hpcsync bench`): the cost of each part beside the machine's own limit, measured in the same job.
 
-A ratio from one job says more than two numbers from two: machines differ, and are shared. So every figure comes with
-its limit, measured by the same processes in turn with it.
+A ratio from one job is more reliable than two numbers from two jobs, because machines differ and are shared. Every
+figure therefore comes with its limit, which the same processes measure alternately with it.
 
-This imports no MPI: targets that need ranks run in a job of their own, which writes its figures into a file.
+This package imports no MPI: targets that need ranks run in a job of their own, which writes its figures to a file.
 """
 
 from __future__ import annotations
@@ -27,10 +27,21 @@ from hpcsync.version import __version__
 
 
 class Target(NamedTuple):
-    """module: has `measure`, called on every rank, or in this process if there are no ranks.
+    """Benchmark that `hpcsync bench` can run.
 
-    windows: how many kinds of a GPU's windows are measured, each in a job of its own since it may crash, those first
-    that are fastest; 0: no tensors move in windows, and `measure` is not told how.
+    Attributes
+    ----------
+    module : str
+        Module whose `measure` is called on every rank, or in this process if there are no ranks.
+    title : str
+        Title of the table.
+    ranks : int
+        Number of ranks; 0 if no MPI is needed.
+    timeout_s : float
+        Time limit of the job, in seconds.
+    windows : int
+        Number of kinds of GPU windows to measure, the fastest first, each in a job of its own since it may crash. 0 if
+        the target moves no tensors in windows; `measure` then takes no transport.
     """
 
     module: str
@@ -47,22 +58,38 @@ TARGETS = {
     "allreduce": Target("allreduce", "Training on the mean gradient of all ranks", 4, 600.0),
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
-    "prediction": Target("prediction", "Predicted speeds of a worker, and what the predictor takes"),
-    "compression": Target("compression", "Codecs of what is pushed"),
-    "events": Target("events", "Events of the simulator's loop"),
+    "prediction": Target("prediction", "Predicted speeds of a worker, and the cost of the predictors"),
+    "compression": Target("compression", "Codecs of contributions"),
+    "events": Target("event_loop", "Events of the simulator's loop"),
     "simulation": Target("simulation", "Whole simulations"),
 }
 
 
 class BenchError(Exception):
-    """A measurement's own job did not end well."""
+    """A benchmark's own job failed."""
 
 
 def main(targets: Sequence[str], path: str | Path | None = None, device: str = "cpu") -> int:
-    """Measure these, or all that the device allows, and print a table for each; into `path` goes everything as JSON.
+    """Run benchmarks and print a table for each.
 
-    Returns the exit status. Raises JobError for an unknown target, a GPU that is not there, or a file that cannot be
-    written, before anything is measured.
+    Parameters
+    ----------
+    targets
+        Names of the benchmarks; none for all that the device allows.
+    path
+        File for all results, as JSON.
+    device
+        "cpu" or "cuda".
+
+    Returns
+    -------
+    int
+        Exit status.
+
+    Raises
+    ------
+    JobError
+        Before any measurement, for an unknown target, a GPU that cannot be used, or a file that cannot be written.
     """
     chosen = parse(targets, device)
     if device == "cuda" and (why := gpu_selection.found().why):
@@ -89,9 +116,9 @@ def main(targets: Sequence[str], path: str | Path | None = None, device: str = "
 
 
 def _measured(name: str, device: str, kinds: Sequence[str], console: Console) -> dict[str, Any]:
-    """For the file, what the console shows of one target; empty if nothing could be measured.
+    """Measure one target and print its table; return the results for the file, empty if nothing could be measured.
 
-    That one kind of window of several fails is a finding.
+    The failure of one kind of window among several is a result.
     """
     target = TARGETS[name]
     library, figures, failed = "", [], {}
@@ -110,7 +137,13 @@ def _measured(name: str, device: str, kinds: Sequence[str], console: Console) ->
 
 
 def parse(targets: Sequence[str], device: str = "cpu") -> list[str]:
-    """The names of what to measure on this device, all that it allows for none. Raises JobError."""
+    """Return the names of the targets to measure on this device, by default all that it allows.
+
+    Raises
+    ------
+    JobError
+        For an unknown device or target.
+    """
     if device not in ("cpu", "cuda"):
         raise JobError(f"--device {shown(device)}: must be cpu or cuda")
     allowed = [name for name, target in TARGETS.items() if device == "cpu" or target.windows]
@@ -123,20 +156,42 @@ def parse(targets: Sequence[str], device: str = "cpu") -> list[str]:
 
 
 def windows() -> tuple[list[str], str]:
-    """The kinds of windows that serve for this node's GPUs, the fastest first, and what was found out about every kind.
+    """Return the kinds of windows that work for this node's GPUs, the fastest first, and the results of every kind.
 
-    Raises JobError if none does.
+    Raises
+    ------
+    JobError
+        If none works.
     """
     found = rehearse()
     if not (kinds := serving(found)):
-        raise JobError(f"--device cuda: no kind of window serves: {reason(found)}")
+        raise JobError(f"--device cuda: no kind of window works: {reason(found)}")
     return kinds, reason(found, kinds[0])
 
 
 def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[str, list[Figure]]:
-    """The MPI library ("" for a target that needs none), and the figures, which on a GPU name the kind of window.
+    """Run one benchmark.
 
-    Raises BenchError.
+    Parameters
+    ----------
+    target
+        Benchmark to run.
+    device
+        "cpu" or "cuda".
+    kind
+        Kind of window.
+
+    Returns
+    -------
+    library : str
+        MPI library, "" for a target that needs none.
+    figures : list of Figure
+        Results; on a GPU their names include the kind of window.
+
+    Raises
+    ------
+    BenchError
+        If the benchmark's job fails.
     """
     if target.ranks == 0:
         return "", importlib.import_module(f"{__name__}.{target.module}").measure()

@@ -23,22 +23,23 @@ from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import OptimizerSpec
 
-BATCH = 8  # small, so that it is the communication that counts
+BATCH = 8  # small, so that communication dominates
 OPTIONS: dict[str, float] = {"momentum": 0.9}
 LR = 1e-3
-WARM_UP = 3  # DistributedDataParallel arranges its buckets anew after the first step
+WARM_UP = 3  # DistributedDataParallel rebuilds its buckets after the first step
 DDP_BUCKET_BYTES = 25 << 20  # its default
 AIM = 1.0
 
 
 class Net(NamedTuple):
-    """A perceptron of equal layers. steps: in one repetition."""
+    """Perceptron of equal layers; `steps` is the number of steps per repetition."""
 
     layers: int
     width: int
     steps: int
 
     def build(self) -> nn.Module:
+        """Return the network with weights that are equal on all ranks."""
         torch.manual_seed(0)
         stages = [stage for _ in range(self.layers) for stage in (nn.Linear(self.width, self.width), nn.ReLU())]
         return nn.Sequential(*stages[:-1])
@@ -50,11 +51,17 @@ NETS = (Net(4, 158, 50), Net(8, 790, 4), Net(10, 2450, 1))
 def measure(
     comm: MPI.Intracomm, ranks: Sequence[int] = (1, 2, 3, 4), nets: Sequence[Net] = NETS, repetitions: int = 5
 ) -> list[Figure]:
-    """The first ranks of comm train, all on this node; the others wait quietly. The figures come back on rank 0."""
+    """Measure training by the first ranks of `comm`, all on this node; the other ranks wait with backoff.
+
+    Returns
+    -------
+    list of Figure
+        On rank 0; empty on the others.
+    """
     backoff, figures = Backoff(comm), []
     with _gloo(comm):
         for n_ranks in ranks:
-            group = dist.new_group(range(n_ranks))  # everybody takes part in making it
+            group = dist.new_group(range(n_ranks))  # collective over all ranks
             part = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
             if part != MPI.COMM_NULL:
                 assert isinstance(part, MPI.Intracomm)
@@ -67,14 +74,14 @@ def measure(
 
 @contextlib.contextmanager
 def _gloo(comm: MPI.Intracomm) -> Iterator[None]:
-    """torch's own process group of all ranks, all on this node."""
+    """Create torch's own process group of all ranks, all on this node."""
     if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host's name may lead nowhere
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
     with tempfile.TemporaryDirectory() as folder:
         folder = comm.bcast(folder)
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
         yield
-        comm.Barrier()  # nobody needs the folder any more; who fails does not come here, and ends the job
+        comm.Barrier()  # no rank needs the folder any more; a rank that fails ends the job instead
         dist.destroy_process_group()
 
 
@@ -111,7 +118,7 @@ def _ours(flat: FlatModel, reducer: BucketReducer, batch: torch.Tensor) -> Calla
 
 
 def _ddp(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
-    """As its users write it."""
+    """Return a training step as users of DistributedDataParallel write it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, **OPTIONS)  # type: ignore[arg-type]
 
     def step() -> None:
@@ -123,7 +130,7 @@ def _ddp(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
 
 
 def _gloo_all_reduce(vector: torch.Tensor, group: Any) -> Callable[[], None]:
-    """In the buckets that DistributedDataParallel would use."""
+    """Return an all-reduce of the vector in the buckets that DistributedDataParallel would use."""
     buckets = vector.split(DDP_BUCKET_BYTES // vector.element_size())
 
     def all_reduce() -> None:
@@ -134,7 +141,7 @@ def _gloo_all_reduce(vector: torch.Tensor, group: Any) -> Callable[[], None]:
 
 
 def _seconds(comm: MPI.Intracomm, call: Callable[[], Any], times: int) -> float:
-    """For one of these calls, on the slowest rank."""
+    """Return the duration of one call on the slowest rank, in seconds."""
     comm.Barrier()
     begin_s = time.perf_counter()
     for _ in range(times):
@@ -151,7 +158,7 @@ def _figures(
     gloo: Sequence[float],
     copy: Sequence[float],
 ) -> list[Figure]:
-    """All given as seconds."""
+    """Return the figures of one network; durations are in seconds."""
     together = f"{n_ranks} rank{'s' if n_ranks > 1 else ''}"
     what = f"{size / 1e6:.1f} million float32, {together}"
     samples, n_bytes = n_ranks * BATCH, 4e-9 * size

@@ -1,4 +1,4 @@
-"""What a codec takes for a vector, beside a copy of it, and on which links that is worth while."""
+"""Speed of codecs beside a copy of the vector, and the link bandwidth below which they pay."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ SIZES = (1_000_000, 25_000_000)
 
 
 def measure(sizes: Sequence[int] = SIZES, repetitions: int = 5) -> list[Figure]:
-    """Every codec as it is by default, with one thread, as a rank has."""
+    """Measure every codec with its default options, with one thread as on a rank."""
     with threadpool_limits(1):
         return [figure for n in sizes for name in CODECS for figure in _measure(name, n, repetitions)]
 
 
 def layout(n: int) -> TensorLayout:
-    """Of so many elements: three large matrices and a bias."""
+    """Return a layout of `n` elements: three large matrices and a bias."""
     width = math.isqrt((n - 1) // 4)
     return TensorLayout([(width, 2 * width), (width, width), (width, width), (n - 4 * width * width,)])
 
@@ -60,5 +60,5 @@ def _seconds(call: Callable[..., Any], *arguments: Any) -> float:
 
 
 def _rates(n_bytes: int, seconds: Sequence[float]) -> list[float]:
-    """GB/s."""
+    """Return the rates in GB/s."""
     return [1e-9 * n_bytes / took_s for took_s in seconds]

@@ -1,4 +1,4 @@
-"""What one decision of a paradigm costs, and how that grows with the number of workers. No MPI, no engine."""
+"""Cost of one decision of a paradigm, and its growth with the number of workers, without MPI or engine."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PARADIGMS: dict[str, dict[str, float | str]] = {
     "dssp": {"staleness_min": 3, "staleness_max": 15},
     "k-sync": {"k": "state"},
     "k-batch-async": {"k": "state"},
-    # Through all stages, and with a search about half of the time.
+    # These options go through all stages, and search about half of the time.
     "ashl": {"warmup": 5, "profiled": 10},
     "adsp": {"check_period_s": 10.0, "interval_min_s": 2.0, "search_every_s": 20.0},
 }
 
 
 def measure(workers: Sequence[int] = WORKERS, pushes_per_worker: int = 100, repetitions: int = 5) -> list[Figure]:
-    """Each beside the same at the smallest number of workers: the ratio is the growth, and 1 is none."""
+    """Measure each paradigm beside itself with the smallest number of workers; the ratio is the growth."""
     return [
         figure
         for name, options in PARADIGMS.items()
@@ -43,15 +43,15 @@ def _measure(
     every = in_turn(repetitions, *(partial(every_us, make, events) for make, (events, _) in cases))
     figures = [Figure(f"{name}, {n} workers", "us", us, limit, every[0]) for n, us in zip(workers, every, strict=True)]
     if all(consulted for _, (_, consulted) in cases):
-        asked = in_turn(repetitions, *(partial(consulted_us, make, *schedule) for make, schedule in cases))
-        for n, us, (events, consulted) in zip(workers, asked, schedules, strict=True):
+        times_us = in_turn(repetitions, *(partial(consulted_us, make, *schedule) for make, schedule in cases))
+        for n, us, (events, consulted) in zip(workers, times_us, schedules, strict=True):
             what = f"{name}, {n} workers, the {len(consulted) / len(events):.1%} that ask the controller"
-            figures.append(Figure(what, "us", us, limit, asked[0]))
+            figures.append(Figure(what, "us", us, limit, times_us[0]))
     return figures
 
 
 def every_us(make: Callable[[], Paradigm], events: Sequence[Pushed]) -> float:
-    """Microseconds that a fresh paradigm takes for one of these events."""
+    """Return the time per event that a new paradigm takes for these events, in microseconds."""
     handle = make().handle
     begin_s = time.perf_counter()
     for event in events:
@@ -60,7 +60,7 @@ def every_us(make: Callable[[], Paradigm], events: Sequence[Pushed]) -> float:
 
 
 def consulted_us(make: Callable[[], Paradigm], events: Sequence[Pushed], consulted: Set[int]) -> float:
-    """Microseconds for one of those events in which the controller is consulted."""
+    """Return the time per event in which the controller is consulted, in microseconds."""
     handle, clock = make().handle, time.perf_counter
     took_s = 0.0
     for i, event in enumerate(events):
@@ -72,11 +72,18 @@ def consulted_us(make: Callable[[], Paradigm], events: Sequence[Pushed], consult
 
 
 def schedule(paradigm: Paradigm, pushes: int) -> tuple[list[Pushed], set[int]]:
-    """So many pushes in virtual time, and in which of them a controller was consulted.
+    """Simulate `pushes` pushes in virtual time.
 
     The slowest quarter of the workers takes twice as long as the fastest, all with some jitter, so that bounds are
-    reached, workers held, and controllers asked. The loss stays what it is, and every push
-    is of one step, whatever was granted.
+    reached, workers blocked, and controllers consulted. The loss is constant, and every push is of one step, whatever
+    was granted.
+
+    Returns
+    -------
+    events : list of Pushed
+        The pushes.
+    consulted : set of int
+        Indices of the pushes for which a controller was consulted.
     """
     jitter = random.Random(1)
     seconds = [1.0 + worker % 4 / 3 for worker in range(paradigm.n_workers)]

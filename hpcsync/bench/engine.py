@@ -1,4 +1,4 @@
-"""The engine as a run has it, without a model: asynchronous workers that push what they are given, and a trace."""
+"""Parameter-server engine without a model: asynchronous workers that push constant gradients, and a trace."""
 
 from __future__ import annotations
 
@@ -34,11 +34,25 @@ def with_engine(
     work: Callable[[Worker, torch.Tensor, torch.Tensor], T],
     transport: Transport = HOST,
 ) -> T | None:
-    """Rank 0 serves `size` float32 parameters; every other rank returns work(worker, its weights, its gradient).
+    """Serve parameters on rank 0 while every other rank calls `work`; collective.
 
-    All of them lie where the transport says.
+    Parameters
+    ----------
+    comm
+        Communicator; rank 0 is the server, the others are workers.
+    size
+        Number of float32 parameters.
+    optimizer
+        Optimizer of the server.
+    work
+        Called with the worker, its weights and its gradient.
+    transport
+        Transport of the tensors, which also determines their device.
 
-    Collective; ranks leave it together and quietly.
+    Returns
+    -------
+    object
+        Result of `work`; None on rank 0. All ranks return together, after waiting with backoff.
     """
     weights, gradient = torch.zeros(size, device=transport.device), torch.full((size,), 1e-3, device=transport.device)
     link = ServerChannel(comm, Roles(1, comm.size - 1), size, weights.dtype, transport)

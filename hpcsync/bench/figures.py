@@ -1,4 +1,4 @@
-"""What was measured, beside what it is compared with, and how it is shown."""
+"""Benchmark figures: values, the limits they are compared with, and their table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ from rich.text import Text
 
 @dataclass(frozen=True)
 class Figure:
-    """One thing measured, one value per repetition, and what was measured in turn with it.
+    """One measured quantity, one value per repetition, and the limit measured alternately with it.
 
-    what:  with the reason if it could not be measured, and there are no values.
-    unit:  of values and limits; one that ends in "/s" is a rate, of which more is better, otherwise less is.
-    limit: what it is compared with, in words: mostly what the machine does without us. Its values are `limits`.
-    aim:   what the ratio should be: at least so much for a rate, else at most.
+    Attributes
+    ----------
+    what : str
+        Name of the quantity; includes the reason if it could not be measured, in which case there are no values.
+    unit : str
+        Unit of values and limits. If it ends in "/s", the quantity is a rate, of which more is better; otherwise less
+        is.
+    values : sequence of float
+        One value per repetition.
+    limit : str
+        Name of the reference, in most cases what the machine achieves without hpcsync.
+    limits : sequence of float
+        Values of the reference.
+    aim : float or None
+        Intended ratio: a minimum for a rate, otherwise a maximum.
     """
 
     what: str
@@ -30,40 +41,49 @@ class Figure:
 
     @property
     def is_rate(self) -> bool:
+        """Whether more is better."""
         return self.unit.endswith("/s")
 
     @property
     def ratio(self) -> float | None:
-        """Median over median."""
+        """Median of the values divided by the median of the limits; None without limits."""
         return statistics.median(self.values) / statistics.median(self.limits) if self.limits else None
 
     @property
     def reached(self) -> bool | None:
-        """Whether the aim is reached; None where there is none."""
+        """Whether the aim is reached; None without an aim."""
         if self.aim is None or self.ratio is None:
             return None
         return self.ratio >= self.aim if self.is_rate else self.ratio <= self.aim
 
     def best(self, values: Sequence[float]) -> float:
+        """Return the best of these values."""
         return max(values) if self.is_rate else min(values)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the figure with its ratio and whether the aim is reached, for JSON."""
         return {**asdict(self), "ratio": self.ratio, "reached": self.reached}
 
 
 def in_turn(repetitions: int, *measure: Callable[[], float]) -> list[list[float]]:
-    """The values of each of these, measured in turn so that a disturbance of the machine hits all of them alike.
+    """Measure these alternately, so that a disturbance of the machine affects all of them alike.
 
-    The first round warms up (pages are touched, connections made) and does not count.
+    The first round warms up (pages are touched, connections made) and is not counted.
+
+    Returns
+    -------
+    list of list of float
+        One list of values per measurement.
     """
     rounds = [[one() for one in measure] for _ in range(repetitions + 1)]
     return [list(values) for values in zip(*rounds[1:], strict=True)]
 
 
 def table(title: str, figures: Sequence[Figure]) -> Table:
+    """Return a table of figures for the console."""
     result = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("measured", "median (best)", "beside, in the same job", "median (best)", "ratio", "aim"):
-        if column in ("measured", "beside, in the same job"):
+    for column in ("measured", "median (best)", "reference, in the same job", "median (best)", "ratio", "aim"):
+        if column in ("measured", "reference, in the same job"):
             result.add_column(column, overflow="fold")
         else:
             result.add_column(column, justify="right", no_wrap=True)
@@ -88,6 +108,6 @@ def _shown(figure: Figure, values: Sequence[float]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits: more would be noise."""
+    """Format a value with three significant digits: more would be noise."""
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:,.{decimals}f}"

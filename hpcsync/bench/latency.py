@@ -1,6 +1,6 @@
-"""Round trips a second for a model of a kilobyte, beside the same MPI's ping-pong of eight bytes.
+"""Round trips per second for a model of one kilobyte, beside the same MPI's ping-pong of eight bytes.
 
-What such an iteration takes is the host's work. On a GPU it stands beside that of the same engine on host windows.
+Such an iteration consists of host work. On a GPU it is shown beside the same engine with host windows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ def measure(
     round_trips: int = 2000,
     repetitions: int = 5,
 ) -> list[Figure]:
-    """The first ranks of comm: rank 0 answers, the others ask, all at once. The figures come back on rank 0."""
+    """Measure on the first ranks of `comm`: rank 0 serves, and all others push concurrently.
+
+    Returns
+    -------
+    list of Figure
+        On rank 0; empty on the others.
+    """
     figures = []
     for n_workers in workers:
         part = comm.Split(0 if comm.rank <= n_workers else MPI.UNDEFINED)

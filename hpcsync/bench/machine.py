@@ -1,4 +1,4 @@
-"""The machine that figures come from, in one line: without it they mean nothing."""
+"""Description of the machine and the versions that figures depend on."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 
 def machine(device: str = "cpu") -> str:
-    """device: "cuda" for its GPUs too."""
+    """Return CPU, cores and memory in one line, with "cuda" also the GPUs."""
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return f"{_cpu()}, {_cores()} cores, {gib:.0f} GiB" + (_gpus() if device == "cuda" else "")
 
 
 def versions(device: str = "cpu") -> str:
-    """device: "cuda" for all that has to do with it too."""
+    """Return the versions of Python and packages in one line, with "cuda" also those related to CUDA."""
     packages = ", ".join(f"{name} {metadata.version(name)}" for name in ("numpy", "torch", "mpi4py", "h5py"))
     return f"Python {platform.python_version()}, {packages}" + (_cuda() if device == "cuda" else "")
 

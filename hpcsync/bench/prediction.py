@@ -1,4 +1,4 @@
-"""How well each predictor foretells made-up series of speeds, beside the last value, and what the network costs."""
+"""Errors of the speed predictors on synthetic series, beside the last value, and the cost of the network."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.training.speed_models import PREDICTORS, SHARE, WINDOW, nominal_clock, predictor
 
 SPEED = 1000.0  # samples/s
-NOISE = 0.05  # of every series, but for the first
-SCORED_FROM = 50  # observations: before, the network is not believed
+NOISE = 0.05  # standard deviation of the logarithm of every series' noise
+SCORED_FROM = 50  # observations; the network is not used before
 ITERATION_S = 0.02
 SEEDS = (1, 2, 3)
 
 
 def constant(n: int, generator: np.random.Generator) -> np.ndarray:
+    """Return a constant speed."""
     return np.ones(n)
 
 
 def stepping(n: int, generator: np.random.Generator) -> np.ndarray:
-    """Half as fast for 100 observations, then as before, and so on."""
+    """Return a speed that alternates between 1 and 0.5, with 100 observations each."""
     return np.where(np.arange(n) // 100 % 2, 0.5, 1.0)
 
 
 def drifting(n: int, generator: np.random.Generator) -> np.ndarray:
-    """A random walk, by 2 % an observation, that is drawn back to 1."""
+    """Return a random walk with steps of 2 % that reverts to 1."""
     logs, log = np.empty(n), 0.0
     for i, step in enumerate(generator.normal(0.0, 0.02, n)):
         log = logs[i] = 0.99 * log + step
@@ -37,12 +38,15 @@ def drifting(n: int, generator: np.random.Generator) -> np.ndarray:
 
 
 def periodic(n: int, generator: np.random.Generator) -> np.ndarray:
-    """Up and down by 30 % every 12 observations."""
+    """Return a sine of amplitude 30 % with a period of 12 observations."""
     return 1.0 + 0.3 * np.sin(2.0 * math.pi * np.arange(n) / 12.0)
 
 
 def bursty(n: int, generator: np.random.Generator) -> np.ndarray:
-    """A third as fast in bursts, of 8 observations on the average and as rare as one in 40 that begins one."""
+    """Return a speed that falls to a third in bursts of 8 observations on average.
+
+    A burst begins with probability 1/40.
+    """
     busy, speeds = False, np.ones(n)
     for i, draw in enumerate(generator.random(n)):
         busy = draw >= 1 / 8 if busy else draw < 1 / 40
@@ -55,13 +59,13 @@ SERIES: dict[str, Series] = {one.__name__: one for one in (constant, stepping, d
 
 
 def speeds(series: str, n: int, seed: int, noise: float = NOISE) -> list[float]:
-    """So many speeds of this series, each with independent noise."""
+    """Return `n` speeds of this series in samples/s, each with independent noise."""
     generator = np.random.default_rng([seed, list(SERIES).index(series)])
     return [float(v) for v in SPEED * SERIES[series](n, generator) * generator.lognormal(0.0, noise, n)]
 
 
 def error(name: str, observed: Sequence[float], seed: int, iteration_s: float = math.inf) -> float:
-    """Mean absolute relative error of this predictor's predictions, in iterations of so many seconds."""
+    """Return the mean absolute relative error of a predictor, for iterations of `iteration_s` seconds."""
     one = predictor(name, seed, 0, nominal_clock())
     errors = []
     for speed in observed:
@@ -71,11 +75,12 @@ def error(name: str, observed: Sequence[float], seed: int, iteration_s: float = 
 
 
 def errors(series: str, name: str, n: int, iteration_s: float = math.inf, seeds: Sequence[int] = SEEDS) -> list[float]:
-    """One for each seed."""
+    """Return the error for each seed."""
     return [error(name, speeds(series, n, seed), seed, iteration_s) for seed in seeds]
 
 
 def measure(n: int = 2000, repetitions: int = 5) -> list[Figure]:
+    """Measure the errors of all predictors on all series, and their costs."""
     figures = []
     short = f"iterations of {1e3 * ITERATION_S:.0f} ms"
     for series in SERIES:
@@ -83,7 +88,7 @@ def measure(n: int = 2000, repetitions: int = 5) -> list[Figure]:
         for name in PREDICTORS[1:]:
             for iterations, iteration_s in ((short, ITERATION_S), ("trained every time", math.inf)):
                 if name == "smoothing" and iteration_s == math.inf:
-                    continue  # it is the same
+                    continue  # the same as above
                 values = [100.0 * value for value in errors(series, name, n, iteration_s)]
                 spread = f"mean {statistics.fmean(values):.2f}, {min(values):.2f} to {max(values):.2f}"
                 figures.append(
@@ -93,7 +98,7 @@ def measure(n: int = 2000, repetitions: int = 5) -> list[Figure]:
 
 
 def costs(n: int, repetitions: int) -> list[Figure]:
-    """What an observation and the prediction after it take, and what the bound leaves of that."""
+    """Measure an observation with the following prediction, without and with the bound on training."""
     observed = speeds("bursty", n + WINDOW, 1)
     limit, limits = f"an iteration of {1e3 * ITERATION_S:.0f} ms", [1e6 * ITERATION_S] * repetitions
     smoothing, unbounded, bounded = in_turn(
@@ -110,7 +115,7 @@ def costs(n: int, repetitions: int) -> list[Figure]:
 
 
 def each_us(name: str, observed: Sequence[float], iteration_s: float = math.inf) -> float:
-    """Microseconds to observe and predict one speed, once the network's window is full."""
+    """Return the time to observe and predict one speed once the network's window is full, in microseconds."""
     one = predictor(name, 1, 0)
     for speed in observed[:WINDOW]:
         one.observe(speed, iteration_s)

@@ -1,4 +1,7 @@
-"""One rank of a measurement: python -m mpi4py -m hpcsync.bench.rank TARGET RESULT.json [DEVICE KIND]"""
+"""One rank of a benchmark.
+
+Usage: python -m mpi4py -m hpcsync.bench.rank TARGET RESULT.json [DEVICE KIND]
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,18 @@ from hpcsync.system import gpu_selection
 
 
 def main(target: str, path: str, device: str = "cpu", kind: str = "") -> None:
-    """Measure with all ranks of the world; the rank that has the figures writes them down.
+    """Measure with all ranks of the world and write the figures, gathered on rank 0.
 
-    device, kind: where tensors lie and which windows they move in, for a target that moves some.
+    Parameters
+    ----------
+    target
+        Module of the benchmark.
+    path
+        File for the result.
+    device, kind
+        Device of the tensors and kind of window, for a target that moves tensors.
     """
-    claimed = gpu_selection.claim(device)  # before MPI begins, which then finds the GPU that is in use
+    claimed = gpu_selection.claim(device)  # before MPI is initialised, which then finds the current GPU
     from mpi4py import MPI
 
     from hpcsync.mpi.transport.tensor_window import Transport

@@ -1,4 +1,4 @@
-"""A whole iteration's communication for a large model: push, apply, grant, pull, beside the memory passes it needs."""
+"""Communication of a whole iteration for a large model (push, apply, grant, pull) beside the memory passes it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.training.optimizers import OptimizerSpec
 
 SIZES = {"cpu": (25_000_000,), "cuda": (25_000_000, 100_000_000, 500_000_000)}
-VECTORS = 12  # of both ranks: two buffers, slot, gradient, weights, momentum; gradient, weights, and the passes' four
+VECTORS = (
+    12  # on both ranks: two buffers, slot, gradient, weights, momentum; gradient, weights, and four for the passes
+)
 AIM = 1.5  # in host memory
 OPTIMIZERS = {
     "sgd": OptimizerSpec("sgd", 0.05),
@@ -28,9 +30,19 @@ OPTIMIZERS = {
 def measure(
     comm: MPI.Intracomm, transport: Transport = HOST, sizes: Sequence[int] = (), repetitions: int = 15
 ) -> list[Figure]:
-    """Rank 1 is the only worker; the passes are made there too, while the server has nothing to do.
+    """Measure with one server and one worker, rank 1, which also makes the memory passes while the server is idle.
 
-    sizes: by default those for the device; what does not fit on it is left out, and that is told.
+    Parameters
+    ----------
+    comm
+        Communicator; ranks above 1 do nothing.
+    transport
+        Transport of the tensors.
+    sizes
+        Numbers of parameters, by default those for the device. A size that does not fit on the GPU is reported without
+        values.
+    repetitions
+        Number of repetitions.
     """
     part = comm.Split(comm.rank < 2)
     assert isinstance(part, MPI.Intracomm)
@@ -42,11 +54,11 @@ def measure(
 
 
 def _too_large(comm: MPI.Intracomm, transport: Transport, size: int) -> str:
-    """Why there is no room on the GPU, which may be one for both ranks; "" if there is."""
+    """Return why there is no room on the GPU, which both ranks may share; "" if there is."""
     device = transport.device
     if device.type == "cpu":
         return ""
-    torch.cuda.empty_cache()  # what this process keeps does not count as free
+    torch.cuda.empty_cache()  # memory cached by this process does not count as free
     comm.Barrier()
     free, needed = comm.allreduce(torch.cuda.mem_get_info(device)[0], MPI.MIN), 4 * VECTORS * size
     return "" if needed <= free else f"needs {needed / 1e9:.1f} GB on the GPU, {free / 1e9:.1f} GB are free"
@@ -57,8 +69,8 @@ def _measure(comm: MPI.Intracomm, transport: Transport, size: int, repetitions: 
         if why := _too_large(comm, transport, size):
             raise JobError(why)
         return _figures(comm, transport, size, repetitions)
-    except JobError as why_not:  # of both ranks
-        return [Figure(f"{size:,} float32: {why_not}", "ms", [])] if comm.rank == 1 else []
+    except JobError as error:  # raised on both ranks
+        return [Figure(f"{size:,} float32: {error}", "ms", [])] if comm.rank == 1 else []
 
 
 def _figures(comm: MPI.Intracomm, transport: Transport, size: int, repetitions: int) -> list[Figure]:
@@ -90,7 +102,7 @@ def _round_trip_ms(worker: Worker, weights: torch.Tensor) -> float:
 
 
 class _Passes:
-    """What no parameter server can do without, on memory of this process's own, of the same kind."""
+    """Memory passes that every parameter server needs, on memory of this process and of the same kind."""
 
     def __init__(self, optimizer: OptimizerSpec, weights: torch.Tensor, gradient: torch.Tensor) -> None:
         self._weights, self._gradient = torch.zeros_like(weights), gradient
@@ -99,6 +111,7 @@ class _Passes:
         self._optimizer = optimizer.build(self._parameter)
 
     def took_ms(self) -> float:
+        """Make the passes; return their duration in milliseconds."""
         assert self._parameter.grad is not None
         begin_s = time.perf_counter()
         self._parameter.grad.copy_(self._gradient)

@@ -1,4 +1,4 @@
-"""What a simulation costs: its decisions and events without arithmetic, and what it adds to real arithmetic."""
+"""Cost of simulations: decisions and events without arithmetic, and the overhead over real arithmetic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.bench.events import BARE, bare, random_delays
+from hpcsync.bench.event_loop import BARE, bare, random_delays
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_paradigm
@@ -30,10 +30,10 @@ NETWORK = {"bandwidth_gbit": 10.0, "latency_us": 50.0}
 
 
 def measure(workers: int = 1000, iterations: int = 50, gradients: int = 1000, repetitions: int = 5) -> list[Figure]:
-    """What a simulation costs.
+    """Measure simulations without and with arithmetic.
 
-    Without arithmetic: the events of `workers` workers. With it: so many gradients of digits, small and large,
-    of few workers and of many.
+    Without arithmetic, the events of `workers` workers are measured; with it, `gradients` gradients of digits, small
+    and large, of few workers and of many.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -87,7 +87,10 @@ def _job(workload: dict[str, Any], workers: int, updates: int, **tables: Any) ->
 
 
 def simulate(job: Job) -> tuple[int, float]:
-    """Events of a whole simulation with its trace, and the seconds that it takes, evaluation at its end left out."""
+    """Return the number of events of a whole simulation with its trace, and its seconds.
+
+    The final evaluation is left out.
+    """
     workload = replace(build(job), evaluate=None)
     paradigm = create_paradigm(job)
     virtual = cluster.build(job, workload)
@@ -103,7 +106,7 @@ def simulate(job: Job) -> tuple[int, float]:
 
 
 def arithmetic_alone(job: Job) -> float:
-    """Seconds of as many batches, gradients and optimizer steps of one worker, with nothing copied."""
+    """Return the seconds of as many batches, gradients and optimizer steps of one worker, without copies."""
     workload, seed = build(job), job.seed
     assert not isinstance(job.workload, Script) and workload.train is not None
     flat = FlatModel(workload.model)

@@ -1,4 +1,4 @@
-"""What a traced event costs: an append while the server works, and its share of a flush while nobody waits."""
+"""Cost of a traced event: an append while the server works, and its share of a flush while no message waits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from typing import BinaryIO
 import numpy as np
 
 from hpcsync.bench.figures import Figure, in_turn
-from hpcsync.trace.schema import PUSHES
+from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
 
+PUSHES = TABLES["pushes"]
 ROWS = 4000  # below what the writer holds in memory, so that an append never flushes
 
 
 def measure(rows: int = ROWS, repetitions: int = 15) -> list[Figure]:
-    """Rows of /pushes, the widest table."""
+    """Measure rows of /pushes, the widest table."""
     with tempfile.TemporaryDirectory() as folder, TraceWriter(Path(folder) / "trace.h5", {}) as trace:
         with open(Path(folder) / "plain", "wb") as plain:
             append_us, flush_us, pack_us, write_us = in_turn(

@@ -17,14 +17,14 @@ from hpcsync.mpi.transport.tensor_window import HOST, TensorWindow, Transport
 
 SIZES_MB = (1, 16, 100)
 AIM = 0.8  # in host memory
-AIM_FROM_MB = 16  # below that, what a call costs counts too
-LOOP_BYTES = 50e6  # transferred for one value, if less than that at a time
+AIM_FROM_MB = 16  # below this size the cost of a call matters too
+LOOP_BYTES = 50e6  # smaller transfers are repeated until one value covers so many bytes
 
 
 def measure(
     comm: MPI.Intracomm, transport: Transport = HOST, sizes_mb: Sequence[float] = SIZES_MB, repetitions: int = 11
 ) -> list[Figure]:
-    """Rank 1 transfers to and from rank 0, which waits quietly."""
+    """Measure transfers by rank 1 to and from rank 0, which waits with backoff."""
     backoff = Backoff(comm, passive=transport.passive)
     return [figure for size_mb in sizes_mb for figure in _measure_size(comm, transport, backoff, size_mb, repetitions)]
 
@@ -35,7 +35,7 @@ def _measure_size(
     size_bytes = int(size_mb * 1e6)
     here = torch.ones(size_bytes if comm.rank == 1 else 0, dtype=torch.uint8, device=transport.device)
     with transport.window(comm, size_bytes if comm.rank == 0 else 0, torch.uint8) as window:
-        window.local.fill_(1)  # its owner touches a server's weights first, too
+        window.local.fill_(1)  # first touched by its owner, as a server's weights are
         window.release(0, len(window.local))
         comm.Barrier()
         figures = _transfer(window, here, size_mb, repetitions) if comm.rank == 1 else []
@@ -65,11 +65,15 @@ def _transfer(window: TensorWindow, here: torch.Tensor, size_mb: float, repetiti
 
 
 def host_copy(here: torch.Tensor) -> dict[str, Callable[[], None]]:
+    """Return a copy of as many bytes in host memory, by name."""
     return {"numpy.copyto": partial(np.copyto, np.ones(len(here), np.uint8), here.numpy())}
 
 
 def gpu_copies(here: torch.Tensor) -> dict[str, Callable[[], None]]:
-    """Within the GPU's memory, and the way that tensors take where ranks meet in host memory."""
+    """Return, by name, a copy within the GPU's memory, and one through page-locked host memory.
+
+    The latter is the path of tensors whose ranks exchange data in host memory.
+    """
     there, locked = torch.ones_like(here), torch.ones(len(here), dtype=here.dtype, pin_memory=here.is_cuda)
 
     def on_device() -> None:

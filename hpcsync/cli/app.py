@@ -135,7 +135,7 @@ def audit(
     ],
 ) -> None:
     """Replay a trace's pushes through a fresh paradigm, compare every grant, and check the invariants."""
-    from hpcsync.audit import run as auditing
+    from hpcsync.audit import trace_audit as auditing
 
     with told_in_one_line():
         sys.exit(auditing.main(trace))

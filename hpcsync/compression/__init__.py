@@ -1,6 +1,6 @@
-"""Fewer bytes for a push: codecs of flat vectors, with error feedback, on NumPy's or CuPy's arrays.
+"""Gradient compression: codecs of flat vectors, with error feedback, on NumPy or CuPy arrays.
 
-`create` makes one by its name; `codec` says what it can do.
+`create` builds a codec by name; `hpcsync.compression.codec` defines the interface.
 """
 
 from __future__ import annotations
@@ -42,17 +42,38 @@ def create(
     error_feedback: bool | None = None,
     **options: Any,
 ) -> Codec:
-    """Make the codec of this name for vectors of this layout.
+    """Create a codec by name.
 
-    error_feedback: None: where the codec `feeds_back`.
-    options: top-k and random-k `ratio`; dgc `ratio`, `momentum`, `nesterov`, `clip`, `warmup`, `warmup_ratios`; qsgd
-    `levels`, `bucket`; powersgd `rank`; one-bit, sign, fp16 and bf16 have none.
+    Parameters
+    ----------
+    name
+        A key of `CODECS`.
+    layout
+        Tensors in the flat vector.
+    dtype
+        Type of the vectors, float32 or float64.
+    seed
+        Seed of random choices.
+    error_feedback
+        Whether to add error feedback; None: the codec's default, `feeds_back`.
+    **options
+        top-k and random-k: ratio. dgc: ratio, momentum, nesterov, clip, warmup, warmup_ratios. qsgd: levels, bucket.
+        powersgd: rank. one-bit, sign, fp16 and bf16: none.
 
-    Raises ValueError for an unknown name or a value that is not allowed, TypeError for an option that the codec does
-    not have.
+    Returns
+    -------
+    Codec
+        The codec, wrapped in `ErrorFeedback` if requested.
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown or an option has a value that is not allowed.
+    TypeError
+        If the codec does not have an option.
     """
     if name not in CODECS:
-        raise ValueError(f"there is no codec {name!r}, only {', '.join(CODECS)}")
+        raise ValueError(f"name must be one of {', '.join(CODECS)}, got {name!r}")
     kind = CODECS[name]
     fed_back = kind.feeds_back if error_feedback is None else error_feedback
     if kind is RandomK:

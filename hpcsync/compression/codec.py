@@ -1,4 +1,4 @@
-"""What a codec is: it makes fewer bytes of a flat vector, for each who holds a piece of it those that it needs."""
+"""Interface of codecs: a flat vector is encoded once, and each range of it can be sent and decoded separately."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from numpy.typing import DTypeLike, NDArray
 
 Array = NDArray[Any]  # or CuPy's, which has the same methods
 
-BLOCK = 1 << 18  # elements that are worked on at a time, so that a cache holds what several passes over them need
+BLOCK = 1 << 18  # elements processed at a time, so that several passes over them stay in the cache
 
 
 def namespace(array: Array) -> Any:
-    """The module whose functions take this array: numpy or cupy."""
+    """Return the module of this array's functions: numpy or cupy."""
     if isinstance(array, np.ndarray):
         return np
     import cupy
@@ -27,18 +27,26 @@ def namespace(array: Array) -> Any:
 
 
 def blocks(n: int, length: int = BLOCK) -> Iterator[slice]:
-    """n elements in slices of so many, the last of fewer."""
+    """Return slices of at most `length` elements that cover n elements."""
     return (slice(begin, min(begin + length, n)) for begin in range(0, n, length))
 
 
 def joined(arrays: Sequence[Array]) -> Array:
-    """The bytes of these arrays, one after the other."""
+    """Return the bytes of these arrays, concatenated."""
     parts = [array.reshape(-1).view(np.uint8) for array in arrays]
     return parts[0] if len(parts) == 1 else namespace(parts[0]).concatenate(parts)
 
 
 class Piece(NamedTuple):
-    """Elements begin to end (both of the flat vector) of a tensor."""
+    """Elements of one tensor.
+
+    Attributes
+    ----------
+    tensor
+        Number of the tensor.
+    begin, end
+        Range in the flat vector.
+    """
 
     tensor: int
     begin: int
@@ -46,10 +54,21 @@ class Piece(NamedTuple):
 
 
 class TensorLayout:
-    """Tensors that lie in a flat vector one after the other.
+    """Consecutive tensors in a flat vector.
 
-    size:   elements of all.
-    begins: where each tensor begins.
+    Parameters
+    ----------
+    shapes
+        Shape of each tensor.
+
+    Attributes
+    ----------
+    shapes, sizes
+        Shape and number of elements of each tensor.
+    begins
+        Position of each tensor's first element.
+    size
+        Number of elements of all tensors.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -58,63 +77,105 @@ class TensorLayout:
         *self.begins, self.size = accumulate(self.sizes, initial=0)
 
     def is_small(self, tensor: int) -> bool:
-        """Whether codecs that work tensor by tensor send it as it is: biases and the like are few and need it."""
+        """Return True if tensor-wise codecs send this tensor uncompressed.
+
+        It has at most one dimension: biases and the like have few elements and need the precision.
+        """
         return len(self.shapes[tensor]) <= 1
 
     def pieces(self, begin: int, end: int) -> list[Piece]:
-        """What of each tensor lies between these elements; tensors of which nothing does are left out."""
+        """Return the pieces of tensors between these elements; tensors without any are left out."""
         within = range(max(0, bisect_right(self.begins, begin) - 1), bisect_left(self.begins, end))
         cut = (Piece(i, max(begin, self.begins[i]), min(end, self.begins[i] + self.sizes[i])) for i in within)
         return [piece for piece in cut if piece.begin < piece.end]
 
 
 class Encoded(ABC):
-    """A vector as a codec sends it. It does not change with the vector or with what is encoded later."""
+    """Encoded vector. It is independent of later changes to the vector and of later encodings."""
 
     @abstractmethod
     def payload(self, begin: int, end: int) -> Array:
-        """The bytes (uint8) from which elements begin to end can be decoded."""
+        """Return the bytes (uint8) from which elements begin to end can be decoded."""
 
 
 class Codec(ABC):
-    """Makes payloads of a worker's vectors, or vectors of payloads.
+    """Encoder of one worker's vectors, and decoder.
 
-    dtype: of the vectors, float32 or float64.
-    seed:  of whatever is drawn.
+    Parameters
+    ----------
+    layout
+        Tensors in the flat vector.
+    dtype
+        Type of the vectors, float32 or float64.
+    seed
+        Seed of random choices.
 
-    One object is one worker's, with what it remembers from one vector to the next, or it only decodes, for which
-    nothing is remembered. Elements decoded in pieces have the same bits as decoded at once.
+    Attributes
+    ----------
+    feeds_back
+        True if what is left out or distorted must be sent later: error feedback is the default.
+    takes_ratio
+        True if the share of elements to send can be set for each vector.
+    keeps_rest
+        True if the codec itself keeps what it has not sent.
+    averages
+        True if the mean of all ranks' vectors is a product of mean factors, not a mean of products.
+    factor_sizes
+        Elements of the left and of the right factors, if `averages`.
+
+    Notes
+    -----
+    An object that encodes belongs to one worker and keeps state from one vector to the next; decoding needs no state.
+    Elements decoded in pieces have the same bits as elements decoded at once.
+
+    If `averages` is True, all ranks make three steps, each with the mean of the results of the step before:
+    `left_factors`, `right_factors`, `product`.
     """
 
-    feeds_back: bool = False  # what is left out or distorted must be sent later: error feedback, unless it is declined
-    takes_ratio: bool = False  # the share of elements to send can be told for each vector
-    keeps_rest: bool = False  # it remembers itself what it has not sent
-    averages: bool = False  # the mean of all ranks' vectors is a product of mean factors, and not a mean of products
-    factor_sizes: tuple[int, int] = (0, 0)  # elements of the left ones, and of the right ones
+    feeds_back: bool = False
+    takes_ratio: bool = False
+    keeps_rest: bool = False
+    averages: bool = False
+    factor_sizes: tuple[int, int] = (0, 0)
 
     def __init__(self, layout: TensorLayout, dtype: DTypeLike, *, seed: int = 0) -> None:
         self.layout = layout
         self.dtype = np.dtype(dtype)
         self.seed = seed
         if self.dtype not in (np.dtype(np.float32), np.dtype(np.float64)):
-            raise ValueError(f"dtype is {self.dtype}; float32 or float64 is needed")
+            raise ValueError(f"dtype must be float32 or float64, got {self.dtype}")
 
     def encode(self, vector: Array, ratio: float = math.nan) -> Encoded:
-        """Encode a vector of the layout's size, which stays as it is.
+        """Encode a vector.
 
-        ratio: the share of its elements to send this once; NaN: as the codec was told.
+        Parameters
+        ----------
+        vector
+            Shape (layout.size,); unchanged.
+        ratio
+            Share of its elements to send, for this vector only; NaN: as configured.
+
+        Returns
+        -------
+        Encoded
+            The encoded vector.
+
+        Raises
+        ------
+        ValueError
+            If the vector has another shape or type, or the codec takes no ratio.
         """
         if vector.shape != (self.layout.size,) or vector.dtype != self.dtype:
-            needed = f"{self.dtype} of shape ({self.layout.size},)"
-            raise ValueError(f"the vector is {vector.dtype} of shape {vector.shape}; {needed} is needed")
+            expected = f"{self.dtype} of shape ({self.layout.size},)"
+            raise ValueError(f"vector must be {expected}, got {vector.dtype} of shape {vector.shape}")
         if not math.isnan(ratio):
             if not self.takes_ratio:
-                raise ValueError(f"ratio is {ratio}; {type(self).__name__} takes none")
+                raise ValueError(f"{type(self).__name__} takes no ratio, got {ratio}")
             must_be_share("ratio", ratio)
         return self._encode(vector, ratio)
 
     def subtract(self, encoded: Encoded, vector: Array) -> None:
-        """Take from the vector, in place, what `encoded` decodes to."""
+        """Subtract the decoded vector from `vector`, in place."""
         decoded = namespace(vector).empty(self.layout.size, self.dtype)
         self.decode(encoded.payload(0, self.layout.size), 0, self.layout.size, decoded)
         vector -= decoded
@@ -124,31 +185,51 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
-        """Fill `out`, shape (end - begin,), with elements begin to end. The payload may be followed by anything."""
+        """Decode elements begin to end.
+
+        Parameters
+        ----------
+        payload
+            Bytes of the payload; may be followed by anything.
+        begin, end
+            Range in the flat vector.
+        out
+            Shape (end - begin,), overwritten.
+        """
 
     @abstractmethod
     def capacity(self, begin: int, end: int) -> int:
-        """The most bytes that a payload for elements begin to end can take."""
+        """Return the largest number of bytes that a payload of elements begin to end can have."""
 
     def nominal_bytes(self, begin: int, end: int, ratio: float = math.nan) -> int:
-        """How many it takes as a rule."""
+        """Return the usual number of bytes of a payload of elements begin to end."""
         return self.capacity(begin, end)
 
-    # ---- where it averages: three steps that all ranks make, each with the mean of what the one before gave them ----
+    # ---- only if `averages` ----
 
     def left_factors(self, vector: Array) -> Array:
-        """Of a vector that stays as it is until the last step; 1-D, in memory of its own."""
-        raise TypeError(f"{type(self).__name__} takes no means")
+        """Return the left factors of a vector, 1-D in new memory.
+
+        The vector must stay unchanged until `product`.
+        """
+        raise TypeError(f"{type(self).__name__} has no factors to average")
 
     def right_factors(self, mean: Array) -> Array:
-        """1-D, in memory of its own; there may be none. The mean is the codec's to keep."""
+        """Return the right factors, possibly none, 1-D in new memory.
+
+        `mean` is the mean of all ranks' left factors; the codec keeps it.
+        """
         raise NotImplementedError
 
     def product(self, mean: Array, out: Array) -> None:
-        """Fill `out`, which may be the vector, with the mean of all vectors. The mean is the codec's to keep."""
+        """Write the mean of all vectors into `out`, which may be the vector.
+
+        `mean` is the mean of all ranks' right factors; the codec keeps it.
+        """
         raise NotImplementedError
 
 
 def must_be_share(name: str, value: float) -> None:
+    """Raise ValueError unless the value is above 0 and at most 1."""
     if not 0 < value <= 1:
-        raise ValueError(f"{name} is {value}; 0 < {name} <= 1 is needed")
+        raise ValueError(f"{name} must have 0 < {name} <= 1, got {value}")

@@ -1,4 +1,10 @@
-"""Deep gradient compression (Lin et al., ICLR 2018): sparse pushes with a momentum of each worker's own."""
+"""Deep gradient compression (DGC): sparse pushes with a momentum on each worker.
+
+References
+----------
+Y. Lin, S. Han, H. Mao, Y. Wang and W. J. Dally, "Deep Gradient Compression: Reducing the Communication Bandwidth for
+Distributed Training", ICLR 2018.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +15,37 @@ from numpy.typing import DTypeLike
 from hpcsync.compression.codec import Array, Encoded, TensorLayout, blocks, must_be_share, namespace
 from hpcsync.compression.sparse import Elements, Sparse, largest
 
-STAGES = 5  # of the warm-up, unless its ratios are given
+STAGES = 5  # default number of warm-up stages
 
 
 class DGC(Sparse):
-    """Of every matrix, the largest of what has been gathered. The optimizer must not have a momentum of its own.
+    """Deep gradient compression: the largest accumulated elements of every matrix are sent.
 
-    momentum: m of u = m u + g, gathered in v = v + u (Equation 4); with nesterov u = m (u + g), v = v + u + g.
-    clip:     largest norm of a worker's gradient, before it is gathered: the threshold for one worker (section 3.2).
-    warmup:   so many vectors are sent at larger ratios, in equal stages: `warmup_ratios`, by default
-              ratio^((e + 1) / (w + 1)) in stage e of w = 5, as in the authors' code.
+    The optimizer must not have a momentum of its own.
 
-    What is sent is taken out of v and, so that old gradients do not push on, out of u (Equation 5). Small tensors are
-    sent whole, with plain momentum: nothing is taken out of their u. The same holds for all tensors while the ratio
-    is so large that everything is sent.
+    Parameters
+    ----------
+    layout, dtype, seed
+        See `Codec`.
+    ratio
+        Share of the elements to send.
+    momentum
+        m of u = m u + g, accumulated in v = v + u (Equation 4).
+    nesterov
+        Whether to use u = m (u + g), v = v + u + g instead.
+    clip
+        Largest norm of a worker's gradient before it is accumulated: the threshold of one worker (section 3.2). None:
+        no limit.
+    warmup
+        Number of first vectors that are sent at larger ratios, in equal stages.
+    warmup_ratios
+        Ratio of each stage. None: ratio^((e + 1) / (w + 1)) in stage e of w = 5, as in the authors' code.
+
+    Notes
+    -----
+    Elements sent are set to 0 in v and, so that stale momentum has no further effect, in u (Equation 5). Small tensors
+    are sent whole with plain momentum: their u is not cleared. The same holds for all tensors while the ratio is so
+    large that everything is sent.
     """
 
     keeps_rest = True  # v
@@ -42,17 +65,17 @@ class DGC(Sparse):
     ) -> None:
         super().__init__(layout, dtype, seed=seed, ratio=ratio)
         if not 0 <= momentum < 1:
-            raise ValueError(f"momentum is {momentum}; 0 <= momentum < 1 is needed")
+            raise ValueError(f"momentum must have 0 <= momentum < 1, got {momentum}")
         if clip is not None and not clip > 0:
-            raise ValueError(f"clip is {clip}; more than 0 is needed")
+            raise ValueError(f"clip must be greater than 0, got {clip}")
         if warmup < 0:
-            raise ValueError(f"warmup is {warmup}; 0 or more is needed")
+            raise ValueError(f"warmup must be at least 0, got {warmup}")
         if warmup_ratios is None:
             warmup_ratios = [ratio ** ((stage + 1) / (STAGES + 1)) for stage in range(STAGES)]
         for one in warmup_ratios:
             must_be_share("warmup_ratios", one)
         if warmup and not warmup_ratios:
-            raise ValueError("warmup_ratios is empty; one for each stage of the warm-up is needed")
+            raise ValueError("warmup_ratios must have one ratio for each stage of the warm-up, got none")
         self.momentum = momentum
         self.nesterov = nesterov
         self.clip = clip
@@ -63,7 +86,7 @@ class DGC(Sparse):
         self._encoded = 0
 
     def ratio_of(self, i: int) -> float:
-        """The ratio of the i-th vector, counted from 0."""
+        """Return the ratio of the i-th vector, counted from 0."""
         return self.ratio if i >= self.warmup else self.warmup_ratios[i * len(self.warmup_ratios) // self.warmup]
 
     def _encode(self, vector: Array, ratio: float) -> Encoded:
@@ -84,7 +107,7 @@ class DGC(Sparse):
         return Elements(values, chosen)
 
     def _gather(self, vector: Array) -> tuple[Array, Array]:
-        """Add a gradient to the momenta and these to what is gathered; both."""
+        """Add a gradient to the momenta, and these to the accumulated values; return both."""
         xp = namespace(vector)
         if self.gathered is None or self._momenta is None:
             self.gathered, self._momenta = xp.zeros_like(vector), xp.zeros_like(vector)

@@ -1,4 +1,4 @@
-"""Two bytes for each element: IEEE's half precision, or the upper half of a single (bfloat16)."""
+"""Half-precision codecs with two bytes per element: IEEE half precision (fp16), and bfloat16."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from hpcsync.compression.codec import Array, Codec, Encoded, blocks, namespace
 
 
 class Rounded(Encoded):
-    """A payload is 16 bits for each element."""
+    """Encoded vector whose payload has 16 bits per element."""
 
     def __init__(self, bits: Array) -> None:
         self.bits = bits
 
     def payload(self, begin: int, end: int) -> Array:
+        """Return the bytes of elements begin to end."""
         return self.bits[begin:end].view(np.uint8)
 
 
 class HalfPrecision(Codec):
-    """Codecs that round every element to two bytes: to the nearest, and of two the even one. NaN stays NaN."""
+    """Base class of codecs that round every element to two bytes: to nearest, ties to even. NaN stays NaN."""
 
     def _encode(self, vector: Array, ratio: float) -> Encoded:
         bits = namespace(vector).empty(len(vector), np.uint16)
@@ -29,23 +30,25 @@ class HalfPrecision(Codec):
         return Rounded(bits)
 
     def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
+        """Decode elements begin to end."""
         bits = payload[: 2 * (end - begin)].view(np.uint16)
         for block in blocks(len(bits)):
             out[block] = self._widened(bits[block])
 
     def capacity(self, begin: int, end: int) -> int:
+        """Return the number of bytes of a payload."""
         return 2 * (end - begin)
 
     @abstractmethod
     def _rounded(self, values: Array) -> Array:
-        """Their 16 bits."""
+        """Return the 16 bits of each value."""
 
     @abstractmethod
     def _widened(self, bits: Array) -> Array: ...
 
 
 class Fp16(HalfPrecision):
-    """11 bits of precision, from 6e-8 to 65504: what is larger becomes infinite."""
+    """IEEE half precision: 11 significant bits, from 6e-8 to 65504; larger values become infinite."""
 
     def _rounded(self, values: Array) -> Array:
         with np.errstate(over="ignore"):
@@ -56,12 +59,12 @@ class Fp16(HalfPrecision):
 
 
 class Bf16(HalfPrecision):
-    """8 bits of precision, and the range of a single."""
+    """Bfloat16: 8 significant bits and the range of single precision."""
 
     def _rounded(self, values: Array) -> Array:
         singles = values.astype(np.float32)
         bits = singles.view(np.uint32)
-        # A carry out of the upper half is right: the next exponent, or infinity.
+        # A carry into the exponent is correct: it gives the next exponent, or infinity.
         upper = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
         return namespace(values).where(singles != singles, bits >> 16 | 0x40, upper)
 

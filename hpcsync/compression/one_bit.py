@@ -1,4 +1,4 @@
-"""One bit for each element of a matrix, and what the two values of the bit stand for."""
+"""One-bit codecs: one bit per element of a matrix, and two values that it stands for."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hpcsync.compression.codec import Array, Codec, Encoded, Piece, TensorLayout
 
 
 class Bits(Encoded):
-    """A payload is two values for each matrix that it touches, the elements of small tensors, and bits for all."""
+    """Encoded vector: two values for each matrix touched, the elements of small tensors, and all bits."""
 
     def __init__(self, layout: TensorLayout, stands_for: Array, vector: Array, bits: Array) -> None:
         self.layout = layout
-        self.stands_for = stands_for  # (tensors, 2): what a cleared bit and a set one stand for
+        self.stands_for = stands_for  # shape (n_tensors, 2): values of a cleared and of a set bit
         self.small = {
             piece.tensor: vector[piece.begin : piece.end].copy()
             for piece in layout.pieces(0, layout.size)
@@ -24,6 +24,7 @@ class Bits(Encoded):
         self.bits = bits
 
     def payload(self, begin: int, end: int) -> Array:
+        """Return the bytes of elements begin to end."""
         parts = []
         for piece in self.layout.pieces(begin, end):
             if piece.tensor in self.small:
@@ -35,7 +36,10 @@ class Bits(Encoded):
 
 
 class Signs(Codec):
-    """Codecs that send whether an element is negative. 0 is not. Small tensors are sent as they are."""
+    """Base class of codecs that send the sign of each element.
+
+    0 counts as positive. Small tensors are sent uncompressed.
+    """
 
     feeds_back = True
 
@@ -50,9 +54,10 @@ class Signs(Codec):
 
     @abstractmethod
     def _measure(self, tensor: Array, bits: Array, stands_for: Array) -> None:
-        """Write into the last what a cleared bit and a set one stand for."""
+        """Write the values of a cleared and of a set bit into `stands_for`, shape (2,)."""
 
     def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
+        """Decode elements begin to end."""
         xp, itemsize = namespace(payload), self.dtype.itemsize
         pieces = list(self._pieces(begin, end))
         bits_begin = sum(n_values for _, n_values in pieces) * itemsize
@@ -69,19 +74,25 @@ class Signs(Codec):
             values = values[n_values:]
 
     def capacity(self, begin: int, end: int) -> int:
+        """Return the number of bytes of a payload."""
         n_values = sum(n_values for _, n_values in self._pieces(begin, end))
         return n_values * self.dtype.itemsize + -(-(end - begin) // 8)
 
     def _pieces(self, begin: int, end: int) -> Iterator[tuple[Piece, int]]:
-        """And how many values are sent for each."""
+        """Yield the pieces between these elements, and the number of values sent for each."""
         for piece in self.layout.pieces(begin, end):
             yield piece, piece.end - piece.begin if self.layout.is_small(piece.tensor) else 2
 
 
 class OneBit(Signs):
-    """1-bit SGD (Seide et al., Interspeech 2014): negatives become their mean, the others theirs.
+    """1-bit SGD: negative elements become their mean, the others theirs.
 
-    Means are of a matrix, in the paper of each of its columns. Error feedback is part of it.
+    Means are taken over a matrix; in the paper, over each of its columns. Error feedback is part of the method.
+
+    References
+    ----------
+    F. Seide, H. Fu, J. Droppo, G. Li and D. Yu, "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel
+    Distributed Training of Speech DNNs", Interspeech 2014.
     """
 
     def _measure(self, tensor: Array, bits: Array, stands_for: Array) -> None:
@@ -94,10 +105,10 @@ class OneBit(Signs):
 
 
 class Sign(Signs):
-    """EF-signSGD (Karimireddy et al., ICML 2019, Algorithm 1): the sign, times the mean magnitude of the matrix.
+    """EF-signSGD: the sign times the mean magnitude of the matrix.
 
-    There the learning rate is inside, p = lr g + e. Here the optimizer's comes after it, which is the same while it
-    stays what it is.
+    In the paper (Karimireddy et al., ICML 2019, Algorithm 1) the learning rate is inside, p = lr g + e. Here the
+    optimizer applies it afterwards, which is the same while the rate is constant.
     """
 
     def _measure(self, tensor: Array, bits: Array, stands_for: Array) -> None:

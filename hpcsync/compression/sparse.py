@@ -1,4 +1,4 @@
-"""A few elements of each tensor, with their positions: top-k and random-k sparsification."""
+"""Sparsification: some elements of each tensor with their positions, by top-k or random-k."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from numpy.typing import DTypeLike
 
 from hpcsync.compression.codec import Array, Codec, Encoded, TensorLayout, joined, must_be_share, namespace
 
-TOO_MANY = 1 << 31  # elements: int32 has no more positions
-ALL = -1  # instead of a count: the values of all elements follow
-SAMPLED = 0.01  # of a tensor's elements, from which the k-th largest magnitude is guessed
-LOWER, LOWERED = 0.8, 10  # a guess that was too high becomes so many times as high; and how often
+TOO_MANY = 1 << 31  # elements: positions are int32
+ALL = -1  # instead of a count: all elements follow
+SAMPLED = 0.01  # share of a tensor's elements in the sample that estimates the k-th largest magnitude
+LOWER, LOWERED = 0.8, 10  # factor for an estimate that was too high, and the most times that it is applied
 
 
 class Elements(Encoded):
-    """A payload is the count (int64), the values, and their positions (int32) from its first element on."""
+    """Encoded vector: the count (int64), the values, and their positions (int32) relative to the first element."""
 
     def __init__(self, values: Array, indices: Array | None = None) -> None:
         self.values = values
         self.indices = indices  # None: all
 
     def payload(self, begin: int, end: int) -> Array:
+        """Return the bytes of elements begin to end."""
         xp, itemsize = namespace(self.values), self.values.itemsize
         if self.indices is None:
             return joined([xp.full(1, ALL, np.int64), self.values[begin:end]])
@@ -38,27 +39,34 @@ class Elements(Encoded):
 
 
 class Sparse(Codec):
-    """Codecs that send a share of the elements, `ratio`, of every tensor, and small tensors whole.
+    """Base class of codecs that send a share of the elements of every tensor, and small tensors whole.
 
-    Where values and positions would take more bytes than all elements, all are sent, whatever the ratio.
+    Where values and positions would take more bytes than all elements, all elements are sent.
+
+    Parameters
+    ----------
+    layout, dtype, seed
+        See `Codec`.
+    ratio
+        Share of the elements to send, above 0 and at most 1.
     """
 
     def __init__(self, layout: TensorLayout, dtype: DTypeLike, *, seed: int = 0, ratio: float = 0.01) -> None:
         super().__init__(layout, dtype, seed=seed)
         must_be_share("ratio", ratio)
         if layout.size >= TOO_MANY:
-            raise ValueError(f"the vector has {layout.size} elements; fewer than {TOO_MANY} are needed")
+            raise ValueError(f"the vector must have fewer than {TOO_MANY} elements, got {layout.size}")
         self.ratio = ratio
 
     def counts(self, ratio: float) -> list[int] | None:
-        """How many elements of each tensor are sent; None: all."""
+        """Return the number of elements to send of each tensor; None: all."""
         sizes, small = self.layout.sizes, self.layout.is_small
         counts = [n if small(i) else min(n, max(1, int(n * ratio))) for i, n in enumerate(sizes)]
         itemsize = self.dtype.itemsize
         return counts if sum(counts) * (itemsize + 4) < self.layout.size * itemsize else None
 
     def select(self, vector: Array, counts: Sequence[int]) -> list[Array]:
-        """The positions, ascending, of what is sent of each tensor."""
+        """Return the ascending positions of the elements to send, for each tensor."""
         xp, selected = namespace(vector), []
         for begin, size, count in zip(self.layout.begins, self.layout.sizes, counts, strict=True):
             of_tensor = vector[begin : begin + size]
@@ -75,18 +83,20 @@ class Sparse(Codec):
         return Elements(xp.concatenate(values), xp.concatenate(selected))
 
     def _value(self, values: Array, size: int) -> Array:
-        """What is sent for these elements of a tensor of so many."""
+        """Return the values sent for these elements of a tensor of `size` elements."""
         return values
 
     def subtract(self, encoded: Encoded, vector: Array) -> None:
+        """Subtract the decoded vector from `vector`, in place."""
         assert isinstance(encoded, Elements)
         vector[... if encoded.indices is None else encoded.indices] -= encoded.values
 
     @abstractmethod
     def _select(self, tensor: Array, count: int) -> Array:
-        """The positions, ascending, of the elements to send: so many, or fewer if all others are 0."""
+        """Return the ascending positions of `count` elements to send, or fewer if all others are 0."""
 
     def decode(self, payload: Array, begin: int, end: int, out: Array) -> None:
+        """Decode elements begin to end."""
         count, body, itemsize = int(payload[:8].view(np.int64)[0]), payload[8:], self.dtype.itemsize
         if count == ALL:
             out[:] = body[: (end - begin) * itemsize].view(self.dtype)
@@ -96,9 +106,11 @@ class Sparse(Codec):
             out[indices] = body[: count * itemsize].view(self.dtype)
 
     def capacity(self, begin: int, end: int) -> int:
+        """Return the largest number of bytes of a payload."""
         return 8 + (end - begin) * self.dtype.itemsize
 
     def nominal_bytes(self, begin: int, end: int, ratio: float = math.nan) -> int:
+        """Return the usual number of bytes of a payload."""
         counts = self.counts(self.ratio if math.isnan(ratio) else ratio)
         if counts is None:
             return self.capacity(begin, end)
@@ -108,7 +120,10 @@ class Sparse(Codec):
 
 
 class TopK(Sparse):
-    """The elements of largest magnitude (Aji and Heafield, EMNLP 2017). NaN counts as the largest: it shows."""
+    """Top-k: the elements of largest magnitude (Aji and Heafield, EMNLP 2017).
+
+    NaN counts as the largest, so that it is noticed.
+    """
 
     feeds_back = True
     takes_ratio = True
@@ -118,11 +133,15 @@ class TopK(Sparse):
 
 
 class RandomK(Sparse):
-    """As many elements, any equally likely (Stich et al., NeurIPS 2018).
+    """Random-k: k elements, all equally likely (Stich, Cordonnier and Jaggi, NeurIPS 2018).
 
-    With error feedback they are sent as they are. Without it `rescaled`, n / k times as large, so that the mean over
-    many draws is the vector; but a single one is about sqrt(n / k) times as long, for which few learning rates are
-    small enough.
+    Parameters
+    ----------
+    layout, dtype, seed, ratio
+        See `Sparse`.
+    rescaled
+        Whether to multiply the values by n / k, so that the mean over many draws is the vector. A single draw is then
+        about sqrt(n / k) times as long, for which few learning rates are small enough. Use it without error feedback.
     """
 
     feeds_back = True
@@ -145,11 +164,11 @@ class RandomK(Sparse):
 
 
 def largest(tensor: Array, count: int) -> Array:
-    """The positions, ascending, of the elements of largest magnitude: so many, or fewer if all others are 0.
+    """Return the ascending positions of the `count` elements of largest magnitude, or fewer if all others are 0.
 
-    They are exactly the largest, and of equals the first. So that few must be compared with each other, a threshold
-    that more elements reach than are wanted is guessed from a sample, as in the code of Lin et al. (ICLR 2018), who
-    make do with about as many.
+    They are exactly the largest; ties go to the first. To limit the number of comparisons, a threshold that more
+    elements than wanted reach is estimated from a sample, as in the code of Lin et al. (ICLR 2018), who accept an
+    approximate count.
     """
     xp = namespace(tensor)
     magnitudes = xp.abs(tensor)
@@ -158,16 +177,16 @@ def largest(tensor: Array, count: int) -> Array:
     if (excess := len(candidates) - count) <= 0:
         return candidates
     smallest = xp.partition(magnitudes, excess)[excess]
-    above = xp.flatnonzero(~(magnitudes <= smallest))[:count]  # NaN is above, and may be too many
+    above = xp.flatnonzero(~(magnitudes <= smallest))[:count]  # NaN counts as above; there may be too many
     equal = xp.flatnonzero(magnitudes == smallest)[: max(0, count - len(above))]
     return candidates[xp.sort(xp.concatenate([above, equal]))]
 
 
 def _reaching_a_threshold(magnitudes: Array, count: int) -> Array:
-    """The positions of at least so many of the largest, or of all that are not 0."""
+    """Return the positions of at least `count` of the largest elements, or of all that are not 0."""
     xp, n = namespace(magnitudes), len(magnitudes)
     sample = magnitudes[:: max(1, n // math.ceil(max(SAMPLED * n, 2 * n / count)))]
-    expected = len(sample) * count / n  # of the sample among the largest; so many more for its deviation
+    expected = len(sample) * count / n  # sampled elements among the largest, plus two standard deviations below
     rank = min(len(sample), math.ceil(expected + 2 * math.sqrt(expected)))
     threshold = float(xp.partition(sample, len(sample) - rank)[len(sample) - rank])
     for _ in range(LOWERED):

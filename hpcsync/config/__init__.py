@@ -1,0 +1,1 @@
+"""The job file: tables, defaults and messages for mistakes."""

@@ -1,4 +1,4 @@
-"""What every table of the job file has in common, and the numbers that they hold."""
+"""Base class and number types of the tables of the job file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 def matching(pattern: str, what: str) -> AfterValidator:
-    """Of a string: the whole of it must match."""
+    """Return a validator of strings that must match the whole pattern; `what` describes it in messages."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text):
@@ -26,7 +26,7 @@ def matching(pattern: str, what: str) -> AfterValidator:
 
 
 class Table(BaseModel):
-    """A table of the job file. Unknown and missing keys are told here, where the allowed ones are known."""
+    """A table of the job file. It reports unknown and missing keys, with those that are allowed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -46,5 +46,5 @@ class Table(BaseModel):
 
 
 def missing(key: str, must_be: str | None) -> PydanticCustomError:
-    """The mistake of a table without this key, to be raised while it is validated."""
+    """Return the error of a table without this key, to be raised during validation."""
     return PydanticCustomError("missing_key", "", {"key": key, "must_be": must_be})

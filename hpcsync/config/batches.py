@@ -1,4 +1,4 @@
-"""The `[batches]` of the job file: how many samples each worker's iterations are of."""
+"""The `[batches]` of the job file: allocation of batch sizes to workers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,23 @@ def _one_or_each(sizes: Any) -> Any:
 
 
 class Batches(Table):
-    """Under any other policy than "equal", `total` samples are given out anew as the workers' speeds change.
+    """Allocation of batch sizes. Unless the policy is "equal", sizes follow the workers' speeds during the run.
 
-    policy: "proportional" to their predicted speeds, or so that all are expected to take the same time, what does not
-    depend on the batch counted in ("equal-finish"). predictor: what foretells the speeds.
-    total: of all workers' next iterations; absent, as many as with equal batches. minimum, maximum: of one worker.
-    interval: iterations of all workers between two looks. gain: no change for a smaller share of the time than this.
+    Parameters
+    ----------
+    policy
+        "equal"; "proportional" to the predicted speeds; or "equal-finish", such that all workers are expected to take
+        the same time, including the part that is independent of the batch size.
+    predictor
+        Predictor of the speeds.
+    total
+        Samples of one iteration of all workers together; by default as many as with equal batches.
+    minimum, maximum
+        Limits of a worker's batch size in samples; `maximum` may be a list, one per worker.
+    interval
+        Iterations of all workers from one allocation to the next.
+    gain
+        Smallest share by which a new allocation must shorten the slowest worker's iteration.
     """
 
     policy: Literal["equal", "proportional", "equal-finish"] = Field(
@@ -42,7 +53,7 @@ class Batches(Table):
     @classmethod
     def _unless_equal(cls, total: int | None, info: ValidationInfo) -> int | None:
         if total is not None and info.data.get("policy") == "equal":
-            raise ValueError('must be left out with batches.policy = "equal", where every worker has its batch size')
+            raise ValueError('must be omitted with batches.policy = "equal", where all have the same batch size')
         return total
 
     @field_validator("maximum")
@@ -54,7 +65,7 @@ class Batches(Table):
         return maximum
 
     def check(self, total: int | None, n_workers: int) -> None:
-        """Raises JobError where so many workers cannot have so many samples; None: nobody knows how many."""
+        """Raise JobError if `total` samples (None: unknown) cannot be allocated to so many workers."""
         workers = f"cluster.workers = {n_workers}"
         if isinstance(self.maximum, tuple) and len(self.maximum) != n_workers:
             raise JobError(
@@ -65,7 +76,7 @@ class Batches(Table):
         if total is None:
             raise JobError(
                 f"batches.total: missing; must be a whole number of at least 1 with batches.policy = "
-                f"{shown(self.policy)}: a script does not say its batch size"
+                f"{shown(self.policy)}, because the batch size of a script is unknown"
             )
         key = f"batches.total = {total}" + ("" if self.total else " (workload.batch_size times cluster.workers)")
         if total < (least := n_workers * self.minimum):
@@ -76,7 +87,7 @@ class Batches(Table):
             )
 
     def maxima(self, n_workers: int) -> list[int] | None:
-        """Of each worker; None: there are none."""
+        """Return the maximum of each worker; None if there is none."""
         if self.maximum is None:
             return None
         return list(self.maximum) if isinstance(self.maximum, tuple) else [self.maximum] * n_workers

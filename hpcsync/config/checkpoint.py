@@ -1,4 +1,4 @@
-"""The `[checkpoint]` of the job file: how often all that a run consists of is written down."""
+"""The `[checkpoint]` of the job file: when checkpoints are written."""
 
 from __future__ import annotations
 
@@ -6,13 +6,22 @@ from hpcsync.config.base import Count, NotNegative, Table
 
 
 class Checkpoint(Table):
-    """How long after one checkpoint the next is begun, in seconds or updates, whichever comes first, and how many are
-    kept. `seconds` 0: none because of the time; a signal always brings one about."""
+    """Schedule of checkpoints. A signal always triggers one.
+
+    Parameters
+    ----------
+    seconds
+        Seconds from one checkpoint to the next; 0: no checkpoints by time.
+    updates
+        Updates from one checkpoint to the next. Whichever limit is reached first applies.
+    keep
+        Number of checkpoints to keep.
+    """
 
     seconds: NotNegative = 600.0
     updates: Count | None = None
     keep: Count = 2
 
     def due(self, since_s: float, since_updates: int) -> bool:
-        """Whether it is time, so long after the last one."""
+        """Return True if a checkpoint is due, so many seconds and updates after the last one."""
         return 0 < self.seconds <= since_s or (self.updates is not None and since_updates >= self.updates)

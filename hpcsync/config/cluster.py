@@ -1,4 +1,4 @@
-"""The `[cluster]` of the job file: its ranks, how long their iterations take, and what lies between them."""
+"""The `[cluster]` of the job file: ranks, compute times, changes during the run, and the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcsync.config.base import Count, NotNegative, Positive, Table, missing
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.time_table import read_times
 
-# ---- how long iterations take ----
+# ---- compute times ----
 
 
 def _one_or_each(allowed: Callable[[float], bool], what: str) -> BeforeValidator:
@@ -29,18 +29,20 @@ def _one_or_each(allowed: Callable[[float], bool], what: str) -> BeforeValidator
 SECONDS = "a number of at least 0, or a list of them, one per worker"
 Seconds = Annotated[float | tuple[float, ...], _one_or_each(lambda x: x >= 0, SECONDS)]
 
-# Of an iteration's time at the job's batch size, what does not depend on how many samples the iteration is of.
+# Part of an iteration's time, at the job's batch size, that is independent of the number of samples.
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class Constant(Table):
+    """Constant compute times of `seconds`."""
+
     model: Literal["constant"]
     seconds: Seconds = Field(description=SECONDS)
     fixed_share: Fraction = 0.0
 
 
 class LogNormal(Table):
-    """`seconds` is the median, `jitter` the standard deviation of the logarithm."""
+    """Log-normal compute times; `seconds` is the median, `jitter` the standard deviation of the logarithm."""
 
     model: Literal["lognormal"]
     seconds: Seconds = Field(description=SECONDS)
@@ -49,7 +51,7 @@ class LogNormal(Table):
 
 
 class Exponential(Table):
-    """`seconds` is the mean."""
+    """Exponential compute times; `seconds` is the mean."""
 
     model: Literal["exponential"]
     seconds: Seconds = Field(description=SECONDS)
@@ -57,7 +59,7 @@ class Exponential(Table):
 
 
 class RecordedCompute(Table):
-    """Times from a CSV file with the columns worker, iteration (both from 0) and seconds; see `read_times`."""
+    """Compute times from a CSV file with the columns worker, iteration (both from 0) and seconds; see `read_times`."""
 
     model: Literal["table"]
     table: str = Field(description="a CSV file with the columns worker,iteration,seconds")
@@ -67,20 +69,30 @@ class RecordedCompute(Table):
 Compute = Annotated[Constant | LogNormal | Exponential | RecordedCompute, Discriminator("model")]
 
 
-# ---- what changes during the run ----
+# ---- changes during the run ----
 
 
-class Change(Table):
-    """A change of one worker's device: at `at_s` seconds since the start of the run, or as it begins an iteration.
+class ClusterEvent(Table):
+    """A change of one worker during the run.
 
-    From then on a `slow` device's iterations take `factor` times as long as drawn, until the next change: factors
-    replace each other. `recover` is a factor of 1. `leave`: the worker leaves instead of beginning an iteration.
-    `join`: it takes part again; if it has not left before, only from then on.
+    Parameters
+    ----------
+    worker
+        The worker, from 0.
+    at_s, at_iteration
+        Time of the change: seconds since the start of the run, or the worker's iteration (from 1) at whose start it
+        happens. Exactly one is given.
+    change
+        "slow": iterations take `factor` times as long from then on; factors replace each other. "recover": a factor of
+        1. "leave": the worker leaves instead of starting an iteration. "join": it is active again; a worker that has
+        not left before is active only from then on.
+    factor
+        Slowdown of a "slow" device.
     """
 
     worker: int = Field(description="the number of a worker, from 0")
     at_s: NotNegative | None = None
-    at_iteration: Count | None = None  # of the worker
+    at_iteration: Count | None = None
     change: Literal["slow", "recover", "leave", "join"] = Field(description='"slow", "recover", "leave" or "join"')
     factor: Positive | None = None
 
@@ -88,14 +100,14 @@ class Change(Table):
     @classmethod
     def _one_moment(cls, at_iteration: int | None, info: ValidationInfo) -> int | None:
         if at_iteration is not None and info.data.get("at_s") is not None:
-            raise ValueError(f"must be left out beside at_s = {info.data['at_s']}")
+            raise ValueError(f"must be omitted beside at_s = {info.data['at_s']}")
         return at_iteration
 
     @field_validator("factor")
     @classmethod
     def _of_a_slow_device(cls, factor: float | None, info: ValidationInfo) -> float | None:
         if factor is not None and (change := info.data.get("change", "slow")) != "slow":
-            raise ValueError(f'must be left out: change = "{change}" has none')
+            raise ValueError(f'must be omitted: change = "{change}" has none')
         return factor
 
     @model_validator(mode="after")
@@ -107,10 +119,23 @@ class Change(Table):
         return self
 
 
-def absences(events: Iterable[Change]) -> list[tuple[float, float]]:
-    """From when until when a worker is away, by these events of its, one after the other; inf: it does not join again.
+def absences(events: Iterable[ClusterEvent]) -> list[tuple[float, float]]:
+    """Return the intervals during which a worker is absent, (from, to) in seconds, in order.
 
-    Raises ValueError where it would join without having been away.
+    Parameters
+    ----------
+    events
+        Changes of one worker; only "leave" and "join" at a time count.
+
+    Returns
+    -------
+    list of tuple of float
+        The end of the last interval is inf if the worker does not join again.
+
+    Raises
+    ------
+    ValueError
+        If the worker would join without having left.
     """
     timed = [(e.at_s, e) for e in events if e.change in ("leave", "join") and e.at_s is not None]
     timed.sort(key=lambda moment: moment[0])
@@ -133,16 +158,24 @@ def _tables(events: Any) -> Any:
     return tuple(events)
 
 
-# ---- what lies between ranks ----
+# ---- network ----
 
 BANDWIDTH = "a number greater than 0, or a list of them, one per worker"
 
 
 class Network(Table):
-    """For the simulator only: real ranks meet the network they are on.
+    """The network of a simulation; real ranks use the one they are on.
 
-    Links are full duplex: every rank has one up and one down, each of the rank's bandwidth. Without a bandwidth of
-    their own servers have the largest of the workers'. `latency_us` is that of one message from rank to rank.
+    Links are full duplex: every rank has an uplink and a downlink, each of the rank's bandwidth.
+
+    Parameters
+    ----------
+    bandwidth_gbit
+        Bandwidth of the workers, or of each worker, in Gbit/s.
+    server_bandwidth_gbit
+        Bandwidth of each server in Gbit/s; by default the largest of the workers'.
+    latency_us
+        Latency of one message from rank to rank in microseconds.
     """
 
     bandwidth_gbit: Annotated[float | tuple[float, ...], _one_or_each(lambda x: x > 0, BANDWIDTH)] = 10.0
@@ -150,7 +183,7 @@ class Network(Table):
     latency_us: NotNegative = 50.0
 
     def rates(self, n_servers: int, n_workers: int) -> list[float]:
-        """Bytes per second of each rank's links, servers first."""
+        """Return the bytes per second of each rank's links, servers first."""
         given = self.bandwidth_gbit
         workers = [given] * n_workers if isinstance(given, float) else list(given)
         server = self.server_bandwidth_gbit or max(workers)
@@ -158,21 +191,39 @@ class Network(Table):
 
 
 def _is_away(away: Sequence[tuple[float, float]], at_s: float) -> bool:
-    """Whether it is certain that a worker, so often away, does not take part at this time."""
+    """Return True if a worker with these absences is certainly absent at this time."""
     return any(since_s <= at_s <= until_s for since_s, until_s in away)
 
 
-# ---- all of it ----
+# ---- the cluster ----
 
 
 class Cluster(Table):
-    """`times_from` is a trace whose times a simulation takes in place of `compute` and `network`.
+    """Ranks, devices and network.
 
-    `device`: what ranks compute on; "auto" is a GPU where there is one. `window`: how tensors move between
-    ranks. "host" is an MPI window in host memory, "mpi" one in a GPU's, "ipc" a GPU's memory that the ranks of its node
-    open, "staged" page-locked host memory, into and out of which a GPU copies; "auto" is the fastest that serves.
-    `placement`: "packed" servers are the first ranks that were started, "spread" ones are each on a node of its own as
-    far as there are as many. `on_death`: what the others do when a worker's process dies.
+    Parameters
+    ----------
+    servers, workers
+        Number of ranks of each kind.
+    device
+        Device of the ranks; "auto" is a GPU if there is one.
+    window
+        Memory through which tensors move between ranks: "host" is an MPI window in host memory, "mpi" one in GPU
+        memory, "ipc" GPU memory that the ranks of a node open, "staged" page-locked host memory to and from which a GPU
+        copies, and "auto" the fastest that works.
+    placement
+        "packed": the servers are the first ranks that were started; "spread": each is on a node of its own, as far as
+        there are enough nodes.
+    on_death
+        Reaction of the other ranks to the death of a worker's process.
+    times_from
+        A trace, or a run's folder, whose times a simulation uses instead of `compute` and `network`.
+    compute
+        Compute times. Real ranks pad their iterations to them.
+    network
+        Network of a simulation.
+    events
+        Changes during the run.
     """
 
     servers: Annotated[int, Field(ge=0)] = 1  # unless the job's paradigm has none
@@ -184,7 +235,7 @@ class Cluster(Table):
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None
-    events: Annotated[tuple[Change, ...], BeforeValidator(_tables)] = ()
+    events: Annotated[tuple[ClusterEvent, ...], BeforeValidator(_tables)] = ()
 
     @model_validator(mode="after")
     def _within_reach(self) -> Self:
@@ -226,7 +277,7 @@ class Cluster(Table):
     @model_validator(mode="after")
     def _joins_make_sense(self) -> Self:
         joins = [i for i, event in enumerate(self.events) if event.change == "join"]
-        of_each: list[list[Change]] = [[] for _ in range(self.workers)]
+        of_each: list[list[ClusterEvent]] = [[] for _ in range(self.workers)]
         for event in self.events if joins else ():
             of_each[event.worker].append(event)
         for i in joins:
@@ -241,19 +292,24 @@ class Cluster(Table):
                 raise JobError(f'{key}.change = "join": {error}') from None
             if all(_is_away(away[w], event.at_s) for w in range(self.workers) if w != event.worker):
                 raise JobError(
-                    f"{key}.at_s = {event.at_s:g}: must be while another worker takes part: the run ends when nobody "
-                    "does"
+                    f"{key}.at_s = {event.at_s:g}: must be while another worker is active: the run ends when none is"
                 )
         return self
 
     @property
     def ranks(self) -> int:
+        """Number of ranks."""
         return self.servers + self.workers
 
     def found(self, folder: Path) -> Cluster:
-        """This cluster with the files that it names, found from this folder. Raises JobError where they are not.
+        """Return this cluster with the files that it names resolved from a folder.
 
-        Their paths are absolute from here on: ranks need not start in the folder of the job file.
+        Their paths become absolute, because ranks need not start in the folder of the job file.
+
+        Raises
+        ------
+        JobError
+            If a file is missing or invalid.
         """
         update: dict[str, Any] = {}
         if self.times_from is not None:

@@ -1,4 +1,4 @@
-"""The `[compression]` of the job file: what a worker's pushes are turned into before they travel."""
+"""The `[compression]` of the job file: compression of the workers' pushes."""
 
 from __future__ import annotations
 
@@ -20,54 +20,73 @@ def _ratios(ratios: Any) -> Any:
 
 
 class DenseOptions(Table):
-    """Nothing is compressed."""
+    """No compression."""
 
     name: Literal["none"]
 
 
 class CodecOptions(Table):
-    """gbytes_per_s: how fast vectors are compressed in a simulation; absent, in no time."""
+    """A codec.
+
+    Parameters
+    ----------
+    name
+        Name of the codec.
+    gbytes_per_s
+        Throughput of the compression in a simulation, in 10^9 bytes of the vector per second; by default it takes no
+        time.
+    """
 
     name: str
     gbytes_per_s: Positive | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `compression.create` is given besides the name and the vector's layout."""
+        """Keyword arguments of `hpcsync.compression.create`, without name and layout."""
         return self.model_dump(exclude={"name", "gbytes_per_s"}, exclude_none=True)
 
 
 class BiasedOptions(CodecOptions):
-    """What is lost is sent with the next push, unless that is turned off."""
+    """A biased codec. By default its error is added to the next push (error feedback)."""
 
     error_feedback: bool = True
 
 
 class UnbiasedOptions(CodecOptions):
-    """What is lost is lost: on average nothing, or next to nothing."""
+    """A codec whose error is zero on average, or nearly so. By default it has no error feedback."""
 
     error_feedback: bool = False
 
 
 class TopKOptions(BiasedOptions):
-    """The largest elements, a share of `ratio` of them."""
+    """Top-k sparsification: the share `ratio` of the elements with the largest magnitude."""
 
     name: Literal["top-k"]
     ratio: Share | None = 0.01  # None: the paradigm says it
 
 
 class RandomKOptions(BiasedOptions):
-    """Elements drawn at random, a share of `ratio` of them."""
+    """Random sparsification: the share `ratio` of the elements, drawn at random."""
 
     name: Literal["random-k"]
     ratio: Share | None = 0.01  # None: the paradigm says it
 
 
 class DgcOptions(CodecOptions):
-    """Deep gradient compression: the largest elements of accumulated gradients with a momentum.
+    """Deep gradient compression (DGC): the largest elements of accumulated gradients, with momentum correction.
 
-    nesterov: the momentum's kind. clip: the largest norm of a gradient. warmup: pushes with ratios that come down to
-    `ratio`; warmup_ratios: these, each for as many pushes; absent, five that come down by the same factor.
+    Parameters
+    ----------
+    ratio
+        Share of the elements to send.
+    momentum, nesterov
+        Momentum of the correction, and its kind.
+    clip
+        Largest norm of a gradient.
+    warmup
+        Pushes of the warm-up, during which the ratio falls to `ratio`.
+    warmup_ratios
+        Ratios of the warm-up, each for the same number of pushes; by default five that fall by a constant factor.
     """
 
     name: Literal["dgc"]
@@ -82,12 +101,14 @@ class DgcOptions(CodecOptions):
     @classmethod
     def _of_a_warmup(cls, ratios: tuple[float, ...] | None, info: ValidationInfo) -> tuple[float, ...] | None:
         if ratios is not None and (warmup := info.data.get("warmup")) is not None and warmup < len(ratios):
-            raise ValueError(f"must be at most as many as the pushes that they are for, compression.warmup = {warmup}")
+            raise ValueError(
+                f"must have at most as many entries as the warm-up has pushes, compression.warmup = {warmup}"
+            )
         return ratios
 
 
 class QsgdOptions(UnbiasedOptions):
-    """Every element is rounded at random to one of so many levels of the norm of its bucket."""
+    """QSGD: each element is rounded at random to one of `levels` levels of the norm of its bucket."""
 
     name: Literal["qsgd"]
     levels: Annotated[int, Field(ge=1, le=32767)] = 127
@@ -95,32 +116,32 @@ class QsgdOptions(UnbiasedOptions):
 
 
 class OneBitOptions(BiasedOptions):
-    """Every element is the mean of the negative ones or that of the others."""
+    """One-bit quantisation: each element becomes the mean of the negative elements or that of the others."""
 
     name: Literal["one-bit"]
 
 
 class SignOptions(BiasedOptions):
-    """Every element is the mean magnitude, with its sign."""
+    """Sign quantisation: each element becomes the mean magnitude with its sign."""
 
     name: Literal["sign"]
 
 
 class PowerSgdOptions(BiasedOptions):
-    """Every matrix is the product of two thin ones, of this rank."""
+    """PowerSGD: each matrix becomes a product of two matrices of rank `rank`."""
 
     name: Literal["powersgd"]
     rank: Count = 2
 
 
 class Fp16Options(UnbiasedOptions):
-    """Half the bits, or a quarter."""
+    """Conversion to float16: half of the bits of float32, a quarter of those of float64."""
 
     name: Literal["fp16"]
 
 
 class Bf16Options(UnbiasedOptions):
-    """Half the bits, or a quarter, in a wider range."""
+    """Conversion to bfloat16: as float16, with a wider range and fewer digits."""
 
     name: Literal["bf16"]
 
@@ -143,33 +164,42 @@ UNCOMPRESSED = ("easgd", "local-sgd", "gossip")  # paradigms that exchange weigh
 
 
 def with_defaults(table: Any, paradigm: Any) -> Any:
-    """The table of a job with this [paradigm]: ashl gives every worker its ratio, and what is not sent is lost unless
-    error_feedback says so. Raises JobError for a ratio that would not be used."""
+    """Return the table with the defaults of a job with this [paradigm].
+
+    ASHL sets every worker's ratio; error feedback is then off by default.
+
+    Raises
+    ------
+    JobError
+        If a ratio is given that would not be used.
+    """
     takes_ratio = isinstance(table, dict) and table.get("name") in ("top-k", "random-k")
     if takes_ratio and isinstance(paradigm, dict) and paradigm.get("name") == "ashl":
         if table.get("ratio") is not None:
             raise JobError(
-                f'compression.ratio = {shown(table["ratio"])}: must be left out with paradigm.name = "ashl", whose '
-                "ratio_coarse and ratio_fine say it"
+                f'compression.ratio = {shown(table["ratio"])}: must be omitted with paradigm.name = "ashl", whose '
+                "ratio_coarse and ratio_fine set it"
             )
         return {"error_feedback": False, **table, "ratio": None}
     return table
 
 
 def check(compression: CompressionOptions, paradigm: str, momentum: Any) -> None:
-    """Raises JobError where pushes of this paradigm, for an optimizer of this momentum, cannot be compressed so."""
+    """Raise JobError if the compression does not fit the paradigm or the optimizer's momentum."""
     name, having = f"compression.name = {shown(compression.name)}", f"with paradigm.name = {shown(paradigm)}"
     if isinstance(compression, DenseOptions):
         return
     if paradigm in UNCOMPRESSED:
-        raise JobError(f'{name}: must be "none" {having}, where weights travel, which must be whole')
+        raise JobError(f'{name}: must be "none" {having}, which transfers weights; these cannot be compressed')
     if paradigm == "stanza":
-        raise JobError(f'{name}: must be "none" {having}, where activations travel, which must be whole')
+        raise JobError(f'{name}: must be "none" {having}, which transfers activations; these cannot be compressed')
     if isinstance(compression, DgcOptions):
         if paradigm in ("ashl", "adsp"):
-            raise JobError(f"{name}: must be another {having}, where no gradients travel: its momentum is for these")
+            raise JobError(
+                f"{name}: must be another {having}, which transfers no gradients; the momentum of dgc is for these"
+            )
         if momentum != 0:
             raise JobError(
-                f'optimizer.momentum = {shown(momentum)}: must be 0, or left out, with compression.name = "dgc", '
-                "which has a momentum of its own, compression.momentum"
+                f'optimizer.momentum = {shown(momentum)}: must be 0 or omitted with compression.name = "dgc", '
+                "which has its own momentum, compression.momentum"
             )

@@ -1,4 +1,4 @@
-"""The `[optimizer]` of the job file: whose steps the weights make, and at which rate."""
+"""The `[optimizer]` of the job file: optimizer, learning rate and schedule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _increasing(milestones: Any) -> Any:
 
 
 class MultiStep(Table):
-    """The learning rate times gamma at every milestone. Milestones and warm-up count what `lr_clock` counts."""
+    """The learning rate times gamma from every milestone on. Milestones and warm-up are in units of `lr_clock`."""
 
     name: Literal["multistep"]
     milestones: Annotated[tuple[int, ...], BeforeValidator(_increasing)] = Field(description=INCREASING)
@@ -30,7 +30,7 @@ class MultiStep(Table):
 
 
 class Cosine(Table):
-    """The learning rate falls to zero along half a cosine; `total` and warm-up count what `lr_clock` counts."""
+    """The learning rate falls to zero along half a cosine; `total` and warm-up are in units of `lr_clock`."""
 
     name: Literal["cosine"]
     total: Count = Field(description="a whole number of at least 1")
@@ -48,7 +48,21 @@ Schedule = Annotated[MultiStep | Cosine, Discriminator("name")]
 
 
 class Optimizer(Table):
-    """Any torch.optim class by its lower-case name. Keys not listed here are options of that class."""
+    """An optimizer of torch.optim. Further keys are options of its class.
+
+    Parameters
+    ----------
+    name
+        Lower-case name of the class.
+    lr
+        Initial learning rate.
+    lr_clock
+        Unit of the schedule.
+    async_lr_scale
+        Factor of the learning rate of each update: 1, or "1/workers", the share of workers that contribute to it.
+    schedule
+        Learning rate schedule; by default the rate is constant.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -67,5 +81,5 @@ class Optimizer(Table):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the torch.optim class is given besides the parameters and `lr`."""
+        """Keyword arguments of the torch.optim class besides the parameters and `lr`."""
         return dict(self.model_extra or {})

@@ -1,4 +1,4 @@
-"""The `[paradigm]` of the job file: who waits for whom, or exchanges what with whom."""
+"""The `[paradigm]` of the job file: synchronisation of the workers."""
 
 from __future__ import annotations
 
@@ -12,34 +12,49 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.stanza import StanzaOptions
 from hpcsync.planning.commit_rate_search import most_commits
 
-# ---- with a parameter server ----
+# ---- with parameter servers ----
 
 
 class ServedOptions(Table):
+    """Options of a paradigm with parameter servers."""
+
     @property
     def bound(self) -> str:
-        """Who waits for whom."""
-        return "nobody waits for anybody"
+        """Description of the synchronisation, for messages."""
+        return "no worker waits for another"
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `paradigms.create` is given besides the name and the workers."""
+        """Keyword arguments of `hpcsync.paradigms.create`, without name and number of workers."""
         return self.model_dump(exclude={"name"})
 
 
 class BspOptions(ServedOptions):
+    """Bulk synchronous parallel: a barrier in every iteration."""
+
     name: Literal["bsp"]
 
     @property
     def bound(self) -> str:
-        return "in every iteration all wait for all"
+        """Description of the synchronisation, for messages."""
+        return "all workers wait for each other in every iteration"
 
 
 class AspOptions(ServedOptions):
+    """Asynchronous parallel: no synchronisation."""
+
     name: Literal["asp"]
 
 
 class SspOptions(ServedOptions):
+    """Stale synchronous parallel.
+
+    Parameters
+    ----------
+    staleness
+        Largest lead in iterations over the slowest worker with which a worker continues.
+    """
+
     name: Literal["ssp"]
     staleness: int | float = Field(description="a whole number of at least 0, or inf")
 
@@ -52,10 +67,23 @@ class SspOptions(ServedOptions):
 
     @property
     def bound(self) -> str:
-        return f"who is more than {self.staleness} iterations ahead of the slowest waits for it"
+        """Description of the synchronisation, for messages."""
+        return f"a worker more than {self.staleness} iterations ahead of the slowest waits for it"
 
 
 class DsspOptions(ServedOptions):
+    """Dynamic stale synchronous parallel.
+
+    Parameters
+    ----------
+    staleness_min
+        Lead in iterations up to which a worker continues without credits.
+    staleness_max
+        Largest lead in iterations for which credits are granted.
+    mode
+        "bounded" never exceeds `staleness_max`; "paper" follows the published algorithm, which can.
+    """
+
     name: Literal["dssp"]
     staleness_min: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least 0")
     staleness_max: Annotated[int, Field(ge=0)] = Field(description="a whole number of at least staleness_min")
@@ -70,18 +98,24 @@ class DsspOptions(ServedOptions):
 
     @property
     def bound(self) -> str:
+        """Description of the synchronisation, for messages."""
         at_most = f"with credits {self.staleness_max}" if self.mode == "bounded" else "without credits"
-        return f"who is more than {self.staleness_min}, {at_most}, iterations ahead of the slowest waits for it"
+        return f"a worker more than {self.staleness_min} ({at_most}) iterations ahead of the slowest waits for it"
 
 
 K = 'a whole number of at least 1, or one of "state", "loss", "min"'
 
 
 class FirstKOptions(ServedOptions):
-    """Every update is made of k contributions.
+    """Each update uses k contributions.
 
-    k: how many, or what chooses it during the run: the workers' "state", the "loss", or the "min" of both.
-    k_min, k_start: the least that is chosen, and what the run begins with; a k that does not change has neither.
+    Parameters
+    ----------
+    k
+        Contributions of an update, or the policy that adapts k during the run: the workers' "state", the "loss", or
+        the "min" of both.
+    k_min, k_start
+        Least k of a policy, and its first k; only with a policy.
     """
 
     name: str
@@ -100,7 +134,7 @@ class FirstKOptions(ServedOptions):
     @classmethod
     def _of_a_k_that_changes(cls, chosen: int | None, info: ValidationInfo) -> int | None:
         if chosen is not None and isinstance(k := info.data.get("k"), int):
-            raise ValueError(f"must be left out beside paradigm.k = {k}, which stays what it is")
+            raise ValueError(f"must be omitted beside paradigm.k = {k}, which does not change")
         return chosen
 
     @field_validator("k_start")
@@ -112,27 +146,29 @@ class FirstKOptions(ServedOptions):
 
     @property
     def options(self) -> dict[str, Any]:
-        """How a worker cuts its batch is not about who waits."""
+        """Keyword arguments of `hpcsync.paradigms.create`, which do not include the worker's micro-batches."""
         return self.model_dump(exclude={"name", "micro_batches"} | ({"k_min"} if self.k_min is None else set()))
 
     def k_at_first(self, n_workers: int) -> int:
-        """Of the first update."""
+        """Return the k of the first update."""
         if isinstance(self.k, int):
             return self.k
         return self.k_start or (n_workers if self.k == "state" else self.k_min or 1)
 
     @property
     def bound(self) -> str:
-        if "batch" in self.name:  # of which a worker may push several
+        """Description of the synchronisation, for messages."""
+        if "batch" in self.name:  # a worker may contribute several times
             return super().bound
-        return f"who has pushed waits until {self.k if isinstance(self.k, int) else 'k'} workers have"
+        return f"a worker that has pushed waits until {self.k if isinstance(self.k, int) else 'k'} workers have pushed"
 
     @property
     def smallest_k(self) -> int:
+        """The least k of the run."""
         return self.k if isinstance(self.k, int) else self.k_min or 1
 
     def check(self, n_workers: int) -> None:
-        """Raises JobError where there are fewer workers than contributions to an update."""
+        """Raise JobError if there are fewer workers than contributions to an update."""
         for key in ("k", "k_min", "k_start"):
             value = getattr(self, key)
             if isinstance(value, int) and value > n_workers:
@@ -140,10 +176,15 @@ class FirstKOptions(ServedOptions):
 
 
 class FirstKOfAVersionOptions(FirstKOptions):
-    """All contributions to an update were computed from the version before it; late ones are dropped.
+    """All contributions to an update are computed from the version before it; late ones are dropped.
 
-    cancel: whether a worker whose version is over goes on to the end of its iteration ("drop") or stops at its next
-    micro-batch ("abort"). micro_batches: how many pieces it computes its batch in, where it may stop.
+    Parameters
+    ----------
+    cancel
+        "drop": a late worker finishes its iteration and the contribution is dropped. "abort": it stops at its next
+        micro-batch.
+    micro_batches
+        Number of micro-batches of a batch.
     """
 
     cancel: Literal["drop", "abort"] = "drop"
@@ -151,23 +192,28 @@ class FirstKOfAVersionOptions(FirstKOptions):
 
 
 class KSyncOptions(FirstKOfAVersionOptions):
-    """Of k workers, the first to contribute."""
+    """K-sync: each update uses the first k workers to contribute."""
 
     name: Literal["k-sync"]
 
 
 class KBatchSyncOptions(FirstKOfAVersionOptions):
-    """The first k contributions, of which a fast worker may give several."""
+    """K-batch-sync: each update uses the first k contributions, several of which may be of one fast worker."""
 
     name: Literal["k-batch-sync"]
 
 
 class FirstKOfAnyOptions(FirstKOptions):
-    """Nothing is cancelled: a contribution counts whatever version it was computed from.
+    """Contributions count whatever version they were computed from; nothing is cancelled.
 
-    staleness_max: a contribution older than so many updates is dropped; inf: none is. Unless it is said, no bound with
-    a k that stays, and with one that changes ceil(2 workers / k) of the k that holds (None here).
-    staleness_weight: "inverse" is 1 / staleness, from 1 on; so it is, unless it is said, with a k that changes.
+    Parameters
+    ----------
+    staleness_max
+        Largest staleness in updates; older contributions are dropped. inf: no bound, the default with a fixed k. None:
+        ceil(2 workers / k) of the current k, the default with a policy.
+    staleness_weight
+        Weight of a contribution: "none" is 1, "inverse" 1 / staleness for a staleness from 1 on (the default with a
+        policy).
     """
 
     staleness_max: Annotated[float, Field(ge=0)] | None = Field(
@@ -179,21 +225,29 @@ class FirstKOfAnyOptions(FirstKOptions):
 
 
 class KAsyncOptions(FirstKOfAnyOptions):
-    """Of k workers, which wait for the update; the others go on."""
+    """K-async: each update uses k workers, which wait for it; the others continue."""
 
     name: Literal["k-async"]
 
 
 class KBatchAsyncOptions(FirstKOfAnyOptions):
-    """Any k contributions; nobody waits."""
+    """K-batch-async: each update uses any k contributions; no worker waits."""
 
     name: Literal["k-batch-async"]
 
 
 class EasgdOptions(ServedOptions):
-    """Every `period` iterations a worker and the centre on the server move towards each other.
+    """Elastic averaging SGD (EASGD): a worker and the servers' centre move towards each other.
 
-    alpha: the share of their distance by which each moves; beta = workers x alpha. One of them, or else beta = 0.9.
+    Parameters
+    ----------
+    period
+        Iterations from one move to the next.
+    alpha, beta
+        Share of their distance by which each moves (alpha), or workers x alpha (beta). At most one of them; by default
+        beta is 0.9.
+    synchronous
+        If True, all workers move at the same time.
     """
 
     name: Literal["easgd"]
@@ -206,42 +260,58 @@ class EasgdOptions(ServedOptions):
     @classmethod
     def _one_rate(cls, beta: float | None, info: ValidationInfo) -> float | None:
         if beta is not None and (alpha := info.data.get("alpha")) is not None:
-            raise ValueError(f"must be left out beside paradigm.alpha = {alpha}")
+            raise ValueError(f"must be omitted beside paradigm.alpha = {alpha}")
         return beta
 
     @property
     def options(self) -> dict[str, Any]:
-        """How often and how far they move is not about who waits."""
+        """Keyword arguments of `hpcsync.paradigms.create`; the period and the rate concern the workers alone."""
         return {"synchronous": self.synchronous}
 
     @property
     def bound(self) -> str:
-        return f"every {self.period} iterations all wait for all" if self.synchronous else super().bound
+        """Description of the synchronisation, for messages."""
+        if self.synchronous:
+            return f"all workers wait for each other every {self.period} iterations"
+        return super().bound
 
     def moving_rate(self, n_workers: int) -> float:
-        """alpha, whichever way it was given."""
+        """Return alpha."""
         return self.alpha if self.alpha is not None else (0.9 if self.beta is None else self.beta) / n_workers
 
     def check(self, n_workers: int) -> None:
-        """Raises JobError for a rate at which so many workers and the centre do not come together."""
+        """Raise JobError for a rate with which workers and centre diverge."""
         limit = 2 / (n_workers + 1) if self.synchronous else 1.0
         if self.moving_rate(n_workers) > limit:
             key, factor = ("beta", n_workers) if self.alpha is None else ("alpha", 1)
             raise JobError(
                 f"paradigm.{key} = {getattr(self, key)}: must be at most {limit * factor:g} with "
-                f"cluster.workers = {n_workers}: beyond it workers and centre move away from each other"
+                f"cluster.workers = {n_workers}: above that, workers and centre diverge"
             )
 
 
 class AshlOptions(ServedOptions):
-    """Workers make so many local steps that all are expected to push at once, first many (coarse), then few (fine).
+    """ASHL: numbers of local steps with which all workers are expected to push at the same time.
 
-    Before, each is timed one step at a time, `warmup` pushes and then `profiled` ones. steps_coarse, steps_fine: local
-    steps of the slowest worker, from which those of the others follow. The fine stage begins when the average loss has
-    come down to `loss_preset`, or without one when it has improved by less than `plateau` of itself over five rounds;
-    in it a worker waits that is more than `staleness` pushes ahead of the slowest.
-    ratio_coarse, ratio_fine: the share that is sent where all else is equal, if a compression takes one; workers that
-    would wait for the others send more. share: whether a push counts as the data behind it, or all count the same.
+    After profiling, one step per push, workers make many local steps (coarse stage), and later few (fine stage).
+
+    Parameters
+    ----------
+    steps_coarse, steps_fine
+        Local steps of the slowest worker in each stage; those of the others follow from them.
+    staleness
+        Largest lead in pushes over the slowest worker with which a worker continues in the fine stage.
+    ratio_coarse, ratio_fine
+        Share of the contribution that the slowest worker sends, if the compression takes a ratio; workers that would
+        wait for others send more.
+    loss_preset
+        Average loss at which the fine stage begins; by default it begins on a plateau.
+    plateau
+        A plateau is an improvement of the loss by less than this share of itself over five rounds.
+    share
+        Weight of a push: its share of the data ("data"), or equal for all.
+    warmup, profiled
+        Pushes of each worker before profiling, and those that are profiled.
     """
 
     name: Literal["ashl"]
@@ -265,17 +335,30 @@ class AshlOptions(ServedOptions):
 
     @property
     def bound(self) -> str:
-        return f"in the fine stage who is more than {self.staleness} pushes ahead of the slowest waits for it"
+        """Description of the synchronisation, for messages."""
+        return f"in the fine stage a worker more than {self.staleness} pushes ahead of the slowest waits for it"
 
 
 class AdspOptions(ServedOptions):
-    """Workers make local steps without waiting, and commit so often that all commit equally often.
+    """ADSP: workers make local steps without waiting, and all commit equally often.
 
-    check_period_s: seconds of a period, in which each worker is to make `commits`; without it the number is searched
-    for, every search_every_s seconds and whenever the average loss has risen by the share loss_rise over a period.
-    interval_min_s: the least time between two commits of a worker. rule: "cumulative" makes up for commits that were
-    missed, as the paper has it; "released" asks all for the same, as the authors' code does.
-    loss_target: the loss that a search wants to reach soon; without it half of what the search began with.
+    Parameters
+    ----------
+    check_period_s
+        Length of a period in seconds.
+    interval_min_s
+        Least time between two commits of a worker in seconds.
+    rule
+        "cumulative" makes up for missed commits, as in the paper; "released" uses the same number of commits for all,
+        as in the authors' code.
+    commits
+        Commits of each worker in a period; by default the number is searched for.
+    search_every_s
+        Seconds from the end of a search to the next one.
+    loss_rise
+        A search also begins if the average loss has risen by this share over a period.
+    loss_target
+        Target loss of a search, which maximises the speed of reaching it; by default half of the loss at its start.
     """
 
     name: Literal["adsp"]
@@ -312,13 +395,16 @@ class AdspOptions(ServedOptions):
         return max(self.interval_min_s, self.check_period_s / (self.commits or 1))
 
 
-# ---- without ----
+# ---- without servers ----
 
 
 class AllReduceOptions(Table):
-    """Every update is the mean of all workers' gradients, which the workers sum among themselves.
+    """All-reduce: each update uses the mean of all workers' gradients, which the workers sum themselves.
 
-    bucket_mb: megabytes of the gradient that are summed at a time, while the rest is still computed.
+    Parameters
+    ----------
+    bucket_mb
+        Size in MB of a bucket of the gradient, which is summed while the rest is still being computed.
     """
 
     name: Literal["allreduce"]
@@ -326,14 +412,20 @@ class AllReduceOptions(Table):
 
     @property
     def bound(self) -> str:
-        return "in every iteration all wait for all"
+        """Description of the synchronisation, for messages."""
+        return "all workers wait for each other in every iteration"
 
 
 class LocalSgdOptions(Table):
-    """Every `steps` iterations the workers' weights are replaced by their mean.
+    """Local SGD: every `steps` iterations the workers' weights are replaced by their mean.
 
-    With another outer learning rate than 1, or a momentum, the mean is where an outer SGD with Nesterov's momentum
-    steps to (DiLoCo).
+    Parameters
+    ----------
+    steps
+        Local steps from one averaging to the next.
+    outer_lr, outer_momentum
+        Learning rate and Nesterov momentum of an outer SGD towards the mean (DiLoCo); with 1 and 0, the defaults, the
+        step leads to the mean itself.
     """
 
     name: Literal["local-sgd"]
@@ -343,17 +435,25 @@ class LocalSgdOptions(Table):
 
     @property
     def bound(self) -> str:
-        return f"every {self.steps} iterations all wait for all"
+        """Description of the synchronisation, for messages."""
+        return f"all workers wait for each other every {self.steps} iterations"
 
 
 class GossipOptions(Table):
-    """Every `period` iterations a worker averages its weights with those of a peer.
+    """Gossip: a worker averages its weights with those of a peer.
 
-    mode: "pull" reads the peer's, "push" gives it one's own, "push-sum" half of one's own and of a weight, all of them
-    when it suits the worker; "permutation" is synchronous: all exchange at once, and everybody is drawn once.
-    topology: which peers are drawn from; of "exponential" they are not drawn but visited in turn, 1, 2, 4, ... on.
-    include_self: whether a worker may draw itself, and then keeps what it has. Unless it is said, it may, but not with
-    the exponential topology.
+    Parameters
+    ----------
+    mode
+        "pull" reads the peer's weights, "push" sends the worker's own, "push-sum" sends half of them and half of a
+        weight; these are asynchronous. "permutation" is synchronous: all exchange at once, and each worker is drawn
+        once.
+    topology
+        Peers to draw from. With "exponential" they are not drawn but visited in turn, at distances 1, 2, 4, ...
+    include_self
+        True if a worker may draw itself, and then keeps its weights. The default, except with the exponential topology.
+    period
+        Iterations from one exchange to the next.
     """
 
     name: Literal["gossip"]
@@ -373,8 +473,10 @@ class GossipOptions(Table):
 
     @property
     def bound(self) -> str:
-        in_step = self.mode == "permutation"
-        return f"every {self.period} iterations all wait for all" if in_step else "nobody waits for anybody"
+        """Description of the synchronisation, for messages."""
+        if self.mode == "permutation":
+            return f"all workers wait for each other every {self.period} iterations"
+        return "no worker waits for another"
 
 
 ParadigmOptions = Annotated[

@@ -1,4 +1,4 @@
-"""The `[paradigm]` of the job file that separates layers (Stanza: Wu, Xu, Li and Xiong, arXiv 1812.10624)."""
+"""The `[paradigm]` with layer separation (Stanza: Wu, Xu, Li and Xiong, arXiv 1812.10624)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,26 @@ from hpcsync.planning.split_cost import Times
 
 
 class StanzaOptions(Table):
-    """Convolution workers and fully-connected workers train one model; fully-connected weights stay where they are.
+    """Layer separation: convolution workers and fully-connected workers train one model.
 
-    cut: the submodule, by its name, with which the fully-connected layers begin. fc_workers: how many of the workers,
-    the first ones, train these; "auto": as many as give the most samples a second, by `planning.node_assignment`.
-    micro_batches: pieces of a batch, so that the fully-connected workers compute one while the next is under way.
-    [cluster.compute] says what an iteration of the whole model takes, of which fully-connected layers have the share
-    fc_share, for each batch that they are given (unless it is said, by their floating-point operations), and the
-    convolutions the rest, forward_share of it for the forward pass.
-    bucket_mb: as under all-reduce.
+    Fully-connected weights stay on their workers. [cluster.compute] sets the time of an iteration of the whole model.
+
+    Parameters
+    ----------
+    cut
+        Name of the submodule with which the fully-connected layers begin.
+    fc_workers
+        Number of fully-connected workers, which are the first workers; "auto": the number with the highest throughput
+        (`hpcsync.planning.stanza_planner`).
+    micro_batches
+        Pieces of a batch: fully-connected workers compute one while the next is being transferred.
+    fc_share
+        Share of an iteration's time that the fully-connected layers take per batch; by default their share of the
+        floating-point operations.
+    forward_share
+        Share of the convolutions' time that the forward pass takes.
+    bucket_mb
+        Size of a bucket of the gradient in MB, as under all-reduce.
     """
 
     name: Literal["stanza"]
@@ -43,21 +54,24 @@ class StanzaOptions(Table):
 
     @property
     def bound(self) -> str:
-        return "in every iteration all wait for all"
+        """Description of the synchronisation, for messages."""
+        return "all workers wait for each other in every iteration"
 
     @property
     def shares(self) -> tuple[float, float, float]:
-        """Of what an iteration of the whole model takes: the forward pass below the cut, the backward pass there, and
-        what is above it. A script that does not pad its iterations need not know them."""
+        """Shares of an iteration's time: forward pass below the cut, backward pass below it, and everything above.
+
+        A script that does not pad its iterations need not set them.
+        """
         return Times.of(1.0, self.fc_share or 0.0, self.forward_share)[:3]
 
     def groups(self, n_workers: int) -> Groups:
-        """Who is what, once that is chosen."""
+        """Return the groups of workers, once the number of fully-connected ones is chosen."""
         assert self.fc_workers != "auto"
         return Groups(n_workers, self.fc_workers)
 
     def check(self, workload: WorkloadOptions, cluster: Cluster) -> None:
-        """Raises JobError where layers cannot be separated so: of this model, among these workers."""
+        """Raise JobError if layers cannot be separated with this workload and cluster."""
         fewest = 2 if self.fc_workers == "auto" else 2 * self.fc_workers
         if cluster.workers < fewest:
             raise JobError(
@@ -76,24 +90,24 @@ class StanzaOptions(Table):
         for i, event in enumerate(cluster.events):
             if event.change == "leave":
                 raise JobError(
-                    f'cluster.events[{i}].change = "leave": must be another with paradigm.name = "stanza", where '
-                    "nobody can go on without the others"
+                    f'cluster.events[{i}].change = "leave": must be another change with paradigm.name = "stanza", '
+                    "where no worker can continue without the others"
                 )
 
     def _check_script(self, *, has_compute: bool) -> None:
-        """Before a training script's first batch nothing is known of what its model computes."""
+        """Raise JobError for options that need the model of a training script, unknown before its first batch."""
         if self.micro_batches > 1:
             raise JobError(
-                f"paradigm.micro_batches = {self.micro_batches}: must be 1 in a training script, whose loop computes a "
-                "batch as a whole"
+                f"paradigm.micro_batches = {self.micro_batches}: must be 1 in a training script, whose loop computes "
+                "whole batches"
             )
         if self.fc_workers == "auto":
             raise JobError('paradigm.fc_workers = "auto": must be a number in a training script')
         if self.fc_share is None and has_compute:
-            raise JobError("paradigm.fc_share: missing; a training script must give it beside compute")
+            raise JobError("paradigm.fc_share: missing; a training script with [cluster.compute] must set it")
 
     def _check_sizes(self, workload: Timing) -> None:
-        """Of a model that is nothing but its sizes."""
+        """Raise JobError if the sizes of a timing model do not allow separation."""
         for key in ("classifier", "activations"):
             if getattr(workload, key) == 0:
                 raise JobError(f'workload.{key} = 0: must be at least 1 with paradigm.name = "stanza"')
@@ -101,9 +115,9 @@ class StanzaOptions(Table):
             raise JobError(f'paradigm.cut = {shown(self.cut)}: must be "classifier" with workload.name = "timing"')
 
     def refuse_simulated(self, workload: WorkloadOptions) -> None:
-        """Raises JobError for a workload of which only a simulation can separate layers."""
+        """Raise JobError for a workload whose layers only a simulation can separate."""
         if isinstance(workload, Timing):
             raise JobError(
-                'workload.name = "timing": must be another with paradigm.name = "stanza" to run: there are no layers '
-                "to compute; hpcsync simulate takes it"
+                'workload.name = "timing": must be another workload with paradigm.name = "stanza" to run, as it has '
+                "no layers to compute; hpcsync simulate supports it"
             )

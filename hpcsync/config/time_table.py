@@ -10,7 +10,25 @@ from hpcsync.config.errors import JobError, shown
 
 
 def read_times(path: str | Path, n_workers: int) -> list[list[float]]:
-    """Each worker's seconds per iteration. After its last row a worker is meant to begin again at its first."""
+    """Read recorded compute times.
+
+    Parameters
+    ----------
+    path
+        The CSV file.
+    n_workers
+        Number of workers, each of which needs at least one row.
+
+    Returns
+    -------
+    list of list of float
+        Seconds of each worker's iterations. After its last row a worker starts over with its first.
+
+    Raises
+    ------
+    JobError
+        If the file cannot be read, or is no such table.
+    """
     key = f"cluster.compute.table = {shown(str(path))}"
     times: list[list[float]] = [[] for _ in range(n_workers)]
     try:

@@ -1,4 +1,4 @@
-"""The `[workload]` of the job file: what is trained."""
+"""The `[workload]` of the job file: model and data."""
 
 from __future__ import annotations
 
@@ -23,9 +23,16 @@ class Digits(Table):
 
 
 class Images(Table):
-    """Drawn images of `size` x `size` pixels, `samples` of them to train on, and a small VGG.
+    """Synthetic images of stripes and a small VGG.
 
-    width, hidden, dropout: of `learning.vgg.Vgg`.
+    Parameters
+    ----------
+    samples
+        Number of training images.
+    size
+        Width and height of an image in pixels.
+    width, hidden, dropout
+        See `hpcsync.workloads.vgg.Vgg`.
     """
 
     name: Literal["images"]
@@ -38,9 +45,14 @@ class Images(Table):
 
 
 class Cifar(Table):
-    """CIFAR-10 or CIFAR-100, whose archive is in `folder`, relative to the job file, and a small VGG.
+    """CIFAR-10 or CIFAR-100 and a small VGG.
 
-    width, hidden, dropout: of `learning.vgg.Vgg`.
+    Parameters
+    ----------
+    folder
+        Folder of the archive, relative to the job file.
+    width, hidden, dropout
+        See `hpcsync.workloads.vgg.Vgg`.
     """
 
     name: Literal["cifar10", "cifar100"]
@@ -51,7 +63,7 @@ class Cifar(Table):
     dropout: Dropout = 0.0
 
     def found(self, folder: Path) -> Cifar:
-        """This workload with the absolute path of its folder, which is looked for from here."""
+        """Return this workload with the absolute path of its folder, relative to `folder` before."""
         return self.model_copy(update={"folder": str((folder / self.folder).resolve())})
 
 
@@ -68,7 +80,14 @@ class Linear(Table):
 class Text(Table):
     """The source of Python's standard library, character by character, and a small transformer in float32.
 
-    batch_size: sequences, of `context` characters each. width: of the transformer, shared among its `heads`.
+    Parameters
+    ----------
+    batch_size
+        Sequences of a batch.
+    context
+        Characters of a sequence.
+    layers, width, heads
+        Blocks, width and attention heads of the transformer; heads divide the width.
     """
 
     name: Literal["text"]
@@ -86,10 +105,16 @@ class Text(Table):
 
 
 class Timing(Table):
-    """No arithmetic: a vector of this many float32 parameters travels, for schedules and measurements.
+    """No arithmetic: a vector of float32 parameters is transferred, for schedules and measurements.
 
-    For layer separation at "classifier": so many of them belong to the fully-connected layers, and so many float32
-    activations of a sample cross the cut.
+    Parameters
+    ----------
+    parameters
+        Size of the vector.
+    classifier
+        With layer separation, which cuts at "classifier": parameters of the fully-connected layers.
+    activations
+        With layer separation: float32 activations per sample at the cut.
     """
 
     name: Literal["timing"]
@@ -107,11 +132,20 @@ class Timing(Table):
 
     @property
     def shape(self) -> Shape:
+        """Sizes of the halves under layer separation."""
         return Shape(self.parameters - self.classifier, self.classifier, self.activations)
 
 
 class Function(Table):
-    """A workload of the user's own: `name` is "package.module:function", called with the options."""
+    """A workload of the user: a function that returns a `hpcsync.Workload`.
+
+    Parameters
+    ----------
+    name
+        "package.module:function".
+    options
+        Keyword arguments of the function.
+    """
 
     name: Annotated[str, matching(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", '"package.module:function"')]
     batch_size: Count = 32
@@ -119,7 +153,7 @@ class Function(Table):
 
 
 class Script(Table):
-    """A training script that connects by itself: model and data are its own. Only traces hold such jobs."""
+    """A training script with its own model and data (`hpcsync.connect`). Only traces hold such jobs."""
 
     name: Literal["script"]
 

@@ -1,4 +1,4 @@
-"""What decides in a run of a job, made anew: for the run itself, for a simulation of it, for the audit of its trace."""
+"""Deciding objects of a run, created anew for the run itself, for its simulation and for the audit of its trace."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from hpcsync.planning.batch_allocation import Allocator
 
 
 class Assignment(NamedTuple):
-    """What a worker is given to do until its next push; columns of the trace's /grants say the same.
+    """Work of one worker until its next push; the trace's /grants has these columns.
 
-    first_sample: of the run's sequence of samples, -1 where it follows from worker and iteration which it takes.
-    batch_size:   of all local steps together; 0 where the worker knows, or is to stop.
-    local_steps, commit_s, ratio: as a paradigm grants them (`paradigms.protocol.Grant`); 0 local steps: it is to stop.
-    With local steps UNTIL it is time, batch_size is that of one.
+    Attributes
+    ----------
+    first_sample
+        Position in the run's sequence of samples; -1 where it follows from worker and iteration.
+    batch_size
+        Samples of all local steps together; 0 if the worker knows it, or is to stop. With local steps UNTIL, samples of
+        one.
+    local_steps, commit_s, ratio
+        As in `hpcsync.paradigms.events.Grant`, but 0 local steps stop the worker.
     """
 
     first_sample: int = -1
@@ -31,7 +36,7 @@ class Assignment(NamedTuple):
 
     @property
     def size(self) -> float:
-        """To which the time that it takes is in proportion; comparable with that of the same worker's other ones."""
+        """Work units of the same worker; the time of the assignment is proportional to them."""
         return self.commit_s if self.local_steps == UNTIL else float(self.batch_size or self.local_steps)
 
     @property
@@ -40,8 +45,15 @@ class Assignment(NamedTuple):
         return self.batch_size // max(1, self.local_steps)
 
     def is_done(self, n_steps: int, since_read_s: float) -> bool:
-        """Whether the local step that has just ended is the last before a push: the worker has made so many, and its
-        weights were read so long ago."""
+        """Return True if the local step that has just ended is the last before a push.
+
+        Parameters
+        ----------
+        n_steps
+            Local steps made for this assignment.
+        since_read_s
+            Seconds since the weights were read.
+        """
         return since_read_s >= self.commit_s if self.local_steps == UNTIL else n_steps == self.local_steps
 
 
@@ -49,12 +61,26 @@ STOP = Assignment(local_steps=0)
 
 
 class Assignments:
-    """Makes assignments of a paradigm's grants: who computes how many samples next, and which.
+    """Factory of assignments from a paradigm's grants: the size of each batch and its samples.
 
-    first: of every worker's first iteration, in the order of the workers, from the grants given.
-    local_steps: where the paradigm does not say it. allocator: of batch sizes; None where everybody goes on with what
-    it has, also who joins again. dealt: samples of a local step, where the next ones of the run's sequence go to
-    whoever is granted, so that everybody gets its share by making its steps; None where they do not.
+    Parameters
+    ----------
+    first
+        Grants of the first iteration, one per worker.
+    local_steps
+        Local steps where the paradigm does not set them.
+    allocator
+        Allocator of batch sizes. None: every worker keeps its size, also after it joins again.
+    step_samples
+        Samples of a local step if each grant takes the next samples of the run's sequence, so that a worker's share
+        follows from its steps. None if the samples follow from worker and iteration.
+
+    Attributes
+    ----------
+    first
+        Assignment of every worker's first iteration.
+    allocator
+        The allocator, or None.
     """
 
     def __init__(
@@ -62,21 +88,21 @@ class Assignments:
         first: Iterable[Grant] = (),
         local_steps: int = 1,
         allocator: Allocator | None = None,
-        dealt: int | None = None,
+        step_samples: int | None = None,
     ) -> None:
         self.allocator = allocator
         self._local_steps = local_steps
-        self._dealt = dealt
-        self._n_dealt = 0
-        self._of_a_step: dict[int, int] = {}  # samples of the last one that each worker made
+        self._step_samples = step_samples
+        self._next_sample = 0
+        self._last_step_samples: dict[int, int] = {}  # samples of each worker's last local step
         self.first = [self._first(grant) for grant in first]
 
     def pushed(self, worker: int, batch_size: int, local_steps: int) -> None:
-        """This worker's push is of so many samples and local steps."""
-        self._of_a_step[worker] = batch_size // local_steps
+        """Record the samples and local steps of this worker's push."""
+        self._last_step_samples[worker] = batch_size // local_steps
 
     def next(self, grant: Grant) -> Assignment:
-        """Of the iteration that this grant starts."""
+        """Return the assignment of the iteration that this grant starts."""
         if self.allocator is not None:
             return Assignment(*self.allocator.allocate_next(grant.worker), self._local_steps)
         return self._assignment(grant)
@@ -88,21 +114,21 @@ class Assignments:
 
     def _assignment(self, grant: Grant) -> Assignment:
         local_steps, first_sample = grant.local_steps or self._local_steps, -1
-        n_samples = self._of_a_step.get(grant.worker, self._dealt or 0) * max(1, local_steps)
-        if self._dealt is not None:
-            first_sample = self._n_dealt
-            self._n_dealt += n_samples
+        n_samples = self._last_step_samples.get(grant.worker, self._step_samples or 0) * max(1, local_steps)
+        if self._step_samples is not None:
+            first_sample = self._next_sample
+            self._next_sample += n_samples
         return Assignment(first_sample, n_samples, local_steps, grant.commit_s, grant.ratio)
 
 
 def create_paradigm(job: Job) -> Paradigm:
-    """The paradigm of a job with servers."""
+    """Create the paradigm of a job with servers."""
     assert isinstance(job.paradigm, ServedOptions)
     return paradigms.create(job.paradigm.name, job.cluster.workers, **job.paradigm_options)
 
 
 def create_allocator(job: Job) -> Allocator | None:
-    """Who computes how many samples, and which; None where all batches are alike."""
+    """Create the allocator of a job's batch sizes; None if they are all equal."""
     if job.batches.policy == "equal":
         return None
     assert job.batch_total is not None
@@ -119,20 +145,23 @@ def create_allocator(job: Job) -> Allocator | None:
 
 
 def create_assignments(job: Job) -> Assignments:
-    """Of this job; those of the first iterations are given."""
-    paradigm, dealt = create_paradigm(job), None
+    """Create the assignments of a job, including those of the first iterations."""
+    paradigm, step_samples = create_paradigm(job), None
     if isinstance(job.paradigm, AshlOptions) and not isinstance(job.workload, Script):
-        dealt = job.workload.batch_size
+        step_samples = job.workload.batch_size
     first = map(paradigm.first, range(job.cluster.workers))
-    return Assignments(first, job.local_steps, create_allocator(job), dealt)
+    return Assignments(first, job.local_steps, create_allocator(job), step_samples)
 
 
-def decision_fields(job: Job) -> tuple[str, ...]:
-    """The columns of the trace's /decisions beside those that all have: the paradigm's, then the allocator's.
+ITERATION = {"iteration": ("", "Iteration after which the workers agreed on the batch sizes.")}
 
-    Without servers `iteration` comes before these: the one after which all workers agreed on the sizes.
+
+def decision_fields(job: Job) -> dict[str, tuple[str, str]]:
+    """Return the inputs of the job's controllers, (unit, description) by name: further columns of /decisions.
+
+    The paradigm's come first, then the allocator's. Without servers `iteration` precedes the latter.
     """
-    own = create_paradigm(job).decision_fields if job.has_servers else ("iteration",)
+    own = create_paradigm(job).decision_fields if job.has_servers else ITERATION
     if job.batches.policy == "equal":
-        return own if job.has_servers else ()
-    return own + Allocator.decision_fields
+        return dict(own) if job.has_servers else {}
+    return {**own, **Allocator.decision_fields}

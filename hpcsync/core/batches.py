@@ -1,4 +1,4 @@
-"""A worker's iterations as its training loop sees them: the batches, and when each computation began and ended."""
+"""Iterations of one worker as its training loop sees them: batches, and begin and end of each computation."""
 
 from __future__ import annotations
 
@@ -12,18 +12,35 @@ from hpcsync.config.job import Job
 from hpcsync.core.device_speed import device
 from hpcsync.training.sampler import batches, fetch, n_batches, sequence_indices, whole_batches
 
-CALL_S = 5e-4  # from one call while padding to the next
+CALL_S = 5e-4  # seconds between two calls while padding
 
 
 class Iterations:
-    """The batches of one worker, in the job's data order, with each iteration padded to what its device takes.
+    """Batches of one worker in the job's data order, with each iteration padded to the time of its device.
 
-    now: the clock, in seconds since the start of the run.
-    handed_out: (first, n_samples) of the run's sequence of samples for the worker's next iteration, where batch sizes
-    are given out; None where all batches are alike.
-    leave: called when the worker leaves before its next batch, because the job says so, with the time at which it is to
-    join again, or infinity; returns whether it does.
-    while_padding: called now and then while an iteration is padded, as it would be from within a computation.
+    Parameters
+    ----------
+    job
+        The job.
+    worker
+        Number of the worker.
+    now
+        Clock: seconds since the start of the run.
+    leave
+        Called when the worker leaves before its next batch, as the job specifies, with the time at which it joins again
+        or infinity. Returns True if it does.
+    while_padding
+        Called repeatedly while an iteration is padded, as from within a computation.
+    allocated
+        Returns (first, n_samples) of the worker's next iteration in the run's sequence of samples, if batches are
+        allocated; None if all batches have the same size.
+
+    Attributes
+    ----------
+    batch_size
+        Samples of the current batch.
+    computed_s
+        Seconds of computation of the iteration that has ended.
     """
 
     def __init__(
@@ -37,7 +54,6 @@ class Iterations:
     ) -> None:
         self.batch_size = 0
         self.computed_s = 0.0
-        """Of the iteration that has ended."""
         self._job = job
         self._worker = worker
         self._now = now
@@ -45,24 +61,36 @@ class Iterations:
         self._while_padding = while_padding
         self._allocated = allocated
         self._training_epochs = 0
-        self._ended = 0  # iterations so far
-        self._skip = 0  # of the next batches, those that were trained on before the run went on
-        self._begin_s: float | None = None  # of the batch that has been handed out, until its step
-        self._device_s = 0.0  # what the device takes for it
-        self._resumed_s: float | None = None  # when the part of its computation began that is under way
+        self._ended = 0  # iterations that have ended
+        self._skip = 0  # next batches to skip, trained on before the run was resumed
+        self._begin_s: float | None = None  # begin of the batch under way
+        self._device_s = 0.0  # seconds that the device takes for it
+        self._resumed_s: float | None = None  # begin of the part of the computation under way
         self._in_parts = False
         self._device = device(job, worker)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]) -> Iterator[Any]:
-        """The batches of the next `epochs` training epochs (None: no end), until `stopped` or the worker leaves.
+        """Yield the batches of the next training epochs, until `stopped` or the worker leaves.
 
-        batch_size: of all workers, or where they differ the one for which the device's times are meant. Without a data
-        set, ().
+        Parameters
+        ----------
+        dataset
+            Data set; None: batches are ().
+        batch_size
+            Samples of every batch, or with allocated batches the size that the device's times refer to.
+        epochs
+            Number of training epochs; None: no end.
+        stopped
+            Returns True once the run is over for this worker.
         """
         first = self._training_epochs
         self._training_epochs += epochs or 0
-        those = range(first, sys.maxsize if epochs is None else first + epochs)
-        mine = self._alike(dataset, batch_size, those) if self._allocated is None else self._next_ones(dataset, those)
+        epoch_range = range(first, sys.maxsize if epochs is None else first + epochs)
+        own = (
+            self._equal_batches(dataset, batch_size, epoch_range)
+            if self._allocated is None
+            else self._allocated_batches(dataset, epoch_range)
+        )
         while not stopped():
             begin_s = self._now()
             if self._device.leaves(begin_s):
@@ -71,7 +99,7 @@ class Iterations:
                 self._device.join()
                 continue
             try:
-                self.batch_size, batch = next(mine)
+                self.batch_size, batch = next(own)
             except StopIteration:
                 return
             self._begin_s = begin_s
@@ -80,43 +108,59 @@ class Iterations:
             yield batch
 
     def state(self) -> dict[str, Any]:
-        """How far the worker is; between two iterations."""
+        """Return the progress of the worker between two iterations, for a checkpoint."""
         return {"ended": self._ended, "device": self._device.state()}
 
     def skip(self, n_iterations: int) -> None:
-        """Begin after so many, of which nothing else is known."""
+        """Start after `n_iterations` iterations of which nothing else is known."""
         self._ended = self._skip = n_iterations
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: loaders begin after what was trained on, as often as they are asked for it again."""
+        """Resume from a state: the next loaders skip the batches that were trained on."""
         self._ended = self._skip = state["ended"]
         self._device.restore(state["device"])
 
     @property
     def under_way(self) -> bool:
-        """Whether a batch has been handed out whose computation has not ended."""
+        """True while a batch has been yielded whose computation has not ended."""
         return self._begin_s is not None
 
     def pad(self, share: float) -> None:
-        """This share of the batch is computed: let that have taken what it takes the device."""
+        """Wait until the device would have computed this share of the batch.
+
+        Raises
+        ------
+        RuntimeError
+            If no batch is under way.
+        """
         if self._begin_s is None:
-            raise RuntimeError("step without a batch: call it once for each batch of the session's shard")
+            raise RuntimeError("step was called without a batch: call it once for each batch of the session's shard")
         if self._device_s:
             self._pad(self._begin_s + share * self._device_s)
 
     def resume(self) -> None:
-        """A part of the computation begins, of an iteration that is computed in parts and waits between them."""
+        """Begin a part of the computation, in an iteration that is computed in parts and waits between them."""
         self._resumed_s, self._in_parts = self._now(), True
 
     def rest(self, share: float) -> None:
-        """It ends: let it have taken this share of what the iteration takes the device."""
+        """End the part: wait until it has taken this share of the device's time of the iteration."""
         assert self._resumed_s is not None
         self._pad(self._resumed_s + share * self._device_s)
         self.computed_s += self._now() - self._resumed_s
 
     def end(self, share: float = 1.0) -> tuple[float, float]:
-        """The iteration ends with this share of its batch; when it began and ended, padded unless its parts were.
-        Raises RuntimeError where none has begun."""
+        """End the iteration with this share of its batch computed, padded unless its parts were.
+
+        Returns
+        -------
+        begin_s, end_s : float
+            Begin and end of the iteration, in seconds since the start of the run.
+
+        Raises
+        ------
+        RuntimeError
+            If no iteration has begun.
+        """
         self.pad(0.0 if self._in_parts else share)
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
@@ -134,7 +178,7 @@ class Iterations:
                 self._while_padding()
                 time.sleep(min(left_s, CALL_S))
 
-    def _alike(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
+    def _equal_batches(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
         if dataset is None:
             return iter(lambda: (batch_size, ()), None)  # without end
         job, takers = self._job, self._job.takers
@@ -142,18 +186,21 @@ class Iterations:
         number = takers.index(self._worker) if takes else 0
         sizes: dict[str, Any] = {"n_workers": n_takers, "batch_size": batch_size, "epochs": epochs}
         n_iterations = n_batches(number, size=len(dataset), **sizes)
-        if n_takers < job.cluster.workers:  # all make as many iterations: what not all takers have is left out
+        if n_takers < job.cluster.workers:  # all make equally many iterations: an incomplete last one is left out
             n_iterations = len(epochs) * whole_batches(batch_size, len(dataset)) // n_takers
         skip = min(self._skip, n_iterations)
         self._skip -= skip
         n_left = min(n_iterations - skip, sys.maxsize)
-        if not takes:  # it computes with those of others
+        if not takes:  # the worker computes with the batches of others
             return repeat((batch_size * len(job.groups.served(self._worker)), ()), n_left)
-        mine = batches(dataset, job.seed, number, skip=skip, **sizes)
-        return ((batch_size, batch) for batch in islice(mine, n_left))
+        own = batches(dataset, job.seed, number, skip=skip, **sizes)
+        return ((batch_size, batch) for batch in islice(own, n_left))
 
-    def _next_ones(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:
-        """A batch that reaches over the end of a training epoch belongs to the one in which it begins."""
+    def _allocated_batches(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:
+        """Yield allocated batches.
+
+        A batch that extends over the end of a training epoch belongs to the epoch in which it begins.
+        """
         assert self._allocated is not None
         while True:
             first, n_samples = self._allocated()

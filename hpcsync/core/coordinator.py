@@ -1,13 +1,13 @@
-"""What the deciding server does with everything it hears, whichever engine it runs in.
+"""Engine-independent coordinator: turns pushes into updates, grants and trace rows.
 
-An engine reports what it observes (a contribution is in its slot, a worker has left or joins again, an evaluation is
-done) and carries out the orders that come back, in their order, on every server. In between lie the paradigm's
-decision, the numbering of versions, the weight of each contribution, the learning rate, who computes how many samples
-next and which, the stopping rule, and a row in the trace for each of them.
+An engine passes in what it observes (a contribution is in its slot, a worker leaves or joins, an evaluation has ended)
+and carries out the resulting commands, in their order, on every server. The coordinator covers the paradigm's decision,
+version numbers, the weight of each contribution, the learning rate, batch allocation and the stopping rule, and writes
+a trace row for each of them.
 
-The stopping rule, once true, stays true. From then on every answer to a worker is a stop: a reply of zero local steps.
-Held workers get theirs at once, computing ones when their next contribution arrives, which is dropped; where that may
-take long, they are told to push what they have.
+Once the stopping rule is true it stays true. From then on every grant has zero local steps, which stops the worker.
+Blocked workers are stopped at once; computing workers when their next contribution arrives, which is discarded. Where
+that may take long, they are sent a cancel command and push early.
 """
 
 from __future__ import annotations
@@ -30,16 +30,40 @@ from hpcsync.training.lr_schedule import LearningRate, learning_rate
 
 
 class PushInfo(NamedTuple):
-    """What a worker says with a contribution. Seconds are on the deciding server's clock, since the start of the run.
+    """Information that a worker sends with a contribution.
 
-    begin_s, end_s: the worker's own computation, padding included (compute_s is their difference);
-    (Where a push is of several local steps, from the first one's begin to the last one's end.)
-    wait_s: for the grant before it; comm_s: reading the weights before it and putting the contribution after it;
-    wire_bytes: bytes of both transfers; batch_size: samples, and loss: their mean loss, of all local steps.
-    share: 1, or of an iteration that was cancelled the share of its samples that was computed.
-    predicted_fixed_s, predicted_sample_s: seconds of each of the worker's next iterations, and of every sample in them;
-    NaN where nobody asks.
-    pull_s: of comm_s, reading the weights. encode_s: compressing the contribution, which is not in comm_s.
+    Times are in seconds since the start of the run, on the deciding server's clock.
+
+    Attributes
+    ----------
+    worker, iteration
+        Worker and its iteration.
+    version_read
+        Version of the weights that the contribution was computed from.
+    begin_s, end_s
+        Begin and end of the computation, of all local steps.
+    compute_s
+        Difference of the two, padding included.
+    wait_s
+        Seconds the worker was blocked for the grant of this iteration.
+    comm_s
+        Seconds of reading the weights before and of putting the contribution after the iteration.
+    batch_size
+        Samples of all local steps.
+    local_steps
+        Number of local steps.
+    loss
+        Mean loss of these samples.
+    wire_bytes
+        Bytes of both transfers.
+    share
+        Share of the samples that was computed: 1 unless the iteration was cancelled.
+    predicted_fixed_s, predicted_sample_s
+        Expected seconds of each of the worker's next iterations: a fixed part, and per sample. NaN if not required.
+    pull_s
+        Part of `comm_s` spent reading the weights.
+    encode_s
+        Seconds of compressing the contribution, not part of `comm_s`.
     """
 
     worker: int
@@ -61,7 +85,7 @@ class PushInfo(NamedTuple):
     encode_s: float = 0.0
 
     def event(self, now_s: float) -> Pushed:
-        """What a paradigm hears of it."""
+        """Return the paradigm's event for this push."""
         push_s = self.comm_s - self.pull_s
         return Pushed(
             now_s, self.worker, self.iteration_s, self.loss, self.local_steps, self.pull_s, push_s, self.encode_s
@@ -69,12 +93,12 @@ class PushInfo(NamedTuple):
 
     @property
     def iteration_s(self) -> float:
-        """Seconds that the whole of it took, or would have taken."""
+        """Seconds of computation of the whole iteration, extrapolated if it was cancelled."""
         return self.compute_s / self.share
 
 
 def with_prediction(push_info: PushInfo, estimator: Estimator) -> PushInfo:
-    """The report with what its worker expects of its next iterations, having learned from this one."""
+    """Return the push info with the worker's expectation of its next iterations, updated by this one."""
     n = push_info.local_steps
     fixed_s, sample_s = estimator.observe(push_info.batch_size // n, push_info.iteration_s / n, push_info.comm_s / n)
     return push_info._replace(predicted_fixed_s=fixed_s, predicted_sample_s=sample_s)
@@ -82,9 +106,18 @@ def with_prediction(push_info: PushInfo, estimator: Estimator) -> PushInfo:
 
 @dataclass(frozen=True, slots=True)
 class UpdateCommand:
-    """Order: one update from what has been collected and these workers' slots, in this order.
+    """Command: make one update from everything accumulated and from these workers' slots, in this order.
 
-    Its gradient is the sum, each contribution times its weight, over the divisor. lr: its rate, see `Coordinator`.
+    Attributes
+    ----------
+    workers
+        Workers whose slots are added.
+    weights
+        Factor of each of these contributions.
+    divisor
+        Divisor of the weighted sum.
+    lr
+        Rate of the update, see `Coordinator`.
     """
 
     workers: tuple[int, ...]
@@ -95,7 +128,7 @@ class UpdateCommand:
 
 @dataclass(frozen=True, slots=True)
 class AccumulateCommand:
-    """Order: take this worker's contribution, times its weight, out of its slot and into the next update's sum."""
+    """Command: add this worker's contribution, times its weight, to the sum of the next update and free its slot."""
 
     worker: int
     weight: float
@@ -103,8 +136,10 @@ class AccumulateCommand:
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand:
-    """Order: tell this worker that it may stop early what it computes from this version, or from one before it: it will
-    be dropped, or the run is over."""
+    """Command: tell this worker that it may abandon work based on `version` or an earlier one.
+
+    The result will be discarded, or the run is over.
+    """
 
     worker: int
     version: int
@@ -112,8 +147,10 @@ class CancelCommand:
 
 @dataclass(frozen=True, slots=True)
 class GrantCommand:
-    """Order: let this worker read the current version and start `iteration`, which consists of what it is assigned;
-    with zero local steps its part is over."""
+    """Command: let this worker read the current version and start `iteration` with this assignment.
+
+    An assignment of zero local steps stops the worker.
+    """
 
     worker: int
     iteration: int
@@ -125,21 +162,21 @@ Command = UpdateCommand | AccumulateCommand | CancelCommand | GrantCommand
 
 
 class Resumable:
-    """What goes on from a checkpoint with all its attributes, but those that follow from the job, in `_of_the_job`."""
+    """Base of objects that are resumed with all attributes except `_of_the_job`, which follow from the job."""
 
     _of_the_job: ClassVar[tuple[str, ...]]
 
     def state(self) -> dict[str, Any]:
-        """All that decides from here on."""
+        """Return the attributes for a checkpoint."""
         return {name: value for name, value in vars(self).items() if name not in self._of_the_job}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Resume from a state."""
         vars(self).update(state)
 
 
 class _Contribution(NamedTuple):
-    """One whose fate is open: the push's `seq` and time, and what was said with it."""
+    """A contribution whose outcome is open: the push's `seq` and time, and its push info."""
 
     seq: int
     now_s: float
@@ -147,25 +184,42 @@ class _Contribution(NamedTuple):
 
 
 class Recorder(Protocol):
-    """What the coordinator needs of a trace: append one row to a table."""
+    """Interface of the trace that a coordinator needs."""
 
-    def append(self, table: str, row: tuple[object, ...]) -> None: ...
+    def append(self, table: str, row: tuple[object, ...]) -> None:
+        """Append one row to a table."""
 
 
 class Coordinator(Resumable):
-    """One run's decisions.
+    """Decisions of one run with servers.
 
-    lr: rate of the next update, from samples, updates and contributions: the learning rate (`learning.schedule`), or
-        where the workers have optimizers and the servers a centre, the share of the distance that it moves; 1 where
-        workers commit what they have changed.
-    batch_total: samples that all workers together compute in an iteration each; None where nobody knows it beforehand.
-    assignments: who computes how many samples next, and which.
-    cuts_short: whether who computes when the run ends is told to push what it has, and not only with its next answer.
+    Parameters
+    ----------
+    paradigm
+        New paradigm of the job.
+    trace
+        Receives a row for each decision.
+    n_workers
+        Number of workers.
+    lr
+        Rate of the next update as a function of samples, updates and contributions: the learning rate
+        (`hpcsync.training.lr_schedule`); where workers have optimizers and the servers a centre, the share of the
+        distance that the centre moves; 1 where workers commit the change of their weights.
+    stop
+        Stopping rule.
+    batch_total
+        Samples of one iteration of all workers together; None if not known in advance.
+    assignments
+        Batch sizes, samples and local steps.
+    cuts_short
+        Whether computing workers are sent a cancel command when the run ends, so that they push early.
 
-    A contribution is the mean gradient of a worker's batch. Where an update is of one version of the weights, it is the
-    mean over all its samples, whoever computed them. Where it is not, each contribution counts as many times as its
-    batch is larger than the mean batch of all workers that began (so that a sample counts the same all through the
-    run), and once more times what the paradigm says; with batches alike both are the mean over contributions.
+    Notes
+    -----
+    A contribution is the mean gradient of a worker's batch. In a synchronous paradigm an update is the mean over all
+    its samples. Otherwise each contribution is weighted by its batch size over the mean batch size of all initial
+    workers, so that a sample counts the same throughout the run, times the paradigm's weight. With equal batches both
+    are the mean over contributions.
     """
 
     _of_the_job = ("_trace", "_lr", "_stop")
@@ -198,21 +252,21 @@ class Coordinator(Resumable):
         self._now_s = 0.0
         self._assignments = assignments or Assignments()
         self._allocator = self._assignments.allocator
-        # In a row of /decisions, for the columns of the other controller.
-        self._not_the_paradigms = (math.nan,) * len(paradigm.decision_fields)
+        # Fill a row of /decisions in the columns of the other controller.
+        self._paradigm_nan = (math.nan,) * len(paradigm.decision_fields)
         n_allocators = 0 if self._allocator is None else len(self._allocator.decision_fields)
-        self._not_the_allocators = (math.nan,) * n_allocators
-        # A batch's size times this is its size in mean batches: a fraction, so that it is 1 where all are alike.
+        self._allocator_nan = (math.nan,) * n_allocators
+        # Batch size times this fraction is the size in mean batches: exactly 1 where all are equal.
         self._per_sample: tuple[float, float] | None = None if batch_total is None else (n_workers, batch_total)
-        self._pending: dict[int, _Contribution] = {}  # in their slots
-        self._accumulated: list[tuple[_Contribution, float]] = []  # out of them, with their weights
-        self._blocked: dict[int, float] = {}  # workers that wait for an answer, since when
+        self._pending: dict[int, _Contribution] = {}  # contributions in their slots
+        self._accumulated: list[tuple[_Contribution, float]] = []  # in the sum of the next update, with their weights
+        self._blocked: dict[int, float] = {}  # blocked workers, and since when
         self._cuts_short = cuts_short
         self._computing = set(range(n_workers))
         self.stalls = StragglerDetector()
 
     def pushed(self, now_s: float, push_info: PushInfo) -> list[Command]:
-        """Worker `report.worker`'s contribution is in its slot."""
+        """Process a push: the worker's contribution is in its slot."""
         self._now_s = now_s
         self._pending[push_info.worker] = _Contribution(self._next_seq(), now_s, push_info)
         self._blocked[push_info.worker] = now_s
@@ -227,10 +281,10 @@ class Coordinator(Resumable):
                 self._record_sizes(now_s, self._allocator.pushed(push_info.worker, estimate))
             return self._decide(push_info.event(now_s))
         self._drop(push_info.worker)
-        return [self._reply(now_s, self._stop_grant(now_s, push_info.worker))]
+        return [self._command(now_s, self._stop_grant(now_s, push_info.worker))]
 
     def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> list[Command]:
-        """Worker `worker` takes no further part. change: LEFT or DIED, for the trace."""
+        """Process a departure; `change` is LEFT or DIED, for the trace."""
         self._now_s = now_s
         self._blocked.pop(worker, None)
         self._computing.discard(worker)
@@ -244,7 +298,7 @@ class Coordinator(Resumable):
         return self._decide(Left(now_s, worker))
 
     def joined(self, now_s: float, worker: int) -> list[Command]:
-        """Worker `worker`, which has left, takes part again; in vain once the run is over, or nobody else does."""
+        """Process the join of a worker that had left; without effect once the run is over or no worker is active."""
         if self.stopping or not self.active:
             return []
         self._now_s = now_s
@@ -258,25 +312,37 @@ class Coordinator(Resumable):
     def evaluated(
         self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float = math.nan
     ) -> list[Command]:
-        """The weights of `version`, which were current at now_s, have been judged on held-out data, by now."""
+        """Record an evaluation, and stop the run if it satisfies the stopping rule.
+
+        Parameters
+        ----------
+        now_s
+            Time at which the evaluated weights were current.
+        version, samples
+            Their version, and the samples that it was trained on.
+        loss, accuracy
+            Results on held-out data.
+        distance
+            Distance of the replicas from their mean; NaN with servers.
+        """
         self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, distance))
         self.last_accuracy = accuracy
         return self.stop(max(now_s, self._now_s)) if self._stop.satisfied(loss, accuracy) else []
 
     def passed(self, now_s: float) -> list[Command]:
-        """Time has passed; ends the run when its seconds are up."""
+        """Note that time has passed; end the run once its seconds are up."""
         self._now_s = now_s
         return self.stop(now_s) if self._stop.reached(seconds=now_s) else []
 
     def stop(self, now_s: float) -> list[Command]:
-        """End the run: whoever waits is told at once, whoever computes with the answer to its next contribution."""
+        """End the run: blocked workers stop at once, computing workers after their next push."""
         if self.stopping:
             return []
         self.stopping = True
         return self._end(now_s)
 
     def close(self) -> None:
-        """Contributions that no update will take any more are dropped, and the trace says so."""
+        """Record the contributions that no update will use as dropped."""
         accumulated, self._accumulated = self._accumulated, []
         pending, self._pending = self._pending, {}
         for contribution in sorted([*pending.values(), *(contribution for contribution, _ in accumulated)]):
@@ -284,7 +350,7 @@ class Coordinator(Resumable):
 
     @property
     def blocked(self) -> Mapping[int, float]:
-        """Workers that wait for an answer, since when."""
+        """Blocked workers, and the time since which each is blocked."""
         return self._blocked
 
     @property
@@ -294,11 +360,11 @@ class Coordinator(Resumable):
 
     @property
     def computing(self) -> set[int]:
-        """Workers that take part and are not waiting for an answer."""
+        """Active workers that are not blocked."""
         return self._computing
 
     def check(self) -> None:
-        """Assert what must hold between events. Costs O(n_workers)."""
+        """Assert the invariants that hold between events. Costs O(n_workers)."""
         self._paradigm.check()
         if self._allocator is not None:
             self._allocator.check()
@@ -318,9 +384,9 @@ class Coordinator(Resumable):
                 case Grant() as grant:
                     if self.stopping:
                         grant = Grant(grant.worker, grant.iteration, grant.gap_iters, 0, grant.held_s)
-                    commands.append(self._reply(event.now_s, grant))
+                    commands.append(self._command(event.now_s, grant))
                 case Decision(controller, worker, chosen, inputs):
-                    self._record_decision(event.now_s, controller, worker, chosen, inputs + self._not_the_allocators)
+                    self._record_decision(event.now_s, controller, worker, chosen, inputs + self._allocator_nan)
                 case Drop(worker):
                     self._drop(worker)
         if self.stopping:
@@ -350,12 +416,12 @@ class Coordinator(Resumable):
         return UpdateCommand(workers, tuple(weighted), divisor, lr)
 
     def _weigh(self, worker: int, weight: float) -> float:
-        """How often this worker's contribution counts, whose weight in the paradigm is this."""
+        """Return the weight of this worker's contribution, given its weight in the paradigm."""
         batch_size = self._pending[worker].push_info.batch_size
         if self._per_sample is None:
             if not self._paradigm.synchronous:
                 return weight
-            self._per_sample = (1.0, batch_size)  # any measure will do
+            self._per_sample = (1.0, batch_size)  # any unit works: the divisor uses the same one
         per, samples = self._per_sample
         return weight * (batch_size * per / samples)
 
@@ -363,23 +429,23 @@ class Coordinator(Resumable):
         self._record_push(self._pending.pop(worker), 0.0, Outcome.DROPPED)
 
     def _record_push(self, contribution: _Contribution, weight: float, outcome: int) -> None:
-        """Its fate is known."""
+        """Record a push whose outcome is known."""
         seq, now_s, r = contribution
         version = self.version - 1 if outcome == Outcome.APPLIED else self.version
         head = (seq, now_s, r.worker, r.iteration, r.version_read, version - r.version_read)
         self._trace.append("pushes", head + r[3:] + (weight, outcome))
 
     def _record_sizes(self, now_s: float, allocated: Sequence[Allocated]) -> None:
-        """Batch sizes have changed."""
+        """Record new batch sizes."""
         for worker, size, inputs in allocated:
-            self._record_decision(now_s, "batches", worker, float(size), self._not_the_paradigms + inputs)
+            self._record_decision(now_s, "batches", worker, float(size), self._paradigm_nan + inputs)
 
     def _record_decision(
         self, now_s: float, controller: str, worker: int, chosen: float, inputs: tuple[float, ...]
     ) -> None:
         self._trace.append("decisions", (self._next_seq(), now_s, controller, worker, chosen, *inputs))
 
-    def _reply(self, now_s: float, grant: Grant) -> GrantCommand:
+    def _command(self, now_s: float, grant: Grant) -> GrantCommand:
         del self._blocked[grant.worker]
         assignment = STOP
         if not self.stopping:
@@ -395,10 +461,10 @@ class Coordinator(Resumable):
         return Grant(worker, iteration, self._progress.lead(worker), 0, now_s - self._blocked[worker])
 
     def _end(self, now_s: float) -> list[Command]:
-        """The run has just ended: whoever waits hears of it, and where stretches are long who computes does too."""
-        told = sorted(self._computing) if self._cuts_short else []
-        replies = [self._reply(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._blocked)]
-        return [*replies, *(CancelCommand(worker, self.version) for worker in told)]
+        """Stop all blocked workers; if computing workers are to push early, cancel their iterations."""
+        cancelled = sorted(self._computing) if self._cuts_short else []
+        grants = [self._command(now_s, self._stop_grant(now_s, worker)) for worker in sorted(self._blocked)]
+        return [*grants, *(CancelCommand(worker, self.version) for worker in cancelled)]
 
     def _next_seq(self) -> int:
         self._seq += 1
@@ -406,7 +472,7 @@ class Coordinator(Resumable):
 
 
 def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
-    """The coordinator of a run of this job; the paradigm is a new one of it."""
+    """Create the coordinator of a run of this job, with a new paradigm of the job."""
     return Coordinator(
         paradigm,
         trace,

@@ -1,8 +1,8 @@
-"""How long a worker's iteration takes: the `[cluster.compute]` of a job, and its `[[cluster.events]]`.
+"""Duration of a worker's iterations: `[cluster.compute]` and `[[cluster.events]]` of a job.
 
-Real ranks are padded up to these times, so that a laptop behaves like an uneven cluster; the simulator takes them as
-they are. Every worker draws from a generator of its own, so that its n-th iteration takes the same time in every run
-with the same seed, whatever the others do and whatever happens to it.
+Real ranks are padded to these times, so that a laptop behaves like a heterogeneous cluster; the simulator uses them
+directly. Every worker has its own random generator, so its n-th iteration takes the same time in every run with the
+same seed, whatever happens to it or to the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.config.cluster import Change, Compute, Exponential, LogNormal, RecordedCompute, absences
+from hpcsync.config.cluster import ClusterEvent, Compute, Exponential, LogNormal, RecordedCompute, absences
 from hpcsync.config.compression import DenseOptions
 from hpcsync.config.job import Job
 from hpcsync.config.time_table import read_times
@@ -26,18 +26,24 @@ BLOCK = 64
 
 
 class Device:
-    """One worker's device: how long its iterations take, one after the other, when it leaves, and joins again.
+    """Device of one worker: durations of its iterations, and its departures and joins.
 
-    times:  seconds of iterations 1, 2, ... at the job's batch size were it never slow, without end; None: nobody knows,
-            they take no time here.
-    events: its own, in any order. Of those for the same moment the last holds, those for an iteration after all others.
-    fixed_share: of these seconds, what does not depend on how many samples an iteration is of.
+    Parameters
+    ----------
+    times
+        Endless iterator over the seconds of iterations 1, 2, ... at the job's batch size without any slow-down. None:
+        not known; iterations take no time.
+    events
+        Events of this worker, in any order. Of several at the same moment the last one holds; those for an iteration
+        follow all others.
+    fixed_share
+        Share of these seconds that does not depend on the number of samples.
     """
 
-    def __init__(self, times: Iterator[float] | None, events: Sequence[Change], fixed_share: float = 0.0) -> None:
+    def __init__(self, times: Iterator[float] | None, events: Sequence[ClusterEvent], fixed_share: float = 0.0) -> None:
         self._times = times
         self._fixed_share = fixed_share
-        self._iteration = 1  # that begins next
+        self._iteration = 1  # next iteration
         self._factor = 1.0
         changes = [event for event in events if event.change in ("slow", "recover")]
         self._by_time = deque(sorted((e.at_s, i, _factor(e)) for i, e in enumerate(changes) if e.at_s is not None))
@@ -46,11 +52,14 @@ class Device:
         )
         leaving = [event for event in events if event.change == "leave"]
         self._away = absences(events)
-        self._joins_s: float | None = None  # when the worker joins again that leaves, None if it does not leave
+        self._joins_s: float | None = None  # time to join again after a departure; None if the worker has not left
         self._leave_iteration = min((e.at_iteration for e in leaving if e.at_iteration is not None), default=math.inf)
 
     def leaves(self, begin_s: float) -> bool:
-        """Whether the worker leaves instead of beginning its next iteration at this time; if so, until it `joins`."""
+        """Return True if the worker leaves instead of beginning its next iteration at this time.
+
+        It is then away until `join`.
+        """
         if self._joins_s is None:
             away = (until_s for since_s, until_s in self._away if since_s <= begin_s < until_s)
             self._joins_s = next(away, math.inf if self._iteration >= self._leave_iteration else None)
@@ -58,23 +67,33 @@ class Device:
 
     @property
     def joins_s(self) -> float:
-        """When the worker that leaves joins again; inf if it does not."""
+        """Time at which the worker that has left joins again; inf if it does not."""
         return math.inf if self._joins_s is None else self._joins_s
 
     def join(self) -> None:
+        """Let the worker take part again."""
         self._joins_s = None
 
     def seconds(self, begin_s: float, load: float = 1.0) -> float:
-        """How long the next iteration takes if it begins at this time, not before the one before has ended.
+        """Return the duration of the next iteration.
 
-        load: its samples / the job's batch size.
-        A change while it lasts holds for the rest of it: what is left to do then takes `factor` times as long.
+        Parameters
+        ----------
+        begin_s
+            Time at which it begins, not before the end of the previous one.
+        load
+            Its samples over the job's batch size.
+
+        Notes
+        -----
+        A change of speed during the iteration applies to the rest of it: the remaining work takes `factor` times as
+        long.
         """
         self._begin(begin_s)
-        left_s = 0.0 if self._times is None else next(self._times)  # to do, in seconds of a device that is not slow
-        left_s *= self._fixed_share + (1.0 - self._fixed_share) * load  # in floats too, this is 1 with a load of 1
+        left_s = 0.0 if self._times is None else next(self._times)  # remaining, in seconds of a device that is not slow
+        left_s *= self._fixed_share + (1.0 - self._fixed_share) * load  # exactly 1 for a load of 1
         since_s, factor = begin_s, self._factor
-        for change_s, _, changed in self._by_time:  # they stay: if it is cancelled it may end before them
+        for change_s, _, changed in self._by_time:  # not removed: a cancelled iteration may end before them
             if change_s >= since_s + left_s * factor:
                 break
             left_s = max(0.0, left_s - (change_s - since_s) / factor)
@@ -82,17 +101,17 @@ class Device:
         return (since_s - begin_s) + left_s * factor
 
     def state(self) -> tuple[Any, ...]:
-        """How far it is."""
+        """Return the progress of the device, for a checkpoint."""
         return self._iteration, self._factor, self._by_time, self._by_iteration, self._joins_s
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        """Go on from there, in a device that is new."""
+        """Resume from a state, in a new device."""
         self._iteration, self._factor, self._by_time, self._by_iteration, self._joins_s = state
         if self._times is not None:
             self._times = islice(self._times, self._iteration - 1, None)
 
     def _begin(self, begin_s: float) -> None:
-        """Carry out what has changed by now: an iteration's own changes are the latest, they happen as it begins."""
+        """Apply the changes due by now; changes for this iteration come last, since they happen as it begins."""
         while self._by_time and self._by_time[0][0] <= begin_s:
             self._factor = self._by_time.popleft()[-1]
         while self._by_iteration and self._by_iteration[0][0] <= self._iteration:
@@ -100,12 +119,12 @@ class Device:
         self._iteration += 1
 
 
-def _factor(event: Change) -> float:
+def _factor(event: ClusterEvent) -> float:
     return 1.0 if event.factor is None else event.factor
 
 
 def device(job: Job, worker: int) -> Device:
-    """The device of this worker."""
+    """Create the device of this worker."""
     cluster, compute = job.cluster, job.cluster.compute
     changes = [change for change in cluster.events if change.worker == worker]
     if compute is None:
@@ -115,13 +134,13 @@ def device(job: Job, worker: int) -> Device:
 
 
 def encode_s(job: Job, n_bytes: int) -> float:
-    """What a device takes, in virtual time, to compress so many."""
+    """Return the seconds of virtual time that a device takes to compress `n_bytes` bytes."""
     speed = None if isinstance(job.compression, DenseOptions) else job.compression.gbytes_per_s
     return n_bytes / (1e9 * speed) if speed else 0.0
 
 
 def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:
-    """Whether every iteration of this worker takes 0 seconds."""
+    """Return True if every iteration of this worker takes 0 seconds."""
     if isinstance(compute, RecordedCompute):
         return not any(_table(compute.table, os.stat(compute.table).st_mtime_ns, n_workers)[worker])
     return (compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]) == 0.0
@@ -129,15 +148,15 @@ def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:
 
 @lru_cache(maxsize=1)
 def _table(path: str, mtime_ns: int, n_workers: int) -> list[list[float]]:
-    """A table of times, read once for all workers; again when the file has changed since."""
+    """Return a table of times, cached for all workers until the file changes."""
     return read_times(path, n_workers)
 
 
 def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) -> Iterator[float]:
-    """Seconds of worker `worker`'s iterations 1, 2, ... at the job's batch size, without end.
+    """Yield the seconds of this worker's iterations 1, 2, ... at the job's batch size, without end.
 
-    `constant` gives `seconds`; `lognormal` has the median `seconds`, its logarithm the standard deviation `jitter`;
-    `exponential` has the mean `seconds`; `table` gives the worker's rows in order and then starts over.
+    `constant` yields `seconds`; `lognormal` has the median `seconds` and a logarithm with standard deviation `jitter`;
+    `exponential` has the mean `seconds`; `table` yields the worker's rows in order, then starts over.
     """
     if isinstance(compute, RecordedCompute):
         times = _table(compute.table, os.stat(compute.table).st_mtime_ns, n_workers)[worker]
@@ -145,7 +164,7 @@ def iteration_seconds(compute: Compute, seed: int, worker: int, n_workers: int) 
             yield from times
     seconds = compute.seconds if isinstance(compute.seconds, float) else compute.seconds[worker]
     generator = np.random.default_rng([seed, 2, worker])
-    while True:  # a block of numbers takes little longer than one, and is the same numbers
+    while True:  # drawing a block takes little longer than drawing one number, and gives the same numbers
         if isinstance(compute, LogNormal):
             yield from (seconds * generator.lognormal(0.0, compute.jitter, BLOCK)).tolist()
         elif isinstance(compute, Exponential):

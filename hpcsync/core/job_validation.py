@@ -21,11 +21,17 @@ from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSp
 from hpcsync.training.sampler import fetch, whole_batches
 from hpcsync.workloads.registry import Workload, build
 
-CUT_SAMPLES = 2  # with which the halves of a model are tried
+CUT_SAMPLES = 2  # samples with which the halves of a model are tried
 
 
 def optimizer_spec(job: Job) -> OptimizerSpec:
-    """The job's optimizer. Raises JobError for a name or an option that torch does not have or a server cannot run."""
+    """Return the job's optimizer.
+
+    Raises
+    ------
+    JobError
+        If torch does not have the name or an option, or a server cannot run it.
+    """
     settings = job.optimizer
     if settings.name not in ELEMENTWISE:
         hint = did_you_mean(settings.name, ELEMENTWISE)
@@ -66,7 +72,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _try(spec: OptimizerSpec) -> None:
-    """Two updates of one number: some options are looked at only where they are first used."""
+    """Make two updates of one number: torch checks some options only when they are first used."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     optimizer = spec.build(parameter)
@@ -75,7 +81,13 @@ def _try(spec: OptimizerSpec) -> None:
 
 
 def check(job: Job) -> Workload:
-    """The job's workload, after job and workload have been checked against each other. Raises JobError."""
+    """Build the job's workload and check job and workload against each other.
+
+    Raises
+    ------
+    JobError
+        If they do not fit.
+    """
     optimizer_spec(job)
     workload = build(job)
     name = f"workload.name = {shown(job.workload.name)}"
@@ -100,11 +112,32 @@ def check(job: Job) -> Workload:
 
 
 def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool) -> ModelSplit | None:
-    """The model can be trained in flat shards, one for each server, and evaluated if it is to be; its halves, where
-    layers are separated. Raises JobError."""
+    """Check that the model can be trained in flat shards, one per server, and evaluated if required.
+
+    Parameters
+    ----------
+    job
+        The job.
+    model
+        The model of the workload or script.
+    name
+        Name of the model's source in messages.
+    evaluated
+        Whether the model is evaluated during the run.
+
+    Returns
+    -------
+    ModelSplit or None
+        The two halves under layer separation, otherwise None.
+
+    Raises
+    ------
+    JobError
+        If the model does not fit the job.
+    """
     try:
         size = sum(parameter.numel() for parameter in trainable(model))
-        compressor.of_job(job, trainable(model))  # where its gradients can be
+        compressor.of_job(job, trainable(model))  # raises if its gradients cannot be compressed
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
     halves = None
@@ -126,7 +159,7 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
 
 @contextmanager
 def _of_the_cut(job: Job) -> Iterator[None]:
-    """What is wrong is where the model is cut."""
+    """Report a ValueError as an error of the key paradigm.cut."""
     try:
         yield
     except ValueError as error:
@@ -135,4 +168,5 @@ def _of_the_cut(job: Job) -> Iterator[None]:
 
 
 def has_running_statistics(model: torch.nn.Module) -> bool:
+    """Return True if a layer of the model tracks running statistics."""
     return any(isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.track_running_stats for m in model.modules())

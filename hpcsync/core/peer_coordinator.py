@@ -1,13 +1,13 @@
-"""What one of the workers writes down and decides where there is no server, whichever engine it runs in.
+"""Engine-independent records and decisions of a run without servers, kept by one of the workers.
 
-Workers report every iteration of theirs, and wait for no answer. From the reports follow the versions, the stopping
-rule, and the rows of the trace. With whom a worker exchanges what is decided elsewhere, before the run: in the seed.
+Workers send step info after every iteration and wait for no answer. From it follow the versions, the stopping rule and
+the trace rows. The peers that a worker exchanges with follow from the seed.
 
-An update is a step of the model. Under all-reduce, and where layers are separated, all workers make the same one
-together; otherwise every step of a worker is one, of its own replica.
+An update is a step of the model. With all-reduce and under layer separation all workers make the same update together;
+otherwise every step of a worker is an update of its own replica.
 
-The stopping rule, once true, stays true. Workers that run freely are told; those in step count for themselves what the
-reports will say (`Lockstep`), so that all of them end with the same iteration.
+Once the stopping rule is true it stays true. Asynchronous workers are sent a stop message; synchronous workers count
+for themselves what the step info will contain (`Lockstep`), so that all of them end after the same iteration.
 """
 
 from __future__ import annotations
@@ -28,16 +28,35 @@ from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 
 class StepInfo(NamedTuple):
-    """A worker's iteration, and the exchange that ended it. Seconds are on worker 0's clock, from the start of the run.
+    """Information that a worker sends after an iteration and the exchange that ended it.
 
-    peer:       the other worker; itself if it drew itself; EVERYBODY or NOBODY of `traces.schema`.
-    begin_s, end_s: of the worker's own computation. compute_s: that, padding included; less than their difference where
-    layers are separated, and the worker also waits in between.
-    wait_s:     for others; comm_s: transfers.
-    wire_bytes: that this worker's transfers moved.
-    n_received: models, or gradients, of others that came into its weights.
-    weight:     its push-sum weight afterwards; 1 without push-sum.
-    A report with batch_size 0 is no iteration: the worker has taken in what had come when it had ended.
+    Times are in seconds since the start of the run, on worker 0's clock.
+
+    Attributes
+    ----------
+    worker, iteration
+        Worker and its iteration.
+    peer
+        The other worker; the worker itself if it selected itself; ALL_PEERS or NO_PEER of `hpcsync.trace.schema`.
+    begin_s, end_s
+        Begin and end of the computation.
+    compute_s
+        Seconds of computation, padding included; less than their difference under layer separation, where the worker
+        also waits in between.
+    wait_s
+        Seconds of waiting for others.
+    comm_s
+        Seconds of transfers.
+    batch_size
+        Samples. 0: not an iteration; the worker has taken in the models that arrived after its end.
+    loss
+        Mean loss of these samples.
+    wire_bytes
+        Bytes moved by this worker's transfers.
+    n_received
+        Models or gradients of others that were added to its weights.
+    weight
+        Push-sum weight afterwards; 1 without push-sum.
     """
 
     worker: int
@@ -56,32 +75,46 @@ class StepInfo(NamedTuple):
 
 
 def intake_info(worker: int, iteration: int, now_s: float, n_received: int, weight: float) -> StepInfo:
-    """The report of a worker that has ended with this iteration, and takes in what had come since."""
+    """Return the step info of a worker that has ended with this iteration and takes in what has arrived since."""
     return StepInfo(worker, iteration, NO_PEER, now_s, now_s, 0.0, 0.0, 0.0, 0, math.nan, 0, n_received, weight)
 
 
 def ring_bytes(n_bytes: int, n_workers: int) -> int:
-    """Bytes that each worker sends in a ring all-reduce of so many, on the average."""
+    """Return the mean number of bytes that each worker sends in a ring all-reduce of `n_bytes` bytes."""
     return 2 * (n_workers - 1) * n_bytes // n_workers
 
 
 def broadcast_bytes(n_bytes: int, n_workers: int) -> int:
-    """Bytes that a worker sends whose so many all others are given. In a ring it is others who pass them on: all
-    together send as much."""
+    """Return the bytes sent to deliver `n_bytes` of one worker to every other worker.
+
+    In a ring the others pass them on; all together send as much.
+    """
     return (n_workers - 1) * n_bytes
 
 
 def create_peer_selection(job: Job) -> PeerSelection:
-    """Whom the workers of a gossip job draw."""
+    """Create the peer selection of a gossip job."""
     assert isinstance(job.paradigm, GossipOptions)
     return PeerSelection(job.cluster.workers, job.seed, job.paradigm.topology, job.paradigm.include_self)
 
 
 class Lockstep:
-    """How far workers are that are in step, as each of them counts it: they end after the same iteration.
+    """Progress of synchronous workers, counted by each of them, so that all end after the same iteration.
 
-    They know it at every exchange. From one to the next it is as if all who contributed to the last one went on; where
-    batches may differ between workers, as a script's may, nobody can tell before the next.
+    The counts are exact at every exchange. Between two exchanges all contributors of the last one are assumed to
+    continue; with batches whose sizes may differ, as in a script, the count is not known before the next exchange.
+
+    Parameters
+    ----------
+    job
+        The job.
+
+    Attributes
+    ----------
+    samples
+        Samples of all workers up to the last exchange.
+    updates
+        Updates up to the last exchange.
     """
 
     def __init__(self, job: Job) -> None:
@@ -93,22 +126,30 @@ class Lockstep:
         self._stop = job.stop
 
     def state(self) -> tuple[int, int, int]:
-        """All that was counted."""
+        """Return the counts, for a checkpoint."""
         return self.samples, self.updates, self._n_contributing
 
     def restore(self, state: tuple[int, int, int], n_present: int) -> None:
-        """Go on from there, with so many workers."""
+        """Resume from a state with `n_present` workers."""
         self.samples, self.updates, n_contributing = state
         self._n_contributing = min(n_contributing, n_present)
 
     def exchanged(self, n_contributing: int, n_steps: int, n_samples: int) -> None:
-        """What all have done together since the exchange before."""
+        """Count the work of all workers since the previous exchange.
+
+        Parameters
+        ----------
+        n_contributing
+            Workers that contributed.
+        n_steps, n_samples
+            Their steps and samples.
+        """
         self._n_contributing = n_contributing
         self.samples += n_samples
         self.updates += min(1, n_steps) if self._one_model else n_steps
 
     def enough(self, since: int = 0) -> bool:
-        """Whether training is over so many iterations after the last exchange."""
+        """Return True if training is over `since` iterations after the last exchange."""
         if since and self._batch_size is None:
             return False
         steps = since * self._n_contributing
@@ -116,15 +157,20 @@ class Lockstep:
 
 
 class BatchDivision:
-    """Who computes which samples, where batches are given out to workers in step: each of them works it out for itself.
+    """Allocation of batches among synchronous workers, computed by each of them alike.
 
-    An iteration of all takes the next samples of the run's sequence, worker after worker. Every `interval` iterations,
-    and when somebody is found to have left, all tell each other what they expect of their next iterations, and come to
-    the same new sizes. Of the iteration in which a worker is first missing its samples are left out.
+    An iteration of all workers takes the next samples of the run's sequence, worker after worker. Every `interval`
+    iterations, and when a worker is found to have left, all workers gather the estimates of their next iterations and
+    compute the same new sizes. In the iteration in which a worker is first missing, its samples are left out.
 
-    A gradient is the mean of its worker's batch. So that the mean of all is that over all samples, each counts as many
-    times as its batch is larger than the mean batch, `weight`; if some are missing, what the others then have together
-    is too small or too large by a factor, `correction`.
+    A gradient is the mean of its worker's batch. So that the mean over workers is that over all samples, each gradient
+    is multiplied by `weight`, its batch size over the mean batch size; if workers are missing, the sum of the others is
+    rescaled by `correction`.
+
+    Parameters
+    ----------
+    allocator
+        New allocator of the job.
     """
 
     def __init__(self, allocator: Allocator) -> None:
@@ -135,23 +181,32 @@ class BatchDivision:
         self._iterations = 0
 
     def work(self, worker: int) -> tuple[int, int]:
-        """(first_sample, n_samples) of the worker's iteration, which lasts until `exchanged`."""
+        """Return (first_sample, n_samples) of the worker's iteration, valid until `exchanged`."""
         return self._work[worker]
 
     def weight(self, worker: int) -> float:
-        """How often its gradient counts; exactly 1 where its batch is the mean batch."""
+        """Return the weight of the worker's gradient; exactly 1 if its batch is the mean batch."""
         return self._work[worker][1] * len(self._active) / self._total
 
     def correction(self, n_contributing: int, n_samples: int) -> float:
-        """What the sum of the weighted gradients, divided by the number that contributed, is to be multiplied by."""
+        """Return the factor for the sum of the weighted gradients divided by the number of contributors."""
         return n_contributing * self._total / (len(self._active) * n_samples) if n_samples else 1.0
 
     def exchanged(self, n_contributing: int, gather: Callable[[], Sequence[Estimate | None]]) -> list[Allocated]:
-        """An iteration to which so many contributed is over, and another follows.
+        """End an iteration that another one follows.
 
-        gather: what each worker expects; NaN where it does not know, None from one that did not contribute. If it is
-        called, then it is by all workers.
-        Returns rows of new sizes, if there are any, those of the active workers one or more times.
+        Parameters
+        ----------
+        n_contributing
+            Workers that contributed to it.
+        gather
+            Collective call that returns each worker's estimate: NaN if not known yet, None from a worker that did not
+            contribute. It is called by all workers or by none.
+
+        Returns
+        -------
+        list of Allocated
+            New sizes, if any: one or more rows for each active worker.
         """
         self._iterations += 1
         allocated: list[Allocated] = []
@@ -168,19 +223,38 @@ class BatchDivision:
 
 
 def create_batch_division(job: Job) -> BatchDivision | None:
-    """Of this job; None where all batches are alike."""
+    """Create the batch division of this job; None if all batches have the same size."""
     allocator = create_allocator(job)
     return None if allocator is None else BatchDivision(allocator)
 
 
 class PeerCoordinator(Resumable):
-    """One run's bookkeeping.
+    """Records of one run without servers.
 
-    updated_s: time of the latest update. active: workers that have not left. done: iterations that each has ended.
-    stalls: what is known of their durations.
+    Parameters
+    ----------
+    job
+        The job.
+    trace
+        Receives the rows.
+
+    Attributes
+    ----------
+    version, samples
+        Updates and samples so far.
+    updated_s
+        Time of the latest update in seconds.
+    active
+        Workers that have not left.
+    done
+        Iterations that each worker has ended.
+    stalls
+        Detector of stragglers.
+    stopping
+        True once the stopping rule is true.
     """
 
-    blocked = None  # nobody is answered
+    blocked = None  # workers wait for no answer
 
     _of_the_job = ("_trace", "_stop", "_lr", "_rate")
 
@@ -200,15 +274,16 @@ class PeerCoordinator(Resumable):
         self._n_workers = n_workers
         self._lr, self._rate = learning_rate(job), worker_rate(job)
         self._one_model = job.one_model
-        # Under layer separation the samples of those who take batches pass through the others too, who have the loss.
+        # Under layer separation the convolution workers take the batches, and the others, which process them too, have
+        # the loss.
         self._counting = job.takers
         self._judging = range(self._counting.start) or self._counting
         self._own_samples = [0] * n_workers
-        self._round: dict[int, list[StepInfo]] = {}  # of all together: iteration -> who has reported it
+        self._round: dict[int, list[StepInfo]] = {}  # common iterations: step infos
         self._seq = 0
 
     def exchanged(self, now_s: float, step_info: StepInfo) -> None:
-        """A worker has ended an iteration."""
+        """Process the step info of a worker that has ended an iteration."""
         r = step_info
         self._trace.append(
             "exchanges",
@@ -226,7 +301,7 @@ class PeerCoordinator(Resumable):
         if self._one_model:
             infos = self._round.setdefault(r.iteration, [])
             infos.append(r)
-            if len(infos) >= len(self.active):  # otherwise one of them is missing
+            if len(infos) >= len(self.active):  # otherwise a step info is missing
                 self._end_rounds(now_s)
         else:
             self._update(now_s, [r])
@@ -234,30 +309,42 @@ class PeerCoordinator(Resumable):
             self.stalls.began(r.worker, r.iteration + 1, now_s)
 
     def allocated(self, now_s: float, iteration: int, allocated: Sequence[Allocated]) -> None:
-        """After this iteration the workers have agreed on new batch sizes."""
+        """Record new batch sizes on which the workers agreed after this iteration."""
         for worker, size, inputs in allocated:
             self._seq += 1
             row = (self._seq, now_s, "batches", worker, float(size), float(iteration), *inputs)
             self._trace.append("decisions", row)
 
     def left(self, now_s: float, worker: int, change: int = Change.LEFT) -> None:
-        """A worker makes no further iteration. change: LEFT or DIED, for the trace."""
+        """Process the departure of a worker; `change` is LEFT or DIED, for the trace."""
         self._seq += 1
         self._trace.append("membership", (self._seq, now_s, worker, change))
-        self.active.discard(worker)  # one who has left may die, too
+        self.active.discard(worker)  # a worker that has left may die as well
         self.stalls.left(worker)
         self._end_rounds(now_s)
 
     def evaluated(
         self, now_s: float, version: int, samples: int, loss: float, accuracy: float, distance: float
     ) -> None:
-        """The mean of the replicas of now_s has been judged on held-out data, by now; `distance` is theirs from it."""
+        """Record an evaluation of the mean of the replicas, and stop the run if it satisfies the stopping rule.
+
+        Parameters
+        ----------
+        now_s
+            Time of the replicas.
+        version, samples
+            Updates and samples at that time.
+        loss, accuracy
+            Results on held-out data.
+        distance
+            Distance of the replicas from their mean.
+        """
         self._trace.append("evaluations", (now_s, version, samples, loss, accuracy, distance))
         self.last_accuracy = accuracy
         self.stopping = self.stopping or self._stop.satisfied(loss, accuracy)
 
     def passed(self, now_s: float) -> None:
-        """Time has passed; ends the run when its seconds are up."""
+        """Note that time has passed; end the run once its seconds are up."""
         self.stopping = self.stopping or self._stop.reached(seconds=now_s)
 
     def stop(self) -> None:
@@ -265,12 +352,12 @@ class PeerCoordinator(Resumable):
         self.stopping = True
 
     def continued(self, now_s: float) -> None:
-        """Workers that have waited for a checkpoint make their next iterations."""
+        """Note that workers that waited for a checkpoint continue with their next iterations."""
         for worker in [*self.stalls.running]:
             self.stalls.began(worker, self.done[worker] + 1, now_s)
 
     def _end_rounds(self, now_s: float) -> None:
-        """All together: an iteration is an update once everybody who still takes part has reported it."""
+        """End the common iterations that every active worker has reported; each is an update."""
         for iteration in sorted(self._round):
             if all(self.done[worker] >= iteration for worker in self.active):
                 self._update(now_s, self._round.pop(iteration))

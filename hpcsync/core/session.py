@@ -1,4 +1,4 @@
-"""What a training script holds between `connect` and the end of its `with` block."""
+"""Session of a training script, from `connect` to the end of its `with` block."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ import torch
 
 
 class Session(ABC):
-    """One process's part in a training run.
+    """Part of one process in a training run.
 
-    rank:      number of this process, from 0.
-    worker:    its index among the workers, or None on a server.
-    n_workers: how many workers train.
-    stopped:   whether the run is over for this process; its loaders then end.
+    Attributes
+    ----------
+    rank
+        Number of this process, from 0.
+    worker
+        Its number among the workers; None on a server.
+    n_workers
+        Number of workers that train.
+    stopped
+        True once the run is over for this process; its loaders then end.
     """
 
     def __init__(self, *, rank: int, n_workers: int, worker: int | None = None) -> None:
@@ -28,23 +34,53 @@ class Session(ABC):
 
     @abstractmethod
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
-        """This worker's batches of the next `epochs` training epochs; None: until the run is stopped.
+        """Return an iterator over this worker's batches of the next training epochs.
 
-        dataset: a map-style PyTorch data set; batches of a TensorDataset are tuples of tensors, of others what
-        PyTorch's default collation makes. All workers together use every whole batch of a training epoch once, in an
-        order that follows from the seed alone. Empty on servers, which serve here until the run is over.
+        All workers together use every whole batch of a training epoch once, in an order that follows from the seed
+        alone.
 
-        Where batches are given out (`connect`'s `batches`), a batch has as many samples as its worker was given;
-        batch_size only says for which size the times of `compute` are meant. Each worker takes the next samples, so
-        that all together use every sample of a training epoch once, its last ones too: a batch that reaches over the
-        end belongs to the training epoch in which it begins.
+        Parameters
+        ----------
+        dataset
+            Map-style PyTorch data set. Batches of a TensorDataset are tuples of tensors; those of other data sets are
+            made by PyTorch's default collation.
+        batch_size
+            Samples per batch.
+        epochs
+            Number of training epochs; None: until the run is stopped.
+
+        Returns
+        -------
+        iterator
+            The batches. On a server it is empty: the server serves here until the run is over.
+
+        Notes
+        -----
+        With allocated batches (`batches` of `connect`), each batch has the number of samples allocated to its worker;
+        `batch_size` is then only the size that the times of `compute` refer to. Each worker takes the next samples, so
+        all together use every sample of a training epoch once, including the last ones; a batch that extends over the
+        end belongs to the epoch in which it begins.
         """
 
     def cancelled(self, share: float) -> bool:
-        """Between two pieces of a batch, `share` of whose samples are done: whether the gradient will not be used any
-        more. Then call `step` at once, with the loss so far: it gives nothing away.
+        """Return True if the gradient of the current batch will not be used.
 
-        Only "k-sync" and "k-batch-sync" with cancel = "abort" ever say so.
+        Call this between two pieces of a batch. If it returns True, call `step` at once with the loss so far; it sends
+        no gradient. Only "k-sync" and "k-batch-sync" with cancel = "abort" ever cancel.
+
+        Parameters
+        ----------
+        share
+            Share of the batch's samples that has been computed, above 0 and below 1.
+
+        Raises
+        ------
+        ValueError
+            If `share` is out of range.
+
+        Examples
+        --------
+        ::
 
             for x, y in sync.shard(data, batch_size=64, epochs=None):
                 optimizer.zero_grad()
@@ -57,14 +93,22 @@ class Session(ABC):
                 sync.step(loss)
         """
         if not 0.0 < share < 1.0:
-            raise ValueError(f"share = {share}: must be greater than 0 and less than 1: all of it is for step")
+            raise ValueError(f"share = {share}: must be greater than 0 and less than 1; call step for a whole batch")
         return False
 
     @abstractmethod
     def step(self, loss: torch.Tensor | float) -> bool:
-        """Give away the gradient that `backward` has left, and go on with new weights in the model.
+        """Send the gradient that `backward` has computed, and continue with new weights in the model.
 
-        Returns False once the run is over: the loop should end, and loaders do.
+        Parameters
+        ----------
+        loss
+            Mean loss of the batch, for the trace.
+
+        Returns
+        -------
+        bool
+            False once the run is over: leave the loop; loaders end.
         """
 
     def __enter__(self) -> Self:
@@ -72,27 +116,29 @@ class Session(ABC):
         return self
 
     def _refuse_outside(self) -> None:
-        """Only the end of a `with` block tells the others that this process has finished."""
+        """Raise outside of a `with` block, whose end informs the other processes."""
         if not self._entered:
             raise RuntimeError("the session must be used in a with statement")
 
     def _refuse_step(self) -> None:
-        """Where there is nothing to step."""
+        """Raise if there is nothing to step."""
         self._refuse_outside()
         if self.stopped:
-            raise RuntimeError("step after the run has ended: leave the loop when step returns False")
+            raise RuntimeError("step was called after the end of the run: leave the loop when step returns False")
 
     def _refuse_other_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
-        """The script's optimizer has the rate that it was given: where that would be changed nobody looks."""
+        """Raise if the script has changed the learning rate of its optimizer, which would have no effect."""
         if (given := optimizer.param_groups[0]["lr"]) != rate:
             raise RuntimeError(
                 f"the script changed the optimizer's learning rate from {rate} to {given}: "
-                "give connect a schedule instead"
+                "pass a schedule to connect instead"
             )
 
     def _leave(self, joins_s: float) -> bool:
-        """The worker leaves before its next batch, until this time. Whether it then joins; if not, the run is over for
-        its script."""
+        """Leave before the next batch; return True if the worker joins again at `joins_s`.
+
+        If it does not, the run is over for its script.
+        """
         self.stopped = True
         return False
 
@@ -100,4 +146,4 @@ class Session(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Take no further part; returns when the run is over everywhere, with the final weights in the model."""
+        """Take no further part; return when the run is over everywhere, with the final weights in the model."""

@@ -1,4 +1,4 @@
-"""What a job that separates the layers of its model leaves open, and its model, or its cluster, decides."""
+"""Settings of a layer-separating job that follow from its model or its cluster."""
 
 from __future__ import annotations
 
@@ -23,11 +23,21 @@ from hpcsync.training.sampler import fetch
 from hpcsync.training.split_profile import Times, measured
 from hpcsync.workloads.registry import Workload
 
-ITERATIONS = 32  # of each worker, of which a mean is formed
+ITERATIONS = 32  # iterations of each worker in the mean time
 
 
 class Divided(NamedTuple):
-    """A model that is cut. batch: the first one. A model that is nothing but its sizes has neither this nor halves."""
+    """Model that is cut in two.
+
+    Attributes
+    ----------
+    shape
+        Sizes of the halves.
+    halves
+        The halves; None for a model that consists of sizes only.
+    batch
+        First batch; empty for such a model.
+    """
 
     shape: Shape
     halves: ModelSplit | None = None
@@ -35,7 +45,7 @@ class Divided(NamedTuple):
 
 
 def divided(job: Job, workload: Workload) -> Divided:
-    """The model of this job, which separates its layers."""
+    """Return the model of this layer-separating job, cut in two."""
     assert isinstance(job.paradigm, StanzaOptions) and not isinstance(job.workload, Script)
     if isinstance(job.workload, Timing):
         return Divided(job.workload.shape)
@@ -46,9 +56,14 @@ def divided(job: Job, workload: Workload) -> Divided:
 
 
 def fc_share(job: Job, shape: Shape) -> float:
-    """Of the model's computation, what is above the cut: what the job says, or else of the floating-point operations.
+    """Return the share of the model's computation above the cut.
 
-    Raises JobError where there are none.
+    It is the job's setting, or else the share of the floating-point operations.
+
+    Raises
+    ------
+    JobError
+        If there are no operations to count.
     """
     assert isinstance(job.paradigm, StanzaOptions)
     if job.paradigm.fc_share is not None:
@@ -62,10 +77,21 @@ def fc_share(job: Job, shape: Shape) -> float:
 
 
 def resolved(job: Job, workload: Workload, link: Link | None = None) -> Job:
-    """The job with the share of its model that lies above the cut, and the number of workers that train it.
+    """Return the job with the share of its model above the cut and the number of workers that train it.
 
-    link: of every rank, as it was measured; by default what the job says of the network, and where that is nothing no
-    transfer takes time. A job of another paradigm stays as it is. Raises JobError for what cannot be found.
+    Parameters
+    ----------
+    job
+        The job; one of another paradigm is returned unchanged.
+    workload
+        Its workload.
+    link
+        Measured link of every rank. None: the job's network; without one, transfers take no time.
+
+    Raises
+    ------
+    JobError
+        If a value cannot be determined.
     """
     paradigm = job.paradigm
     if not isinstance(paradigm, StanzaOptions) or (paradigm.fc_share is not None and paradigm.fc_workers != "auto"):
@@ -81,7 +107,7 @@ def resolved(job: Job, workload: Workload, link: Link | None = None) -> Job:
 
 
 def _times(job: Job, paradigm: StanzaOptions, workload: Workload, model: Divided) -> Times:
-    """By the job's [cluster.compute], or else as this process takes them."""
+    """Return the times of the job's [cluster.compute], or else times measured in this process."""
     compute, n_workers = job.cluster.compute, job.cluster.workers
     if compute is None:
         assert model.halves is not None and workload.loss is not None

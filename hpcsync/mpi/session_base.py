@@ -1,4 +1,4 @@
-"""One rank's part in a run, as a training script sees it, whatever the paradigm: the model, and an orderly end."""
+"""Base class of sessions on MPI ranks: the model, shared weights, and an orderly end."""
 
 from __future__ import annotations
 
@@ -30,24 +30,42 @@ from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.workloads.registry import Evaluate
 
-FAREWELL_S = 3.0  # how long a failed rank leaves rank 0 to close the trace before it ends the job
+FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
 
 
 def end_all(comm: MPI.Intracomm, error: BaseException) -> None:
-    """End every rank of a run that cannot be finished, with the status that says whether it can be resumed."""
+    """End every rank of a run that cannot be finished; the exit status tells if the run can be resumed."""
     status = TO_BE_RESUMED if isinstance(error, Terminated) else 1
-    if tolerable():  # there an abort ends nobody; but of ranks that are killed the others hear
+    if tolerable():  # with ULFM an abort ends no other rank, but the others detect ranks that are killed
         if isinstance(error, RankFailed) and comm.rank > 0:
-            os._exit(status)  # they have heard already, and somebody must tell the launcher
+            os._exit(status)  # the others already know, and one rank must return the status to the launcher
         os.kill(os.getpid(), signal.SIGKILL)
     if status == TO_BE_RESUMED and launcher.under_pmi2_of_slurm():
-        os._exit(status)  # an abort would kill this rank too, and its status be lost
+        os._exit(status)  # an abort would kill this rank too and lose its status
     comm.Abort(status)
     os._exit(status)  # MPICH's abort may return before the launcher ends this rank
 
 
 class Given(NamedTuple):
-    """What a rank's session is made of. optimizer: of gradients, wherever they are applied. checkpoints: of the run."""
+    """Inputs of a rank's session.
+
+    Attributes
+    ----------
+    comm : MPI.Intracomm
+        Communicator of all ranks.
+    job : Job
+        The job.
+    model : torch.nn.Module
+        Model to train.
+    placement : WindowSelection
+        Transport of the tensors.
+    checkpoints : Checkpoints
+        Checkpoints of the run, and the run's folder.
+    optimizer : OptimizerSpec
+        Optimizer of the gradients, wherever they are applied.
+    evaluate : Evaluate or None
+        Evaluation of the model.
+    """
 
     comm: MPI.Intracomm
     job: Job
@@ -59,10 +77,10 @@ class Given(NamedTuple):
 
 
 class RankSession(Session):
-    """What all ranks have in common: one model to begin and to end with, and an end in which nobody is left behind.
+    """Session common to all ranks: one model at the beginning and the end, and an end that no rank leaves early.
 
-    All of rank 0's model becomes everybody's, of the layers that a rank has. Running statistics are not synchronised
-    during the run.
+    All of rank 0's model is broadcast to the ranks, for the layers that each rank trains. Running statistics are not
+    synchronised during the run.
     """
 
     def __init__(self, given: Given, layers: Layers) -> None:
@@ -73,7 +91,7 @@ class RankSession(Session):
         self._tolerant = job.cluster.on_death == "continue"
         self._layers, self._model = layers, layers.model
         self.flat = FlatModel(layers.trained)
-        self.flat.model = layers.model  # it is called as a whole
+        self.flat.model = layers.model  # the forward pass calls the whole model
         self._optimizer: torch.optim.Optimizer | None = None
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
@@ -82,17 +100,20 @@ class RankSession(Session):
         self._heed_signals = left_to_rank_0()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Also outside of the `with` block one rank's exception must not leave the others waiting for ever."""
+        """End all ranks after an exception outside the `with` block, so that the others do not wait for ever."""
         self._excepthook(kind, error, trace)
         sys.stderr.flush()
         end_all(self._comm, error)
 
     def loss_here(self, loss: Loss | None) -> Loss | None:
-        """What a job's loop computes on this rank with the model, if its loss is this."""
+        """Return the function that a job's loop computes on this rank with the model, if its loss is `loss`."""
         return loss
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Until the end the script's calls must neither undo what is set up here nor seem to do what a session does."""
+        """Replace the optimizer's `zero_grad` and `step`, and the model's `zero_grad`, until the end of the session.
+
+        The script's calls must neither undo what is set up here nor appear to do what the session does.
+        """
 
         def zero_grad(set_to_none: bool = True) -> None:
             self.flat.zero_gradient()
@@ -114,20 +135,20 @@ class RankSession(Session):
 
     @abstractmethod
     def _part(self) -> None:
-        """Play this rank's part to its end; rank 0's model then holds the final weights."""
+        """Complete this rank's part of the run; rank 0's model then holds the final weights."""
 
     @abstractmethod
     def _report_failure(self) -> None:
-        """Tell rank 0 that this rank cannot go on."""
+        """Notify rank 0 that this rank failed."""
 
     @abstractmethod
     def _free(self) -> None:
-        """Give up everything that was made for the run; collective."""
+        """Free all resources of the run; collective."""
 
     def _fail(self, error: BaseException) -> None:
-        """Say what is known to whom it helps, before the job is ended."""
+        """Print the error and notify rank 0, before the job is ended."""
         if isinstance(error, RankFailed):
-            print(f"hpcsync: rank {self.rank} cannot go on: {error}", file=sys.stderr)
+            print(f"hpcsync: rank {self.rank} cannot continue: {error}", file=sys.stderr)
         elif isinstance(error, NotWritten | JobError):
             print(f"hpcsync: rank {self.rank} failed: {error}", file=sys.stderr)
         elif not isinstance(error, KeyboardInterrupt):
@@ -160,4 +181,4 @@ class RankSession(Session):
         end_all(self._comm, error)
 
     def _conclude(self) -> None:
-        """After the last rank has finished."""
+        """Finish the outputs, after the last rank has finished."""

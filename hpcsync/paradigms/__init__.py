@@ -1,6 +1,8 @@
-"""Who may go on, when, and with what: the synchronisation paradigms as pure state machines.
+"""Synchronisation paradigms as pure state machines.
 
-`create` makes one by its name; `protocol` says what goes in and what comes out.
+A paradigm decides when a push becomes an update and when each worker may continue. `create` builds one by name;
+`hpcsync.paradigms.events` defines its events and actions. Gossiping SGD has no server and decides nothing; its peer
+selection is in `hpcsync.paradigms.gossip`.
 """
 
 from __future__ import annotations
@@ -64,17 +66,42 @@ PARADIGMS: dict[str, Callable[..., Paradigm]] = {
 
 
 def create(name: str, n_workers: int, **options: Any) -> Paradigm:
-    """Make the paradigm of this name for so many workers.
+    """Create a paradigm by name.
 
-    options: ssp `staleness`; dssp `staleness_min`, `staleness_max`, `mode`; easgd `synchronous`; the k family `k`,
-    `k_min`, `k_start`, and k-sync and k-batch-sync `cancel`, k-async and k-batch-async `staleness_max` and
-    `staleness_weight`; ashl `steps_coarse`, `steps_fine`, `staleness`, `ratio_coarse`, `ratio_fine`, `loss_preset`,
-    `plateau`, `share`, `warmup`, `profiled`; adsp `check_period_s`, `interval_min_s`, `search_every_s`, which are
-    needed, `rule`, `commits`, `loss_rise`, `loss_target`; bsp and asp have none.
+    Parameters
+    ----------
+    name
+        A key of `PARADIGMS`.
+    n_workers
+        Number of workers, at least 1.
+    **options
+        Keyword arguments of the paradigm's class:
 
-    Raises ValueError for an unknown name or a value that is not allowed, TypeError for an option that the
-    paradigm does not have or that is missing.
+        ============================  ==================================================================
+        bsp, asp                      none
+        ssp                           staleness
+        dssp                          staleness_min, staleness_max, mode
+        easgd                         synchronous
+        k-sync, k-batch-sync          k, k_min, k_start, cancel
+        k-async, k-batch-async        k, k_min, k_start, staleness_max, staleness_weight
+        ashl                          steps_coarse, steps_fine, staleness, ratio_coarse, ratio_fine,
+                                      loss_preset, plateau, share, warmup, profiled
+        adsp                          check_period_s, interval_min_s, search_every_s (required), rule,
+                                      commits, loss_rise, loss_target
+        ============================  ==================================================================
+
+    Returns
+    -------
+    Paradigm
+        A new instance in its initial state.
+
+    Raises
+    ------
+    ValueError
+        If the name is unknown or an option has a value that is not allowed.
+    TypeError
+        If the paradigm does not have an option, or a required option is missing.
     """
     if name not in PARADIGMS:
-        raise ValueError(f"there is no paradigm {name!r}, only {', '.join(PARADIGMS)}")
+        raise ValueError(f"name must be one of {', '.join(PARADIGMS)}, got {name!r}")
     return PARADIGMS[name](n_workers, **options)

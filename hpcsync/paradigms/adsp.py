@@ -1,35 +1,46 @@
-"""ADSP (Hu, Wang and Wu, AAAI 2020): nobody waits; everybody commits as often, however many steps it has made.
+"""ADSP: workers never wait and commit equally often, whatever their numbers of local steps.
 
-Workers make local steps and commit the change of their weights, of which the servers take one M-th, M the workers that
-began. When to commit is a matter of time, not of steps: in each check period a worker is to commit dC times, so one
+Workers make local steps and commit the change of their weights. The servers add one M-th of it, where M is the number
+of workers at the start. The time to commit is set in seconds, not in steps: in each check period a worker commits dC
+times, so it commits::
 
     max(interval_min_s, period / dC - O)
 
-after it has read the weights, O what its last commit took (compressing, pushing, pulling). By the rule
+seconds after it has read the weights, where O is the duration of its last commit (compress, push, pull). Two rules
+determine dC::
 
-    cumulative  dC = C_target - c, c the worker's commits so far, C_target the same for all and `commits` more in each
-                period: who has fallen behind catches up (the paper)
-    released    dC = `commits` for everybody (the released code): who is a little slower falls behind a little more
+    cumulative  dC = C_target - c, with c the worker's commits so far and C_target common to all workers, raised by
+                `commits` each period: a worker that has fallen behind catches up (the paper)
+    released    dC = `commits` for every worker (the released code): a slightly slower worker falls behind further
 
-How many commits a period should have is searched for (`planning.commit_rate`): all workers stop, work a period with c
-commits each, stop, and so on with c + 1 as long as the loss falls better. This is the only time that anybody waits.
+The number of commits per period is searched for (`hpcsync.planning.commit_rate_search`): all workers stop, work for a
+period with c commits each, stop, continue with c + 1, and so on while the loss falls faster. Workers block only there.
 
-Where texts and code leave it open, a letter in this file marks the branch that settles it:
+Notes
+-----
+Where paper and code leave it open, a letter in this file marks the branch that settles it::
 
-    a  the global loss is the mean over the active workers of what each said last, in its latest commit, once all have
-       said one; losses that are not finite say nothing
-    b  time is known when a push comes: checks and ends of trials are at the first push at or after their time, and
-       periods that have passed unnoticed are made up for at once
-    c  a trial's points are the loss at its start, at the first push from its middle on that is not at its end, and when
-       all have stopped. With c = 1 nobody pushes in between, so that its reward is that of nothing, and c = 2 is better
+    a  the global loss is the mean over the active workers of the loss of each worker's latest commit, once all have
+       reported one; losses that are not finite are ignored
+    b  time is known only when a push arrives: checks and ends of trials happen at the first push at or after their
+       time, and periods that passed without a push are made up for at once
+    c  the points of a trial are the loss at its start, at the first push from its middle on that is not at its end, and
+       when all have stopped. With c = 1 no worker pushes in between, so its reward is -inf, and c = 2 is better
        if the loss falls at all
-    d  in a trial nobody is sent on for longer than what is left of it, so that all are back soon after its end
-    e  the run begins with a trial of 1, for which nobody has to stop; a later search begins with the present number
+    d  in a trial no worker is granted more than the rest of the trial, so that all are back soon after its end
+    e  the run begins with a trial of 1, for which no worker has to stop; a later search begins with the present number
     f  a search that finds no loss at all ends with its first trial
-    g  dC is at least 1, also of a worker that is ahead
-    h  after a search c and C_target start afresh from the worker that has committed most
-    i  a search is not begun while another is on: what the loss does and how long ago the last was counts from its end
-    j  who joins counts as having committed as often as the slowest, and has not said a loss; at a barrier it waits too
+    g  dC is at least 1, also for a worker that is ahead
+    h  after a search, c and C_target start again from the worker that has committed most
+    i  no search begins during another one: the change of the loss and the time since the last search are counted from
+       its end
+    j  a worker that joins counts as having committed as often as the slowest, and has reported no loss; it blocks at a
+       barrier too
+
+References
+----------
+H. Hu, D. Wang and C. Wu, "Distributed Machine Learning through Heterogeneous Edge Systems", AAAI 2020,
+arXiv:1911.06949.
 """
 
 from __future__ import annotations
@@ -44,28 +55,52 @@ from hpcsync.planning.commit_rate_search import Search, halved, most_commits, re
 
 RULES = ("cumulative", "released")
 
-SHORTEST = 1e-6  # of a period: the least that anybody is sent on for
+SHORTEST = 1e-6  # shortest granted time, as a share of a period
 
 
 class ADSP(Paradigm):
-    """Commit rates by worker, equal commits for all.
+    """ADSP: commit rates per worker, equal numbers of commits for all.
 
-    check_period_s: seconds of a check period, and of a trial.
-    interval_min_s: least time between two commits of a worker, up to the period.
-    search_every_s: a search begins so long after the last one's end,
-    loss_rise:      and when from one check to the next the loss has risen by this share.
-    rule:           "cumulative" or "released".
-    commits:        of each worker in a period, up to as many as interval_min_s has room for. None: searched for.
-    loss_target:    a trial's reward is one over the time to it. None: to half the loss that the search began with, and
-                    half as much again for trials that begin below.
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    check_period_s
+        Seconds of a check period, and of a trial.
+    interval_min_s
+        Least seconds between two commits of a worker, at most `check_period_s`.
+    search_every_s
+        Seconds from the end of a search to the begin of the next one.
+    rule
+        "cumulative" or "released".
+    commits
+        Commits of each worker per period, at most as many as `interval_min_s` allows. None: searched for.
+    loss_rise
+        A search also begins if the loss has risen by this share from one check to the next.
+    loss_target
+        Loss for which the reward of a trial is one over the time to reach it. None: half the loss at the start of the
+        search, halved again for trials that begin below it.
 
-    With a search, Decisions tell of each trial's end, "reward", its c with what it was worth and the losses from which
-    (what is missing is NaN, -inf a reward of nothing); and of the search's, "commits", what was chosen. They are of
-    the worker whose event brought the end on.
+    Notes
+    -----
+    A search is recorded as `Decision` actions of the worker whose event ended a trial: "reward" with the trial's number
+    of commits c as `chosen`, and "commits" at the end of the search with the number found. The inputs of "reward" are:
+
+    reward
+        Reward of the trial; -inf if it has none.
+    loss_start, loss_middle, loss_end
+        Losses at the points of the trial; NaN if missing.
+
+    The inputs of "commits" are NaN.
     """
 
     name = "adsp"
-    decision_fields = ("reward", "loss_start", "loss_middle", "loss_end")
+    decision_fields = {
+        "reward": ("1/s", "Reward of the trial: one over its time to the target loss; -inf if it has none."),
+        "loss_start": ("1", "Average loss at the start of the trial."),
+        "loss_middle": ("1", "Average loss in the middle of the trial."),
+        "loss_end": ("1", "Average loss at the end of the trial."),
+    }
 
     def __init__(
         self,
@@ -82,12 +117,12 @@ class ADSP(Paradigm):
         super().__init__(n_workers)
         _must_be_allowed(check_period_s, interval_min_s, search_every_s, loss_rise, loss_target)
         if rule not in RULES:
-            raise ValueError(f"rule is {rule!r}; one of {', '.join(RULES)} is needed")
+            raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
         self._most = most_commits(check_period_s, interval_min_s)
         if commits is not None and not (is_whole(commits) and 1 <= commits <= self._most):
-            room = f"the {self._most} that intervals of {interval_min_s} s allow"
-            raise ValueError(f"commits is {commits}; a whole number from 1 to {room}, or None, is needed")
-        self.commits = commits or 1  # of each worker in a period
+            limit = f"{self._most} (intervals of {interval_min_s} s)"
+            raise ValueError(f"commits must be an integer from 1 to {limit}, or None, got {commits}")
+        self.commits = commits or 1  # of each worker per period
         self._searches = commits is None
         self._period_s = check_period_s
         self._interval_min_s = interval_min_s
@@ -96,16 +131,16 @@ class ADSP(Paradigm):
         self._loss_rise = loss_rise
         self._loss_target = loss_target
         self._overhead_s = [0.0] * n_workers
-        self._losses = [math.nan] * n_workers  # that each said last
-        # Between searches: when the last one ended, checks since, and as it was at the last of them, C_target, c and
-        # the loss.
+        self._losses = [math.nan] * n_workers  # latest loss of each worker
+        # Between searches: the end of the last search, the checks since then, and C_target, c and the loss at the last
+        # check.
         self._begun_s = 0.0
         self._checks = 0
         self._target = self.commits
         self._counted = [0] * n_workers
         self._loss_at_check = math.nan
-        # In a search: when the trial began, NaN before the first; its points, seconds since then and loss; the target
-        # of the one before, if none is given; and from when on everybody stops.
+        # In a search: begin of the trial (NaN before the first), its points (seconds since then, loss), the loss target
+        # of the previous trial if none is given, and the time from which on all workers stop.
         self._search: Search | None = None
         self._trial_s = math.nan
         self._points: list[tuple[float, float]] = []
@@ -115,27 +150,30 @@ class ADSP(Paradigm):
             self._search, self._trial_s, self._stop_s = Search(1, self._most), 0.0, check_period_s
 
     def first(self, worker: int) -> Grant:
+        """Return the grant with which the worker starts iteration 1."""
         return Grant(worker, 1, 0, 0, 0.0, local_steps=UNTIL, commit_s=self._commit_s(worker, 0.0))
 
     def check(self) -> None:
-        """Assert the invariants: those of every paradigm, that nobody waits but for a trial, and the counts.
+        """Assert the invariants: those of every paradigm, that workers block only for a search, and the counts.
 
-        How far commits are apart depends on when workers come, which none of this knows. What can be said is that at
-        a check all were asked to have committed equally often at the next.
+        The distance between commits depends on when workers push, which the paradigm does not control. What can be
+        asserted is that at a check all were asked to have committed equally often by the next one.
         """
         super().check()
         active, blocked, iters = self._progress.active, self._blocked_since_s, self._progress.iters
         if blocked:
-            assert self._search is not None, f"workers {sorted(blocked)} are held outside of a search"
-            assert self._now_s >= self._stop_s, f"workers {sorted(blocked)} are held in a trial"
+            assert self._search is not None, f"workers {sorted(blocked)} are blocked outside of a search"
+            assert self._now_s >= self._stop_s, f"workers {sorted(blocked)} are blocked in a trial"
             early = sorted(worker for worker, since_s in blocked.items() if since_s < self._stop_s)
-            assert not early, f"workers {early} have been held since before the barrier"
-        assert 1 <= self.commits <= self._most, f"{self.commits} commits a period"
-        assert self._searches or self._search is None, "a search for commits that are given"
-        assert all(n <= now for n, now in zip(self._counted, iters, strict=True)), "commits that were not made"
+            assert not early, f"workers {early} have been blocked since before the barrier"
+        assert 1 <= self.commits <= self._most, f"commits is {self.commits}, not from 1 to {self._most}"
+        assert self._searches or self._search is None, "a search although commits are given"
+        assert all(n <= now for n, now in zip(self._counted, iters, strict=True)), (
+            "a worker has fewer iterations than counted commits"
+        )
         if self._search is None and self._cumulative:
             asked = {self._counted[worker] + self._rate(worker) for worker in active if self._rate(worker) > 1}
-            assert asked <= {self._target}, f"workers are asked for {asked} commits, not all for {self._target}"
+            assert asked <= {self._target}, f"workers are asked for {asked} commits instead of {self._target}"
 
     def _pushed(self, event: Pushed) -> list[Action]:
         worker = event.worker
@@ -160,14 +198,14 @@ class ADSP(Paradigm):
         return self._answer(worker)
 
     def _answer(self, worker: int) -> list[Action]:
-        """Send the worker on, unless all are to stop."""
+        """Grant the worker, or block it if all workers are to stop."""
         if self._now_s < self._stop_s:
             return [self._continue(worker)]
-        self._hold(worker)
+        self._block(worker)
         return self._pass_barrier(worker)
 
     def _rate(self, worker: int) -> int:
-        """dC of the worker."""
+        """Return dC of the worker, in commits per period."""
         if self._search is not None:
             return self._search.next_to_evaluate
         return max(self._target - self._counted[worker], 1) if self._cumulative else self.commits  # (g)
@@ -180,7 +218,7 @@ class ADSP(Paradigm):
         return replace(self._grant(worker), local_steps=UNTIL, commit_s=self._commit_s(worker, self._now_s))
 
     def _check_if_due(self, worker: int) -> None:
-        """(b) The check that was due before this worker's push, if one was; begins a search if it is time."""
+        """Make the check that was due before this worker's push, if any; begin a search if it is time (b)."""
         rose = False
         checks = math.floor((self._now_s - self._begun_s) / self._period_s)
         if checks > self._checks:
@@ -196,18 +234,18 @@ class ADSP(Paradigm):
             self._trial_s, self._points, self._halved, self._stop_s = math.nan, [], math.nan, self._now_s
 
     def _sample(self, from_s: float) -> None:
-        """(c) Take a point of the trial if it is so old, and a loss is known."""
+        """Record a point of the trial if the trial is at least `from_s` old and a loss is known (c)."""
         age_s = self._now_s - self._trial_s
         if age_s >= from_s and not math.isnan(loss := self._loss()):
             self._points.append((age_s, loss))
 
     def _loss(self) -> float:
-        """(a)"""
-        said = [self._losses[i] for i in self._progress.active]
-        return math.fsum(said) / len(said) if said else math.nan
+        """Return the global loss, NaN if it is not known (a)."""
+        losses = [self._losses[i] for i in self._progress.active]
+        return math.fsum(losses) / len(losses) if losses else math.nan
 
     def _pass_barrier(self, worker: int) -> list[Action]:
-        """Send everybody on once all stand still: into the next trial, or with the number that was found."""
+        """Once all workers have stopped, release them into the next trial, or with the number that was found."""
         if self._search is None or not self._blocked_since_s or self._blocked_since_s.keys() != self._progress.active:
             return []
         rows = [] if math.isnan(self._trial_s) else self._end_trial(worker, self._search)
@@ -223,10 +261,10 @@ class ADSP(Paradigm):
         target = self._loss_target
         if target is None:
             target = self._halved = halved(self._halved, losses[0]) if losses else math.nan
-        worth = reward([time_s for time_s, _ in self._points], losses, target)
-        inputs = (worth, *losses, *[math.nan] * (3 - len(losses)))
+        trial_reward = reward([time_s for time_s, _ in self._points], losses, target)
+        inputs = (trial_reward, *losses, *[math.nan] * (3 - len(losses)))
         rows = [Decision("reward", worker, float(c), inputs)]
-        if search.evaluated(worth) or not losses:  # (f)
+        if search.evaluated(trial_reward) or not losses:  # (f)
             self.commits = search.c
             rows.append(Decision("commits", worker, float(search.c), (math.nan,) * len(self.decision_fields)))
             self._search, self._stop_s = None, math.inf
@@ -241,12 +279,12 @@ def _must_be_allowed(
     check_period_s: float, interval_min_s: float, search_every_s: float, loss_rise: float, loss_target: float | None
 ) -> None:
     if not (is_number(check_period_s) and 0 < check_period_s < math.inf):
-        raise ValueError(f"check_period_s is {check_period_s}; a finite number above 0 is needed")
+        raise ValueError(f"check_period_s must be a finite number > 0, got {check_period_s}")
     if not (is_number(interval_min_s) and 0 < interval_min_s <= check_period_s):
-        up_to = f"up to check_period_s, {check_period_s}"
-        raise ValueError(f"interval_min_s is {interval_min_s}; a number above 0 and {up_to}, is needed")
+        limit = f"<= check_period_s = {check_period_s}"
+        raise ValueError(f"interval_min_s must be a number > 0 and {limit}, got {interval_min_s}")
     for name, value in (("search_every_s", search_every_s), ("loss_rise", loss_rise)):
         if not (is_number(value) and value > 0):
-            raise ValueError(f"{name} is {value}; a number above 0 is needed")
+            raise ValueError(f"{name} must be a number > 0, got {value}")
     if loss_target is not None and not (is_number(loss_target) and math.isfinite(loss_target)):
-        raise ValueError(f"loss_target is {loss_target}; a finite number or None is needed")
+        raise ValueError(f"loss_target must be a finite number or None, got {loss_target}")

@@ -1,27 +1,35 @@
-"""ASHL (Shen et al., IEEE Transactions on Computers 73(1), 2024): local steps as many as fit, first many, then few.
+"""ASHL: local steps and compression ratios fitted to each worker, first many steps without a bound, then few with one.
 
-Workers make steps of their own and commit the change of their weights. Each makes so many steps, and sends such a part
-of the change, that all are expected to need the same time (`planning.local_steps`). Three stages:
+Workers make local steps and commit the change of their weights. The number of steps H and the share R of the change
+that each worker sends are chosen so that all workers are expected to take the same time
+(`hpcsync.planning.local_steps`). There are three stages::
 
-    profile  each push is of one step, nobody waits. What a step, a pull, a push and a compression take is measured.
-    coarse   (AHL) H for `steps_coarse` and R for `ratio_coarse`, nobody waits
-    fine     (SHL) H for `steps_fine` and R for `ratio_fine`; and whoever has committed more than `staleness` times
-             more often than the slowest, since the stage began, waits for it
+    profile  each push is of one step, no worker blocks. Steps, pulls, pushes and compressions are timed.
+    coarse   (AHL) H for `steps_coarse` and R for `ratio_coarse`, no worker blocks
+    fine     (SHL) H for `steps_fine` and R for `ratio_fine`; a worker that, since the stage began, has committed more
+             than `staleness` times more often than the slowest blocks until the slowest has caught up
 
-Where the paper (Algorithm 3) leaves it open, a letter in this file marks the branch that settles it:
+Notes
+-----
+Where the paper (Algorithm 3) leaves it open, a letter in this file marks the branch that settles it::
 
-    a  the loss is an average over commits: 0.9 of what it was and 0.1 of the newest; losses that are not finite say
-       nothing, so that a run without losses stays coarse
-    b  the switch to fine is for good, lest an average at the limit switch back and forth
+    a  the loss is a moving average over commits, 0.9 of the old value and 0.1 of the newest; losses that are not finite
+       are ignored, so a run without losses stays coarse
+    b  the switch to fine is final, so that an average near the limit does not switch back and forth
     c  a commit counts D at the time that it is applied, whatever stage its steps were granted in
-    d  what a worker commits in the fine stage counts for the gate if it began it there: one at the switch may still be
-       at its coarse round, and the others wait for that round and the next rather than run away
-    e  who has been profiled goes on as before until all are; the newest pushes are what is measured
-    f  H and R of the fine stage are of steps and pulls as they were last measured; pushes and compressions as profiled,
-       since sparse pushes do not show what a dense one takes
-    g  when a worker leaves, those who stay share its part of the data; their H and R stay
-    h  when one joins, all get new H, R and D of the present stage, from the newest measurements; one that has not been
-       measured makes H_preset steps and sends all. In the profile it counts as profiled as far as the others
+    d  a commit counts for the gate of the fine stage if its worker began it there: a worker may still be in its coarse
+       round at the switch, and the others wait for that round and the next
+    e  a profiled worker continues as before until all are profiled; the newest pushes are measured
+    f  H and R of the fine stage use the latest times of steps and pulls; pushes and compressions are those of the
+       profile, since sparse pushes do not show the time of a dense one
+    g  when a worker leaves, the others share its part of the data; their H and R stay
+    h  when a worker joins, all get new H, R and D of the present stage from the newest measurements; an unmeasured
+       worker makes H_preset steps and sends everything. In the profile it counts as profiled as far as the slowest
+
+References
+----------
+Shen et al., IEEE Transactions on Computers 73(1), 2024, doi:10.1109/TC.2023.3315847. Algorithm 1 gives H and D,
+Algorithm 2 gives R, Algorithm 3 the stages.
 """
 
 from __future__ import annotations
@@ -42,34 +50,54 @@ PROFILE, COARSE, FINE = 0, 1, 2  # stages
 SHARES = ("data", "equal")
 
 LOSS_BETA = 0.1  # weight of the newest commit in the loss
-CHECKS = 5  # of the loss, one every so many commits as there are workers, over which a plateau must last
+CHECKS = 5  # length of a plateau in checks of the loss, one check per n_workers commits
 
 _NO_TIMES = (math.nan,) * 4
 
 
 class ASHL(Paradigm):
-    """Local steps and compression ratios by worker, an asynchronous coarse stage and a bounded fine one.
+    """ASHL: local steps and compression ratios per worker, an asynchronous coarse stage and a bounded fine stage.
 
-    steps_coarse, steps_fine: local steps of the slowest worker, from 1 on and no more of them in the fine stage.
-    staleness:    of the fine stage, in commits; a whole number from 0 on, or math.inf.
-    ratio_coarse, ratio_fine: the share of a push's elements that the slowest worker sends, above 0 and up to 1; both
-                  None: nobody is told any.
-    loss_preset:  the fine stage begins as soon as the average loss is no larger. None: as soon as it is on a plateau.
-    plateau:      it is when it has improved by no more than this share of itself over the last CHECKS checks.
-    share:        what a commit counts. "data": D, the worker's part of the samples by its H. "equal": as many parts
-                  as there are active workers, as everywhere in the profile.
-    warmup:       first pushes of each worker that are not measured.
-    profiled:     pushes of each worker that are. With ratios every other one, from the second on, is sent at
-                  `ratio_coarse` to measure what compressing takes, and the others, all, to measure the link.
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    steps_coarse, steps_fine
+        Local steps of the slowest worker in each stage: integers >= 1, `steps_fine` at most `steps_coarse`.
+    staleness
+        Bound of the fine stage, in commits: an integer >= 0, or math.inf.
+    ratio_coarse, ratio_fine
+        Share of a push's elements that the slowest worker sends in each stage, above 0 and at most 1. Both None: grants
+        have no ratio.
+    loss_preset
+        The fine stage begins once the average loss is at most this value. None: once it is on a plateau.
+    plateau
+        The loss is on a plateau if it has improved by at most this share of itself over the last CHECKS checks.
+    share
+        Weight of a commit. "data": D, the worker's share of the samples according to its H. "equal": one over the
+        number of active workers, as always in the profile.
+    warmup
+        Number of first pushes of each worker that are not measured.
+    profiled
+        Number of measured pushes of each worker, at least 2. With ratios every second one is sent at `ratio_coarse` to
+        time the compression, and the others are sent whole to time the link.
 
-    When a stage begins, Decisions say so: "stage", of the worker whose event it was, with the loss; then for each
-    active worker "local-steps" (H), for each "share" (what it counts) and, with ratios, for each "ratio" (R). H and R
-    come with the medians of seconds that they were chosen from, 0 where nothing was measured. Departures from then on
-    give new rows "share", and who joins new rows of all three.
+    Notes
+    -----
+    The begin of a stage is recorded as `Decision` actions: "stage" for the worker whose event began it, with the loss;
+    then for each active worker "local-steps" (H), "share" (weight of a commit) and, with ratios, "ratio" (R). H and R
+    come with the median seconds that they were chosen from, 0 where nothing was measured. Later, a departure adds rows
+    "share", and a join adds rows of all three.
     """
 
     name = "ashl"
-    decision_fields = ("iteration_s", "push_s", "pull_s", "encode_s", "loss")
+    decision_fields = {
+        "iteration_s": ("s", "Median duration of a local step of the worker; 0 where nothing was measured."),
+        "push_s": ("s", "Median duration of sending an uncompressed push; 0 where nothing was measured."),
+        "pull_s": ("s", "Median duration of reading the weights; 0 where nothing was measured."),
+        "encode_s": ("s", "Median duration of compressing a push; 0 where nothing was measured."),
+        "loss": ("1", "Smoothed loss at which the stage began; NaN for other controllers than stage."),
+    }
 
     def __init__(
         self,
@@ -94,20 +122,22 @@ class ASHL(Paradigm):
             ("profiled", profiled, 2),
         ):
             if not (is_whole(value) and value >= least):
-                raise ValueError(f"{name} is {value}; a whole number from {least} on is needed")
+                raise ValueError(f"{name} must be an integer >= {least}, got {value}")
         if steps_fine > steps_coarse:
-            raise ValueError(f"steps_fine is {steps_fine}, more than steps_coarse, {steps_coarse}")
+            raise ValueError(f"steps_fine must be at most steps_coarse = {steps_coarse}, got {steps_fine}")
         for name, ratio in (("ratio_coarse", ratio_coarse), ("ratio_fine", ratio_fine)):
             if ratio is not None and not (is_number(ratio) and 0 < ratio <= 1):
-                raise ValueError(f"{name} is {ratio}; a number above 0 and up to 1, or None, is needed")
+                raise ValueError(f"{name} must be a number > 0 and <= 1, or None, got {ratio}")
         if (ratio_coarse is None) != (ratio_fine is None):
-            raise ValueError(f"ratio_coarse is {ratio_coarse} and ratio_fine {ratio_fine}; both or none are needed")
+            raise ValueError(
+                f"ratio_coarse and ratio_fine must both be given or both be None, got {ratio_coarse} and {ratio_fine}"
+            )
         if loss_preset is not None and not is_number(loss_preset):
-            raise ValueError(f"loss_preset is {loss_preset}; a number or None is needed")
+            raise ValueError(f"loss_preset must be a number or None, got {loss_preset}")
         if not (is_number(plateau) and 0 < plateau < 1):
-            raise ValueError(f"plateau is {plateau}; a number above 0 and below 1 is needed")
+            raise ValueError(f"plateau must be a number > 0 and < 1, got {plateau}")
         if share not in SHARES:
-            raise ValueError(f"share is {share!r}; one of {', '.join(SHARES)} is needed")
+            raise ValueError(f"share must be one of {', '.join(SHARES)}, got {share!r}")
         self.stage = PROFILE
         self._presets = {COARSE: (steps_coarse, ratio_coarse), FINE: (steps_fine, ratio_fine)}
         self._loss_preset = loss_preset
@@ -119,37 +149,42 @@ class ASHL(Paradigm):
         self._times_s = [
             {name: deque[float](maxlen=profiled) for name in WorkerProfile._fields} for _ in range(n_workers)
         ]
-        # The plan, of the active workers, once there is one.
+        # H, D and R of the active workers, empty in the profile.
         self._steps: dict[int, int] = {}
         self._shares: dict[int, float] = {}
         self._ratios: dict[int, float] = {}
         self._loss = math.nan
         self._commits = 0  # since the last check
         self._checked: deque[float] = deque(maxlen=CHECKS + 1)
-        self._begun: set[int] = set()  # workers that have been granted something in the fine stage
-        self._fine = WorkerCounts(n_workers)  # commits of what was granted there
+        self._begun: set[int] = set()  # workers with a grant of the fine stage
+        self._fine = WorkerCounts(n_workers)  # commits of these grants
         self._gate = Gate(self._fine, staleness)
 
     def first(self, worker: int) -> Grant:
+        """Return the grant with which the worker starts iteration 1: one local step."""
         return Grant(worker, 1, 0, 0, 0.0, local_steps=1, ratio=self._profile_ratio(1))
 
     def check(self) -> None:
-        """Assert the invariants: those of every paradigm, the plan's, and the gate's."""
+        """Assert the invariants of every paradigm, of the plan and of the gate."""
         super().check()
         self._fine.check()
         active, blocked, fine = self._progress.active, self._blocked_since_s, self._fine.pushes
-        assert self._fine.active == active, "the gate waits for workers that have left"
+        assert self._fine.active == active, "the gate counts workers that have left"
         if self.stage != PROFILE and active:
             steps_least, ratio_least = self._presets[self.stage]
-            assert self._steps.keys() == self._shares.keys() == active, "the plan is not that of the active workers"
-            assert min(self._steps.values()) >= steps_least, f"steps of {self._steps}, fewer than {steps_least}"
-            assert abs(math.fsum(self._shares.values()) - 1) < 1e-9, f"shares of {self._shares} are not 1 in all"
+            assert self._steps.keys() == self._shares.keys() == active, (
+                "the plan does not cover exactly the active workers"
+            )
+            assert min(self._steps.values()) >= steps_least, f"steps are {self._steps}, fewer than {steps_least}"
+            assert abs(math.fsum(self._shares.values()) - 1) < 1e-9, f"shares {self._shares} do not sum to 1"
             if ratio_least is not None:
-                assert self._ratios.keys() == active, "the ratios are not those of the active workers"
-                assert all(ratio_least <= ratio <= 1 for ratio in self._ratios.values()), f"ratios of {self._ratios}"
+                assert self._ratios.keys() == active, "the ratios do not cover exactly the active workers"
+                assert all(ratio_least <= ratio <= 1 for ratio in self._ratios.values()), (
+                    f"ratios are {self._ratios}, not from {ratio_least} to 1"
+                )
         if self.stage != FINE:
-            assert not blocked, f"workers {sorted(blocked)} are held outside of the fine stage"
-            assert not any(fine), f"commits of {fine} outside of the fine stage"
+            assert not blocked, f"workers {sorted(blocked)} are blocked outside of the fine stage"
+            assert not any(fine), f"commits {fine} are counted outside of the fine stage"
         self._gate.check(blocked, self._gate.staleness)
 
     def _pushed(self, event: Pushed) -> list[Action]:
@@ -179,11 +214,11 @@ class ASHL(Paradigm):
         return [*rows, *self._answer(worker)]
 
     def _answer(self, worker: int) -> list[Action]:
-        """Grant or hold the worker that has just pushed, or joined."""
+        """Grant or block the worker that has just pushed or joined."""
         if self._gate.is_open(worker):
             return [self._continue(worker)]
-        self._hold(worker)
-        self._gate.hold(worker)
+        self._block(worker)
+        self._gate.block(worker)
         return []
 
     def _continue(self, worker: int) -> Grant:
@@ -196,7 +231,7 @@ class ASHL(Paradigm):
         return replace(self._grant(worker), local_steps=self._steps[worker], ratio=ratio)
 
     def _is_sparse(self, iteration: int) -> bool:
-        """Whether this push of the profile measures compressing and not the link."""
+        """Return True if this push of the profile times the compression instead of the link."""
         since = iteration - self._warmup
         return self._presets[COARSE][1] is not None and since > 0 and since % 2 == 0
 
@@ -219,7 +254,7 @@ class ASHL(Paradigm):
                 self._times_s[event.worker][name].append(time_s)
 
     def _observe_loss(self, loss: float) -> None:
-        """(a) A commit of the coarse stage."""
+        """Count a commit of the coarse stage and its loss (a)."""
         if math.isfinite(loss):
             self._loss = loss if math.isnan(self._loss) else self._loss + LOSS_BETA * (loss - self._loss)
         self._commits += 1
@@ -228,7 +263,7 @@ class ASHL(Paradigm):
             self._checked.append(self._loss)
 
     def _advance(self, worker: int) -> list[Decision]:
-        """Begin the next stage if it is time, by this worker's event. (b) There is no way back."""
+        """Begin the next stage if its condition holds. (b) No stage returns."""
         if self.stage == PROFILE and self._progress.min_iters >= self._warmup + self._profiled:
             return self._begin(COARSE, worker)
         if self.stage == COARSE and self._is_low():
@@ -247,7 +282,7 @@ class ASHL(Paradigm):
         return [Decision("stage", worker, float(stage), (*_NO_TIMES, self._loss)), *self._plan()]
 
     def _plan(self) -> list[Decision]:
-        """Make the plan of this stage from the newest measurements."""
+        """Compute H, D and R of this stage from the newest measurements."""
         steps_preset, ratio_preset = self._presets[self.stage]
         active = sorted(self._progress.active)
         profiles = [
@@ -270,7 +305,7 @@ class ASHL(Paradigm):
         return rows
 
     def _share(self) -> list[Decision]:
-        """Give the active workers, whose steps are known, their parts of the data."""
+        """Divide the data among the active workers according to their steps."""
         active = sorted(self._steps)
         parts = shares([self._steps[i] if self._by_data else 1 for i in active])
         self._shares = dict(zip(active, parts, strict=True))

@@ -1,4 +1,4 @@
-"""Asynchronous parallel: every push is an update of its own and nobody ever waits."""
+"""Asynchronous parallel (ASP): every push is an update of its own, and no worker is ever blocked."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from hpcsync.paradigms.events import Action, Apply, Pushed
 
 
 class ASP(Paradigm):
-    """No synchronisation: the gap between workers is recorded, and has no bound."""
+    """Asynchronous parallel: no synchronisation.
+
+    The lead of a worker over the slowest one is recorded and has no bound.
+
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    """
 
     name = "asp"
 
     def check(self) -> None:
-        """Assert the paradigm's invariants: those of every paradigm, and that nobody is held."""
+        """Assert the invariants of every paradigm, and that no worker is blocked."""
         super().check()
-        assert not self._blocked_since_s, f"workers {sorted(self._blocked_since_s)} are held"
+        assert not self._blocked_since_s, f"workers {sorted(self._blocked_since_s)} are blocked"
 
     def _pushed(self, event: Pushed) -> list[Action]:
         return [Apply((event.worker,)), self._grant(event.worker)]

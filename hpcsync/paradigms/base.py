@@ -1,9 +1,10 @@
-"""What all paradigms share: the one door, the refusal of illegal input, and the book of who is held."""
+"""Base class of all paradigms: event validation, progress counts and the set of blocked workers."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from hpcsync.paradigms.events import Action, Event, Grant, Joined, Left, Pushed
@@ -11,33 +12,60 @@ from hpcsync.paradigms.worker_counts import WorkerCounts
 
 
 class Paradigm(ABC):
-    """Decides who may go on, and when.
+    """State machine that decides when workers may continue.
 
-    Every worker may start iteration 1 unasked. From then on each of its pushes is answered by one Grant, in
-    the answer to that push or to a later event; in between the worker is held. So is its return after it had left.
+    Every worker starts iteration 1 without a grant. Afterwards each push is answered by exactly one `Grant`, either in
+    the answer to that push or in the answer to a later event; until then the worker is blocked. The same holds for a
+    worker that joins again after it left.
 
-    A paradigm implements `_pushed`, `_left` and `_joined`, which run after the event has been validated and counted,
-    and answers with actions that it makes by `_grant`, or with none after `_hold`.
+    A subclass implements `_pushed`, `_left` and `_joined`. They run after the event has been validated and counted, and
+    either grant the worker with `_grant` or block it with `_block`.
+
+    Parameters
+    ----------
+    n_workers
+        Number of workers, at least 1. Workers are numbered from 0.
+
+    Attributes
+    ----------
+    name
+        Name of the paradigm in a job file.
+    synchronous
+        True if every contribution of an update is computed from the version just before that update.
+    decision_fields
+        Inputs recorded with the `Decision` actions of the paradigm, in order: (unit, description) by name.
     """
 
     name: ClassVar[str]
-    synchronous: bool = False  # whether every contribution of an update is computed from the version just before it
-    decision_fields: tuple[str, ...] = ()  # what the inputs of this paradigm's Decisions are, in order
+    synchronous: bool = False
+    decision_fields: Mapping[str, tuple[str, str]] = {}
 
     def __init__(self, n_workers: int) -> None:
         if n_workers < 1:
-            raise ValueError(f"n_workers is {n_workers}; at least 1 is needed")
+            raise ValueError(f"n_workers must be at least 1, got {n_workers}")
         self.n_workers = n_workers
         self._now_s = -math.inf
         self._progress = WorkerCounts(n_workers)
-        self._blocked_since_s: dict[int, float] = {}  # held worker: time of the push, or return, that awaits its grant
+        self._blocked_since_s: dict[int, float] = {}  # time of the push or join that awaits its grant
 
     def handle(self, event: Event) -> list[Action]:
-        """Take in one event and return the actions that answer it, to be carried out in this order.
+        """Process one event and return the actions that answer it.
 
-        Raises ValueError, with the state untouched, for an event that cannot have happened: of a worker that
-        does not exist or has left (or joins and has not), a push of a held worker, or a time that is before the last
-        event's or not finite.
+        Parameters
+        ----------
+        event
+            The next event of the run. Times must not decrease from event to event.
+
+        Returns
+        -------
+        list of Action
+            Actions to carry out in this order.
+
+        Raises
+        ------
+        ValueError
+            If the event is impossible: unknown worker, worker that has left (or joins without having left), push of a
+            blocked worker, time not finite or earlier than the previous event. The state is then unchanged.
         """
         self._refuse_illegal(event)
         worker = event.worker
@@ -53,19 +81,21 @@ class Paradigm(ABC):
         return self._left(worker)
 
     def first(self, worker: int) -> Grant:
-        """What the worker may start with, unasked."""
+        """Return the grant with which the worker starts iteration 1."""
         return Grant(worker, 1, 0, 0, 0.0)
 
     def check(self) -> None:
-        """Assert the invariants, from plain counts rather than from the bookkeeping that makes `handle` fast.
+        """Assert the invariants, recomputed from plain counts instead of the incremental bookkeeping of `handle`.
 
-        Costs O(n_workers): for tests, simulations and audits, after every event.
+        Costs O(n_workers). Tests, simulations and audits call it after every event.
         """
         self._progress.check()
         active, blocked = self._progress.active, self._blocked_since_s
-        assert blocked.keys() <= active, f"held workers {blocked.keys() - active} have left"
-        assert all(since_s <= self._now_s for since_s in blocked.values()), "a worker is held from the future on"
-        assert not active or blocked.keys() != active, "every active worker is held: nobody can ever release them"
+        assert blocked.keys() <= active, f"blocked workers {blocked.keys() - active} have left"
+        assert all(since_s <= self._now_s for since_s in blocked.values()), (
+            "a worker is blocked since a time in the future"
+        )
+        assert not active or blocked.keys() != active, "deadlock: every active worker is blocked"
 
     @abstractmethod
     def _pushed(self, event: Pushed) -> list[Action]:
@@ -73,18 +103,18 @@ class Paradigm(ABC):
 
     @abstractmethod
     def _left(self, worker: int) -> list[Action]:
-        """Answer a departure: the worker is already out of the progress, and no longer held."""
+        """Answer a departure; the worker is already inactive and no longer blocked."""
 
     @abstractmethod
     def _joined(self, worker: int) -> list[Action]:
-        """Answer the return of a worker: it is in the progress again."""
+        """Answer a join; the worker is already active again."""
 
-    def _hold(self, worker: int) -> None:
-        """Let the worker, which has just pushed, wait."""
+    def _block(self, worker: int) -> None:
+        """Block the worker, which has just pushed or joined."""
         self._blocked_since_s[worker] = self._now_s
 
     def _grant(self, worker: int, credits: int = 0) -> Grant:
-        """Let the worker go on, whether it has just pushed or has been held."""
+        """Return the worker's next grant and release the worker if it is blocked."""
         return Grant(
             worker=worker,
             iteration=self._progress.pushes[worker] + 1,
@@ -95,14 +125,16 @@ class Paradigm(ABC):
 
     def _refuse_illegal(self, event: Event) -> None:
         if not isinstance(event, (Pushed, Left, Joined)):
-            raise ValueError(f"{event!r} is not an event of a paradigm")
+            raise ValueError(f"event must be Pushed, Left or Joined, got {event!r}")
         worker = event.worker
         if not 0 <= worker < self.n_workers:
-            raise ValueError(f"{event}: there is no worker {worker}, only 0 to {self.n_workers - 1}")
+            raise ValueError(f"{event}: worker must be from 0 to {self.n_workers - 1}")
         if isinstance(event, Joined) == (worker in self._progress.active):
             raise ValueError(f"{event}: worker {worker} has {'not ' * isinstance(event, Joined)}left")
         if isinstance(event, Pushed) and worker in self._blocked_since_s:
-            raise ValueError(f"{event}: worker {worker} is held and may not have started an iteration")
-        # Written so that NaN is refused too.
+            raise ValueError(f"{event}: worker {worker} is blocked and cannot push")
+        # This form of the comparison also rejects NaN.
         if not self._now_s <= event.now_s < math.inf:
-            raise ValueError(f"{event}: the last event was at {self._now_s} s; time does not run backwards")
+            raise ValueError(
+                f"{event}: now_s must be finite and at least {self._now_s}, the time of the previous event"
+            )

@@ -1,7 +1,7 @@
-"""Bulk synchronous parallel: all workers, one update, all workers.
+"""Bulk synchronous parallel (BSP): each update takes one contribution of every active worker.
 
-A round ends with the last outstanding push. Its contributions are applied as one update, in worker order
-whatever the order of arrival, so that a run is bitwise reproducible.
+A round ends with the last outstanding push. Its contributions are summed in worker order, whatever the order of
+arrival, so that a run is bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -11,11 +11,18 @@ from hpcsync.paradigms.events import Action, Apply, Pushed
 
 
 class BSP(Paradigm):
-    """The barrier: an update takes one contribution of every active worker, and nobody starts before it.
+    """Bulk synchronous parallel: no worker starts an iteration before the update of the previous one.
 
-    A departure ends the round if it was the last one outstanding. What a worker pushed before it left stays
-    in its round: the contribution is complete, and the others' wait for it has been paid. Who joins takes part in
-    the round under way; if a contribution of its own is in it already, in the next one.
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+
+    Notes
+    -----
+    A departure ends the round if only this worker's push was outstanding. A contribution pushed before its worker left
+    stays in the round: it is complete, and the others have already waited for it. A worker that joins takes part in the
+    current round, or in the next one if the current round already contains a contribution of its own.
     """
 
     name = "bsp"
@@ -23,22 +30,22 @@ class BSP(Paradigm):
 
     def __init__(self, n_workers: int) -> None:
         super().__init__(n_workers)
-        self._contributed: list[int] = []  # workers whose contributions wait for the end of the round
+        self._contributed: list[int] = []  # workers with a contribution in the current round
 
     def check(self) -> None:
-        """Assert the paradigm's invariants: those of every paradigm, and the barrier."""
+        """Assert the invariants of every paradigm, and the barrier."""
         super().check()
         iters, active = self._progress.iters, self._progress.active
         assert {worker for worker in self._contributed if worker in active} == self._blocked_since_s.keys(), (
-            "the held workers are not those that wait for the end of the round"
+            "the blocked workers are not those with a contribution in the current round"
         )
         runnable = {iters[worker] for worker in active if worker not in self._blocked_since_s}
         assert len(runnable) <= 1, f"runnable workers are in different rounds: {sorted(runnable)}"
         for worker in self._blocked_since_s:
-            assert {iters[worker] - 1} == runnable, f"worker {worker} is held, but not one push past the others"
+            assert {iters[worker] - 1} == runnable, f"worker {worker} is blocked, but not exactly one push ahead"
 
     def _pushed(self, event: Pushed) -> list[Action]:
-        self._hold(event.worker)
+        self._block(event.worker)
         self._contributed.append(event.worker)
         return self._end_round_if_complete()
 
@@ -48,7 +55,7 @@ class BSP(Paradigm):
     def _joined(self, worker: int) -> list[Action]:
         if worker not in self._contributed:
             return [self._grant(worker)]
-        self._hold(worker)
+        self._block(worker)
         return []
 
     def _end_round_if_complete(self) -> list[Action]:

@@ -1,24 +1,25 @@
-"""The vocabulary between a paradigm and whatever drives it.
+"""Events and actions of a paradigm.
 
-A paradigm is a state machine: one event in, a list of actions out. It does no I/O, reads no clock and draws
-no random numbers; time comes in with the event. The same events therefore always give the same actions, which
-is what lets a simulation run the same code as real ranks, and an audit replay a trace.
+A paradigm is a state machine: it takes one event and returns a list of actions. It does no I/O, reads no clock and
+draws no random numbers; the time is part of the event. Equal sequences of events therefore give equal actions, so the
+simulator runs the same code as real ranks, and an audit can replay a trace. The events and actions are::
 
-    engine observes                      paradigm answers
-    ---------------                      ----------------
-    Pushed(worker)  a contribution       Apply(workers)      make one update of these contributions
-                    is in its slot       Collect(worker)     add this contribution to the next update
-    Left(worker)    no more will come    Drop(worker)        throw this contribution away
-    Joined(worker)  it takes part again  Cancel(worker)      what this worker computes now will be dropped
-                                         Grant(worker, ...)  the worker may read the weights and go on
-                                         Decision(...)       an adaptive controller chose; for the trace only
+    event           meaning              action               meaning
+    --------------  -------------------  -------------------  ------------------------------------------------
+    Pushed(worker)  a contribution is    Apply(workers)       make one update from these contributions
+                    in its slot          Accumulate(worker)   add this contribution to the sum of the next update
+    Left(worker)    the worker leaves    Drop(worker)         discard this contribution
+    Joined(worker)  the worker joins     Cancel(worker)       the contribution being computed will be discarded
+                    again                Grant(worker, ...)   the worker may read the weights and continue
+                                         Decision(...)        choice of an adaptive controller, for the trace only
 
-Actions are carried out in the order of the list, which matters: a Grant after an Apply lets the worker read
-what that update made, a Grant before it what was there before, even where the update takes the worker's own
-contribution. A worker whose push is not answered by a Grant at once is *held*: it waits for one in the answer to a
-later event. Every Pushed and every Joined is answered by exactly one Grant, at once or later, unless the worker
-leaves or the run ends first. Iteration 1 needs no Grant: every worker begins with it. (Who is to join only later
-leaves at once.)
+Actions are carried out in the order of the list. A Grant after an Apply lets the worker read the result of that update;
+a Grant before it lets the worker read the weights before the update, even if the update contains the worker's own
+contribution.
+
+A worker whose push is not granted at once is *blocked* until a later event grants it. Every Pushed and every Joined is
+answered by exactly one Grant, unless the worker leaves or the run ends first. Iteration 1 needs no Grant. (A worker
+that joins the run later leaves at its start.)
 """
 
 from __future__ import annotations
@@ -26,21 +27,34 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-UNTIL = -1  # of local steps: until it is time
+UNTIL = -1  # Grant.local_steps: as many steps as fit into commit_s
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
     """Worker `worker` has put the contribution of its next iteration into its slot.
 
-    now_s:       seconds since the start of the run, never decreasing from event to event.
-    iteration_s: seconds that the whole iteration took, or would have taken had it not been cancelled: all its
-                 `local_steps` together, where a worker makes several before it pushes.
-    loss:        its mean loss.
-    pull_s, push_s, encode_s: seconds of reading the weights before it, of putting the contribution, and of compressing
-                 that before.
+    Times are NaN where they are not known.
 
-    Numbers are NaN where nobody knows them.
+    Attributes
+    ----------
+    now_s
+        Seconds since the start of the run; never decreases from event to event.
+    worker
+        Number of the worker.
+    iteration_s
+        Seconds of computation of the whole iteration, all its `local_steps` together; of a cancelled iteration the
+        seconds that it would have taken.
+    loss
+        Mean loss of the iteration.
+    local_steps
+        Number of local steps that the iteration consists of.
+    pull_s
+        Seconds spent reading the weights before the iteration.
+    push_s
+        Seconds spent putting the contribution.
+    encode_s
+        Seconds spent compressing the contribution.
     """
 
     now_s: float
@@ -55,7 +69,7 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """Worker `worker` takes no further part: its data has ended, or it died. It holds no grant any more."""
+    """Worker `worker` leaves: its data has ended, or it died. Any grant it holds is void."""
 
     now_s: float
     worker: int
@@ -63,7 +77,7 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Worker `worker`, which had left, takes part again. It counts as no less far than the slowest active worker."""
+    """Worker `worker`, which had left, joins again with at least the iterations of the slowest active worker."""
 
     now_s: float
     worker: int
@@ -71,11 +85,16 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Make one update of the model from these workers' contributions, summed in this order.
+    """Make one update of the model from the contributions of these workers.
 
-    weights: what each is multiplied by, in the same order; empty: 1 each.
+    The update also includes everything accumulated since the last update, which may be all it contains.
 
-    The update also takes what was collected since the last one, which may be all that there is.
+    Attributes
+    ----------
+    workers
+        Workers whose contributions are summed, in this order.
+    weights
+        Factor of each contribution, in the same order. Empty: 1 for each.
     """
 
     workers: tuple[int, ...]
@@ -84,9 +103,9 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """Take the contribution out of this worker's slot, times `weight`, into the sum of the next update.
+    """Add this worker's contribution, times `weight`, to the sum of the next update.
 
-    The slot is free then: the worker may be granted, and push again into the same update.
+    The slot is free afterwards: the worker may be granted and push again into the same update.
     """
 
     worker: int
@@ -95,16 +114,16 @@ class Accumulate:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Throw away the contribution in this worker's slot."""
+    """Discard the contribution in this worker's slot."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The version that this worker computes from is over: what it computes will be dropped, so it may stop early.
+    """Tell this worker that the contribution it is computing will be discarded, so that it may stop early.
 
-    It then pushes as usual, and is answered by Drop and Grant.
+    The worker then pushes as usual, and is answered by Drop and Grant.
     """
 
     worker: int
@@ -114,17 +133,26 @@ class Cancel:
 class Grant:
     """Worker `worker` may read the weights and start iteration `iteration`.
 
-    iteration:  counts the worker's pushes; the first is 1, so the grant after push t is for iteration t + 1. Whoever
-                joins begins again with the one that it had not pushed.
-    gap_iters:  start gap, how far this worker is ahead of the slowest active worker, when it is granted: the difference
-                of their pushes, to which counts what a worker was taken to have made when it joined.
-    credits:    extra iterations the worker may still start without asking again (DSSP's r), after this grant.
-    held_s:     seconds between the push, or the return, that this grant answers and the grant.
-
-    local_steps: what the iteration consists of: so many steps of the worker's own; 0: as many as the job says; UNTIL:
-                as many as fit into `commit_s`, which is to say that the last of them is the one in which so many
-                seconds have passed since the worker had read the weights.
-    ratio:      the share of its contribution's elements that it sends; NaN: as the compression says.
+    Attributes
+    ----------
+    worker
+        Number of the worker.
+    iteration
+        Iteration that the worker starts, counted in its own pushes from 1: the grant after push t is for iteration t +
+        1. A worker that joins starts again with the iteration that it had not pushed.
+    gap_iters
+        Lead at the start: iterations that this worker is ahead of the slowest active worker. Iterations credited to a
+        worker when it joined count as well.
+    credits
+        Further iterations that the worker may start without consulting the controller (r of DSSP).
+    held_s
+        Seconds between the push or join that this grant answers and the grant.
+    local_steps
+        Local steps of the iteration. 0: as many as the job file says. UNTIL: as many as fit into `commit_s`.
+    commit_s
+        With UNTIL, seconds after reading the weights. The step during which they pass is the last one.
+    ratio
+        Share of the contribution's elements that the worker sends; NaN: as the compression is configured.
     """
 
     worker: int
@@ -139,9 +167,18 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What an adaptive controller chose, and from what. Recorded, never carried out.
+    """Choice of an adaptive controller. It is recorded in the trace and has no further effect.
 
-    inputs: one number for each of the paradigm's `decision_fields`, in that order.
+    Attributes
+    ----------
+    controller
+        Name of the quantity or controller.
+    worker
+        Worker that the choice is for, or whose event caused it.
+    chosen
+        Value chosen.
+    inputs
+        One number for each of the paradigm's `decision_fields`, in that order.
     """
 
     controller: str

@@ -1,25 +1,36 @@
-"""The k family (Dutta, Joshi, Ghosh, Dube and Nagpurkar, AISTATS 2018): an update waits for the first k, not for all.
+"""The k family: each update takes the first k contributions, so no worker waits for a straggler.
 
-                   an update takes the first k ...             the others      a contribution's staleness
-    k-sync         workers that computed from its version      are dropped     0
-    k-batch-sync   mini-batches computed from its version      are dropped     0
-    k-async        workers, whatever they computed from        carry on        any, or up to staleness_max
-    k-batch-async  mini-batches, whatever they come from       carry on        any, or up to staleness_max
+The four forms are::
 
-Versions are updates made so far; a worker computes from that of its grant, and staleness is how many more there are
-when it pushes. All four are one machine: a contribution that is too stale is dropped and its worker reads anew, which
-in the synchronous forms is every late one. With k the number of workers, k-sync and k-async are BSP; with k = 1 the
-asynchronous forms are ASP.
+                   an update takes the first k ...               other contributions    staleness of a contribution
+    k-sync         workers that computed from its version        discarded              0
+    k-batch-sync   mini-batches computed from its version        discarded              0
+    k-async        workers, whatever version they computed from  used by later updates  any, or up to staleness_max
+    k-batch-async  mini-batches computed from any version        used by later updates  any, or up to staleness_max
 
-Where the papers leave it open, a letter in this file marks the branch that settles it:
+A version is the number of updates made so far. A worker computes from the version at its grant; the staleness of its
+contribution is the number of updates made between the grant and the push. One state machine implements all four: a
+contribution that is too stale is discarded and its worker reads the weights again, which in the synchronous forms
+applies to every late one. With k = n_workers, k-sync and k-async are BSP; with k = 1 the asynchronous forms are ASP.
 
-    a  among the first k workers one waits for the update, and so gives one contribution; with mini-batches it goes on
+Notes
+-----
+Where the papers leave it open, a letter in this file marks the branch that settles it::
+
+    a  the first k workers block until the update, so each gives one contribution; with mini-batches a worker continues
     b  an update takes waiting contributions in worker order, whatever the order of arrival, and releases them in it
-    c  computing cannot be stopped from outside: what is late is dropped when it comes, or the worker is told to stop
-    d  what a worker pushed before it left stays in its round, as in BSP
-    e  fewer than k workers left: a round of workers ends with all of them; of mini-batches it still takes k
+    c  a computation cannot be stopped from outside: a late contribution is discarded when it arrives, or the worker
+       is sent a Cancel
+    d  a contribution pushed before its worker left stays in the round, as in BSP
+    e  with fewer than k workers left, a round of workers ends with all of them; a round of mini-batches still takes k
     f  k changes between rounds, right after an update
-    g  whoever joins reads the current version; if what it pushed before it left still waits for its update, with it
+    g  a worker that joins reads the current version; if a contribution of its own still waits for an update, it blocks
+       until that update
+
+References
+----------
+S. Dutta, G. Joshi, S. Ghosh, P. Dube and P. Nagpurkar, "Slow and Stale Gradients Can Win the Race: Error-Runtime
+Trade-offs in Distributed SGD", AISTATS 2018.
 """
 
 from __future__ import annotations
@@ -36,18 +47,34 @@ STALENESS_WEIGHTS = ("none", "inverse")
 
 
 class FirstK(Paradigm):
-    """What the four have in common.
+    """Base class of the four forms.
 
-    k:       contributions of an update: a whole number up to n_workers, or "state", "loss" or "min", the policy of a
-             KController, which then chooses k as the run goes.
-    k_min:   the smallest k that a policy may choose.
-    k_start: the first k of a policy; None: n_workers for "state", k_min for the others.
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    k
+        Contributions per update: an integer from 1 to `n_workers`, or "state", "loss" or "min", a policy of
+        `hpcsync.planning.k_controller.KController`, which then chooses k during the run.
+    k_min
+        Smallest k that a policy may choose.
+    k_start
+        First k of a policy. None: `n_workers` for "state", `k_min` for the others.
+    aborts
+        Whether a Cancel is sent to workers whose contribution will be discarded.
 
-    With a policy, each change of k is a Decision "k" of the worker whose event brought the update on; what it was
-    chosen from says KController.
+    Attributes
+    ----------
+    distinct
+        True if an update takes at most one contribution per worker.
+
+    Notes
+    -----
+    With a policy, each change of k is a `Decision` "k" of the worker whose event completed the update. Its inputs are
+    documented at `KController`.
     """
 
-    distinct = True  # whether an update takes at most one contribution of a worker
+    distinct = True
 
     def __init__(
         self, n_workers: int, *, k: int | str, k_min: int = 1, k_start: int | None = None, aborts: bool = False
@@ -56,42 +83,44 @@ class FirstK(Paradigm):
         self._controller: KController | None = None
         if isinstance(k, str):
             if k not in POLICIES:
-                raise ValueError(f"k is {k!r}; a whole number or one of {', '.join(POLICIES)} is needed")
+                raise ValueError(f"k must be an integer or one of {', '.join(POLICIES)}, got {k!r}")
             self._controller = KController(n_workers, policy=k, distinct=self.distinct, k_min=k_min, k_start=k_start)
             self.decision_fields = KController.decision_fields
             k = self._controller.k
         elif not is_whole(k) or k < 1:
-            raise ValueError(f"k is {k}; a whole number from 1 on or one of {', '.join(POLICIES)} is needed")
+            raise ValueError(f"k must be an integer >= 1 or one of {', '.join(POLICIES)}, got {k}")
         elif k > n_workers:
-            raise ValueError(f"k is {k}, more than the {n_workers} workers")
+            raise ValueError(f"k must be at most n_workers = {n_workers}, got {k}")
         elif k_min != 1 or k_start is not None:
-            raise ValueError(f"k is {k} all the time; k_min and k_start need one of {', '.join(POLICIES)}")
+            raise ValueError(f"k_min and k_start need a k of {', '.join(POLICIES)}, got k = {k}")
         self.k = k
         self._aborts = aborts
         self._version = 0
-        self._read = [0] * n_workers  # version that the worker computes from, or has computed from
+        self._read = [0] * n_workers  # version that each worker last read
         self._up_to_date = set(range(n_workers))  # workers that compute from the current version
-        self._accumulated = 0  # contributions that are in the sum of the next update already
-        self._waiting: dict[int, float] = {}  # workers whose contributions wait for the update: their weights
+        self._accumulated = 0  # contributions in the sum of the next update
+        self._waiting: dict[int, float] = {}  # weight of each contribution that waits for the update, by worker
 
     def check(self) -> None:
-        """Assert the paradigm's invariants: those of every paradigm, and the round's."""
+        """Assert the invariants of every paradigm and of the round."""
         super().check()
         active, blocked = self._progress.active, self._blocked_since_s
         assert 1 <= self.k <= self.n_workers, f"k is {self.k}"
         in_round = self._accumulated + len(self._waiting)
-        assert in_round < self.k, f"{in_round} contributions wait, and k is {self.k}"
+        assert in_round < self.k, f"{in_round} contributions wait although k is {self.k}"
         if self.distinct:
-            assert not self._accumulated, f"{self._accumulated} contributions have been collected"
+            assert not self._accumulated, f"{self._accumulated} contributions have been accumulated"
             contributors = {worker for worker in self._waiting if worker in active}
-            assert contributors == blocked.keys(), "the held workers are not those that wait for the update"
+            assert contributors == blocked.keys(), "the blocked workers are not those with a waiting contribution"
         else:
             assert not self._waiting and not blocked, f"workers {sorted({*blocked, *self._waiting})} wait"
         for worker in self._waiting:
             staleness = self._version - self._read[worker]
             assert staleness <= self._accepted_staleness(), f"worker {worker} waits with a staleness of {staleness}"
         up_to_date = {worker for worker in active if worker not in blocked and self._read[worker] == self._version}
-        assert self._up_to_date == up_to_date, "the up to date are not those who compute from the current version"
+        assert self._up_to_date == up_to_date, (
+            "the up-to-date workers are not those that compute from the current version"
+        )
 
     def _accepted_staleness(self) -> float:
         return 0
@@ -111,7 +140,7 @@ class FirstK(Paradigm):
         if not self.distinct and self._accumulated + 1 < self.k:  # (a)
             self._accumulated += 1
             return [Accumulate(worker, weight), self._grant(worker)]
-        self._hold(worker)
+        self._block(worker)
         self._waiting[worker] = weight
         return self._end_round_if_complete(worker)
 
@@ -122,7 +151,7 @@ class FirstK(Paradigm):
     def _joined(self, worker: int) -> list[Action]:
         if worker not in self._waiting:
             return [self._grant(worker)]
-        self._hold(worker)  # (g)
+        self._block(worker)  # (g)
         return []
 
     def _end_round_if_complete(self, worker: int) -> list[Action]:
@@ -136,7 +165,7 @@ class FirstK(Paradigm):
         self._waiting.clear()
         self._accumulated = 0
         self._version += 1
-        late = sorted(self._up_to_date) if self._aborts else []  # those that were before have been told
+        late = sorted(self._up_to_date) if self._aborts else []  # earlier ones have been cancelled already
         self._up_to_date.clear()
         grants = [self._grant(worker) for worker in sorted(self._blocked_since_s)]
         return [update, *self._choose_k(worker), *grants, *map(Cancel, late)]  # (c)
@@ -147,7 +176,7 @@ class FirstK(Paradigm):
         return super()._grant(worker, credits)
 
     def _choose_k(self, worker: int) -> list[Decision]:
-        """(f) The round that begins is empty, so that no k can be too small for it."""
+        """Choose k for the round that begins, which is empty, so that any k is possible (f)."""
         if self._controller is None:
             return []
         inputs = self._controller.updated(self._version, self._read, self._progress.active)
@@ -158,9 +187,14 @@ class FirstK(Paradigm):
 
 
 class KSync(FirstK):
-    """An update takes the first k workers that computed from its version. What the others were at is dropped.
+    """k-sync: an update takes the first k workers that computed from its version; other contributions are discarded.
 
-    cancel: "drop": they finish it. "abort": they are told that it will be dropped, once for each version.
+    Parameters
+    ----------
+    n_workers, k, k_min, k_start
+        See `FirstK`.
+    cancel
+        "drop": a late worker finishes its computation. "abort": it is sent a Cancel, once for each version.
     """
 
     name = "k-sync"
@@ -170,23 +204,33 @@ class KSync(FirstK):
         self, n_workers: int, *, k: int | str, cancel: str = "drop", k_min: int = 1, k_start: int | None = None
     ) -> None:
         if cancel not in CANCELS:
-            raise ValueError(f"cancel is {cancel!r}; one of {', '.join(CANCELS)} is needed")
+            raise ValueError(f"cancel must be one of {', '.join(CANCELS)}, got {cancel!r}")
         super().__init__(n_workers, k=k, k_min=k_min, k_start=k_start, aborts=cancel == "abort")
 
 
 class KBatchSync(KSync):
-    """An update takes the first k mini-batches computed from its version: fast workers may give several."""
+    """k-batch-sync: an update takes the first k mini-batches computed from its version.
+
+    A fast worker may contribute several. The parameters are those of `KSync`.
+    """
 
     name = "k-batch-sync"
     distinct = False
 
 
 class KAsync(FirstK):
-    """An update takes what the first k workers push, which wait for it; the others carry on.
+    """k-async: an update takes the first k workers, which block until it is made; the others continue computing.
 
-    staleness_max:    a contribution that is staler is dropped, so that its worker reads anew: a bound that nobody
-                      waits for. math.inf: nothing is ever dropped. None: ceil(2 n_workers / k), of the present k.
-    staleness_weight: "inverse": a contribution counts 1 / max(1, staleness). "none": it counts 1.
+    Parameters
+    ----------
+    n_workers, k, k_min, k_start
+        See `FirstK`.
+    staleness_max
+        Largest accepted staleness in updates. A staler contribution is discarded and its worker reads the weights
+        again, so the bound blocks no worker. math.inf: nothing is discarded. None: ceil(2 n_workers / k) for the
+        present k.
+    staleness_weight
+        "inverse": a contribution is multiplied by 1 / max(1, staleness). "none": by 1.
     """
 
     name = "k-async"
@@ -202,10 +246,10 @@ class KAsync(FirstK):
         staleness_weight: str = "none",
     ) -> None:
         if staleness_max is not None and not (is_number(staleness_max) and staleness_max >= 0):
-            raise ValueError(f"staleness_max is {staleness_max}; a number from 0 on, inf or None is needed")
+            raise ValueError(f"staleness_max must be a number >= 0, inf or None, got {staleness_max}")
         if staleness_weight not in STALENESS_WEIGHTS:
-            needed = ", ".join(STALENESS_WEIGHTS)
-            raise ValueError(f"staleness_weight is {staleness_weight!r}; one of {needed} is needed")
+            allowed = ", ".join(STALENESS_WEIGHTS)
+            raise ValueError(f"staleness_weight must be one of {allowed}, got {staleness_weight!r}")
         super().__init__(n_workers, k=k, k_min=k_min, k_start=k_start)
         self.staleness_max = staleness_max
         self._inverse = staleness_weight == "inverse"
@@ -220,7 +264,10 @@ class KAsync(FirstK):
 
 
 class KBatchAsync(KAsync):
-    """An update takes the first k mini-batches, whatever they were computed from, and nobody ever waits."""
+    """k-batch-async: an update takes the first k mini-batches computed from any version, and no worker is ever blocked.
+
+    The parameters are those of `KAsync`.
+    """
 
     name = "k-batch-async"
     distinct = False

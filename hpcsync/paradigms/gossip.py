@@ -1,14 +1,18 @@
-"""Gossiping SGD: who exchanges weights with whom, as pure functions of the seed, the worker and the round.
+"""Gossiping SGD: selection of the peers that exchange weights, as a pure function of seed, worker and round.
 
-Jin, Yuan, Iandola and Keutzer 2016, "How to scale distributed deep learning?", section 4. Rounds count from 1. Nobody
-has to be asked, so workers that are in different rounds at the same time, a simulation, and an audit all know what was
-drawn.
+Rounds count from 1. The selection needs no communication: workers in different rounds, a simulation and an audit all
+compute the same peers. The topologies are::
 
-    complete     every worker, with equal chances
-    ring         the two neighbours, with equal chances
-    exponential  in turn those 1, 2, 4, ... places further on (Assran et al. 2019, stochastic gradient push)
+    complete     every worker, with equal probability
+    ring         the two neighbours, with equal probability
+    exponential  in turn the workers 1, 2, 4, ... places ahead (stochastic gradient push)
 
-In a permutation every worker gives to one and is given by one, so that averaging keeps the mean of all.
+In a permutation every worker sends to one worker and receives from one, so that averaging preserves the mean of all.
+
+References
+----------
+P. H. Jin, Q. Yuan, F. Iandola and K. Keutzer, "How to scale distributed deep learning?", 2016, arXiv:1611.04581,
+section 4. M. Assran et al., "Stochastic Gradient Push for Distributed Deep Learning", ICML 2019 (exponential topology).
 """
 
 from __future__ import annotations
@@ -21,17 +25,32 @@ import numpy as np
 
 TOPOLOGIES = ("complete", "ring", "exponential")
 
-PEERS, PERMUTATIONS = 4, 5  # random streams of a job's seed
+PEERS, PERMUTATIONS = 4, 5  # random streams derived from the job's seed
 LEAST_WEIGHT = 2.0**-30
-BLOCK = 64  # rounds that are drawn at a time
+BLOCK = 64  # rounds per call of the generator
 
 
 @dataclass(frozen=True)
 class PeerSelection:
-    """Whom workers draw. include_self: whether they may draw themselves; not with the exponential topology.
-    dead: workers that there are no more; the others stand closer together, as if these had never been.
+    """Peers that each worker exchanges weights with.
 
-    Raises ValueError for an unknown topology, or one that cannot include oneself.
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    seed
+        Seed of the job.
+    topology
+        One of `TOPOLOGIES`.
+    include_self
+        Whether a worker may select itself; not possible with the exponential topology.
+    dead
+        Workers that have died. The others close up, as if these had never existed.
+
+    Raises
+    ------
+    ValueError
+        If the topology is unknown, or cannot include the worker itself.
     """
 
     n_workers: int
@@ -42,12 +61,15 @@ class PeerSelection:
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
-            raise ValueError(f"there is no topology {self.topology!r}, only {', '.join(TOPOLOGIES)}")
+            raise ValueError(f"topology must be one of {', '.join(TOPOLOGIES)}, got {self.topology!r}")
         if self.include_self and self.topology == "exponential":
-            raise ValueError("in the exponential topology workers visit others in turn, never themselves")
+            raise ValueError("include_self must be False with the exponential topology")
 
     def neighbours(self, worker: int) -> Sequence[int]:
-        """Those whom the worker may draw, in order; a ring of two has one neighbour twice. Alone it has itself."""
+        """Return the peers that the worker may select, in order.
+
+        In a ring of two, the same neighbour occurs twice. The last living worker has only itself.
+        """
         living = self._living
         n = len(living)
         if n == 1:
@@ -65,10 +87,23 @@ class PeerSelection:
         return sorted([worker, *others]) if self.include_self else others
 
     def drawn(self, worker: int, round: int, weight: float = 1.0) -> int:
-        """Whom the worker draws in this round of its own.
+        """Return the peer that the worker selects.
 
-        weight: its w of push-sum. Who has given away nearly all of it draws itself until something comes: other
-        workers are much slower, or have ended, and numbers end somewhere.
+        Parameters
+        ----------
+        worker
+            Number of the worker.
+        round
+            Round of this worker, from 1.
+        weight
+            Push-sum weight w of the worker. A worker with less than LEAST_WEIGHT selects itself until it receives some:
+            it has sent nearly everything to workers that are much slower or have ended, and floating-point numbers
+            underflow.
+
+        Returns
+        -------
+        int
+            Number of the peer, possibly the worker itself.
         """
         if weight < LEAST_WEIGHT:
             return worker
@@ -79,10 +114,20 @@ class PeerSelection:
         return neighbours[_draws(self.seed, worker, block, len(neighbours))[at]]
 
     def permutation(self, round: int) -> tuple[int, ...]:
-        """Whom each worker gives to in this round of all: shape (n_workers,), every worker once.
+        """Return the peer that each worker sends to in this common round.
 
-        A ring turns one way and the other by turns. Drawing itself excluded, the permutation of the complete topology
-        is a single cycle (Sattolo 1986).
+        Every worker occurs once. A ring alternates its direction. Without the worker itself, the permutation of the
+        complete topology is a single cycle (Sattolo 1986).
+
+        Parameters
+        ----------
+        round
+            Round of all workers, from 1.
+
+        Returns
+        -------
+        tuple of int
+            Shape (n_workers,).
         """
         n = self.n_workers
         assert not self.dead, "all workers take part in a permutation"
@@ -100,14 +145,16 @@ class PeerSelection:
 
     @property
     def _living(self) -> Sequence[int]:
-        everybody = range(self.n_workers)
-        return [worker for worker in everybody if worker not in self.dead] if self.dead else everybody
+        workers = range(self.n_workers)
+        return [worker for worker in workers if worker not in self.dead] if self.dead else workers
 
 
-@lru_cache(maxsize=4096)  # workers of a simulation, which draw in turn
+@lru_cache(maxsize=4096)  # the workers of a simulation draw in turn
 def _draws(seed: int, worker: int, block: int, n: int) -> list[int]:
-    """Numbers below n for the rounds of a block: a generator for each round would take a tenth as long as a small
-    gradient."""
+    """Return random numbers below n for the rounds of a block.
+
+    A generator for each round would take a tenth as long as a small gradient.
+    """
     return np.random.default_rng([seed, PEERS, worker, block]).integers(n, size=BLOCK).tolist()
 
 

@@ -1,14 +1,17 @@
-"""Stale synchronous parallel (Ho et al., NIPS 2013): nobody starts more than `staleness` iterations ahead.
+"""Stale synchronous parallel (SSP): a worker may be at most `staleness` iterations ahead of the slowest.
 
-Every push is applied on arrival, as an update of its own. Then the worker may go on if it is at most
-`staleness` pushes ahead of the slowest active worker; otherwise it is held until the slowest has caught up
-that far. So
+Every push is applied on arrival as an update of its own. The worker continues if it is at most `staleness` pushes ahead
+of the slowest active worker; otherwise it is blocked until the slowest has caught up that far. Hence::
 
-    start gap (pushes ahead of the slowest when an iteration starts)    <= staleness
-    push gap  (the same at any instant, the push just made counted)     <= staleness + 1
+    lead when an iteration starts (start gap)                  <= staleness
+    lead at any instant, including the last push (push gap)    <= staleness + 1
 
-which is what the paper's reads guarantee: iteration c (from 0) sees every update of every active worker's
-first c - staleness iterations, and all of its own.
+which is the guarantee of the paper's reads: iteration c (from 0) sees every update of the first c - staleness
+iterations of every active worker, and all of its own.
+
+References
+----------
+Q. Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013.
 """
 
 from __future__ import annotations
@@ -19,13 +22,20 @@ from hpcsync.paradigms.staleness_gate import Gate
 
 
 class SSP(Paradigm):
-    """Bounded staleness.
+    """Stale synchronous parallel: bounded staleness.
 
-    staleness: largest start gap, in iterations; a whole number from 0 (lock-step) on, or math.inf (nobody
-    ever waits).
+    Parameters
+    ----------
+    n_workers
+        Number of workers.
+    staleness
+        Largest lead at which an iteration may start, in iterations: an integer >= 0 (0 is lock-step), or math.inf (no
+        worker is ever blocked).
 
-    An answer's order: the update, the pushing worker's own grant, then the grants of those that it releases,
-    the furthest behind first and equals in worker order.
+    Notes
+    -----
+    The actions that answer a push are the update, the grant of the pushing worker, then the grants of the workers that
+    it releases: least advanced first, ties in worker order.
     """
 
     name = "ssp"
@@ -35,7 +45,7 @@ class SSP(Paradigm):
         self._gate = Gate(self._progress, staleness)
 
     def check(self) -> None:
-        """Assert the invariants: those of every paradigm, the bounds, and that nobody is held needlessly."""
+        """Assert the invariants of every paradigm, the bounds, and that no worker is blocked without need."""
         super().check()
         self._gate.check(self._blocked_since_s, self._start_gap_max_iters())
 
@@ -43,26 +53,26 @@ class SSP(Paradigm):
         return self._gate.staleness
 
     def _pushed(self, event: Pushed) -> list[Action]:
-        # DSSP's ambiguity m, the same here: the papers leave open whether pushes that meet are merged. They
-        # are not: each is applied when it arrives and counts as one update.
+        # Ambiguity m of DSSP: the papers leave open whether simultaneous pushes are merged. Here each push is applied
+        # on arrival and counts as one update.
         return [Apply((event.worker,)), *self._answer(event.worker), *self._gate.release(self._grant)]
 
     def _left(self, worker: int) -> list[Action]:
-        # DSSP's ambiguity n, the same here: a departure can raise the minimum as a push does.
+        # Ambiguity n of DSSP: a departure can raise the minimum, as a push can.
         self._gate.leave(worker)
         return [*self._gate.release(self._grant)]
 
     def _joined(self, worker: int) -> list[Action]:
-        # It may have left far ahead of the slowest, and has to wait for it as it would have had to then.
+        # The worker may have left far ahead of the slowest; the bound applies to it as before.
         return SSP._answer(self, worker)
 
     def _answer(self, worker: int) -> list[Action]:
-        """Grant or hold the worker that has just pushed, or joined."""
+        """Grant or block the worker that has just pushed or joined."""
         if self._gate.is_open(worker):
             return [self._grant(worker)]
-        self._hold(worker)
+        self._block(worker)
         return []
 
-    def _hold(self, worker: int) -> None:
-        super()._hold(worker)
-        self._gate.hold(worker)
+    def _block(self, worker: int) -> None:
+        super()._block(worker)
+        self._gate.block(worker)

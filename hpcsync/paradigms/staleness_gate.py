@@ -1,4 +1,4 @@
-"""Bounded staleness: who is too far ahead of the slowest waits at a gate until the slowest has come close enough."""
+"""Bounded staleness: a worker too far ahead of the slowest blocks until the slowest has caught up."""
 
 from __future__ import annotations
 
@@ -12,54 +12,79 @@ from hpcsync.planning.checks import is_whole
 
 
 class Gate:
-    """Open to whoever is at most `staleness` iterations ahead of the slowest active worker.
+    """Gate that is open to workers at most `staleness` iterations ahead of the slowest active worker.
 
-    progress:  what is counted. It goes on counting: the gate only looks.
-    staleness: a whole number from 0 (lock-step) on, or math.inf (nobody ever waits).
+    Parameters
+    ----------
+    progress
+        Iterations of each worker. The gate reads the counts and never changes them.
+    staleness
+        Largest lead that passes, in iterations: an integer >= 0 (0 is lock-step), or math.inf (always open).
+
+    Raises
+    ------
+    ValueError
+        If `staleness` has another value.
     """
 
     def __init__(self, progress: WorkerCounts, staleness: float) -> None:
         if staleness != math.inf and not (is_whole(staleness) and staleness >= 0):
-            raise ValueError(f"staleness is {staleness}; a whole number from 0 on, or inf, is needed")
+            raise ValueError(f"staleness must be an integer >= 0 or inf, got {staleness}")
         self.staleness = staleness
         self._progress = progress
-        # (iters, worker) of those that wait. A heap: each costs O(log n_workers).
-        self._waiting: list[tuple[int, int]] = []
+        # Heap of (iters, worker) of the blocked workers: O(log n_workers) each.
+        self._blocked: list[tuple[int, int]] = []
 
     def is_open(self, worker: int) -> bool:
-        """Whether the worker may go on."""
+        """Return True if the worker may continue."""
         return self._progress.iters[worker] - self._progress.min_iters <= self.staleness
 
-    def hold(self, worker: int) -> None:
-        """Let the worker wait."""
-        heapq.heappush(self._waiting, (self._progress.iters[worker], worker))
+    def block(self, worker: int) -> None:
+        """Add the worker to the queue of blocked workers."""
+        heapq.heappush(self._blocked, (self._progress.iters[worker], worker))
 
     def leave(self, worker: int) -> None:
-        """The worker does not wait any more, if it did."""
-        self._waiting = [entry for entry in self._waiting if entry[1] != worker]
-        heapq.heapify(self._waiting)
+        """Remove the worker from the queue if it is in it."""
+        self._blocked = [entry for entry in self._blocked if entry[1] != worker]
+        heapq.heapify(self._blocked)
 
     def release(self, grant: Callable[[int], Grant]) -> list[Grant]:
-        """Grant those that wait and may go on now: the furthest behind first, and equals in worker order."""
-        waiting, progress, grants = self._waiting, self._progress, []
-        while waiting and waiting[0][0] - progress.min_iters <= self.staleness:
-            grants.append(grant(heapq.heappop(waiting)[1]))
+        """Grant the blocked workers that may continue now.
+
+        Parameters
+        ----------
+        grant
+            Returns the grant of a worker.
+
+        Returns
+        -------
+        list of Grant
+            Least advanced worker first, ties in worker order.
+        """
+        queue, progress, grants = self._blocked, self._progress, []
+        while queue and queue[0][0] - progress.min_iters <= self.staleness:
+            grants.append(grant(heapq.heappop(queue)[1]))
         return grants
 
     def check(self, blocked: Collection[int], start_gap_max: float) -> None:
-        """Assert that these wait and nobody else, that none of them does needlessly, and the bounds.
+        """Assert that the queue holds exactly the blocked workers, that none is blocked without need, and the bounds.
 
-        start_gap_max: how many iterations ahead a worker may go on; it may wait one further. Until its next push its
-        gap only shrinks, so the gap that it has gone on at is checked at every later event as well.
+        Parameters
+        ----------
+        blocked
+            Workers that are blocked.
+        start_gap_max
+            Largest lead at which an iteration may start; a blocked worker may be one iteration further. The lead of a
+            worker only shrinks until its next push, so the lead at its start is also checked at every later event.
         """
         iters, active = self._progress.iters, self._progress.active
         min_iters = min((iters[worker] for worker in active), default=0)
         for worker in active:
             gap_iters = iters[worker] - min_iters
             if worker in blocked:
-                assert gap_iters > self.staleness, f"worker {worker} is held at gap {gap_iters}: needlessly"
-                assert gap_iters <= start_gap_max + 1, f"worker {worker} has pushed at gap {gap_iters}"
+                assert gap_iters > self.staleness, f"worker {worker} is blocked at lead {gap_iters} without need"
+                assert gap_iters <= start_gap_max + 1, f"worker {worker} has pushed at lead {gap_iters}"
             else:
-                assert gap_iters <= start_gap_max, f"worker {worker} has started at gap {gap_iters}"
-        held_iters = sorted((iters[worker], worker) for worker in blocked)
-        assert sorted(self._waiting) == held_iters, "the queue is not that of the held"
+                assert gap_iters <= start_gap_max, f"worker {worker} has started at lead {gap_iters}"
+        blocked_iters = sorted((iters[worker], worker) for worker in blocked)
+        assert sorted(self._blocked) == blocked_iters, "the queue does not hold the blocked workers"

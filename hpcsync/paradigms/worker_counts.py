@@ -1,22 +1,33 @@
-"""How far each worker is, with the slowest and the fastest always at hand.
+"""Iterations of each worker, with the slowest and the fastest worker available in constant time.
 
-Counts only ever grow by one, so the workers are kept in one bucket per count and the two extremes are walked
-along the counts: up one bucket at a time for the minimum, down for the maximum when the fastest leave. Every
-step of either walk is paid for by an earlier push, so a push or a departure costs O(1) amortised, however
-many workers there are. (Unless the fastest leave and join again and again.)
+Counts grow by one at a time. The workers are kept in one bucket per count, and the two extremes move along the counts:
+up one bucket at a time for the minimum, down for the maximum when the fastest workers leave. Every step of either
+movement is paid for by an earlier push, so a push or a departure costs O(1) amortised for any number of workers, unless
+the fastest workers leave and join again and again.
 """
 
 from __future__ import annotations
 
 
 class WorkerCounts:
-    """How far each worker is, and the extremes over the active ones.
+    """Pushes and iterations of each worker, and the extremes over the active workers.
 
-    pushes:    pushes of worker i so far; those of a departed worker stay as they were.
-    iters:     how far it is: its pushes, but one that joins is as far as the slowest active worker if it is not
-    farther, so that nobody waits for what it has missed.
-    active:    the workers that have not left. min_iters, max_iters: the least and the most iters of the active
-    workers; the last ones known once nobody is active.
+    Parameters
+    ----------
+    n_workers
+        Number of workers; all are active at first.
+
+    Attributes
+    ----------
+    pushes
+        Pushes of each worker. The count of a worker that left stays as it was.
+    iters
+        Iterations of each worker: its pushes, except that a worker that joins is credited with at least the iterations
+        of the slowest active worker, so that no worker blocks for what it has missed.
+    active
+        Workers that have not left.
+    min_iters, max_iters
+        Smallest and largest `iters` of the active workers; the last known values once no worker is active.
     """
 
     def __init__(self, n_workers: int) -> None:
@@ -38,7 +49,7 @@ class WorkerCounts:
         self._advance_min()
 
     def leave(self, worker: int) -> None:
-        """Take an active worker out of the extremes; its count would freeze the minimum."""
+        """Remove an active worker from the extremes, where its count would freeze the minimum."""
         self._take_out(worker)
         self.active.remove(worker)
         if self.active:
@@ -47,7 +58,7 @@ class WorkerCounts:
                 self.max_iters -= 1
 
     def join(self, worker: int) -> None:
-        """Let a worker that had left be active again, no less far than the slowest."""
+        """Make a worker that had left active again, with at least the iterations of the slowest."""
         count = self.iters[worker] = max(self.iters[worker], self.min_iters)
         if not self.active:
             self.min_iters = count
@@ -56,17 +67,19 @@ class WorkerCounts:
         self._put_in(worker)
 
     def lead(self, worker: int) -> int:
-        """How far this worker is ahead of the slowest active worker."""
+        """Return the number of iterations by which the worker is ahead of the slowest active worker."""
         return self.iters[worker] - self.min_iters
 
     def slowest(self) -> set[int]:
-        """The active workers that are least far: a live set, not to be changed, empty in the end."""
+        """Return the active workers with the fewest iterations: a live set that must not be modified."""
         return self._active_at.get(self.min_iters, set())
 
     def check(self) -> None:
-        """Assert that the buckets and the extremes are those of a plain recount."""
+        """Assert that the buckets and the extremes equal a plain recount."""
         counts = [self.iters[worker] for worker in self.active]
-        assert all(n <= count for n, count in zip(self.pushes, self.iters, strict=True)), "pushes that do not count"
+        assert all(n <= count for n, count in zip(self.pushes, self.iters, strict=True)), (
+            "a worker has more pushes than iterations"
+        )
         if counts:
             assert self.min_iters == min(counts), f"min_iters is {self.min_iters}, a recount gives {min(counts)}"
             assert self.max_iters == max(counts), f"max_iters is {self.max_iters}, a recount gives {max(counts)}"

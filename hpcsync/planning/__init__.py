@@ -1,9 +1,15 @@
-"""What workers are told to do next, worked out from what was measured: how many contributions, how many samples each.
+"""Pure numerics: what workers should do next, computed from measurements.
 
-Pure like the paradigms, which may use it: the standard library and NumPy, no clocks, no files, no communication.
-`speed` predicts how fast a worker will be, `batches` divides a step's samples by it, `adaptive_k` chooses how many
-contributions an update waits for, `local_steps` how many steps a worker makes between pushes and how much of a push it
-sends, `commit_rate` how often workers push. Where layers are separated `groups` says who has which, `halves` what is
-known of them, and `node_assignment` how many workers should have those above the cut. `numbers` says what counts as
-one.
+Like the paradigms, which use it, this package needs only the standard library and NumPy: no clock, files or
+communication. Its modules are::
+
+    speed_estimator     predicts a worker's speed and the time of its next iteration
+    batch_allocation    divides the samples of a step by these estimates
+    k_controller        chooses the number of contributions per update
+    local_steps         chooses a worker's local steps between pushes and the share of a push that it sends
+    commit_rate_search  searches for the number of commits per period
+    layer_groups        groups of workers under layer separation
+    split_cost          sizes and times of a model cut in two
+    stanza_planner      chooses the number of workers for the layers above the cut
+    checks              type checks of numbers
 """

@@ -1,8 +1,12 @@
-"""How many samples each worker computes, and which: batch sizes by which all are expected to finish at the same time.
+"""Batch sizes with which all workers are expected to finish an iteration at the same time.
 
-An iteration of b samples is expected to take worker i the time T_i = a_i + c_i b. All finish together at the T at
-which the sizes (T - a_i) / c_i add up to the total (`equal_finish`); without fixed costs a_i these are the shares by
-speed of LB-BSP (Chen et al., SoCC 2020). Whole numbers of samples, `whole`, are found as in DBS (Ye et al., 2020).
+An iteration of b samples is expected to take worker i the time T_i = a_i + c_i b. All workers finish together at the
+time T at which the sizes (T - a_i) / c_i sum to the total (`equal_finish`). Without fixed costs a_i these are the
+shares by speed of LB-BSP. Sizes are rounded to integers (`whole`) as in DBS.
+
+References
+----------
+C. Chen et al. (LB-BSP), SoCC 2020, arXiv:1806.02508. Q. Ye et al. (DBS), 2020, arXiv:2007.11831.
 """
 
 from __future__ import annotations
@@ -14,17 +18,36 @@ from typing import ClassVar, NamedTuple
 
 
 class Estimate(NamedTuple):
-    """An iteration of b samples is expected to take fixed_s + sample_s * b seconds."""
+    """Expected time of an iteration of b samples: fixed_s + sample_s * b seconds.
+
+    Attributes
+    ----------
+    fixed_s
+        Seconds that do not depend on the number of samples.
+    sample_s
+        Seconds per sample.
+    """
 
     fixed_s: float
     sample_s: float
 
     def seconds(self, n_samples: float) -> float:
+        """Return the expected seconds of an iteration of `n_samples` samples."""
         return self.fixed_s + self.sample_s * n_samples
 
 
 class Allocated(NamedTuple):
-    """A worker's batch size from its next iteration on, and what it was chosen from: `Allocator.decision_fields`."""
+    """Batch size of a worker from its next iteration on.
+
+    Attributes
+    ----------
+    worker
+        Number of the worker.
+    size
+        Samples per iteration.
+    inputs
+        Values that the size was chosen from, in the order of `Allocator.decision_fields`.
+    """
 
     worker: int
     size: int
@@ -34,13 +57,31 @@ class Allocated(NamedTuple):
 def equal_finish(
     estimates: Sequence[Estimate], total: float, minima: Sequence[float], maxima: Sequence[float]
 ) -> list[float]:
-    """Each worker's samples, `total` in all, so that the last finishes as early as it can within these limits.
+    """Return real-valued batch sizes that minimise the time of the last worker.
 
-    Those within their limits finish at the same time. Where the maxima cannot hold the total, the maxima; where the
-    minima exceed it, ValueError.
+    Workers within their limits finish at the same time.
+
+    Parameters
+    ----------
+    estimates
+        Expected times of each worker.
+    total
+        Samples of all workers together.
+    minima, maxima
+        Limits of each worker's batch size.
+
+    Returns
+    -------
+    list of float
+        Sizes that sum to `total`, or the maxima if these sum to less.
+
+    Raises
+    ------
+    ValueError
+        If the minima sum to more than `total`.
     """
     if sum(minima) > total:
-        raise ValueError(f"minima of {sum(minima)} samples exceed a total of {total}")
+        raise ValueError(f"minima must sum to at most total = {total}, got {sum(minima)}")
     if sum(maxima) <= total:
         return list(maxima)
     sizes = [0.0] * len(estimates)
@@ -50,8 +91,8 @@ def equal_finish(
         at_s /= sum(1.0 / estimates[i].sample_s for i in free)
         for i in free:
             sizes[i] = (at_s - estimates[i].fixed_s) / estimates[i].sample_s
-        # If the minima add more than the maxima take away, the end comes earlier than at_s, and whoever is below a
-        # minimum now will be then; and the other way round.
+        # If raising to the minima adds more than cutting to the maxima removes, the end comes earlier than at_s, and a
+        # worker below its minimum now will be below it then too; and vice versa.
         below = [i for i in free if sizes[i] < minima[i]]
         above = [i for i in free if sizes[i] > maxima[i]]
         excess = sum(minima[i] - sizes[i] for i in below) - sum(sizes[i] - maxima[i] for i in above)
@@ -66,15 +107,29 @@ def equal_finish(
 
 
 def whole(ideal: Sequence[float], total: int, minima: Sequence[int], maxima: Sequence[float]) -> list[int]:
-    """The whole sizes within these limits, `total` in all, that are nearest to the ideal ones in squares.
+    """Return the integer sizes nearest to the ideal ones in the sum of squares.
 
-    Found by giving one unit after the other, from the minima on, to the worker that it costs least; of equals, the
-    lowest gets it. Where the maxima cannot hold the total, the maxima.
+    Units are added one at a time, starting from the minima, to the worker for which the sum of squares grows least;
+    ties go to the lowest worker.
+
+    Parameters
+    ----------
+    ideal
+        Real-valued sizes.
+    total
+        Sum of the result.
+    minima, maxima
+        Limits of each size.
+
+    Returns
+    -------
+    list of int
+        Sizes that sum to `total`, or the maxima if these sum to less.
     """
-    # What differs by errors of rounding is equal, lest these decide who gets a unit.
+    # Values that differ by rounding errors are equal, so that these do not decide which worker gets a unit.
     ideal = [round(size, 6) for size in ideal]
     n = range(len(ideal))
-    # Whoever is a unit or more short of its ideal comes before all that are not: so many steps at once.
+    # Workers a unit or more short of their ideal precede all others, so all these units are added at once.
     sizes = [int(min(max(math.floor(ideal[i]), minima[i]), maxima[i])) for i in n]
     if sum(sizes) > total:
         sizes = list(minima)
@@ -93,26 +148,47 @@ def whole(ideal: Sequence[float], total: int, minima: Sequence[int], maxima: Seq
 
 
 class Allocator:
-    """Who computes how many samples next, and which.
+    """Batch sizes of all workers, and the samples of each push.
 
-    n_workers: workers 0 to n_workers - 1.
-    total:     samples of one iteration of all workers; it stays, whoever leaves or joins.
-    minimum:   least batch size.
-    maxima:    largest batch size of each worker, math.inf for none: what its memory holds.
-    interval:  pushes per active worker from one allocation to the next.
-    gain_min:  an allocation is dropped unless it shortens the iteration of the slowest by more than this share.
-    local_steps: iterations of a push, each of its worker's batch size.
+    Parameters
+    ----------
+    n_workers
+        Number of workers, numbered from 0.
+    total
+        Samples of one iteration of all workers together; constant when workers leave or join.
+    minimum
+        Smallest batch size.
+    maxima
+        Largest batch size of each worker (what its memory holds), math.inf for none.
+    interval
+        Pushes per active worker between two allocations.
+    gain_min
+        An allocation is discarded unless it shortens the iteration of the slowest worker by more than this share.
+    local_steps
+        Iterations per push, each of the worker's batch size.
 
-    sizes: current batch size of each worker, 0 of one that has left. They add up to the total wherever the maxima of
-    those who stay can hold it, and are the maxima otherwise.
+    Attributes
+    ----------
+    sizes
+        Current batch size of each worker, 0 for a worker that has left. They sum to `total` if the maxima of the active
+        workers allow it, and are the maxima otherwise.
+    decision_fields
+        Names of the inputs of an allocation: batch_before; fixed_s and sample_s, the worker's estimate (NaN where the
+        total was divided equally for want of estimates); gain, the share by which the iteration of the slowest worker
+        is shortened (NaN where it was not required).
 
-    The samples are numbered in one endless stream, of which everyone takes the next piece when it starts on a
-    push. So no sample is taken twice and none left out, whatever the sizes.
+    Notes
+    -----
+    The samples form one endless sequence, of which each worker takes the next part when it starts a push. So no sample
+    is used twice and none is left out, for any sizes.
     """
 
-    # fixed_s, sample_s: the estimate of this worker; NaN where the total was divided equally, for want of estimates.
-    # gain: the share by which the iteration of the slowest is shortened; NaN where nobody asked.
-    decision_fields: ClassVar = ("batch_before", "fixed_s", "sample_s", "gain")
+    decision_fields: ClassVar[Mapping[str, tuple[str, str]]] = {  # (unit, description)
+        "batch_before": ("samples", "Batch size of the worker before."),
+        "fixed_s": ("s", "Estimated time independent of the batch size; NaN if divided equally, without estimates."),
+        "sample_s": ("s/sample", "Estimated time per sample; NaN if divided equally, without estimates."),
+        "gain": ("1", "Share by which the slowest worker's iteration gets shorter; NaN if it was not required."),
+    }
 
     def __init__(
         self,
@@ -126,13 +202,15 @@ class Allocator:
         local_steps: int = 1,
     ) -> None:
         if n_workers < 1 or len(maxima) != n_workers:
-            raise ValueError(f"{len(maxima)} maxima for {n_workers} workers; one for each of at least one is needed")
+            raise ValueError(
+                f"maxima must have one value for each of n_workers >= 1, got {len(maxima)} for {n_workers}"
+            )
         if minimum < 1 or not all(largest >= minimum for largest in maxima):
-            raise ValueError(f"batches from {minimum} to {min(maxima)} samples; 1 <= minimum <= maximum is needed")
+            raise ValueError(f"batch sizes must have 1 <= minimum <= maximum, got {minimum} and {min(maxima)}")
         if not n_workers * minimum <= total <= sum(maxima):
-            raise ValueError(f"a total of {total} samples is not within {n_workers * minimum} to {sum(maxima)}")
+            raise ValueError(f"total must be from {n_workers * minimum} to {sum(maxima)}, got {total}")
         if interval < 1 or not 0 <= gain_min < 1:
-            raise ValueError(f"interval is {interval}, gain_min {gain_min}; >= 1 and 0 <= gain_min < 1 are needed")
+            raise ValueError(f"interval >= 1 and 0 <= gain_min < 1 are required, got {interval} and {gain_min}")
         self.total = total
         self.minimum = minimum
         self.interval = interval
@@ -143,34 +221,47 @@ class Allocator:
         self._estimates: dict[int, Estimate] = {}
         self._pushes = 0  # since the last allocation was due
         self.sizes = self._chosen(None)
-        self._cursor = 0  # samples handed out
+        self._cursor = 0  # samples allocated
         self._first = [self.allocate_next(worker) for worker in self._active]
 
     def check(self) -> None:
-        """Assert the invariants: the total, the limits, and that those who have left have nothing."""
+        """Assert the invariants: the total, the limits, and size 0 for workers that have left."""
         active = [self.sizes[worker] for worker in self._active]
         room = sum(self._maxima[worker] for worker in self._active)
-        assert not active or sum(self.sizes) == min(self.total, room), f"{self.sizes} are not {self.total} in all"
-        assert all(size >= self.minimum for size in active), f"{self.sizes}: less than {self.minimum}"
-        assert all(self.sizes[worker] <= self._maxima[worker] for worker in self._active), f"{self.sizes}: too many"
-        assert sum(active) == sum(self.sizes), f"{self.sizes}: of {self._active} only"
+        assert not active or sum(self.sizes) == min(self.total, room), f"sizes {self.sizes} do not sum to {self.total}"
+        assert all(size >= self.minimum for size in active), f"sizes {self.sizes} are less than {self.minimum}"
+        assert all(self.sizes[worker] <= self._maxima[worker] for worker in self._active), (
+            f"sizes {self.sizes} exceed the maxima"
+        )
+        assert sum(active) == sum(self.sizes), f"sizes {self.sizes} are not 0 outside of {self._active}"
 
     def first(self, worker: int) -> tuple[int, int]:
-        """(first_sample, n_samples) of the worker's first push."""
+        """Return (first_sample, n_samples) of the worker's first push."""
         return self._first[worker]
 
     def allocate_next(self, worker: int) -> tuple[int, int]:
-        """(first_sample, n_samples) of the worker's next push."""
+        """Return (first_sample, n_samples) of the worker's next push."""
         self._must_be_active(worker)
         first_sample, n_samples = self._cursor, self.sizes[worker] * self.local_steps
         self._cursor += n_samples
         return first_sample, n_samples
 
     def pushed(self, worker: int, estimate: Estimate) -> list[Allocated]:
-        """A worker has pushed and expects this of its next iteration; NaN where it does not know yet.
+        """Count a push and allocate if an allocation is due.
 
-        Returns a row for every active worker if there is a new allocation. Once one is due it waits until everyone's
-        estimate is known.
+        A due allocation is delayed until every active worker has an estimate.
+
+        Parameters
+        ----------
+        worker
+            Number of the worker that has pushed.
+        estimate
+            Expected time of its next iteration; NaN if not known yet.
+
+        Returns
+        -------
+        list of Allocated
+            One entry per active worker if there is a new allocation, otherwise empty.
         """
         self._must_be_active(worker)
         self._learn(worker, estimate)
@@ -178,7 +269,18 @@ class Allocator:
         return self._allocate() if self._pushes >= self.interval * len(self._active) and self._is_known() else []
 
     def allocate(self, estimates: Mapping[int, Estimate]) -> list[Allocated]:
-        """The same at once, with these estimates of all active workers: for those who gather them together."""
+        """Allocate at once from estimates of all active workers.
+
+        Parameters
+        ----------
+        estimates
+            Expected time of the next iteration, by worker.
+
+        Returns
+        -------
+        list of Allocated
+            One entry per active worker if there is a new allocation, otherwise empty.
+        """
         for worker in estimates:
             self._must_be_active(worker)
         for worker, estimate in estimates.items():
@@ -186,37 +288,37 @@ class Allocator:
         return self._allocate() if self._is_known() else []
 
     def left(self, worker: int) -> list[Allocated]:
-        """A worker has left: the total is divided among those who stay, however little they gain."""
+        """Divide the total among the workers that stay, whatever the gain; return the new sizes."""
         self._must_be_active(worker)
         self._active.remove(worker)
         self.sizes[worker] = 0
         return self._divide() if self._active else []
 
     def joined(self, worker: int) -> list[Allocated]:
-        """A worker that has left takes part again: the total is divided anew, by what it expected then."""
+        """Divide the total again, including a worker that had left, by its last estimate; return the new sizes."""
         if not 0 <= worker < len(self.sizes) or worker in self._active:
-            raise ValueError(f"worker {worker} has not left; {self._active} are active")
+            raise ValueError(f"worker {worker} has not left: workers {self._active} are active")
         self._active = sorted([*self._active, worker])
         return self._divide()
 
     def _divide(self) -> list[Allocated]:
-        """Between those who are there now, whatever they gain."""
+        """Divide the total among the active workers, whatever the gain."""
         known = self._is_known()
         return self._take(self._chosen(self._estimates if known else None), math.nan, known)
 
     def _is_known(self) -> bool:
-        """Whether all active workers expect something."""
+        """Return True if all active workers have an estimate."""
         return all(worker in self._estimates for worker in self._active)
 
     def _must_be_active(self, worker: int) -> None:
         if not (0 <= worker < len(self.sizes) and self.sizes[worker]):
-            raise ValueError(f"worker {worker} is not one of the active, {self._active}")
+            raise ValueError(f"worker {worker} is not active: workers {self._active} are")
 
     def _learn(self, worker: int, estimate: Estimate) -> None:
         if math.isnan(estimate.fixed_s) or math.isnan(estimate.sample_s):
             return
         if not (0 <= estimate.fixed_s < math.inf and 0 < estimate.sample_s < math.inf):
-            raise ValueError(f"worker {worker}: {estimate}; fixed_s >= 0 and sample_s > 0, both finite, are needed")
+            raise ValueError(f"worker {worker}: fixed_s >= 0 and sample_s > 0 must be finite, got {estimate}")
         self._estimates[worker] = estimate
 
     def _allocate(self) -> list[Allocated]:
@@ -229,7 +331,7 @@ class Allocator:
         return self._take(sizes, gain, True) if gain > self.gain_min else []
 
     def _chosen(self, estimates: Mapping[int, Estimate] | None) -> list[int]:
-        """Sizes by these estimates, as equal as can be without."""
+        """Return sizes by these estimates, as equal as possible without."""
         of = [Estimate(0.0, 1.0) if estimates is None else estimates[worker] for worker in self._active]
         minima, maxima = [self.minimum] * len(of), [self._maxima[worker] for worker in self._active]
         ideal = equal_finish(of, self.total, minima, maxima)

@@ -1,24 +1,36 @@
-"""How many contributions an update should wait for: from the workers' run-time state, from the loss, or from both.
+"""Choice of k, the number of contributions per update, from the state of the workers, the loss, or both.
 
-    state  the active workers that are no stragglers (Yu et al. 2019, a straggler-aware parameter server)
-    loss   AdaSync (Dutta, Wang and Joshi 2020): few while errors are large, more as they get small
+The policies are::
+
+    state  number of active workers that are not stragglers (Yu et al. 2019, a straggler-aware parameter server)
+    loss   AdaSync (Dutta, Wang and Joshi 2020): small while errors are large, larger as they shrink
     min    the smaller of the two
 
-k is reconsidered after every INTERVAL updates and then moves by 1 at most. Where the texts leave it open:
+k is reconsidered after every INTERVAL updates and changes by at most 1.
+
+Notes
+-----
+Where the texts leave it open, a letter marks the choice::
 
     a  the median of an even number of times is the lower of the two in the middle: of two workers, one can straggle
-    b  a worker is a straggler too if it is stuck: more than ceil(2P/k) versions have been made since it read. It has
-       not pushed for so long that its old times say nothing of it any more
+    b  a worker is also a straggler if it is stuck: more than ceil(2P/k) versions have been made since it last read. It
+       has not pushed for so long that its old times are no longer valid
     c  a worker that has not pushed yet has no time, and is no straggler unless it is stuck
-    d  F(w_0) is the mean of the first P losses, F(w_t) the exponentially smoothed losses of all pushes from there on.
+    d  F(w_0) is the mean of the first P losses; F(w_t) are the exponentially smoothed losses of all later pushes.
        While the loss is not known (there are fewer, or the workload has none) k stays, except by "state"
-    e  a closed form is rounded to the nearest whole number
+    e  a closed form is rounded to the nearest integer
+
+References
+----------
+H. Yu, Z. Zhu, X. Chen, Y. Cheng, Y. Hu and X. Li, "Accelerating Distributed Training in Heterogeneous Clusters via a
+Straggler-Aware Parameter Server", HPCC 2019. S. Dutta, J. Wang and G. Joshi, "Slow and Stale Gradients Can Win the
+Race" (AdaSync), 2020, arXiv:2003.10579.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median_low
 from typing import ClassVar
 
@@ -28,28 +40,54 @@ POLICIES = ("state", "loss", "min")
 
 INTERVAL = 20  # updates
 TIME_BETA = 0.3  # weight of the newest iteration in a worker's time
-LOSS_BETA = 0.05  # weight of the newest push in the loss: about the pushes of an interval at k = 1
+LOSS_BETA = 0.05  # weight of the newest push in the loss: about one interval of pushes at k = 1
 THETA = 1.5  # a straggler takes longer than this times the median
 
 
 def order_statistic_k(loss: float, loss_start: float, k_start: int, n_workers: int) -> float:
-    """AdaSync's k where an update waits for k distinct workers: the positive root of k^2 + A k - A P = 0.
+    """Return AdaSync's k where an update waits for k distinct workers.
 
-    A = k_start^2 F(w_0) / ((P - k_start) F(w_t)). Tends to P as the loss tends to 0; NaN where a loss is not known.
+    It is the positive root of k^2 + A k - A P = 0 with A = k_start^2 F(w_0) / ((P - k_start) F(w_t)).
+
+    Parameters
+    ----------
+    loss, loss_start
+        F(w_t) and F(w_0).
+    k_start
+        Best k at the first loss.
+    n_workers
+        P.
+
+    Returns
+    -------
+    float
+        Tends to P as the loss tends to 0; NaN if a loss is not known.
     """
     if not loss_start > 0 or math.isnan(loss):
         return math.nan
     if loss <= 0 or k_start == n_workers:
         return float(n_workers)
     a = k_start**2 * loss_start / ((n_workers - k_start) * loss)
-    # (-A + sqrt(A^2 + 4 A P)) / 2, written so that nothing cancels where A is large.
+    # (-A + sqrt(A^2 + 4 A P)) / 2, in a form without cancellation for large A.
     return 2 * n_workers / (1 + math.sqrt(1 + 4 * n_workers / a))
 
 
 def linear_k(loss: float, loss_start: float, k_start: int) -> float:
-    """AdaSync's k where an update waits for k mini-batches, in a time linear in k: k_start sqrt(F(w_0) / F(w_t)).
+    """Return AdaSync's k where an update waits for k mini-batches, in a time linear in k.
 
-    It has no upper limit, and is infinite for a loss of 0 or less; NaN where a loss is not known.
+    It is k_start sqrt(F(w_0) / F(w_t)).
+
+    Parameters
+    ----------
+    loss, loss_start
+        F(w_t) and F(w_0).
+    k_start
+        Best k at the first loss.
+
+    Returns
+    -------
+    float
+        Without an upper limit: infinite for a loss of 0 or less; NaN if a loss is not known.
     """
     if not loss_start > 0 or math.isnan(loss):
         return math.nan
@@ -57,59 +95,87 @@ def linear_k(loss: float, loss_start: float, k_start: int) -> float:
 
 
 def staleness_bound(n_workers: int, k: int) -> int:
-    """How many versions behind a worker may be that is not stuck, whatever the form of the k family.
+    """Return the number of versions that a worker may be behind without counting as stuck, in any form of the k family.
 
-    Whose iteration takes less than twice as long as each of the others' is never further behind: meanwhile they push
-    at most twice each, so that there are at most ceil(2 (P - 1) / k) updates.
+    A worker whose iteration takes less than twice as long as each of the others' is never further behind: meanwhile
+    these push at most twice each, so there are at most ceil(2 (P - 1) / k) updates.
     """
     return math.ceil(2 * n_workers / k)
 
 
 class KController:
-    """Chooses k, between k_min and the number of active workers.
+    """Controller of k, between `k_min` and the number of active workers.
 
-    policy:   one of POLICIES.
-    distinct: an update takes k workers, not k mini-batches from whomever: which closed form holds.
-    k_start:  the first k, which AdaSync takes for the best one at the first loss.
+    Parameters
+    ----------
+    n_workers
+        Number of workers P.
+    policy
+        One of POLICIES.
+    distinct
+        Whether an update takes k distinct workers rather than any k mini-batches; selects the closed form.
+    k_min
+        Smallest k.
+    k_start
+        First k, which AdaSync takes for the best one at the first loss. None: `n_workers` for "state", otherwise
+        `k_min`.
 
-    Each change of k comes with what it was chosen from, in the order of `decision_fields`:
+    Attributes
+    ----------
+    k
+        Current number of contributions per update.
+    decision_fields
+        Names of the inputs recorded with each change of k, listed below.
 
-    version     updates made so far
-    k_before    k of the update just made
-    k_state     active workers that are no stragglers
-    k_loss      AdaSync's k, neither rounded nor clipped
-    active      workers that have not left
-    stuck       stragglers by their versions, whatever their times
-    median_s    median of the active workers' smoothed iteration times
-    loss        smoothed loss, F(w_t)
-    loss_start  mean of the first losses, F(w_0)
+    Notes
+    -----
+    Inputs of a change of k, NaN if not known or not used by the policy:
 
-    What is not known, or does not count under this policy, is NaN.
+    version
+        Updates made so far.
+    k_before
+        k of the update just made.
+    k_state
+        Active workers that are not stragglers.
+    k_loss
+        AdaSync's k, neither rounded nor clipped.
+    active
+        Workers that have not left.
+    stuck
+        Stragglers by their versions, whatever their times.
+    median_s
+        Median of the smoothed iteration times of the active workers.
+    loss
+        Smoothed loss, F(w_t).
+    loss_start
+        Mean of the first losses, F(w_0).
     """
 
-    decision_fields: ClassVar[tuple[str, ...]] = (
-        "version",
-        "k_before",
-        "k_state",
-        "k_loss",
-        "active",
-        "stuck",
-        "median_s",
-        "loss",
-        "loss_start",
-    )
+    decision_fields: ClassVar[Mapping[str, tuple[str, str]]] = {  # (unit, description)
+        "version": ("updates", "Updates made so far."),
+        "k_before": ("contributions", "k of the update just made."),
+        "k_state": ("workers", "Active workers that are no stragglers; NaN if the policy does not use it."),
+        "k_loss": ("1", "k of AdaSync, neither rounded nor clipped; NaN if the policy does not use it."),
+        "active": ("workers", "Active workers."),
+        "stuck": ("workers", "Stragglers by their versions, whatever their times."),
+        "median_s": ("s", "Median of the active workers' smoothed iteration times."),
+        "loss": ("1", "Smoothed loss F(w_t)."),
+        "loss_start": ("1", "Mean of the first losses, F(w_0)."),
+    }
 
     def __init__(
         self, n_workers: int, *, policy: str, distinct: bool, k_min: int = 1, k_start: int | None = None
     ) -> None:
         if policy not in POLICIES:
-            raise ValueError(f"the policy of k is {policy!r}; one of {', '.join(POLICIES)} is needed")
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
         if not (is_whole(k_min) and 1 <= k_min <= n_workers):
-            raise ValueError(f"k_min is {k_min}; a whole number from 1 to the {n_workers} workers is needed")
+            raise ValueError(f"k_min must be an integer from 1 to n_workers = {n_workers}, got {k_min}")
         if k_start is None:
             k_start = n_workers if policy == "state" else k_min
         if not (is_whole(k_start) and k_min <= k_start <= n_workers):
-            raise ValueError(f"k_start is {k_start}; a whole number from k_min, {k_min}, to {n_workers} is needed")
+            raise ValueError(
+                f"k_start must be an integer from k_min = {k_min} to n_workers = {n_workers}, got {k_start}"
+            )
         self.k = k_start
         self.k_min = k_min
         self._n_workers = n_workers
@@ -121,7 +187,17 @@ class KController:
         self._loss = self._loss_start = math.nan
 
     def pushed(self, worker: int, iteration_s: float, loss: float) -> None:
-        """The worker has pushed, whether or not it was in time; what is not finite says nothing."""
+        """Record a push, whether or not it was in time.
+
+        Parameters
+        ----------
+        worker
+            Number of the worker.
+        iteration_s
+            Seconds of its iteration; ignored if not finite.
+        loss
+            Loss of its iteration; ignored if not finite.
+        """
         if 0 <= iteration_s < math.inf:
             before_s = self._time_s[worker]
             self._time_s[worker] = (
@@ -137,9 +213,21 @@ class KController:
             self._loss += LOSS_BETA * (loss - self._loss)
 
     def updated(self, version: int, read_versions: Sequence[int], active: Collection[int]) -> tuple[float, ...] | None:
-        """Update `version` has been made and those it released have read it: what a new k was chosen from, or None.
+        """Reconsider k after an update.
 
-        read_versions: of each worker, the version that it computes from.
+        Parameters
+        ----------
+        version
+            Version that the update has made. The workers that it released have already read it.
+        read_versions
+            Version that each worker computes from.
+        active
+            Workers that have not left.
+
+        Returns
+        -------
+        tuple of float or None
+            Inputs of a new k in the order of `decision_fields`; None if k stays.
         """
         if version % INTERVAL or not active:
             return None
@@ -164,10 +252,10 @@ class KController:
         return (*inputs, self._loss, self._loss_start)
 
     def _state(self, version: int, read_versions: Sequence[int], active: Collection[int]) -> tuple[float, float, float]:
-        """How many are no stragglers, the median time, and how many are stuck."""
+        """Return the number of workers that are not stragglers, the median time, and the number of stuck workers."""
         known_s = [self._time_s[worker] for worker in active if not math.isnan(self._time_s[worker])]
         median_s = median_low(known_s) if known_s else math.nan
         bound = staleness_bound(self._n_workers, self.k)
         stuck = {worker for worker in active if version - read_versions[worker] > bound}
-        slow = {worker for worker in active if self._time_s[worker] > THETA * median_s}  # not so where it is NaN
+        slow = {worker for worker in active if self._time_s[worker] > THETA * median_s}  # False for NaN
         return float(len(active) - len(stuck | slow)), median_s, float(len(stuck))

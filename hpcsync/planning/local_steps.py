@@ -1,9 +1,13 @@
-"""How many local steps a worker makes before it pushes, its share of the data, and how much of a push it sends.
+"""Local steps between pushes, shares of the data and compression ratios of ASHL.
 
-Algorithms 1 and 2 of ASHL (Shen et al., IEEE Transactions on Computers 73(1), 2024): the worker that would be the last
-to finish makes the fewest steps that are allowed and sends the least; the others fill the time until then, first with
-steps, and what is left of it with a larger part of what they push. So workers behind slow links make fewer steps, as
-slow ones do, and whoever would be the last then sends the least.
+The worker that would finish last makes the fewest steps allowed and sends the smallest share of its push. The others
+fill the time until then, first with steps, then with a larger share of the push. So workers behind slow links make
+fewer steps, as slow workers do.
+
+References
+----------
+Shen et al. (ASHL), IEEE Transactions on Computers 73(1), 2024, doi:10.1109/TC.2023.3315847: Algorithm 1 (`local_steps`,
+`shares`) and Algorithm 2 (`ratios`).
 """
 
 from __future__ import annotations
@@ -12,14 +16,22 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-INDEXED = 2.0  # cost of an element that is sent with its index: four bytes each
+INDEXED = 2.0  # cost of an element sent with its index, four bytes each
 
 
 class WorkerProfile(NamedTuple):
-    """What was measured of one worker, in seconds: typical values, from 0 on.
+    """Typical times of one worker in seconds, each at least 0.
 
-    iteration_s: one local step. push_s: sending all of a push. pull_s: reading the weights. encode_s: compressing a
-    push, whatever part of it is sent.
+    Attributes
+    ----------
+    iteration_s
+        One local step.
+    push_s
+        Sending a whole push.
+    pull_s
+        Reading the weights.
+    encode_s
+        Compressing a push, at any ratio.
     """
 
     iteration_s: float
@@ -29,37 +41,60 @@ class WorkerProfile(NamedTuple):
 
 
 def local_steps(profiles: Sequence[WorkerProfile], preset: int) -> list[int]:
-    """Algorithm 1: each worker's H, with which all need about as long as the slowest, of which it is `preset`.
+    """Return the number of local steps H of each worker with which all take the same time (Algorithm 1).
 
-    Rounded to the nearest whole number, halves up, so that nobody is off by more than half a step; never fewer than
-    `preset`, from 1 on. A worker whose steps take no time that could be filled with them gets `preset` too.
+    Parameters
+    ----------
+    profiles
+        Times of each worker.
+    preset
+        H of the slowest worker, at least 1.
+
+    Returns
+    -------
+    list of int
+        Rounded to the nearest integer, halves up, so that no worker is off by more than half a step; at least `preset`.
+        A worker whose steps take no time gets `preset`.
     """
     comm_s = [one.push_s + one.pull_s for one in profiles]
     last_s = max(one.iteration_s * preset + comm for one, comm in zip(profiles, comm_s, strict=True))
     steps = []
     for one, comm in zip(profiles, comm_s, strict=True):
         fitting = (last_s - comm) / one.iteration_s if one.iteration_s > 0 else math.inf
-        # The closed form is at least `preset`, but for errors of rounding.
+        # The closed form is at least `preset` except for rounding errors.
         steps.append(max(math.floor(fitting + 0.5), preset) if math.isfinite(fitting) else preset)
     return steps
 
 
 def shares(steps: Sequence[int]) -> list[float]:
-    """Algorithm 1: each worker's D, the part of all samples that it computes when everybody makes its steps."""
+    """Return the share D of the samples that each worker computes with these local steps (Algorithm 1)."""
     total = sum(steps)
     return [one / total for one in steps]
 
 
 def ratios(profiles: Sequence[WorkerProfile], steps: Sequence[int], preset: float, cost: float = 1.0) -> list[float]:
-    """Algorithm 2: each worker's R, the part of a push's elements that it sends, when it makes so many steps.
+    """Return the share R of a push's elements that each worker sends, so that all take the same time (Algorithm 2).
 
-    With them all need as long as the last, which sends `preset`. 1 is for who has time for all of a push, as it is, or
-    whose pushes take none. cost: bytes that a chosen element takes, over those that it takes in a whole push. In the
-    paper that is 1, and R the part of the time; with INDEXED a sparse push takes what it does.
+    Parameters
+    ----------
+    profiles
+        Times of each worker.
+    steps
+        Local steps H of each worker.
+    preset
+        R of the slowest worker.
+    cost
+        Bytes of an element in a sparse push over its bytes in a whole push: 1 in the paper, where R is a share of the
+        push time; INDEXED if indices are sent.
+
+    Returns
+    -------
+    list of float
+        At least `preset`; 1 for a worker that has time for a whole push, or whose push takes no time.
     """
     rest_s = [one.iteration_s * n + one.encode_s + one.pull_s for one, n in zip(profiles, steps, strict=True)]
     least = min(cost * preset, 1.0)
     last_s = max(rest + one.push_s * least for one, rest in zip(profiles, rest_s, strict=True))
     times = [(last_s - rest, one.push_s) for one, rest in zip(profiles, rest_s, strict=True)]
-    # Below `preset` only by an error of rounding.
+    # Below `preset` only by a rounding error.
     return [max(left_s / (cost * push_s), preset) if left_s < push_s else 1.0 for left_s, push_s in times]

@@ -1,4 +1,4 @@
-"""How fast a worker will be: predictors of its speed in samples/s, and what its next iteration is expected to take."""
+"""Predictors of a worker's speed in samples/s, and estimates of the time of its next iteration."""
 
 from __future__ import annotations
 
@@ -9,88 +9,113 @@ from hpcsync.planning.batch_allocation import Estimate
 
 BETA = 0.3  # weight of the newest value in exponential smoothing
 
-LEVEL_BETA = 0.3  # the levels that a fit of fixed costs looks at the differences from
-MEMORY = 0.995  # what such a fit keeps of its sums from one iteration to the next
-N_LEAST = 10  # iterations before it says anything
-N_ERRORS = 2.0  # standard errors that a share of samples' time is taken to be larger than its fit
-SHARE_MAX = 0.9  # of an iteration, that is taken to be fixed
+LEVEL_BETA = 0.3  # smoothing of the levels in the fit of fixed costs
+MEMORY = 0.995  # share of its sums that the fit keeps from one iteration to the next
+N_LEAST = 10  # iterations before the fit is used
+N_ERRORS = 2.0  # standard errors added to the fitted share of the samples' time
+SHARE_MAX = 0.9  # largest fixed share of an iteration
 
 
 class Predictor(Protocol):
-    """Predicts the next of a series of speeds in samples/s, finite and greater than 0."""
+    """Predictor of the next value of a series of speeds in samples/s, finite and greater than 0."""
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
-        """The next speed of the series, and the seconds of its iteration: some predictors may take a share of them.
+        """Append a speed to the series.
 
-        Raises ValueError for a speed that is not finite and greater than 0.
+        Parameters
+        ----------
+        speed
+            Samples per second.
+        iteration_s
+            Seconds of the iteration. Some predictors limit their own computing time to a share of it.
+
+        Raises
+        ------
+        ValueError
+            If `speed` is not finite and greater than 0.
         """
 
     def predict(self) -> float:
-        """The speed after those observed, NaN before the first."""
+        """Return the predicted next speed in samples/s, NaN before the first observation."""
 
 
 def must_be_speed(speed: float) -> None:
+    """Raise ValueError unless the speed is finite and greater than 0."""
     if not 0 < speed < math.inf:
-        raise ValueError(f"a speed of {speed} samples/s; a finite one greater than 0 is needed")
+        raise ValueError(f"speed must be finite and greater than 0 samples/s, got {speed}")
 
 
 class LastValue:
-    """It stays as it is."""
+    """Predictor that repeats the last speed."""
 
     def __init__(self) -> None:
         self._speed = math.nan
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
+        """Append a speed to the series."""
         must_be_speed(speed)
         self._speed = speed
 
     def predict(self) -> float:
+        """Return the last speed."""
         return self._speed
 
 
 class Smoothing:
-    """Exponential smoothing: s = beta v + (1 - beta) s, from the first speed on."""
+    """Exponential smoothing: s = beta v + (1 - beta) s, starting with the first speed.
+
+    Parameters
+    ----------
+    beta
+        Weight of the newest speed, above 0 and at most 1.
+    """
 
     def __init__(self, beta: float = BETA) -> None:
         if not 0 < beta <= 1:
-            raise ValueError(f"beta is {beta}; 0 < beta <= 1 is needed")
+            raise ValueError(f"beta must have 0 < beta <= 1, got {beta}")
         self._beta = beta
         self._speed = math.nan
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
+        """Append a speed to the series."""
         must_be_speed(speed)
         if math.isnan(self._speed):
             self._speed = speed
-        self._speed += self._beta * (speed - self._speed)  # in floats too, a constant speed stays what it is
+        self._speed += self._beta * (speed - self._speed)  # a constant speed stays bitwise constant
 
     def predict(self) -> float:
+        """Return the smoothed speed."""
         return self._speed
 
 
 class FixedCost:
-    """What part of a computation's time does not depend on its samples, from how the times followed the sizes.
+    """Estimate of the part of the computing time that does not depend on the number of samples.
 
-    An iteration of n samples takes s (n + r): s is how slow the worker is, which changes all the time, and r, what
-    is looked for, the samples that would take as long as what is fixed. Times alone do not tell r: batches become
-    smaller where a worker becomes slower, so that slow iterations are small ones, and a plain fit of times against
-    sizes would take all of the time to be fixed. So the fit looks at differences from the level just before a
-    change, in which s cancels. With the exponentially smoothed time t' and size n' of the iterations so far,
+    Notes
+    -----
+    An iteration of n samples takes s (n + r) seconds: s is the slowness of the worker, which changes all the time, and
+    r, the value to estimate, the number of samples that would take as long as the fixed part. Times alone do not
+    determine r: batches become smaller where a worker becomes slower, so slow iterations are small ones, and a plain
+    fit of times against sizes would attribute all of the time to the fixed part. So the fit uses differences from the
+    level just before a change, in which s cancels. With the exponentially smoothed time t' and size n' of the
+    iterations so far::
 
         t / t' - 1 = n' / (n' + r) * (n / n' - 1)
 
-    whose factor, the samples' share of the time, is found by least squares that exponentially forget. What is given
-    is a bound rather than the fit itself: so small a fixed share as `N_ERRORS` standard errors allow. It is 0 while
-    sizes stay the same, or differ too little for the noise. Too small a share costs little: an allocation by it is
-    still right where all finish together, and comes nearer to that every time. Too large a one would overshoot.
+    whose factor, the samples' share of the time, is estimated by least squares with exponential forgetting. The result
+    is a bound rather than the fit itself: the smallest fixed share within `N_ERRORS` standard errors. It is 0 while
+    sizes are constant, or differ too little for the noise. Too small a share costs little: an allocation by it is still
+    right where all finish together, and comes nearer to that every time. Too large a share would overshoot.
     """
 
     def __init__(self) -> None:
         self._level_n, self._level_s = math.nan, math.nan
-        # Sums over the iterations: their number, squares and products of differences x in size and y in time, and the
-        # level n' of sizes weighted with the squares that it made.
+        # Sums over the iterations: their number, squares and products of the differences x in size and y in time, and
+        # the level n' of sizes weighted with x^2.
         self._count = self._xx = self._xy = self._yy = self._xx_level_n = 0.0
 
     def observe(self, n_samples: int, compute_s: float) -> None:
+        """Add an iteration of `n_samples` samples that took `compute_s` seconds."""
         if math.isnan(self._level_n):
             self._level_n, self._level_s = float(n_samples), compute_s
             return
@@ -104,7 +129,7 @@ class FixedCost:
         self._level_s += LEVEL_BETA * (compute_s - self._level_s)
 
     def samples(self) -> float:
-        """r: how many samples would take as long as what is fixed."""
+        """Return r, the number of samples that would take as long as the fixed part."""
         if self._count < N_LEAST or self._xx == 0.0:
             return 0.0
         share = self._xy / self._xx
@@ -115,17 +140,26 @@ class FixedCost:
 
 
 class Estimator:
-    """A worker's own side of batch allocation: what its next iteration will take, from what the last ones took.
+    """Estimator of the time of a worker's next iteration, from its last ones; the worker's side of batch allocation.
 
-    predictor:  of its speed.
-    tell_fixed: whether what does not depend on the number of samples is told apart: the fixed part of the
-                computation, and the transfers. Without, all time is the computation's and in proportion to samples.
+    Parameters
+    ----------
+    predictor
+        Predictor of the worker's speed.
+    tell_fixed
+        Whether to separate the time that does not depend on the number of samples: the fixed part of the computation,
+        and the transfers. If False, all time counts as computation proportional to the samples.
 
-    Where an iteration has a fixed part, its samples/s depend on its size. So that speeds of iterations of different
-    sizes form one series, the predictor is given the speed that an iteration of the first size would have had; the
-    time expected is that speed's, brought back to the current size.
+    Attributes
+    ----------
+    expected
+        Estimate of the next iteration; NaN until an iteration has taken time.
 
-    expected: of the next iteration; NaN until one has taken time.
+    Notes
+    -----
+    With a fixed part, the samples/s of an iteration depend on its size. So that iterations of different sizes form one
+    series, the predictor observes the speed that an iteration of the first size would have had; its prediction is
+    converted back to the current size.
     """
 
     def __init__(self, predictor: Predictor, tell_fixed: bool) -> None:
@@ -136,12 +170,29 @@ class Estimator:
         self.expected = Estimate(math.nan, math.nan)
 
     def observe(self, n_samples: int, compute_s: float, comm_s: float) -> Estimate:
-        """An iteration of so many samples took this; what the next one will take. One that took no time says nothing.
+        """Record an iteration and return the estimate of the next one.
 
-        Raises ValueError for what cannot be: no samples, or times that are not finite.
+        Parameters
+        ----------
+        n_samples
+            Samples of the iteration.
+        compute_s, comm_s
+            Seconds of computation and of transfers. An iteration with `compute_s` = 0 is ignored.
+
+        Returns
+        -------
+        Estimate
+            Expected time of the next iteration.
+
+        Raises
+        ------
+        ValueError
+            If there are no samples, or times are negative or not finite.
         """
         if not (n_samples >= 1 and 0 <= compute_s < math.inf and 0 <= comm_s < math.inf):
-            raise ValueError(f"{n_samples} samples, computed in {compute_s} s, moved in {comm_s} s: impossible")
+            raise ValueError(
+                f"n_samples >= 1 and finite times >= 0 are required, got {n_samples} samples, {compute_s} s, {comm_s} s"
+            )
         if compute_s > 0:
             self.expected = self._learn(n_samples, compute_s, comm_s)
         return self.expected

@@ -1,20 +1,31 @@
-"""What a model is like that is cut in two: how large its halves are, and what a batch takes in them."""
+"""Sizes of the two halves of a model that is cut, and times of a batch in them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Root attributes of a trace, in bytes: of the weights below the cut and above it, and of what a sample sends across,
-# activations and labels.
+# Root attributes of a trace, in bytes: weights below and above the cut, activations and labels of a sample.
 SEPARATED = ("stanza_conv_bytes", "stanza_fc_bytes", "stanza_activation_bytes", "stanza_label_bytes")
 
-LABEL_BYTES = 8  # the number of a class
+LABEL_BYTES = 8  # a class number
 
 
 class Shape(NamedTuple):
-    """parameters: of the trainable ones below and above the cut, of itemsize bytes. activations: numbers at the cut, of
-    a sample, of as many bytes. label_bytes: of a sample. flops: of a sample's forward pass; 0 of layers that compute
-    nothing."""
+    """Sizes of a model cut in two.
+
+    Attributes
+    ----------
+    conv_parameters, fc_parameters
+        Trainable parameters below and above the cut.
+    activations
+        Numbers per sample at the cut.
+    label_bytes
+        Bytes of a sample's label.
+    itemsize
+        Bytes of a parameter or an activation.
+    conv_flops, fc_flops
+        Floating-point operations of a sample's forward pass below and above the cut; 0 for layers that compute nothing.
+    """
 
     conv_parameters: int
     fc_parameters: int
@@ -26,34 +37,47 @@ class Shape(NamedTuple):
 
     @property
     def fc_share(self) -> float:
-        """Of an iteration's computation, by operations; backward passes have as many times those of forward ones."""
+        """Share of an iteration's operations above the cut; backward passes have the same ratio as forward ones."""
         return self.fc_flops / (self.conv_flops + self.fc_flops)
 
     @property
     def conv_bytes(self) -> int:
+        """Bytes of the parameters below the cut."""
         return self.conv_parameters * self.itemsize
 
     @property
     def fc_bytes(self) -> int:
+        """Bytes of the parameters above the cut."""
         return self.fc_parameters * self.itemsize
 
     @property
     def model_bytes(self) -> int:
+        """Bytes of all parameters."""
         return self.conv_bytes + self.fc_bytes
 
     @property
     def activation_bytes(self) -> int:
+        """Bytes of a sample's activations at the cut."""
         return self.activations * self.itemsize
 
     def attributes(self) -> dict[str, int]:
-        """What a trace says of it."""
+        """Return the root attributes of a trace for this model."""
         sizes = (self.conv_bytes, self.fc_bytes, self.activation_bytes, self.label_bytes)
         return dict(zip(SEPARATED, sizes, strict=True))
 
 
 class Times(NamedTuple):
-    """Of a batch. fc_s: forward and backward pass above the cut; fc_fixed_s of it is the same for any number of
-    samples."""
+    """Times of a batch in the two halves, in seconds.
+
+    Attributes
+    ----------
+    conv_forward_s, conv_backward_s
+        Forward and backward pass below the cut.
+    fc_s
+        Forward and backward pass above the cut.
+    fc_fixed_s
+        Part of `fc_s` that is the same for any number of samples.
+    """
 
     conv_forward_s: float
     conv_backward_s: float
@@ -62,17 +86,26 @@ class Times(NamedTuple):
 
     @property
     def batch_s(self) -> float:
-        """Of the whole model on one node."""
+        """Seconds of a batch in the whole model on one node."""
         return self.conv_forward_s + self.conv_backward_s + self.fc_s
 
     def above_s(self, n_batches: int) -> float:
-        """Above the cut, of so many batches together."""
+        """Return the seconds of `n_batches` batches together above the cut."""
         return self.fc_fixed_s + n_batches * (self.fc_s - self.fc_fixed_s) if n_batches else 0.0
 
     @classmethod
     def of(cls, batch_s: float, fc_share: float, forward_share: float = 1 / 3) -> Times:
-        """Of a batch that takes so long in the whole model, of which what is above the cut has the share fc_share, and
-        the forward pass below it forward_share of the rest."""
+        """Divide the time of a batch among the two halves.
+
+        Parameters
+        ----------
+        batch_s
+            Seconds of a batch in the whole model.
+        fc_share
+            Share of `batch_s` above the cut.
+        forward_share
+            Share of the forward pass in the time below the cut.
+        """
         fc_s = fc_share * batch_s
         forward_s = forward_share * (batch_s - fc_s)
         return cls(forward_s, batch_s - fc_s - forward_s, fc_s)

@@ -1,10 +1,8 @@
-"""How many of n nodes should train the fully-connected layers, and what it gains over a parameter server or a ring.
+"""Number of nodes that should train the fully-connected layers, and the gain over a parameter server or a ring.
 
-Stanza (Wu, Xu, Li and Xiong, arXiv 1812.10624) lets convolution workers train the layers below a cut and
-fully-connected (FC) workers those above it. Only the paper's abstract and introduction could be read: volumes and times
-are our own reading of them. Per iteration, with P_c and P_f parameters of s bytes below and above the cut, a numbers
-and l bytes of labels a sample at the cut, batches of b samples, links of W bytes a second in each direction and
-messages that take alpha:
+Stanza lets convolution workers train the layers below a cut and fully-connected (FC) workers those above it. Per
+iteration, with P_c and P_f parameters of s bytes below and above the cut, a numbers and l bytes of labels per sample at
+the cut, batches of b samples, links of W bytes per second in each direction and a latency alpha per message::
 
     bytes sent, parameter server, n workers     2 n (P_c + P_f) s
     bytes sent, ring all-reduce, n workers      2 (n - 1) (P_c + P_f) s
@@ -15,25 +13,33 @@ messages that take alpha:
     n servers on n workers    T = t + 2 (alpha + (n - 1) / n (P_c + P_f) s / W)
     ring all-reduce           T = t + T_ring(n, (P_c + P_f) s)
 
-where t is what a batch takes on one node, and a parameter server's update takes no time. For Stanza let m be the
-most convolution workers that an FC worker serves: n_c / n_f, rounded up, for all wait for the last. A batch goes
-through five stages, in M equal pieces, of which one is in each stage while the next is in the one before:
+where t is the time of a batch on one node, and the update of a parameter server takes no time. For Stanza let m be the
+largest number of convolution workers that an FC worker serves: n_c / n_f rounded up, since all wait for the last one. A
+batch passes through five stages, in M equal pieces that are pipelined::
 
     c  forward below     u  m b (a s + l) / (M W)     f  above, m batches     d  m b a s / (M W)     g  backward below
 
-u and d are what an FC worker's link takes, which the activations of all that it serves share, and their gradients. A
-convolution worker makes all its forward passes before its first backward pass. The first piece has been above after A,
-and is back after B; the last one after A' and B'; the chain is over after C, and the iteration after T:
+u and d are the times of an FC worker's link, shared by the activations, and their gradients, of all convolution workers
+that it serves. A convolution worker makes all its forward passes before its first backward pass. The first piece has
+passed the layers above the cut at A, and is back at B; the last one at A' and B'; the chain ends at C, the iteration at
+T::
 
     A = c + alpha + u + f                A' = A + (M - 1) max(c, u, f)
     B = A + alpha + d                    B' = B + (M - 1) max(c, u, f, d)
     C = max(max(B, M c) + M g, B' + g)   T = max(C + T_ring(n_c, P_c s), A' + T_ring(n_f, P_f s))
 
-for FC workers may sum their gradients while those of the activations travel. Nothing hides behind a backward pass.
+because FC workers may sum their gradients while those of the activations travel. No transfer overlaps a backward pass.
 
-What this leaves out: noise, and that everybody waits for whoever is slowest in an iteration; nodes and links that are
-not all alike; what optimizers, copies and summing take; that the FC workers' ring and the gradients of activations
-share links; slices of a ring that are not equal.
+Notes
+-----
+The model leaves out: noise, and the wait for the slowest worker of an iteration; nodes and links that differ; the time
+of optimizers, copies and summing; the sharing of links between the FC workers' ring and the gradients of activations;
+slices of a ring that are not equal.
+
+References
+----------
+X. Wu, H. Xu, B. Li and Y. Xiong, "Stanza: Layer Separation for Distributed Training in Deep Learning", 2018,
+arXiv:1812.10624. Only the abstract and introduction were available: volumes and times are our own derivation.
 """
 
 from __future__ import annotations
@@ -46,7 +52,17 @@ from hpcsync.planning.split_cost import Shape, Times
 
 
 class SplitProfile(NamedTuple):
-    """What a node takes for a batch, of so many samples, and how large everything is."""
+    """Measured times and sizes of a model cut in two.
+
+    Attributes
+    ----------
+    times
+        Times of a batch on one node.
+    shape
+        Sizes of the two halves.
+    batch
+        Samples of a batch.
+    """
 
     times: Times
     shape: Shape
@@ -54,22 +70,46 @@ class SplitProfile(NamedTuple):
 
     @property
     def cut_bytes(self) -> int:
-        """The activations of a batch, and as much their gradients."""
+        """Bytes of a batch's activations at the cut; their gradients have as many."""
         return self.batch * self.shape.activation_bytes
 
 
 class Link(NamedTuple):
-    """Of every node. bandwidth: bytes per second, up and down each; latency_s: of a message."""
+    """Network link of every node.
+
+    Attributes
+    ----------
+    bandwidth
+        Bytes per second in each direction.
+    latency_s
+        Seconds per message.
+    """
 
     bandwidth: float
     latency_s: float
 
 
 class StanzaLayout(NamedTuple):
-    """An iteration of n nodes.
+    """Predicted iteration of a layout of n nodes.
 
-    n_fc: FC workers, 0 of a layout without. batches: computed in an iteration. n_bytes: sent by all nodes together,
-    labels (label_bytes) not counted in. link_bytes: through the busiest link, in one direction, likewise.
+    Attributes
+    ----------
+    name
+        Name of the layout.
+    n_fc
+        Number of FC workers, 0 without layer separation.
+    batches
+        Batches computed per iteration.
+    seconds
+        Duration of an iteration.
+    samples_per_s
+        Throughput in samples per second.
+    n_bytes
+        Bytes sent by all nodes together, without labels.
+    label_bytes
+        Bytes of the labels.
+    link_bytes
+        Bytes through the busiest link in one direction, without labels.
     """
 
     name: str
@@ -83,8 +123,17 @@ class StanzaLayout(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """rows: Stanza's layouts, by n_fc. best: the one with the most samples a second, of equals with the fewest FC
-    workers. second: the next best, if there is another."""
+    """Stanza's layouts for a number of nodes.
+
+    Attributes
+    ----------
+    rows
+        All layouts, by `n_fc`.
+    best
+        Layout with the highest throughput; among equals the one with the fewest FC workers.
+    second
+        Next best layout; None if there is no other.
+    """
 
     rows: tuple[StanzaLayout, ...]
     best: StanzaLayout
@@ -92,7 +141,7 @@ class Plan(NamedTuple):
 
     @property
     def margin(self) -> float:
-        """How much faster the best one is than the second, as a share of that; inf without."""
+        """Throughput of the best layout over that of the second, minus 1; inf without a second."""
         return math.inf if self.second is None else faster(self.best, self.second)
 
 
@@ -100,37 +149,47 @@ class Plan(NamedTuple):
 
 
 def parameter_server_bytes(profile: SplitProfile, n_workers: int) -> int:
-    """n workers send a gradient and are sent the weights. Servers are on nodes of their own, however many."""
+    """Return the bytes sent per iteration with a parameter server on nodes of its own.
+
+    Each of the n workers sends a gradient and receives the weights, for any number of servers.
+    """
     return 2 * n_workers * profile.shape.model_bytes
 
 
 def ring_bytes(profile: SplitProfile, n_workers: int) -> int:
-    """The same for a parameter server that lies in shards on the n workers, who need send nobody their own shard's."""
+    """Return the bytes sent per iteration by ring all-reduce.
+
+    A parameter server in shards on the n workers sends as many, since no worker sends its own shard.
+    """
     return 2 * (n_workers - 1) * profile.shape.model_bytes
 
 
 def stanza_bytes(profile: SplitProfile, groups: Groups) -> int:
-    """Without labels: `label_bytes`."""
+    """Return the bytes sent per iteration by Stanza, without labels (see `label_bytes`)."""
     rings = (groups.n_convolution - 1) * profile.shape.conv_bytes + (groups.n_fc - 1) * profile.shape.fc_bytes
     return 2 * (rings + groups.n_convolution * profile.cut_bytes)
 
 
 def label_bytes(profile: SplitProfile, groups: Groups) -> int:
+    """Return the bytes of labels sent per iteration by Stanza."""
     return groups.n_convolution * profile.batch * profile.shape.label_bytes
 
 
 def ring_link_bytes(n_bytes: int, n_workers: int) -> float:
-    """What a node of a ring sends, and receives, to sum so many bytes; or of a server in shards on all workers."""
+    """Return the bytes that a node of a ring sends, and receives, to sum `n_bytes` bytes.
+
+    The same holds for a server in shards on all workers.
+    """
     return 2 * (n_workers - 1) / n_workers * n_bytes
 
 
 def convolution_link_bytes(profile: SplitProfile, groups: Groups) -> float:
-    """What a convolution worker sends, labels not counted in, and receives."""
+    """Return the bytes that a convolution worker sends, without labels, and receives."""
     return ring_link_bytes(profile.shape.conv_bytes, groups.n_convolution) + profile.cut_bytes
 
 
 def fc_link_bytes(profile: SplitProfile, groups: Groups) -> float:
-    """What the FC worker that serves the most sends, and receives, labels not counted in."""
+    """Return the bytes that the FC worker with the most convolution workers sends, and receives, without labels."""
     return ring_link_bytes(profile.shape.fc_bytes, groups.n_fc) + most_served(groups) * profile.cut_bytes
 
 
@@ -138,15 +197,17 @@ def fc_link_bytes(profile: SplitProfile, groups: Groups) -> float:
 
 
 def most_served(groups: Groups) -> int:
+    """Return the largest number of convolution workers that one FC worker serves."""
     return max(len(groups.served(fc)) for fc in groups.fc)
 
 
 def ring_s(link: Link, n_workers: int, n_bytes: int) -> float:
-    """Summing so many bytes on equal links, which nobody else uses."""
+    """Return the seconds of a ring all-reduce of `n_bytes` bytes on equal, otherwise idle links."""
     return 2 * (n_workers - 1) * (link.latency_s + n_bytes / n_workers / link.bandwidth)
 
 
 def stanza_s(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int = 1) -> float:
+    """Return the seconds of an iteration of Stanza with batches in `micro_batches` pieces."""
     m, pieces = most_served(groups), micro_batches
     forward, backward = profile.times.conv_forward_s / pieces, profile.times.conv_backward_s / pieces
     above = profile.times.above_s(m) / pieces
@@ -164,16 +225,17 @@ def stanza_s(profile: SplitProfile, link: Link, groups: Groups, micro_batches: i
 
 
 def all_reduce_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
+    """Return the seconds of an iteration with ring all-reduce."""
     return profile.times.batch_s + ring_s(link, n_nodes, profile.shape.model_bytes)
 
 
 def dedicated_server_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
-    """One of the nodes is the server, through whose link all push and read: n_nodes - 1 compute."""
+    """Return the seconds of an iteration with one node as the server, whose link all n_nodes - 1 workers use."""
     return profile.times.batch_s + 2 * (link.latency_s + (n_nodes - 1) * profile.shape.model_bytes / link.bandwidth)
 
 
 def sharded_server_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
-    """Every node computes, and is the server of an equal shard."""
+    """Return the seconds of an iteration in which every node computes and serves an equal shard."""
     once = ring_link_bytes(profile.shape.model_bytes, n_nodes) / 2
     return profile.times.batch_s + 2 * (link.latency_s + once / link.bandwidth)
 
@@ -182,6 +244,7 @@ def sharded_server_s(profile: SplitProfile, link: Link, n_nodes: int) -> float:
 
 
 def stanza(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int = 1) -> StanzaLayout:
+    """Return the layout of Stanza with these groups."""
     seconds = stanza_s(profile, link, groups, micro_batches)
     link_bytes = max(convolution_link_bytes(profile, groups), fc_link_bytes(profile, groups))
     batches, labels = groups.n_convolution, label_bytes(profile, groups)
@@ -192,8 +255,11 @@ def stanza(profile: SplitProfile, link: Link, groups: Groups, micro_batches: int
 
 
 def without_separation(profile: SplitProfile, link: Link, n_nodes: int) -> tuple[StanzaLayout, ...]:
-    """On the same number of nodes: one parameter server with n_nodes - 1 workers, a parameter server in shards on
-    n_nodes workers, and ring all-reduce among n_nodes workers."""
+    """Return the layouts without layer separation on the same number of nodes.
+
+    They are one parameter server with n_nodes - 1 workers, a parameter server in shards on n_nodes workers, and ring
+    all-reduce among n_nodes workers.
+    """
     n, sent = n_nodes, ring_bytes(profile, n_nodes)
     through_link = ring_link_bytes(profile.shape.model_bytes, n)
 
@@ -214,8 +280,24 @@ def _per_s(profile: SplitProfile, batches: int, seconds: float) -> float:
 
 
 def choose(profile: SplitProfile, link: Link, n_nodes: int, *, micro_batches: int = 1) -> Plan:
-    """How many of n_nodes, at least 2, should train the fully-connected layers: 1 to n_nodes / 2 are all tried. More
-    would be given nothing."""
+    """Choose the number of FC workers by trying 1 to n_nodes / 2; more would have no work.
+
+    Parameters
+    ----------
+    profile
+        Times and sizes of the model.
+    link
+        Link of every node.
+    n_nodes
+        Number of nodes, at least 2.
+    micro_batches
+        Pieces that a batch is cut into.
+
+    Returns
+    -------
+    Plan
+        All layouts and the best one.
+    """
     every = [Groups(n_nodes, n_fc) for n_fc in range(1, n_nodes // 2 + 1)]
     rows = tuple(stanza(profile, link, groups, micro_batches) for groups in every)
     best, *others = sorted(rows, key=lambda row: (-row.samples_per_s, row.n_fc))
@@ -223,5 +305,5 @@ def choose(profile: SplitProfile, link: Link, n_nodes: int, *, micro_batches: in
 
 
 def faster(one: StanzaLayout, other: StanzaLayout) -> float:
-    """By which share of the other's samples a second."""
+    """Return the throughput of one layout over that of the other, minus 1."""
     return 0.0 if one.samples_per_s == other.samples_per_s else one.samples_per_s / other.samples_per_s - 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.paradigms import (
     AdspOptions,
     FirstKOfAnyOptions,
@@ -156,7 +156,7 @@ class Tally:
             "encode_share": None if math.isnan(encode_s) or not total_s else encode_s / (total_s + encode_s),
         }
 
-    def has_occurred(self, event: Change) -> bool:
+    def has_occurred(self, event: ClusterEvent) -> bool:
         """Whether the run lasted until this event of its job.
 
         An event of an iteration has occurred if its worker made that iteration, or, if it is to leave, the one before.

@@ -1,8 +1,8 @@
-"""Checkpoints: all that a run consists of at one moment, on disk, so that it can go on from there.
+"""Checkpoints: the complete state of a run on disk, from which the run can resume.
 
-A checkpoint is a folder, `checkpoints/NUMBER` in the folder of the run, with a file of each rank's own and one of what
-rank 0 knows of the run. It is made under another name. Only when every file has reached the disk rank 0 renames it,
-which happens as a whole or not at all: at whatever moment a run is killed, what has a number is complete.
+A checkpoint is a folder, `checkpoints/NUMBER` in the run's folder, with one file per rank and one for rank 0's records
+of the run. It is written under another name, and rank 0 renames it once every file has reached the disk. Renaming is
+atomic: at whatever moment a run is killed, a folder that has a number is complete.
 """
 
 from __future__ import annotations
@@ -21,17 +21,25 @@ from hpcsync.system.atomic_files import naming, removing, sync
 from hpcsync.version import __version__
 
 FOLDER = "checkpoints"
-RUN = "run"  # the name of rank 0's knowledge of the run
+RUN = "run"  # name of rank 0's records of the run
 
-# What a run that goes on may do otherwise than before. The rest must stay, or its decisions would not follow from it.
+# Tables of the job that may differ when a run resumes. With other changes its decisions would not follow from the job.
 FREE = ("name", "stop", "evaluation", "checkpoint", "cluster")
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """A run that goes on from this checkpoint, and the job that it began as.
+    """A run that resumes.
 
-    n_peers: as many workers as it has left, where there are no servers. With servers those that are missing return.
+    Parameters
+    ----------
+    checkpoint
+        The checkpoint.
+    job
+        The job with which the run began.
+    n_peers
+        Without servers, the number of active workers in the checkpoint. None with servers, where missing workers
+        join again.
     """
 
     checkpoint: Path
@@ -40,10 +48,18 @@ class Resumed:
 
 
 class Checkpoints:
-    """Of the run in `folder`, as one rank sees it.
+    """Checkpoints of a run, as used by one rank.
 
-    keep: how many stay. resumed: that from which this run goes on; None where it begins. shared: whether all ranks see
-    the same folder, without which there can be none.
+    Parameters
+    ----------
+    folder
+        Folder of the run.
+    keep
+        Number of checkpoints to keep.
+    resumed
+        Checkpoint from which the run resumes; None for a new run.
+    shared
+        True if all ranks see the same folder, without which there can be no checkpoints.
     """
 
     def __init__(self, folder: Path, keep: int, resumed: Path | None, shared: bool) -> None:
@@ -54,22 +70,27 @@ class Checkpoints:
         self._keep = keep
 
     def state(self, name: str) -> dict[str, Any] | None:
-        """What was written under this name into the checkpoint from which the run goes on, its tensors on the CPU; None
-        where there is no such file, and where the run begins."""
+        """Return a state from the checkpoint from which the run resumes, its tensors on the CPU.
+
+        None if the checkpoint has no state of this name, and for a new run.
+        """
         if self.resumed is None or not (path := _file(self.resumed, name)).exists():
             return None
         return _load(path)
 
     def begin(self, number: int) -> None:
-        """On rank 0, before anybody writes: make room for checkpoint `number`."""
+        """Create the folder of checkpoint `number`; on rank 0, before any rank writes."""
         unfinished = self._unfinished(number)
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
 
     def write(self, number: int, name: str, state: Mapping[str, Any]) -> None:
-        """Put this rank's state into the checkpoint that has begun; it has reached the disk on return.
+        """Write a state of this rank into the checkpoint that has begun; on return it has reached the disk.
 
-        Raises NotWritten.
+        Raises
+        ------
+        NotWritten
+            If it cannot be written.
         """
         import torch
 
@@ -80,18 +101,18 @@ class Checkpoints:
             os.fsync(file.fileno())
 
     def commit(self, number: int) -> Path:
-        """On rank 0, when everybody has written: from now on the checkpoint is there. Older ones go."""
+        """Complete the checkpoint and delete older ones; on rank 0, when all ranks have written."""
         unfinished = self._unfinished(number)
         sync(unfinished)
         finished = unfinished.rename(self._folder / str(number))
         sync(self._folder)
         for old in _numbered(self._folder)[: -self._keep]:
-            old.rename(old.with_suffix(".old"))  # what has a number is complete
+            old.rename(old.with_suffix(".old"))  # a folder with a number is always complete
         self._sweep("*.old")
         return finished
 
     def abandon(self) -> None:
-        """On rank 0, when the run ends: nothing comes of what has begun."""
+        """Delete an unfinished checkpoint; on rank 0, when the run ends."""
         self._sweep("*.unfinished")
 
     def _sweep(self, names: str) -> None:
@@ -103,24 +124,27 @@ class Checkpoints:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest checkpoint of the run in this folder; None where it has none."""
+    """Return the newest checkpoint of the run in this folder; None if it has none."""
     return next(iter(reversed(_numbered(folder / FOLDER))), None)
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Of a run in this folder that has no finished checkpoint: what it has begun, if anything."""
+    """Delete the checkpoints of a run that has no finished one."""
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
 
 
 def number_of(checkpoint: Path | None) -> int:
-    """A checkpoint's number, from 1; 0 of none."""
+    """Return a checkpoint's number, from 1; 0 for None."""
     return 0 if checkpoint is None else int(checkpoint.name)
 
 
 def resumed(folder: Path) -> Resumed | None:
-    """The run in this folder, as it goes on from its newest checkpoint; None where it has none.
+    """Return the run in this folder at its newest checkpoint; None if it has none.
 
-    Raises JobError for a checkpoint of another version of hpcsync.
+    Raises
+    ------
+    JobError
+        For a checkpoint of another version of hpcsync.
     """
     if (checkpoint := newest(folder)) is None:
         return None
@@ -132,7 +156,7 @@ def resumed(folder: Path) -> Resumed | None:
 
 
 def refuse_other_job(before: Job, job: Job) -> None:
-    """Raises JobError where a run that began as one job would go on as another."""
+    """Raise JobError if a run that began with one job cannot resume with another."""
     old, new = (tomllib.loads(each.to_toml()) for each in (before, job))
     for table in sorted((old.keys() | new.keys()) - set(FREE)):
         if old.get(table) != new.get(table):
@@ -144,7 +168,7 @@ def refuse_other_job(before: Job, job: Job) -> None:
 
 
 def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """The first key in which they differ, and what is there."""
+    """Return the first key in which two values differ, and its values."""
     if isinstance(old, dict) and isinstance(new, dict):
         below = next(k for k in sorted(old.keys() | new.keys()) if old.get(k) != new.get(k))
         return _difference(f"{key}.{below}", old.get(below), new.get(below))
@@ -154,7 +178,7 @@ def _difference(key: str, old: Any, new: Any) -> tuple[str, Any, Any]:
 def _load(path: Path) -> dict[str, Any]:
     import torch
 
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)  # it is our own
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=False)  # hpcsync's own file
     return state
 
 
@@ -163,5 +187,5 @@ def _file(checkpoint: Path, name: str) -> Path:
 
 
 def _numbered(folder: Path) -> list[Path]:
-    """All finished checkpoints, the newest last."""
+    """Return all finished checkpoints, the newest last."""
     return sorted((path for path in folder.glob("[0-9]*") if path.name.isdigit()), key=number_of)

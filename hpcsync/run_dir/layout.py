@@ -1,4 +1,4 @@
-"""The folder of a run: `trace.h5`, `job.toml`, `weights.safetensors`, `summary.json`. Nothing in it is replaced."""
+"""The folder of a run: `trace.h5`, `job.toml`, `weights.safetensors`, `summary.json`. Runs never overwrite files."""
 
 from __future__ import annotations
 
@@ -33,13 +33,25 @@ SUMMARY = "summary.json"
 
 
 def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> Path:
-    """`out`, or else runs/NAME-TIME/, with a number behind it when that second is taken. Made if it is missing.
+    """Return the folder of a run, and create it if it is missing.
 
-    Raises JobError for a path that is no folder or cannot be written; for a folder that holds a run's files already;
-    or, if its run goes on from `before`, for another job than that.
+    Parameters
+    ----------
+    job
+        The resolved job.
+    out
+        The folder; None: runs/NAME-TIME/, with a number appended if another run began in the same second.
+    before
+        The run that resumes; None for a new run.
+
+    Raises
+    ------
+    JobError
+        If the path is no folder or cannot be written; if the folder of a new run holds files of a run; if a run
+        would resume with another job.
     """
     folder = _make_new(job) if out is None else Path(out)
-    with _telling(folder):
+    with _as_job_error(folder):
         if folder.exists() and not folder.is_dir():
             raise JobError(f"out {folder}: must be a folder")
         if before is not None:
@@ -54,38 +66,53 @@ def choose(job: Job, out: str | Path | None, before: Resumed | None = None) -> P
 
 
 def finished_already(out: str | Path | None, resume: bool) -> bool:
-    """Whether there is nothing left to resume. Raises JobError where nobody said what."""
+    """Return True if the run to resume has finished. Raises JobError if no folder is given."""
     if resume and out is None:
-        raise JobError("--resume: must come with --out DIR, the folder of the run that is to go on")
+        raise JobError("--resume: must come with --out DIR, the folder of the run to resume")
     return resume and out is not None and (Path(out) / SUMMARY).exists()
 
 
 def going_on(out: str | Path | None, resume: bool) -> Resumed | None:
-    """What goes on in this folder; None where a run begins, perhaps again, because there is no checkpoint.
+    """Return the run that resumes in this folder; None for a new run, also if there is no checkpoint yet.
 
-    Raises JobError for a run that has finished, and where nobody said what is to go on.
+    Raises
+    ------
+    JobError
+        If the run has finished, or no folder is given.
     """
     if not resume:
         return None
     if out is None:
-        raise JobError("resume: must come with out, the folder of the run that is to go on")
+        raise JobError("resume: must come with out, the folder of the run to resume")
     if finished_already(out, resume):
         raise JobError(f"out {out}: must hold a run that has not finished; this one has")
     return checkpoint.resumed(Path(out))
 
 
 def put_aside(out: str | Path | None) -> None:
-    """What an attempt without a checkpoint has left in the folder gets names of its own; half a checkpoint goes."""
+    """Rename the files that an attempt without a checkpoint has left, and delete its unfinished checkpoint."""
     if out is not None:
-        with _telling(Path(out)):
+        with _as_job_error(Path(out)):
             checkpoint.remove_unfinished(Path(out))
             for path in [Path(out) / name for name in (TRACE, JOB, WEIGHTS) if (Path(out) / name).exists()]:
                 path.rename(aside(path))
 
 
 def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before: Resumed | None) -> Job:
-    """The job in this file. One that goes on has what was chosen for it when it began, and as many workers, however
-    many there are now, unless it needs all of them."""
+    """Read the job of a run.
+
+    Parameters
+    ----------
+    path
+        The job file.
+    overrides
+        KEY=VALUE pairs.
+    ranks
+        Number of ranks; None: that of the job file.
+    before
+        The run that resumes. It keeps what was chosen automatically when it began. It also keeps its number of
+        workers, however many ranks there are now, unless it needs all of them.
+    """
     if before is None:
         return jobs.load(path, overrides, ranks)
     began = before.job
@@ -98,9 +125,14 @@ def job_of(path: str | Path, overrides: Sequence[str], ranks: int | None, before
 
 
 def create(folder: Path, job: Job, before: Resumed | None = None) -> None:
-    """Write the resolved job into the folder, over that of a run that goes on. Raises JobError when that is not
-    possible."""
-    with _telling(folder):
+    """Write the resolved job into the folder, replacing that of a run that resumes.
+
+    Raises
+    ------
+    JobError
+        If the folder holds a job already, or cannot be written.
+    """
+    with _as_job_error(folder):
         if before is not None:
             with whole(folder / JOB) as path:
                 path.write_text(job.to_toml(), encoding="utf-8")
@@ -114,17 +146,17 @@ def create(folder: Path, job: Job, before: Resumed | None = None) -> None:
 
 
 def withdraw(folder: Path) -> None:
-    """Nothing has come of the run: another one may have the folder."""
+    """Delete the job of a run that did not start, so that another run can use the folder."""
     with suppress(OSError):
         (folder / JOB).unlink()
 
 
 def _make_new(job: Job) -> Path:
-    """A folder that no other run has, not even one that begins in the same second."""
+    """Create a folder that no other run uses, not even one that begins in the same second."""
     runs = Path("runs")
     stem = f"{job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([stem], (f"{stem}-{i}" for i in itertools.count(2)))
-    with _telling(runs):
+    with _as_job_error(runs):
         runs.mkdir(exist_ok=True)
         while True:
             folder = runs / next(names)
@@ -134,8 +166,8 @@ def _make_new(job: Job) -> Path:
 
 
 @contextmanager
-def _telling(folder: Path) -> Iterator[None]:
-    """What the system refuses is the user's mistake, told in one line."""
+def _as_job_error(folder: Path) -> Iterator[None]:
+    """Turn an OSError into a JobError of one line."""
     try:
         yield
     except OSError as error:
@@ -147,7 +179,7 @@ def _taken(folder: Path, name: str) -> JobError:
 
 
 def save_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Write the model's state into the folder. Raises NotWritten."""
+    """Write the model's state dictionary into the folder. Raises NotWritten."""
     from safetensors.torch import save_file
 
     state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
@@ -156,9 +188,12 @@ def save_weights(folder: Path, model: torch.nn.Module) -> None:
 
 
 def conclude(folder: Path, console: Console) -> None:
-    """Sum the finished trace up: into the folder for scripts, onto the terminal for people.
+    """Summarise the finished trace: write summary.json, and print a table.
 
-    Raises NotWritten.
+    Raises
+    ------
+    NotWritten
+        If the summary cannot be written.
     """
     with opened(folder / TRACE) as trace:
         summary = summarize(trace)

@@ -1,4 +1,4 @@
-"""Iterations counted from the rows of a trace: of each worker, and of the slowest active one."""
+"""Iteration counts recomputed from the rows of a trace, of each worker and of the slowest active one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,25 @@ NEVER = np.iinfo(np.int64).max
 
 
 def follow(n_workers: int, events: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """After each event: how far its worker is, and how far the slowest active one is. Shapes (n_events,).
+    """Return the iteration counts of each event's worker and of the slowest active worker after the event.
 
-    A push that `counts` makes it one. Whoever joins is as far as the slowest active one, if it is not farther.
+    Parameters
+    ----------
+    n_workers
+        Number of workers; all are active at first.
+    events
+        Structured array, shape (n_events,), with the columns `worker`, `is_push` and `joins`.
+    counts
+        Iterations that each push counts as, shape (n_events,).
+
+    Returns
+    -------
+    own, slowest : numpy.ndarray
+        Counts of the event's worker and of the slowest active one, shape (n_events,) each. A worker that joins is
+        counted as far as the slowest active one, if it is not farther.
     """
     iters, active, n_active = [0] * n_workers, [True] * n_workers, n_workers
-    least, workers_at = 0, Counter({0: n_workers})  # active ones
+    least, workers_at = 0, Counter({0: n_workers})  # active workers by their count
     own, slowest = np.zeros((2, len(events)), np.int64)
     columns = [column.tolist() for column in (events["worker"], events["is_push"], events["joins"], counts)]
     for i, (worker, is_push, joins, more) in enumerate(zip(*columns, strict=True)):
@@ -32,7 +45,7 @@ def follow(n_workers: int, events: np.ndarray, counts: np.ndarray) -> tuple[np.n
 
 
 def running_count(labels: np.ndarray) -> np.ndarray:
-    """For each element the number of equal ones up to and with it."""
+    """Return for each element how many elements up to and including it are equal to it."""
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]
     first_of_run = np.searchsorted(ordered, ordered, side="left")

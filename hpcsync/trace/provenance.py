@@ -1,4 +1,4 @@
-"""Where a trace comes from: the root attributes that say what ran, with which versions, on which hosts."""
+"""Provenance of a trace: root attributes that record what ran, with which versions, on which hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,19 @@ _HASH = re.compile("[0-9a-f]{40}([0-9a-f]{24})?")  # SHA-1 or SHA-256
 
 
 def provenance(job: Job, *, engine: str, mpi_library: str | None, hosts: list[str]) -> dict[str, Any]:
-    """Root attributes of the trace of this job, run now. engine: `mpi` or `simulator`, which has no library."""
+    """Return the root attributes of the trace of a job that starts now.
+
+    Parameters
+    ----------
+    job
+        The resolved job.
+    engine
+        ``"mpi"`` or ``"simulator"``.
+    mpi_library
+        Version of the MPI library; None in a simulation.
+    hosts
+        Host of every rank; each is stored once.
+    """
     return {
         "engine": engine,
         "paradigm": job.paradigm.name,
@@ -37,9 +49,9 @@ def provenance(job: Job, *, engine: str, mpi_library: str | None, hosts: list[st
 
 
 def git_commit(folder: Path) -> str:
-    """The commit checked out in this folder's git repository, or "" outside one and where that cannot be read.
+    """Return the commit checked out in a folder's git repository, or "" outside one or if it cannot be read.
 
-    Read from the files, because a process that has initialised MPI had better not fork one for git.
+    Reads the repository's files, because a process that has initialised MPI should not fork one for git.
     """
     try:
         commit = _head(folder)
@@ -51,7 +63,7 @@ def git_commit(folder: Path) -> str:
 def _head(folder: Path) -> str:
     for parent in (folder, *folder.parents):
         git = parent / ".git"
-        if git.is_file():  # of a linked worktree or a submodule: says where its folder is
+        if git.is_file():  # a linked worktree or a submodule: the file names its folder
             git = parent / git.read_text().strip().removeprefix("gitdir: ")
         if (git / "HEAD").is_file():
             head = (git / "HEAD").read_text().strip()

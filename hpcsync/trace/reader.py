@@ -1,4 +1,4 @@
-"""Reading a trace, whatever became of the run that wrote it."""
+"""Reading a trace, also that of a run that did not finish."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ if TYPE_CHECKING:
 
     from hpcsync.config.job import Job
 
-SLICE_ROWS = 100_000  # of the widest table 14 MB
-
-_WORDS = {column: {int(code): code.name.lower() for code in codes} for column, codes in ENUMS.items()}
+SLICE_ROWS = 100_000  # 14 MB of the widest table
 
 
 class TraceError(Exception):
-    """A file that is not a trace, or not one that this version can read; told in one line that names the file."""
+    """A file is no trace, or none that this version can read. The message is one line that names the file."""
 
 
 @dataclass(frozen=True)
 class _Described:
-    """What a trace says of its run.
+    """Root attributes of a trace, which describe its run.
 
-    attributes: the root attributes; text is str, numbers are Python's.
+    Parameters
+    ----------
+    path
+        The trace file.
+    attributes
+        Root attributes: str, Python numbers, or lists of these.
     """
 
     path: Path
@@ -41,15 +44,17 @@ class _Described:
 
     @property
     def status(self) -> str:
+        """State of the run when the file was last written, one of `schema.STATUSES`."""
         return str(self.attributes["status"])
 
     @property
     def finished(self) -> bool:
-        """Whether the run came to its end, so that nothing may be missing."""
+        """True if the run came to its end, so that the trace is complete."""
         return self.status == "finished"
 
     @property
     def n_workers(self) -> int:
+        """Number of workers of the run."""
         return int(self.attributes["n_workers"])
 
     @cached_property
@@ -67,35 +72,61 @@ class _Described:
 class Trace(_Described):
     """A trace in memory.
 
-    tables: structured arrays of shape (n_rows,) by table name, with the columns of `schema`. Those of a run that did
-            not finish end together, at a flush. Pushes are in the order of `seq`, all others as written.
+    Parameters
+    ----------
+    tables
+        Structured arrays of shape (n_rows,) by table name, with the columns of `hpcsync.trace.schema`. The tables of
+        an unfinished run end at the same flush. Pushes are sorted by `seq`, all other tables are in the order of
+        the file.
     """
 
     tables: dict[str, np.ndarray]
 
     def slices(self, table: str) -> Iterator[np.ndarray]:
-        """All rows of a table in one slice, for what can also read a TraceFile."""
+        """Yield all rows of a table in one slice, as `TraceFile.slices` yields them in several."""
         yield self.tables[table]
 
     def frame(self, table: str) -> pandas.DataFrame:
-        """One table as a pandas.DataFrame, with words for what is a code in the file. Needs pandas."""
+        """Return one table as a pandas.DataFrame. Needs pandas.
+
+        Parameters
+        ----------
+        table
+            Name of a table, e.g. ``"pushes"``.
+
+        Returns
+        -------
+        pandas.DataFrame
+            One row per row of the table. Codes (`outcome`, `change`, `phase`) and the names of controllers are
+            categories; other text is str.
+        """
         import pandas
 
-        frame = pandas.DataFrame(self.tables[table])
+        rows = self.tables[table]
+        frame = pandas.DataFrame(rows)
         for name in frame.columns:
-            if name in _WORDS:
-                frame[name] = frame[name].map(_WORDS[name])
-            elif self.tables[table].dtype[name].kind == "S":
+            if name in ENUMS:
+                words = {int(code): code.name.lower() for code in ENUMS[name]}
+                frame[name] = pandas.Categorical(frame[name].map(words), categories=list(words.values()))
+            elif rows.dtype[name].kind == "S":
                 frame[name] = frame[name].str.decode("utf-8", errors="replace")
+        if "controller" in frame:
+            frame["controller"] = frame["controller"].astype("category")
         return frame
 
 
 @dataclass(frozen=True)
 class TraceFile(_Described):
-    """A trace in its open file, for what is too much for the memory. Rows are as written: pushes not in order of `seq`.
+    """A trace in its open file, for traces too large for memory. Rows are in the order of the file.
 
-    n_rows:     how many rows of each table belong together, after the last flush.
-    slice_rows: how many rows a slice has; a table's last one may have fewer.
+    Parameters
+    ----------
+    file
+        The open file.
+    n_rows
+        Rows of each table that belong together, as of the last flush.
+    slice_rows
+        Rows of a slice; the last slice of a table may have fewer.
     """
 
     file: h5py.File
@@ -103,14 +134,14 @@ class TraceFile(_Described):
     slice_rows: int
 
     def slices(self, table: str) -> Iterator[np.ndarray]:
-        """The rows of a table, slice by slice; of a table without rows one empty slice."""
+        """Yield the rows of a table slice by slice; one empty slice for a table without rows."""
         for begin in range(0, max(self.n_rows[table], 1), self.slice_rows):
             yield self.read(table, begin, begin + self.slice_rows)
 
     def read(self, table: str, begin: int = 0, end: int | None = None) -> np.ndarray:
-        """The rows of a table from `begin` up to, without it, `end`; up to the last one if that is None."""
+        """Return the rows [begin, end) of a table; `end` None is its last row."""
         last = self.n_rows[table]
-        with _telling_damage(self.path):
+        with _reporting_damage(self.path):
             return self.file[table][begin : last if end is None else min(end, last)]
 
 
@@ -122,14 +153,24 @@ def trace_path(path: str | Path) -> Path:
 
 @contextmanager
 def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile]:
-    """A trace to be read in slices, for a `with` block. `path` is the trace, or the folder of its run.
+    """Open a trace to read it in slices, as a context manager.
 
-    Raises TraceError if the file is none or cannot be opened.
+    Parameters
+    ----------
+    path
+        A trace file, or the folder of a run.
+    slice_rows
+        Rows of a slice.
+
+    Raises
+    ------
+    TraceError
+        If there is no trace, or it cannot be read.
     """
     path = trace_path(path)
     with _open(path, "r") as file:
         attributes = {name: _plain(value) for name, value in file.attrs.items() if name != "flushed_rows"}
-        with _telling_damage(path):
+        with _reporting_damage(path):
             flushed = file.attrs["flushed_rows"]
             n_rows = {table: int(flushed[table]) for table in TABLES}
         for name in ("status", "n_workers", "paradigm", "job"):
@@ -139,9 +180,31 @@ def opened(path: str | Path, slice_rows: int = SLICE_ROWS) -> Iterator[TraceFile
 
 
 def load(path: str | Path) -> Trace:
-    """Read a whole trace. `path` is the trace, or the folder of its run.
+    """Read a whole trace into memory; public as `hpcsync.load_trace`.
 
-    Raises TraceError if the file is none or cannot be opened.
+    Parameters
+    ----------
+    path
+        A trace file, or the folder of a run, which holds a trace.h5.
+
+    Returns
+    -------
+    Trace
+        The tables as NumPy structured arrays (`tables`) or pandas frames (`frame`), the job (`job`) and what describes
+        the run (`attributes`).
+
+    Raises
+    ------
+    TraceError
+        If there is no trace, or it cannot be read.
+
+    Examples
+    --------
+    >>> trace = hpcsync.load_trace("runs/digits-20260101-120000")
+    >>> trace.job.paradigm.name
+    'ssp'
+    >>> trace.frame("pushes").groupby("worker")["wait_s"].sum()
+    >>> trace.tables["updates"]["lr"]
     """
     with opened(path) as file:
         tables = {table: file.read(table) for table in TABLES}
@@ -150,12 +213,27 @@ def load(path: str | Path) -> Trace:
 
 
 def settle(path: str | Path, status: str) -> bool:
-    """Say what became of a run that could not say so itself: for a launcher whose ranks have died.
+    """Set the final status of a trace whose run could not set it itself; for a launcher whose ranks have died.
 
-    Sets the status of a trace that is `running` or `interrupted`; a `finished` or `failed` one stays as it is, and a
-    missing file is no error: ranks can die before there is one. Returns whether the status was set.
+    A trace that is `running` or `interrupted` gets the status; a `finished` or `failed` one keeps its own. A missing
+    file is no error: ranks can die before they create it.
 
-    Raises TraceError for a file that is not a trace, that another process still writes, or that cannot be written.
+    Parameters
+    ----------
+    path
+        The trace file.
+    status
+        One of `schema.STATUSES` other than ``"running"``.
+
+    Returns
+    -------
+    bool
+        True if the status was set.
+
+    Raises
+    ------
+    TraceError
+        If the file is no trace, another process is still writing it, or it cannot be written.
     """
     if status not in STATUSES or status == "running":
         raise ValueError(f"status is {status!r}; must be one of {', '.join(STATUSES[1:])}")
@@ -173,7 +251,7 @@ def settle(path: str | Path, status: str) -> bool:
 
 
 def _open(path: Path, mode: str) -> h5py.File:
-    """The file, known to be a trace that this version can read."""
+    """Open a file after checking that it is a trace which this version can read."""
     if not path.is_file():
         raise TraceError(f"{path}: {'not a file' if path.exists() else 'no such file'}")
     if not h5py.is_hdf5(path):
@@ -194,7 +272,8 @@ def _open(path: Path, mode: str) -> h5py.File:
 
 
 @contextmanager
-def _telling_damage(path: Path) -> Iterator[None]:
+def _reporting_damage(path: Path) -> Iterator[None]:
+    """Turn errors of reading into a TraceError of one line."""
     try:
         yield
     except (KeyError, ValueError, OSError) as error:
@@ -202,6 +281,7 @@ def _telling_damage(path: Path) -> Iterator[None]:
 
 
 def _plain(value: Any) -> Any:
+    """Return an attribute's value as Python's own types."""
     if isinstance(value, np.ndarray):
         return [_plain(item) for item in value]
     if isinstance(value, bytes):

@@ -1,13 +1,25 @@
-"""The tables of a trace: one NumPy record type each. Names that are quantities end in their unit.
+"""Tables of a trace and their columns: name, storage type, unit and description.
 
-Seconds are float64 since the start of the run, on the clock of the deciding server. `seq` is one counter over pushes,
-grants, decisions and membership changes, from 1 on, so that their order is total.
+`SCHEMA` declares every column once. `TABLES`, the NumPy record types, follow from it, and so does what a trace says of
+itself: `TraceWriter` stores each declaration as HDF5 attributes of its dataset. All of them are plain strings:
+
+- ``description``: the table;
+- ``COLUMN.description``: the column, e.g. ``held_s.description``;
+- ``COLUMN.unit``: its unit, e.g. ``held_s.unit``.
+
+``h5dump -A trace.h5``, HDFView and ``h5py.File("trace.h5")["grants"].attrs`` list them in alphabetical order, so that
+the two attributes of a column stand side by side.
+
+Units are written as in `UNITS`. Names of quantities end in their unit. Times are float64 seconds since the start of
+the run on the clock of the deciding server (rank 0 without servers). `seq` is one counter over pushes, grants,
+decisions and membership changes, from 1, so that their order is total.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,167 +56,349 @@ ENUMS: dict[str, type[IntEnum]] = {"outcome": Outcome, "change": Change, "phase"
 
 STATUSES = ("running", "finished", "failed", "interrupted")
 
-# One row per push; `seq` is the order in which the deciding server handled them. In the file a row appears once the
-# push's fate is known, so those of a barrier come together; `reading.load` sorts them. `version_read` is the version
-# that the gradient was computed from, `staleness` the number of updates between that version and the update that
-# applied it (or, for a dropped push, between that version and the drop). `begin_s` and `end_s` bound the worker's own
-# computation; `compute_s` is that computation with its padding, `wait_s` the wait for the grant that let it begin,
-# `comm_s` the transfers of weights before it and of the gradient after it, `wire_bytes` the bytes of both.
-#
-# With elastic averaging, and where workers commit, a push is of several iterations on the worker, its `local_steps`,
-# and `iteration` counts pushes all the same: `batch_size` is the samples of all of them and `loss` their mean.
-# `version_read` is what the worker moved towards before them (the centre), or went on from. With elastic averaging
-# iterations after a worker's last push are in no row.
-#
-# `share` is 1, or of an iteration that was cancelled the share of its samples that was computed: `compute_s` and `loss`
-# are of these. `predicted_fixed_s` and `predicted_sample_s` are what the worker predicts for its next iterations: so
-# many seconds, and so many for each sample; NaN where nobody asks. `pull_s` is the part of `comm_s` that is before the
-# computation, `encode_s` the compression after it, which is in no other column. `weight` is what the contribution was
-# multiplied by in its update, 0 for a dropped one.
-PUSHES = np.dtype(
-    [
-        ("seq", "<i8"),
-        ("now_s", "<f8"),
-        ("worker", "<i4"),
-        ("iteration", "<i8"),
-        ("version_read", "<i8"),
-        ("staleness", "<i8"),
-        ("begin_s", "<f8"),
-        ("end_s", "<f8"),
-        ("compute_s", "<f8"),
-        ("wait_s", "<f8"),
-        ("comm_s", "<f8"),
-        ("batch_size", "<i4"),
-        ("local_steps", "<i4"),
-        ("loss", "<f8"),
-        ("wire_bytes", "<i8"),
-        ("share", "<f8"),
-        ("predicted_fixed_s", "<f8"),
-        ("predicted_sample_s", "<f8"),
-        ("pull_s", "<f8"),
-        ("encode_s", "<f8"),
-        ("weight", "<f8"),
-        ("outcome", "<i1"),
-    ]
-)
+ALL_PEERS, NO_PEER = -1, -2  # in the column `peer` of /exchanges
 
-# One row per grant. `iteration` is the one that the worker may now start, `version` the one that it will read,
-# `gap_iters` how far the worker is ahead of the slowest that takes part, `held_s` the time since its push or return.
-# A grant of zero local steps (and batch size zero) ends the worker's part in the run. `first_sample` is where in the
-# run's endless sequence of samples those of the iteration begin, -1 where that follows from worker and iteration
-# (`learning.data`). `local_steps` -1: as many as fit into `commit_s` seconds, from the end of reading the weights to
-# the end of the last step; `batch_size` is then that of each. (0 of one who has not pushed before: its own.)
-# `ratio` is the share of its contribution that the worker sends, NaN where the compression says that.
-GRANTS = np.dtype(
-    [
-        ("seq", "<i8"),
-        ("now_s", "<f8"),
-        ("worker", "<i4"),
-        ("iteration", "<i8"),
-        ("version", "<i8"),
-        ("gap_iters", "<i8"),
-        ("credits", "<i8"),
-        ("held_s", "<f8"),
-        ("first_sample", "<i8"),
-        ("batch_size", "<i4"),
-        ("local_steps", "<i4"),
-        ("commit_s", "<f8"),
-        ("ratio", "<f8"),
-    ]
-)
-
-# One row per update of the model. `version` is the version that the update made (the first is 1), `samples` the samples
-# that all updates up to this one were computed from: the sum of their pushes' `batch_size`. `lr` is the learning rate;
-# with elastic averaging it is alpha, the share of its distance from a worker by which the centre moves.
-UPDATES = np.dtype(
-    [("version", "<i8"), ("now_s", "<f8"), ("n_contributions", "<i4"), ("lr", "<f8"), ("samples", "<i8")]
-)
-
-# One row per choice of an adaptive controller. What it chose from follows as float64 columns: the paradigm's
-# `decision_fields`, and those of the allocation of batch sizes, if there is one; NaN in the columns of the other.
-DECISIONS = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("controller", "S16"), ("worker", "<i4"), ("chosen", "<f8")])
-
-# One row per iteration of a worker that has weights of its own and no server, and the exchange with others that ended
-# it: `peer` is the other one, or EVERYBODY, or NOBODY in an iteration without an exchange. `compute_s` is the
-# computation between `begin_s` and `end_s` with its padding (where layers are separated, a part of the time between
-# them: there a worker also waits), `wait_s` the wait for others, `comm_s` the transfers, `wire_bytes` what they moved.
-# `n_received` models (or gradients) of others came into the worker's; `weight` is its push-sum weight afterwards. A row
-# with batch size 0 is no iteration: what had come for a worker that had ended.
-ALL_PEERS, NO_PEER = -1, -2
-EXCHANGES = np.dtype(
-    [
-        ("now_s", "<f8"),
-        ("worker", "<i4"),
-        ("iteration", "<i8"),
-        ("peer", "<i4"),
-        ("wire_bytes", "<i8"),
-        ("compute_s", "<f8"),
-        ("wait_s", "<f8"),
-        ("comm_s", "<f8"),
-        ("loss", "<f8"),
-        ("batch_size", "<i4"),
-        ("begin_s", "<f8"),
-        ("end_s", "<f8"),
-        ("n_received", "<i4"),
-        ("weight", "<f8"),
-    ]
-)
-
-# `consensus_distance`: of the replicas from their mean, which is what was evaluated: the root of their mean squared
-# distance. NaN where weights are on servers.
-EVALUATIONS = np.dtype(
-    [
-        ("now_s", "<f8"),
-        ("version", "<i8"),
-        ("samples", "<i8"),
-        ("loss", "<f8"),
-        ("accuracy", "<f8"),
-        ("consensus_distance", "<f8"),
-    ]
-)
-
-# One row per change of who takes part. All do at first. LEFT: the worker leaves, at the end of its data or of the run,
-# or because the job says so; one that is to join late does so instead of its first push. DIED: its process has. JOINED:
-# it takes part again, and counts as no less far than the slowest that does; its iterations go on where they were, so
-# that the grant that answers its return may be of one that it was granted before.
-MEMBERSHIP = np.dtype([("seq", "<i8"), ("now_s", "<f8"), ("worker", "<i4"), ("change", "<i1")])
-
-# One row per start of the run: its number, from 0, and where it goes on, `now_s` and `seq` of the last row before it.
-# `created` is when, in UTC; `job_id` the batch system's.
-STARTS = np.dtype([("start", "<i4"), ("now_s", "<f8"), ("seq", "<i8"), ("created", "S25"), ("job_id", "S64")])
-
-# One row per report of a stall, an iteration that has lasted `lasted_s`, longer than the `deadline_s` that its worker's
-# own iterations lead one to expect; there is another when it has lasted twice as long. `phase` is what the worker was
-# doing, `n_waiting` how many others were held.
-STALLS = np.dtype(
-    [
-        ("now_s", "<f8"),
-        ("worker", "<i4"),
-        ("iteration", "<i8"),
-        ("phase", "<i1"),
-        ("lasted_s", "<f8"),
-        ("deadline_s", "<f8"),
-        ("n_waiting", "<i4"),
-    ]
-)
-
-# Of every start of the run.
-CLOCKS = np.dtype([("start", "<i4"), ("rank", "<i4"), ("host", "S64"), ("offset_s", "<f8"), ("uncertainty_s", "<f8")])
-
-TABLES = {
-    "pushes": PUSHES,
-    "grants": GRANTS,
-    "updates": UPDATES,
-    "decisions": DECISIONS,
-    "exchanges": EXCHANGES,
-    "evaluations": EVALUATIONS,
-    "membership": MEMBERSHIP,
-    "starts": STARTS,
-    "stalls": STALLS,
-    "clocks": CLOCKS,
+UNITS = {
+    "": "none: identifiers, positions, codes and text",
+    "1": "dimensionless number",
+    "s": "seconds",
+    "s/sample": "seconds per sample",
+    "1/s": "per second",
+    "B": "bytes",
+    "samples": "training samples",
+    "iterations": "iterations of a worker",
+    "updates": "updates of the model, which are also versions",
+    "contributions": "contributions to an update",
+    "workers": "workers",
+    "models": "models (or gradients) of other workers",
 }
 
 
-def decisions_dtype(decision_fields: Sequence[str]) -> np.dtype:
-    """The record type of `/decisions` for a paradigm: the common columns, then one float64 per field."""
-    return np.dtype(DECISIONS.descr + [(name, "<f8") for name in decision_fields])
+class Column(NamedTuple):
+    """A column of a table.
+
+    Parameters
+    ----------
+    name, dtype
+        Name, and NumPy type string of the values.
+    unit
+        A key of `UNITS`.
+    description
+        Noun phrase that ends in a period.
+    """
+
+    name: str
+    dtype: str
+    unit: str
+    description: str
+
+
+class TableSchema(NamedTuple):
+    """A table of the trace, with what each row stands for."""
+
+    description: str
+    columns: tuple[Column, ...]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The record type of its rows."""
+        return np.dtype([(column.name, column.dtype) for column in self.columns])
+
+
+_SEQ = Column("seq", "<i8", "", "Position among all pushes, grants, decisions and membership changes, from 1.")
+_WORKER = Column("worker", "<i4", "", "Worker, from 0.")
+
+SCHEMA: dict[str, TableSchema] = {
+    "pushes": TableSchema(
+        "One row per push of a worker to the servers. A row is written once the outcome of its push is known, so the "
+        "pushes of a barrier come together; hpcsync.load_trace sorts them by seq. Under EASGD, ASHL and ADSP a push "
+        "covers several iterations on the worker (local_steps). Under EASGD, iterations after a worker's last push "
+        "are in no row.",
+        (
+            Column("seq", "<i8", "", f"{_SEQ.description[:-1]}: the order in which the deciding server handles them."),
+            Column("now_s", "<f8", "s", "Time at which the deciding server handles the push info."),
+            _WORKER,
+            Column("iteration", "<i8", "", "Number of the push among those of its worker, from 1."),
+            Column(
+                "version_read",
+                "<i8",
+                "",
+                "Version of the weights from which the gradient was computed; under EASGD the version of the centre "
+                "towards which the worker moved, under ASHL and ADSP the one from which its local steps began.",
+            ),
+            Column(
+                "staleness",
+                "<i8",
+                "updates",
+                "Updates between version_read and the update that applied the push, or the moment it was dropped.",
+            ),
+            Column("begin_s", "<f8", "s", "Time at which the worker's computation began."),
+            Column("end_s", "<f8", "s", "Time at which the worker's computation ended."),
+            Column("compute_s", "<f8", "s", "Duration of the computation, including padding to the job's times."),
+            Column("wait_s", "<f8", "s", "Time the worker waited for the grant of this iteration."),
+            Column(
+                "comm_s",
+                "<f8",
+                "s",
+                "Duration of the transfers: weights before the computation, contribution after it.",
+            ),
+            Column("batch_size", "<i4", "samples", "Samples of the push, over all of its local steps."),
+            Column("local_steps", "<i4", "iterations", "Iterations that the push covers."),
+            Column("loss", "<f8", "1", "Mean training loss of the samples; NaN without arithmetic."),
+            Column("wire_bytes", "<i8", "B", "Bytes of the transfers in comm_s."),
+            Column(
+                "share",
+                "<f8",
+                "1",
+                "Share of the samples that was computed: 1, or less for a cancelled iteration; compute_s and loss "
+                "cover this share.",
+            ),
+            Column(
+                "predicted_fixed_s",
+                "<f8",
+                "s",
+                "Part of the predicted time of the worker's next iterations that is independent of the batch size; "
+                "NaN with equal batches.",
+            ),
+            Column(
+                "predicted_sample_s",
+                "<f8",
+                "s/sample",
+                "Predicted time per sample of the worker's next iterations; NaN with equal batches.",
+            ),
+            Column("pull_s", "<f8", "s", "Part of comm_s before the computation."),
+            Column("encode_s", "<f8", "s", "Duration of the compression after the computation; in no other column."),
+            Column("weight", "<f8", "1", "Factor of the contribution in its update; 0 for a dropped push."),
+            Column("outcome", "<i1", "", "Outcome of the push."),
+        ),
+    ),
+    "grants": TableSchema(
+        "One row per grant. A grant of zero local steps (and batch size zero) ends the worker's part in the run.",
+        (
+            _SEQ,
+            Column("now_s", "<f8", "s", "Time of the grant."),
+            _WORKER,
+            Column("iteration", "<i8", "", "Iteration (push) that the worker may now start, from 1."),
+            Column("version", "<i8", "", "Version of the weights that the worker will read."),
+            Column("gap_iters", "<i8", "iterations", "Lead of the worker over the slowest active worker."),
+            Column(
+                "credits", "<i8", "iterations", "Extra iterations that the worker may still start unblocked (DSSP)."
+            ),
+            Column("held_s", "<f8", "s", "Time blocked: from the worker's push, or its return, to this grant."),
+            Column(
+                "first_sample",
+                "<i8",
+                "",
+                "Position of the iteration's first sample in the run's endless sequence of samples; -1 where it "
+                "follows from worker and iteration (hpcsync.training.sampler).",
+            ),
+            Column(
+                "batch_size",
+                "<i4",
+                "samples",
+                "Samples of the push; with local_steps -1 those of each local step (0 before the worker's first push: "
+                "its own batch size).",
+            ),
+            Column("local_steps", "<i4", "iterations", "Local steps to make; -1: as many as fit into commit_s."),
+            Column(
+                "commit_s",
+                "<f8",
+                "s",
+                "Time from the end of reading the weights to the end of the last local step, if local_steps is -1.",
+            ),
+            Column(
+                "ratio",
+                "<f8",
+                "1",
+                "Share of the contribution's elements to send; NaN where the job's compression sets it.",
+            ),
+        ),
+    ),
+    "updates": TableSchema(
+        "One row per update of the model.",
+        (
+            Column("version", "<i8", "", "Version that the update made, from 1."),
+            Column("now_s", "<f8", "s", "Time of the update."),
+            Column("n_contributions", "<i4", "contributions", "Contributions to the update."),
+            Column(
+                "lr",
+                "<f8",
+                "1",
+                "Learning rate; under EASGD alpha, the share of its distance from a worker by which the centre moves.",
+            ),
+            Column(
+                "samples",
+                "<i8",
+                "samples",
+                "Samples of all updates up to this one: the sum of their pushes' batch_size.",
+            ),
+        ),
+    ),
+    "decisions": TableSchema(
+        "One row per choice of an adaptive controller. Its inputs follow as float64 columns: those of the paradigm, "
+        "then those of the allocation of batch sizes; NaN in the columns of the other.",
+        (
+            _SEQ,
+            Column("now_s", "<f8", "s", "Time of the decision."),
+            Column("controller", "S16", "", "Name of the controller, which says what `chosen` is."),
+            Column("worker", "<i4", "", "Worker that the choice is for, or whose event brought it about."),
+            Column("chosen", "<f8", "", "Value chosen, in the unit of its controller."),
+        ),
+    ),
+    "exchanges": TableSchema(
+        "One row per iteration of a worker with weights of its own (no servers), and the exchange that ended it. A row "
+        "with batch size 0 is no iteration: it records models that arrived for a worker that had ended.",
+        (
+            Column("now_s", "<f8", "s", "Time at which the step info is handled."),
+            _WORKER,
+            Column("iteration", "<i8", "", "Iteration of the worker, from 1."),
+            Column("peer", "<i4", "", "Worker exchanged with; -1: all workers, -2: none in this iteration."),
+            Column("wire_bytes", "<i8", "B", "Bytes of the transfers in comm_s."),
+            Column(
+                "compute_s",
+                "<f8",
+                "s",
+                "Duration of the computation between begin_s and end_s, including padding to the job's times; with "
+                "layer separation a part of that interval, in which the worker also waits.",
+            ),
+            Column("wait_s", "<f8", "s", "Time the worker waited for others."),
+            Column("comm_s", "<f8", "s", "Duration of the transfers."),
+            Column("loss", "<f8", "1", "Mean training loss of the samples; NaN without arithmetic."),
+            Column("batch_size", "<i4", "samples", "Samples of the iteration."),
+            Column("begin_s", "<f8", "s", "Time at which the worker's computation began."),
+            Column("end_s", "<f8", "s", "Time at which the worker's computation ended."),
+            Column("n_received", "<i4", "models", "Models (or gradients) of others merged into the worker's own."),
+            Column("weight", "<f8", "1", "Push-sum weight of the worker afterwards."),
+        ),
+    ),
+    "evaluations": TableSchema(
+        "One row per evaluation on held-out data.",
+        (
+            Column("now_s", "<f8", "s", "Time at which the evaluated weights existed."),
+            Column("version", "<i8", "", "Version of the evaluated weights."),
+            Column("samples", "<i8", "samples", "Samples of all updates up to that version."),
+            Column("loss", "<f8", "1", "Mean loss."),
+            Column("accuracy", "<f8", "1", "Share of correct predictions; NaN where the workload has none."),
+            Column(
+                "consensus_distance",
+                "<f8",
+                "1",
+                "Root mean squared distance of the workers' replicas from their mean, which was evaluated; NaN with "
+                "servers.",
+            ),
+        ),
+    ),
+    "membership": TableSchema(
+        "One row per change of membership; all workers are active at first. left: the worker leaves at the end of its "
+        "data or of the run, or because the job says so; a worker that joins late leaves instead of its first push. "
+        "died: its process died. joined: it is active again and counts as far as the slowest active worker, if it is "
+        "not farther; its iterations continue where they were, so the grant that answers its return may repeat one "
+        "from before.",
+        (
+            _SEQ,
+            Column("now_s", "<f8", "s", "Time of the change."),
+            _WORKER,
+            Column("change", "<i1", "", "Change of membership."),
+        ),
+    ),
+    "starts": TableSchema(
+        "One row per start of the run: the first, and each time it resumes from a checkpoint.",
+        (
+            Column("start", "<i4", "", "Number of the start, from 0."),
+            Column("now_s", "<f8", "s", "Time at which the run starts or resumes."),
+            Column("seq", "<i8", "", "Last seq before this start."),
+            Column("created", "S25", "", "Date and time of the start, UTC."),
+            Column("job_id", "S64", "", "Job identifier of the batch system; empty without one."),
+        ),
+    ),
+    "stalls": TableSchema(
+        "One row per report of a stall: an iteration that lasts longer than its worker's own iterations lead to "
+        "expect. It is reported again when it has lasted twice as long.",
+        (
+            Column("now_s", "<f8", "s", "Time of the report."),
+            _WORKER,
+            Column("iteration", "<i8", "", "Iteration of the worker, from 1."),
+            Column("phase", "<i1", "", "Activity of the worker."),
+            Column("lasted_s", "<f8", "s", "Duration of the iteration so far."),
+            Column("deadline_s", "<f8", "s", "Longest duration expected from the worker's own iterations."),
+            Column("n_waiting", "<i4", "workers", "Other workers that were blocked."),
+        ),
+    ),
+    "clocks": TableSchema(
+        "One row per rank and start of the run: its host, and how its clock was synchronised with that of rank 0.",
+        (
+            Column("start", "<i4", "", "Number of the start, as in /starts."),
+            Column("rank", "<i4", "", "Rank, servers first."),
+            Column("host", "S64", "", "Host name; virtual in a simulation."),
+            Column("offset_s", "<f8", "s", "Clock of rank 0 minus clock of this rank."),
+            Column("uncertainty_s", "<f8", "s", "Error bound of offset_s: half of the fastest round trip."),
+        ),
+    ),
+}
+
+TABLES: dict[str, np.dtype] = {name: table.dtype for name, table in SCHEMA.items()}
+
+
+def decisions_dtype(decision_fields: Iterable[str]) -> np.dtype:
+    """Return the record type of /decisions: the common columns, then one float64 per decision field."""
+    return np.dtype(TABLES["decisions"].descr + [(name, "<f8") for name in decision_fields])
+
+
+def decisions_table(decision_fields: Mapping[str, tuple[str, str]]) -> TableSchema:
+    """Return /decisions with the inputs of a job's controllers.
+
+    Parameters
+    ----------
+    decision_fields
+        Name to (unit, description), as from `hpcsync.core.assignments.decision_fields`.
+    """
+    inputs = (Column(name, "<f8", unit, description) for name, (unit, description) in decision_fields.items())
+    description, columns = SCHEMA["decisions"]
+    return TableSchema(description, (*columns, *inputs))
+
+
+def hdf5_attributes(table: TableSchema) -> dict[str, str]:
+    """Return the attributes of a table's dataset, by name.
+
+    Raises
+    ------
+    ValueError
+        If the table or one of its columns has no description, or a unit is not in `UNITS`.
+    """
+    if not table.description:
+        raise ValueError(f"table {[column.name for column in table.columns]}: description is missing")
+    attributes = {"description": table.description}
+    for name, _, unit, description in table.columns:
+        if not description:
+            raise ValueError(f"column {name}: description is missing")
+        if unit not in UNITS:
+            raise ValueError(f"column {name}: unit is {unit!r}; must be one of {', '.join(map(repr, UNITS))}")
+        attributes |= {f"{name}.description": description, f"{name}.unit": unit}
+    return attributes
+
+
+def columns_markdown(columns: Iterable[Column]) -> str:
+    """Return a Markdown table of columns: name, type, unit and description."""
+    lines = ["| column | type | unit | description |", "|---|---|---|---|"]
+    for name, dtype, unit, description in columns:
+        kind = f"text ({dtype[1:]} bytes)" if dtype.startswith("S") else str(np.dtype(dtype))
+        if name in ENUMS:
+            kind = f"enum ({kind})"
+            description += f" {', '.join(f'{code.name.lower()} = {code.value}' for code in ENUMS[name])}."
+        lines.append(f"| `{name}` | {kind} | {unit} | {description} |")
+    return "\n".join(lines) + "\n"
+
+
+def tables_markdown(heading: str = "##") -> str:
+    """Return Markdown sections that document all tables, for the documentation.
+
+    Parameters
+    ----------
+    heading
+        Markdown of a heading's level.
+    """
+    sections = (
+        f"{heading} /{name}\n\n{table.description}\n\n{columns_markdown(table.columns)}"
+        for name, table in SCHEMA.items()
+    )
+    return "\n".join(sections)

@@ -1,14 +1,14 @@
-"""Writing a trace while the run goes on: rows into memory at once, into the file every few seconds.
+"""Writing a trace during a run: rows go to memory at once and to the file every few seconds.
 
-The deciding server calls `append` in the middle of its work, so that must cost next to nothing: a row is packed
-straight into a preallocated array that has the layout of the file. Of the ways to do it (microseconds per push of 16
-columns, append and conversion together) `struct.pack_into` takes 0.2, a list of tuples turned into an array later
-0.35, and assignment to a structured array 0.35; it also refuses a wrong type at the line that is wrong.
+The deciding server calls `append` in the middle of its work, so an append must cost next to nothing: it packs the row
+into a preallocated array that has the layout of the file. `struct.pack_into` takes 0.2 us per push of 16 columns,
+append and conversion together; a list of tuples converted to an array later takes 0.35 us, and so does assignment to a
+structured array. It also raises on a wrong type where the wrong row is appended.
 
-The file must survive a run that is killed at any moment. HDF5's default file format does: what has been flushed can be
-read, while the newer formats (libver="latest") leave a file that does not open. But a kill in the middle of a flush can
-leave some tables longer than others. So the tables are flushed first and the root attribute `flushed_rows` says after
-that how many rows of each table belong together; readers look no further.
+The file must survive a run that is killed at any moment. HDF5's default file format does: flushed data can be read,
+while the newer formats (libver="latest") leave a file that does not open. A kill during a flush can still leave some
+tables longer than others. Therefore the tables are flushed first, and then the root attribute `flushed_rows` records
+how many rows of each table belong together; readers ignore later rows.
 """
 
 from __future__ import annotations
@@ -30,20 +30,29 @@ import h5py
 import numpy as np
 
 from hpcsync.system.atomic_files import aside, naming
-from hpcsync.trace.schema import ENUMS, FORMAT, FORMAT_VERSION, STATUSES, TABLES, decisions_dtype
+from hpcsync.trace.schema import (
+    ENUMS,
+    FORMAT,
+    FORMAT_VERSION,
+    SCHEMA,
+    STATUSES,
+    TableSchema,
+    decisions_table,
+    hdf5_attributes,
+)
 
 RING_ROWS = 8192  # rows of a table that fit in memory between two flushes
-CHUNK_BYTES = 65536  # a chunk is written whole, so not larger than a few seconds of rows are worth
+CHUNK_BYTES = 65536  # a chunk is written whole, so it should hold no more than a few seconds of rows
 FLUSH_INTERVAL_S = 2.0
-COPIED_ROWS = 100_000  # at once
-SETTLE_S = 10.0  # a process that imports h5py and changes one attribute, on a busy machine
+COPIED_ROWS = 100_000  # copied at once
+SETTLE_S = 10.0  # time limit of a process that imports h5py and changes one attribute, on a busy machine
 
 _STRUCT_CODES = {"<i1": "b", "<i4": "i", "<i8": "q", "<f8": "d", "|i1": "b"}
 _ENUMS = {column: {code.name.lower(): int(code) for code in codes} for column, codes in ENUMS.items()}
 
 
 class _Ring:
-    """The rows of one table that wait for the next flush, packed as they will lie in the file."""
+    """Rows of one table that wait for the next flush, packed in the layout of the file."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.rows = np.zeros(RING_ROWS, dtype)
@@ -58,6 +67,7 @@ class _Ring:
         self._has_text = any(code.endswith("s") for code in codes)
 
     def append(self, row: Sequence[Any]) -> None:
+        """Pack one row; text is encoded."""
         if self._has_text:
             row = [value.encode() if isinstance(value, str) else value for value in row]
         self._pack_into(self._buffer, self.used * self._row_bytes, *row)
@@ -65,48 +75,64 @@ class _Ring:
 
 
 class TraceWriter:
-    """A trace being written, by one thread of one process. Leaving the `with` block closes it.
+    """A trace being written by one thread of one process. As a context manager it closes the trace on exit.
 
-    path:            must not exist, unless the run goes on: a trace is never overwritten (FileExistsError).
-    attributes:      the root attributes that describe the run; one that is None is left out. `format`,
-                     `format_version`, `status`, `flushed_rows` and `tracing_overhead_s` are the writer's own.
-    going_on:        the trace goes on where its tables had so many rows. `path` has them and those that followed, which
-                     stay beside it in trace.lost-NUMBER.h5.
-    decision_fields: names of the numbers that decisions come with: the paradigm's, then those of batch sizes.
+    Parameters
+    ----------
+    path
+        File to create. It must not exist unless the run resumes: a trace is never overwritten.
+    attributes
+        Root attributes that describe the run; those that are None are left out. `format`, `format_version`, `status`,
+        `flushed_rows` and `tracing_overhead_s` are the writer's own.
+    decision_fields
+        Further columns of /decisions, (unit, description) by name: the paradigm's, then those of batch allocation.
+    resumed_rows
+        Rows of each table with which a resumed trace begins. They are copied from the file at `path`, which is kept
+        beside the new one, with its later rows, as trace.lost-NUMBER.h5.
 
-    The root attribute `tracing_overhead_s` is what tracing has cost the deciding server so far: the time spent in
-    flushes, measured, and for each appended row the cost of an append that was measured on opening. The last flush, on
-    closing, is not in it: the run is over by then.
+    Raises
+    ------
+    FileExistsError
+        If `path` exists and the run does not resume.
+    NotWritten
+        If the file cannot be created.
+
+    Notes
+    -----
+    The root attribute `tracing_overhead_s` is what tracing has cost the deciding server so far: the measured time of
+    all flushes, plus for each appended row the cost of an append measured on opening. The last flush, on closing, is
+    not included: the run is over by then.
+
+    Each dataset describes its columns in attributes (`hpcsync.trace.schema`).
     """
 
     def __init__(
         self,
         path: str | Path,
         attributes: Mapping[str, Any],
-        decision_fields: Sequence[str] = (),
-        going_on: Mapping[str, int] | None = None,
+        decision_fields: Mapping[str, tuple[str, str]] | None = None,
+        resumed_rows: Mapping[str, int] | None = None,
     ) -> None:
-        dtypes = {**TABLES, "decisions": decisions_dtype(decision_fields)}
-        dtypes = {table: _with_enums(dtype) for table, dtype in dtypes.items()}
-        self._rings = {table: _Ring(dtype) for table, dtype in dtypes.items()}
+        tables = {**SCHEMA, "decisions": decisions_table(decision_fields or {})}
+        self._rings = {name: _Ring(_with_enums(table.dtype)) for name, table in tables.items()}
         self._append_s = self._time_append()
         self._flush_s = 0.0
         self._flushed_at_s = 0.0
-        self._n_rows = dict.fromkeys(dtypes, 0)
-        self._datasets: dict[str, h5py.Dataset] = {}  # held open: h5py only prints what fails when a handle goes
+        self._n_rows = dict.fromkeys(tables, 0)
+        self._datasets: dict[str, h5py.Dataset] = {}  # held open: h5py only prints errors of closing a handle
         self.path = Path(path)
         self._abandoned = self._unsettled = False
-        if going_on is None and self.path.exists():
+        if resumed_rows is None and self.path.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self.path))
-        unfinished = self.path.with_suffix(".unfinished")  # until it opens
-        # Parallel file systems often refuse locks, and nobody else writes here: a lock is welcome, not needed.
+        unfinished = self.path.with_suffix(".unfinished")  # until the file is complete enough to be opened
+        # Parallel file systems often refuse locks. There is no other writer, so a lock is optional.
         with naming(self.path):
             self._file = h5py.File(unfinished, "w", locking="best-effort")
         try:
             with naming(self.path):
-                self._lay_out(dtypes, attributes)
-                if going_on is not None:
-                    self._take_over(going_on)
+                self._lay_out(tables, attributes)
+                if resumed_rows is not None:
+                    self._copy_rows(resumed_rows)
                 self._fsync()
                 unfinished.replace(self.path)
         except BaseException:
@@ -114,8 +140,8 @@ class TraceWriter:
             unfinished.unlink()
             raise
 
-    def _take_over(self, n_rows: Mapping[str, int]) -> None:
-        """Begin with so many rows of the trace that is there, which gets another name."""
+    def _copy_rows(self, n_rows: Mapping[str, int]) -> None:
+        """Copy the first rows of each table from the existing trace, and rename that."""
         with h5py.File(self.path, "r", locking="best-effort") as before:
             for table, dataset in self._datasets.items():
                 dataset.resize((n_rows[table],))
@@ -137,7 +163,7 @@ class TraceWriter:
             self.path.rename(lost)
 
     def sync(self) -> None:
-        """Flush, and wait until what is in the file has reached the disk."""
+        """Flush, and wait until the file has reached the disk."""
         self.flush()
         if self._file:
             self._fsync()
@@ -146,18 +172,30 @@ class TraceWriter:
         os.fsync(self._file.id.get_vfd_handle())
 
     def n_rows(self) -> dict[str, int]:
-        """Of each table, in the file."""
+        """Return the number of rows of each table in the file."""
         return dict(self._n_rows)
 
     def describe(self, attributes: Mapping[str, Any]) -> None:
-        """More root attributes, which are only known now; in the file with the next flush."""
+        """Add root attributes that only became known during the run; the next flush writes them."""
         if self._writable:
             self._file.attrs.update(attributes)
 
     def append(self, table: str, row: Sequence[Any]) -> None:
-        """Add one row, its values in the order of the table's columns; text columns take str.
+        """Append one row to a table.
 
-        Raises KeyError for an unknown table and struct.error for a wrong number or type of values.
+        Parameters
+        ----------
+        table
+            Name of the table.
+        row
+            Values in the order of the table's columns; text columns take str.
+
+        Raises
+        ------
+        KeyError
+            For an unknown table.
+        struct.error
+            For a wrong number or type of values.
         """
         ring = self._rings[table]
         if ring.used == RING_ROWS:
@@ -165,19 +203,25 @@ class TraceWriter:
         ring.append(row)
 
     def flush_if_due(self, now_s: float) -> None:
-        """Flush if the last one is FLUSH_INTERVAL_S ago. For moments at which nobody waits for the server.
+        """Flush if the last flush is FLUSH_INTERVAL_S ago. To be called when no worker waits for the server.
 
-        now_s: seconds on any clock that advances with real time, the same at each call.
+        Parameters
+        ----------
+        now_s
+            Seconds on a clock that advances with real time, the same at each call.
         """
         if now_s - self._flushed_at_s >= FLUSH_INTERVAL_S:
             self.flush()
             self._flushed_at_s = now_s
 
     def flush(self) -> None:
-        """Hand every appended row to the operating system: from here on it survives the end of this process.
+        """Hand every appended row to the operating system, so that it survives the end of this process.
 
-        Raises NotWritten, or what else HDF5 raises, when it cannot be written. From then on the writer leaves it alone:
-        the file ends at the flush before, and later rows are dropped.
+        Raises
+        ------
+        NotWritten
+            If the file cannot be written (or another exception of HDF5). The writer then abandons the file: it ends at
+            the flush before, and later rows are dropped.
         """
         begin_s = time.perf_counter()
         if not self._writable:
@@ -193,7 +237,7 @@ class TraceWriter:
     def close(self, status: str = "finished") -> None:
         """Flush, set the trace's final status and close the file. A second call does nothing.
 
-        A file that could not be written any more is given its status by itself, if that is possible.
+        If an earlier flush failed, only the status is written, if that is possible.
         """
         if status not in STATUSES or status == "running":
             raise ValueError(f"status is {status!r}; a closed trace is one of {', '.join(STATUSES[1:])}")
@@ -216,7 +260,7 @@ class TraceWriter:
 
     @property
     def tracing_overhead_s(self) -> float:
-        """Seconds that tracing has cost so far."""
+        """Seconds that tracing has cost the deciding server so far."""
         n_rows = sum(self._n_rows.values()) + sum(ring.used for ring in self._rings.values())
         return self._flush_s + n_rows * self._append_s
 
@@ -232,8 +276,8 @@ class TraceWriter:
             self.close("interrupted" if issubclass(kind, KeyboardInterrupt) else "failed")
 
     def _time_append(self, rows: int = 100, repeats: int = 5) -> float:
-        """Seconds that one append of the widest row takes here: the least of a few tries, well under a millisecond."""
-        row = np.zeros((), TABLES["pushes"]).item()
+        """Return the seconds that one append of the widest row takes: the best of a few tries (under 1 ms in all)."""
+        row = np.zeros((), SCHEMA["pushes"].dtype).item()
         took_s = []
         for _ in range(repeats):
             begin_s = time.perf_counter()
@@ -243,16 +287,17 @@ class TraceWriter:
             self._rings["pushes"].used = 0
         return min(took_s) / rows
 
-    def _lay_out(self, dtypes: Mapping[str, np.dtype], attributes: Mapping[str, Any]) -> None:
+    def _lay_out(self, tables: Mapping[str, TableSchema], attributes: Mapping[str, Any]) -> None:
         own = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": "running", "tracing_overhead_s": 0.0}
         for name, value in {**attributes, **own}.items():
             if value is not None:
                 self._file.attrs[name] = value
-        for table, dtype in dtypes.items():
+        for name, table in tables.items():
+            dtype = _with_enums(table.dtype)
             chunk_rows = CHUNK_BYTES // dtype.itemsize
-            self._datasets[table] = self._file.create_dataset(
-                table, shape=(0,), maxshape=(None,), chunks=(chunk_rows,), dtype=dtype
-            )
+            dataset = self._file.create_dataset(name, shape=(0,), maxshape=(None,), chunks=(chunk_rows,), dtype=dtype)
+            _describe(dataset, hdf5_attributes(table))
+            self._datasets[name] = dataset
         self._file.attrs["flushed_rows"] = self._flushed_rows()
         self._file.flush()
 
@@ -276,9 +321,10 @@ class TraceWriter:
             raise
 
     def _abandon(self) -> None:
-        """Leave the file as it is after a failed write (a full disk), and give its handles back.
+        """Leave the file as it is after a failed write (a full disk), and close its handles.
 
-        Closing writes what is still in memory, and HDF5 crashes when that fails. So it writes to where nothing fails.
+        Closing writes what is still in memory, and HDF5 crashes when that fails. Therefore the file descriptor is first
+        replaced by that of a file that accepts and discards everything.
         """
         self._abandoned = self._unsettled = True
         with suppress(OSError, RuntimeError), _nowhere() as nowhere:
@@ -290,7 +336,7 @@ class TraceWriter:
             ring.used = 0
 
     def _write_progress(self) -> None:
-        # Modified in place: the attribute never goes missing.
+        # Modified in place, so that the attributes exist at every moment.
         self._file.attrs.modify("flushed_rows", self._flushed_rows())
         self._file.attrs.modify("tracing_overhead_s", self.tracing_overhead_s)
 
@@ -302,14 +348,17 @@ class TraceWriter:
 
 
 def _nowhere() -> IO[bytes]:
-    """Where whatever is written is lost, and a length can be set as for any file: HDF5 does that on closing."""
+    """Return a file whose content is lost. Unlike /dev/null it can be truncated, which HDF5 does on closing."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("abandoned"), "r+b")
     return tempfile.TemporaryFile()
 
 
 def _settle_elsewhere(path: Path, status: str) -> None:
-    """In this process HDF5 still has pieces of the file that it could not write: opening it again would crash."""
+    """Set a trace's status from another process.
+
+    In this one HDF5 still holds pieces of the file that it could not write; opening it again would crash.
+    """
     code = "import sys; from hpcsync.trace.reader import settle; settle(*sys.argv[1:])"
     quiet = subprocess.DEVNULL
     with suppress(OSError, subprocess.SubprocessError):
@@ -317,8 +366,17 @@ def _settle_elsewhere(path: Path, status: str) -> None:
         subprocess.run(argv, timeout=SETTLE_S, stdin=quiet, stdout=quiet, stderr=quiet, check=False)
 
 
+def _describe(dataset: h5py.Dataset, attributes: Mapping[str, str]) -> None:
+    """Add text attributes to a dataset, as `dataset.attrs` does in 15 ms for all tables; this takes 2 ms."""
+    dtype = h5py.string_dtype()
+    kind = h5py.h5t.py_create(dtype, logical=True)
+    scalar = h5py.h5s.create(h5py.h5s.SCALAR)
+    for name, text in attributes.items():
+        h5py.h5a.create(dataset.id, name.encode(), kind, scalar).write(np.array(text, dtype))
+
+
 def _with_enums(dtype: np.dtype) -> np.dtype:
-    """The same layout, with the columns that stand for words saying which."""
+    """Return the same layout with HDF5 enumerations, which name the codes, for the columns of `ENUMS`."""
     return np.dtype(
         [
             (name, h5py.enum_dtype(_ENUMS[name], basetype=dtype[name]) if name in _ENUMS else dtype[name])

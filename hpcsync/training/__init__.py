@@ -1,0 +1,1 @@
+"""Training without communication: gradients, updates, samplers and speed models."""

@@ -1,7 +1,7 @@
-"""How a job's contributions are compressed: torch's flat vectors as `compression`'s arrays, in the same memory.
+"""Compression of a job's contributions: torch's flat vectors as arrays of `hpcsync.compression`, in the same memory.
 
-A worker's `Compressor` remembers what it has not sent yet, or whatever else its codec keeps; whoever decodes needs to
-know the job and the model alone.
+A worker's `Compressor` has state: the error feedback, or whatever else its codec keeps. Decoding needs no state, only
+the job and the model.
 """
 
 from __future__ import annotations
@@ -20,23 +20,50 @@ from hpcsync.config.job import Job
 
 
 class Compressor:
-    """One worker's."""
+    """The encoder of one worker, with the state of its codec."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
     def encode(self, vector: torch.Tensor, shards: Sequence[slice], ratio: float = math.nan) -> list[torch.Tensor]:
-        """Of a flat vector, shape (size,), what the holder of each shard is to be given: bytes, as many as whole
-        elements of the vector take. ratio: see `compression.CodecOptions.encode`."""
+        """Compress a flat vector.
+
+        Parameters
+        ----------
+        vector
+            Shape (size,).
+        shards
+            Slices of the vector, one per server.
+        ratio
+            Share of the elements to send; NaN for that of the codec (see `hpcsync.compression.Codec.encode`).
+
+        Returns
+        -------
+        list of torch.Tensor
+            Payload of each shard as bytes, padded to whole elements of the vector's type.
+        """
         encoded = self.codec.encode(as_array(vector), ratio)
         return [_filled(as_tensor(encoded.payload(s.start, s.stop)), vector.itemsize) for s in shards]
 
 
 class Compression:
-    """All that is alike on all ranks. shapes: of the model's tensors, in the order in which they lie in the flat
-    vector, which is of type `dtype`.
+    """The compression of a job as far as it is the same on all ranks.
 
-    whole: the flat vector. averages: see `CodecOptions`.
+    Parameters
+    ----------
+    job
+        A job that compresses.
+    shapes
+        Shapes of the model's trainable parameters, in the order of the flat vector.
+    dtype
+        Type of the flat vector.
+
+    Attributes
+    ----------
+    whole
+        The slice of the whole flat vector.
+    averages
+        True if the codec averages its factors over all workers (PowerSGD) instead of decoded vectors.
     """
 
     def __init__(self, job: Job, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
@@ -49,29 +76,29 @@ class Compression:
         self.averages = self._decoder.averages
 
     def compressor(self, worker: int) -> Compressor:
-        """Of a worker that begins; what it draws differs from what others draw."""
+        """Return a new worker's encoder; its random draws differ from those of other workers."""
         seed = int(np.random.SeedSequence([self._seed, 4, worker]).generate_state(1)[0])
         return Compressor(self._create(seed=seed))
 
     def averager(self) -> Codec:
-        """Of a worker that begins, where its codec `averages`: all draw the same."""
+        """Return a new worker's codec if it `averages`; all workers draw the same."""
         return self.compressor(0).codec
 
     def slot_size(self, shard: slice) -> int:
-        """Elements that have room for any payload of the shard."""
+        """Return the number of elements that hold any payload of the shard."""
         return -(-self._decoder.capacity(shard.start, shard.stop) // self._dtype.itemsize)
 
     def nominal_bytes(self, shard: slice, ratio: float = math.nan) -> int:
-        """What its payload takes as a rule."""
+        """Return the usual size of the shard's payload in bytes."""
         n_bytes = self._decoder.nominal_bytes(shard.start, shard.stop, ratio)
         return n_bytes + -n_bytes % self._dtype.itemsize
 
     def decode(self, payload: torch.Tensor, into: torch.Tensor, shard: slice) -> None:
-        """Fill a shard, shape (stop - start,), with what these bytes say; there may be anything behind them."""
+        """Decode a payload into a shard, shape (stop - start,). Bytes after the payload are ignored."""
         self._decoder.decode(as_array(payload), shard.start, shard.stop, as_array(into))
 
     def decode_mean(self, payloads: Sequence[torch.Tensor], into: torch.Tensor) -> None:
-        """Fill `into` with the mean of what these payloads of whole vectors say, added up in this order."""
+        """Decode payloads of whole vectors and write their mean into `into`, summed in this order."""
         self.decode(payloads[0], into, self.whole)
         if len(payloads) == 1:
             return
@@ -86,14 +113,14 @@ class Compression:
 
 
 def of_job(job: Job, parameters: Sequence[torch.nn.Parameter]) -> Compression | None:
-    """Of a model with these trainable parameters. None where contributions are sent as they are."""
+    """Return the compression for a model with these trainable parameters; None if the job does not compress."""
     if not job.compresses:
         return None
     return Compression(job, [tuple(p.shape) for p in parameters], parameters[0].dtype)
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """The same memory as an array of NumPy, or of CuPy where it is a GPU's; both work on its default stream."""
+    """Return a tensor's memory as a NumPy array, or as a CuPy array on a GPU; both use the default stream."""
     if not tensor.is_cuda:
         return tensor.numpy()
     import cupy
@@ -102,11 +129,12 @@ def as_array(tensor: torch.Tensor) -> Any:
 
 
 def as_tensor(array: Any) -> torch.Tensor:
+    """Return an array's memory as a tensor, the inverse of `as_array`."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else torch.from_dlpack(array)
 
 
 def _filled(octets: torch.Tensor, itemsize: int) -> torch.Tensor:
-    """Bytes, as many and lying as whole elements do: MPI takes no others for elements."""
+    """Pad and align bytes to whole elements, as MPI requires of a buffer of elements."""
     missing = -len(octets) % itemsize
     if missing == 0 and octets.data_ptr() % itemsize == 0:
         return octets

@@ -1,7 +1,7 @@
 """A model's trainable parameters, and their gradients, as views into one contiguous buffer each.
 
-Whoever moves weights or gradients moves one flat vector, and nothing is ever packed or unpacked: autograd accumulates
-straight into the gradient buffer, and a transfer into the weight buffer is the model's new state.
+Weights and gradients are transferred as one flat vector, without packing or unpacking: autograd accumulates directly
+into the gradient buffer, and a transfer into the weight buffer is the model's new state.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ DTYPES = (torch.float32, torch.float64)
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model is: where its first parameter is, and on the CPU without one."""
+    """Return the device of the model's first parameter; the CPU for a model without parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that training changes, in the order of `model.parameters()`; a tied one counts once.
+    """Return the trainable parameters in the order of `model.parameters()`; a tied parameter counts once.
 
-    Raises ValueError for a model that has none, or whose parameters differ in type or have a type that cannot be moved
-    exactly.
+    Raises
+    ------
+    ValueError
+        If the model has no trainable parameters, or not all of them are float32 or all float64.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     dtypes = {p.dtype for p in parameters}
@@ -34,10 +36,26 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
 
 
 class FlatModel:
-    """Rebinds a module's trainable parameters to `weights` and their gradients to `gradient`.
+    """A module whose trainable parameters are views into `weights` and their gradients views into `gradient`.
 
-    weights, gradient: 1-D tensors of `size` elements, in the order of `trainable`, which may raise ValueError. The
-    module's buffers (running statistics) stay where they are.
+    The module's buffers (running statistics) are left alone.
+
+    Parameters
+    ----------
+    model
+        The module; its parameters are rebound.
+
+    Attributes
+    ----------
+    weights, gradient
+        1-D tensors of `size` elements, in the order of `trainable`.
+    size
+        Number of elements.
+
+    Raises
+    ------
+    ValueError
+        From `trainable`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,7 +75,7 @@ class FlatModel:
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """In the order in which they lie in the buffers."""
+        """The trainable parameters, in the order of the buffers."""
         return self._parameters
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -65,16 +83,16 @@ class FlatModel:
         return [part.view(p.shape) for part, p in zip(flat.split(sizes), self._parameters, strict=True)]
 
     def zero_gradient(self) -> None:
-        """Clear the gradient without giving up the views, which `zero_grad(set_to_none=True)` would do."""
+        """Zero the gradient and keep the views, which `zero_grad(set_to_none=True)` would drop."""
         self.gradient.zero_()
         for parameter, gradient in zip(self._parameters, self._gradient_views, strict=True):
             parameter.grad = gradient
 
     def drop_gradient(self) -> None:
-        """Let no parameter have a gradient, as `zero_grad(set_to_none=True)` does: for those who gather afterwards.
+        """Set every parameter's gradient to None, as `zero_grad(set_to_none=True)` does, before a later `gather`.
 
-        Autograd then hands over the tensors it has computed, and gathering copies them: two passes over the memory
-        fewer than clearing the views and adding to them.
+        Autograd then stores the tensors it has computed, and gathering copies them: two passes over memory fewer than
+        zeroing the views and adding to them.
         """
         for parameter in self._parameters:
             parameter.grad = None
@@ -82,14 +100,14 @@ class FlatModel:
     def gather_gradient(self) -> None:
         """Make `gradient` hold every parameter's gradient.
 
-        Costs nothing when autograd wrote into the views, as it does unless somebody replaced `parameter.grad`; such a
-        gradient is copied in and the view put back. A parameter that took no part in the loss counts as zero.
+        This is free when autograd wrote into the views, as it does unless `parameter.grad` was replaced; a replaced
+        gradient is copied and the view restored. The gradient of a parameter that does not enter the loss is zero.
         """
         for index in range(len(self._parameters)):
             self.gather(index)
 
     def gather(self, index: int) -> None:
-        """Do so for one of `parameters`."""
+        """Do what `gather_gradient` does for one of `parameters`."""
         parameter, view = self._parameters[index], self._gradient_views[index]
         if parameter.grad is view:
             return
@@ -100,7 +118,7 @@ class FlatModel:
         parameter.grad = view
 
     def move_gradient(self, buffer: torch.Tensor) -> None:
-        """Let the gradient, its values too, live in `buffer` from now on: 1-D, `size` elements of the same type."""
+        """Move the gradient into `buffer`, a 1-D tensor of `size` elements of the same type."""
         self.gather_gradient()
         self.gradient = buffer.copy_(self.gradient)
         self._gradient_views = self._views(self.gradient)

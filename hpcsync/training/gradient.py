@@ -1,4 +1,4 @@
-"""A worker's side of the arithmetic: the gradient of one batch, at the weights it was given."""
+"""The gradient of one batch at a worker's current weights."""
 
 from __future__ import annotations
 
@@ -14,24 +14,33 @@ Loss = Callable[..., torch.Tensor]
 
 
 def worker_seed(seed: int, worker: int) -> int:
-    """What a worker's torch generator starts from: what a model draws, for dropout say, follows from the job's seed and
-    differs between workers."""
+    """Return the seed of a worker's torch generator.
+
+    Random draws of a model (dropout, for instance) then follow from the job's seed and differ between workers.
+    """
     return int(np.random.SeedSequence([seed, 3, worker]).generate_state(1)[0])
 
 
 def piece_shares(n_samples: int, n_pieces: int) -> list[float]:
-    """Of a batch that is computed in so many pieces, as equal as can be and none of them empty: the share of its
-    samples that is done after each of them."""
+    """Return the cumulative share of a batch's samples after each of its micro-batches.
+
+    The `n_pieces` micro-batches are as equal as possible; there are fewer if the batch has fewer samples.
+    """
     n_pieces = min(n_pieces, n_samples)
     size, n_larger = divmod(n_samples, n_pieces)
     return [(piece * size + min(piece, n_larger)) / n_samples for piece in range(1, n_pieces + 1)]
 
 
 class Replica:
-    """A model that computes gradients into one contiguous buffer, and does not know who communicates them.
+    """A model that computes gradients into one contiguous buffer, independent of their communication.
 
-    loss: `loss(model, *batch)` gives the mean loss of the batch as a scalar tensor; None does no arithmetic at all
-    (the `timing` workload), and then the gradient stays as it is.
+    Parameters
+    ----------
+    flat
+        The model.
+    loss
+        `loss(model, *batch)` returns the mean loss of the batch as a scalar tensor. None does no arithmetic (workload
+        `timing`) and leaves the gradient unchanged.
     """
 
     def __init__(self, flat: FlatModel, loss: Loss | None) -> None:
@@ -39,16 +48,27 @@ class Replica:
         self._loss = loss
 
     def compute(self, batch: Sequence[torch.Tensor]) -> float:
-        """Leave the batch's mean gradient in the flat gradient; return its mean loss (NaN without arithmetic)."""
+        """Write the batch's mean gradient to the flat gradient; return its mean loss (NaN without arithmetic)."""
         return self.compute_in_pieces(batch, 1, lambda share: False)
 
     def compute_in_pieces(
         self, batch: Sequence[torch.Tensor], n_pieces: int, cancelled: Callable[[float], bool]
     ) -> float:
-        """The same from so many micro-batches, one after the other; their tensors are split along the first dimension.
+        """Compute the same in micro-batches, one after the other.
 
-        cancelled: asked after each of them but the last, with the share of the samples that is done, whether to stop
-        there. The loss is then the mean of what is done.
+        Parameters
+        ----------
+        batch
+            Tensors, which are split along the first dimension.
+        n_pieces
+            Number of micro-batches.
+        cancelled
+            Called after every micro-batch but the last with the share of samples computed so far; True stops there.
+
+        Returns
+        -------
+        float
+            Mean loss of the samples computed.
         """
         if self._loss is None:
             any(cancelled(piece / n_pieces) for piece in range(1, n_pieces))

@@ -1,4 +1,4 @@
-"""What follows from the training clock: the learning rate, and when to evaluate."""
+"""Functions of training progress: the learning rate, and when to evaluate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,22 @@ LearningRate = Callable[[int, int, int], float]
 
 
 def learning_rate(job: Job) -> LearningRate:
-    """`lr(samples, updates, n_contributions)`: the rate of the update that follows so many samples and updates.
+    """Return the learning rate of server updates as a function.
 
+    Parameters
+    ----------
+    job
+        The job, with its schedule, `lr_clock` and `async_lr_scale`.
+
+    Returns
+    -------
+    callable
+        `lr(samples, updates, n_contributions)`: rate of the update that follows so many samples and updates.
+
+    Notes
+    -----
     The schedule counts what `optimizer.lr_clock` names. With `async_lr_scale = "1/workers"` an update of n of P
-    contributions is scaled by n/P, so that a pass over the data takes the same total step under every paradigm.
+    contributions is scaled by n/P, so that a pass over the data makes the same total step under every paradigm.
     """
     optimizer, workers = job.optimizer, job.cluster.workers
     by_samples = optimizer.lr_clock == "samples"
@@ -29,16 +41,16 @@ def learning_rate(job: Job) -> LearningRate:
 
 
 def worker_rate(job: Job) -> Callable[[int, int], float]:
-    """`rate(samples, iterations)`: of a worker's own step that follows so many of its own samples and iterations.
+    """Return the learning rate of a worker's local steps as a function of its own samples and iterations.
 
-    For a schedule the others count as being as far as the worker is: no step waits to hear of them.
+    The schedule assumes that all other workers are as far as this one, so that no step has to wait for their progress.
     """
     lr, workers = learning_rate(job), job.cluster.workers
     return lambda samples, iterations: lr(samples * workers, iterations, workers)
 
 
 def factor(schedule: object, clock: int) -> float:
-    """What the initial rate is multiplied by when the clock shows `clock`; 1 without a schedule."""
+    """Return the schedule's factor of the initial rate when the clock is `clock`; 1 without a schedule."""
     if schedule is None:
         return 1.0
     warmup = schedule.warmup  # type: ignore[attr-defined]
@@ -51,21 +63,22 @@ def factor(schedule: object, clock: int) -> float:
 
 
 class EvaluationSchedule:
-    """An evaluation is due once `every_samples` more samples, to the next whole multiple, are trained on; 0: never."""
+    """Schedule of evaluations: one is due at every multiple of `every_samples` training samples; 0: never."""
 
     def __init__(self, every_samples: int) -> None:
         self._every_samples = every_samples
         self.next_samples = every_samples
 
     def due(self, samples: int) -> bool:
+        """Return True if an evaluation is due after so many samples."""
         return 0 < self._every_samples and self.next_samples <= samples
 
     def begin_if_due(self, samples: int) -> bool:
-        """Whether it is due; then it has begun."""
+        """Return True if an evaluation is due, and then record that it has begun."""
         if due := self.due(samples):
             self.begun(samples)
         return due
 
     def begun(self, samples: int) -> None:
-        """An evaluation after so many samples has begun: the next is due at the next multiple."""
+        """Record that an evaluation after so many samples has begun; the next is due at the next multiple."""
         self.next_samples = samples - samples % self._every_samples + self._every_samples

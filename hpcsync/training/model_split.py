@@ -1,8 +1,8 @@
-"""A model in two halves, cut before one of its submodules, for workers that train one half each: layer separation
-(Stanza: Wu, Xu, Li and Xiong, arXiv 1812.10624).
+"""Splitting a model in two halves before one of its submodules, for workers that train one half each.
 
-The model's forward is followed with torch.fx, down to the submodule and no further: whatever does not contain it stays
-as it is and runs as ever. What Python alone does on the way (draws from `random`, counters) is done once, then.
+This is layer separation (Stanza: Wu, Xu, Li and Xiong, arXiv 1812.10624). The model's forward is traced with torch.fx
+down to the submodule and no further: modules that do not contain the submodule are left intact. Effects of pure Python
+code on the way (draws from `random`, counters) happen once, during tracing.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ from hpcsync.training.gradient import Loss
 
 
 class ModelSplit(NamedTuple):
-    """below: from a batch's first tensor to the activations that enter the submodule. above: from those to the model's
-    output.
+    """The two halves of a model.
 
     They hold the model's own submodules, parameters and buffers: training a half trains the model, and `train()` and
-    `eval()` of the model reach its halves. A deep copy of a half is on its own.
+    `eval()` of the model reach its halves. A deep copy of a half is independent.
+
+    Parameters
+    ----------
+    below
+        From a batch's first tensor to the activations that enter the submodule.
+    above
+        From those activations to the model's output.
     """
 
     below: nn.Module
@@ -36,16 +42,18 @@ class ModelSplit(NamedTuple):
 
 
 class _Mode(nn.Module):
-    """`self.training` in the forward of a module that was followed: a half calls it, and does not contain it."""
+    """The value of `self.training` of a traced module, which a half calls but does not contain."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._module = [module]  # in a list, so as not to hold its parameters
+        self._module = [module]  # in a list, so that its parameters are not registered here
 
     def forward(self) -> bool:
+        """Return True in training mode."""
         return self._module[0].training
 
     def train(self, mode: bool = True) -> _Mode:
+        """Set the mode of the traced module too."""
         self._module[0].training = mode
         return super().train(mode)
 
@@ -54,20 +62,21 @@ class _Mode(nn.Module):
 
 
 class _Tracer(fx.Tracer):
-    """Follows the forward of these modules, each of which contains the next, and of no other."""
+    """Traces the forward of these modules, each of which contains the next; all others are leaves."""
 
     proxy_buffer_attributes = True
 
     def __init__(self, followed: Sequence[nn.Module]) -> None:
         super().__init__()
         self.followed = followed
-        self.modes: dict[str, _Mode] = {}  # by the names that nodes have as their target
+        self.modes: dict[str, _Mode] = {}  # by the target of their nodes
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return True for all modules but those to trace."""
         return all(m is not module for module in self.followed)
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> tuple[Any, list[Any]]:
-        """One argument, whatever else forward has a default for; and what `self.training` is from now on."""
+        """Trace with one argument (defaults for all others), and make `self.training` of each module a node."""
         x = self.create_proxy("placeholder", "x", (), {})
         for i, module in enumerate(self.followed):
             self.modes[f"_training_{i}"] = _Mode(module)
@@ -75,15 +84,31 @@ class _Tracer(fx.Tracer):
         return root_fn, [self.root, x]
 
     def create_arg(self, a: Any) -> Any:
+        """Refuse constant tensors, which belong to neither half."""
         if isinstance(a, torch.Tensor) and all(a is not t for t in (*self.root.parameters(), *self.root.buffers())):
             raise ValueError("it uses a tensor that is neither a parameter nor a buffer of the model")
         return super().create_arg(a)
 
 
 def cut(model: nn.Module, name: str) -> ModelSplit:
-    """The halves of a model. The submodule `name` is the first of the upper half; all that follows it belongs there.
+    """Split a model before a submodule.
 
-    Raises ValueError, with the reason in one line, for a model that cannot be cut there.
+    Parameters
+    ----------
+    model
+        The model; its forward takes one tensor and returns one.
+    name
+        Qualified name of the first submodule of the upper half.
+
+    Returns
+    -------
+    ModelSplit
+        The halves.
+
+    Raises
+    ------
+    ValueError
+        If the model cannot be split there; the reason is one line.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if name not in modules or not name:
@@ -98,7 +123,7 @@ def cut(model: nn.Module, name: str) -> ModelSplit:
     if len(calls) != 1:
         raise ValueError(f"must be called once by the model's forward, not {len(calls)} times")
     call, given, result = nodes[calls[0]], nodes[0], nodes[-1].args[0]
-    # Parameters, buffers and modes may be looked up by both halves, wherever forward does it first.
+    # Both halves may look up parameters, buffers and modes, wherever forward does so first.
     looked_up = {node for node in nodes if node.op == "get_attr" or node.target in tracer.modes}
     entering = call.args[0] if len(call.args) == 1 and not call.kwargs else None
     if not isinstance(entering, fx.Node) or entering in looked_up:
@@ -111,7 +136,9 @@ def cut(model: nn.Module, name: str) -> ModelSplit:
         for source in node.all_input_nodes:
             if source is not entering and source not in looked_up and source not in after:
                 what = "the batch itself" if source is given else f"{source.name}, which is computed before it,"
-                raise ValueError(f"{what} is used after it: what is below may pass on only the tensor that enters it")
+                raise ValueError(
+                    f"{what} is used after it: the lower half may pass on only the tensor that enters the submodule"
+                )
     halves = ModelSplit(
         _half(model, held, before, given=given, result=entering),
         _half(model, held, after, given=entering, result=result),
@@ -120,11 +147,11 @@ def cut(model: nn.Module, name: str) -> ModelSplit:
     return halves
 
 
-_HELD = ("_parameters", "_buffers", "_modules")  # where torch keeps those of a module
+_HELD = ("_parameters", "_buffers", "_modules")  # a module's dictionaries in torch
 
 
 def _follow(model: nn.Module, tracer: _Tracer) -> fx.Graph:
-    """What the model's forward does with x. It is called with what is no tensor, of which nothing must stay behind."""
+    """Trace the model's forward. It runs with proxies, and any that it stores in modules are removed afterwards."""
     before = [
         {key: value.copy() if key in _HELD else value for key, value in vars(module).items()}
         for module in tracer.followed
@@ -133,9 +160,9 @@ def _follow(model: nn.Module, tracer: _Tracer) -> fx.Graph:
         graph = tracer.trace(model)
         if any(isinstance(buffer, fx.Proxy) for module in tracer.followed for buffer in module._buffers.values()):
             raise ValueError("it assigns to a buffer, which it may only change in place")
-    except Exception as error:  # whatever becomes of the user's forward then
+    except Exception as error:  # the user's forward may raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"the model's forward cannot be followed by torch.fx: {reason}") from None
+        raise ValueError(f"the model's forward cannot be traced by torch.fx: {reason}") from None
     finally:
         for module, attributes in zip(tracer.followed, before, strict=True):
             module.__dict__.clear()
@@ -149,7 +176,7 @@ def _follow(model: nn.Module, tracer: _Tracer) -> fx.Graph:
 def _half(
     model: nn.Module, held: dict[str, Any], nodes: Sequence[fx.Node], *, given: fx.Node, result: fx.Node
 ) -> fx.GraphModule:
-    """The module that does what these nodes do, from one node's value to another's."""
+    """Return a module that computes `result` from `given` by these nodes."""
     graph = fx.Graph()
     copies = {given: graph.placeholder("x")}
     for node in nodes:
@@ -160,7 +187,7 @@ def _half(
     graph.output(copies[result])
     targets = {node.target for node in graph.nodes if node.op in ("call_module", "get_attr")}
     half = fx.GraphModule(nn.Module(), fx.Graph())
-    for name, module in held.items():  # in the model's order, for so are its parameters
+    for name, module in held.items():  # in the model's order, which is that of its parameters
         if name in targets and isinstance(module, nn.Module):
             half.add_submodule(name, module)
         elif isinstance(module, nn.Module):
@@ -172,7 +199,7 @@ def _half(
 
 
 def _hold(half: fx.GraphModule, name: str, key: str, tensor: torch.Tensor) -> None:
-    """Let the half hold a tensor of the module `name`, of whose forward it does a part."""
+    """Register a tensor of the module `name`, of whose forward the half computes a part."""
     if name and name not in dict(half.named_modules(remove_duplicate=False)):
         half.add_submodule(name, nn.Module())
     module = half.get_submodule(name)
@@ -183,22 +210,23 @@ def _hold(half: fx.GraphModule, name: str, key: str, tensor: torch.Tensor) -> No
 
 
 def _check_shares(model: nn.Module, halves: ModelSplit) -> None:
-    """Every parameter that is trained belongs to one half, and each has one."""
+    """Raise ValueError unless every trainable parameter is in exactly one half and each half has one."""
     below, above = ({id(t) for t in (*half.parameters(), *half.buffers())} for half in halves)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if id(tensor) in below and id(tensor) in above:
             raise ValueError(f"{name} is used both before it and after it, and can be in one half only")
         if tensor.requires_grad and id(tensor) not in below | above:
-            raise ValueError(f"{name} takes no part in the model's forward, so that nobody would train it")
+            raise ValueError(f"{name} is not used by the model's forward, so no worker would train it")
     for half, where in zip(halves, ("before it", "from it on"), strict=True):
         if not any(parameter.requires_grad for parameter in half.parameters()):
             raise ValueError(f"the model has no trainable parameters {where}")
 
 
 def positions(model: nn.Module, half: nn.Module) -> list[slice]:
-    """Where the half's trainable parameters, in its own order, are among the model's: in a flat vector of each.
+    """Return the positions of a half's trainable parameters in the model's flat vector, as slices.
 
-    Neighbours are one slice, so that there is one for a half whose parameters the model has side by side.
+    The slices are in the half's own order. Adjacent parameters share a slice, so that a half whose parameters are
+    contiguous in the model has one.
     """
     at, begin = {}, 0
     for parameter in trainable(model):
@@ -212,11 +240,11 @@ def positions(model: nn.Module, half: nn.Module) -> list[slice]:
     return found
 
 
-# ---- what the halves are like ----
+# ---- properties of the halves ----
 
 
 def _on_meta(half: nn.Module) -> nn.Module:
-    """A copy in evaluation mode that has shapes and no numbers."""
+    """Return a copy in evaluation mode on the meta device: shapes without values."""
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in half.parameters()
     }
@@ -225,41 +253,51 @@ def _on_meta(half: nn.Module) -> nn.Module:
 
 
 def without_values(half: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the half makes of x in evaluation mode, on the meta device: nothing is computed."""
+    """Return the half's output for x in evaluation mode on the meta device; nothing is computed."""
     with torch.no_grad():
         found: torch.Tensor = _on_meta(half)(x.to("meta"))
     return found
 
 
 def activation_shape(below: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
-    """Of one sample, where the model is cut; x: any batch's first tensor. Nothing is computed.
+    """Return the shape of one sample's activations at the cut, without computing anything.
 
-    Raises ValueError unless a batch has one row of floating-point numbers a sample there.
+    Parameters
+    ----------
+    below
+        The lower half.
+    x
+        First tensor of any batch.
+
+    Raises
+    ------
+    ValueError
+        If the activations of a batch are not one floating-point tensor with one row per sample.
     """
     try:
         h = without_values(below, x)
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"what enters it has a shape that cannot be told: {reason}") from None
+        raise ValueError(f"what enters it must have a shape that can be determined: {reason}") from None
     if not isinstance(h, torch.Tensor) or not h.is_floating_point():
         what = str(h.dtype) if isinstance(h, torch.Tensor) else type(h).__name__
         raise ValueError(f"what enters it must be one tensor of floating-point numbers, not {what}")
     if h.ndim == 0 or len(h) != len(x):
         raise ValueError(
-            f"what enters it must have one row a sample: of {len(x)} samples it has shape {tuple(h.shape)}"
+            f"what enters it must have one row per sample: of {len(x)} samples it has shape {tuple(h.shape)}"
         )
     return tuple(h.shape[1:])
 
 
 def flops(half: nn.Module, x: torch.Tensor) -> int:
-    """Floating-point operations of a forward pass of x, of which only the shape and the type matter."""
+    """Return the floating-point operations of a forward pass; only the shape and type of x matter."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         _on_meta(half)(x.to("meta"))
     return int(counter.get_total_flops())
 
 
 def shape(halves: ModelSplit, batch: Sequence[torch.Tensor]) -> Shape:
-    """How large they are. batch: samples, and what else the loss needs. Raises ValueError, as `activation_shape`."""
+    """Return the sizes of the halves for a batch (inputs, then labels). Raises as `activation_shape`."""
     x, *labels = (tensor[:1] for tensor in batch)
     below, above = (trainable(half) for half in halves)
     at_cut = activation_shape(halves.below, x)
@@ -275,7 +313,7 @@ def shape(halves: ModelSplit, batch: Sequence[torch.Tensor]) -> Shape:
 
 
 def tensors_of(batch: Any) -> Sequence[torch.Tensor]:
-    """The batch. Raises ValueError unless it is a tuple of tensors with one row a sample."""
+    """Return the batch. Raises ValueError unless it is a tuple of tensors with one row per sample."""
     tensors = isinstance(batch, tuple | list) and all(isinstance(item, torch.Tensor) and item.ndim for item in batch)
     if not tensors or len({len(item) for item in batch}) != 1:
         raise ValueError("a sample must be a tuple of tensors, of which the first is what the model is called with")
@@ -283,22 +321,24 @@ def tensors_of(batch: Any) -> Sequence[torch.Tensor]:
 
 
 def check_halves(model: nn.Module, halves: ModelSplit, x: torch.Tensor) -> None:
-    """Raises ValueError unless the halves make of x what the model does, in evaluation mode, and the upper one leaves
-    what enters it as it is."""
+    """Raise ValueError unless the halves compute what the model does, in evaluation mode.
+
+    The upper half must not change its input in place either.
+    """
     with _evaluating(model), torch.no_grad():
         expected = model(x)
         entering = halves.below(x)
         version = entering._version
         found = halves.above(entering)
     if entering._version != version:
-        raise ValueError("what follows must not change what enters it in place, as modules with inplace=True do")
+        raise ValueError("the upper half must not change its input in place, as modules with inplace=True do")
     if not torch.allclose(expected, found, rtol=1e-3, atol=1e-6, equal_nan=True):
-        raise ValueError("the model computes something else than its halves do: is its forward one of its class?")
+        raise ValueError("the model computes something else than its halves do: is its forward defined by its class?")
 
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, and afterwards as it was, every module of its own."""
+    """Put all modules into evaluation mode, and restore the mode of each afterwards."""
     modes = {module: module.training for module in model.modules()}
     try:
         model.eval()
@@ -309,9 +349,9 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_cut(model: nn.Module, halves: ModelSplit, loss: Loss, batch: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError unless the halves have the model's loss and gradient on this batch, in evaluation mode.
+    """Raise ValueError unless the halves have the model's loss and gradient on a batch, in evaluation mode.
 
-    That the loss is a mean over samples, as everywhere, is not looked at.
+    The check does not cover that the loss is a mean over samples, which is required everywhere.
     """
     x, *rest = tensors_of(batch)
     check_halves(model, halves, x)
@@ -337,13 +377,13 @@ def check_cut(model: nn.Module, halves: ModelSplit, loss: Loss, batch: Sequence[
     for what, a, b in zip(("loss", *("gradient" for _ in (*lower, *upper))), expected, found, strict=True):
         if not math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6):
             raise ValueError(
-                f"the {what} of a batch must be the model's when computed from what enters it, and is another: does "
-                "the loss do more than call the model once, with the batch's first tensor?"
+                f"the {what} of a batch computed in halves must be that of the model, but differs: does the loss do "
+                "more than call the model once, with the batch's first tensor?"
             )
 
 
 def _numbers(compute: Callable[[], tuple[torch.Tensor, Sequence[torch.Tensor | None]]]) -> list[float]:
-    """The loss and the norm of each gradient; what is drawn on the way is the same every time."""
+    """Return the loss and the norm of each gradient, with the same random draws every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         value, gradients = compute()

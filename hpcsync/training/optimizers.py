@@ -1,8 +1,8 @@
-"""Which torch.optim optimizers a server may run, and how they are made.
+"""The torch.optim optimizers that servers can run, and their construction.
 
-A server holds a contiguous piece of the flat weights that may begin and end inside a layer. Only optimizers that treat
-every element by itself give the same bits whatever the pieces are, and only those are allowed. Left out are LBFGS
-(needs the loss again), SparseAdam (sparse gradients), Adafactor and Muon (need the shape of each matrix).
+A server holds a contiguous piece of the flat weights that may begin and end inside a layer. Only element-wise
+optimizers give the same bits whatever the pieces are, and only those are allowed. Excluded are LBFGS (evaluates the
+loss again), SparseAdam (sparse gradients), Adafactor and Muon (need the shape of each matrix).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {
     )
 }
 
-# Ways of computing the same numbers, not settings of the optimizer: servers choose their own.
+# Options that select an implementation and do not change the method: servers choose their own.
 IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 FUSED_ON_GPU = ("adam", "adamw", "sgd")  # in every version of torch that offers fused forms
@@ -43,16 +43,29 @@ FUSED_ON_GPU = ("adam", "adamw", "sgd")  # in every version of torch that offers
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer by name, initial learning rate and options, not yet bound to any tensor."""
+    """An optimizer that is not yet bound to a tensor.
+
+    Parameters
+    ----------
+    name
+        Lower-case name of a torch.optim class.
+    lr
+        Initial learning rate.
+    options
+        Further options of the class.
+    """
 
     name: str
     lr: float
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, parameter: torch.nn.Parameter) -> torch.optim.Optimizer:
-        """Make the optimizer for one flat parameter, in the fused form where torch has one for its device.
+        """Return the optimizer of one flat parameter, in fused form where torch has one for its device.
 
-        Raises ValueError for a name that is not in ELEMENTWISE, and whatever torch raises for bad options.
+        Raises
+        ------
+        ValueError
+            If the name is not in `ELEMENTWISE`; torch's own exceptions are raised for invalid options.
         """
         defer()
         if self.name not in ELEMENTWISE:
@@ -64,12 +77,12 @@ class OptimizerSpec:
 
     @staticmethod
     def of_job(job: Job) -> OptimizerSpec:
-        """The spec that a job names, not yet checked."""
+        """Return the optimizer that a job names, not yet checked."""
         return OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-        """The spec of a user's own optimizer. Raises ValueError for one that cannot run on pieces of flat weights."""
+        """Return the spec of a user's optimizer. Raises ValueError if it cannot run on pieces of flat weights."""
         name = type(optimizer).__name__.lower()
         if ELEMENTWISE.get(name) is not type(optimizer):
             raise ValueError(f"optimizer {type(optimizer).__name__}: allowed is one of {', '.join(ELEMENTWISE)}")

@@ -1,22 +1,22 @@
-"""The server's side of the arithmetic: weights, and versions of them that readers can rely on.
+"""A server's shard of the weights, with versions that readers can rely on.
 
-A `Store` holds one contiguous shard of the flat weights in several buffers of equal size, of which one is current. An
-update happens in place while nobody reads the current buffer. While somebody does, the update moves on to a free buffer
-and leaves the old one as it was. So a reader sees exactly the version it was promised, never half of an update; nobody
-waits for anybody; and the usual case (no reader) costs no extra pass over memory.
+A `Store` holds one contiguous shard of the flat weights in several buffers of equal size, one of which is current. An
+update changes the current buffer in place if it has no reader. Otherwise the update is made in a free buffer, and the
+old one is left unchanged. A reader therefore sees exactly the version it was promised, never half of an update; readers
+and updates do not wait for each other; and the usual case (no reader) costs no extra pass over memory.
 
-Who reads is known without asking: a server promises a version to a reader (`pin`), and the reader says when it has
-finished by writing the promise's serial number into its word of `done`, which may lie in an RMA window. A contribution
-that arrives also says so, since a worker reads before it computes: that of the promises made before. At most one reader
-per worker and one for evaluation means that `n_workers + 1` buffers always suffice where the contributor of an update
-does not read, and one more where it may.
+The store knows its readers without messages: a server promises a version to a reader (`pin`), and the reader reports
+completion by writing the promise's serial number into its word of `done`, which may be in an RMA window. The arrival of
+a contribution also completes the promises made to its worker before, since a worker reads before it computes. With at
+most one reader per worker and one for evaluation, `n_workers + 1` buffers always suffice if the contributors of an
+update do not read, and one more if they may.
 
 Rows are padded to whole vector registers. torch's fused optimizers, which need the fewest passes over memory, round the
-scalar tail of a tensor differently from its vectorised body; without a tail the result of an element does not depend on
-where its shard ends, and so the number of shards does not change a bit.
+scalar tail of a tensor differently from its vectorised body. Without a tail, the result of an element does not depend
+on where its shard ends, so the number of shards does not change a bit.
 
-A worker that goes on before the update that takes its contribution would overwrite it: it is collected, which adds it
-to a sum that the update begins with.
+A worker that continues before the update that takes its contribution would overwrite the contribution. The store
+therefore accumulates it: it adds the contribution to a sum with which that update begins.
 """
 
 from __future__ import annotations
@@ -29,36 +29,55 @@ import torch
 
 from hpcsync.training.update_rules import Rule
 
-ROW_ELEMENTS = 64  # a multiple of what torch's kernels take at once, on any CPU
+ROW_ELEMENTS = 64  # a multiple of the vector width of torch's kernels on any CPU
 
 
 def row_size(shard_size: int) -> int:
-    """Elements that a row of a store takes for a shard of this size; those past the shard are padding."""
+    """Return the elements in a store's row for a shard of this size; those past the shard are padding."""
     return -(-shard_size // ROW_ELEMENTS) * ROW_ELEMENTS
 
 
 def n_buffers(n_workers: int, contributors_read: bool = False) -> int:
-    """Buffers that a store with this many workers and one evaluator needs so that no update ever waits.
+    """Return the number of buffers with which no update ever waits.
 
-    contributors_read: whether the contributors of an update may still be reading the version that it starts from.
+    Parameters
+    ----------
+    n_workers
+        Number of workers; there is one reader more, for evaluation.
+    contributors_read
+        True if contributors of an update may still be reading the version from which it starts.
     """
     return n_workers + 1 + contributors_read
 
 
 class Store:
-    """One shard of the weights, and the rule by which it changes.
+    """One shard of the weights, and the rule of its updates.
 
-    buffers: (n_buffers, row) tensor; buffer 0 holds version 0.
-    slots:   (n_workers, row) tensor; row w is where worker w's contribution lies when it is applied.
-    done:    (n_workers + 1,) int64 array, all zero; the last word is the evaluator's.
+    Parameters
+    ----------
+    buffers
+        Tensor of shape (n_buffers, row_size(size)); buffer 0 holds version 0. Padding is zero and stays so.
+    slots
+        Tensor of shape (n_workers, row_size(size)); row w holds worker w's contribution.
+    done
+        int64 array of shape (n_workers + 1,), all zero; the last word is the evaluator's.
+    rule
+        The rule of updates.
+    size
+        Elements of the shard.
 
-    size:    elements of the shard; a row is `row_size(size)` long, and its padding is zero and stays so.
+    Attributes
+    ----------
+    version
+        Number of updates made.
+    current
+        Index of the buffer that holds the current version.
     """
 
     def __init__(self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, rule: Rule, size: int) -> None:
         self._size = size
         self._buffers = buffers
-        self._slots = list(slots)  # a view of each row: made once, not for every update
+        self._slots = list(slots)  # views of the rows, made once rather than for every update
         self._done = done
         self._pinned = [0] * len(done)  # reader -> buffer
         self._serial = [0] * len(done)  # reader -> serial number of its latest promise
@@ -67,20 +86,30 @@ class Store:
         self._parameter = torch.nn.Parameter(buffers[0])
         self._rule = rule
         rule.bind(self._parameter)
-        self._contributing: set[int] = set()  # whose contributions came before their promises
-        self._accumulated: torch.Tensor | None = None  # the sum for the next update
+        self._contributing: set[int] = set()  # workers whose contributions arrived before their promises
+        self._accumulated: torch.Tensor | None = None  # sum for the next update
         self._has_accumulated = False
 
     @property
     def weights(self) -> torch.Tensor:
-        """The current version, shape (size,), a view that later updates change."""
+        """The current version, shape (size,): a view that later updates change."""
         return self._buffers[self.current, : self._size]
 
     def pin(self, reader: int, contributing: bool = False) -> tuple[int, int]:
-        """Promise the current version to a reader: it may read the buffer until it writes the serial into its word.
+        """Promise the current version to a reader, which may read until it writes the serial into its word.
 
-        contributing: it is a worker whose contribution has come and is not applied yet, so that applying it does not
-        say that this promise has been read. Returns (buffer, serial).
+        Parameters
+        ----------
+        reader
+            Worker, or n_workers for the evaluator.
+        contributing
+            True for a worker whose contribution has arrived and is not yet applied; applying it then does not complete
+            this promise.
+
+        Returns
+        -------
+        buffer, serial : int
+            Index of the buffer, and serial number of the promise.
         """
         if contributing:
             self._contributing.add(reader)
@@ -89,12 +118,12 @@ class Store:
         return self.current, self._serial[reader]
 
     def discard(self, worker: int) -> None:
-        """It reads nothing any more; what it has contributed stays."""
+        """Complete a worker's promises, e.g. after its death; its contribution stays."""
         self._contributing.discard(worker)
         self._has_read(worker)
 
     def accumulate(self, worker: int, weight: float) -> None:
-        """Add this worker's contribution, times its weight, to what the next update takes; spends its slot."""
+        """Add a worker's contribution, times its weight, to the sum of the next update, and free its slot."""
         self._has_read(worker)
         if self._accumulated is None:
             self._accumulated = torch.zeros_like(self._slots[worker])
@@ -107,8 +136,19 @@ class Store:
     def apply(
         self, workers: Sequence[int], lr: float, weights: Sequence[float] = (), divisor: float | None = None
     ) -> None:
-        """One update at this rate: what was collected and these workers' contributions, each times its weight, in this
-        order, over the divisor; by default the mean of the workers'. Spends their slots."""
+        """Make one update from the accumulated sum and these workers' contributions, and free their slots.
+
+        Parameters
+        ----------
+        workers
+            Contributors, in the order of summation after the accumulated sum.
+        lr
+            Rate of the update.
+        weights
+            Factor of each contribution; all 1 if empty.
+        divisor
+            Divisor of the weighted sum; None: the number of these workers (their mean).
+        """
         weights = weights or (1.0,) * len(workers)
         divisor = float(len(workers)) if divisor is None else divisor
         for worker in workers:
@@ -125,7 +165,7 @@ class Store:
         self.version += 1
 
     def state(self) -> dict[str, Any]:
-        """All of it at a moment at which nobody reads, and every contribution that has begun to come has come."""
+        """Return the state for a checkpoint; to be called without readers and without partial contributions."""
         return {
             "version": self.version,
             "weights": self._buffers[self.current].clone(),
@@ -134,7 +174,7 @@ class Store:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, before anybody has read."""
+        """Restore the state that `state` returned, before the first reader."""
         self.version = state["version"]
         self._buffers[self.current].copy_(state["weights"])
         accumulated = state["accumulated"]
@@ -144,11 +184,11 @@ class Store:
         self._rule.restore(state["rule"])
 
     def _has_read(self, worker: int) -> None:
-        """What it computed from its last promise is here."""
+        """Complete a worker's last promise: its contribution computed from that version has arrived."""
         self._done[worker] = self._serial[worker]
 
     def _make_writable(self) -> None:
-        """Move on to a free buffer if anybody still reads the current one."""
+        """Switch to a copy in a free buffer if the current one has readers."""
         promises = zip(self._pinned, self._serial, self._done.tolist(), strict=True)
         read = {buffer for buffer, serial, done in promises if done != serial}
         if self.current not in read:

@@ -1,4 +1,4 @@
-"""The generators of a process that a model, a loss or a data set may draw from without being given one."""
+"""State of a process's global random generators, from which models, losses and data sets may draw."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def state(device: torch.device) -> dict[str, Any]:
-    """Of Python's, NumPy's and torch's, the latter also on this device."""
+    """Return the states of Python's, NumPy's and torch's generators, the latter also on this device."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -20,7 +20,7 @@ def state(device: torch.device) -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any], device: torch.device) -> None:
-    """Let all of them go on from there."""
+    """Restore the states that `state` returned."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"].cpu())

@@ -1,14 +1,14 @@
-"""Which samples a worker uses in which iteration.
+"""The samples that each worker uses in each iteration.
 
-Where all batches are alike that is a pure function of seed, worker and iteration. Batches are numbered through: batch j
-of the run is batch j mod B of training epoch j div B, where B is the number of whole batches in the data set, and every
-training epoch is its own random permutation. Iteration i (the first is 1) of worker w of P takes batch (i - 1) P + w.
-So the workers' i-th iterations together are the next P batches of one sequence, whichever paradigm runs, and in BSP
-they are what one process would use with a batch P times as large.
+With equal batches they are a pure function of seed, worker and iteration. Batches are numbered consecutively: batch j
+of the run is batch j mod B of training epoch j div B, where B is the number of whole batches in the data set, and each
+training epoch is a random permutation of its own. Iteration i (from 1) of worker w of P takes batch (i - 1) P + w. The
+i-th iterations of all workers are therefore the next P batches of one sequence under every paradigm, and under BSP they
+are what one process would use with a batch P times as large.
 
-Where batch sizes change, the samples are one endless sequence, training epoch after training epoch, each a permutation
-as above and without a remainder. Whoever is to compute next is handed the next ones, as many as its batch has: every
-sample of a training epoch is used once, whoever takes it.
+With allocated batches the samples are one endless sequence of training epochs, each a permutation as above and without
+a remainder. The next worker to start takes as many of the next samples as its batch has: every sample of a training
+epoch is used once, by whichever worker.
 """
 
 from __future__ import annotations
@@ -22,31 +22,67 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 
-# Workers of a simulation are in many training epochs at once; those of a rank are in one or two.
+# The workers of a simulation are in many training epochs at once; a rank is in one or two.
 @lru_cache(maxsize=64)
 def _permutation(seed: int, training_epoch: int, size: int) -> np.ndarray:
-    # The 0 tells this stream from others of the same seed: trailing zeros do not, [seed, 2] is [seed, 2, 0].
+    # The 0 separates this stream from others of the same seed. A trailing zero would not: [seed, 2] is [seed, 2, 0].
     return np.random.default_rng([seed, 0, training_epoch]).permutation(size)
 
 
 def whole_batches(batch_size: int, size: int) -> int:
-    """Batches in a training epoch of `size` samples. Raises ValueError when there is not even one."""
+    """Return the batches in a training epoch of `size` samples. Raises ValueError if there is none."""
     if not 1 <= batch_size <= size:
         raise ValueError(f"batch_size = {batch_size}: must be 1 to {size}, the samples of the data set")
     return size // batch_size
 
 
 def batch_indices(seed: int, batch: int, *, batch_size: int, size: int) -> np.ndarray:
-    """Indices, shape (batch_size,), of batch number `batch` (from 0) of a data set of `size` samples.
+    """Return the sample indices of a batch.
 
-    Raises ValueError when the data set is smaller than one batch.
+    Parameters
+    ----------
+    seed
+        The job's seed.
+    batch
+        Number of the batch in the run, from 0.
+    batch_size
+        Samples of a batch.
+    size
+        Samples of the data set.
+
+    Returns
+    -------
+    numpy.ndarray
+        Indices, shape (batch_size,).
+
+    Raises
+    ------
+    ValueError
+        If the data set is smaller than one batch.
     """
     training_epoch, k = divmod(batch, whole_batches(batch_size, size))
     return _permutation(seed, training_epoch, size)[k * batch_size : (k + 1) * batch_size]
 
 
 def sequence_indices(seed: int, first: int, n_samples: int, *, size: int) -> np.ndarray:
-    """Indices, shape (n_samples,), of the run's samples from number `first` (from 0) on, of a data set of `size`."""
+    """Return the sample indices at consecutive positions of the run's endless sequence.
+
+    Parameters
+    ----------
+    seed
+        The job's seed.
+    first
+        Position of the first sample, from 0.
+    n_samples
+        Number of samples.
+    size
+        Samples of the data set.
+
+    Returns
+    -------
+    numpy.ndarray
+        Indices, shape (n_samples,).
+    """
     found, end = [], first + n_samples
     while first < end:
         training_epoch, at = divmod(first, size)
@@ -56,8 +92,10 @@ def sequence_indices(seed: int, first: int, n_samples: int, *, size: int) -> np.
 
 
 def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
-    """The batch of these samples: a tuple of tensors for a TensorDataset, else what PyTorch's default collation makes
-    of them."""
+    """Return the batch of these samples.
+
+    It is a tuple of tensors for a TensorDataset, and otherwise the result of PyTorch's `default_collate`.
+    """
     if isinstance(dataset, TensorDataset):
         at = torch.from_numpy(indices)
         return tuple(tensor[at] for tensor in dataset.tensors)
@@ -65,7 +103,7 @@ def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
 
 
 def n_batches(worker: int, *, n_workers: int, batch_size: int, size: int, epochs: range) -> int:
-    """How many batches of these training epochs are the worker's."""
+    """Return the number of batches of these training epochs that belong to a worker."""
     per_epoch = whole_batches(batch_size, size)
     begin, end = epochs.start * per_epoch, epochs.stop * per_epoch
     return max(0, -(-(end - begin - (worker - begin) % n_workers) // n_workers))
@@ -74,10 +112,27 @@ def n_batches(worker: int, *, n_workers: int, batch_size: int, size: int, epochs
 def batches(
     dataset: Dataset[Any], seed: int, worker: int, *, n_workers: int, batch_size: int, epochs: range, skip: int = 0
 ) -> Iterator[Any]:
-    """The worker's batches of these training epochs in order, but for the first `skip` ones. Together the workers use
-    every batch of them once.
+    """Yield a worker's batches of some training epochs in order. Together the workers use every batch once.
 
-    Raises ValueError when the data set is smaller than one batch.
+    Parameters
+    ----------
+    dataset
+        Map-style data set.
+    seed
+        The job's seed.
+    worker, n_workers
+        The worker, and the number of workers.
+    batch_size
+        Samples of a batch.
+    epochs
+        The training epochs.
+    skip
+        Number of the worker's batches to skip at the beginning.
+
+    Raises
+    ------
+    ValueError
+        If the data set is smaller than one batch.
     """
     size = len(dataset)  # type: ignore[arg-type]
     per_epoch = whole_batches(batch_size, size)

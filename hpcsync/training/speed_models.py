@@ -1,4 +1,4 @@
-"""Predictors of a worker's speed that learn while it trains: a small recurrent network, its blend with smoothing."""
+"""Predictors of a worker's speed that learn during training: a recurrent network, and its blend with smoothing."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hpcsync.config.job import Job
 from hpcsync.planning.speed_estimator import Estimator, LastValue, Predictor, Smoothing, must_be_speed
 
 HIDDEN = 16
-WINDOW = 10  # speeds that the network sees
+WINDOW = 10  # speeds in the network's input
 LR = 1e-3
-SHARE = 0.01  # of the time of the iterations, that learning and predicting may take
-STEP_S = 1.5e-3  # what learning from a speed and predicting the next take on one core, nearly all in calls of torch
+SHARE = 0.01  # of the iterations' time that learning and predicting may take
+STEP_S = 1.5e-3  # one step of learning and one prediction on one core, nearly all overhead of torch calls
 
-RATIO_MIN, RATIO_MAX = 0.5, 2.0  # a network's output beyond is not believed
+RATIO_MIN, RATIO_MAX = 0.5, 2.0  # outputs of the network beyond are not trusted
 TRUSTED_AFTER = 50  # observations
 ERROR_BETA = 0.1  # weight of the newest error
 
@@ -31,17 +31,17 @@ STREAM = 6  # random stream of a job's seed
 
 
 def nominal_clock() -> Callable[[], float]:
-    """A clock for runs whose time is not real: with every reading it is `STEP_S` later.
+    """Return a clock for virtual time that advances by `STEP_S` with every reading.
 
-    By it a network learns about as often as it would on ranks, and what it predicts follows from the seed.
+    With it a network learns about as often as on real ranks, and its predictions follow from the seed.
     """
     return itertools.count(0.0, STEP_S).__next__
 
 
 def estimator(job: Job, worker: int, clock: Callable[[], float] = time.perf_counter) -> Estimator | None:
-    """What a worker of this job says how long its next iterations take; None where batches are equal: nobody asks.
+    """Return the estimator of a worker's iteration times; None with equal batches, which need none.
 
-    clock: see `predictor`.
+    See `predictor` for `clock`.
     """
     batches = job.batches
     if batches.policy == "equal":
@@ -50,9 +50,21 @@ def estimator(job: Job, worker: int, clock: Callable[[], float] = time.perf_coun
 
 
 def predictor(name: str, seed: int, worker: int, clock: Callable[[], float] = time.perf_counter) -> Predictor:
-    """Make one of PREDICTORS; the worker's draws its first weights from the job's seed.
+    """Return a new predictor.
 
-    clock: seconds, by which those that learn measure what they take.
+    Parameters
+    ----------
+    name
+        One of `PREDICTORS`.
+    seed, worker
+        The job's seed and the worker, from which initial weights are drawn.
+    clock
+        Clock in seconds, by which predictors that learn measure their own cost.
+
+    Raises
+    ------
+    ValueError
+        For another name.
     """
     if name == "last":
         return LastValue()
@@ -61,29 +73,44 @@ def predictor(name: str, seed: int, worker: int, clock: Callable[[], float] = ti
     if name in ("gru", "blend"):
         gru = GRU(int(np.random.SeedSequence([seed, STREAM, worker]).generate_state(1)[0]), clock)
         return Blend(gru) if name == "blend" else gru
-    raise ValueError(f"there is no predictor {name!r}, only {', '.join(PREDICTORS)}")
+    raise ValueError(f"predictor is {name!r}; must be one of {', '.join(PREDICTORS)}")
 
 
 class GRU:
-    """The smoothed speed times what a network makes of the last `WINDOW` speeds, each divided by the smoothed one.
+    """Predicts the smoothed speed times the output of a network for the last `WINDOW` speeds over the smoothed speed.
 
-    seed:         of the network's first weights.
-    clock:        see `predictor`.
-    smooth_first: the network sees the smoothed speeds instead of those observed, and predicts the same.
+    Parameters
+    ----------
+    seed
+        Seed of the network's initial weights.
+    clock
+        See `predictor`.
+    smooth_first
+        If True, the network's inputs and targets are smoothed speeds instead of observed ones.
 
-    With every observation the network is trained by one step on what it should have predicted, and predicts the next,
-    unless a step as long as the longest would bring `spent_s` above `SHARE` of the time of all iterations: then this
-    observation is left out, and the prediction after it is the smoothed speed.
+    Attributes
+    ----------
+    smoothed
+        The smoothed speed.
+    ratio
+        Output of the network for the latest speeds; NaN if it was skipped.
+    spent_s
+        Seconds of all training steps and the predictions after them.
+    n_trained
+        Number of training steps.
 
-    smoothed: the smoothed speed. ratio: what the network has made of the latest speeds, NaN where it was not asked.
-    spent_s:  seconds of all steps and the predictions after them. n_trained: steps.
+    Notes
+    -----
+    With every observation the network is trained by one step on what it should have predicted, and predicts the next
+    speed. If a step as long as the longest so far would bring `spent_s` above `SHARE` of the time of all iterations,
+    the observation is skipped, and the prediction after it is the smoothed speed.
     """
 
     def __init__(
         self, seed: int, clock: Callable[[], float] = time.perf_counter, *, smooth_first: bool = False
     ) -> None:
         self._network = GruNetwork(seed)
-        # With fused=True all that it keeps is where the parameters are, whatever a script's default device is.
+        # With fused=True its state is on the parameters' device, whatever a script's default device is.
         self._adam = torch.optim.Adam(self._network.parameters(), lr=LR, fused=True)
         self._clock = clock
         self._smooth_first = smooth_first
@@ -93,19 +120,21 @@ class GRU:
         self.ratio = math.nan
         self.spent_s = 0.0
         self.n_trained = 0
-        # A process's first optimizer costs it seconds (torch loads its compiler). They are none of an iteration's:
-        # workers have their estimator made before the run begins. The second step tells what one takes. There is no
-        # error in either, nothing changes.
+        # A process's first optimizer costs seconds (torch loads its compiler). They are not part of an iteration:
+        # workers create their estimator before the run begins. The second step measures the cost of one. Both have
+        # zero error and so change nothing.
         for _ in range(2):
             begin_s = clock()
             self._step([1.0] * WINDOW, 1.0, [1.0] * WINDOW)
-            self._step_s = clock() - begin_s  # what the longest took
+            self._step_s = clock() - begin_s  # the longest step so far
 
     @property
     def smoothed(self) -> float:
+        """The smoothed speed."""
         return self._smoothing.predict()
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
+        """Learn from an observed speed; `iteration_s` is the duration of its iteration."""
         series, smoothed = list(self._series), self.smoothed
         self._smoothing.observe(speed)
         newest = self.smoothed if self._smooth_first else speed
@@ -124,12 +153,13 @@ class GRU:
         self.n_trained += 1
 
     def predict(self) -> float:
+        """Return the predicted speed."""
         if math.isnan(self.ratio):
             return self.smoothed
         return self.smoothed * min(max(self.ratio, RATIO_MIN), RATIO_MAX)
 
     def _step(self, series: Sequence[float], expected: float, next_series: Sequence[float]) -> float:
-        """One step on the squared error of what the network makes of a series; then, what it makes of the next."""
+        """Make one step on the squared error of the output for a series; return the output for the next series."""
         with _one_thread():
             with torch.enable_grad():
                 self._adam.zero_grad()
@@ -140,30 +170,32 @@ class GRU:
 
 
 class Blend:
-    """The GRU's prediction and the smoothed speed, each weighted with the other's recent error.
+    """Mean of the GRU's prediction and the smoothed speed, each weighted by the other's recent error.
 
-    The GRU's weighs nothing for the first `TRUSTED_AFTER` observations, where it was not asked, and where it is beyond
-    `RATIO_MIN` to `RATIO_MAX` times the smoothed speed.
+    The GRU's weight is zero for the first `TRUSTED_AFTER` observations, if it was skipped, and if its output is outside
+    `RATIO_MIN` to `RATIO_MAX`.
     """
 
     def __init__(self, gru: GRU) -> None:
         self.gru = gru
         self._n_observed = 0
-        self._gru_error = self._smoothed_error = 0.0  # mean absolute errors, the latest weighing most
+        self._gru_error = self._smoothed_error = 0.0  # exponentially weighted mean absolute errors
 
     @property
     def spent_s(self) -> float:
+        """Seconds of all training steps and predictions of the GRU."""
         return self.gru.spent_s
 
     @property
     def weight(self) -> float:
-        """Of the GRU."""
+        """Weight of the GRU's prediction, 0 to 1."""
         errors = self._gru_error + self._smoothed_error
         if self._n_observed < TRUSTED_AFTER or not RATIO_MIN <= self.gru.ratio <= RATIO_MAX or errors == 0.0:
             return 0.0
         return self._smoothed_error / errors
 
     def observe(self, speed: float, iteration_s: float = math.inf) -> None:
+        """Learn from an observed speed; `iteration_s` is the duration of its iteration."""
         must_be_speed(speed)
         if not math.isnan(self.gru.ratio):
             gru_error, smoothed_error = abs(self.gru.predict() - speed), abs(self.gru.smoothed - speed)
@@ -173,6 +205,7 @@ class Blend:
         self._n_observed += 1
 
     def predict(self) -> float:
+        """Return the predicted speed."""
         smoothed = self.gru.smoothed
         if (weight := self.weight) == 0.0:
             return smoothed
@@ -180,23 +213,23 @@ class Blend:
 
 
 class GruNetwork(nn.Module):
-    """A GRU of one layer over a series around 1, and one output from its last state.
+    """A GRU of one layer over a series around 1, and one linear output of its last state, always on the CPU.
 
-    It begins with an output of exactly 1, and so with no error where nothing changes. In float64: the square of an
-    error may be as large as it likes, and autocast leaves it alone. Always on the CPU.
+    The initial output is exactly 1, so the error is zero while the speed is constant. The type is float64: squared
+    errors cannot overflow in practice, and autocast does not convert them.
     """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)  # torch.manual_seed would change the GPUs' too
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPUs
             self.gru = nn.GRU(1, HIDDEN, device="cpu", dtype=torch.float64)
             self.output = nn.Linear(HIDDEN, 1, device="cpu", dtype=torch.float64)
         nn.init.zeros_(self.output.weight)
         nn.init.ones_(self.output.bias)
 
     def forward(self, series: Sequence[float]) -> torch.Tensor:
-        """A scalar."""
+        """Return the output for a series, shape ()."""
         states, _ = self.gru(torch.tensor(series, device="cpu", dtype=torch.float64)[:, None] - 1.0)
         output: torch.Tensor = self.output(states[-1])[0]
         return output
@@ -204,7 +237,7 @@ class GruNetwork(nn.Module):
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Adam would split even 16 elements between torch's threads, and wait for milliseconds where a core is busy."""
+    """Limit torch to one thread: Adam would split even 16 elements, and wait milliseconds for a busy core."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,4 @@
-"""What a batch takes on this machine in each half of a model that is cut in two."""
+"""Measured times of a batch in each half of a split model, on this machine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hpcsync.planning.split_cost import Times
 from hpcsync.training.gradient import Loss
 from hpcsync.training.model_split import ModelSplit
 
-REPEATED = 3, 9  # times at least and at most, after one to warm up
-ENOUGH_S = 10.0  # within the most
-MORE = 4  # times as many samples, to tell what is the same for any number of them
+REPEATED = 3, 9  # least and most repetitions, after one to warm up
+ENOUGH_S = 10.0  # no further repetition after this time
+MORE = 4  # factor of the batch size in a second measurement, which separates the fixed time
 
 
 def measured(halves: ModelSplit, loss: Loss, batch: Sequence[torch.Tensor]) -> Times:
-    """Medians in one thread, where the model is on the CPU. batch: samples, and what else the loss needs."""
+    """Return median times of a batch (inputs, then labels) in one thread, for a model on the CPU."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -34,11 +34,12 @@ def measured(halves: ModelSplit, loss: Loss, batch: Sequence[torch.Tensor]) -> T
 
 
 def fixed(one_s: float, more_s: float) -> float:
-    """What does not depend on how many samples there are, if so many take this long and MORE times as many that."""
+    """Return the time independent of the batch size, if a batch takes `one_s` and `MORE` batches take `more_s`."""
     return min(max(0.0, (MORE * one_s - more_s) / (MORE - 1)), one_s)
 
 
 def _medians(measure: Callable[[], tuple[float, ...]]) -> list[float]:
+    """Return the median of each measured time, without the first repetition."""
     measure()
     begin, times = time.perf_counter(), [measure()]
     while len(times) < REPEATED[0] or (len(times) < REPEATED[1] and time.perf_counter() - begin < ENOUGH_S):

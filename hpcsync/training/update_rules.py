@@ -1,4 +1,4 @@
-"""What a server's update does to the weights, and what it takes its contributions for."""
+"""Update rules of servers: how contributions change the weights."""
 
 from __future__ import annotations
 
@@ -14,42 +14,53 @@ from hpcsync.training.optimizers import OptimizerSpec
 
 
 class Rule(ABC):
-    """How a store's weights change. Element by element, so that the bits do not depend on where shards end."""
+    """Update rule of a store's weights. It is element-wise, so the bits do not depend on where shards end."""
 
     @abstractmethod
     def bind(self, weights: torch.nn.Parameter) -> None:
-        """These weights it shall change. They may move, as the parameter's `data`, between updates."""
+        """Set the weights to change. The parameter's `data` may be replaced between updates."""
 
     @abstractmethod
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
     ) -> None:
-        """Change the weights in place. Contributions, of the weights' shape, are used in this order, and spent.
+        """Change the weights in place.
 
-        weights: what each of them is multiplied by; divisor: what their sum is divided by.
+        Parameters
+        ----------
+        contributions
+            Tensors of the weights' shape, summed in this order; their contents are lost.
+        rate
+            Rate of the update.
+        weights
+            Factor of each contribution.
+        divisor
+            Divisor of the weighted sum.
         """
 
     def state(self) -> Mapping[str, Any]:
-        """What it remembers from update to update."""
+        """Return the rule's state, for a checkpoint."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:  # noqa: B027
-        """Go on from there."""
+        """Restore the state that `state` returned."""
 
 
 class Descent(Rule):
-    """A torch optimizer's step along a weighted mean of gradients; the rate is its learning rate."""
+    """A step of a torch optimizer with the weighted mean of gradients; the rate is its learning rate."""
 
     def __init__(self, optimizer: OptimizerSpec) -> None:
         self._spec = optimizer
 
     def bind(self, weights: torch.nn.Parameter) -> None:
+        """Create the optimizer for these weights."""
         self._weights = weights
         self._optimizer = self._spec.build(weights)
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
     ) -> None:
+        """Make one step of the optimizer."""
         gradient = weighted_sum(contributions, weights)
         if divisor != 1.0:
             gradient.div_(divisor)
@@ -58,57 +69,66 @@ class Descent(Rule):
         self._optimizer.step()
 
     def state(self) -> Mapping[str, Any]:
+        """Return the optimizer's state."""
         return self._optimizer.state_dict()
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Restore the optimizer's state."""
         self._optimizer.load_state_dict(dict(state))
 
 
 class Elastic(Rule):
-    """The weights are a centre, and contributions are where workers are: it moves by the sum of its moves towards each
-    of them, all measured from where it was. Every worker's position counts once, whatever its batches."""
+    """Elastic averaging: the weights are a centre, and contributions are the positions of workers.
+
+    The centre moves by the sum of its moves towards each worker, all measured from its previous position. Every
+    worker's position counts once, whatever its batches.
+    """
 
     def bind(self, weights: torch.nn.Parameter) -> None:
+        """Set the centre."""
         self._weights = weights
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
     ) -> None:
+        """Move the centre; `rate` is alpha."""
         centre = self._weights.data
         moves = [towards(centre, position, rate) for position in contributions]
         centre.add_(weighted_sum(moves, [1.0] * len(moves)))
 
 
 class Commit(Rule):
-    """Contributions are by how much workers have changed the weights: so they change, each commit by its weight."""
+    """Commits: contributions are changes that workers made to the weights, applied with the weight of each."""
 
     def bind(self, weights: torch.nn.Parameter) -> None:
+        """Set the weights."""
         self._weights = weights
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
     ) -> None:
+        """Add the weighted changes to the weights."""
         self._weights.data.add_(weighted_sum(contributions, weights), alpha=rate / divisor)
 
 
 def of_job(job: Job, optimizer: OptimizerSpec) -> Rule:
-    """The rule of a job's servers. optimizer: of the job's gradients, wherever they are applied."""
+    """Return the update rule of a job's servers; `optimizer` is used by rules that apply gradients."""
     if job.commits:
         return Commit()
     return Elastic() if isinstance(job.paradigm, EasgdOptions) else Descent(optimizer)
 
 
 def towards(place: torch.Tensor, target: torch.Tensor, rate: float) -> torch.Tensor:
-    """The move from `place` towards `target`, `rate` of their distance; it takes the memory of `target`.
+    """Return `rate` times the distance from `place` to `target`, in the memory of `target`.
 
-    To the bit the opposite of the move from `target` towards `place`: two that move towards each other keep their sum,
-    but for the roundings of the two additions.
+    It is bit for bit the negative of the move from `target` towards `place`: two vectors that move towards each other
+    keep their sum, except for the rounding of the two additions.
     """
     return target.sub_(place).mul_(rate)
 
 
 def weighted_sum(contributions: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    """The sum of each times its weight, in this order, in the memory of the first."""
+    """Return the weighted sum of contributions, added in this order, in the memory of the first."""
     total = contributions[0]
     if weights[0] != 1.0:
         total.mul_(weights[0])

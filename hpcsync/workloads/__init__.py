@@ -1,0 +1,1 @@
+"""Workloads: models with their data and evaluation."""

@@ -1,5 +1,8 @@
-"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from the archives for Python that their author offers. Nothing is
-downloaded, and nothing is run: the archives hold pickles, of which only arrays, numbers and strings are read."""
+"""CIFAR-10 and CIFAR-100 (Krizhevsky 2009) from their author's archives for Python.
+
+The archives are not downloaded, and no code in them is run: they hold pickles, of which only arrays, numbers and
+strings are read.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,21 @@ PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 
 
 class Archive(NamedTuple):
-    """folder: what the archive unpacks to. labels: the key of the class of each image."""
+    """Layout of an archive.
+
+    Parameters
+    ----------
+    file
+        Name of the archive.
+    folder
+        Folder in the archive.
+    training, test
+        Files of the training and test images.
+    labels
+        Key of the images' classes in each file.
+    classes
+        Number of classes.
+    """
 
     file: str
     folder: str
@@ -45,10 +62,24 @@ Samples = tuple[torch.Tensor, torch.Tensor]
 
 
 def read(name: str, folder: Path) -> tuple[Samples, Samples]:
-    """Images and classes to train on and to test with: (x, y), x of bytes, shape (n, 3, 32, 32), y int64.
+    """Read the training and test images of a data set.
 
-    name: of ARCHIVES. folder: what holds the archive, unpacked or as it was fetched. Raises JobError where it does not,
-    or where a file is not what it should be.
+    Parameters
+    ----------
+    name
+        A key of `ARCHIVES`.
+    folder
+        Folder that holds the archive, unpacked or as it was downloaded.
+
+    Returns
+    -------
+    training, test : tuple of torch.Tensor
+        (x, y) each: images x, uint8, shape (n, 3, 32, 32), and classes y, int64, shape (n,).
+
+    Raises
+    ------
+    JobError
+        If the archive is missing or damaged.
     """
     archive = ARCHIVES[name]
     where = f"workload.folder = {shown(str(folder))}"
@@ -62,10 +93,10 @@ def read(name: str, folder: Path) -> tuple[Samples, Samples]:
         else:
             raise JobError(
                 f"{where}: must hold {archive.folder}/ or {archive.file}, the Python version of the data set from "
-                f"{PAGE}, which you fetch yourself"
+                f"{PAGE}, which hpcsync does not download"
             )
     except ValueError as error:
-        raise JobError(f"{where}: {error}; fetch {archive.file} from {PAGE} anew") from None
+        raise JobError(f"{where}: {error}; download {archive.file} from {PAGE} again") from None
     except (tarfile.TarError, EOFError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise JobError(f"{where}: {archive.file} cannot be read: {reason}") from None
@@ -92,7 +123,7 @@ def _read_all(archive: Archive, names: tuple[str, ...], opened: Callable[[str], 
                 parts.append(_samples(_Plain(file, encoding="bytes").load(), archive))
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
-        except Exception as error:  # a pickle that is none can raise whatever there is
+        except Exception as error:  # reading an invalid pickle can raise anything
             reason = str(error).partition("\n")[0] or type(error).__name__
             raise ValueError(f"{path} is not a file of this data set: {reason}") from None
     return parts
@@ -110,9 +141,9 @@ def _samples(batch: Any, archive: Archive) -> Samples:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads arrays of NumPy and what pickle itself knows. Any other name, which could be of code to run, is refused."""
+    """Reads NumPy arrays and pickle's own types, and refuses all other names, which could run code."""
 
-    _ARRAYS = {  # by which arrays are pickled, in Python 2 and since
+    _ARRAYS = {  # names by which arrays are pickled, in Python 2 and later
         ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
         ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
         ("numpy", "ndarray"): np.ndarray,
@@ -120,6 +151,7 @@ class _Plain(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a permitted class or function."""
         if (module, name) not in self._ARRAYS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, and may ask for arrays only")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}; only arrays are allowed")
         return self._ARRAYS[module, name]

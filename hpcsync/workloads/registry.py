@@ -1,4 +1,4 @@
-"""What is trained: a model, its data and how it is judged."""
+"""Workloads of a job: a model, its data and its evaluation."""
 
 from __future__ import annotations
 
@@ -29,18 +29,25 @@ from hpcsync.workloads.vgg import Vgg
 
 Evaluate = Callable[[nn.Module], tuple[float, float]]
 
-EVALUATED_AT_ONCE = 1000  # images, for the memory that their activations take
+EVALUATED_AT_ONCE = 1000  # images of a pass, which bounds the memory of their activations
 
 
 @dataclass(frozen=True)
 class Workload:
     """A model with its data.
 
-    model:    freshly initialised from the job's seed.
-    loss:     `loss(model, *batch)`, the mean loss of a batch; None for a workload without arithmetic.
-    train:    map-style data set of tuples; None exactly when loss is None.
-    evaluate: `evaluate(model) -> (loss, accuracy)` on held-out data, accuracy NaN where there is none; None for nothing
-              to evaluate. It moves its data to where the model is (`device_of`); batches are moved for `loss`.
+    Parameters
+    ----------
+    model
+        The model, freshly initialised from the job's seed.
+    loss
+        `loss(model, *batch)` returns the mean loss of a batch as a scalar tensor. None: no arithmetic. Batches are
+        moved to the model's device before the call.
+    train
+        Map-style data set of tuples; None exactly if `loss` is None.
+    evaluate
+        `evaluate(model)` returns (loss, accuracy) on held-out data; the accuracy is NaN if it is not defined. It moves
+        its data to the model's device (`hpcsync.training.flat_model.device_of`). None: no evaluation.
     """
 
     model: nn.Module
@@ -50,7 +57,7 @@ class Workload:
 
 
 def build(job: Job) -> Workload:
-    """The job's workload; the same job gives the same initial weights and data, bit for bit."""
+    """Return the job's workload. The same job gives the same initial weights and data, bit for bit."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         match job.workload:
@@ -69,11 +76,11 @@ def build(job: Job) -> Workload:
             case Function() as settings:
                 return _from_user(settings)
             case Script():
-                raise JobError('workload.name = "script": must be another: start the training script itself')
+                raise JobError('workload.name = "script": must be another workload; start the training script itself')
 
 
 def import_beside(path: str | Path) -> None:
-    """A workload may be a function in a file beside the job, or in the folder that hpcsync was started in."""
+    """Make workload functions importable from the folder of the job file and from the working directory."""
     folders = [str(Path(path).parent.resolve()), os.getcwd()]
     sys.path[:0] = [folder for folder in folders if folder not in sys.path]
 
@@ -93,16 +100,17 @@ def _from_user(settings: Function) -> Workload:
         raise JobError(f"workload.options = {shown(settings.options)}: must fit {settings.name}: {error}") from None
     workload = make(**settings.options)
     if not isinstance(workload, Workload):
-        raise JobError(f"{name}: must return a hpcsync.workloads.registry.Workload")
+        raise JobError(f"{name}: must return a hpcsync.Workload")
     return workload
 
 
 def cross_entropy(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of a batch."""
     return functional.cross_entropy(model(x), y)
 
 
 def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
-    """Mean cross-entropy and accuracy on these samples."""
+    """Return an evaluation of mean cross-entropy and accuracy on these samples."""
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
         model.eval()
@@ -116,8 +124,11 @@ def classification(x: torch.Tensor, y: torch.Tensor) -> Evaluate:
 
 
 def _digits() -> Workload:
-    """scikit-learn's 1797 handwritten digits of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits), split
-    1437 to 360 by a fixed permutation; a convolutional network of 13,706 parameters."""
+    """Return scikit-learn's handwritten digits and a convolutional network of 13,706 parameters.
+
+    The 1797 images of 8 x 8 pixels (UCI Optical Recognition of Handwritten Digits) are split 1437 to 360 by a fixed
+    permutation.
+    """
     package = importlib.util.find_spec("sklearn")  # importing it would take over a second in every process
     assert package is not None and package.origin is not None
     rows = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
@@ -142,20 +153,20 @@ def _digits() -> Workload:
 
 
 def _images(settings: Images, seed: int) -> Workload:
-    """Drawn ones, 500 more of which are held out."""
+    """Return a small VGG on drawn images; 500 further images are held out."""
     x, y = stripes.draw(settings.samples + 500, settings.size, seed)
     training, held_out = (slice(settings.samples), slice(settings.samples, None))
     return _vgg(settings, stripes.CLASSES, (x[training], y[training]), (x[held_out], y[held_out]))
 
 
 def _cifar(settings: Cifar) -> Workload:
-    """50,000 images of 32 x 32 pixels to train on and 10,000 to judge by, of 10 or 100 classes; no augmentation."""
+    """Return a small VGG on 50,000 training and 10,000 test images of 32 x 32 pixels, without augmentation."""
     training, test = cifar.read(settings.name, Path(settings.folder))
     return _vgg(settings, cifar.ARCHIVES[settings.name].classes, training, test)
 
 
 def _vgg(settings: Images | Cifar, classes: int, training: cifar.Samples, held_out: cifar.Samples) -> Workload:
-    """Images stay bytes until the model standardises them, by the training data's mean and standard deviation."""
+    """Return a small VGG on images of bytes, which it standardises by the training data's mean and deviation."""
     x, y = training
     mean, std = stripes.mean_and_std(x)
     model = Vgg(
@@ -171,12 +182,15 @@ def _vgg(settings: Images | Cifar, classes: int, training: cifar.Samples, held_o
 
 
 def half_squared_error(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Return half the mean squared error of a batch."""
     return 0.5 * functional.mse_loss(model(x).squeeze(1), y)
 
 
 def _linear(settings: Linear, seed: int) -> Workload:
-    """Least squares in float64: rows of x are standard normal, y = x w* + noise. The optimum is
-    `numpy.linalg.lstsq(x, y)`; evaluation reports the loss on the training rows and no accuracy."""
+    """Return least squares in float64: rows of x are standard normal, y = x w* + noise.
+
+    The optimum is `numpy.linalg.lstsq(x, y)`. Evaluation reports the loss on the training rows and no accuracy.
+    """
     generator = np.random.default_rng([seed, 1])
     x = torch.from_numpy(generator.standard_normal((settings.samples, settings.features)))
     optimum = torch.from_numpy(generator.standard_normal(settings.features))
@@ -191,8 +205,10 @@ def _linear(settings: Linear, seed: int) -> Workload:
 
 
 def _text(settings: Text) -> Workload:
-    """The source of the running Python's standard library, every tenth file or so held out; a transformer of 248,930
-    parameters, unless the job says otherwise. Another version of Python has another text."""
+    """Return the source of the running Python's standard library and a transformer of 248,930 parameters by default.
+
+    About every tenth file is held out. Another version of Python has another text.
+    """
     training, held_out = text.characters()
     context = settings.context
     model = text.Transformer(context, settings.layers, settings.width, settings.heads)
@@ -200,7 +216,7 @@ def _text(settings: Text) -> Workload:
 
 
 class _Parameters(nn.Module):
-    """Numbers that only travel: a matrix as near to square as can be, as most of a model's are."""
+    """Parameters that are only transferred: a matrix as close to square as possible, as in most models."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

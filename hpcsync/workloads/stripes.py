@@ -1,4 +1,4 @@
-"""Images that every machine can draw, and what there is to know of the pixels of any."""
+"""Synthetic images of stripes, and pixel statistics of any images."""
 
 from __future__ import annotations
 
@@ -9,14 +9,30 @@ CLASSES = 10
 
 
 def draw(n: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """n images of size x size pixels and their classes: (x, y), x of bytes, shape (n, 3, size, size), y int64.
+    """Draw images of coloured stripes with noise; the class is the direction of the stripes.
 
-    Stripes in some colour, anywhere and in noise; the class is their direction. A linear model can learn nothing, for
-    stripes and those that are their negative are as likely, so that each pixel has the same mean in every class.
+    A linear model learns nothing from them: stripes and their negatives are equally likely, so that each pixel has the
+    same mean in every class.
+
+    Parameters
+    ----------
+    n
+        Number of images.
+    size
+        Width and height in pixels.
+    seed
+        Random seed.
+
+    Returns
+    -------
+    x : torch.Tensor
+        Images, uint8, shape (n, 3, size, size).
+    y : torch.Tensor
+        Classes, int64, shape (n,).
     """
     generator = np.random.default_rng([seed, 1])
     y = generator.integers(CLASSES, size=n)
-    # Each with the shape (n, 1, 1, 1).
+    # Each of shape (n, 1, 1, 1).
     angle = (np.pi / CLASSES * y).reshape(-1, 1, 1, 1)
     phase = generator.uniform(0.0, 2.0 * np.pi, angle.shape)
     per_pixel = 2.0 * np.pi * generator.uniform(0.15, 0.25, angle.shape)
@@ -28,10 +44,10 @@ def draw(n: int, size: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mean_and_std(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each channel, float32, shape (channels,); x: images of bytes, shape (n, channels, height, width)."""
+    """Return mean and standard deviation of each channel, float32, shape (channels,) each, of images (n, c, h, w)."""
     total = torch.zeros(x.shape[1], dtype=torch.float64)
     squares = torch.zeros_like(total)
-    for part in x.split(1000):  # not all at once, for in this type they are eight times as large
+    for part in x.split(1000):  # in parts: in float64 the images are eight times as large
         total += part.double().sum((0, 2, 3))
         squares += part.double().square().sum((0, 2, 3))
     n = x[:, 0].numel()

@@ -1,5 +1,4 @@
-"""Text to learn from that every machine has, the source of Python's standard library, and a transformer that predicts
-its characters one by one."""
+"""The source of Python's standard library as a text, and a transformer that predicts its next character."""
 
 from __future__ import annotations
 
@@ -18,15 +17,15 @@ from torch.utils.data import TensorDataset
 from hpcsync.config.errors import JobError
 from hpcsync.training.flat_model import device_of
 
-# What a character may be: these, and one symbol for all others.
+# The alphabet: these characters, and one symbol for all others.
 SYMBOLS = "\t\n" + "".join(map(chr, range(32, 127)))
 OTHERS = len(SYMBOLS)
 N_SYMBOLS = len(SYMBOLS) + 1
 
 PACKAGES = ("asyncio", "collections", "concurrent", "email", "http", "json")
-EVALUATED = 16_384  # characters of held-out text
+EVALUATED = 16_384  # characters of held-out text in an evaluation
 
-_CODE_OF = np.full(128, OTHERS, dtype=np.uint8)  # 127 stands for whatever is not ASCII
+_CODE_OF = np.full(128, OTHERS, dtype=np.uint8)  # 127 stands for all characters beyond ASCII
 _CODE_OF[[ord(symbol) for symbol in SYMBOLS]] = range(OTHERS)
 
 
@@ -34,29 +33,38 @@ _CODE_OF[[ord(symbol) for symbol in SYMBOLS]] = range(OTHERS)
 
 
 def encode(text: str) -> torch.Tensor:
-    """One number below N_SYMBOLS per character, uint8, shape (len(text),)."""
+    """Return the code of each character, below `N_SYMBOLS`, uint8, shape (len(text),)."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype=np.uint32)
     return torch.from_numpy(_CODE_OF[np.minimum(points, 127)])
 
 
 def source_files(root: Path) -> list[str]:
-    """Files of the standard library in this folder, relative and sorted: its modules and some packages, without tests
-    and without what an installation or its distributor adds."""
+    """Return the files of the standard library in a folder, as sorted relative paths.
+
+    They are its modules and some packages, without tests and without additions of an installation or its distributor.
+    """
     modules = [path for path in root.glob("*.py") if path.stem in sys.stdlib_module_names]
     packages = [path for package in PACKAGES for path in (root / package).rglob("*.py")]
     return sorted(path.relative_to(root).as_posix() for path in (*modules, *packages))
 
 
 def is_held_out(name: str) -> bool:
-    """About every tenth file, by its name alone: a file that another version of Python adds moves no other."""
+    """Return True for about every tenth file, by its name alone, so that added files do not move others."""
     return zlib.crc32(name.encode()) % 10 == 0
 
 
 def characters(root: Path | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """All training files one after the other, and all held-out ones, encoded; about 5.2 and 0.7 million characters.
+    """Return the encoded training text and held-out text, about 5.2 and 0.7 million characters.
 
-    root: the folder of the standard library; None is the running Python's, whose version therefore decides the text.
-    Raises JobError where it has no source.
+    Parameters
+    ----------
+    root
+        Folder of the standard library; None: that of the running Python, whose version determines the text.
+
+    Raises
+    ------
+    JobError
+        If the folder holds no source.
     """
     root = root or Path(sysconfig.get_path("stdlib"))
     texts: dict[bool, list[str]] = {False: [], True: []}
@@ -68,9 +76,9 @@ def characters(root: Path | None = None) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def windows(text: torch.Tensor, context: int) -> TensorDataset:
-    """Encoded text cut into sequences (x, y) of `context` characters each, uint8, where y is x one character later.
+    """Return encoded text as sequences (x, y) of `context` characters each, uint8, where y is x one character later.
 
-    Sequences do not overlap, and they are views: the text is in memory once.
+    Sequences do not overlap. They are views, so the text is in memory once.
     """
     return TensorDataset(text[:-1].unfold(0, context, context), text[1:].unfold(0, context, context))
 
@@ -79,8 +87,7 @@ def windows(text: torch.Tensor, context: int) -> TensorDataset:
 
 
 class Block(nn.Module):
-    """Causal self-attention and a layer of four times the width, each added to what comes in. (B, T, width) in and
-    out."""
+    """Causal self-attention and a feed-forward layer of four times the width, each residual; (B, T, width) to same."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -93,6 +100,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the block's output, shape (B, T, width)."""
         x = x + self.attended(self._attention(self.before_attention(x)))
         return x + self.feed_forward(x)
 
@@ -104,8 +112,15 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits of the next character after every character of a sequence: (B, T) integers to (B, T, N_SYMBOLS), T at
-    most `context`. Decoder only, normalised before each part, no dropout."""
+    """Decoder-only transformer for the next character, with pre-normalisation and without dropout.
+
+    Parameters
+    ----------
+    context
+        Longest sequence.
+    layers, width, heads
+        Number of blocks, width of the embedding, and attention heads of a block.
+    """
 
     def __init__(self, context: int, layers: int, width: int, heads: int) -> None:
         super().__init__()
@@ -114,26 +129,29 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.logits = nn.Linear(width, N_SYMBOLS)
-        nn.init.normal_(self.logits.weight, std=0.02)  # at first it expects every symbol alike
+        nn.init.normal_(self.logits.weight, std=0.02)  # initially all symbols are about equally likely
         nn.init.zeros_(self.logits.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape (B, T, N_SYMBOLS), for codes x, shape (B, T), T at most `context`."""
         embedded = self.symbols(x.long()) + self.positions[: x.shape[1]]
         return self.logits(self.norm(self.blocks(embedded)))
 
 
-# ---- how it is judged ----
+# ---- evaluation ----
 
 
 def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of a character, in nats."""
+    """Return the mean cross-entropy of a character in nats."""
     return functional.cross_entropy(model(x).flatten(0, 1), y.flatten().long())
 
 
 def evaluation(text: torch.Tensor, context: int) -> Callable[[nn.Module], tuple[float, float]]:
-    """Mean cross-entropy of a character in nats, and the share of characters predicted, each from at most `context`
-    before it in its sequence: of EVALUATED characters (or one sequence, if that is longer), in sequences spread evenly
-    over this text."""
+    """Return an evaluation of mean cross-entropy (nats per character) and the share of correct predictions.
+
+    It covers `EVALUATED` characters (or one sequence, if that is longer), in sequences spread evenly over the text.
+    Each character is predicted from at most `context` characters before it in its sequence.
+    """
     data = windows(text, context)
     n = min(len(data), max(1, EVALUATED // context))
     x, y = data[torch.arange(n) * len(data) // n]

@@ -1,5 +1,7 @@
-"""Well-known convolutional networks, for planning: their sizes and operations. They are torchvision's, and have no
-weights: everything is on the meta device unless it is to be measured."""
+"""Convolutional networks of torchvision for planning: their sizes and operations.
+
+They have no weights: everything is on the meta device unless it is to be measured.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,15 @@ from hpcsync.training import model_split
 
 
 class Architecture(NamedTuple):
-    """cut: the submodule with which the fully-connected layers begin. image: channels, height and width."""
+    """A network.
+
+    Parameters
+    ----------
+    cut
+        Submodule with which the fully-connected layers begin.
+    image
+        Channels, height and width of the input.
+    """
 
     cut: str
     image: tuple[int, int, int] = (3, 224, 224)
@@ -34,15 +44,20 @@ ARCHITECTURES = {
 
 @functools.cache
 def shape(name: str) -> Shape:
-    """Of a network, by the meta device; its labels are numbers of classes. Raises JobError, as `build` does."""
+    """Return the sizes of a network's halves, with integer labels. Raises JobError as `build` does."""
     halves = build(name)
     image = torch.empty(1, *ARCHITECTURES[name].image, device="meta")
     return model_split.shape(halves, (image, torch.zeros(1, dtype=torch.long)))
 
 
 def build(name: str, device: str = "meta") -> model_split.ModelSplit:
-    """A network's halves; off the meta device with random weights. Raises JobError for a name that is none, or without
-    torchvision."""
+    """Return a network's halves; on other devices than meta with random weights.
+
+    Raises
+    ------
+    JobError
+        If the name is unknown, or torchvision is missing.
+    """
     if name not in ARCHITECTURES:
         raise JobError(
             f"--model {shown(name)}: must be one of {', '.join(ARCHITECTURES)}{did_you_mean(name, ARCHITECTURES)}"
@@ -55,11 +70,15 @@ def build(name: str, device: str = "meta") -> model_split.ModelSplit:
 
 
 def _inception_v3(models: Any) -> nn.Module:
-    """Without the auxiliary classifier. Its forward asks whether the model trains, for the sake of that alone, and
-    could not be followed; this one does the rest."""
+    """Return Inception v3 without the auxiliary classifier.
+
+    torchvision's forward depends on the training mode only for that classifier and cannot be traced for this reason;
+    the one here computes the rest.
+    """
 
     class InceptionV3(models.Inception3):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
+            """Return the logits."""
             h: torch.Tensor = self._forward(x)[0]
             return h
 
@@ -74,8 +93,8 @@ def _torchvision_models(name: str) -> Any:
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-        # Its operators were compiled for another torch and have not loaded, as those of PyPI's torchvision beside a
-        # torch without CUDA; it looks for two of them at once. The networks use none: so these stand in for them.
+        # Its operators were compiled for another torch and have not loaded (PyPI's torchvision with a torch without
+        # CUDA), and importing it requires two of them. The networks use none, so placeholders suffice.
         for operator in ("nms", "qnms"):
             torch.library.define(
                 f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"

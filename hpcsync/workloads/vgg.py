@@ -1,5 +1,8 @@
-"""A small network like VGG (Simonyan and Zisserman 2015) for small images: convolutions of 3 x 3 in three blocks, and
-three fully-connected layers, which hold most of the parameters. It can be cut at "classifier"."""
+"""A small network like VGG (Simonyan and Zisserman 2015) for small images.
+
+It has convolutions of 3 x 3 in three blocks, and three fully-connected layers, which hold most of the parameters. It
+can be split at "classifier".
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch import nn
 
 
 class Standardise(nn.Module):
-    """(x - mean) / std of each channel; x: (B, channels, height, width), of bytes too."""
+    """Standardisation of each channel: (x - mean) / std."""
 
     def __init__(self, mean: torch.Tensor, std: torch.Tensor) -> None:
         super().__init__()
@@ -18,14 +21,27 @@ class Standardise(nn.Module):
         self.register_buffer("std", std.view(-1, 1, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the standardised images, shape (B, channels, height, width); x may be uint8."""
         return (x - self.mean) / self.std
 
 
 class Vgg(nn.Module):
-    """Logits of images of size x size pixels, a multiple of 8: (B, channels, size, size) to (B, classes).
+    """A small VGG with standardisation of its input.
 
-    mean, std: of the images' channels. width: channels of the first block, the others have twice and four times as
-    many. hidden: width of the fully-connected layers. dropout: share of their activations that is left out.
+    Parameters
+    ----------
+    size
+        Width and height of the images in pixels, a multiple of 8.
+    classes
+        Number of classes.
+    mean, std
+        Mean and standard deviation of the images' channels, shape (channels,).
+    width
+        Channels of the first block; the others have twice and four times as many.
+    hidden
+        Width of the fully-connected layers.
+    dropout
+        Dropout probability of their activations.
     """
 
     def __init__(
@@ -49,7 +65,8 @@ class Vgg(nn.Module):
                 nn.init.kaiming_normal_(parameter, nonlinearity="relu")
             else:
                 nn.init.zeros_(parameter)
-        nn.init.normal_(last.weight, std=0.01)  # at first it expects every class alike
+        nn.init.normal_(last.weight, std=0.01)  # initially all classes are about equally likely
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits, shape (B, classes), for images x, shape (B, channels, size, size)."""
         return self.classifier(torch.flatten(self.features(x), 1))

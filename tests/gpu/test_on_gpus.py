@@ -10,11 +10,11 @@ from tests.mpi.test_batches import test_any_split_is_the_whole_batch as test_any
 from tests.mpi.test_commits import test_the_weights_are_those_of_the_commits_in_the_trace  # noqa: F401
 from tests.mpi.test_compression import (  # noqa: F401
     test_other_paradigms_with_compressed_pushes,
-    test_what_is_not_sent_is_sent_later_only_with_feedback,
+    test_unsent_elements_are_sent_later_only_with_feedback,
 )
 from tests.mpi.test_first_k import (  # noqa: F401
     test_a_late_worker_is_stopped_early,
-    test_weights_are_what_the_trace_says_they_are_made_of,
+    test_weights_follow_from_the_contributions_in_the_trace,
 )
 from tests.mpi.test_stanza import (  # noqa: F401
     test_evaluations_are_of_both_halves,
@@ -27,19 +27,19 @@ from tests.mpi.test_training import (  # noqa: F401
     test_one_worker_is_plain_sgd,
 )
 from tests.mpi.transport.test_published_replica import (  # noqa: F401
-    test_everybody_reads_everybody,
+    test_all_ranks_read_all_ranks,
     test_no_read_is_mixed_and_serial_numbers_never_go_back,
     test_reads_are_mixed_when_the_current_row_is_filled,
 )
 from tests.mpi.transport.test_push_inbox import (  # noqa: F401
-    test_more_vectors_than_slots_are_all_there,
+    test_collect_returns_all_earlier_vectors,
+    test_more_vectors_than_slots_all_arrive,
     test_nothing_is_lost_and_nothing_is_counted_twice,
-    test_one_collection_has_all_that_arrived_before,
 )
 from tests.mpi.transport.test_tensor_window import (  # noqa: F401
+    test_asynchronous_runs_keep_their_invariants,
+    test_puts_and_gets_transfer_the_data,
     test_ranks_may_expose_different_sizes_and_nothing,
-    test_runs_in_step_have_the_same_bits,
-    test_runs_that_are_free_keep_their_invariants,
-    test_what_is_put_and_got_is_what_was_sent,
+    test_synchronous_runs_have_the_same_bits,
 )
 from tests.mpi.transport.test_torn_reads import test_no_read_is_torn, test_without_the_protection_reads_are_torn  # noqa: F401

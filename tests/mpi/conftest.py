@@ -1,11 +1,11 @@
-"""These tests run on any number of ranks at once: mpiexec -n N python -m pytest tests/mpi.
+"""Tests on any number of ranks: mpiexec -n N python -m pytest tests/mpi.
 
-Every rank runs every test. A failure on one rank would leave the others in a collective for ever, so it is told at once
-and ends the job. Only rank 0 reports; a test that needs more ranks than there are is skipped, and says so.
+Every rank runs every test. A failure on one rank would leave the others in a collective for ever, so it is reported at
+once and ends the job. Only rank 0 reports. A test that needs more ranks than there are is skipped with a reason.
 
-With `--take-turns`, as `make test` has it, of a test with several cases every third runs (every other one of two), at
-the next number of ranks and with the other MPI another third: so every test runs at every number with both, and every
-case at some number; also where it takes three ranks, or, of a test with two cases, five.
+With `--take-turns`, as in `make test`, every third case of a test with several cases runs (every other one of two); the
+next number of ranks and the other MPI run another third. So every test runs at every number of ranks with both, and
+every case at some number; also where it needs three ranks or, for a test with two cases, five.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def needs(comm: MPI.Intracomm) -> Callable[[int], None]:
 
 @pytest.fixture
 def only(comm: MPI.Intracomm) -> Callable[[int], None]:
-    """For what does not depend on the number of ranks."""
+    """Skip a test that does not depend on the number of ranks, except at one number."""
 
     def skip_others(ranks: int) -> None:
         if comm.size != ranks:

@@ -1,5 +1,8 @@
-"""Workloads with tensors of several shapes: matrices that can be factored, vectors that are sent as they are; and
-images, for layers that can be separated."""
+"""Workloads with tensors of several shapes.
+
+There are matrices that can be factored, vectors that are sent uncompressed, and images for layers that can be
+separated.
+"""
 
 from __future__ import annotations
 

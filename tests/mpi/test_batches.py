@@ -1,4 +1,4 @@
-"""Batches that are given out, on real ranks: who computes how many samples and which, and how they are weighted."""
+"""Allocated batches on real ranks: which worker computes which samples, how many, and how they are weighted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_any_split_is_the_whole_batch(comm, needs, folder):
             assert 1 <= min(slowest) < 12 < max(fastest)
 
 
-def test_a_mean_over_workers_is_not(comm, needs, folder, monkeypatch):
+def test_a_mean_over_workers_does_not(comm, needs, folder, monkeypatch):
     needs(3)
     this = job("bsp", comm.size - 1)
     monkeypatch.setattr(coordinator.Coordinator, "_weigh", lambda self, worker, weight: weight)
@@ -89,7 +89,7 @@ def test_a_mean_over_workers_is_not(comm, needs, folder, monkeypatch):
     ],
 )
 def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, policy, predictor):
-    """Which is more the faster they are, and what the servers make of it is what the trace says."""
+    """Faster workers compute more, and the servers' weights are those of the trace."""
     needs(2)
     workers = comm.size - 1
     updates = 20 if predictor == "blend" else 60  # it learns in milliseconds that ranks on few cores do not have
@@ -118,7 +118,7 @@ def test_workers_compute_what_they_are_granted(comm, needs, folder, paradigm, po
 
 
 def no_sample_twice_or_left_out(this: Job, trace: Trace) -> None:
-    """But for what was granted at the end and not computed any more."""
+    """Samples granted at the end and no longer computed are excepted."""
     pushes, grants = trace.tables["pushes"], trace.tables["grants"]
     pieces = [(first_of(this, trace, push), int(push["batch_size"])) for push in pushes]
     pushed = {(push["worker"], push["iteration"]) for push in pushes}
@@ -158,8 +158,8 @@ def used(comm: Any, folder: Any, epochs: int, paradigm: str = "asp", **options: 
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "asp", "easgd"])
-def test_every_sample_of_a_training_epoch_is_used_once_whoever_takes_it(comm, folder, paradigm):
-    """The last batch of all reaches over the end, or it would not be a whole one."""
+def test_every_sample_of_a_training_epoch_is_used_once_by_any_worker(comm, folder, paradigm):
+    """The last batch of all reaches over the end, otherwise it would not be whole."""
     options = {"period": 2} if paradigm == "easgd" else {}
     count = used(comm, folder, 3, paradigm, **options)
     assert count.min() == 3 and count.max() <= 4
@@ -170,7 +170,7 @@ def test_every_sample_of_a_training_epoch_is_used_once_whoever_takes_it(comm, fo
         assert last == 0 or min(sizes(load(folder / "run" / "trace.h5"), last)) < 8 * options.get("period", 1)
 
 
-def test_the_order_of_equal_batches_would_leave_some_out(comm, needs, folder, monkeypatch):
+def test_the_order_of_equal_batches_would_skip_samples(comm, needs, folder, monkeypatch):
     needs(3)
     turns: dict[int, int] = {}
 
@@ -183,7 +183,7 @@ def test_the_order_of_equal_batches_would_leave_some_out(comm, needs, folder, mo
     assert not 3 <= count.min() <= count.max() <= 4
 
 
-def test_a_script_must_say_the_total(comm, folder):
+def test_a_script_must_name_the_total(comm, folder):
     model = torch.nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(JobError, match=r"batches\.total: missing"):

@@ -1,4 +1,4 @@
-"""The measurements that need ranks, at sizes at which they take no time. How fast anything is, is not asserted."""
+"""Benchmarks that need ranks, at sizes that take no time. Speeds are not asserted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_transfers(comm, needs, transport, monkeypatch):
     assert positive(figures)
 
 
-def test_transfers_of_a_gpu_stand_beside_both_ways_of_copying():
+def test_transfers_of_a_gpu_are_compared_with_both_kinds_of_copy():
     here = torch.full((3,), 7, dtype=torch.uint8)
     copies = transfers.gpu_copies(here)
     assert list(copies) == ["copy on the GPU", "copy to page-locked host memory and back"]
@@ -40,7 +40,7 @@ def test_round_trip(comm, needs, transport):
     assert positive(figures)
 
 
-def test_a_model_too_large_for_the_gpu_is_left_out_and_that_is_told(comm, needs, monkeypatch):
+def test_a_model_too_large_for_the_gpu_is_reported_without_values(comm, needs, monkeypatch):
     """Either rank may have too little room."""
     needs(2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((1 + comm.rank) * 10**9, 80 * 10**9))
@@ -51,7 +51,7 @@ def test_a_model_too_large_for_the_gpu_is_left_out_and_that_is_told(comm, needs,
 
 @pytest.mark.parametrize("transport", [HOST, Transport("staged")])
 def test_latency(comm, needs, transport):
-    """On other windows than the host's, beside these."""
+    """Other windows are compared with the host's."""
     needs(2)
     workers = (1, comm.size - 1)
     figures = latency.measure(comm, transport, workers, size=3, round_trips=5, repetitions=2)
@@ -64,7 +64,7 @@ def test_latency(comm, needs, transport):
 
 
 def test_allreduce(comm):
-    """Of ranks that train and of ranks that wait for them."""
+    """Some ranks train and the others wait for them."""
     ranks = tuple(range(1, comm.size + 1))
     figures = allreduce.measure(comm, ranks, nets=(allreduce.Net(2, 3, 2),), repetitions=2)
     assert len(figures) == (3 * comm.size - 2 if comm.rank == 0 else 0)
@@ -72,7 +72,7 @@ def test_allreduce(comm):
 
 
 def test_allreduce_trains_as_its_peer_does(comm):
-    """Else their times could not be compared."""
+    """Otherwise their times would not be comparable."""
     net = allreduce.Net(2, 3, 1)
     flat, peer = FlatModel(net.build()), net.build()
     batch = torch.ones(2, 3) * (comm.rank + 1)

@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint, and what they would have come to without."""
+"""Runs resumed from a checkpoint, compared with runs that were not interrupted."""
 
 from __future__ import annotations
 
@@ -59,8 +59,10 @@ def job(paradigm: str, workers: int, servers: int = 1, optimizer: Any = SGD, **t
 
 
 def killed(comm: MPI.Intracomm, finished: Path, n_checkpoints: int = 1) -> Path:
-    """What the run in this folder would have left behind, had it been killed after so many checkpoints; the trace has
-    rows of later than that."""
+    """Create what the run in this folder would have left, had it been killed after so many checkpoints.
+
+    The trace has later rows.
+    """
     folder = finished.with_name(f"{finished.name}-killed")
     if comm.rank == 0:
         shutil.copytree(finished, folder)
@@ -71,7 +73,7 @@ def killed(comm: MPI.Intracomm, finished: Path, n_checkpoints: int = 1) -> Path:
     return folder
 
 
-# ---- exactly as if nothing had been ----
+# ---- the same as without an interruption ----
 
 EXACT = [("bsp", SGD, {}), ("bsp", ADAM, {}), ("bsp", SGD, {"compression": TOP_K})]
 EXACT_ALONE = [("asp", SGD, {}), ("easgd", NESTEROV, {}), ("k-batch-async", ADAM, {}), ("ashl", NESTEROV, {})]
@@ -83,7 +85,7 @@ def both(comm: MPI.Intracomm, this: Job, folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("paradigm", "optimizer", "tables"), EXACT + EXACT_ALONE)
-def test_a_run_that_goes_on_comes_to_the_same_bits(comm, needs, folder, paradigm, optimizer, tables):
+def test_a_resumed_run_has_the_same_bits(comm, needs, folder, paradigm, optimizer, tables):
     needs(2)
     servers = 2 if comm.size > 3 else 1
     workers = comm.size - servers if paradigm == "bsp" else 1
@@ -100,7 +102,7 @@ FORGOTTEN = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("what", FORGOTTEN)
-def test_whatever_is_forgotten_changes_the_bits(comm, only, folder, monkeypatch, what):
+def test_state_that_is_not_restored_changes_the_bits(comm, only, folder, monkeypatch, what):
     only(3)
     owner, name, forgetful, tables = FORGOTTEN[what]
     monkeypatch.setattr(owner, name, forgetful)
@@ -132,8 +134,8 @@ def script(comm: MPI.Intracomm, out: Path, paradigm: str, *, resume: bool = Fals
 @pytest.mark.once
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 @pytest.mark.parametrize("forgets", [False, True], ids=["", "without-generators"])
-def test_a_script_goes_on_in_its_own_loop(comm, only, folder, monkeypatch, paradigm, forgets):
-    """In the training epoch and at the batch at which it was, and so do the generators; without them is the control."""
+def test_a_script_resumes_in_its_own_loop(comm, only, folder, monkeypatch, paradigm, forgets):
+    """It resumes in the same epoch, at the same batch, with its generators; without these it is the control."""
     only(3)
     if forgets:
         monkeypatch.setattr(rng_state, "restore", lambda states, device: None)
@@ -147,7 +149,7 @@ def test_a_script_goes_on_in_its_own_loop(comm, only, folder, monkeypatch, parad
 
 @pytest.mark.once
 @pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_the_trace_joins_across_a_restart(comm, needs, folder, paradigm):
+def test_the_trace_is_continuous_across_a_restart(comm, needs, folder, paradigm):
     needs(5)
     this = job(paradigm, comm.size - 2, servers=2)
     on_some(comm, this, folder / "a")
@@ -166,7 +168,7 @@ def test_the_trace_joins_across_a_restart(comm, needs, folder, paradigm):
 
 
 @pytest.mark.once
-def test_what_was_forgotten_is_found_in_the_trace(comm, only, folder, monkeypatch):
+def test_state_that_is_not_restored_is_found_in_the_trace(comm, only, folder, monkeypatch):
     only(3)
     this = job("ssp", comm.size - 1)
     on_some(comm, this, folder / "a")
@@ -183,7 +185,7 @@ def test_what_was_forgotten_is_found_in_the_trace(comm, only, folder, monkeypatc
 
 @pytest.mark.once
 @pytest.mark.parametrize("paradigm", ["bsp", "dssp", "k-batch-async", "easgd"])
-def test_fewer_workers_go_on_and_one_comes_back(comm, only, folder, paradigm):
+def test_a_run_resumes_with_fewer_workers_and_one_returns(comm, only, folder, paradigm):
     only(3)
     this = job(paradigm, comm.size - 1)
     on_some(comm, this, folder / "a")
@@ -206,7 +208,7 @@ def test_fewer_workers_go_on_and_one_comes_back(comm, only, folder, paradigm):
         assert pushes[0] < pushes[1]
 
 
-# ---- what cannot go on ----
+# ---- runs that cannot be resumed ----
 
 
 @pytest.mark.once

@@ -1,4 +1,4 @@
-"""Workers that commit what their own steps have changed, on real ranks."""
+"""Workers that commit the change of their own steps, on real ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def job(
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV, ADAM], ids=["sgd", "nesterov", "adam"])
 @pytest.mark.parametrize("paradigm", [ASHL, ADSP], ids=["ashl", "adsp"])
 def test_the_weights_are_those_of_the_commits_in_the_trace(comm, needs, folder, paradigm, optimizer):
-    """Whatever the order in which they came: plain torch makes the same of it. Another weight is the control."""
+    """Plain torch obtains the same from the commits, in their order of arrival. Another weight is the control."""
     needs(2)
     servers = 2 if comm.size > 3 else 1
     this = job(comm.size - servers, paradigm, optimizer, servers=servers)
@@ -70,7 +70,7 @@ def test_the_weights_are_those_of_the_commits_in_the_trace(comm, needs, folder, 
 
 
 def test_one_committing_worker_is_plain_training(comm, needs, folder):
-    """Its commits count 1, and nobody else changes what it reads."""
+    """Its commits count 1, and no other worker changes the weights it reads."""
     needs(2)
     some = on_some(comm, job(1, ADSP, ADAM, updates=6), folder)
     if comm.rank == 0:
@@ -87,10 +87,10 @@ def test_one_committing_worker_is_plain_training(comm, needs, folder):
         assert np.allclose(some, alone, rtol=1e-9, atol=1e-12)
 
 
-def test_stages_follow_each_other_and_fast_workers_make_more_steps(comm, needs, folder):
+def test_stages_are_in_order_and_fast_workers_make_more_steps(comm, needs, folder):
     needs(3)
     compression = {"name": "top-k"}
-    # The loss is below its limit after some 30 updates; which they are depends on who comes first.
+    # The loss is below its limit after some 30 updates; which ones depends on the order of arrival.
     on_some(comm, job(comm.size - 1, ASHL, updates=150, compression=compression, seconds=0.003), folder)
     if comm.rank == 0:
         trace = load(folder / "trace.h5")
@@ -104,7 +104,7 @@ def test_stages_follow_each_other_and_fast_workers_make_more_steps(comm, needs, 
         assert set(dense.tolist()) <= {1.0, 0.05}
 
 
-def test_nobody_commits_before_it_is_time(comm, needs, folder):
+def test_no_worker_commits_before_it_is_due(comm, needs, folder):
     """How soon afterwards is exact only in virtual time: tests/unit/simulator/test_commits.py."""
     needs(2)
     on_some(comm, job(comm.size - 1, ADSP, updates=8 * (comm.size - 1)), folder)
@@ -122,7 +122,7 @@ def test_nobody_commits_before_it_is_time(comm, needs, folder):
 
 @pytest.mark.parametrize("paradigm", ["easgd", "ashl", "adsp"])
 def test_a_script_whose_workers_step_by_themselves(comm, folder, paradigm):
-    """On one rank too, where there is nobody to meet."""
+    """This works on one rank too, without servers to commit to."""
     options: dict[str, Any] = {
         "easgd": {"period": 4, "alpha": 0.2},
         "ashl": {"warmup": 1, "profiled": 2, "steps_coarse": 4, "steps_fine": 2, "loss_preset": 1.0},

@@ -1,4 +1,4 @@
-"""Compressed pushes on real ranks: what is in the weights in the end, and what has travelled."""
+"""Compressed pushes on real ranks: the final weights, and the bytes transferred."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def job(workers: int, servers: int, compression: Any, dtype: str = "float64", up
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_compressed_run_is_its_simulation_to_the_bit_however_many_servers_there_are(comm, needs, folder, name):
-    """Whose shards cut tensors, groups of bits and factors wherever they end."""
+    """The servers' shards may end within tensors, groups of bits and factors."""
     needs(2)
     servers = min(3, comm.size - 1)
     workers = comm.size - servers
@@ -65,7 +65,7 @@ def test_a_compressed_run_is_its_simulation_to_the_bit_however_many_servers_ther
         assert not np.allclose(one, simulated(job(workers, 1, None)), rtol=0, atol=1e-9), "something is compressed"
 
 
-def test_all_of_the_elements_are_what_is_not_compressed(comm, needs, folder):
+def test_sending_all_elements_equals_no_compression(comm, needs, folder):
     needs(2)
     workers = comm.size - 1
     whole = on_some(comm, job(workers, 1, {"name": "top-k", "ratio": 1.0}), folder / "whole")
@@ -73,8 +73,8 @@ def test_all_of_the_elements_are_what_is_not_compressed(comm, needs, folder):
         assert np.array_equal(whole, simulated(job(workers, 1, None)))
 
 
-def test_what_travels_is_the_payload(comm, needs, folder, monkeypatch):
-    """As the windows see it, and as the trace counts it, which is as the simulation does."""
+def test_the_payload_is_what_is_transferred(comm, needs, folder, monkeypatch):
+    """The windows, the trace and the simulation count the same bytes."""
     needs(2)
     put: list[int] = []
     kinds = [kind for kind in _kinds(TensorWindow) if "put" in vars(kind)]
@@ -96,8 +96,8 @@ def test_what_travels_is_the_payload(comm, needs, folder, monkeypatch):
         assert (pushes["comm_s"] > pushes["pull_s"]).all()
 
 
-def test_what_is_not_sent_is_sent_later_only_with_feedback(comm, needs, folder):
-    """So that training goes where it goes uncompressed. Without feedback, which is the control, most of it is lost."""
+def test_unsent_elements_are_sent_later_only_with_feedback(comm, needs, folder):
+    """Training then follows uncompressed training. Without feedback, the control, most of the gradient is lost."""
     needs(2)
     workers, away = comm.size - 1, {}
     for feedback in (True, False):

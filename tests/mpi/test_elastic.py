@@ -1,4 +1,4 @@
-"""Elastic averaging on real ranks: what workers and the centre have in the end."""
+"""Elastic averaging on real ranks: the final positions of workers and centre."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcsync.api import connect
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import Assignment
@@ -51,7 +51,7 @@ def job(servers: int, workers: int, optimizer: Any = SGD, updates: int = 12, **p
 @pytest.mark.parametrize("optimizer", [SGD, NESTEROV], ids=["EASGD", "EAMSGD"])
 @pytest.mark.parametrize("servers", [1, 2])
 def test_synchronous_averaging_is_its_simulation_to_the_bit(comm, needs, folder, servers, optimizer):
-    """Which is what NumPy gives: tests/unit/simulator/test_elastic.py."""
+    """The simulation equals NumPy: tests/unit/simulator/test_elastic.py."""
     needs(servers + 1)
     this = job(servers, comm.size - servers, optimizer, period=3, synchronous=True)
     session = train(comm, this, folder)
@@ -63,7 +63,7 @@ def test_synchronous_averaging_is_its_simulation_to_the_bit(comm, needs, folder,
 
 
 def positions(comm: Any, this: Job, folder: Any, exchanges: int = 20) -> tuple[np.ndarray, np.ndarray]:
-    """Where every worker is after some more exchanges the higher its number is, and where the centre is in the end.
+    """Return where every worker and the centre end, if workers with higher numbers make more exchanges.
 
     Worker w begins w + 1 away from the centre, which begins at the weights of the job.
     """
@@ -86,7 +86,7 @@ def start(this: Job) -> np.ndarray:
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_the_sum_of_workers_and_centre_is_kept(comm, needs, folder, servers):
-    """Whoever is first, and whatever else the servers do between a worker's read and its move."""
+    """This holds in any order of workers, and whatever else the servers do between a worker's read and its move."""
     needs(servers + 1)
     workers = comm.size - servers
     this = job(servers, workers, STILL, updates=10**6, period=2)
@@ -96,7 +96,7 @@ def test_the_sum_of_workers_and_centre_is_kept(comm, needs, folder, servers):
     assert not np.allclose(centre, start(this), rtol=0, atol=0.1)
 
 
-def test_the_sum_is_not_kept_where_workers_see_their_own_moves_of_the_centre(comm, needs, folder, monkeypatch):
+def test_the_sum_is_not_kept_if_workers_see_their_own_moves_of_the_centre(comm, needs, folder, monkeypatch):
     needs(2)
     monkeypatch.setattr(easgd._GrantsFirst, "handle", Paradigm.handle)
     workers = comm.size - 1
@@ -139,7 +139,7 @@ def test_alpha_0_is_training_alone(comm, needs, folder):
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_a_push_is_of_a_whole_period_and_what_comes_after_the_last_is_left_behind(comm, needs, folder, synchronous):
+def test_a_push_covers_a_whole_period_and_later_iterations_are_discarded(comm, needs, folder, synchronous):
     needs(2)
     workers = comm.size - 1
     table = job(1, workers, NESTEROV, period=4, synchronous=synchronous, updates=10**6).model_dump(exclude_none=True)
@@ -158,10 +158,10 @@ def test_a_push_is_of_a_whole_period_and_what_comes_after_the_last_is_left_behin
         assert counts == [(19 + 3 * w) // 4 for w in range(workers)]
 
 
-# ---- what lies between a worker and a server ----
+# ---- between a worker and a server ----
 
 
-def test_a_promise_before_the_readers_own_update_is_told_apart():
+def test_a_promise_before_the_readers_own_update_is_distinguished():
     update, first, second = (
         UpdateCommand((0, 1), (1.0, 1.0), 2.0, 0.5),
         GrantCommand(0, 2, 7, GIVEN),
@@ -190,7 +190,7 @@ def test_a_promise_before_the_readers_own_update_is_told_apart():
 
 
 def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
-    """Else the worker could put its next position over one that is not applied yet."""
+    """Otherwise the worker could overwrite a position that is not applied yet."""
     needs(2)
     link = ServerChannel(comm, Roles(1, comm.size - 1), 10, torch.float64, contributors_read=True)
     first = [Assignment()] * (comm.size - 1)

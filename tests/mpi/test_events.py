@@ -1,5 +1,7 @@
-"""Devices that change during a run on real ranks: slow ones hold up who waits for them, and who leaves is missed by
-nobody."""
+"""Devices that change during a run on real ranks: slow workers and workers that leave.
+
+Slow workers delay those that wait for them; no worker waits for one that has left.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.trace.reader import Trace, load
@@ -81,7 +83,7 @@ def join(worker: int, at_s: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 def test_devices_that_change(comm, needs, folder, paradigm):
-    """Worker 0 is slow for a while, the last one leaves early, and the others go on."""
+    """Worker 0 is slow for a while, the last one leaves early, and the others continue."""
     needs(3)
     last = comm.size - 2
     trace = run(
@@ -103,8 +105,8 @@ def test_devices_that_change(comm, needs, folder, paradigm):
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_a_run_ends_when_everybody_has_left(comm, needs, folder, paradigm):
-    """By the job's clock or by their iterations, worker 0 before its first."""
+def test_a_run_ends_when_all_workers_have_left(comm, needs, folder, paradigm):
+    """Workers leave by the job's clock or by their iterations, worker 0 before its first."""
     needs(2)
     others = [leave(w, **({"at_iteration": 5 + w} if w % 2 else {"at_s": 0.3})) for w in range(1, comm.size - 1)]
     trace = run(comm, folder, paradigm, leave(0, at_s=0.0), *others)
@@ -122,7 +124,7 @@ def test_a_run_ends_when_everybody_has_left(comm, needs, folder, paradigm):
 @pytest.mark.once
 @pytest.mark.parametrize("paradigm", ["bsp", "ssp", "k-async", "easgd", "ashl"])
 def test_workers_that_return_or_join_late(comm, only, folder, paradigm):
-    """The last worker leaves and returns, worker 0 joins late; both in the loops that their scripts began with."""
+    """The last worker leaves and returns, and worker 0 joins late, both within the loops of their scripts."""
     only(3)
     last = comm.size - 2
     for attempt, unit_s in enumerate((0.1, 0.4, 1.6)):  # on a busy machine little happens in a while
@@ -142,8 +144,8 @@ def test_workers_that_return_or_join_late(comm, only, folder, paradigm):
 
 @pytest.mark.once
 @pytest.mark.parametrize("paradigm", ["bsp", "easgd"])
-def test_a_run_that_goes_on_still_waits_for_who_is_away(comm, only, folder, paradigm):
-    """The first checkpoint, from which it goes on, is made before worker 0 joins."""
+def test_a_resumed_run_still_waits_for_absent_workers(comm, only, folder, paradigm):
+    """The first checkpoint, from which the run is resumed, is made before worker 0 joins."""
     only(5)
     first, again = folder / "first", folder / "again"
     tables = {"stop": {"seconds": 1.0}, "checkpoint": {"updates": 30, "keep": 99}}
@@ -160,14 +162,14 @@ def test_a_run_that_goes_on_still_waits_for_who_is_away(comm, only, folder, para
     assert len(pushes(trace, 0)) > 0
 
 
-def test_nobody_joins_when_the_run_is_over(comm, needs, folder):
+def test_no_worker_joins_when_the_run_is_over(comm, needs, folder):
     needs(3)
     trace = run(comm, folder, "asp", leave(0, at_s=0.02), join(0, at_s=60.0), stop={"updates": 20})
     assert trace.tables["membership"]["change"].tolist() == [Change.LEFT] * (comm.size - 1)
 
 
-def test_without_events_nobody_leaves(comm, needs, folder):
-    """The tests above can tell."""
+def test_without_events_no_worker_leaves(comm, needs, folder):
+    """Negative control of the tests above."""
     needs(2)
     trace = run(comm, folder, "asp", updates=40 * (comm.size - 1))
     assert all(len(pushes(trace, worker)) > 13 for worker in range(comm.size - 1))

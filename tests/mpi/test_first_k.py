@@ -1,4 +1,4 @@
-"""Updates of the first k on real ranks: who is in them, what they compute, and who is told to stop."""
+"""Updates of the first k on real ranks: their contributors, their weights, and cancelled workers."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def pushes(folder: Any, **columns: int) -> np.ndarray:
     return rows[np.logical_and.reduce([rows[name] == value for name, value in columns.items()])]
 
 
-# ---- what is computed ----
+# ---- weights ----
 
 
-def test_all_of_them_are_bsp_to_the_bit(comm, needs, folder):
+def test_k_equal_to_all_workers_is_bsp_to_the_bit(comm, needs, folder):
     needs(2)
     servers = servers_of(comm)
     workers = comm.size - servers
@@ -107,7 +107,7 @@ def fast_and_slow(comm: Any, folder: Any, name: str, options: Any) -> tuple[Job,
 
 
 @pytest.mark.parametrize(("name", "options"), FAST_AND_SLOW, ids=lambda x: x if isinstance(x, str) else str(x["k"]))
-def test_weights_are_what_the_trace_says_they_are_made_of(comm, needs, folder, name, options):
+def test_weights_follow_from_the_contributions_in_the_trace(comm, needs, folder, name, options):
     needs(3)
     this, weights = fast_and_slow(comm, folder, name, options)
     if comm.rank == 0:
@@ -126,7 +126,7 @@ def most_of_one_worker(trace: Trace) -> int:
 
 
 @pytest.mark.parametrize(("name", "options"), [FAST_AND_SLOW[1], FAST_AND_SLOW[3]], ids=["sync", "async"])
-def test_without_collecting_what_a_worker_gave_first_is_lost(comm, needs, folder, monkeypatch, name, options):
+def test_without_accumulation_a_workers_first_contribution_is_lost(comm, needs, folder, monkeypatch, name, options):
     needs(3)
     monkeypatch.setattr(Store, "accumulate", lambda self, worker, weight: self._has_read(worker))
     this, weights = fast_and_slow(comm, folder, name, options)
@@ -135,7 +135,7 @@ def test_without_collecting_what_a_worker_gave_first_is_lost(comm, needs, folder
         assert not np.allclose(weights, recomputed(this, trace), rtol=0, atol=1e-4)
 
 
-def test_a_slot_is_collected_before_its_worker_hears_that_it_is_free():
+def test_a_slot_is_accumulated_before_its_worker_is_granted():
     collection, update = AccumulateCommand(0, 0.5), UpdateCommand((1,), (1.0,), 2.0, 0.1)
     given = Assignment(batch_size=8)
     records = encode([collection, GrantCommand(0, 2, 7, given), update, GrantCommand(1, 3, 8, given)])
@@ -152,7 +152,7 @@ def test_a_slot_is_collected_before_its_worker_hears_that_it_is_free():
 # ---- beside its simulation ----
 
 
-def test_where_who_is_first_is_clear_a_simulation_gives_the_same_bits(comm, needs, folder):
+def test_with_a_clear_order_of_workers_a_simulation_gives_the_same_bits(comm, needs, folder):
     """The first half of the workers is far ahead of the others, whose contributions are all late."""
     needs(2)
     workers = comm.size - 1
@@ -199,7 +199,7 @@ def test_a_late_worker_is_stopped_early(comm, needs, folder):
         assert failures(folder / "trace.h5") == []
 
 
-def test_otherwise_it_goes_on_to_the_end(comm, needs, folder):
+def test_otherwise_it_completes_the_iteration(comm, needs, folder):
     needs(3)
     workers = comm.size - 1
     on_some(comm, job(workers, updates=15, **with_one_slow(workers)), folder)
@@ -234,7 +234,7 @@ def script(comm: Any, folder: Any, asks: bool) -> tuple[torch.nn.Module, hpcsync
 
 
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_script_may_ask_between_its_pieces_and_need_not(comm, folder, asks):
+def test_a_script_may_check_between_its_pieces_but_need_not(comm, folder, asks):
     model, sync = script(comm, folder, asks)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert all(torch.equal(weights, other) for other in comm.allgather(weights))
@@ -284,8 +284,8 @@ def test_a_cancellation_that_comes_late_is_of_another_version(received, cancelle
 
 
 @pytest.mark.parametrize(("name", "k"), [("k-sync", "state"), ("k-batch-async", "min")])
-def test_k_is_chosen_from_what_workers_report(comm, needs, folder, name, k):
-    """A worker that is far behind is not waited for, and the audit chooses the same."""
+def test_k_is_chosen_from_push_infos(comm, needs, folder, name, k):
+    """No worker waits for one that is far behind, and the audit chooses the same k."""
     needs(4)
     workers = comm.size - 1
     start = {"k_start": workers}
@@ -301,7 +301,7 @@ def test_k_is_chosen_from_what_workers_report(comm, needs, folder, name, k):
 
 @pytest.mark.parametrize("name", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])
 def test_a_round_ends_when_a_worker_leaves_in_its_middle(comm, needs, folder, name):
-    """All but the last worker wait for it, who leaves; then k is more than there are."""
+    """All but the last worker wait for it, and it leaves; then k exceeds the number of workers."""
     needs(3)
     workers = comm.size - 1
     table = job(workers, seconds=[0.005] * (workers - 1) + [0.05], updates=20, name=name, k=workers).model_dump(

@@ -1,4 +1,4 @@
-"""A plain PyTorch script under `connect`, on any number of ranks; on one it trains by itself."""
+"""A plain PyTorch script under `connect`, on any number of ranks; on one rank it trains alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 import hpcsync
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.mpi.collectives import model_parts
 from hpcsync.mpi.transport.node_memory import MemoryUnreachable
@@ -61,7 +61,7 @@ def test_running_statistics_end_equal_everywhere(comm, folder):
     assert model[1].num_batches_tracked > 0
 
 
-def test_what_the_servers_do_is_not_done_silently_by_the_script(comm, needs, folder):
+def test_calls_that_the_servers_replace_are_refused(comm, needs, folder):
     needs(2)
     model, data = problem()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -102,8 +102,8 @@ def test_an_evaluation_that_falls_due_as_the_last_worker_leaves(comm, needs, fol
 
 
 @pytest.mark.parametrize("piece", [1 << 30, 7])
-def test_all_of_rank_0s_model_becomes_everybodys(comm, folder, piece, monkeypatch):
-    """Frozen parameters and buffers too, of any type; in pieces, where they are larger than MPI takes."""
+def test_all_of_rank_0s_model_is_broadcast(comm, folder, piece, monkeypatch):
+    """This includes frozen parameters and buffers of any type, in pieces where they are larger than MPI takes."""
     monkeypatch.setattr(model_parts, "BCAST_BYTES", piece)
     torch.manual_seed(comm.rank)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 1))
@@ -129,7 +129,7 @@ def test_differing_models_and_settings_are_refused_on_every_rank(comm, needs, fo
         hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm)
 
 
-def test_a_window_that_fails_at_the_models_size_is_told_by_all_ranks_alike(comm, needs, folder, monkeypatch):
+def test_a_window_that_fails_at_the_models_size_is_refused_on_all_ranks(comm, needs, folder, monkeypatch):
     needs(2)
 
     def fail(*_):
@@ -151,7 +151,7 @@ def test_a_session_is_refused_outside_of_its_block_and_a_step_without_a_batch(co
         session.shard(data, 16)
     with session as sync:
         if sync.worker is not None:
-            with pytest.raises(RuntimeError, match="step without a batch"):
+            with pytest.raises(RuntimeError, match="step was called without a batch"):
                 sync.step(0.0)
 
 

@@ -1,4 +1,4 @@
-"""What launchers really tell their ranks."""
+"""Local ranks as real launchers set them."""
 
 from mpi4py import MPI
 

@@ -1,4 +1,4 @@
-"""Separated layers on real ranks: the weights of one process, and what travels to whom."""
+"""Separated layers on real ranks: the weights of one process, and the transfers between workers."""
 
 from __future__ import annotations
 
@@ -64,8 +64,10 @@ def simulated(this: Job) -> np.ndarray:
 @pytest.mark.parametrize("pieces", [1, 2])
 @pytest.mark.parametrize("optimizer", [NESTEROV, ADAM], ids=["nesterov", "adam"])
 def test_the_weights_are_those_of_one_process_and_of_the_simulation(comm, needs, folder, optimizer, pieces):
-    """Of the first to a rounding, of the second, on the CPU, to the bit. Batches of the fully-connected workers too are
-    the control."""
+    """They equal those of one process to rounding, and those of the simulation, on the CPU, to the bit.
+
+    Batches of the fully-connected workers too are the control.
+    """
     needs(2)
     this = job(comm.size, optimizer, pieces=pieces)
     session, weights = run(comm, this, folder)
@@ -79,8 +81,11 @@ def test_the_weights_are_those_of_one_process_and_of_the_simulation(comm, needs,
 
 @pytest.mark.parametrize("factor", ["own_mean", "weight"])
 def test_a_wrong_factor_would_be_seen(comm, needs, folder, monkeypatch, factor):
-    """The negative controls of the exactness: without what makes a gradient that of its own batch, or makes a group
-    with more to compute count more."""
+    """Negative controls of the exactness.
+
+    They omit the factor that makes a gradient that of its own batch, or that makes a group with more to compute count
+    more.
+    """
     needs(3 if factor == "own_mean" else 5)
     this = job(comm.size)
     monkeypatch.setattr(Groups, factor, lambda self, *_: 1.0)
@@ -103,7 +108,7 @@ def test_whoever_trains_a_half_has_the_same_and_no_convolution_worker_the_upper_
 
 
 def test_what_travels_is_what_the_trace_counts_and_the_formula_says(comm, needs, folder, monkeypatch):
-    """As the windows see it. Nobody is given a fully-connected parameter who has not that half."""
+    """Transfers are counted at the windows. No worker without the upper half receives its parameters."""
     needs(2)
     put: list[tuple[int, int, int]] = []  # to whom, how many bytes, how many numbers
     for kind in {kind for kind in vars(tensor_window).values() if isinstance(kind, type)}:
@@ -155,7 +160,7 @@ def test_every_window_gives_the_same_bits(comm, needs, folder, through):
 
 
 def test_all_end_after_the_same_iteration_whatever_ends_them(comm, needs, folder):
-    """Time, and a target that an evaluation finds: rank 0 hears of it first."""
+    """The run ends by time, or by a target that an evaluation finds, of which rank 0 learns first."""
     needs(2)
     for stop in ({"seconds": 0.2}, {"target_loss": 1.0}):
         this = job(comm.size, stop=stop, evaluation={"every_samples": 40})
@@ -187,7 +192,7 @@ def test_evaluations_are_of_both_halves(comm, needs, folder):
 
 
 def test_a_script_trains_its_model_in_two_halves(comm, folder):
-    """Its loop knows nothing of it; as a single process it is plain training."""
+    """Its loop is unaware of the separation; as a single process it is plain training."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(100, 2, 6, 6, generator=generator, dtype=torch.float64)
     y = x.sum((2, 3)).argmax(1)

@@ -1,4 +1,4 @@
-"""Whole runs on real ranks: what they compute, and what their traces say."""
+"""Whole runs on real ranks: their weights and their traces."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_every_paradigm_keeps_its_bounds_on_real_ranks(comm, needs, folder, para
 
 @pytest.mark.parametrize("paradigm", [name for name in PARADIGMS if name not in FIRST_K])
 def test_workers_may_finish_early(comm, needs, folder, paradigm):
-    """Worker w makes 10 + 15 w iterations; nobody waits for one that has left, and all end with the same weights."""
+    """Worker w makes 10 + 15 w iterations; no worker waits for one that has left, and all end with the same weights."""
     needs(2)
     this = job(paradigm, 1, comm.size - 1, stop={"updates": 10**6})
     workload = check(this)
@@ -105,8 +105,8 @@ def test_workers_may_finish_early(comm, needs, folder, paradigm):
         assert failures(folder / "trace.h5") == []
 
 
-def test_evaluation_delays_nobody(comm, needs, folder):
-    """The evaluation waits until training has gone on by ten updates: were it in the way, that would never come."""
+def test_evaluation_delays_no_worker(comm, needs, folder):
+    """The evaluation waits for ten further updates: if it delayed training, these would never happen."""
     needs(2)
     this = job("asp", 1, comm.size - 1, stop={"updates": 400}, evaluation={"every_samples": 80})
     seen: list[tuple[int, int]] = []

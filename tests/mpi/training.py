@@ -1,4 +1,4 @@
-"""Whole runs on some of the ranks, and what plain torch makes of the same job."""
+"""Whole runs on some of the ranks, and the result of the same job in plain torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.api.connect import agree
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import create_paradigm
@@ -70,8 +70,11 @@ def alone(job: Job, worker: int, iterations: int) -> np.ndarray:
 
 
 def recomputed(job: Job, trace: Trace) -> np.ndarray:
-    """The weights that come of the contributions in this trace: each the gradient of its samples, at the version that
-    it was computed from, as many times as it says it counted."""
+    """Return the weights that follow from the contributions in this trace.
+
+    Each contribution is the gradient of its samples at the version that it was computed from, times its recorded
+    weight.
+    """
     workload = check(job)
     data, parameters = workload.train.tensors, list(workload.model.parameters())
     optimizer = torch.optim.SGD(parameters, lr=job.optimizer.lr, **job.optimizer.options)

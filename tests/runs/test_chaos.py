@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
 from tests.runs.processes import Program, started

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
 from tests.runs.processes import GONE_S, Program, hpcsync, mpiexec, started

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.reader import Trace, load
 from tests.runs.processes import Program, ended, hpcsync
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.reader import load
 from tests.runs.processes import ended, hpcsync
 

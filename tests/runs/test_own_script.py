@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
 from tests.runs.processes import ended, mpiexec

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config import job as jobs
 from hpcsync.report.compare import compare
 from hpcsync.simulator.simulate import simulate

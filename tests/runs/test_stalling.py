@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Phase
@@ -29,14 +29,14 @@ paradigm = {{{paradigm}}}
 cluster = {{workers = {workers}, compute = {{model = "constant", seconds = {seconds}}}}}
 """
 RUNS = {
-    "ssp": ('name = "ssp", staleness = 3', "who is more than 3 iterations ahead of the slowest waits for it", {0}),
-    "allreduce": ('name = "allreduce"', "in every iteration all wait for all", {0, 1}),
+    "ssp": ('name = "ssp", staleness = 3', "a worker more than 3 iterations ahead of the slowest waits for it", {0}),
+    "allreduce": ('name = "allreduce"', "all workers wait for each other in every iteration", {0, 1}),
 }
 STALLS = re.compile(
     r"hpcsync: worker (\d+) stalls \(rank (\d+) on (\S+), (\w+)\): its iteration (\d+) has lasted ([\d.]+) s, "
-    r"usually ([\d.]+) s, at most ([\d.]+) s\nhpcsync:   held: (.*); (.*)\n"
+    r"usually ([\d.]+) s, at most ([\d.]+) s\nhpcsync:   blocked: (.*); (.*)\n"
 )
-GOES_ON = re.compile(r"hpcsync: worker (\d+) goes on: its iteration (\d+) took ([\d.]+) s\n")
+CONTINUES = re.compile(r"hpcsync: worker (\d+) continues: its iteration (\d+) took ([\d.]+) s\n")
 
 
 def command(folder: Path, name: str) -> list[str]:
@@ -67,7 +67,7 @@ def test_who_stands_still_is_named_and_nobody_else(tmp_path: Path) -> None:
         for program in programs:
             program.rank(2).send_signal(signal.SIGCONT)
         for program in programs:
-            program.wait_for(lambda said: GOES_ON.search(said.err) is not None)
+            program.wait_for(lambda said: CONTINUES.search(said.err) is not None)
             program.process.send_signal(signal.SIGINT)
         for name, folder, program in zip(RUNS, folders, programs, strict=True):
             assert program.status != 0
@@ -75,21 +75,21 @@ def test_who_stands_still_is_named_and_nobody_else(tmp_path: Path) -> None:
 
 
 def check(name: str, folder: Path, program: Program) -> None:
-    _, bound, held = RUNS[name]
+    _, bound, blocked = RUNS[name]
     found = STALLS.findall(program.err)
     assert 1 <= len(found) <= 2 and program.err.count("stalls") == len(found), program.err
-    worker, rank, host, phase, iteration, lasted_s, usual_s, deadline_s, said_held, said_bound = found[0]
+    worker, rank, host, phase, iteration, lasted_s, usual_s, deadline_s, printed_blocked, said_bound = found[0]
     assert (rank, host, phase, said_bound) == ("2", socket.gethostname(), "computing", bound)
-    waited = {int(w): float(s) for w, s in re.findall(r"worker (\d+) for ([\d.]+) s", said_held)}
-    assert waited.keys() == held and all(s <= float(lasted_s) for s in waited.values())
+    waited = {int(w): float(s) for w, s in re.findall(r"worker (\d+) for ([\d.]+) s", printed_blocked)}
+    assert waited.keys() == blocked and all(s <= float(lasted_s) for s in waited.values())
     assert 0.19 < float(usual_s) < 0.3 and float(deadline_s) <= float(lasted_s) < STOPPED_S
-    ((continued, ended, took_s),) = GOES_ON.findall(program.err)
+    ((continued, ended, took_s),) = CONTINUES.findall(program.err)
     assert (continued, ended) == (worker, iteration) and STOPPED_S <= float(took_s) < STOPPED_S + 1.0
     trace = load(folder / "out" / "trace.h5")
     rows = trace.tables["stalls"]
     assert len(rows) == len(found)
     for row in rows:
         assert (row["worker"], row["iteration"], row["phase"]) == (int(worker), int(iteration), Phase.COMPUTING)
-        assert row["n_waiting"] == len(held)
+        assert row["n_waiting"] == len(blocked)
     assert [check for check in audit(trace) if not check.passed] == []
     print(program.err)

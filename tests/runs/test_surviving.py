@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
 from hpcsync.trace.schema import Change
@@ -91,7 +91,7 @@ def has_gone_on(program: Program, folder: Path, worker: int) -> Trace:
     """The trace of a run that ended in order, without this worker."""
     assert program.status == 0, f"{program.out}\n{program.err}"
     program.gone_s()
-    assert "has died; the others go on" in program.err
+    assert "died; the other ranks continue" in program.err
     (death,) = json.loads((folder / "out" / "summary.json").read_text())["deaths"]
     assert (death["worker"], death["left"]) == (worker, 2)
     assert f"worker {worker} after {death['now_s']:.2f} s (2 left)" in program.out
@@ -162,7 +162,7 @@ def test_without_server_0_or_any_worker_the_run_ends(tmp_path: Path) -> None:
             time.sleep(0.3)
             for process in [program.rank(rank) for rank in ranks]:
                 process.send_signal(signal.SIGKILL)
-        for program, folder, said in zip(programs, folders, ("rank 0 has died", "no worker is left"), strict=True):
+        for program, folder, said in zip(programs, folders, ("rank 0 died", "no worker is left"), strict=True):
             assert program.status == 1
             assert said in program.err
             assert load(folder / "out" / "trace.h5").status == "failed"
@@ -174,8 +174,8 @@ def test_where_nobody_can_go_on_one_line_says_so(tmp_path: Path) -> None:
     program = ended(mpiexec(4, *arguments), folder, launcher.environment())  # without what it takes to go on
     assert program.status == 2
     assert [line for line in program.err.splitlines() if "hpcsync: " in line] == [
-        'hpcsync: cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open '
-        "MPI, from version 5 on, and mpirun --with-ft ulfm -x EVENT_NOEPOLL=1, as hpcsync run starts it"
+        'hpcsync: cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; "continue" '
+        "needs Open MPI 5 or later, started as hpcsync run does, with mpirun --with-ft ulfm -x EVENT_NOEPOLL=1"
     ]
     if not tolerates():
         found = subprocess.run(hpcsync("run", "job.toml", "--out", "out"), cwd=folder, capture_output=True, text=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.slurm import mpi_of_this_python
 from hpcsync.trace.reader import Trace, load
 from tests.hosts.namespaces import Unavailable
@@ -223,5 +223,5 @@ def test_a_job_whose_time_is_over_goes_on_from_its_checkpoint(limited: tuple[Pla
     place, job = limited
     place.until(lambda: "going on from" in place.said(job), job, 2 * LIMIT_S)
     assert int(place.slurm.show(job)["Restarts"]) >= 1
-    assert "hpcsync: interrupted; --resume goes on from" in place.said(job)
+    assert "hpcsync: interrupted; use --resume to resume from" in place.said(job)
     place.slurm.run("scancel", job)

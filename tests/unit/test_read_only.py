@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hpcsync.audit import run
+from hpcsync.audit import trace_audit
 from hpcsync.cli import run as front
 from hpcsync.config.errors import JobError
 from hpcsync.report.summary import summarize
@@ -89,7 +89,7 @@ def test_a_trace_is_read_where_nothing_can_be_written(disk: Path) -> None:
     trace = load(disk / "trace.h5")
     assert trace.status == "running"
     assert summarize(trace).as_dict()
-    assert run.main(disk / "trace.h5") == 0
+    assert trace_audit.main(disk / "trace.h5") == 0
 
 
 def test_what_became_of_a_run_cannot_be_written_there(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

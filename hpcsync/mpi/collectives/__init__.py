@@ -1,0 +1,1 @@
+"""Collective operations: means of vectors over all ranks, and shared weights."""

@@ -1,12 +1,12 @@
-"""The mean of one vector of every rank, slice by slice, in place.
+"""All-reduce: the mean of one vector per rank, slice by slice, in place.
 
-On one node the vectors lie in memory that all ranks address, and nothing is copied there and back: every rank adds up
-its part of all vectors and writes the mean into all of them. With 2 to 4 ranks, in host memory, that took about as
-long as a copy of the vector, and a sixth to two thirds of the time of MPI's own all-reduce, which is used elsewhere.
-All ranks get the same bits.
+On one node the vectors are in memory that all ranks address, and nothing is copied there and back: every rank adds up
+its part of all vectors and writes the mean into all of them. With 2 to 4 ranks, in host memory, this took about as long
+as a copy of the vector, and a sixth to two thirds of the time of MPI's own all-reduce, which is used elsewhere. All
+ranks get the same bits.
 
-Vectors of a GPU are added up there where ranks open each other's memory by CUDA IPC. Elsewhere it is their images in
-host memory that are, and slices are copied there and back: MPI's collectives never see a device pointer.
+Vectors of a GPU are added up there where ranks open each other's memory by CUDA IPC. Elsewhere their images in host
+memory are added up, and slices are copied there and back: MPI's collectives never see a device pointer.
 """
 
 from __future__ import annotations
@@ -26,13 +26,24 @@ from hpcsync.mpi.transport.node_memory import HostMemory, NodeMemory, node_memor
 from hpcsync.mpi.transport.tensor_window import HOST, NodeWindow, Transport
 
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
-LINE_BYTES = 64  # parts begin with a cache line: no two ranks write to the same one
-WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: a line for each counter, and one for what it says
+LINE_BYTES = 64  # parts begin at a cache line, so that no two ranks write to the same one
+WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line per counter, and one for its `Said`
 
 
 class Said(NamedTuple):
-    """What a rank says beside its vector: iterations and samples that it contributes, whether to stop, and whether to
-    halt, for a checkpoint."""
+    """Information that a rank contributes to a mean beside its vector.
+
+    Attributes
+    ----------
+    n_steps : int
+        Iterations that the rank contributes.
+    n_samples : int
+        Samples that the rank contributes.
+    stop : bool
+        Whether to stop.
+    halt : bool
+        Whether to halt, for a checkpoint.
+    """
 
     n_steps: int = 1
     n_samples: int = 0
@@ -41,8 +52,21 @@ class Said(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """What all ranks know alike after a mean: how many contribute, what they do together, whether any says stop, or
-    halt."""
+    """Information that all ranks share after a mean.
+
+    Attributes
+    ----------
+    n_contributing : int
+        Number of ranks that contribute.
+    n_steps : int
+        Sum of their iterations.
+    n_samples : int
+        Sum of their samples.
+    stop : bool
+        Whether any rank requests a stop.
+    halt : bool
+        Whether any rank requests a halt.
+    """
 
     n_contributing: int
     n_steps: int
@@ -52,45 +76,66 @@ class Agreed(NamedTuple):
 
 
 def agreed(words: np.ndarray) -> Agreed:
-    """From what all ranks say, shape (n_ranks, 4)."""
+    """Combine the information of all ranks, shape (n_ranks, 4)."""
     n_steps, n_samples, stop, halt = words.sum(0).tolist()
     return Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0, halt > 0)
 
 
 class MeanVector(ABC):
-    """vector: this rank's, shape (size,), on the transport's device. `mean` and `free` are collective; one thread at a
-    time calls them.
+    """Vector of this rank whose mean over all ranks is formed in place.
 
-    n_ranks:  that the mean is of.
-    absent_s: seconds that this rank has waited so far for others to come to a mean.
+    `mean` and `free` are collective; one thread at a time calls them.
+
+    Attributes
+    ----------
+    vector : torch.Tensor
+        This rank's vector, shape (size,), on the transport's device.
+    n_ranks : int
+        Number of ranks.
+    absent_s : float
+        Total time that this rank has waited for others to arrive at a mean, in seconds.
+    memory : object
+        State that this rank keeps between means; a run that is resumed may replace it.
     """
 
     vector: torch.Tensor
     n_ranks: int
     absent_s = 0.0
     memory: Any = None
-    """What this rank remembers from one mean to the next. It may be replaced by that of a run that goes on."""
 
     @property
     def sent_bytes(self) -> int:
-        """The bytes that a ring would send from this rank for the latest mean of the whole vector."""
+        """Bytes that a ring would send from this rank for the latest mean of the whole vector."""
         return ring_bytes(self.vector.nbytes, self.n_ranks)
 
     @abstractmethod
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
-        """Let elements begin to end of every rank's vector be their sum, divided by how many ranks contribute.
+        """Replace a slice of every rank's vector by its sum over ranks divided by the number of contributing ranks.
 
-        A rank that contributes no steps has zeros there. From an empty slice only what is said comes about. What fills
-        the vector on a GPU must be on this thread's stream.
+        Parameters
+        ----------
+        begin, end
+            The slice. With an empty slice ranks only exchange `said`.
+        said
+            Information of this rank. A rank that contributes no steps has zeros in its vector.
+
+        Returns
+        -------
+        Agreed
+            The same on all ranks.
+
+        Notes
+        -----
+        Work that fills the vector on a GPU must be on this thread's stream.
         """
 
     @abstractmethod
     def free(self) -> None:
-        """Give everything back; `vector` must not be used afterwards."""
+        """Free all resources; `vector` must not be used afterwards."""
 
 
 def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> MeanVector:
-    """Of `size` zeros on every rank, float32 or float64; collective. The fastest way that this communicator allows."""
+    """Create a vector of `size` zeros, float32 or float64, with the fastest implementation for `comm`; collective."""
     backoff = Backoff(comm)
     in_shm = 0 if transport.kind == "ipc" else size * dtype.itemsize
     if comm.size > 1 and backoff.one_node and not shm_budget.lacking(comm, in_shm):
@@ -99,9 +144,10 @@ def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: T
 
 
 class MpiMean(MeanVector):
-    """By MPI's all-reduce, in private host memory, on a communicator of its own.
+    """Mean by MPI's all-reduce, in private host memory, on a communicator of its own.
 
-    Ranks wait for each other with what they say, patiently; when that is there all are, and nobody waits long.
+    Ranks first exchange `Said` with backoff. Once that is complete all ranks have arrived, so the all-reduce of the
+    vector does not wait long.
     """
 
     def __init__(
@@ -114,12 +160,13 @@ class MpiMean(MeanVector):
         self._comm = comm.Dup()
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
+        """Exchange `said` by a non-blocking all-reduce, then reduce the slice."""
         if self.n_ranks == 1:
             return Agreed(int(said.n_steps > 0), *said)
         begin_s = time.perf_counter()
         words = np.array([said.n_steps > 0, *said], np.int64)
-        saying = self._comm.Iallreduce(MPI.IN_PLACE, words)
-        self._backoff.until(lambda: saying.Test() or None)
+        request = self._comm.Iallreduce(MPI.IN_PLACE, words)
+        self._backoff.until(lambda: request.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
         n_contributing, n_steps, n_samples, stop, halt = words.tolist()
         if end > begin:
@@ -136,14 +183,15 @@ class MpiMean(MeanVector):
             cuda.copy(part, image)
 
     def free(self) -> None:
+        """Free the communicator."""
         self._comm.Free()
 
 
 class SharedMean(MeanVector):
-    """By loads and stores in memory that all ranks of one node address.
+    """Mean by loads and stores in memory that all ranks of one node address.
 
-    Ranks meet twice for every mean, each by a counter that it alone writes: when all have arrived the slices may be
-    read and written, when all have left they are whole. A rank that waits gives its core away.
+    Ranks synchronise twice for every mean, by counters that each rank writes for itself: once all have arrived, the
+    slices may be read and written; once all have left, they are complete. A waiting rank yields its core.
     """
 
     def __init__(
@@ -172,6 +220,7 @@ class SharedMean(MeanVector):
         comm.Barrier()
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
+        """Compute this rank's part of the mean and write it to all vectors."""
         self._turn += 1
         self._window.release(begin, end)
         begin_s = time.perf_counter()
@@ -187,16 +236,16 @@ class SharedMean(MeanVector):
         return together
 
     def _bound(self, rank: int, begin: int, end: int) -> int:
-        """Where this rank's part of a slice begins."""
+        """Return the first element of a rank's part of a slice."""
         lines = -(-(end - begin) // self._line)
         return min(begin + self._line * (lines * rank // self.n_ranks), end)
 
     def _meet(self, counters: list[np.ndarray]) -> None:
-        """Raise my counter to this turn, and wait until all are there.
+        """Raise this rank's counter to the current turn, and wait until all ranks have done so.
 
-        Nobody can be a turn ahead: nobody arrives again before all have left, nor leaves before all have arrived.
+        No rank can be a turn ahead: no rank arrives again before all have left, nor leaves before all have arrived.
         """
-        self._counters.sync()  # what I wrote before it is there before it
+        self._counters.sync()  # earlier writes of this rank become visible before the counter does
         counters[self._rank][0] = self._turn
 
         def poll() -> bool | None:
@@ -207,12 +256,12 @@ class SharedMean(MeanVector):
         self._counters.sync()
 
     def _mean_part(self, begin: int, end: int, n_contributing: int) -> None:
-        """This rank's part of a slice, in the order of ranks, whoever adds."""
+        """Compute the mean of this rank's part of a slice, summed in rank order whichever rank computes it."""
         n = max(1, n_contributing)
-        exact = n & (n - 1) == 0  # multiplying by the reciprocal of a power of two is dividing, only faster
+        exact = n & (n - 1) == 0  # for a power of two, multiplying by the reciprocal is exact, and faster
         self._divisor.fill_(n)
         for total, parts in self._chunks(begin, end):
-            # torch may see another GPU's memory as that GPU's: then it is copied here first.
+            # torch may attribute another GPU's memory to that GPU; it is then copied to this one first.
             here = [part if part.device == total.device else part.to(total.device) for part in parts]
             torch.add(here[0], here[1], out=total)
             for part in here[2:]:
@@ -220,13 +269,13 @@ class SharedMean(MeanVector):
             if exact:
                 total.mul_(1 / n)
             else:
-                total.div_(self._divisor)  # by a number, a GPU would multiply by its reciprocal
+                total.div_(self._divisor)  # for a Python scalar, a GPU would multiply by the reciprocal
             for part in parts:
                 part.copy_(total)
         cuda.ready(self._partial)
 
     def _chunks(self, begin: int, end: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """(where to add up, every rank's), as views, of this rank's part of a slice; made once for each slice."""
+        """Return (partial sum, every rank's chunk) as views of this rank's part of a slice; created once per slice."""
         if (found := self._views.get((begin, end))) is None:
             first, last = (self._bound(rank, begin, end) for rank in (self._rank, self._rank + 1))
             step, found = len(self._partial), []
@@ -237,6 +286,7 @@ class SharedMean(MeanVector):
         return found
 
     def free(self) -> None:
+        """Free the windows."""
         self._arrived, self._left, self._said = [], [], []
         self._views.clear()
         self.vector = self.vector.new_empty(0)
@@ -247,7 +297,7 @@ class SharedMean(MeanVector):
 def _memory(
     comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport
 ) -> tuple[NodeMemory, torch.Tensor | None]:
-    """The memory that all ranks address, and the vector itself where it lies elsewhere."""
+    """Return the memory that all ranks address, and the vector if it is elsewhere."""
     if transport.kind in ("host", "ipc"):
         return node_memory(comm, size, dtype, transport.device), None
     vector = torch.zeros(size, dtype=dtype, device=transport.device)

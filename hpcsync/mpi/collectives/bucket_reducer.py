@@ -1,4 +1,4 @@
-"""The mean gradient of all ranks, formed in buckets while the backward pass still runs."""
+"""Bucket reducer: the mean gradient of all ranks, formed in buckets while the backward pass is running."""
 
 from __future__ import annotations
 
@@ -24,10 +24,18 @@ BUCKET_BYTES = 25_000_000
 
 
 class Reduced(NamedTuple):
-    """What one reduction cost this rank.
+    """Cost of one reduction on this rank.
 
-    waited_s: how long `finish` took; absent_s: how much of that others were not there yet; comm_s: how long means were
-    being formed, waiting included, hidden behind the backward pass or not. sent_bytes: see `MeanVector.sent_bytes`.
+    Attributes
+    ----------
+    waited_s : float
+        Duration of `finish`, in seconds.
+    absent_s : float
+        Part of `waited_s` in which other ranks had not arrived, in seconds.
+    comm_s : float
+        Time during which means were formed, including waiting, whether or not the backward pass hid it, in seconds.
+    sent_bytes : int
+        See `MeanVector.sent_bytes`.
     """
 
     waited_s: float = 0.0
@@ -37,27 +45,45 @@ class Reduced(NamedTuple):
 
 
 class BucketReducer:
-    """Turns every rank's flat gradient into the mean over ranks, in place.
+    """Reducer that turns every rank's flat gradient into the mean over ranks, in place.
 
-    The gradient is cut into buckets from its end, because that is computed first. A bucket is launched when autograd
-    has completed it and all before it, in the same order on all ranks; a thread forms the means. The last bucket waits
-    for `finish`, and with it goes what ranks agree upon.
+    The gradient is divided into buckets from its end, because its end is computed first. A bucket is launched when
+    autograd has completed it and all buckets before it, in the same order on all ranks; a background thread forms the
+    means. The last bucket waits for `finish`, and carries what ranks agree on.
 
-    Where gradients are not to count alike, set `weight` before a backward pass: this rank's then counts so many times.
+    Parameters
+    ----------
+    comm
+        Communicator; the constructor is collective over it. Communication uses duplicates.
+    flat
+        Model whose gradient to reduce. Create the reducer before any use of `flat.gradient`, which may move to memory
+        that all ranks of the node address.
+    bucket_bytes
+        Size of the largest bucket, in bytes; the last one is smaller.
+    at_end_of_backward
+        Called at the end of every backward pass that computes gradients, within `backward()`, which propagates its
+        exceptions; it may call `finish`.
+    overlap
+        Whether buckets are launched during the backward pass. Otherwise gradients of several backward passes
+        accumulate, and `finish` launches all buckets. There is never overlap if MPI does not allow calls from several
+        threads, with one rank, or with compression.
+    transport
+        Transport of the gradient's device.
+    compression
+        Compression of every rank's gradient, which is then one bucket: it is compressed as a whole.
 
-    Make it before anybody takes `flat.gradient`, which it may move to where all ranks of the node see it. Gradients may
-    be cleared or dropped (`set_to_none`, which is faster) before a backward pass. As with DistributedDataParallel, a
-    gradient that is not cleared after `finish` accumulates: the next mean is added to it.
+    Attributes
+    ----------
+    weight : float
+        Factor of this rank's gradient in the sum, for gradients that do not count equally; set it before a backward
+        pass.
+    reduced : Reduced
+        Cost of the latest `finish`.
 
-    comm:                collective over it; the communication uses duplicates.
-    bucket_bytes:        the largest bucket; the last one is smaller.
-    at_end_of_backward:  called at the end of every backward pass that computes gradients, within `backward()`, which
-                         raises what it raises; it may call `finish`.
-    transport:           of the gradients' device.
-    overlap:             whether buckets are launched during the backward pass. While it is off, gradients of several
-                         backward passes add up and `finish` launches everything. It stays off where the MPI does not
-                         allow calls from several threads, with one rank, and with compression.
-    compression:         of every rank's gradient, which is one bucket then: it is compressed as a whole.
+    Notes
+    -----
+    Gradients may be cleared or dropped (`set_to_none`, which is faster) before a backward pass. As with
+    DistributedDataParallel, a gradient that is not cleared after `finish` accumulates: the next mean is added to it.
     """
 
     def __init__(
@@ -76,15 +102,14 @@ class BucketReducer:
         self.overlap = overlap
         self.weight = 1.0
         self.reduced = Reduced()
-        """Of the last `finish`."""
         step = max(1, bucket_bytes // flat.gradient.itemsize) if compression is None else flat.size
         self._buckets = [(max(0, end - step), end) for end in range(flat.size, 0, -step)]
         sizes = torch.tensor([p.numel() for p in flat.parameters])
         self._begins: list[int] = (sizes.cumsum(0) - sizes).tolist()
-        self._begin_anew()
+        self._reset()
         self._pass = -1
         self._background = Background() if self._can_overlap else None
-        self._stream = cuda.new_stream(flat.gradient.device)  # the background's
+        self._stream = cuda.new_stream(flat.gradient.device)  # of the background thread
         if compression is None:
             self._mean = mean_vector(comm, flat.size, flat.gradient.dtype, transport)
         else:
@@ -98,6 +123,7 @@ class BucketReducer:
 
     @property
     def overlap(self) -> bool:
+        """Whether buckets are launched during the backward pass."""
         return self._overlap and self._can_overlap
 
     @overlap.setter
@@ -107,15 +133,15 @@ class BucketReducer:
     # ---- during the backward pass ----
 
     def _computed(self, index: int) -> None:
-        """Autograd has completed this parameter's gradient."""
+        """Launch the buckets that are complete, now that autograd has completed this parameter's gradient."""
         if self._at_end is not None:
             self._call_at_end(self._at_end)
         if self._complete[index]:
             raise RuntimeError(
-                "a second backward pass before the gradients of the first were reduced: call finish() in between, "
-                "or switch overlap off to add them up"
+                "second backward pass before the gradients of the first were reduced: call finish() in between, "
+                "or set overlap to False to accumulate them"
             )
-        self._flat.gather(index)  # at once: autograd then uses the memory for the next one, while it is in the cache
+        self._flat.gather(index)  # at once: autograd then reuses the memory for the next one while it is in the cache
         if not self.overlap:
             return
         self._complete[index] = True
@@ -125,14 +151,14 @@ class BucketReducer:
             self._launch()
 
     def _call_at_end(self, call: Callable[[], None]) -> None:
-        """Once in each pass. A pass that raised leaves nothing behind that could confuse the next one."""
+        """Queue `call` once per backward pass; a pass that raised leaves no state that could affect the next one."""
         current = torch._C._current_graph_task_id()
         if current != self._pass:
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(call)
 
     def _completed_from(self) -> int:
-        """The element from which on the gradient is complete."""
+        """Return the first element from which on the gradient is complete."""
         return self._begins[self._frontier] if self._frontier < len(self._begins) else self._flat.size
 
     def _launch(self) -> None:
@@ -155,25 +181,38 @@ class BucketReducer:
 
     @property
     def n_reduced(self) -> int:
-        """Buckets of which the mean is there, since the last `finish`."""
+        """Number of buckets whose mean has been formed since the latest `finish`."""
         return self._n_reduced
 
     def finish(
         self, contributing: bool = True, stop: bool = False, n_samples: int = 0, *, halt: bool = False
     ) -> Agreed:
-        """Wait until the flat gradient is the weighted sum over all ranks divided by how many contribute. Collective.
+        """Complete the mean gradient: the weighted sum divided by the number of contributing ranks; collective.
 
-        contributing: False from a rank that has no batch: its gradient counts as zero. It does so as often as others
-                      step; when nobody contributes, the gradient is zero and all are done.
-        stop, halt:   what one rank says, all are told, at the same step.
-        n_samples:    of this rank's batch; all are told the sum.
+        Parameters
+        ----------
+        contributing
+            False on a rank that has no batch: its gradient counts as zero. Such a rank calls this as often as the
+            others step; when no rank contributes, the gradient is zero and all ranks have finished.
+        stop, halt
+            Requests of this rank; all ranks learn at the same step if any rank has made one.
+        n_samples
+            Samples of this rank's batch; all ranks learn the sum.
 
-        Raises RuntimeError for a rank that does not contribute but has launched gradients, or after `close`.
+        Returns
+        -------
+        Agreed
+            The same on all ranks.
+
+        Raises
+        ------
+        RuntimeError
+            After `close`, or if the rank does not contribute but has launched gradients.
         """
         if self._closed:
             raise RuntimeError("finish() after close()")
         if not contributing and self._launched:
-            raise RuntimeError("finish(contributing=False) after a backward pass whose gradients are on their way")
+            raise RuntimeError("finish(contributing=False) after a backward pass that launched gradients")
         begin_s, absent_s = time.perf_counter(), self._mean.absent_s
         if contributing:
             self._gather_rest()
@@ -186,7 +225,7 @@ class BucketReducer:
         waited_s = time.perf_counter() - begin_s
         absent_s = min(waited_s, self._mean.absent_s - absent_s)
         self.reduced = Reduced(waited_s, absent_s, self._comm_s, self._mean.sent_bytes)
-        self._begin_anew()
+        self._reset()
         return agreed
 
     def _gather_rest(self) -> None:
@@ -194,34 +233,37 @@ class BucketReducer:
             if not complete:
                 self._flat.gather(index)
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._complete = [False] * len(self._flat.parameters)
-        self._frontier = len(self._complete)  # all parameters from here on are complete
+        self._frontier = len(self._complete)  # parameters with this index or a higher one are complete
         self._launched = 0
         self._n_reduced = 0
         self._comm_s = 0.0
 
     def state(self) -> Any:
-        """What this rank remembers from one gradient to the next, between `finish` and the next backward pass."""
+        """Return this rank's state between gradients; call it between `finish` and the next backward pass."""
         return self._mean.memory
 
     def restore(self, state: Any) -> None:
-        """Go on from there."""
+        """Restore a state returned by `state`."""
         self._mean.memory = state
 
     # ---- ending ----
 
     def close(self) -> None:
-        """End the thread and remove the hooks; the gradient becomes private memory. Collective; may be repeated."""
+        """End the thread and remove the hooks; collective, and harmless when repeated.
+
+        The gradient becomes private memory.
+        """
         if self._closed:
             return
-        self._let_go()
+        self._remove_hooks()
         if self._background is not None:
             self._background.close()
         self._flat.move_gradient(torch.empty_like(self._flat.gradient))
         self._mean.free()
 
-    def _let_go(self) -> None:
+    def _remove_hooks(self) -> None:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
@@ -232,8 +274,11 @@ class BucketReducer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """A rank that fails cannot wait for the others: it leaves everything to the end of the job."""
+        """Close the reducer; after an exception only remove the hooks.
+
+        A rank that fails cannot wait for the others, so all else is left to the end of the job.
+        """
         if error is None:
             self.close()
         else:
-            self._let_go()
+            self._remove_hooks()

@@ -1,4 +1,4 @@
-"""The mean of one vector of every rank, of which only what a codec makes of them travels, through host memory."""
+"""Compressed all-reduce: the mean of one vector per rank, exchanged in compressed form through host memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hpcsync.training.compressor import Compression, as_array, as_tensor
 
 
 class CompressedMean(MeanVector):
-    """Its slices are the whole vector or empty.
+    """Base class of compressed means; a slice is the whole vector or empty.
 
-    Ranks wait for each other with what they say, patiently, when they have compressed what they give; when that is
-    there all are, and nobody waits long.
+    Ranks first compress, then exchange `Said` with backoff. Once that is complete all ranks have arrived, so the
+    exchange of the payloads does not wait long.
     """
 
     def __init__(
@@ -36,12 +36,13 @@ class CompressedMean(MeanVector):
         self._backoff = Backoff(self._comm)
 
     def mean(self, begin: int, end: int, said: Said) -> Agreed:
+        """Compress the vector, exchange `said`, then form the mean."""
         forming = end > begin
         n_bytes = self._prepare() if forming and said.n_steps else 0
         begin_s = time.perf_counter()
         own, words = np.array([*said, n_bytes], np.int64), np.empty((self.n_ranks, len(said) + 1), np.int64)
-        saying = self._comm.Iallgather(own, words)
-        self._backoff.until(lambda: saying.Test() or None)
+        request = self._comm.Iallgather(own, words)
+        self._backoff.until(lambda: request.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
         together = agreed(words[:, :-1])
         if forming and together.n_contributing:
@@ -50,19 +51,22 @@ class CompressedMean(MeanVector):
 
     @abstractmethod
     def _prepare(self) -> int:
-        """Of a rank that contributes: compress its vector; bytes that it gives."""
+        """Compress the vector of a contributing rank; return the bytes of its payload."""
 
     @abstractmethod
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
-        """Let the vector be the mean. sizes: bytes that each rank gives, shape (n_ranks,)."""
+        """Replace the vector by the mean. `sizes` are the payload bytes of each rank, shape (n_ranks,)."""
 
     def free(self) -> None:
+        """Free the communicator."""
         self._comm.Free()
 
 
 class GatheredMean(CompressedMean):
-    """Every rank is given what every one sends. One that does not contribute sends nothing, and its compressor does not
-    hear of it."""
+    """Mean by all-gather of the payloads: every rank receives every payload.
+
+    A rank that does not contribute sends nothing, and its compressor is not called.
+    """
 
     def __init__(
         self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
@@ -70,10 +74,11 @@ class GatheredMean(CompressedMean):
         super().__init__(comm, size, dtype, transport, compression)
         self.memory = compression.compressor(comm.rank)
         self._payload = torch.empty(0, dtype=torch.uint8)
-        self._image = torch.empty(0, dtype=torch.uint8)  # of all payloads
+        self._image = torch.empty(0, dtype=torch.uint8)  # all payloads
 
     @property
     def sent_bytes(self) -> int:
+        """Bytes sent to deliver this rank's payload to every other rank."""
         return broadcast_bytes(self._payload.nbytes, self.n_ranks)
 
     def _prepare(self) -> int:
@@ -98,9 +103,12 @@ class GatheredMean(CompressedMean):
 
 
 class FactorsMean(CompressedMean):
-    """PowerSGD's factors are averaged as vectors are that are not compressed.
+    """Mean by PowerSGD: its factors are averaged like uncompressed vectors.
 
-    Where ranks' linear algebra differs so do their bits: P is the same for all, and each makes it orthonormal.
+    Notes
+    -----
+    P is the same on all ranks, and each rank orthonormalises it. Ranks whose linear algebra differs therefore get
+    different bits.
     """
 
     def __init__(
@@ -112,28 +120,30 @@ class FactorsMean(CompressedMean):
 
     @property
     def sent_bytes(self) -> int:
+        """Bytes that a ring would send for the factors."""
         return ring_bytes(self._compression.nominal_bytes(self._compression.whole), self.n_ranks)
 
     def _prepare(self) -> int:
         return 0
 
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
-        """A rank that does not contribute has zeros, and keeps what it has kept."""
+        """Average the factors; a rank that does not contribute has zeros and keeps its error feedback."""
         codec, vector, said = self.memory, as_array(self.vector), Said(int(contributing))
         if not contributing and isinstance(codec, ErrorFeedback):
             codec = codec.codec
         left, right = self._means
-        lefts = _formed(left, codec.left_factors(vector), said)
-        codec.product(_formed(right, codec.right_factors(lefts), said), vector)
+        lefts = _mean_of(left, codec.left_factors(vector), said)
+        codec.product(_mean_of(right, codec.right_factors(lefts), said), vector)
 
     def free(self) -> None:
-        for of in self._means:
-            of.free()
+        """Free the factors' means and the communicator."""
+        for mean in self._means:
+            mean.free()
         super().free()
 
 
-def _formed(mean: MeanVector, factors: Array, said: Said) -> Array:
-    """Of what each rank has, which may be nothing."""
+def _mean_of(mean: MeanVector, factors: Array, said: Said) -> Array:
+    """Return the mean of each rank's factors, which may be empty."""
     n = len(factors)
     mean.vector[:n].copy_(as_tensor(factors))
     mean.mean(0, n, said)
@@ -143,6 +153,9 @@ def _formed(mean: MeanVector, factors: Array, said: Said) -> Array:
 def compressed_mean(
     comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, compression: Compression
 ) -> CompressedMean:
-    """Of `size` zeros on every rank, as `mean_vector`; collective. Each rank's compressor begins with it."""
+    """Create a vector of `size` zeros, as `mean_vector`; collective.
+
+    Each rank's compressor starts in its initial state.
+    """
     kind = FactorsMean if compression.averages else GatheredMean
     return kind(comm, size, dtype, transport, compression)

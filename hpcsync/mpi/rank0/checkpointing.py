@@ -1,4 +1,4 @@
-"""Rank 0's part in checkpoints: when one is due, what is kept back meanwhile, and when everybody has written."""
+"""Checkpoints on rank 0: when one is due, which messages are deferred meanwhile, and when all ranks have saved."""
 
 from __future__ import annotations
 
@@ -16,12 +16,37 @@ Record = tuple[Any, ...]
 
 
 class Checkpointer:
-    """A checkpoint is of a moment at which nothing is on its way. So when one is due, no report is heard any more: the
-    workers that compute push, one after the other, and wait. When all do, every rank writes what it has. Then what was
-    kept back is heard, as late as it is, and the run goes on; or another does, from there.
+    """Coordination of checkpoints, each taken at a moment at which no message is in flight.
 
-    run: what server 0 knows of the run at this moment, without the reports that are kept back.
-    unheard: these reports, of the checkpoint from which the run goes on. now_s, version: where it begins.
+    When a checkpoint is due, rank 0 stops handling push infos. The computing workers push one after the other and wait;
+    when all of them wait, every rank saves its state. Rank 0 then handles the deferred push infos, late as they are,
+    and the run continues; or another run resumes from there.
+
+    Parameters
+    ----------
+    checkpoints
+        The run's checkpoints on disk.
+    settings
+        When checkpoints are due.
+    run
+        Returns server 0's state of the run, without the deferred push infos.
+    unheard
+        Deferred push infos of the checkpoint from which the run is resumed.
+    now_s
+        Time at which this part of the run begins, in seconds.
+    version
+        Version of the weights at that time.
+
+    Attributes
+    ----------
+    unheard : deque
+        Deferred push infos, in order of arrival.
+    holding : bool
+        Whether push infos are being deferred.
+    suspending : bool
+        Whether the run ends with the next checkpoint.
+    number : int
+        Number of the latest checkpoint that was begun.
     """
 
     def __init__(
@@ -35,53 +60,52 @@ class Checkpointer:
     ) -> None:
         self.unheard = deque(unheard)
         self.holding = False
-        self.suspending = False  # whether the run ends with the next checkpoint
+        self.suspending = False
         self.number = number_of(checkpoints.resumed)
-        """Of the last checkpoint that was begun."""
         self._checkpoints = checkpoints
         self._settings = settings
         self._run = run
         self._last = (now_s, version)
         self._asked = False
-        self._missing: set[int] | None = None  # ranks that have not written yet; None before they are told to
-        self._spoiled = False  # somebody has died meanwhile
+        self._missing: set[int] | None = None  # ranks that have not saved yet; None before a checkpoint begins
+        self._spoiled = False  # whether a rank died during the checkpoint
 
     def ask(self, *, suspending: bool) -> None:
-        """Make one as soon as possible. suspending: and end the run with it."""
+        """Request a checkpoint as soon as possible; with `suspending` the run ends with it."""
         self._asked, self.suspending = True, suspending
 
     def hold_if_due(self, now_s: float, version: int) -> None:
-        """From now on keep reports back, if it is time."""
+        """Start deferring push infos if a checkpoint is due."""
         since_s, since_version = self._last
         if self._asked or self._settings.due(now_s - since_s, version - since_version):
             self.holding, self._asked, self._last = True, False, (now_s, version)
 
     def keeps_back(self, record: Record) -> bool:
-        """Whether this report is one for later; then it is taken."""
+        """Defer this record if it must wait for the checkpoint; return whether it was deferred."""
         if self.holding and record[0] in (messages.InfoKind.PUSHED, messages.InfoKind.LEFT, messages.InfoKind.JOINED):
             self.unheard.append(record)
             return True
         return False
 
     def can_begin(self, computing: Collection[int]) -> bool:
-        """Whether everybody waits of those who, as far as was heard, compute."""
+        """Return whether all workers known to be computing wait for an answer."""
         waiting = {record[1] for record in self.unheard}
         return self.holding and self._missing is None and waiting.issuperset(computing)
 
     def begin(self, ranks: Iterable[int]) -> int:
-        """These others are about to write; the checkpoint's number."""
+        """Begin the checkpoint that these other ranks will save; return its number."""
         self.number += 1
         self._missing = set(ranks)
         self._checkpoints.begin(self.number)
         return self.number
 
     def saved(self, rank: int) -> None:
-        """One of them has."""
+        """Record that `rank` has saved its part."""
         assert self._missing is not None
         self._missing.discard(rank)
 
     def lost(self, rank: int) -> None:
-        """One of all has died: nothing comes of this checkpoint, but of the next as soon as the run goes on."""
+        """Record that `rank` died: this checkpoint is abandoned, and a new one is made as soon as the run continues."""
         self._asked = True
         if self._missing is None:
             self.holding = False
@@ -90,7 +114,13 @@ class Checkpointer:
             self._spoiled = True
 
     def commit_if_complete(self) -> bool:
-        """Whether all have; then the checkpoint is there. Raises Suspended where the run is to end with it."""
+        """Commit the checkpoint if all ranks have saved; return whether it was committed.
+
+        Raises
+        ------
+        Suspended
+            If the run is to end with this checkpoint.
+        """
         if self._missing is None or self._missing:
             return False
         if self._spoiled:
@@ -106,8 +136,22 @@ class Checkpointer:
 
 
 def heed(saver: Checkpointer | None, signum: int, *, ending: bool) -> None:
-    """A signal has come: make a checkpoint, after SIGTERM the last. saver: None where there are none to be. ending: the
-    run is about to end. Raises Interrupted where it is to end at once."""
+    """React to a signal: request a checkpoint, after SIGTERM the last one.
+
+    Parameters
+    ----------
+    saver
+        The run's checkpoints; None if there are none.
+    signum
+        Number of the signal.
+    ending
+        Whether the run is about to end.
+
+    Raises
+    ------
+    Interrupted
+        If the run is to end at once.
+    """
     if saver is None or signum == signal.SIGINT or ending or saver.suspending:
         interrupt(signum)
     else:

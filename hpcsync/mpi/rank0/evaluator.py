@@ -1,7 +1,7 @@
-"""Evaluation beside rank 0's own work: its own thread, its own model, its own copy of the weights.
+"""Evaluation in the background: a thread with its own model and its own copy of the weights.
 
-Nobody waits for it: it reads one-sided, and what it reads is not overwritten meanwhile. An evaluation that becomes due
-while the last one still runs is skipped.
+No rank waits for an evaluation: it reads one-sided, and the weights it reads are not overwritten meanwhile. An
+evaluation that becomes due while the previous one is running is skipped.
 """
 
 from __future__ import annotations
@@ -23,10 +23,24 @@ Read = Callable[[int, torch.Tensor], float | None]
 
 
 class Evaluator:
-    """Evaluates a copy of `model` every `every_samples` samples (0: never).
+    """Background evaluation of a copy of `model`.
 
-    read: `read(version, into)` fills the flat weights, shape (size,), and gives the replicas' consensus distance (NaN
-          where there are none); None where that version cannot be had any more, which ends that evaluation.
+    Parameters
+    ----------
+    read
+        `read(version, into)` fills the flat weights, shape (size,), and returns the replicas' consensus distance, NaN
+        if there are no replicas. It returns None if the version is no longer available, which ends that evaluation.
+    model
+        Model to copy.
+    evaluate
+        Evaluation of a model: returns loss and accuracy.
+    every_samples
+        Number of samples between evaluations; 0 for none.
+
+    Attributes
+    ----------
+    busy : bool
+        Whether an evaluation is running.
     """
 
     def __init__(self, read: Read, model: torch.nn.Module, evaluate: Evaluate, every_samples: int) -> None:
@@ -38,32 +52,41 @@ class Evaluator:
         self._requests: queue.SimpleQueue[tuple[float, int, int] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Judged | BaseException | None] = queue.SimpleQueue()
         self.busy = False
-        self._before = 0  # when the one under way was due
+        self._before = 0  # samples at which the running evaluation was due
         self._thread = threading.Thread(target=self._work, daemon=True, name="evaluator")
         self._thread.start()
 
     def due(self, samples: int) -> bool:
+        """Return whether an evaluation is due and none is running."""
         return self._schedule.due(samples) and not self.busy
 
     def begin(self, now_s: float, version: int, samples: int) -> None:
-        """Read and judge this version of the weights, which is current at now_s."""
+        """Read and evaluate this version of the weights, which is current at `now_s`."""
         self.busy = True
         self._before = self._schedule.next_samples
         self._schedule.begun(samples)
         self._requests.put((now_s, version, samples))
 
     def state(self) -> int:
-        """Samples at which the next is due, were the one under way never judged."""
+        """Return the samples at which the next evaluation is due, as if the running one had not begun."""
         return self._before if self.busy else self._schedule.next_samples
 
     def resume(self, state: int) -> None:
-        """From there."""
+        """Restore a state returned by `state`."""
         self._schedule.next_samples = state
 
     def result(self) -> Judged | None:
-        """(now_s, version, samples, loss, accuracy, consensus distance) of a finished evaluation, or None.
+        """Return a finished evaluation, or None.
 
-        Raises what it raised.
+        Returns
+        -------
+        tuple or None
+            (now_s, version, samples, loss, accuracy, consensus distance).
+
+        Raises
+        ------
+        BaseException
+            The exception that the evaluation raised, if any.
         """
         try:
             judged = self._results.get_nowait()
@@ -84,10 +107,10 @@ class Evaluator:
                 distance = self._read(request[1], self._flat.weights)
                 judged = None if distance is None else (*request, *self._evaluate(self._flat.model), distance)
                 self._results.put(judged)
-            except BaseException as error:  # it belongs to the main thread
+            except BaseException as error:  # `result` raises it in the main thread
                 self._results.put(error)
 
     def close(self) -> None:
-        """Wait for the evaluation under way; its `result` can still be had. Harmless when repeated."""
+        """Wait for the running evaluation, whose `result` remains available; harmless when repeated."""
         self._requests.put(None)
         self._thread.join()

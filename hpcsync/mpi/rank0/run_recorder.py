@@ -1,4 +1,4 @@
-"""The books of a run, which rank 0 keeps: who decided what, how good the weights were, and what goes on after it."""
+"""Run records on rank 0: trace, evaluations, checkpoints, and the outputs at the end of the run."""
 
 from __future__ import annotations
 
@@ -35,17 +35,28 @@ from hpcsync.version import __version__
 C = TypeVar("C", Coordinator, PeerCoordinator)
 Clocks = list[tuple[int, str, float, float]]
 
-CHORES_S = 0.1  # while messages keep arriving, rank 0 postpones everything else for at most this long
+CHORES_S = 0.1  # while messages keep arriving, rank 0 postpones all other work for at most this long
 
 
 class RunRecorder(Generic[C]):
-    """Of one run, from its beginning or from a checkpoint on.
+    """Records of one run, from its beginning or from a checkpoint on.
 
-    resumed:  what they said at that checkpoint (`state`).
-    clocks:   rows of the trace's table, of all ranks. phases: what workers are at. measured: root attributes of the
-              trace that were found out on these ranks.
-    decides:  makes the coordinator, which writes into the trace.
-    read:     as the evaluator's.
+    Parameters
+    ----------
+    given
+        The rank's model, job and outputs.
+    resumed
+        State at the checkpoint from which the run is resumed (`state`); None for a new run.
+    clocks
+        Rows of the trace's /clocks for all ranks.
+    phases
+        Activities of the workers.
+    measured
+        Root attributes of the trace that were determined on these ranks.
+    decides
+        Creates the coordinator, which writes into the trace.
+    read
+        As for `Evaluator`.
     """
 
     def __init__(
@@ -79,14 +90,22 @@ class RunRecorder(Generic[C]):
     def saver(
         self, state: Callable[[], Mapping[str, Any]], unheard: Iterable[Any], now_s: float
     ) -> Checkpointer | None:
-        """Of checkpoints, from now on; None where the ranks have no folder in common."""
+        """Return the coordination of checkpoints from now on; None if the ranks share no folder."""
         checkpoints, settings = self._given.checkpoints, self._given.job.checkpoint
         if not checkpoints.shared:
             return None
         return Checkpointer(checkpoints, settings, state, unheard, now_s, self.coordinator.version)
 
     def state(self, now_s: float, *, evaluated: bool = True) -> dict[str, Any]:
-        """What rank 0 knows of the run at a checkpoint. evaluated: with it, when the next evaluation is due."""
+        """Return rank 0's state of the run for a checkpoint.
+
+        Parameters
+        ----------
+        now_s
+            Time of the checkpoint, in seconds.
+        evaluated
+            Whether to include when the next evaluation is due.
+        """
         self.trace.sync()
         n_rows = self.trace.n_rows()
         return {
@@ -105,17 +124,24 @@ class RunRecorder(Generic[C]):
         tell_listening()
 
     def chores(self, now_s: float) -> None:
-        """What is done between decisions, quickly."""
+        """Do quick work between decisions: flush the trace and show the progress."""
         self.trace.flush_if_due(now_s)
         self._progress.show(now_s, self.coordinator)
 
     def stop_showing(self) -> None:
-        """Training has come to its end: show no more how far it is."""
+        """Close the progress line at the end of training."""
         self._progress.close()
 
     def judge(self, model: torch.nn.Module, distance: float) -> None:
-        """While other ranks still wait: save the final weights, and then evaluate them, if there is anything to
-        evaluate. distance: of the replicas from them."""
+        """Save and evaluate the final weights, if there is an evaluation, while other ranks still wait.
+
+        Parameters
+        ----------
+        model
+            Model with the final weights.
+        distance
+            Consensus distance of the replicas.
+        """
         if self._given.evaluate is None:
             return
         self._save(model)
@@ -124,20 +150,23 @@ class RunRecorder(Generic[C]):
         coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy, distance)
 
     def conclude(self, model: torch.nn.Module) -> None:
-        """Close them. What was not evaluated is saved only now: running statistics are complete when all have ended."""
+        """Close the trace and finish the outputs.
+
+        Without an evaluation the weights are saved only now: running statistics are complete once all ranks have ended.
+        """
         if self._given.evaluate is None:
             self._save(model)
         self.trace.close("finished")
         layout.conclude(self._given.checkpoints.folder, self._console)
 
     def fail(self, error: BaseException) -> None:
-        """Close those of a run that cannot be finished, and say why."""
+        """Close the records of a run that cannot be finished, and print why."""
         self._given.checkpoints.abandon()
         status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
         with contextlib.suppress(OSError, RuntimeError):
             self.trace.close(status)
         if isinstance(error, Suspended):
-            print(f"hpcsync: interrupted; --resume goes on from {error}", file=sys.stderr)
+            print(f"hpcsync: interrupted; use --resume to resume from {error}", file=sys.stderr)
         elif isinstance(error, Interrupted | RankFailed | NotWritten | JobError):
             print(f"hpcsync: {status}: {error}; the trace so far is {self.trace.path}", file=sys.stderr)
         elif not isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Rank 0 looks whether a worker stalls, and says what is known of it: who, where, at what, and who waits."""
+"""Straggler reports on rank 0: which worker is slow, where it runs, what it is doing, and which workers wait for it."""
 
 from __future__ import annotations
 
@@ -11,25 +11,40 @@ from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.trace.schema import Phase
 from hpcsync.trace.writer import TraceWriter
 
-MANY = 8  # more workers are not shown one by one
+MANY = 8  # at most so many workers are listed
 NAMES = {int(phase): phase.name.lower() for phase in Phase}
 
 
 class Watched(Protocol):
-    """A run, as far as it is known. done: iterations that each worker has ended. held: those that are known to wait for
-    an answer, since when; None where nobody answers, and their phases tell."""
+    """State of the run that straggler detection needs."""
 
     stalls: StragglerDetector
 
     @property
-    def done(self) -> Sequence[int]: ...
+    def done(self) -> Sequence[int]:
+        """Number of iterations that each worker has finished."""
 
     @property
-    def blocked(self) -> Mapping[int, float] | None: ...
+    def blocked(self) -> Mapping[int, float] | None:
+        """Workers known to be blocked, and since when in seconds; None without servers, where phases tell."""
 
 
 class StragglerReport:
-    """places: of each worker, its rank and host. bound: who waits for whom, in words."""
+    """Straggler reports on the standard error and in the trace.
+
+    Parameters
+    ----------
+    run
+        State of the run.
+    phases
+        Activities of the workers.
+    trace
+        Trace to write to.
+    places
+        Rank and host of each worker.
+    bound
+        The paradigm's rule for which workers wait, as a sentence.
+    """
 
     def __init__(
         self, run: Watched, phases: WorkerStates, trace: TraceWriter, places: Sequence[tuple[int, str]], bound: str
@@ -40,10 +55,10 @@ class StragglerReport:
         self._places = places
         self._bound = bound
         self._looked_s = 0.0
-        self._waiting: dict[int, tuple[int, float]] = {}  # with which iteration, since when, as far as that was seen
+        self._waiting: dict[int, tuple[int, float]] = {}  # by worker: its iteration, and since when it was seen waiting
 
     def look(self, now_s: float) -> None:
-        """If the last time is long enough ago: tell of stalls, on the standard error and in the trace."""
+        """Report stragglers, if `LOOK_S` seconds have passed since the previous call that did."""
         if now_s - self._looked_s < LOOK_S:
             return
         self._looked_s = now_s
@@ -53,7 +68,7 @@ class StragglerReport:
         if blocked is None:
             running = self._run.stalls.running
             blocked = self._see_waiting(now_s, {w: iterations[w] for w in running if phases[w] == Phase.WAITING})
-            if len(blocked) == len(running):  # they wait for each other: something between them stalls
+            if len(blocked) == len(running):  # the workers wait for each other: the communication is stuck, no worker
                 blocked = {}
         if stalls := self._run.stalls.look(now_s, blocked):
             for stall in stalls:
@@ -61,7 +76,7 @@ class StragglerReport:
             print("\n".join(self._report(now_s, stalls, phases, blocked)), file=sys.stderr, flush=True)
 
     def _see_waiting(self, now_s: float, iterations: Mapping[int, int]) -> dict[int, float]:
-        """Since when these workers wait, at the end of an iteration each."""
+        """Return since when these workers have waited, given the iteration that each has ended."""
         before, self._waiting = self._waiting, {}
         for worker, iteration in iterations.items():
             since = before.get(worker)
@@ -79,7 +94,7 @@ class StragglerReport:
         for stall in stalls[:MANY]:
             yield f"hpcsync: {self._describe(stall, NAMES[phases[stall.worker]])}"
         if len(stalls) > MANY:
-            yield f"hpcsync: {len(stalls) - MANY} more workers alike"
+            yield f"hpcsync: likewise {len(stalls) - MANY} more workers"
         slow = [stall.worker for stall in stalls if not stall.ended]
         if slow:
             done = self._run.done
@@ -88,11 +103,11 @@ class StragglerReport:
                 f"worker {w} for {now_s - blocked[w]:.1f} s" + _ahead(done[w] - least) for w in sorted(blocked)[:MANY]
             ]
             waits += [f"{len(blocked) - MANY} more"] * (len(blocked) > MANY)
-            yield f"hpcsync:   held: {', '.join(waits) or 'nobody'}; {self._bound}"
+            yield f"hpcsync:   blocked: {', '.join(waits) or 'none'}; {self._bound}"
 
     def _describe(self, stall: Straggler, phase: str) -> str:
         if stall.ended:
-            return f"worker {stall.worker} goes on: its iteration {stall.iteration} took {stall.lasted_s:.1f} s"
+            return f"worker {stall.worker} continues: its iteration {stall.iteration} took {stall.lasted_s:.1f} s"
         rank, host = self._places[stall.worker]
         return (
             f"worker {stall.worker} stalls (rank {rank} on {host}, {phase}): its iteration {stall.iteration} has "

@@ -1,4 +1,4 @@
-"""What every rank of a parameter-server run holds: communicator, roles, windows, clock."""
+"""Channel of a parameter-server run: communicator, roles, windows and clock of a rank."""
 
 from __future__ import annotations
 
@@ -23,13 +23,33 @@ from hpcsync.training.parameter_store import n_buffers, row_size
 
 
 class ServerChannel:
-    """The windows of all shards, made collectively over a private duplicate of `comm`.
+    """Communication between servers and workers; the constructor is collective over a private duplicate of `comm`.
 
-    size, dtype: of the flat weights.
-    tensors: on a server, its buffers of weights, each a row, and then one slot per worker for its contributions.
-    done:    on a server, one word per reader; see learning.store.
-    contributors_read: see `learning.store.n_buffers`. compression: of contributions; None where they lie in their slots
-    as they are. begin_s: when the run's time begins here. tolerant: whether the run goes on when workers die.
+    Parameters
+    ----------
+    comm
+        Communicator of all ranks.
+    roles
+        Servers and workers.
+    size, dtype
+        Number and type of the flat weights.
+    transport
+        Transport of the weights.
+    contributors_read
+        See `parameter_store.n_buffers`.
+    compression
+        Compression of contributions; None if they are sent uncompressed.
+    begin_s
+        Time at which the clock starts, in seconds.
+    tolerant
+        Whether the run continues when workers die.
+
+    Attributes
+    ----------
+    tensors : TensorWindow
+        On a server: its buffers of weights, each one row, followed by one slot per worker for contributions.
+    done : Window
+        On a server: one word per reader; see `parameter_store`.
     """
 
     def __init__(
@@ -62,51 +82,52 @@ class ServerChannel:
         self._inboxes: list[Inbox] = []
 
     def row_size(self, server: int) -> int:
-        """Elements from one row of a server's tensors to the next."""
+        """Return the elements from one row of a server's buffers to the next."""
         shard = self.shards[server]
         return row_size(shard.stop - shard.start)
 
     def slot_size(self, server: int) -> int:
-        """Elements of the weights' type from one worker's slot to the next."""
+        """Return the elements, of the weights' type, from one worker's slot to the next."""
         return self.row_size(server) if self.compression is None else self.compression.slot_size(self.shards[server])
 
     def slot(self, server: int, worker: int) -> int:
-        """Where a worker's slot begins."""
+        """Return the first element of a worker's slot."""
         return self._slots_begin(server) + worker * self.slot_size(server)
 
     def _slots_begin(self, server: int) -> int:
         return self.n_buffers * self.row_size(server)
 
     def parts(self, local: torch.Tensor, server: int) -> list[torch.Tensor]:
-        """Of a server's tensors the buffers and the slots, a row each."""
+        """Split a server's tensors into buffers and slots, one per row."""
         begin = self._slots_begin(server)
         return [local[:begin].view(-1, self.row_size(server)), local[begin:].view(-1, self.slot_size(server))]
 
     def pieces(self, vector: torch.Tensor) -> list[torch.Tensor]:
-        """Of a flat vector, shape (size,), every server's shard, as views."""
+        """Split a flat vector, shape (size,), into every server's shard, as views."""
         return [vector[shard] for shard in self.shards]
 
     def inbox(self, tag: int, dtype: np.dtype) -> Inbox:
-        """An inbox that is withdrawn together with the link."""
+        """Create an inbox that is freed with the channel."""
         self._inboxes.append(Inbox(self.comm, tag, dtype, self.deaths))
         return self._inboxes[-1]
 
     def outbox(self, tag: int, dtype: np.dtype) -> Outbox:
+        """Create an outbox."""
         return Outbox(self.comm, tag, dtype, self.deaths)
 
     def say(self, kind: int) -> None:
-        """Tell server 0 that this rank has failed, or has written its part of a checkpoint."""
+        """Notify server 0 that this rank has failed, or has saved its part of a checkpoint."""
         infos = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
         infos.send(0, messages.brief(messages.PUSH_INFO, kind, self.comm.rank))
         if kind != messages.InfoKind.FAILED:
             infos.free()
 
     def clocks(self) -> list[tuple[int, str, float, float]] | None:
-        """Rows of the trace's /clocks, on rank 0; collective."""
+        """Return the rows of the trace's /clocks on rank 0, None on other ranks; collective."""
         return self.clock.rows(self.comm)
 
     def free(self) -> None:
-        """Collective, and harmless when repeated: returns when every rank has come here."""
+        """Free windows, inboxes and the communicator; collective, and harmless when repeated."""
         if self.comm == MPI.COMM_NULL:
             return
         for window in (self.tensors, self.done, self.phases):
@@ -117,36 +138,55 @@ class ServerChannel:
 
 
 class Reader:
-    """One who reads the weights that the servers promise: a worker, or the evaluation beside server 0.
+    """Reader of the weights that servers promise: a worker, or the evaluation beside server 0.
 
-    save: called with a checkpoint's number, while a grant is waited for.
+    Parameters
+    ----------
+    link
+        Channel to the servers.
+    reader
+        Number of the reader.
+    save
+        Called with a checkpoint's number when one is to be saved while a grant is waited for.
     """
 
     def __init__(self, link: ServerChannel, reader: int, save: Callable[[int], None] = lambda number: None) -> None:
         self._link = link
         self._reader = reader
         self._save = save
-        self._backoff = copy.copy(link.backoff)  # a state of its own: the evaluator waits in a thread
+        self._backoff = copy.copy(link.backoff)  # own state, because the evaluator waits in a thread
         tag = messages.TAG_EVALUATION if reader == link.roles.evaluator else messages.TAG_GRANT
         self._inbox = link.inbox(tag, messages.GRANT)
-        self._early: list[messages.GrantRecord] = []  # that came while none was waited for
+        self._early: list[messages.GrantRecord] = []  # grants that arrived during `idle`
         self._word = np.zeros(1, np.int64)
 
     def wait(self, *, version: int | None = None, iteration: int | None = None) -> list[messages.GrantRecord]:
-        """Every server's grant for the next read, in the order of the servers.
+        """Wait for every server's grant of the next read.
 
-        version, iteration: what they must be for, where that is known. Raises RuntimeError where they are for something
-        else, or do not agree.
+        Parameters
+        ----------
+        version, iteration
+            Version and iteration that the grants must be for, where they are known.
+
+        Returns
+        -------
+        list of GrantRecord
+            One grant per server, in the order of the servers.
+
+        Raises
+        ------
+        RuntimeError
+            If the grants are for something else, or do not agree.
         """
         grants = sorted(self._next() for _ in self._link.shards)
         first = grants[0]
         due = (first.iteration if iteration is None else iteration, first.version if version is None else version)
         if any((g.iteration, g.version, g.local_steps) != (*due, first.local_steps) for g in grants):
-            raise RuntimeError(f"expected grants of iteration and version {due}, not {grants}")
+            raise RuntimeError(f"{grants}: must be grants of (iteration, version) = {due}")
         return grants
 
     def idle(self, until_s: float) -> bool:
-        """Wait for this time; whether it has come, and no grant before it."""
+        """Wait until `until_s`; return False as soon as a grant arrives before."""
         now, backoff = self._link.clock.now, self._backoff
         backoff.reset()
         while not self._early and now() < until_s:
@@ -167,7 +207,7 @@ class Reader:
         return record
 
     def read(self, grants: list[messages.GrantRecord], into: list[torch.Tensor]) -> None:
-        """Copy the promised version into the `pieces` of a vector, and give the buffers back."""
+        """Copy the promised version into the `pieces` of a vector, and release the promises."""
         link = self._link
         for grant in grants:
             server = grant.server

@@ -1,4 +1,4 @@
-"""Server 0's loop: hear reports, let the coordinator decide, have every server carry it out."""
+"""Main loop of server 0: handle push infos, let the coordinator decide, command all servers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,24 @@ from hpcsync.trace.schema import Change
 
 
 class Leader:
-    """Decides for all servers. `chores` is called with the time whenever no report waits; it must be quick.
+    """Server 0, which decides for all servers.
 
-    saver: of checkpoints; None where the ranks have no folder in common. watch: as `chores`, but only while reports are
-    heard as they come, and not kept back for a checkpoint.
+    Parameters
+    ----------
+    link
+        Channel to servers and workers.
+    shard
+        Server 0's own shard.
+    coordinator
+        Coordinator of the run.
+    evaluator
+        Evaluation; None if there is none.
+    chores
+        Called with the time whenever no push info waits; must be quick.
+    saver
+        Coordination of checkpoints; None if the ranks share no folder.
+    watch
+        Called as `chores`, but not while push infos are deferred for a checkpoint.
     """
 
     def __init__(
@@ -44,57 +58,64 @@ class Leader:
         self._chores = chores
         self._saver = saver
         self._watch = watch
-        self._dead: set[int] = set()  # workers
+        self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
         self._cancellations = link.outbox(messages.TAG_CANCEL, messages.CANCEL)
 
     def serve(self) -> None:
-        """Until every worker has left. Raises Interrupted (Suspended, if it can go on from a checkpoint) or RankFailed
-        when the run cannot be finished."""
+        """Serve until every worker has left.
+
+        Raises
+        ------
+        Interrupted
+            If a signal ends the run; Suspended, if it can be resumed from a checkpoint.
+        RankFailed
+            If the run cannot be finished.
+        """
         backoff = self._link.backoff
         backoff.reset()
         received: list[int] = []
         with on_signals(received.append):
             chores_s = 0.0
             n_present = self._link.comm.size - self._link.roles.n_servers
-            for worker in range(n_present, self._link.roles.n_workers):  # they have not come back with the others
-                self._lose(self._link.clock.now(), worker)
+            for worker in range(n_present, self._link.roles.n_workers):  # absent since the run was resumed
+                self._remove(self._link.clock.now(), worker)
             while self._coordinator.active:
                 if received:
                     heed(self._saver, received.pop(0), ending=self._coordinator.stopping)
                 now_s = self._link.clock.now()
                 push_info = self._next_info(now_s)
                 if push_info is not None:
-                    self._hear(now_s, push_info)
+                    self._handle(now_s, push_info)
                     backoff.reset()
                 if push_info is None or now_s - chores_s >= CHORES_S:
-                    self._look_around(now_s)
+                    self._do_chores(now_s)
                     chores_s = now_s
                 if push_info is None:
-                    self._bury(now_s)
+                    self._remove_dead(now_s)
                     backoff.pause()
 
     def read(self, reader: Reader, into: torch.Tensor) -> None:
-        """Read the current version, shape (size,), on behalf of the evaluator, which must be idle."""
+        """Read the current version into `into`, shape (size,), on behalf of the evaluator, which must be idle."""
         self._promise_evaluator()
         reader.read(reader.wait(version=self._coordinator.version), self._link.pieces(into))
 
     def finish(self) -> None:
-        """Tell every rank that the run is over."""
+        """Notify every rank that the run is over."""
         self._command([CommandRecord(messages.CommandKind.FINISH)])
         self._commands.free()
         self._cancellations.free()
 
-    def _hear(self, now_s: float, record: tuple[Any, ...]) -> None:
+    def _handle(self, now_s: float, record: tuple[Any, ...]) -> None:
         kind, push_info = record[0], PushInfo._make(record[1:])
         if kind == messages.InfoKind.SAVED or (
             kind in (messages.InfoKind.PUSHED, messages.InfoKind.LEFT, messages.InfoKind.JOINED)
             and push_info.worker in self._dead
         ):
-            return  # it was on its way when nothing of its came any more
+            return  # sent before the worker's death or the abandoned checkpoint was handled
         if kind == messages.InfoKind.JOINED and push_info.worker in self._coordinator.active:
-            return  # it has said so before and after a checkpoint
+            return  # sent both before and after a checkpoint
         if kind == messages.InfoKind.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, push_info))
         elif kind == messages.InfoKind.LEFT:
@@ -106,11 +127,11 @@ class Leader:
         self._evaluate_if_due(now_s)
 
     def _next_info(self, now_s: float) -> tuple[Any, ...] | None:
-        """To be heard now."""
+        """Return the next push info to handle now, if any."""
         saver, record = self._saver, self._infos.poll()
         if saver is None:
             return record
-        if not (saver.holding or self._coordinator.stopping or self._died()):
+        if not (saver.holding or self._coordinator.stopping or self._newly_dead()):
             saver.hold_if_due(now_s, self._coordinator.version)
         if saver.holding:
             if record is not None and record[0] == messages.InfoKind.SAVED:
@@ -135,30 +156,30 @@ class Leader:
             self._command([CommandRecord(messages.CommandKind.SAVE, version=number)])
         saver.commit_if_complete()
 
-    def _died(self) -> list[int]:
-        """Workers that have died, and still take part."""
+    def _newly_dead(self) -> list[int]:
+        """Return the workers that have died but still take part."""
         roles = self._link.roles
         return [worker for rank in self._link.deaths.look() if (worker := roles.worker(rank)) not in self._dead]
 
-    def _bury(self, now_s: float) -> None:
-        """Go on without those who have died. What they have reported was heard before, and counts."""
-        for worker in self._died():
+    def _remove_dead(self, now_s: float) -> None:
+        """Continue without the workers that died; their earlier push infos have been handled and count."""
+        for worker in self._newly_dead():
             rank = self._link.roles.rank_of(worker)
             if self._saver is not None and self._saver.holding:
                 self._saver.lost(rank)
             else:
-                self._lose(now_s, worker)
+                self._remove(now_s, worker)
                 ulfm.tell(rank)
 
-    def _lose(self, now_s: float, worker: int) -> None:
+    def _remove(self, now_s: float, worker: int) -> None:
         self._dead.add(worker)
         self._command([CommandRecord(messages.CommandKind.DISCARD, worker)])
         if worker in self._coordinator.active:
             self._carry_out(self._coordinator.left(now_s, worker, Change.DIED))
             if not (self._coordinator.active or self._coordinator.stopping):
-                raise RankFailed(f"rank {self._link.roles.rank_of(worker)} has died, and no worker is left")
+                raise RankFailed(f"rank {self._link.roles.rank_of(worker)} died, and no worker is left")
 
-    def _look_around(self, now_s: float) -> None:
+    def _do_chores(self, now_s: float) -> None:
         if self._saver is not None and self._saver.holding:
             self._chores(now_s)
             return

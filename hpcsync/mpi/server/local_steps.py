@@ -1,4 +1,4 @@
-"""Workers that train by themselves and now and then meet the servers: elastic averaging, and those that commit."""
+"""Workers that make several local steps between pushes: elastic averaging, and commits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcsync.training.update_rules import towards
 
 
 class LocalStepsSession(WorkerSession):
-    """A push is of several iterations, each of them a step of the worker's own optimizer."""
+    """Session of a worker whose push covers several iterations, each a step of the worker's own optimizer."""
 
     def __init__(self, given: Given) -> None:
         super().__init__(given)
@@ -55,7 +55,10 @@ class LocalStepsSession(WorkerSession):
             self._answered()
 
     def _is_due(self, end_s: float) -> bool:
-        """Whether the iteration that has ended is the last before a push; when the run is over, any is."""
+        """Return whether a push follows the iteration that has ended.
+
+        When the run is over, every iteration is the last before a push.
+        """
         engine = self._engine
         return engine.cancelled() or engine.assignment.is_done(self._stretch.steps, end_s - engine.read_s)
 
@@ -73,23 +76,25 @@ class LocalStepsSession(WorkerSession):
 
     @abstractmethod
     def _joined(self) -> None:
-        """Take part again, with what was read."""
+        """Continue with the weights read when this worker joined."""
 
     @abstractmethod
     def _answered(self) -> None:
-        """A push has been answered: go on with what was read, unless the run is over."""
+        """Continue with the weights read after a push, unless the run is over."""
 
     @abstractmethod
     def _step(self, end_s: float, lr: float) -> None:
-        """Make the step along the gradient, and push if that is due."""
+        """Make the step along the gradient, and push if one is due."""
 
 
 class ElasticSession(LocalStepsSession):
-    """With the gradient of its last iteration a worker gives its position, and reads where the centre was before that
-    position moved it. Both moves done, it makes the gradient's step.
+    """Session of a worker with elastic averaging (EASGD).
 
-    A worker that leaves between two pushes leaves what it did since the first of them behind. One that joins begins
-    where the centre is.
+    With the gradient of the last iteration before a push, the worker sends its position, and reads the centre as it was
+    before that position moved it. After both moves the worker makes the gradient's step.
+
+    A worker that leaves between two pushes discards its iterations since the previous push. A worker that joins starts
+    from the centre.
     """
 
     def __init__(self, given: Given) -> None:
@@ -113,7 +118,7 @@ class ElasticSession(LocalStepsSession):
         super()._restore(state)
 
     def _step(self, end_s: float, lr: float) -> None:
-        self._lr = lr  # of the step that this gradient makes
+        self._lr = lr  # for the gradient's step after a push
         if self._is_due(end_s):
             self._local.drop_look_ahead()
             self._push(end_s)
@@ -132,8 +137,11 @@ class ElasticSession(LocalStepsSession):
 
 
 class CommittingSession(LocalStepsSession):
-    """A worker gives by how much its steps have changed the weights since it read them, and goes on from the servers'.
-    What its optimizer remembers, momentum for one, stays with it. One that leaves gives what it has."""
+    """Session of a worker that commits: it pushes the change of its weights since it read them.
+
+    It then continues from the servers' weights. The state of its optimizer, such as momentum, stays on the worker. A
+    worker that leaves commits its iterations first.
+    """
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
         self._read, self._change = (torch.empty_like(self.flat.weights) for _ in range(2))
@@ -172,13 +180,13 @@ class CommittingSession(LocalStepsSession):
 
 
 class _Stretch:
-    """The iterations since the last push."""
+    """Iterations since the previous push."""
 
     def __init__(self) -> None:
         self.begin_s = 0.0
         self.steps = 0
         self.samples = 0
-        self.loss = 0.0  # sum
+        self.loss = 0.0  # sum over iterations
 
     def add(self, begin_s: float, batch_size: int, loss: float) -> None:
         if self.steps == 0:

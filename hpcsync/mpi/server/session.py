@@ -1,4 +1,4 @@
-"""A server's or a worker's part in a parameter-server run, as a training script sees it."""
+"""Sessions of servers and workers in a parameter-server run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,15 @@ from hpcsync.training.speed_models import estimator
 
 
 class LinkedSession(RankSession):
-    """What servers and workers have in common: a link. begin_s: when the run's time begins, on server 0."""
+    """Session with a channel, common to servers and workers.
+
+    Parameters
+    ----------
+    given
+        Inputs of the session.
+    begin_s
+        Time at which the clock starts on server 0, in seconds.
+    """
 
     def __init__(self, given: Given, begin_s: float = 0.0) -> None:
         comm, job = given.comm, given.job
@@ -60,28 +68,31 @@ class LinkedSession(RankSession):
 
     @property
     def _name(self) -> str:
-        """What this rank's part of a checkpoint is called."""
+        """Name of this rank's part of a checkpoint."""
         return self._link.roles.name(self.rank)
 
 
 class WorkerSession(LinkedSession):
+    """Session of a worker."""
+
     def __init__(self, given: Given) -> None:
         job, checkpoints = given.job, given.checkpoints
         worker = given.comm.rank - job.cluster.servers
-        self._estimator = estimator(job, worker)  # takes seconds, before the clock starts
+        self._estimator = estimator(job, worker)  # takes seconds, hence before the clock starts
         super().__init__(given)
         self._resumed = checkpoints.state(self._name)
-        self._comes_back = checkpoints.resumed is not None and self._resumed is None  # missing then
+        self._comes_back = checkpoints.resumed is not None and self._resumed is None  # was absent at the checkpoint
         self._engine = self._make_engine()
         self.worker = self._engine.index
         self.stopped = self._engine.stopped
         allocated = self._allocated if create_assignments(job).first[0].first_sample >= 0 else None
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, allocated=allocated)
-        self._computed = 1.0  # the share of the batch that is, when it is pushed
+        self._computed = 1.0  # share of the batch that is computed when it is pushed
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        """Return this worker's batches; restore the state of a resumed run first."""
         self._refuse_outside()
-        if self._resumed is not None:  # not before: the script's preparations may draw, too
+        if self._resumed is not None:  # only now: the script's preparations may use the generators too
             state, self._resumed = self._resumed, None
             self._restore(state)
             self._continue()
@@ -92,6 +103,7 @@ class WorkerSession(LinkedSession):
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def cancelled(self, share: float) -> bool:
+        """Return whether server 0 has cancelled the current iteration."""
         super().cancelled(share)
         if self._job.aborts and self._computed == 1.0:
             cuda.ready(self.flat.gradient)
@@ -101,12 +113,13 @@ class WorkerSession(LinkedSession):
         return self._computed < 1.0
 
     def step(self, loss: torch.Tensor | float) -> bool:
+        """Push the gradient and read the next weights; return False once the run is over."""
         self._refuse_step()
         if self._optimizer is not None:
             self._refuse_other_rate(self._optimizer, self._job.optimizer.lr)
         loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
         self.flat.gather_gradient()
-        cuda.ready(self.flat.gradient)  # only then it has been computed
+        cuda.ready(self.flat.gradient)  # the computation ends here
         self._end_iteration(*self._iterations.end(self._computed), loss)
         self._computed = 1.0
         self.stopped = self._engine.stopped
@@ -133,7 +146,7 @@ class WorkerSession(LinkedSession):
         )
 
     def _state(self) -> dict[str, Any]:
-        """All that this worker has, while it waits for a grant."""
+        """Return the worker's state while it waits for a grant."""
         return {
             "engine": self._engine.state(),
             "iterations": self._iterations.state(),
@@ -142,27 +155,27 @@ class WorkerSession(LinkedSession):
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Be as far as that; what is waited for next has not come."""
+        """Restore the state; the grant that was waited for has not arrived yet."""
         self._iterations.restore(state["iterations"])
         rng_state.restore(state["generators"], self.flat.weights.device)
         for name, buffer in self._model.named_buffers():
             buffer.copy_(state["buffers"][name])
 
     def _continue(self) -> None:
-        """With the grant that was waited for."""
+        """Continue with the grant that was waited for."""
         self._engine.resume()
         self.stopped = self._engine.stopped
 
     def _vectors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the servers' weights are read into, and what is pushed."""
+        """Return the vector that the servers' weights are read into, and the vector that is pushed."""
         return self.flat.weights, self.flat.gradient
 
     def _allocated(self) -> tuple[int, int]:
-        """Samples of the next iteration: first and number, in the run's sequence."""
+        """Return the first sample and the number of samples of the next iteration, in the run's sequence."""
         return self._engine.assignment[:2]
 
     def _end_iteration(self, begin_s: float, end_s: float, loss: float) -> None:
-        """The gradient of an iteration, computed between begin_s and end_s, is in the model."""
+        """Push the gradient, which was computed between `begin_s` and `end_s`."""
         self._engine.step(begin_s, end_s, self._iterations.batch_size, loss, share=self._computed)
 
     def _part(self) -> None:
@@ -170,7 +183,10 @@ class WorkerSession(LinkedSession):
 
 
 class FollowerSession(LinkedSession):
-    """A server serves while its script would train: its loader is empty, and returns when the run is over."""
+    """Session of a server: it serves while the script would train.
+
+    Its loader is empty and returns when the run is over.
+    """
 
     def __init__(self, given: Given, begin_s: float = 0.0) -> None:
         super().__init__(given, begin_s)
@@ -184,12 +200,14 @@ class FollowerSession(LinkedSession):
         )
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        """Serve until the run is over; return no batches."""
         self._refuse_outside()
         if not self._shard.finished:
             self._serve()
         return iter(())
 
     def step(self, loss: torch.Tensor | float) -> bool:
+        """Raise RuntimeError: a server does not train."""
         raise RuntimeError("step on a server: only workers train")
 
     def _serve(self) -> None:
@@ -207,7 +225,7 @@ class FollowerSession(LinkedSession):
 
 
 class LeaderSession(FollowerSession):
-    """Server 0: decides, evaluates, and writes everything down."""
+    """Session of server 0, which decides, evaluates and records the run."""
 
     def __init__(self, given: Given) -> None:
         job, resumed = given.job, given.checkpoints.state(RUN)
@@ -239,7 +257,7 @@ class LeaderSession(FollowerSession):
         )
         switch_s = sys.getswitchinterval()
         recorder.begin()
-        sys.setswitchinterval(1e-4)  # the evaluator's Python code must not hold up the server's
+        sys.setswitchinterval(1e-4)  # the evaluator's Python code must not delay the server's
         try:
             leader.serve()
         finally:
@@ -250,12 +268,12 @@ class LeaderSession(FollowerSession):
         leader.finish()
 
     def _read(self, version: int, into: torch.Tensor) -> float:
-        """For the evaluator, whom all servers have promised this version, or are about to."""
+        """Read a version for the evaluator; all servers have promised it, or are about to."""
         self._reader.read(self._reader.wait(version=version), self._link.pieces(into))
         return math.nan
 
     def _finish_training(self, leader: Leader) -> None:
-        """While the others still wait patiently: evaluate the final weights."""
+        """Evaluate the final weights, while the other ranks wait with backoff."""
         recorder = self._recorder
         recorder.coordinator.close()
         recorder.trace.flush()

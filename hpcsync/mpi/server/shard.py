@@ -1,4 +1,4 @@
-"""A server's part of an order: the same on every server, so that shards never differ in what they have seen."""
+"""Shard of a server, and the commands that every server carries out in the same order on its shard."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hpcsync.training.update_rules import Rule
 
 
 def encode(commands: Sequence[Command]) -> list[CommandRecord]:
-    """The coordinator's orders as the records that every server carries out; others are none."""
+    """Return the records that every server carries out for the coordinator's commands; cancellations need none."""
     records: list[CommandRecord] = []
-    contributing: set[int] = set()  # to an update that comes later
+    contributing: set[int] = set()  # workers whose contribution a later update takes
     for command in reversed(commands):
         if isinstance(command, UpdateCommand):
             *others, (last, weight) = zip(command.workers, command.weights, strict=True)
@@ -39,11 +39,31 @@ def encode(commands: Sequence[Command]) -> list[CommandRecord]:
 
 
 class Shard:
-    """Server `link.comm.rank`'s store in its window. Every worker may at once read version 0, unless the run goes on.
+    """Store of server `link.comm.rank`, in its window.
 
-    first: every worker's first assignment.
-    save: writes `state` as this server's part of a checkpoint with this number.
-    state: where the run goes on: what the server wrote then.
+    In a new run, every worker may read version 0 at once.
+
+    Parameters
+    ----------
+    link
+        Channel to the workers.
+    rule
+        Update rule.
+    weights
+        Initial flat weights of the whole model, shape (size,).
+    first
+        First assignment of every worker.
+    save
+        Writes `state` as this server's part of the checkpoint with the given number.
+    state
+        State to resume from (`state`); None for a new run.
+
+    Attributes
+    ----------
+    store : Store
+        The shard's weights.
+    finished : bool
+        Whether FINISH has been carried out.
     """
 
     def __init__(
@@ -65,7 +85,7 @@ class Shard:
         self._slot_spans = [(begin, begin + slot_size) for begin in range(buffers.numel(), len(local), slot_size)]
         buffers[:, len(mine) :] = 0
         buffers[0, : len(mine)] = mine
-        self._put = put.view(torch.uint8)  # as it lies there
+        self._put = put.view(torch.uint8)  # contributions as sent, possibly compressed
         self._slots = put if link.compression is None else buffers.new_zeros(len(put), row_size)
         self._slots[:, len(mine) :] = 0
         self.store = Store(buffers, self._slots, link.done.local, rule, len(mine))
@@ -77,8 +97,8 @@ class Shard:
                 link.tensors.release(begin, end)
         self._release()
         self._contributors: list[int] = []
-        self._weights: list[float] = []  # theirs
-        self._reserved: dict[int, GrantRecord] = {}  # workers, and grants that wait for an update
+        self._weights: list[float] = []  # of the contributors
+        self._reserved: dict[int, GrantRecord] = {}  # by worker: grants that the next update sends
         self._dead: set[int] = set()
         self._grants = link.outbox(messages.TAG_GRANT, messages.GRANT)
         self._evaluation = link.outbox(messages.TAG_EVALUATION, messages.GRANT)
@@ -87,13 +107,19 @@ class Shard:
             self.carry_out(CommandRecord(messages.CommandKind.PROMISE, worker, 1, 0, *assignment))
 
     def state(self) -> dict[str, Any]:
-        """All that this server has, while every worker waits for an answer."""
+        """Return the server's state while every worker waits for an answer."""
         for begin, end in self._slot_spans:
             self._link.tensors.acquire(begin, end)
         return {"store": self.store.state(), "slots": self._put.clone()}
 
     def carry_out(self, command: CommandRecord) -> None:
-        """Do what one record says. Raises RuntimeError when this shard has not seen what server 0 has seen."""
+        """Carry out one command.
+
+        Raises
+        ------
+        RuntimeError
+            If this shard's version is not server 0's.
+        """
         if command.kind in (messages.CommandKind.CONTRIBUTION, messages.CommandKind.UPDATE):
             self._contributors.append(command.reader)
             self._weights.append(command.weight)
@@ -102,10 +128,12 @@ class Shard:
         elif command.kind == messages.CommandKind.ACCUMULATE:
             self._acquire(command.reader)
             self.store.accumulate(command.reader, command.weight)
-            cuda.ready(self._link.tensors.local)  # the next that its worker hears is that its slot is free
+            cuda.ready(self._link.tensors.local)  # the next grant tells the worker that its slot is free
         elif command.kind in (messages.CommandKind.PROMISE, messages.CommandKind.RESERVE):
             if command.version != self.store.version:
-                raise RuntimeError(f"server {self._server} is at {self.store.version}, not at {command.version}")
+                raise RuntimeError(
+                    f"server {self._server}: version {self.store.version}: must be server 0's, {command.version}"
+                )
             self._promise(command.reader, command)
         elif command.kind == messages.CommandKind.DISCARD:
             self._dead.add(command.reader)
@@ -123,13 +151,13 @@ class Shard:
             self._acquire(worker)
         self._link.done.sync()
         self.store.apply(self._contributors, command.lr, self._weights, command.divisor)
-        self._release()  # before any reader hears that it may read
+        self._release()  # before any reader is granted this version
         self._contributors.clear()
         self._weights.clear()
         self._send_reserved()
 
     def _acquire(self, worker: int) -> None:
-        """Let this server see the worker's contribution."""
+        """Make the worker's contribution visible to this server, and decode it."""
         link = self._link
         link.tensors.acquire(*self._slot_spans[worker])
         if link.compression is not None:
@@ -148,7 +176,7 @@ class Shard:
         outbox.send(self._link.roles.rank_of(reader), grant)
 
     def let_save(self, worker: int, number: int) -> None:
-        """Have a worker write its part of the checkpoint; it waits for a grant."""
+        """Ask a worker that waits for a grant to save its part of the checkpoint."""
         record = GrantRecord(self._server, 0, number, 0, messages.NO_GRANT, *STOP)
         self._grants.send(self._link.roles.rank_of(worker), record)
 
@@ -158,17 +186,17 @@ class Shard:
         self._reserved.clear()
 
     def _release(self) -> None:
-        """Let readers see the current version."""
+        """Make the current version visible to readers."""
         self._link.tensors.release(*self._buffer_spans[self.store.current])
 
     def free(self) -> None:
-        """Wait until every grant has left; give up the views of the window."""
+        """Wait until every grant has been sent."""
         self._grants.free()
         self._evaluation.free()
 
 
 def follow(link: ServerChannel, shard: Shard) -> None:
-    """The loop of every server but the first: carry out orders until the last one."""
+    """Carry out commands until the last one; the main loop of every server but the first."""
     commands = link.inbox(messages.TAG_COMMAND, messages.COMMAND)
     while not shard.finished:
         shard.carry_out(CommandRecord._make(link.backoff.until(commands.poll)))

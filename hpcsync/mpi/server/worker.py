@@ -1,4 +1,4 @@
-"""A worker's communication: put its contribution, report it, wait for the grant, read the weights."""
+"""Worker's communication with the servers: push a contribution, wait for the grant, read the weights."""
 
 from __future__ import annotations
 
@@ -17,17 +17,45 @@ from hpcsync.training.compressor import Compressor
 
 
 class Worker:
-    """One worker's side of a link.
+    """Worker side of a parameter-server channel.
 
-    estimator: of what the next iterations will take, to say it with every push; None where nobody asks.
-    cancellable: whether server 0 may tell it that an iteration is in vain.
-    assignment: what the last grant gives. read_s: when the weights that came with it were read.
-    compressor: of the contribution; None where it is put as it is.
-    weights, contribution: flat vectors, shape (size,): an answered wait fills the one with the servers' weights, a push
-    reads the other.
-    save: called with the number of a checkpoint, of which this worker's part is to be written.
-    state: where the run goes on: what `state` was then. away: where the run has been going on without this worker,
-    which does not know how far it was.
+    Parameters
+    ----------
+    link
+        Channel to the servers.
+    weights
+        Flat vector, shape (size,), that a grant fills with the servers' weights.
+    contribution
+        Flat vector, shape (size,), that a push sends.
+    estimator
+        Estimator of the next iterations' durations, sent with every push; None if they are not needed.
+    cancellable
+        Whether server 0 may cancel an iteration.
+    compressor
+        Compressor of the contribution; None to send it uncompressed.
+    save
+        Called with the number of a checkpoint, to save this worker's part of it.
+    state
+        State to resume from (`state`); None for a new run.
+    away
+        Whether the run has continued without this worker, which then does not know its own iteration.
+
+    Attributes
+    ----------
+    index : int
+        Index among the workers.
+    iteration : int
+        Current iteration, from 1 on; 0 before the first grant.
+    version : int
+        Version of the weights that were read.
+    assignment : Assignment
+        Assignment of the latest grant.
+    read_s : float
+        Time at which the weights were read, in seconds.
+    stopped : bool
+        Whether the run is over for this worker.
+    is_away : bool
+        Whether the worker has left only for a while.
     """
 
     def __init__(
@@ -50,7 +78,7 @@ class Worker:
         self.read_s = 0.0
         self.stopped = False
         self._link = link
-        self._weights = link.pieces(weights)  # once: slicing a tensor takes longer than beginning a transfer
+        self._weights = link.pieces(weights)  # sliced once: slicing takes longer than beginning a transfer
         self._whole = contribution
         self._contribution = link.pieces(contribution)
         self._compressor = compressor
@@ -59,17 +87,16 @@ class Worker:
         self._save = save
         self._reader = Reader(link, self.index, self._write)
         self._infos = link.outbox(messages.TAG_INFO, messages.PUSH_INFO)
-        # Where none can come there is no inbox: MPI would look through its receives for every grant.
+        # No inbox without cancellations: MPI would search its receives for every grant.
         self._cancellations = link.inbox(messages.TAG_CANCEL, messages.CANCEL) if cancellable else None
-        self._cancelled = -1  # the last version from which it is of no use to compute on
+        self._cancelled = -1  # iterations that read this version or an earlier one are cancelled
         self._estimator = estimator
         self._wait_s = 0.0
         self._pull_s = self._comm_s = self._encode_s = 0.0
         self._wire_bytes = 0
         self._has_left = False
         self.is_away = away
-        """Whether it has left only for a while."""
-        self._joins = False  # whether it has said that it joins again
+        self._joins = False  # whether JOINED has been sent
         self._finished = False
         if state is not None:
             vars(self).update(state)
@@ -83,12 +110,12 @@ class Worker:
             self._await(self.iteration + 1)
 
     def state(self) -> dict[str, Any]:
-        """All that it remembers while it waits for a grant."""
+        """Return the worker's state while it waits for a grant."""
         names = ("iteration", "_compressor", "_estimator", "_has_left", "is_away", "_joins")
         return {name: getattr(self, name) for name in names}
 
     def cancelled(self) -> bool:
-        """Whether this iteration's contribution is known to be of no use any more."""
+        """Return whether the current iteration is cancelled."""
         while self._cancellations is not None and (record := self._cancellations.poll()) is not None:
             (self._cancelled,) = record
         return self._cancelled >= self.version
@@ -96,13 +123,26 @@ class Worker:
     def step(
         self, begin_s: float, end_s: float, batch_size: int, loss: float, local_steps: int = 1, share: float = 1.0
     ) -> None:
-        """Push what was computed between begin_s and end_s; return with the next weights read.
+        """Push the contribution of an iteration, wait for the grant and read the next weights.
 
-        batch_size: samples of all its `local_steps` iterations. share: of them that was computed, if less than 1 of a
-        cancelled iteration, whose contribution stays here. Sets `stopped` instead when the run is over.
+        Sets `stopped` instead of reading when the run is over.
+
+        Parameters
+        ----------
+        begin_s, end_s
+            Time at which the computation began and ended, in seconds.
+        batch_size
+            Samples of all `local_steps` iterations.
+        loss
+            Mean loss.
+        local_steps
+            Number of iterations since the previous push.
+        share
+            Share of the samples that was computed; less than 1 for a cancelled iteration, whose contribution is not
+            sent.
         """
         self._link.phases.enter(Phase.PUSHING)
-        self.cancelled()  # also where nobody asks: what is sent must be received
+        self.cancelled()  # receive pending cancellations even if the script never asks
         if share == 1.0:
             self._put()
         push_info = PushInfo(
@@ -128,26 +168,26 @@ class Worker:
         self._await(self.iteration + 1)
 
     def leave(self) -> None:
-        """Take no further part; return once every worker has left."""
+        """Leave the run; return once every worker has left."""
         if not self._has_left:
             self._has_left = True
-            self._say(messages.InfoKind.LEFT)
+            self._send_info(messages.InfoKind.LEFT)
         if not self._finished:
-            self._reader.wait(iteration=0)  # FINISH names none
+            self._reader.wait(iteration=0)  # FINISH is of iteration 0
 
     def stay_away(self, until_s: float) -> None:
-        """Take no part in the run until then; return with the next weights read, or `stopped` if it is over before."""
+        """Leave the run until `until_s`, then join and read the weights; set `stopped` if the run ends before."""
         if not self.is_away:
             self.is_away = True
-            self._say(messages.InfoKind.LEFT)
+            self._send_info(messages.InfoKind.LEFT)
         if not self._joins and self._reader.idle(until_s):
             self._joins = True
-            self._say(messages.InfoKind.JOINED)
+            self._send_info(messages.InfoKind.JOINED)
         self._await(self.iteration)
         self._has_left = self._finished
         self.is_away = self._joins = False
 
-    def _say(self, kind: int) -> None:
+    def _send_info(self, kind: int) -> None:
         self._infos.send(0, messages.brief(messages.PUSH_INFO, kind, self.index))
 
     def _write(self, number: int) -> None:
@@ -159,7 +199,7 @@ class Worker:
         begin_s = link.clock.now()
         if self._compressor is not None:
             payloads = self._compressor.encode(self._whole, link.shards, self.assignment.ratio)
-            pieces = [payload.view(self._whole.dtype) for payload in payloads]  # as a window takes them
+            pieces = [payload.view(self._whole.dtype) for payload in payloads]  # the element type of the window
             cuda.ready(self._whole)
             encoded_s = link.clock.now()
             self._encode_s, begin_s = encoded_s - begin_s, encoded_s
@@ -171,13 +211,13 @@ class Worker:
         self._wire_bytes += sum(piece.nbytes for piece in pieces)
 
     def _await(self, iteration: int) -> None:
-        """The grant of this iteration; or, of one that is away, the end."""
+        """Wait for the grant of this iteration, or for the end of the run if this worker is away."""
         now, phases = self._link.clock.now, self._link.phases
         phases.enter(Phase.WAITING, iteration)
         begin_s = now()
         grants = self._reader.wait(iteration=None if self.is_away else iteration)
         if self.is_away and grants[0].iteration not in (0, iteration or grants[0].iteration):
-            raise RuntimeError(f"expected the end, or grants of iteration {iteration}, not {grants}")
+            raise RuntimeError(f"{grants}: must be grants of iteration {iteration}, or the end of the run")
         granted_s = now()
         self._finished = grants[0].iteration == 0
         self._wait_s = granted_s - begin_s

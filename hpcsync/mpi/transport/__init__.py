@@ -1,0 +1,1 @@
+"""MPI transport: windows, messages, waiting, and failure handling between ranks."""

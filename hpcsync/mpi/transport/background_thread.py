@@ -1,4 +1,4 @@
-"""A thread that makes calls one after the other while its owner computes."""
+"""Background thread that runs submitted calls in order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from queue import Queue
 
 
 class Background:
-    """A daemon: should its owner fail, a call that waits for other ranks does not keep the process alive."""
+    """Daemon thread that runs submitted calls one after the other.
+
+    Notes
+    -----
+    The thread is a daemon so that, if its owner fails, a call that waits for other ranks does not keep the process
+    alive.
+    """
 
     def __init__(self) -> None:
         self._calls: Queue[Callable[[], None] | None] = Queue()
@@ -17,21 +23,21 @@ class Background:
         self._thread.start()
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Make this call after those before it. After one that raised, none is made."""
+        """Queue `call` after those submitted before. Once a call has raised, later calls are skipped."""
         self._calls.put(call)
 
     def wait(self) -> None:
-        """Until all calls are made; raise what one of them raised."""
+        """Wait until all submitted calls have run; raise the exception of the one that failed, if any."""
         self._calls.join()
         self.check()
 
     def check(self) -> None:
-        """Raise what a call has raised so far."""
+        """Raise the exception of the call that failed, if any has so far."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Make what was submitted, then end."""
+        """Run the calls already submitted, then end the thread."""
         self._calls.put(None)
         self._thread.join()
 

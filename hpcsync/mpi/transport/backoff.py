@@ -1,4 +1,4 @@
-"""How a rank waits without taking the core from those that compute."""
+"""Waiting with backoff: a waiting rank leaves its core to ranks that compute."""
 
 from __future__ import annotations
 
@@ -21,15 +21,29 @@ NETWORK_PROBES = 16
 
 
 class Backoff:
-    """Spin briefly, giving the core away each time; then sleep, an eighth of the time waited so far, up to a ceiling.
+    """Spin briefly, yielding the core each time; then sleep for an eighth of the time waited so far, up to a ceiling.
 
-    So waiting costs little CPU however many ranks share a core, and adds at most an eighth to any wait.
+    Waiting thus costs little CPU however many ranks share a core, and adds at most an eighth to any wait.
 
-    Between hosts one-sided transfers advance only while the target makes MPI calls, and one call moves little: a rank
-    with peers on other hosts therefore sleeps shorter and makes several calls each time it wakes. So does one whose
-    windows are not `passive` on its own node either.
+    Parameters
+    ----------
+    comm
+        Communicator of the ranks that wait for each other. The constructor is collective over it.
+    passive
+        Whether one-sided transfers on this node complete without MPI calls by their target.
+    deaths
+        Failure detector that decides which deaths are tolerated; by default none is.
 
-    deaths: which of them are tolerated, by default none.
+    Attributes
+    ----------
+    one_node : bool
+        Whether all ranks of `comm` share a node.
+
+    Notes
+    -----
+    Between hosts, one-sided transfers advance only while the target makes MPI calls, and one call moves little. A rank
+    with peers on other hosts therefore sleeps for shorter times and makes several calls at each wake-up. So does a rank
+    whose windows are not `passive` on its own node.
     """
 
     def __init__(self, comm: MPI.Intracomm, *, passive: bool = True, deaths: Deaths | None = None) -> None:
@@ -41,11 +55,11 @@ class Backoff:
         self._since: float | None = None
 
     def reset(self) -> None:
-        """Something happened: the next wait begins with spinning."""
+        """Start the next wait with spinning again, after progress was made."""
         self._since = None
 
     def pause(self) -> None:
-        """Let others work for a moment."""
+        """Yield the core, or sleep, for a moment."""
         now = time.perf_counter()
         if self._since is None:
             self._since = now
@@ -65,7 +79,10 @@ class Backoff:
             self._deaths.heard(error)
 
     def barrier(self) -> None:
-        """A barrier for ranks that may arrive seconds apart. (MPI's own may spin.)"""
+        """Wait until all ranks have called this; suited to ranks that arrive seconds apart.
+
+        MPI's own `Barrier` may spin.
+        """
         together = self._comm.Ibarrier()
         self.until(lambda: together.Test() or None)
 

@@ -1,4 +1,4 @@
-"""Trying a transfer to or from a rank that computes, at the start of a run or for `hpcsync doctor`."""
+"""Timing of a transfer to or from a rank that computes, for the start of a run and for `hpcsync doctor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from hpcsync.mpi.transport.backoff import Backoff
 
 
 class Trial(NamedTuple):
-    """took_s: the transfer. ended_s: its end, since the target began to compute. rate: rounds computed in a second."""
+    """Result of one timed transfer.
+
+    Attributes
+    ----------
+    took_s : float
+        Duration of the transfer, in seconds.
+    ended_s : float
+        End of the transfer, in seconds since the target began to compute.
+    rate : float
+        Computation rounds per second on the target.
+    """
 
     took_s: float
     ended_s: float
@@ -22,7 +32,26 @@ class Trial(NamedTuple):
 def while_busy(
     comm: MPI.Intracomm, target: int, transfer: Callable[[], None], compute: Callable[[], object], busy_s: float
 ) -> Trial:
-    """What happens when rank 0 calls `transfer` while rank `target` calls `compute` again and again; collective."""
+    """Time `transfer` on rank 0 while rank `target` calls `compute` repeatedly; collective.
+
+    Parameters
+    ----------
+    comm
+        Communicator of all participating ranks.
+    target
+        Rank that computes.
+    transfer
+        Transfer to time, called once by rank 0.
+    compute
+        One round of computation, called by `target` for `busy_s` seconds.
+    busy_s
+        Duration of the computation, in seconds.
+
+    Returns
+    -------
+    Trial
+        The same on all ranks.
+    """
     backoff = Backoff(comm)
     took_s = ended_s = rate = 0.0
     comm.Barrier()
@@ -34,18 +63,18 @@ def while_busy(
             rounds += 1
         rate = rounds / max(now_s - begin_s, 1e-9)
     elif comm.rank == 0:
-        time.sleep(busy_s / 8)  # the target has begun by then
+        time.sleep(busy_s / 8)  # until the target computes
         before_s = time.perf_counter()
         transfer()
         ended_s = time.perf_counter() - begin_s
         took_s = ended_s - (before_s - begin_s)
-    backoff.barrier()  # without taking the core from the target
+    backoff.barrier()  # leaves the core to the target
     took_s, ended_s = comm.bcast((took_s, ended_s))
     return Trial(took_s, ended_s, comm.bcast(rate, target))
 
 
 def farthest(comm: MPI.Intracomm) -> int:
-    """A rank on another node than rank 0, or the last one of its node."""
+    """Return a rank on another node than rank 0 or, if there is none, the last rank; collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     nodes = comm.allgather(node.bcast(comm.rank))
     node.Free()

@@ -1,7 +1,8 @@
-"""What hpcsync asks of CUDA itself: plain allocations, other processes' memory, page-locking, streams.
+"""CUDA primitives: plain allocations, CUDA IPC, page-locking and streams.
 
-torch computes, on memory that CuPy allocates for windows: DLPack lets it see that memory without a copy. Windows and
-CUDA IPC need plain allocations (cudaMalloc), not pieces of a pool. With tensors in host memory nothing here calls CUDA.
+torch computes on memory that CuPy allocates for windows; DLPack exposes this memory to torch without a copy. Windows
+and CUDA IPC need plain allocations (cudaMalloc), not pieces of a pool. With tensors in host memory no function of this
+module calls CUDA.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from typing import Any
 import numpy as np
 import torch
 
-SPIN_S = 50e-6  # of waiting, before the core is given away for longer
-GRANULE_BYTES = 2 << 20  # smaller allocations may share such a block, which IPC would open as a whole
+SPIN_S = 50e-6  # waiting time after which the thread blocks instead of spinning
+GRANULE_BYTES = 2 << 20  # smaller allocations may share a block of this size, which IPC would open as a whole
 PAGE_BYTES = 4096
 
 
 def ready(tensor: torch.Tensor) -> None:
-    """Wait until all that this thread has begun on the tensor's GPU is complete.
+    """Wait until all work that this thread has queued on the tensor's GPU is complete.
 
-    MPI, other processes and NumPy know nothing of streams: whatever they are to see, or to hear about, has to be
-    waited for. Nothing else in the transport waits for a stream.
+    MPI, other processes and NumPy know nothing of streams, so this must precede any access by them to the data and any
+    message about it. Nothing else in the transport waits for a stream.
     """
     if not tensor.is_cuda:
         return
@@ -32,40 +33,53 @@ def ready(tensor: torch.Tensor) -> None:
     spinning_until_s = time.perf_counter() + SPIN_S
     while not stream.query():
         if time.perf_counter() > spinning_until_s:
-            stream.record_event(torch.cuda.Event(blocking=True)).synchronize()  # others get this core meanwhile
+            stream.record_event(torch.cuda.Event(blocking=True)).synchronize()  # frees the core meanwhile
             return
         os.sched_yield()
 
 
 def copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    """Between a GPU and host memory, or as if; complete when this returns."""
+    """Copy `source` to `into`, between GPU and host memory in any combination; complete on return."""
     into.copy_(source, non_blocking=True)
     ready(into)
     ready(source)
 
 
 def enter(device: torch.device) -> None:
-    """In a thread that is about to use a GPU, or an MPI that may: let this be its current one, not the first."""
+    """Make `device` the current GPU of this thread, before the thread uses a GPU or an MPI that may use one.
+
+    The default is the first GPU.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """What this thread begins here on the GPU neither waits for other threads' work there, nor do they for it."""
+    """Run the GPU work of this thread on a stream of its own, independent of other threads' work."""
     with _on(new_stream(device)):
         yield
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """None on the CPU."""
+    """Return a new stream of `device`, or None on the CPU."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
 def after_this(
     call: Callable[[], object], device: torch.device, stream: torch.cuda.Stream | None
 ) -> Callable[[], None]:
-    """`call`, for another thread to make on `stream`: on the GPU, after what is on this thread's stream now."""
+    """Wrap `call` for another thread, to run on `stream` after the work queued on this thread's stream now.
+
+    Parameters
+    ----------
+    call
+        Callable to wrap.
+    device
+        Device whose current stream in this thread precedes the call.
+    stream
+        Stream to run the call on; None on the CPU, where the call simply runs.
+    """
     begun = torch.cuda.current_stream(device).record_event() if stream is not None else None
 
     def made() -> None:
@@ -82,7 +96,7 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
     if stream is None:
         yield
         return
-    enter(stream.device)  # else this thread would be given back the first GPU afterwards
+    enter(stream.device)  # else the context manager would restore the first GPU as this thread's current one
     with torch.cuda.stream(stream):
         yield
 
@@ -91,7 +105,10 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
 
 
 def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, shape (count,), in an allocation of their own that an MPI window or another process may be shown."""
+    """Allocate zeros, shape (count,), that an MPI window or another process may expose.
+
+    On a GPU the tensor has an allocation of its own.
+    """
     if device.type != "cuda" or count == 0:
         return torch.zeros(count, dtype=dtype, device=device)
     import cupy
@@ -102,7 +119,7 @@ def allocate(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def exported(tensor: torch.Tensor) -> bytes:
-    """A handle of an `allocate`d tensor, with which another process of this node may open it."""
+    """Return a CUDA IPC handle of a tensor from `allocate`, for another process of this node to open."""
     import cupy
 
     handle: bytes = cupy.cuda.runtime.ipcGetMemHandle(tensor.data_ptr())
@@ -110,10 +127,26 @@ def exported(tensor: torch.Tensor) -> bytes:
 
 
 def opened(handle: bytes, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Another process's tensor, shape (count,), to be `close`d before that process frees it.
+    """Open another process's tensor, shape (count,), by its CUDA IPC handle.
 
-    device: of this process, another one than the tensor's if that lies on another GPU. Raises what CuPy raises where
-    the two GPUs cannot reach each other.
+    Parameters
+    ----------
+    handle
+        Handle from `exported`.
+    count, dtype
+        Number and type of the elements.
+    device
+        Device of this process; it differs from the tensor's if the tensor is on another GPU.
+
+    Returns
+    -------
+    torch.Tensor
+        The tensor. It must be closed with `close` before the owner frees it.
+
+    Raises
+    ------
+    Exception
+        From CuPy, if the two GPUs cannot address each other's memory.
     """
     import cupy
 
@@ -124,7 +157,7 @@ def opened(handle: bytes, count: int, dtype: torch.dtype, device: torch.device) 
 
 
 def close(tensor: torch.Tensor, device: torch.device) -> None:
-    """Give a tensor back that this device's process has opened; nobody may use it afterwards."""
+    """Close a tensor from `opened`; it must not be used afterwards."""
     import cupy
 
     with cupy.cuda.Device(device.index):
@@ -134,18 +167,21 @@ def close(tensor: torch.Tensor, device: torch.device) -> None:
 def _tensor(memory: Any, count: int, dtype: torch.dtype) -> torch.Tensor:
     import cupy
 
-    name = str(dtype).removeprefix("torch.")  # both call it so
+    name = str(dtype).removeprefix("torch.")  # the same name in torch and CuPy
     return torch.from_dlpack(cupy.ndarray((count,), name, cupy.cuda.MemoryPointer(memory, 0)))
 
 
-# ---- page-locked host memory, which the GPU copies to and from by itself ----
+# ---- page-locked host memory, which the GPU copies to and from without the CPU ----
 
 
 class PageLock:
-    """Locks the pages that these arrays lie in, until `free`.
+    """Lock on the pages that contain the given arrays, until `free`.
 
-    failure: why they are not locked, "" if they are. Then the driver copies through locked memory of its own: slower,
-             and no less correct.
+    Attributes
+    ----------
+    failure : str
+        Reason why the pages are not locked, "" if they are. Without the lock the driver copies through locked memory of
+        its own, which is slower but equally correct.
     """
 
     def __init__(self, arrays: Iterable[np.ndarray]) -> None:
@@ -160,15 +196,19 @@ class PageLock:
                 self._locked.append(begin)
         except Exception as error:
             self.free()
-            self.failure = f"its pages are not locked: {error}"
+            self.failure = f"pages not locked: {error}"
 
     def free(self) -> None:
+        """Unlock the pages; calling it again has no effect."""
         while self._locked:
             self._runtime.hostUnregister(self._locked.pop())
 
 
 def pages(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The whole pages that these (address, bytes) lie in, as few disjoint spans: no page may be locked twice."""
+    """Return the whole pages that contain the spans (address, bytes), merged into disjoint spans.
+
+    Merging is necessary because no page may be locked twice.
+    """
     merged: list[list[int]] = []
     for address, size in sorted(spans):
         begin, end = address // PAGE_BYTES * PAGE_BYTES, -(-(address + size) // PAGE_BYTES) * PAGE_BYTES

@@ -1,4 +1,4 @@
-"""What lies between the ranks of a run, measured as it starts."""
+"""Bandwidth and latency between ranks, measured at the start of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ REPEATED = 5
 
 
 def measured_link(comm: MPI.Intracomm) -> Link:
-    """From rank 0 to the rank farthest from it, by messages there and back; collective, and the same on all ranks."""
+    """Measure the link from rank 0 to the rank farthest from it by round trips; collective.
+
+    Returns
+    -------
+    Link
+        The same on all ranks.
+    """
     if comm.size == 1:
         return Link(float("inf"), 0.0)
     target = farthest(comm)
@@ -25,7 +31,7 @@ def measured_link(comm: MPI.Intracomm) -> Link:
 
 
 def _there_s(comm: MPI.Intracomm, target: int, n_bytes: int) -> float:
-    """Half of the time that a message of so many bytes needs there and back: the median, after one to warm up."""
+    """Return half of the round-trip time of a message of `n_bytes`, in seconds: the median, after one warm-up round."""
     message, times = np.zeros(n_bytes, np.uint8), []
     for _ in range(1 + REPEATED):
         begin_s = time.perf_counter()

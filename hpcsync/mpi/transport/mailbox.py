@@ -1,4 +1,4 @@
-"""The control plane: small records of fixed size, in non-blocking messages, in order."""
+"""Control plane: small records of fixed size, sent in order by non-blocking messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,23 @@ DEPTH = 64
 
 
 class Inbox:
-    """Receives records of one type under one tag from anybody.
+    """Receiver of records of one type under one tag from any rank.
 
-    A ring of receives is always posted. MPI matches messages from all sources to receives in the order in which these
-    were posted, so only the oldest one has to be tested, however many senders there are.
+    Parameters
+    ----------
+    comm
+        Communicator of the messages.
+    tag
+        Tag of the messages.
+    dtype
+        Type of the records.
+    deaths
+        Failure detector that decides which deaths are tolerated; by default none is.
 
-    deaths: which of them are tolerated, by default none.
+    Notes
+    -----
+    A ring of persistent receives is always posted. MPI matches messages from all sources to receives in the order in
+    which the receives were posted, so only the oldest one is tested, however many senders there are.
     """
 
     def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
@@ -32,7 +43,13 @@ class Inbox:
         MPI.Prequest.Startall(self._requests)
 
     def poll(self) -> tuple[Any, ...] | None:
-        """The fields of the next record, or None if there is none yet. Raises RankFailed."""
+        """Return the fields of the next record, or None if none has arrived.
+
+        Raises
+        ------
+        RankFailed
+            If a rank died whose death is not tolerated.
+        """
         request = self._requests[self._head]
         try:
             if not request.Test():
@@ -46,7 +63,7 @@ class Inbox:
         return record
 
     def free(self) -> None:
-        """Withdraw the posted receives; harmless when repeated."""
+        """Cancel the posted receives; calling it again has no effect."""
         for request in self._requests:
             request.Cancel()
             request.Wait()
@@ -55,9 +72,19 @@ class Inbox:
 
 
 class Outbox:
-    """Sends records of one type under one tag. `send` returns at once; the record is copied.
+    """Sender of records of one type under one tag.
 
-    deaths: which of them are tolerated, by default none; what is sent to those who have died is lost.
+    Parameters
+    ----------
+    comm
+        Communicator of the messages.
+    tag
+        Tag of the messages.
+    dtype
+        Type of the records.
+    deaths
+        Failure detector that decides which deaths are tolerated; by default none is. Records sent to dead ranks are
+        lost.
     """
 
     def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
@@ -70,8 +97,9 @@ class Outbox:
         self._next = 0
 
     def send(self, rank: int, record: tuple[Any, ...]) -> None:
+        """Send a copy of `record` to `rank`; return at once."""
         i = self._next
-        self._settle(i)  # long done, unless the receiver is DEPTH messages behind
+        self._settle(i)  # returns at once unless the receiver is DEPTH messages behind
         self._records[i] = record
         try:
             self._requests[i] = self._comm.Isend(self._buffers[i], rank, self._tag)
@@ -80,7 +108,7 @@ class Outbox:
         self._next = (i + 1) % DEPTH
 
     def free(self) -> None:
-        """Wait until everything sent has left; harmless when repeated."""
+        """Wait until all records have been sent; calling it again has no effect."""
         for i in range(DEPTH):
             self._settle(i)
 

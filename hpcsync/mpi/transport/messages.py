@@ -27,7 +27,7 @@ import numpy as np
 from hpcsync.core.assignments import Assignment
 
 TAG_INFO, TAG_COMMAND, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
-TAG_MODEL = 6  # the clock uses 5
+TAG_MODEL = 6  # clock.TAG is 5
 TAG_CANCEL = 7
 TAG_ACTIVATION = 8
 
@@ -56,7 +56,7 @@ class CommandKind(IntEnum):
     FINISH = 4  # the last command: the run is over
     ACCUMULATE = 5  # move a slot into the sum that the next update begins with
     SAVE = 6  # write this server's part of checkpoint `version`
-    DISCARD = 7  # the worker died: it reads nothing any more, and its slot counts only if a later command says so
+    DISCARD = 7  # the worker died: its promises are void, and its slot counts only if a later command names it
 
 
 class StepInfoKind(IntEnum):
@@ -154,9 +154,9 @@ GRANT = np.dtype(
 )
 
 
-def brief(dtype: np.dtype, kind: int, who: int) -> tuple[int, ...]:
-    """A record that holds only its kind and the rank or worker it is about; all other fields are 0."""
-    return (kind, who) + (0,) * (len(dtype.names or ()) - 2)
+def brief(dtype: np.dtype, kind: int, number: int) -> tuple[int, ...]:
+    """Return a record that holds only its kind and the number of a rank or worker; all other fields are 0."""
+    return (kind, number) + (0,) * (len(dtype.names or ()) - 2)
 
 
 # `kind`, then the fields of `peer_coordinator.StepInfo`.
@@ -187,6 +187,8 @@ ACTIVATION = np.dtype([("kind", "i1"), ("worker", "i4"), ("piece", "i4"), ("last
 
 
 class CommandRecord(NamedTuple):
+    """Fields of a COMMAND record, with defaults for those that a kind does not use."""
+
     kind: int
     reader: int = 0
     iteration: int = 0
@@ -202,10 +204,13 @@ class CommandRecord(NamedTuple):
 
     @property
     def assignment(self) -> Assignment:
+        """Assignment that the command carries."""
         return Assignment(self.first_sample, self.batch_size, self.local_steps, self.commit_s, self.ratio)
 
 
 class GrantRecord(NamedTuple):
+    """Fields of a GRANT record."""
+
     server: int
     iteration: int
     version: int
@@ -219,4 +224,5 @@ class GrantRecord(NamedTuple):
 
     @property
     def assignment(self) -> Assignment:
+        """Assignment that the grant carries."""
         return Assignment(self.first_sample, self.batch_size, self.local_steps, self.commit_s, self.ratio)

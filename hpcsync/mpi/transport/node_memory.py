@@ -1,4 +1,4 @@
-"""Memory of every rank of a node that all of them address: shared host memory, or GPU memory by CUDA IPC."""
+"""Memory that all ranks of a node address: shared host memory, or GPU memory opened by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ from hpcsync.mpi.transport import cuda, shm_budget
 
 
 def numpy_dtype(dtype: torch.dtype) -> np.dtype:
+    """Return the NumPy type with the same name as `dtype`."""
     return np.dtype(str(dtype).removeprefix("torch."))
 
 
 class MemoryUnreachable(Exception):
-    """Ranks of this job cannot address each other's memory; raised by all of them alike."""
+    """Ranks of a job cannot address each other's memory; raised on all ranks alike."""
 
 
 class NodeMemory(ABC):
-    """of: every rank's memory as this rank sees it, a tensor of shape (its count,) for each rank.
+    """Memory of every rank of a node, addressable by all of them.
 
-    note: what its user may want to know, if anything.
+    Attributes
+    ----------
+    of : list of torch.Tensor
+        Memory of each rank as this rank sees it, of shape (that rank's count,).
+    note : str
+        Remark for the user, "" if there is none.
     """
 
     of: list[torch.Tensor]
@@ -30,26 +36,49 @@ class NodeMemory(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Order this rank's loads and stores before this with those after it."""
+        """Order this rank's earlier loads and stores before its later ones."""
 
     @abstractmethod
     def free(self) -> None:
-        """Collective, and harmless when repeated; nobody may use the tensors afterwards."""
+        """Free the memory; collective, and harmless when repeated. No rank may use the tensors afterwards."""
 
 
 def node_memory(comm: MPI.Intracomm, count: int, dtype: torch.dtype, device: torch.device) -> NodeMemory:
-    """Of `device`, the kind of memory that it is on every rank. Collective; all ranks are on one node.
+    """Create memory on `device`, the same type of device on every rank; collective over the ranks of one node.
 
-    count: elements of this rank's, which may differ. What they hold at first is undefined.
-    Raises MemoryUnreachable.
+    Parameters
+    ----------
+    comm
+        Communicator of ranks that share a node.
+    count
+        Elements of this rank's memory, initially undefined; ranks may differ.
+    dtype
+        Type of the elements.
+    device
+        Device of this rank's memory.
+
+    Raises
+    ------
+    MemoryUnreachable
+        If a rank cannot allocate its memory or open another's.
     """
     return HostMemory(comm, count, dtype) if device.type == "cpu" else DeviceMemory(comm, count, dtype, device)
 
 
 class HostMemory(NodeMemory):
-    """A window that MPI lets all ranks share. page_lock: for a GPU that is to copy there and from there by itself.
+    """Shared-memory window of MPI.
 
-    Raises JobError, on all ranks, where the node has no room for it.
+    Parameters
+    ----------
+    comm, count, dtype
+        As for `node_memory`.
+    page_lock
+        Whether to lock the pages, for a GPU that copies to and from them without the CPU.
+
+    Raises
+    ------
+    JobError
+        On all ranks, if the node has too little shared memory.
     """
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype, *, page_lock: bool = False) -> None:
@@ -70,10 +99,12 @@ class HostMemory(NodeMemory):
         comm.Barrier()
 
     def sync(self) -> None:
+        """Execute a memory fence."""
         if self._win is not None:
             self._win.Sync()
 
     def free(self) -> None:
+        """Unlock and free the window."""
         if self._win is not None:
             win, self._win = self._win, None
             self.of = []
@@ -85,7 +116,18 @@ class HostMemory(NodeMemory):
 
 
 class DeviceMemory(NodeMemory):
-    """A plain allocation on every rank's GPU, opened by all others."""
+    """Plain allocation on every rank's GPU, opened by all other ranks by CUDA IPC.
+
+    Parameters
+    ----------
+    comm, count, dtype, device
+        As for `node_memory`.
+
+    Raises
+    ------
+    MemoryUnreachable
+        On all ranks, if one of them cannot allocate its memory or open another's.
+    """
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._comm = comm
@@ -99,24 +141,25 @@ class DeviceMemory(NodeMemory):
             handle = cuda.exported(mine) if count else b""
         except Exception as error:
             failure = f"rank {comm.rank}'s memory: {error}"
-        everybody = comm.allgather((handle, count))
-        self.of = [torch.empty(0, dtype=dtype, device=device) for _ in everybody]
+        gathered = comm.allgather((handle, count))
+        self.of = [torch.empty(0, dtype=dtype, device=device) for _ in gathered]
         self.of[comm.rank] = mine
         try:
-            for rank, (its_handle, its_count) in enumerate(everybody):
+            for rank, (its_handle, its_count) in enumerate(gathered):
                 if rank != comm.rank and its_handle and not failure:
                     self.of[rank] = cuda.opened(its_handle, its_count, dtype, device)
                     self._opened.append(self.of[rank])
         except Exception as error:
             failure = f"rank {comm.rank} cannot open rank {rank}'s memory: {error}"
-        if failures := list(filter(None, comm.allgather(failure))):  # what one rank cannot do, none does
+        if failures := list(filter(None, comm.allgather(failure))):  # if one rank fails, all do
             self.free()
             raise MemoryUnreachable(failures[0])
 
     def sync(self) -> None:
-        """What a stream has completed is there for all GPUs of the node."""
+        """Do nothing: work that a stream has completed is visible to all GPUs of the node."""
 
     def free(self) -> None:
+        """Close the opened memory, then free this rank's own."""
         if not self.of:
             return
         mine, self.of = self.of[self._comm.rank], []
@@ -124,4 +167,4 @@ class DeviceMemory(NodeMemory):
         for tensor in self._opened:
             cuda.close(tensor, self._device)
         self._opened = []
-        self._comm.Barrier()  # it may be freed only after all others have closed it
+        self._comm.Barrier()  # memory may be freed only after all other ranks have closed it

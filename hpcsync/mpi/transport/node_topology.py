@@ -14,23 +14,36 @@ from hpcsync.config.cluster import Cluster
 
 
 def spread(hosts: Sequence[str], n_servers: int) -> list[int]:
-    """The ranks, of which these are the hosts, with servers in front that share hosts as little as can be.
+    """Return a rank order with the servers in front that shares hosts among servers as little as possible.
 
-    Rank 0 stays the first. The other servers are, host after host, the first rank of each that has fewest servers so
-    far; the workers keep their order.
+    Parameters
+    ----------
+    hosts
+        Host name of each rank.
+    n_servers
+        Number of servers.
+
+    Returns
+    -------
+    list of int
+        Ranks in their new order. Rank 0 stays first. The servers are taken host after host, the first free rank of each
+        host that has fewest servers so far; the workers keep their order.
     """
     free: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         free.setdefault(host, []).append(rank)
     servers: list[int] = []
-    while len(servers) < n_servers:  # once around the hosts
+    while len(servers) < n_servers:  # one pass over the hosts
         servers += [ranks.pop(0) for ranks in free.values() if ranks]
     servers = servers[:n_servers]
     return [*servers, *(rank for rank in range(len(hosts)) if rank not in servers)]
 
 
 def arranged(comm: MPI.Intracomm, cluster: Cluster) -> MPI.Intracomm:
-    """These ranks in the order of `cluster.placement`; rank 0 is the same. Collective."""
+    """Return a communicator with the ranks in the order of `cluster.placement`; collective.
+
+    Rank 0 stays the same. `comm` itself is returned where nothing changes.
+    """
     if cluster.placement == "packed" or cluster.servers < 2 or cluster.ranks != comm.size:
         return comm
     order = spread(comm.allgather(socket.gethostname()), cluster.servers)
@@ -38,7 +51,7 @@ def arranged(comm: MPI.Intracomm, cluster: Cluster) -> MPI.Intracomm:
 
 
 def on_one_node(comm: MPI.Comm) -> bool:
-    """Whether all ranks can share memory; collective."""
+    """Return whether all ranks can share memory; collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     one_node: bool = comm.allreduce(node.size == comm.size, MPI.LAND)
     node.Free()

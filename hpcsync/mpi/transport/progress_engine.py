@@ -1,11 +1,11 @@
-"""Who moves the one-sided transfers of others while this rank computes: measured when a run starts.
+"""Progress of one-sided transfers whose target computes: the method is measured and chosen when a run starts.
 
-On one node nobody has to, in windows that MPI allocates. In others, and between hosts over TCP, a get waits until its
-target makes MPI calls, and a rank of a run without servers computes most of the time. Three kinds of help:
+On one node, windows that MPI allocates need no help. In other windows, and between hosts over TCP, a get waits until
+its target makes MPI calls, and a rank of a run without servers computes most of the time. There are three methods:
 
-    passive     none: a get from a rank that computes is complete at once
-    thread      a thread beside the computation, which makes MPI calls
-    hooks       MPI calls from within the computation: whoever computes calls `poll` now and then
+    passive     no help: a get from a rank that computes completes at once
+    thread      a thread beside the computation makes MPI calls
+    hooks       the computation makes MPI calls: it calls `poll` from time to time
 """
 
 from __future__ import annotations
@@ -28,25 +28,40 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 
 Kind = Literal["passive", "thread", "hooks"]
 
-BUSY_S = 0.04  # of computing in a trial: far longer than a get takes, also where the machine is shared
-TRIALS = 3  # of each kind; their median counts
+BUSY_S = 0.04  # computation in a trial: far longer than a get takes, also where the machine is shared
+TRIALS = 3  # trials of each kind; the median is used
 GET_BYTES = 1 << 18
-EDGE = 64  # of the matrices multiplied meanwhile, some 10 us each: about what a layer of a small model takes
-PASSIVE_SHARE = 0.75  # of the time computed, within which a passive get is complete
-THREAD_GAIN_MIN = 2.0  # a thread has to make a get so many times faster
-THREAD_COST_MAX = 0.25  # and may slow the computation down by this share; a shared machine's noise reaches half of it
-SWITCH_S = (
-    1e-4  # Python code gives way to a thread after so long; by default 5 ms, and each call of MPI may wait for it
+EDGE = 64  # size of the matrices multiplied in a trial, about 10 us each: as long as a layer of a small model takes
+PASSIVE_SHARE = 0.75  # a get counts as passive if it completes within this share of the computation
+THREAD_GAIN_MIN = 2.0  # a thread must make a get faster by at least this factor
+THREAD_COST_MAX = (
+    0.25  # and may slow the computation by at most this share; noise on a shared machine reaches half of it
 )
-POLL_S = 5e-4  # from one poll that makes MPI calls to the next
+# Switch interval of the Python interpreter; each MPI call of the thread may wait this long. The default is 5 ms.
+SWITCH_S = 1e-4
+POLL_S = 5e-4  # time between polls that make MPI calls
 
 
 class ProgressEngine:
-    """What was chosen for all ranks, at work until `close`.
+    """Method of progress chosen for all ranks, active until `close`.
 
-    get_s_without: how long a get took from a rank that computed and made no MPI calls, in seconds; None on one rank.
-    get_s_with:    the same with the help that was chosen; None where that is none.
-    cost:          the share of its speed that the computation lost by it; None likewise.
+    Parameters
+    ----------
+    comm
+        Communicator of its own for the MPI calls; `close` frees it.
+    device
+        Device of the transfers.
+
+    Attributes
+    ----------
+    kind : str
+        Method in use.
+    get_s_without : float or None
+        Duration of a get from a rank that computes and makes no MPI calls, in seconds; None with one rank.
+    get_s_with : float or None
+        Duration of a get with the chosen method, in seconds; None for "passive".
+    cost : float or None
+        Share of the computation's speed that the method costs; None for "passive".
     """
 
     def __init__(self, comm: MPI.Intracomm, device: torch.device) -> None:
@@ -62,7 +77,7 @@ class ProgressEngine:
         self._next_s = float("inf")
 
     def attributes(self) -> dict[str, str | float | None]:
-        """What a trace says of it."""
+        """Return the attributes of the trace's root that describe the method."""
         return {
             "progression": self.kind,
             "progression_get_s_without": self.get_s_without,
@@ -71,16 +86,16 @@ class ProgressEngine:
         }
 
     def poll(self) -> None:
-        """To be called from within the computation, as often as one likes: now and then it makes MPI calls, if needed.
+        """Make MPI calls if the method is "hooks" and `POLL_S` has passed; cheap enough to call often.
 
-        Only by the thread that makes the other MPI calls, where MPI does not support several.
+        Where MPI does not support several threads, only the thread that makes the other MPI calls may call this.
         """
         if (now_s := time.perf_counter()) >= self._next_s:
             self._advance()
             self._next_s = now_s + POLL_S
 
     def begin(self, kind: Kind) -> None:
-        """Help in this way from now on, and no other; local."""
+        """Use this method from now on, instead of any other; local."""
         self._stop()
         self.kind = kind
         self._next_s = 0.0 if kind == "hooks" else float("inf")
@@ -90,7 +105,7 @@ class ProgressEngine:
             self._thread.start()
             self._interval_s = sys.getswitchinterval()
             sys.setswitchinterval(min(SWITCH_S, self._interval_s))
-            atexit.register(self._stop)  # before MPI is finalised
+            atexit.register(self._stop)  # runs before MPI is finalised
 
     def _work(self) -> None:
         cuda.enter(self._device)
@@ -111,7 +126,7 @@ class ProgressEngine:
             atexit.unregister(self._stop)
 
     def close(self) -> None:
-        """Stop helping; collective, and harmless when repeated."""
+        """Stop the method; collective, and harmless when repeated."""
         self._stop()
         self._next_s = float("inf")
         if self._comm != MPI.COMM_NULL:
@@ -125,14 +140,32 @@ class ProgressEngine:
 
 
 def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOST) -> ProgressEngine:
-    """The help that this transport's transfers need here, at work; collective, and the same for all ranks.
+    """Choose, measure and start the method of progress that this transport needs; collective.
 
-    wanted: one of the kinds, instead of the best. Raises ValueError for another word, or a thread where MPI supports
-    none.
+    Parameters
+    ----------
+    comm
+        Communicator of the run; duplicated.
+    wanted
+        Method to use, or "auto" for the best one.
+    transport
+        Transport of the run's tensors.
+
+    Returns
+    -------
+    ProgressEngine
+        Active, and of the same kind on all ranks.
+
+    Raises
+    ------
+    ValueError
+        If `wanted` is unknown, or is "thread" and MPI lacks MPI_THREAD_MULTIPLE.
     """
     multiple = comm.allreduce(MPI.Query_thread() >= MPI.THREAD_MULTIPLE, MPI.LAND)
     if wanted not in ("auto", *get_args(Kind)) or (wanted == "thread" and not multiple):
-        raise ValueError(f"no progress by {wanted!r}: it is auto, passive, hooks, or with MPI_THREAD_MULTIPLE thread")
+        raise ValueError(
+            f"no progress by {wanted!r}: must be auto, passive, hooks or, with MPI_THREAD_MULTIPLE only, thread"
+        )
     progression = ProgressEngine(comm.Dup(), transport.device)
     if comm.size == 1:
         progression.begin("passive" if wanted == "auto" else wanted)  # type: ignore[arg-type]
@@ -155,7 +188,7 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
             trials = [while_busy(comm, target, get, compute, BUSY_S) for _ in range(TRIALS)]
             return Trial(*(statistics.median(values) for values in zip(*trials, strict=True)))
 
-        get() if comm.rank == 0 else None  # the first one sets up what later ones use
+        get() if comm.rank == 0 else None  # the first get sets up resources that later ones use
         without = trial("passive")
         progression.get_s_without = without.took_s
         for kind in _candidates(wanted, without, multiple, transport.device):
@@ -171,9 +204,9 @@ def choose(comm: MPI.Intracomm, wanted: str = "auto", transport: Transport = HOS
 
 
 def _candidates(wanted: str, without: Trial, multiple: bool, device: torch.device) -> list[Kind]:
-    """The kinds to try, the last of which is taken if none before is worthwhile.
+    """Return the kinds to try; the last is used if no earlier one is worthwhile.
 
-    On a GPU hooks are no help: they are called when its work is begun, and then the rank waits for it without MPI.
+    On a GPU, hooks do not help: they run while work is queued, and the rank then waits for the GPU without calling MPI.
     """
     if wanted != "auto":
         return [wanted]  # type: ignore[list-item]
@@ -185,5 +218,5 @@ def _candidates(wanted: str, without: Trial, multiple: bool, device: torch.devic
 
 
 def worthwhile(get_s_without: float, get_s_with: float, cost: float) -> bool:
-    """Whether a thread does enough good and little enough harm."""
+    """Return whether a thread speeds up a get enough and slows down the computation little enough."""
     return get_s_with * THREAD_GAIN_MIN <= get_s_without and cost <= THREAD_COST_MAX

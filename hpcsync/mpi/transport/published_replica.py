@@ -1,21 +1,28 @@
-"""A replica that every rank shows to all others: read one-sided, at any time, never torn, and nobody waits for anybody.
+"""Published replica: read one-sided by all ranks at any time, never torn, without waiting on either side.
 
-Each rank has a few rows of memory for its replica and, in a second window, words that say which row is to be read:
+Each rank has a few rows of memory for its replica and, in a second window, words that tell which row to read:
 
-    current             serial * rows + row: the publication that stands, a count, and the row where it lies
-    pin of each reader  row + 1 while that reader copies the row; ANY while it may be about to copy any row; 0 otherwise
+    current             serial * rows + row: the serial number of the current publication, and its row
+    pin of each reader  row + 1 while the reader copies the row; ANY while it may be about to copy any row; 0 otherwise
 
-These are hazard pointers, made of puts, gets and flushes alone. The reader: get `current`; put the pin; flush; get
-`current` again; where that is still the same row, copy it and clear the pin. The writer: choose a row that is neither
-current nor pinned; fill it; set `current`.
+These are hazard pointers, made of puts, gets and flushes alone. The reader gets `current`, puts its pin, flushes, and
+gets `current` again; if it still names the same row, the reader copies the row and clears its pin. The writer chooses a
+row that is neither current nor pinned, fills it, and sets `current`.
 
-Why a row is never filled while somebody copies it. A writer that fills row r had set `current` to another row before
-(the current one is never chosen), and only then, after a full fence, loaded the pins. A reader has stored its pin, and
-only then, after a flush, loaded `current`. Stores before loads on either side: of the two loads at least one sees the
-other's store. Either the reader finds that r is not current any more, and does not copy it, or the writer finds the
-pin, and does not choose r. On the writer's side `Window.sync` is the fence; on the reader's side a flush means that the
-put is in the target's memory before the next get begins. Words change as a whole: those of 8 bytes are aligned and
-copied at once, as the words of a store's `done` are.
+Why no row is filled while a reader copies it:
+
+- Before a writer fills row r, it has set `current` to another row (the current row is never chosen) and only then,
+  after a full fence, loaded the pins.
+- A reader has stored its pin and only then, after a flush, loaded `current`.
+- Both sides store before they load, so at least one of the two loads sees the other side's store. Either the reader
+  finds that r is no longer current and does not copy it, or the writer finds the pin and does not choose r.
+- The writer's fence is `Window.sync`. On the reader's side, the flush means that the put has reached the target's
+  memory before the next get begins.
+- Words change as a whole: they are aligned, of 8 bytes, and copied at once, as are the words of `Store`'s `done`.
+
+References
+----------
+M. M. Michael, "Hazard pointers: safe memory reclamation for lock-free objects", IEEE TPDS 15(6), 2004.
 """
 
 from __future__ import annotations
@@ -28,20 +35,31 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.window import Window
 
 ROWS = 4  # one current, one to fill, two for slow readers
-CURRENT = 0  # the word; the pin of reader i follows at 1 + i
+CURRENT = 0  # index of the word; the pin of reader i is at 1 + i
 ANY = -1
-TRIES = 3  # of pinning one row, against an owner who publishes faster than a word goes there and back
+TRIES = 3  # attempts at pinning one row, if the owner publishes faster than a round trip of a word
 
 
 class PublishedReplica:
-    """This rank's flat replica for others to read, and theirs for this one.
+    """Flat replica of this rank for others to read, and access to theirs.
 
-    comm:  collective over it, `free` too. A reader is a number: each rank's own, and comm.size for one more on any one
-           rank (an evaluator's thread). Readers may be threads beside the one that publishes, if MPI supports that.
-    size:  elements of this rank's replica.
-    dtype: theirs.
+    Before the first publication, a replica of zeros with serial number 0 is current.
 
-    Before the first publication there is one of zeros, with serial number 0.
+    Parameters
+    ----------
+    comm
+        Communicator; the constructor and `free` are collective over it.
+    size
+        Elements of this rank's replica.
+    dtype
+        Type of the elements.
+    transport
+        Transport of the replicas.
+
+    Notes
+    -----
+    Readers are numbered: each rank has its own number, and `comm.size` is one further reader on any one rank (the
+    evaluator's thread). Readers may be threads beside the publishing one, if MPI supports that.
     """
 
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
@@ -50,7 +68,7 @@ class PublishedReplica:
         self._size = size
         self._rows = transport.window(comm, self._n_rows * (size + 1), dtype)  # the weight comes last
         self._words = Window(comm, 1 + self._readers, np.int64)
-        self._rows.local[:size] = 0  # only what is shown: rows that are never needed are never committed
+        self._rows.local[:size] = 0  # first row only: memory of rows that are never used is never committed
         self._rows.release(0, size + 1)
         self._words.local[:] = 0
         self._words.sync()
@@ -59,16 +77,31 @@ class PublishedReplica:
 
     @property
     def serial(self) -> int:
-        """Of this rank's last publication."""
+        """Serial number of this rank's latest publication."""
         return self._unpack(self._words.local[CURRENT])[0]
 
     def publish(self, vector: torch.Tensor, serial: int | None = None, weight: float = 1.0) -> bool:
-        """Show a copy of `vector`, shape (size,), from now on.
+        """Publish a copy of `vector`, shape (size,).
 
-        serial: greater than that of the last publication; by default the next number. weight: shown beside it.
+        Parameters
+        ----------
+        vector
+            The replica.
+        serial
+            Serial number, greater than that of the latest publication; by default the next number.
+        weight
+            Scalar published with the replica: its push-sum weight.
 
-        False where no row is free, because slow readers still hold all the others: the last publication stands. Raises
-        ValueError for another shape or dtype, or a serial number that is not greater.
+        Returns
+        -------
+        bool
+            False if no row is free because slow readers still pin all others; the latest publication then stays
+            current.
+
+        Raises
+        ------
+        ValueError
+            If the shape, dtype or serial number does not fit.
         """
         self._check(vector, self._size)
         row = self._free_row()
@@ -85,21 +118,38 @@ class PublishedReplica:
         return True
 
     def forget(self, rank: int) -> None:
-        """This rank has died: what it was reading may be filled."""
+        """Ignore the pins of a rank that died, so that the rows it was reading can be filled."""
         self._dead.add(rank)
 
     def read(self, peer: int, into: torch.Tensor, reader: int | None = None, weight: torch.Tensor | None = None) -> int:
-        """Copy the publication of `peer` into `into`, of its replica's size; its serial number, which never goes back.
+        """Copy the publication of `peer` into `into`.
 
-        weight: shape (1,), for what is shown beside it. reader: who reads, this rank by default; one reader may not
-        read the same peer in two threads at once. Raises ValueError for another shape or dtype, or a reader that there
-        is not.
+        Parameters
+        ----------
+        peer
+            Rank whose replica to read.
+        into
+            Destination, of the size of the peer's replica.
+        reader
+            Number of the reader, by default this rank's. One reader must not read the same peer in two threads at once.
+        weight
+            Destination of the published scalar, shape (1,).
+
+        Returns
+        -------
+        int
+            Serial number of the publication; it never decreases.
+
+        Raises
+        ------
+        ValueError
+            If the shape or dtype does not fit, or there is no such reader.
         """
         self._check(into, self._sizes[peer])
         reader = self._rank if reader is None else reader
         if not 0 <= reader < self._readers:
-            raise ValueError(f"reader {reader} is none of 0 to {self._readers - 1}")
-        if peer == self._rank == reader:  # by the one who publishes
+            raise ValueError(f"reader {reader}: must be one of 0 to {self._readers - 1}")
+        if peer == self._rank == reader:  # no pin is needed in the thread that publishes
             serial, row = self._unpack(self._words.local[CURRENT])
             into[:] = self._row(row)[:-1]
             if weight is not None:
@@ -113,7 +163,7 @@ class PublishedReplica:
     # ---- the owner's side ----
 
     def _free_row(self) -> int | None:
-        self._words.sync()  # the full fence between the last store of `current` and these loads of the pins
+        self._words.sync()  # full fence between the last store of `current` and these loads of the pins
         pins = self._pins()
         taken = {pin - 1 for pin in pins} | {self._unpack(self._words.local[CURRENT])[1]}
         return None if ANY in pins else next((row for row in range(self._n_rows) if row not in taken), None)
@@ -127,10 +177,13 @@ class PublishedReplica:
     def _row(self, row: int) -> torch.Tensor:
         return self._rows.local[row * (self._size + 1) : (row + 1) * (self._size + 1)]
 
-    # ---- the reader's side; scratch memory is made for each call, since readers may be threads ----
+    # ---- the reader's side; scratch memory is allocated in each call, since readers may be threads ----
 
     def _pin(self, peer: int, reader: int) -> tuple[int, int]:
-        """(serial, row) of a publication that stays as it is until the pin is cleared; in a bounded number of steps."""
+        """Pin a publication, which then stays unchanged until the pin is cleared; return (serial, row).
+
+        The number of steps is bounded.
+        """
         _, row = self._current(peer)
         for _ in range(TRIES):
             self._set_pin(peer, reader, row + 1)
@@ -138,7 +191,7 @@ class PublishedReplica:
             if still == row:
                 return serial, row
             row = still
-        # The owner keeps ahead of us: for the moment of one more look it is not to fill any row.
+        # The owner publishes faster than this rank pins. ANY keeps it from filling any row during one more read.
         self._set_pin(peer, reader, ANY)
         serial, row = self._current(peer)
         self._set_pin(peer, reader, row + 1)
@@ -165,16 +218,16 @@ class PublishedReplica:
     # ---- both ----
 
     def _unpack(self, word: np.int64) -> tuple[int, int]:
-        """(serial, row)."""
+        """Return (serial, row)."""
         return divmod(int(word), self._n_rows)
 
     def _check(self, vector: torch.Tensor, size: int) -> None:
         dtype = self._rows.local.dtype
         if vector.shape != (size,) or vector.dtype != dtype:
-            raise ValueError(f"{vector.dtype}{list(vector.shape)} is not {dtype}[{size}]")
+            raise ValueError(f"{vector.dtype}{list(vector.shape)}: must be {dtype}[{size}]")
 
     def free(self) -> None:
-        """Collective, and harmless when repeated; nobody may be reading any more."""
+        """Free the windows; collective, and harmless when repeated. No rank may still be reading."""
         self._rows.free()
         self._words.free()
 

@@ -1,34 +1,36 @@
-"""Vectors pushed to a peer one-sided, which collects their sum whenever it likes.
+"""Push inbox: vectors pushed one-sided to a peer, which collects their sum at any time.
 
-Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for those who are still at work in
-it. An inbox has a few slots, into which vectors are put, and a sum in host memory, to which all further ones are added:
-an atomic sum of a vector needs no slot, but between hosts it takes many times as long as a put, and MPI does not have
-it for GPU memory. The words, all float64 and
-all changed by atomic sums alone:
+Each rank has two inboxes. Senders fill the active one; the other is empty, or waits for senders that are still writing
+to it. An inbox has a few slots, into which vectors are put, and a sum in host memory, to which all further vectors are
+added. An atomic sum of a vector needs no slot, but between hosts it takes many times as long as a put, and MPI does not
+support it for GPU memory. The words, all float64 and changed by atomic sums only, are:
 
-    flips                  how often the receiver has changed inboxes; the active one is flips % 2
-    and of each inbox
-    tickets                vectors that have a place in it
-    weight of each slot    of the vector that lies there; 0 until it is there as a whole
-    further, weight        vectors that have been added to the sum, and the sum of their weights
-    writers                senders at work, a bit for each of them: 2 ** sender, in as many words as that takes
+    flips                  how often the receiver has switched inboxes; inbox flips % 2 is active
+    and for each inbox
+    tickets                number of vectors that have a place in the inbox
+    weight of each slot    weight of the vector in the slot; 0 until the whole vector is there
+    further, weight        number of vectors added to the sum, and the sum of their weights
+    writers                one bit, 2 ** sender, for each sender that is writing, in as many words as needed
 
-The sender: add its bit to the writers of the active inbox; look again whether it is still active, else withdraw and go
-to the other; take a ticket, which is the number of a slot; put the vector there; flush; add the weight; withdraw. The
-receiver: change inboxes once the active one has given tickets; then, as soon as nobody is at work in the one it has
-left, add up what lies there and take the tickets and the weights away.
+The sender adds its bit to the writers of the active inbox and checks that the inbox is still active; if not, it
+withdraws its bit and tries the other one. It then takes a ticket, which is the number of a slot, puts the vector there,
+flushes, adds the weight, and withdraws its bit. The receiver switches inboxes once the active one has issued tickets.
+As soon as no sender writes to the inbox that it switched from, it adds up the vectors there and resets the tickets and
+weights.
 
-Why nothing is lost and nothing counted twice. A sender announces itself, then looks at `flips`; the receiver changes
-`flips`, then looks at the writers. All of these are atomic sums, each complete before the next begins, so at least one
-sees the other: either the sender finds the inbox inactive and takes no ticket, or the receiver finds the sender at work
-and takes nothing until it has withdrawn, by when its vector and weight are there. A sender that saw the inbox active
-both times, with two changes in between, is no exception: it was emptied before it became active again, and stays as
-long as the sender is at work. One that finds its inbox inactive has changed nothing but the writers, which the receiver
-only reads.
+Why no vector is lost or counted twice:
 
-A sender that dies stays at work for ever, but its bit tells that it is nobody any more (`forget`). What it has put into
-a slot has a weight, or it is not there as a whole and discarded. Only of a sum nobody can tell what has been added: if
-a sender dies at that, the receiver raises.
+- A sender sets its bit, then reads `flips`; the receiver changes `flips`, then reads the writers. These are all atomic
+  sums, each complete before the next begins, so at least one side sees the other: either the sender finds the inbox
+  inactive and takes no ticket, or the receiver finds the sender's bit and takes nothing until the bit is withdrawn,
+  when the vector and its weight are there.
+- A sender that saw the inbox active both times, with two switches in between, is no exception: the inbox was emptied
+  before it became active again, and it is not emptied while the sender's bit is set.
+- A sender that finds its inbox inactive has changed only the writers, which the receiver only reads.
+
+A sender that dies leaves its bit set, but the receiver ignores the bits of dead ranks (`forget`). A vector that it has
+put into a slot either has a weight or is incomplete, and is then discarded. For the sum, there is no way to tell what
+has been added: if a sender dies while it adds to the sum, the receiver raises.
 """
 
 from __future__ import annotations
@@ -46,26 +48,43 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.window import Window
 
-SLOTS = 3  # of an inbox at most: rarely do more peers than that choose the same one between two of its collections
+SLOTS = 3  # at most, per inbox: more peers rarely choose the same receiver between two of its calls of `collect`
 FLIPS = 0
-TICKETS, WEIGHTS, FURTHER, WEIGHT, WRITERS = 0, 1, 1 + SLOTS, 2 + SLOTS, 3 + SLOTS  # of an inbox's words
-BITS = 52  # of a float64 that holds whole numbers exactly
+TICKETS, WEIGHTS, FURTHER, WEIGHT, WRITERS = 0, 1, 1 + SLOTS, 2 + SLOTS, 3 + SLOTS  # indices of an inbox's words
+BITS = 52  # writers per word: a float64 holds sums of so many bits exactly
 
 
 class Received(NamedTuple):
-    """What had arrived. total: the sum of `count` vectors, shape (size,), memory that the next `collect` overwrites."""
+    """Vectors collected from an inbox.
+
+    Attributes
+    ----------
+    total : torch.Tensor
+        Sum of the vectors, shape (size,), in memory that the next `collect` overwrites.
+    count : int
+        Number of vectors.
+    weight : float
+        Sum of their weights.
+    """
 
     total: torch.Tensor
-    count: int  # type: ignore[assignment]  # as a field it hides a tuple's method, which nobody needs here
+    count: int  # type: ignore[assignment]  # the field hides tuple.count, which is not needed here
     weight: float
 
 
 class PushInbox:
-    """This rank's inboxes, and those of all others to send to.
+    """Inboxes of this rank, and access to those of all other ranks.
 
-    comm:  collective over it, `free` too. What nobody has collected by then is lost.
-    size:  elements of a vector, the same on all ranks.
-    dtype: theirs.
+    Parameters
+    ----------
+    comm
+        Communicator; the constructor and `free` are collective over it. Vectors not collected before `free` are lost.
+    size
+        Elements of a vector, the same on all ranks.
+    dtype
+        Type of the elements.
+    transport
+        Transport of the slots.
     """
 
     def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
@@ -75,10 +94,10 @@ class PushInbox:
         self._sums = Window(comm, 2 * size, numpy_dtype(dtype))
         self._n_writers = -(-comm.size // BITS)
         self._words = Window(comm, 1 + 2 * (WRITERS + self._n_writers), np.float64)
-        self._dead = [0] * self._n_writers  # the bits of those who have died
+        self._dead = [0] * self._n_writers  # bits of ranks that died
         self._total = torch.zeros(size, dtype=dtype, device=transport.device)
-        self._left: int | None = None  # the inbox that senders have been sent away from, until it is empty
-        self._kept: Received | None = None  # collected, but not given away
+        self._draining: int | None = None  # the inbox switched from, until it is emptied
+        self._kept: Received | None = None  # collected by `keep`, for the next `collect`
         self._sums.local[:] = 0
         self._words.local[:] = 0
         self._sums.sync()
@@ -88,22 +107,33 @@ class PushInbox:
     # ---- the sender's side ----
 
     def send(self, peer: int, vector: torch.Tensor, weight: float = 1.0) -> None:
-        """Add `vector`, shape (size,), to what `peer` will collect; when this returns it is there, and may be reused.
+        """Add `vector`, shape (size,), to the sum that `peer` will collect; on return it has arrived and may be reused.
 
-        weight: greater than 0; added up beside the vectors, which it does not change: a weighted vector comes
-        multiplied. Raises ValueError for oneself, and for another shape or dtype.
+        Parameters
+        ----------
+        peer
+            Receiving rank.
+        vector
+            Vector to add, already multiplied by its weight.
+        weight
+            Weight, greater than 0; weights are added up beside the vectors and do not scale them.
+
+        Raises
+        ------
+        ValueError
+            If `peer` is this rank, or the shape or dtype does not fit.
         """
         if peer == self._rank:
-            raise ValueError("a rank sends nothing to itself")
+            raise ValueError(f"rank {peer} cannot send to itself")
         if vector.shape != self._total.shape or vector.dtype != self._total.dtype:
             expected = f"{self._total.dtype}[{self._size}]"
-            raise ValueError(f"{vector.dtype}{list(vector.shape)} is not {expected}")
+            raise ValueError(f"{vector.dtype}{list(vector.shape)}: must be {expected}")
         inbox = self._enter(peer)
         self._fill(peer, inbox, self._ticket(peer, inbox), vector, weight)
         self._leave(peer, inbox)
 
     def _enter(self, peer: int) -> int:
-        """Be at work in an inbox that is active."""
+        """Set this rank's writer bit in the active inbox; return the inbox."""
         inbox = self._active(peer)
         while True:
             self._announce(peer, inbox)
@@ -138,45 +168,50 @@ class PushInbox:
     def _active(self, rank: int) -> int:
         return int(self._words.fetch_add(0, rank, FLIPS)) % 2
 
-    # ---- the receiver's side; its own words, which others change, it too reads and changes by atomic sums ----
+    # ---- the receiver's side; it also reads and changes its own words by atomic sums, since senders change them ----
 
     def collect(self) -> Received | None:
-        """Everything that has arrived, or None; never waits.
+        """Return the sum of all vectors that have arrived, or None if there are none; never wait.
 
-        What arrived in an inbox where another sender is still at work comes with a later call.
+        Vectors in an inbox to which another sender is still writing come with a later call.
         """
         received, self._kept = self._kept, None
         if received is not None:
             received = received._replace(total=self._total.copy_(received.total))
-        if self._left is not None:
-            received = self._take(self._left, received)
-        if self._left is None:
+        if self._draining is not None:
+            received = self._take(self._draining, received)
+        if self._draining is None:
             active = self._active(self._rank)
             if self._word(active, TICKETS):
                 self._words.fetch_add(1, self._rank, FLIPS)
-                self._left = active
+                self._draining = active
                 received = self._take(active, received)
         return received
 
     def keep(self) -> Received | None:
-        """When nobody sends: everything that has arrived, which stays here for the next `collect`."""
+        """Collect all vectors that have arrived, and keep them for the next `collect`; for use while no rank sends."""
         if (received := self.collect()) is not None:
             self._kept = received._replace(total=received.total.clone())
         return self._kept
 
     def put_back(self, kept: Received | None) -> None:
-        """Let there be what was kept in a run that goes on."""
+        """Restore the vectors that were kept at a checkpoint, in a run that is resumed."""
         self._kept = kept
 
     def forget(self, rank: int) -> None:
-        """This rank has died: nobody waits for it any more."""
+        """Ignore the writer bit of a rank that died."""
         word, bit = divmod(rank, BITS)
         self._dead[word] |= 1 << bit
 
     def _take(self, inbox: int, received: Received | None) -> Received | None:
-        """`received` with what is in an inactive inbox, which is empty then; as it was if somebody is at work there.
+        """Add the content of an inactive inbox to `received` and empty the inbox.
 
-        Raises RankFailed.
+        While a sender is writing there, return `received` unchanged.
+
+        Raises
+        ------
+        RankFailed
+            If a rank died while it added to the inbox's sum.
         """
         if self._writers(inbox):
             return received
@@ -187,36 +222,36 @@ class PushInbox:
             else:
                 self._total.add_(vector)
             count, weight = count + n, weight + its_weight
-        cuda.ready(self._total)  # nothing is read there any more when others may write again
-        self._left = None
+        cuda.ready(self._total)  # all reads of the inbox are complete before senders may write there again
+        self._draining = None
         return Received(self._total, count, weight) if count else None
 
     def _vectors(self, inbox: int, tickets: int) -> Iterator[tuple[torch.Tensor, int, float]]:
-        """What lies there: each vector, of how many it is the sum, and their weight."""
+        """Yield for each vector of the inbox: the vector, the number of vectors that it sums, and their weight."""
         for slot in range(min(tickets, self._slots)):
-            if weight := self._taken(inbox, WEIGHTS + slot):  # else its sender has died before it was there
+            if weight := self._taken(inbox, WEIGHTS + slot):  # 0 if its sender died before the vector was complete
                 begin = self._offset(inbox, slot)
                 self._rows.acquire(begin, begin + self._size)
                 yield self._rows.local[begin : begin + self._size], 1, weight
         if tickets > self._slots:
             n = int(self._taken(inbox, FURTHER))
             if n < tickets - self._slots:
-                raise RankFailed("a rank has died while it added to what others have sent")
+                raise RankFailed("a rank died while it added to the sum of other ranks' vectors")
             self._sums.sync()
             further = self._sums.local[inbox * self._size :][: self._size]
             yield torch.from_numpy(further).to(self._total.device), n, self._taken(inbox, WEIGHT)
-            further[:] = 0  # what is added to must be zero; what is put into need not
+            further[:] = 0  # the sum must start from zero; slots are overwritten
             self._sums.sync()
 
     def _writers(self, inbox: int) -> bool:
-        """Whether somebody is at work there."""
+        """Return whether a live sender is writing to the inbox."""
         return any(int(self._word(inbox, WRITERS + word)) & ~dead for word, dead in enumerate(self._dead))
 
     def _word(self, inbox: int, word: int) -> float:
         return float(self._words.fetch_add(0, self._rank, self._at(inbox, word)))
 
     def _taken(self, inbox: int, word: int) -> float:
-        """What is there, taken away: nobody else changes it now."""
+        """Return the value of a word and reset it to 0; no sender changes it now."""
         found = self._word(inbox, word)
         if found:
             self._words.fetch_add(-found, self._rank, self._at(inbox, word))
@@ -228,11 +263,11 @@ class PushInbox:
         return 1 + inbox * (WRITERS + self._n_writers) + word
 
     def _offset(self, inbox: int, slot: int) -> int:
-        """Of a slot in the rows."""
+        """Return the first element of a slot in the rows."""
         return (inbox * self._slots + slot) * self._size
 
     def free(self) -> None:
-        """Collective, and harmless when repeated; nobody may be sending any more."""
+        """Free the windows; collective, and harmless when repeated. No rank may still be sending."""
         self._rows.free()
         self._sums.free()
         self._words.free()

@@ -1,9 +1,9 @@
-"""Room for the windows that the ranks of a node share, looked at before MPI makes them.
+"""Check that a node has room for its ranks' shared windows before MPI creates them.
 
-MPI keeps such a window in a file, in a file system in memory, and memory is taken when somebody touches it. Where there
-is no room Open MPI fails with an error of its own, while MPICH goes on: a rank that touches too much, perhaps much
-later, dies of a signal. So what counts here is the size of a window, not what will be touched of it, for this one and
-all that are there. A rank that is alone on its node has its windows in memory of its own, which is not looked at.
+MPI keeps such a window in a file on an in-memory file system, and memory is taken when a page is first touched. Where
+there is no room, Open MPI fails with an error of its own, while MPICH continues: a rank that touches too much, perhaps
+much later, dies of a signal. The check therefore counts the sizes of windows, not the memory touched, for the new
+window and all existing ones. A rank that is alone on its node has its windows in private memory, which is not checked.
 """
 
 from __future__ import annotations
@@ -21,17 +21,27 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 MIB = 1 << 20
-MARGIN = 1.05  # Open MPI wants a twentieth more than it takes
-SPARE_BYTES = 4 * MIB  # for what MPI itself keeps there: it takes that when messages begin to travel
-SIZES_MIB = 64  # sizes are proposed in multiples of it
+MARGIN = 1.05  # Open MPI requires a twentieth more than it takes
+SPARE_BYTES = 4 * MIB  # for MPI's own files there, which it creates with the first messages
+SIZES_MIB = 64  # proposed sizes are multiples of this
 MOVED = ("OMPI_MCA_osc_sm_backing_directory", "OMPI_MCA_osc_rdma_backing_directory")  # on one node, between nodes
 
 
 class Request(NamedTuple):
-    """What one rank asks for. node: the same for those that share memory, the host's name first.
+    """Shared memory that one rank asks for.
 
-    held_bytes: of its windows so far. free_bytes: as if it and its neighbours had none; None where nobody can tell.
-    size_bytes: of the whole file system.
+    Attributes
+    ----------
+    node : tuple of str
+        Identity of the shared memory, host name first; equal on ranks that share it.
+    n_bytes : int
+        Bytes of the new window.
+    held_bytes : int
+        Bytes of the rank's existing windows.
+    free_bytes : int or None
+        Free bytes before the ranks of the node had any windows; None if unknown.
+    size_bytes : int
+        Size of the whole file system, in bytes.
     """
 
     node: tuple[str, ...]
@@ -42,7 +52,7 @@ class Request(NamedTuple):
 
 
 class _Account:
-    """Of this process: how many windows it has and their bytes, and what was free before it had any."""
+    """Windows of this process: their number and bytes, and the free bytes before the first of them."""
 
     n_windows = 0
     held_bytes = 0
@@ -50,38 +60,47 @@ class _Account:
 
 
 def directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where MPI keeps shared windows: both libraries in the same place on Linux, unless Open MPI is told another."""
+    """Return where MPI keeps shared windows: on Linux the same for both libraries, unless Open MPI's is configured."""
     return Path(next((environ[name] for name in MOVED if environ.get(name)), "/dev/shm"))
 
 
 def take(comm: MPI.Intracomm, n_bytes: int) -> int:
-    """Reserve room for so many bytes, which may differ between ranks; what is to be given to `give_back`. Collective.
+    """Reserve room for a window of `n_bytes`, which may differ between ranks; collective.
 
-    Raises JobError, on all ranks, where there is none.
+    Returns
+    -------
+    int
+        Bytes to pass to `give_back`.
+
+    Raises
+    ------
+    JobError
+        On all ranks, if a node has too little room.
     """
-    if words := lacking(comm, n_bytes):
-        raise JobError(words)
+    if failure := lacking(comm, n_bytes):
+        raise JobError(failure)
     _Account.n_windows += 1
     _Account.held_bytes += n_bytes
     return n_bytes
 
 
 def give_back(n_bytes: int) -> None:
+    """Release room reserved by `take`."""
     _Account.n_windows -= 1
     _Account.held_bytes -= n_bytes
 
 
 def lacking(comm: MPI.Intracomm, n_bytes: int) -> str:
-    """Why the ranks of a node cannot have so many bytes each; "" if those of all nodes can. Collective."""
+    """Return why the ranks of a node cannot have windows of `n_bytes` each, or "" if all can; collective."""
     return verdict(comm.allgather(_ask(n_bytes)))
 
 
-def verdict(everybody: Sequence[Request]) -> str:
-    """The first node that has too little room, in words; "" if all have enough."""
-    for node in dict.fromkeys(asked.node for asked in everybody):
-        there = [asked for asked in everybody if asked.node == node]
-        free = [asked.free_bytes for asked in there if asked.free_bytes is not None]
-        needed = int(MARGIN * sum(asked.held_bytes + asked.n_bytes for asked in there)) + SPARE_BYTES
+def verdict(requests: Sequence[Request]) -> str:
+    """Return a description of the first node that has too little room, or "" if all have enough."""
+    for node in dict.fromkeys(request.node for request in requests):
+        there = [request for request in requests if request.node == node]
+        free = [request.free_bytes for request in there if request.free_bytes is not None]
+        needed = int(MARGIN * sum(request.held_bytes + request.n_bytes for request in there)) + SPARE_BYTES
         if len(there) > 1 and free and needed > min(free):
             size = there[0].size_bytes + needed - min(free)
             size_mib = -(-size // (SIZES_MIB * MIB)) * SIZES_MIB
@@ -97,7 +116,7 @@ def _ask(n_bytes: int) -> Request:
     node = (socket.gethostname(), _kernel())
     try:
         usage, device = shutil.disk_usage(directory()), os.stat(directory()).st_dev
-    except OSError:  # no such place: this MPI has another
+    except OSError:  # no such directory: this MPI uses another
         return Request(node, n_bytes)
     if _Account.n_windows == 0:
         _Account.free_bytes = usage.free
@@ -105,7 +124,7 @@ def _ask(n_bytes: int) -> Request:
 
 
 def _kernel() -> str:
-    """Hosts may have the same name."""
+    """Return the boot identifier, which tells apart hosts of the same name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:

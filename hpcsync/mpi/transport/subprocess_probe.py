@@ -1,6 +1,6 @@
-"""Probes that run in processes of their own, because each of them may crash or hang.
+"""Probes of MPI, GPUs and packages in processes of their own, because each of them may crash or hang.
 
-python -m hpcsync.mpi.transport.subprocess_probe NAME RESULT.json ARGUMENT...
+Usage: python -m hpcsync.mpi.transport.subprocess_probe NAME RESULT.json ARGUMENT...
 
 `world`, `passive` and `windows` run on two ranks.
 """
@@ -27,21 +27,44 @@ BUSY_S = 0.5
 
 
 class ProbeError(Exception):
-    """A probe crashed, hung or found nothing; with its last words."""
+    """A probe crashed, hung or found nothing; the message is its last error line."""
 
 
-# ---- the process that asks ----
+# ---- the calling process ----
 
 
 def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
-    """Run a probe with these arguments in a process of its own, or on this many ranks of this node; what it found.
+    """Run a probe in a process of its own, or on `ranks` ranks of this node.
 
-    A rank may probe too, in its main thread. A signal that would end this process ends the probe, and then does what it
-    would have done. Raises ProbeError, and LaunchError if there is no launcher.
+    Parameters
+    ----------
+    name
+        Key of `PROBES`.
+    *arguments
+        Arguments of the probe.
+    ranks
+        Number of ranks; 0 for a process without MPI launcher.
+
+    Returns
+    -------
+    dict
+        Result of the probe.
+
+    Raises
+    ------
+    ProbeError
+        If the probe fails or exceeds `LIMIT_S`.
+    LaunchError
+        If there is no launcher.
+
+    Notes
+    -----
+    A rank may call this too, in its main thread. A signal that would end this process first ends the probe and then
+    takes its usual effect.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        runner = ["-m", "mpi4py"] if ranks else []  # it ends all ranks when one fails
+        runner = ["-m", "mpi4py"] if ranks else []  # ends all ranks when one fails
         argv = [sys.executable, *runner, "-m", "hpcsync.mpi.transport.subprocess_probe", name, str(result), *arguments]
         with open(Path(folder) / "output", "w+b") as output:
             if ranks:
@@ -49,14 +72,14 @@ def probe(name: str, *arguments: str, ranks: int = 0) -> dict[str, Any]:
             else:
                 ended = launcher.Ended(_run(argv, output))
             output.seek(0)
-            words = output.read().decode(errors="replace").strip().splitlines()
+            lines = output.read().decode(errors="replace").strip().splitlines()
         if ended.signum is not None:
             signal.raise_signal(ended.signum)
         if ended.status == launcher.TIMED_OUT:
             raise ProbeError(f"hangs: no end after {LIMIT_S:.0f} s")
         if ended.status != 0 or not result.exists():
             last = next(
-                (line for line in reversed(words) if re.search(r"Error\b", line)), f"ended with status {ended.status}"
+                (line for line in reversed(lines) if re.search(r"Error\b", line)), f"ended with status {ended.status}"
             )
             raise ProbeError(last)
         found: dict[str, Any] = json.loads(result.read_text())
@@ -72,15 +95,16 @@ def _run(argv: list[str], output: IO[bytes]) -> int:
         return launcher.TIMED_OUT
 
 
-# ---- the process that tries ----
+# ---- the probing process ----
 
 
 def packages() -> dict[str, Any]:
-    """Versions of what is needed; importing each proves more than asking for it."""
+    """Return the versions of the required packages; importing each shows that it works."""
     return {name: str(importlib.import_module(name).__version__) for name in ("numpy", "h5py", "torch")}
 
 
 def library() -> dict[str, Any]:
+    """Return the version of the MPI library and its level of thread support."""
     from mpi4py import MPI
 
     levels = ("MPI_THREAD_SINGLE", "MPI_THREAD_FUNNELED", "MPI_THREAD_SERIALIZED", "MPI_THREAD_MULTIPLE")
@@ -91,13 +115,14 @@ def library() -> dict[str, Any]:
 
 
 def world() -> dict[str, Any]:
+    """Return the number of ranks."""
     from mpi4py import MPI
 
     return {"size": MPI.COMM_WORLD.size}
 
 
 def passive() -> dict[str, Any]:
-    """How long one megabyte takes into the window of a rank that computes for half a second without calling MPI."""
+    """Return the time, in seconds, of a 1 MB put to a rank that computes for half a second without calling MPI."""
     import numpy as np
     from mpi4py import MPI
 
@@ -112,14 +137,16 @@ def passive() -> dict[str, Any]:
             window.put(values, 1, 0)
             window.flush(1)
 
-        for busy_s in (0.0, BUSY_S):  # the first transfer sets up what later ones use
+        for busy_s in (0.0, BUSY_S):  # the first transfer sets up resources that later ones use
             trial = while_busy(comm, 1, put, lambda: None, busy_s)
     return {"put_s": trial.took_s}
 
 
 def gpu() -> dict[str, Any]:
-    """What there is of CUDA: devices, why they cannot be used, the version of CuPy if they can, and whether the MPI
-    library says it can send from their memory."""
+    """Return the CUDA devices, why they cannot be used, CuPy's version, and whether MPI takes device pointers.
+
+    The version is None if the devices cannot be used.
+    """
     found: dict[str, Any] = {**gpu_selection.found()._asdict(), "cupy": None}
     if not found["why"]:
         import cupy
@@ -129,7 +156,7 @@ def gpu() -> dict[str, Any]:
 
 
 def takes_device_pointers() -> bool | None:
-    """What the MPI library says of itself; None if it has no way of telling."""
+    """Return whether the MPI library claims to take device pointers, or None if it has no such query."""
     from mpi4py import MPI
 
     try:
@@ -139,7 +166,7 @@ def takes_device_pointers() -> bool | None:
 
 
 def windows(*kinds: str) -> dict[str, Any]:
-    """A transfer there and back through each of these kinds of windows, on GPUs if there are any to use."""
+    """Run a round trip through each of these kinds of windows, on GPUs if any can be used."""
     device = gpu_selection.claim(gpu_selection.choose("auto", "auto", gpu_selection.found()))
     from mpi4py import MPI
 
@@ -167,7 +194,8 @@ PROBES: dict[str, Callable[..., dict[str, Any]]] = {
 
 
 def main(name: str, path: str, *arguments: str) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what crashes as a trial is of no interest
+    """Run a probe and write its result, on rank 0 only."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # no core dumps of trials that crash
     result = PROBES[name](*arguments)
     if "mpi4py" not in sys.modules or sys.modules["mpi4py"].MPI.COMM_WORLD.rank == 0:
         Path(path).write_text(json.dumps(result))

@@ -1,16 +1,16 @@
-"""The data plane: tensors of every rank that others put into and get from, wherever they lie.
+"""Data plane: windows of tensors that all ranks put into and get from, in host or GPU memory.
 
-Four kinds, and one interface. What a rank does not hear about through messages or words it cannot rely on, so whoever
-tells others that they may look has called `release` before, and whoever is told calls `acquire`.
+There are four kinds behind one interface. A rank relies only on data that a message or word has announced, so a rank
+calls `release` before it announces data to others, and `acquire` after data has been announced to it.
 
     host      host memory, in a window that MPI allocates
-    mpi       GPU memory in an MPI window, where the MPI library takes device pointers: puts and gets alone see them
-    ipc       GPU memory that the ranks of a node open by CUDA IPC: copied from device to device
-    staged    GPU memory with an image in host memory: others reach the image. On a node it is page-locked and the GPU
-              copies from and to the other ranks' images by itself; between hosts MPI moves what passes through
-              page-locked buffers
+    mpi       GPU memory in an MPI window, where the MPI library takes device pointers, by puts and gets only
+    ipc       GPU memory that the ranks of a node open by CUDA IPC: copies from device to device
+    staged    GPU memory with an image in host memory, which other ranks access. On a node the image is page-locked, and
+              the GPU copies from and to the other ranks' images without the CPU; between hosts MPI transfers data that
+              passes through page-locked buffers
 
-With `device` the CPU every kind works as well, if to no purpose: "GPU memory" is then ordinary memory.
+Every kind also works with `device` the CPU, without any benefit: "GPU memory" is then ordinary memory.
 """
 
 from __future__ import annotations
@@ -31,9 +31,14 @@ CPU = torch.device("cpu")
 
 
 class TensorWindow(ABC):
-    """local: this rank's exposed memory, shape (count,), on its device.
+    """Window of tensors.
 
-    note: what its user may want to know, if anything.
+    Attributes
+    ----------
+    local : torch.Tensor
+        Exposed memory of this rank, shape (count,), on its device.
+    note : str
+        Remark for the user, "" if there is none.
     """
 
     local: torch.Tensor
@@ -45,24 +50,26 @@ class TensorWindow(ABC):
 
     @abstractmethod
     def get(self, into: torch.Tensor, rank: int, offset: int) -> None:
-        """Begin to copy from element `offset` of `rank` into `into`, 1-D; it is there after `flush(rank)`."""
+        """Begin to copy from element `offset` of `rank` into `into`, 1-D; the data is there after `flush(rank)`."""
 
     @abstractmethod
     def flush(self, rank: int) -> None:
-        """Wait until what this thread has begun with `rank` is complete, here and there."""
+        """Wait until this thread's transfers with `rank` are complete on both sides."""
 
     @abstractmethod
     def acquire(self, begin: int, end: int) -> None:
-        """Make what others have put into these elements visible in `local`."""
+        """Make other ranks' puts into elements `begin` to `end` visible in `local`."""
 
     @abstractmethod
     def release(self, begin: int, end: int) -> None:
-        """Make what this rank has written into these elements of `local` visible to others; its reads and writes of
-        `local` so far are over when this returns."""
+        """Make this rank's writes to elements `begin` to `end` of `local` visible to others.
+
+        All of its earlier reads and writes of `local` are complete on return.
+        """
 
     @abstractmethod
     def free(self) -> None:
-        """Collective, and harmless when repeated; `local` must not be used afterwards."""
+        """Free the window; collective, and harmless when repeated. `local` must not be used afterwards."""
 
     def __enter__(self) -> TensorWindow:
         return self
@@ -72,20 +79,40 @@ class TensorWindow(ABC):
 
 
 class Transport(NamedTuple):
-    """How tensors move between ranks. kind: see above; device: where they lie, the same kind of device on all ranks."""
+    """Method of moving tensors between ranks.
+
+    Attributes
+    ----------
+    kind : str
+        Kind of window: "host", "mpi", "ipc" or "staged" (see the module's docstring).
+    device : torch.device
+        Device of the tensors, of the same type on all ranks.
+    """
 
     kind: str = "host"
     device: torch.device = CPU
 
     @property
     def passive(self) -> bool:
-        """Whether transfers on one node are complete without a call of MPI by their target."""
+        """Whether transfers on one node complete without MPI calls by their target."""
         return self.kind != "mpi"
 
     def window(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype) -> TensorWindow:
-        """Collective. count: elements that this rank exposes, zero allowed; what they hold at first is undefined.
+        """Create a window; collective.
 
-        Raises MemoryUnreachable, on all ranks.
+        Parameters
+        ----------
+        comm
+            Communicator of the window.
+        count
+            Elements that this rank exposes, zero allowed; initially undefined.
+        dtype
+            Type of the elements.
+
+        Raises
+        ------
+        MemoryUnreachable
+            On all ranks, if ranks cannot address each other's memory.
         """
         match self.kind:
             case "host":
@@ -107,37 +134,53 @@ HOST = Transport()
 
 
 class MpiWindow(TensorWindow):
-    """MPI moves tensors straight from and to where they lie: in memory of its own, or in `memory`."""
+    """Window whose tensors MPI moves in place, in memory that MPI allocates or in `memory`."""
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: torch.dtype, memory: torch.Tensor | None = None) -> None:
         self._window = Window(comm, count, numpy_dtype(dtype), None if memory is None else _buffer(memory))
         self.local = torch.from_numpy(self._window.local) if memory is None else memory
 
     def put(self, source: torch.Tensor, rank: int, offset: int) -> None:
+        """Begin an MPI put, once the GPU has written `source`."""
         cuda.ready(source)
         self._window.put(_buffer(source), rank, offset)
 
     def get(self, into: torch.Tensor, rank: int, offset: int) -> None:
+        """Begin an MPI get, once the GPU no longer uses `into`."""
         cuda.ready(into)
         self._window.get(_buffer(into), rank, offset)
 
     def flush(self, rank: int) -> None:
+        """Flush the MPI window."""
         self._window.flush(rank)
 
     def acquire(self, begin: int, end: int) -> None:
+        """Execute a memory fence."""
         self._window.sync()
 
     def release(self, begin: int, end: int) -> None:
+        """Wait for the GPU, then execute a memory fence."""
         cuda.ready(self.local)
         self._window.sync()
 
     def free(self) -> None:
+        """Free the MPI window."""
         self.local = self.local.new_empty(0)
         self._window.free()
 
 
 class NodeWindow(TensorWindow):
-    """Ranks of one node copy from and to each other's memory. local: where that is an image of this tensor."""
+    """Window whose ranks, all of one node, copy from and to each other's memory.
+
+    Parameters
+    ----------
+    comm
+        Communicator of the window.
+    memory
+        Memory that the ranks address.
+    local
+        Tensor whose image `memory` is; by default `memory` itself is exposed.
+    """
 
     def __init__(self, comm: MPI.Intracomm, memory: NodeMemory, local: torch.Tensor | None = None) -> None:
         self._memory = memory
@@ -146,33 +189,39 @@ class NodeWindow(TensorWindow):
         self.note = memory.note
 
     def put(self, source: torch.Tensor, rank: int, offset: int) -> None:
+        """Begin a copy into the memory of `rank`."""
         self._memory.of[rank][offset : offset + len(source)].copy_(source, non_blocking=True)
 
     def get(self, into: torch.Tensor, rank: int, offset: int) -> None:
+        """Begin a copy from the memory of `rank`."""
         into.copy_(self._memory.of[rank][offset : offset + len(into)], non_blocking=True)
 
     def flush(self, rank: int) -> None:
+        """Wait for the GPU's copies, then execute a memory fence."""
         cuda.ready(self.local)
         self._memory.sync()
 
     def acquire(self, begin: int, end: int) -> None:
+        """Execute a memory fence and, with an image, copy it to `local`."""
         self._memory.sync()
         if self.local is not self._image:
             cuda.copy(self.local[begin:end], self._image[begin:end])
 
     def release(self, begin: int, end: int) -> None:
+        """Copy `local` to its image, if any, wait for the GPU, then execute a memory fence."""
         if self.local is not self._image:
             cuda.copy(self._image[begin:end], self.local[begin:end])
         cuda.ready(self.local)
         self._memory.sync()
 
     def free(self) -> None:
+        """Free the node memory."""
         self.local = self._image = self.local.new_empty(0)
         self._memory.free()
 
 
 class StagedMpiWindow(TensorWindow):
-    """MPI moves what passes through page-locked buffers, which torch keeps for the next time."""
+    """Window between hosts: MPI moves data through page-locked buffers, which torch caches for reuse."""
 
     def __init__(self, comm: MPI.Intracomm, local: torch.Tensor) -> None:
         self.local = local
@@ -183,17 +232,20 @@ class StagedMpiWindow(TensorWindow):
         self._begun: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
 
     def put(self, source: torch.Tensor, rank: int, offset: int) -> None:
-        buffer = self._passing(source)
+        """Copy `source` to a buffer, then begin an MPI put."""
+        buffer = self._staging_buffer(source)
         cuda.copy(buffer, source)
         self._window.put(buffer.numpy(), rank, offset)
         self._mine(rank).append((buffer, None))
 
     def get(self, into: torch.Tensor, rank: int, offset: int) -> None:
-        buffer = self._passing(into)
+        """Begin an MPI get into a buffer."""
+        buffer = self._staging_buffer(into)
         self._window.get(buffer.numpy(), rank, offset)
         self._mine(rank).append((buffer, into))
 
     def flush(self, rank: int) -> None:
+        """Flush the MPI window, then copy the buffers of gets to their destinations."""
         self._window.flush(rank)
         for buffer, into in self._begun.pop((threading.get_ident(), rank), ()):
             if into is not None:
@@ -201,21 +253,24 @@ class StagedMpiWindow(TensorWindow):
         cuda.ready(self.local)
 
     def acquire(self, begin: int, end: int) -> None:
+        """Execute a memory fence, then copy the image to `local`."""
         self._window.sync()
         cuda.copy(self.local[begin:end], self._image[begin:end])
 
     def release(self, begin: int, end: int) -> None:
+        """Copy `local` to its image, then execute a memory fence."""
         cuda.copy(self._image[begin:end], self.local[begin:end])
         self._window.sync()
 
-    def _passing(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _staging_buffer(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(len(tensor), dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
     def _mine(self, rank: int) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Begun by this thread: MPI needs the buffers until the flush."""
+        """Return the transfers that this thread began with `rank`: MPI needs their buffers until the flush."""
         return self._begun.setdefault((threading.get_ident(), rank), [])
 
     def free(self) -> None:
+        """Unlock the pages and free the MPI window."""
         self.local = self._image = self.local.new_empty(0)
         if self._page_lock is not None:
             self._page_lock.free()
@@ -223,5 +278,5 @@ class StagedMpiWindow(TensorWindow):
 
 
 def _buffer(tensor: torch.Tensor) -> Any:
-    """As MPI takes it: mpi4py reads a device pointer from the tensor itself."""
+    """Return the tensor in the form that MPI takes; mpi4py reads a device pointer from the tensor itself."""
     return tensor if tensor.is_cuda else tensor.numpy()

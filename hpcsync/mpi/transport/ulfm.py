@@ -1,11 +1,11 @@
-"""Ranks that die while the others go on, with an MPI that tolerates that: ULFM, User-Level Failure Mitigation.
+"""Detection and acknowledgement of rank deaths with ULFM, MPI's User-Level Failure Mitigation.
 
-A call that needs a rank that has died raises an error. So does one that takes messages from anybody, until somebody has
-acknowledged the death on its communicator: then it goes on, and nothing that others have sent is lost. Windows know
-nothing of deaths: on a node those of the dead can even be read.
+An MPI call that needs a dead rank raises an error. So does a call that receives from any source, until the death is
+acknowledged on its communicator: the call then works again, and no message from another rank is lost. Windows know
+nothing of deaths: on a node, even a dead rank's window can still be read.
 
-Nothing collective can be done any more with a communicator or a window of which somebody has died, not even free it.
-Those who are left make a new communicator of themselves (`survivors`), and the old ones stay until the processes end.
+No collective operation is possible on a communicator or window that includes a dead rank, not even freeing it. The
+survivors create a new communicator (`survivors`), and the old ones stay until the processes end.
 """
 
 from __future__ import annotations
@@ -27,33 +27,46 @@ DEATH = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 class RankFailed(Exception):
-    """Another rank cannot go on, or has died."""
+    """Another rank failed or died."""
 
 
 def tolerable() -> bool:
-    """Whether this MPI goes on without ranks that have died: it has to be able to, and must have been started so."""
-    able = MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN  # mpi4py's stand-ins for MPIs that are not
+    """Return whether this MPI can continue after a rank dies: it must support ULFM and have been started with it."""
+    able = MPI.ERR_PROC_FAILED != MPI.ERR_UNKNOWN  # mpi4py sets both equal for an MPI without ULFM
     return able and os.environ.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
 
 
 def refuse_intolerant(comm: MPI.Intracomm) -> None:
-    """Raises JobError where a run cannot go on when ranks die; collective."""
+    """Check that the run can continue after a rank dies; collective.
+
+    Raises
+    ------
+    JobError
+        If the MPI does not tolerate deaths, or the ranks are on several hosts.
+    """
     if not tolerable():
         raise JobError(
-            'cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; that takes Open MPI, '
-            f"from version 5 on, and mpirun {shlex.join(launcher.TOLERANT)}, as hpcsync run starts it"
+            'cluster.on_death = "continue": must be "end" with this MPI, or this way to start it; "continue" needs '
+            f"Open MPI 5 or later, started as hpcsync run does, with mpirun {shlex.join(launcher.TOLERANT)}"
         )
     if not on_one_node(comm):
         raise JobError(
             'cluster.on_death = "continue": must be "end" with ranks on several hosts: transfers between them may hang '
-            "when one dies; --resume goes on from the last checkpoint"
+            "when one dies; use --resume to resume from the last checkpoint instead"
         )
 
 
 class Deaths:
-    """Those of the ranks of `comm` that this rank has heard of.
+    """Failure detector: the ranks of `comm` that this rank knows to have died.
 
-    tolerated: whether the others are to go on. vital: ranks without which nobody can.
+    Parameters
+    ----------
+    comm
+        Communicator to watch.
+    tolerated
+        Whether the other ranks continue after a death.
+    vital
+        Ranks without which the run cannot continue.
     """
 
     def __init__(self, comm: MPI.Intracomm, *, tolerated: bool = False, vital: Iterable[int] = (0,)) -> None:
@@ -62,9 +75,12 @@ class Deaths:
         self._vital = frozenset(vital if tolerated else range(comm.size))
 
     def look(self) -> list[int]:
-        """The ranks that have died, ascending. MPI finds out while messages are waited for.
+        """Return the ranks that have died, in ascending order; MPI detects deaths while messages are waited for.
 
-        Raises RankFailed for one without which nobody can go on.
+        Raises
+        ------
+        RankFailed
+            If one of them is vital.
         """
         if not self._known:
             return []
@@ -73,13 +89,18 @@ class Deaths:
         failed.Free()
         ranks = sorted(map(int, found))
         if lost := self._vital.intersection(ranks):
-            raise RankFailed(f"rank {min(lost)} has died")
+            raise RankFailed(f"rank {min(lost)} died")
         return ranks
 
     def heard(self, error: MPI.Exception) -> None:
-        """A call on `comm` has raised this: acknowledge a death, so that the call can be made again.
+        """Acknowledge a death after a call on `comm` raised `error`, so that the call can be repeated.
 
-        Raises what cannot be tolerated: RankFailed for a death, or else the error.
+        Raises
+        ------
+        RankFailed
+            If the death cannot be tolerated.
+        MPI.Exception
+            `error` itself, if it is not about a death.
         """
         if not self._known or error.Get_error_class() not in DEATH:
             raise error
@@ -88,21 +109,21 @@ class Deaths:
 
 
 def tell(rank: int) -> None:
-    """On rank 0: the run goes on, but not as it began."""
-    print(f"hpcsync: rank {rank} has died; the others go on", file=sys.stderr, flush=True)
+    """Print on rank 0 that a rank died and the run continues."""
+    print(f"hpcsync: rank {rank} died; the other ranks continue", file=sys.stderr, flush=True)
 
 
 def survivors(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """A communicator of those that are left, in their order; collective over them."""
+    """Return a communicator of the surviving ranks, in their order; collective over them."""
     shrunk: Any = comm.Shrink()
     return shrunk
 
 
 def leave_with(comm: MPI.Intracomm) -> None:
-    """The last that those who are left do together; collective over them.
+    """Agree with the other survivors that this is the last collective operation; collective over them.
 
-    From here on they end without telling MPI, whose own end now and then waits for the dead. What a script gives to
-    `sys.exit` is then lost, but not that an exception has ended it.
+    From here on they exit without finalising MPI, whose finalisation sometimes waits for the dead ranks. The argument
+    of a script's `sys.exit` is then lost, but not that an exception has ended it.
     """
     global _leaving
     comm.Agree(1)
@@ -112,7 +133,7 @@ def leave_with(comm: MPI.Intracomm) -> None:
 _leaving = False
 
 
-@atexit.register  # first of all, which makes it the last
+@atexit.register  # registered first, so that it runs last
 def _leave() -> None:
     if _leaving:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""One-sided windows over memory that MPI allocates, or is given."""
+"""One-sided (RMA) windows over memory that MPI allocates or that the caller provides."""
 
 from __future__ import annotations
 
@@ -11,18 +11,35 @@ from hpcsync.mpi.transport import shm_budget
 
 
 class Window:
-    """An RMA window, locked by everybody for its whole life; ordering comes from `flush`.
+    """RMA window, locked by all ranks for its whole life; ordering comes from `flush`.
 
-    `MPI_Win_allocate` with one lock for the whole life is what makes transfers passive on a node, on Open MPI and MPICH
-    alike: the target's core is not needed. Memory that nobody touches is never committed, so a window may be sized for
-    the worst case.
+    Parameters
+    ----------
+    comm
+        Communicator. The constructor and `free` are collective over it.
+    count
+        Elements that this rank exposes, zero allowed.
+    dtype
+        Type of the elements.
+    memory
+        Contiguous buffer of any kind that mpi4py takes, to expose instead of allocated memory; `local` is then empty.
+        By default MPI allocates the memory, and only then are transfers passive.
 
-    comm:   collective over it; freed with `free` by all of its ranks.
-    count:  elements that this rank exposes, zero allowed.
-    memory: where these lie, a contiguous buffer of any kind that mpi4py takes, and `local` is empty. By default MPI
-            allocates it, and only then transfers are passive.
+    Attributes
+    ----------
+    local : numpy.ndarray
+        Exposed memory of this rank, shape (count,).
 
-    Raises JobError, on all ranks, where a node has no room for it.
+    Raises
+    ------
+    JobError
+        On all ranks, if a node has too little shared memory.
+
+    Notes
+    -----
+    `MPI_Win_allocate` with one lock for the whole life makes transfers passive on a node with both Open MPI and MPICH:
+    the target's core is not needed. Memory that is never touched is never committed, so a window may be sized for the
+    worst case.
     """
 
     def __init__(self, comm: MPI.Intracomm, count: int, dtype: Any, memory: Any = None) -> None:
@@ -34,7 +51,7 @@ class Window:
             self._taken = shm_budget.take(comm, count * itemsize)
             self._win = MPI.Win.Allocate(count * itemsize, itemsize, comm=comm)
             self.local = np.frombuffer(self._win.tomemory(), self._dtype, count)  # type: ignore[call-overload]
-            """This rank's exposed memory, shape (count,)."""
+
         else:
             self._win = MPI.Win.Create(memory if count else None, itemsize, comm=comm)
             self.local = np.empty(0, self._dtype)
@@ -46,17 +63,17 @@ class Window:
         self._open.Put(source, rank, (offset, len(source)))
 
     def get(self, into: Any, rank: int, offset: int) -> None:
-        """Begin to copy from element `offset` of `rank` into `into`, 1-D; it is there after `flush(rank)`."""
+        """Begin to copy from element `offset` of `rank` into `into`, 1-D; the data is there after `flush(rank)`."""
         self._open.Get(into, rank, (offset, len(into)))
 
     def accumulate(self, source: np.ndarray, rank: int, offset: int) -> None:
-        """Begin to add `source` to what is at element `offset` of `rank`; atomic for each element, among sums."""
+        """Begin to add `source` to the elements from `offset` on of `rank`, atomically per element among sums."""
         self._open.Accumulate(source, rank, (offset, source.size), MPI.SUM)
 
     def fetch_add(self, value: float, rank: int, offset: int) -> Any:
-        """Add `value` to element `offset` of `rank` in one atomic step, and wait; what was there before.
+        """Add `value` to element `offset` of `rank` atomically, and return the previous value; adding 0 reads.
 
-        Adding 0 reads. The only atomic operations on a window are sums, because MPI promises nothing about a mixture.
+        Sums are the only atomic operations used on a window, because MPI guarantees nothing about mixed operations.
         """
         operand, before = np.array([value], self._dtype), np.zeros(1, self._dtype)
         self._open.Fetch_and_op(operand, before, rank, offset, MPI.SUM)
@@ -64,11 +81,11 @@ class Window:
         return before[0]
 
     def flush(self, rank: int) -> None:
-        """Wait until this rank's operations on `rank` are complete, here and there."""
+        """Wait until this rank's operations on `rank` are complete on both sides."""
         self._open.Flush(rank)
 
     def sync(self) -> None:
-        """Make what others have put into `local` visible here."""
+        """Make other ranks' puts visible in `local`."""
         self._open.Sync()
 
     @property
@@ -78,7 +95,7 @@ class Window:
         return self._win
 
     def free(self) -> None:
-        """Unlock and free; collective, and harmless when repeated. `local` must not be used afterwards."""
+        """Unlock and free the window; collective, and harmless when repeated. `local` must not be used afterwards."""
         if self._win is not None:
             win, self._win = self._win, None
             self.local = np.empty(0, self._dtype)

@@ -1,6 +1,6 @@
-"""Where a run's tensors lie and how they move between ranks: what was asked for, what serves here, and why.
+"""Selection of the kind of window for a run's tensors: what the job asks for, what works here, and why.
 
-Of the ways of moving a GPU's tensors that serve on rank 0's node (`rehearsal`) the fastest is chosen, and tried again
+Of the kinds that work for a GPU's tensors on rank 0's node (`window_trials`), the fastest is chosen and tried again
 among all ranks of the run.
 """
 
@@ -21,18 +21,28 @@ from hpcsync.mpi.transport.window_test import COUNT, attempt
 from hpcsync.mpi.transport.window_trials import ON_A_NODE, WindowTrial, fastest, reason, rehearse
 from hpcsync.system import gpu_selection
 
-BETWEEN_NODES = ("staged",)  # and mpi if it is asked for: a trial on one node says nothing of others
+BETWEEN_NODES = ("staged",)  # "mpi" only on request: a trial on one node does not show that it works between nodes
 
 
 class WindowSelection(NamedTuple):
-    """why: the reason for the transport's kind. used: which ranks compute on which GPU, a line for each GPU."""
+    """Selected transport.
+
+    Attributes
+    ----------
+    transport : Transport
+        Method of moving tensors.
+    why : str
+        Reason for the kind of window.
+    used : tuple of str
+        For each GPU in use, a line that names its ranks.
+    """
 
     transport: Transport = HOST
     why: str = "tensors are in host memory"
     used: tuple[str, ...] = ()
 
     def attributes(self) -> dict[str, Any]:
-        """For the trace's root."""
+        """Return the attributes of the trace's root."""
         found = {
             "device": self.transport.device.type,
             "window": self.transport.kind,
@@ -42,19 +52,31 @@ class WindowSelection(NamedTuple):
         return {**found, **gpu_selection.versions()} if self.used else found
 
     def lines(self) -> list[str]:
-        """What the user is told when the run starts: nothing where there was nothing to choose."""
+        """Return the lines to print at the start of the run; none on the CPU, where there is no choice."""
         return [*self.used, f"window: {self.transport.kind} ({self.why})"] if self.used else []
 
 
 def gpus_of_all(comm: MPI.Intracomm) -> gpu_selection.Found:
-    """What every rank can use. Collective."""
+    """Return the GPUs that every rank can use; collective."""
     return gpu_selection.common(comm.allgather((comm.rank, socket.gethostname(), gpu_selection.found())))
 
 
 def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> WindowSelection:
-    """How tensors of this device, of the same type on every rank, move in this run. Collective.
+    """Select how tensors of `device` move between the ranks of this run; collective.
 
-    Raises JobError, on all ranks, where what the job asks for does not serve here.
+    Parameters
+    ----------
+    comm
+        Communicator of the run.
+    job
+        The job; `cluster.window` may name a kind.
+    device
+        Device of this rank's tensors, of the same type on every rank.
+
+    Raises
+    ------
+    JobError
+        On all ranks, if what the job asks for does not work here.
     """
     if device.type == "cpu":
         return WindowSelection()
@@ -64,18 +86,24 @@ def place(comm: MPI.Intracomm, job: Job, device: torch.device) -> WindowSelectio
     asked, backoff = job.cluster.window, Backoff(comm)
     kinds = _kinds(asked, backoff.one_node)
     found = rehearse(kinds) if comm.rank == 0 else []
-    backoff.barrier()  # it takes seconds
+    backoff.barrier()  # the trials take seconds
     found = _confirmed(comm, device, comm.bcast(found))
     kind = fastest(found)
     if kind is None and asked == "auto":
-        raise JobError(f'cluster.device = "cuda": must be "cpu" here, no kind of window serves: {reason(found)}')
+        raise JobError(f'cluster.device = "cuda": must be "cpu" here, no kind of window works: {reason(found)}')
     if kind is None:
         raise JobError(f"cluster.window = {shown(asked)}: must be another here: {reason(found)}")
     return WindowSelection(Transport(kind, device), reason(found, kind), tuple(gpu_selection.users(used)))
 
 
 def _kinds(asked: str, one_node: bool) -> Sequence[str]:
-    """What to try. Raises JobError for CUDA IPC between nodes."""
+    """Return the kinds to try.
+
+    Raises
+    ------
+    JobError
+        For "ipc" with ranks on several nodes.
+    """
     if asked == "auto":
         return ON_A_NODE if one_node else BETWEEN_NODES
     if asked == "ipc" and not one_node:
@@ -84,12 +112,15 @@ def _kinds(asked: str, one_node: bool) -> Sequence[str]:
 
 
 def _confirmed(comm: MPI.Intracomm, device: torch.device, found: list[WindowTrial]) -> list[WindowTrial]:
-    """What was found, after the best of it has succeeded among all ranks of the run too; the others as they were."""
+    """Return `found` after its fastest kind has succeeded among all ranks of the run.
+
+    Kinds that fail there are marked as failed; the others stay as they were.
+    """
     while (kind := fastest(found)) is not None:
         again = attempt(comm, Transport(kind, device), count=COUNT // 4)
-        served = again.took_s is not None
-        changed = {"note": again.note} if served else {"took_s": None, "failure": again.failure}
+        succeeded = again.took_s is not None
+        changed = {"note": again.note} if succeeded else {"took_s": None, "failure": again.failure}
         found = [one._replace(**changed) if one.kind == kind else one for one in found]
-        if served:
+        if succeeded:
             break
     return found

@@ -1,4 +1,4 @@
-"""A transfer there and back through a window, of which every element is compared."""
+"""Test of a kind of window: a round trip whose every element is compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,17 @@ TURNS = 3
 
 
 class WindowTest(NamedTuple):
-    """took_s: rank 0's fastest put and get; None after a failure. note: what else is to be said."""
+    """Result of a test.
+
+    Attributes
+    ----------
+    took_s : float or None
+        Duration of rank 0's fastest put and get, in seconds; None after a failure.
+    failure : str
+        Reason of the failure, "" without one.
+    note : str
+        Remark for the user, "" if there is none.
+    """
 
     took_s: float | None = None
     failure: str = ""
@@ -26,9 +36,21 @@ class WindowTest(NamedTuple):
 
 
 def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> WindowTest:
-    """Every rank puts a pattern into the next one's window, and gets what that one shows; all have the same result.
+    """Test a transport: every rank puts a pattern to the next rank and gets that rank's pattern; collective.
 
-    count: elements, each way. Collective.
+    Parameters
+    ----------
+    comm
+        Communicator of the test.
+    transport
+        Transport to test.
+    count
+        Elements in each direction.
+
+    Returns
+    -------
+    WindowTest
+        The same on all ranks.
     """
     to, source = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     times, right = [], True
@@ -36,7 +58,7 @@ def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> Wi
         window = transport.window(comm, 2 * count, torch.float32)
     except (MemoryUnreachable, JobError) as error:
         return WindowTest(failure=str(error))
-    backoff = Backoff(comm, passive=transport.passive)  # as the ranks of a run wait
+    backoff = Backoff(comm, passive=transport.passive)  # waits as the ranks of a run do
     here = torch.zeros(count, device=transport.device)
     for turn in range(TURNS):
         here.copy_(_pattern(comm.rank, turn, count))
@@ -55,13 +77,13 @@ def attempt(comm: MPI.Intracomm, transport: Transport, count: int = COUNT) -> Wi
         right &= torch.equal(here.cpu(), _pattern(to, ~turn, count))
         window.release(0, count)
         backoff.barrier()
-    everybody = comm.allgather((right, min(times), window.note))
+    results = comm.allgather((right, min(times), window.note))
     window.free()
-    if not all(right for right, _, _ in everybody):
-        return WindowTest(failure="what arrives is not what was sent")
-    return WindowTest(everybody[0][1], note=next((note for _, _, note in everybody if note), ""))
+    if not all(right for right, _, _ in results):
+        return WindowTest(failure="the data received differs from the data sent")
+    return WindowTest(results[0][1], note=next((note for _, _, note in results if note), ""))
 
 
 def _pattern(rank: int, turn: int, count: int) -> torch.Tensor:
-    """Whole numbers that float32 holds exactly, of which no two ranks and turns have the same."""
+    """Return integers that float32 represents exactly, different for each rank and turn."""
     return (torch.arange(count) % 65521 + 7 * turn + 101 * rank).float()

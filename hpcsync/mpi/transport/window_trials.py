@@ -1,7 +1,7 @@
-"""Which kinds of windows serve a GPU's tensors on this machine: tried in a child job, because trying may crash or hang.
+"""Trials of the kinds of windows for GPU tensors, in a child job because a trial may crash or hang.
 
-MPI library, driver, GPUs and containers all have a say in it, and none of them can be asked reliably. So two ranks of
-this node make a transfer there and back (`mpi.attempt`).
+MPI library, driver, GPUs and containers all determine which kinds work, and none of them can be queried reliably. Two
+ranks of this node therefore make a round trip (`window_test.attempt`).
 """
 
 from __future__ import annotations
@@ -13,12 +13,23 @@ from typing import NamedTuple
 from hpcsync.mpi.transport import subprocess_probe
 from hpcsync.system import launcher
 
-ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is likeliest to crash
+ON_A_NODE = ("staged", "ipc", "mpi")  # tried in this order: the last one is the likeliest to crash
 
 
 class WindowTrial(NamedTuple):
-    """Of one kind of window: how long 4 MB took there and back (infinitely long if it was not tried), and what else is
-    to be said; or what went wrong."""
+    """Result of the trial of one kind of window.
+
+    Attributes
+    ----------
+    kind : str
+        Kind of window.
+    took_s : float or None
+        Duration of a 4 MB round trip, in seconds; infinite if it was not tried, None if it failed.
+    failure : str
+        Reason of the failure, "" without one.
+    note : str
+        Remark for the user, "" if there is none.
+    """
 
     kind: str
     took_s: float | None = None
@@ -27,38 +38,38 @@ class WindowTrial(NamedTuple):
 
 
 def rehearse(kinds: Sequence[str] = ON_A_NODE) -> list[WindowTrial]:
-    """Try these kinds together in one child job; where that fails, each in its own.
+    """Try the kinds together in one child job; if that fails, each in a job of its own.
 
-    Where none can be started, the first kind is left to prove itself in the run.
+    If no child job can be started, only the first kind is returned, untried: the run itself will show if it works.
     """
-    found = _tried(kinds)
+    found = _try_kinds(kinds)
     if fastest(found) is None and not _child_jobs_run():
         return [WindowTrial(kinds[0], math.inf)]
     return found
 
 
 def serving(found: Sequence[WindowTrial]) -> list[str]:
-    """The kinds that serve, the fastest first."""
+    """Return the kinds that work, the fastest first."""
     return [kind for _, kind in sorted((one.took_s, one.kind) for one in found if one.took_s is not None)]
 
 
 def fastest(found: Sequence[WindowTrial]) -> str | None:
-    """The kind to use; None if all have failed."""
+    """Return the kind to use, or None if all failed."""
     return next(iter(serving(found)), None)
 
 
 def reason(found: Sequence[WindowTrial], kind: str | None = None) -> str:
-    """What was found out, in one line; first about the kind that was chosen."""
-    return "; ".join(map(_said, sorted(found, key=lambda one: one.kind != kind)))
+    """Return the results in one line, those of the chosen kind first."""
+    return "; ".join(map(_describe, sorted(found, key=lambda one: one.kind != kind)))
 
 
-def _tried(kinds: Sequence[str]) -> list[WindowTrial]:
+def _try_kinds(kinds: Sequence[str]) -> list[WindowTrial]:
     try:
         return [WindowTrial(*one) for one in subprocess_probe.probe("windows", *kinds, ranks=2)["windows"]]
     except (subprocess_probe.ProbeError, launcher.LaunchError) as error:
         if len(kinds) == 1:
             return [WindowTrial(kinds[0], failure=str(error))]
-        return [one for kind in kinds for one in _tried([kind])]
+        return [one for kind in kinds for one in _try_kinds([kind])]
 
 
 def _child_jobs_run() -> bool:
@@ -68,7 +79,7 @@ def _child_jobs_run() -> bool:
         return False
 
 
-def _said(one: WindowTrial) -> str:
+def _describe(one: WindowTrial) -> str:
     if one.took_s is None:
         return f"{one.kind}: {one.failure}"
     if one.took_s == math.inf:

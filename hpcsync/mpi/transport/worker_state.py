@@ -1,8 +1,9 @@
-"""What every rank is doing, where rank 0 sees it without asking: a word per rank in a window on rank 0.
+"""Worker states: the activity of every rank, in a window on rank 0 that has one word per rank.
 
-A rank puts its word and goes on; it does not wait until it is there. MPI may read what is put until the next flush: so
-words are taken from a ring, and only when that begins anew there is a flush, one wait in `RING` phases. Between hosts
-Open MPI keeps what is put back until the next call of MPI, which in a computation is long to come: hence the probe.
+A rank puts its word and continues without waiting for completion. MPI may read the source of a put until the next
+flush, so words are taken from a ring, and a flush is needed only when the ring wraps around: one wait in `RING` phases.
+Between hosts, Open MPI delays a put until the next MPI call, which may be late during a computation; a probe therefore
+follows the put.
 """
 
 from __future__ import annotations
@@ -17,9 +18,18 @@ N_PHASES = 8
 
 
 class WorkerStates:
-    """Made collectively over `comm`. one_node: whether all its ranks are on one.
+    """Activities of all ranks.
 
-    A phase is a number below 8 (`traces.schema.PHASES`), 0 before the first.
+    Parameters
+    ----------
+    comm
+        Communicator; the constructor and `free` are collective over it.
+    one_node
+        Whether all ranks of `comm` share a node.
+
+    Notes
+    -----
+    A phase is a number below `N_PHASES`, a `trace.schema.Phase`, and is 0 before the first `enter`.
     """
 
     def __init__(self, comm: MPI.Intracomm, *, one_node: bool) -> None:
@@ -34,7 +44,7 @@ class WorkerStates:
         self._iteration = 0
 
     def enter(self, phase: int, iteration: int | None = None) -> None:
-        """This rank is from now on in this phase, of this iteration, or the one that it is in."""
+        """Set this rank's phase and, if it changes, its iteration."""
         if iteration is not None:
             self._iteration = iteration
         if self._next == RING:
@@ -48,10 +58,10 @@ class WorkerStates:
             self._comm.Iprobe()
 
     def seen(self) -> list[tuple[int, int]]:
-        """On rank 0: (iteration, phase) of every rank."""
+        """Return (iteration, phase) of every rank; on rank 0 only."""
         self._window.sync()
         return [divmod(word, N_PHASES) for word in self._window.local.tolist()]
 
     def free(self) -> None:
-        """Collective, and harmless when repeated."""
+        """Free the window; collective, and harmless when repeated."""
         self._window.free()

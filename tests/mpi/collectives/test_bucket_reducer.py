@@ -94,8 +94,10 @@ def test_all_ranks_have_the_same_bits_and_have_them_again(comm, dtype, bucket_by
 
 @pytest.mark.parametrize("bucket_bytes", [TINY, LARGE])
 @pytest.mark.parametrize("overlap", [True, False])
-def test_gradients_count_as_often_as_their_ranks_say(comm, bucket_bytes, overlap):
-    """Powers of two, so that it is exact; also of a gradient that autograd has no part in, and until it is changed."""
+def test_gradients_are_weighted_by_their_ranks(comm, bucket_bytes, overlap):
+    """Weights are powers of two, so that the result is exact; autograd may have no part in a gradient, and weights may
+    change.
+    """
     flat = make()
     with BucketReducer(comm, flat, bucket_bytes, overlap=overlap) as reducer:
         for step in range(4):
@@ -150,7 +152,7 @@ def test_parameters_without_part_in_the_loss(comm, used):
 
 
 def test_ranks_that_use_different_parameters(comm):
-    """The order of launches is the same all the same."""
+    """The order of launches is the same nevertheless."""
     flat = make()
     used = slice(0, 4) if comm.rank % 2 else slice(4, None)
     with BucketReducer(comm, flat, TINY) as reducer:
@@ -171,7 +173,7 @@ def test_a_second_backward_before_finish_is_refused(comm, needs):
             backward(flat, known(comm.rank))
         reducer.finish()
         flat.zero_gradient()
-        backward(flat, known(comm.rank))  # after it, one is welcome
+        backward(flat, known(comm.rank))  # after finish() it is allowed
         reducer.finish()
         assert torch.equal(flat.gradient, mean_of([known(rank) for rank in range(comm.size)]))
 
@@ -192,12 +194,12 @@ def test_without_overlap_backward_passes_add_up(comm):
 
 
 @pytest.mark.parametrize("bucket_bytes", [MIDDLE, LARGE])
-def test_ranks_without_a_batch_take_part_until_nobody_has_one(comm, bucket_bytes):
+def test_ranks_without_a_batch_take_part_until_no_rank_has_one(comm, bucket_bytes):
     flat = make()
     with BucketReducer(comm, flat, bucket_bytes) as reducer:
         step = 0
         while True:
-            flat.gradient.fill_(5.0)  # what an idle rank has must not count
+            flat.gradient.fill_(5.0)  # an idle rank's gradient must not count
             contributing = step <= comm.rank
             if contributing:
                 flat.drop_gradient()
@@ -217,7 +219,7 @@ def test_a_rank_cannot_withdraw_what_it_has_launched(comm, needs):
     flat = make()
     with BucketReducer(comm, flat, MIDDLE) as reducer:
         backward(flat, known(comm.rank))
-        with pytest.raises(RuntimeError, match="on their way"):
+        with pytest.raises(RuntimeError, match="launched gradients"):
             reducer.finish(contributing=False)
         reducer.finish()
 
@@ -266,7 +268,7 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(comm, needs, overlap):
         assert reducer.reduced.comm_s > 0
 
 
-def test_finish_waits_for_the_slowest_and_says_so(comm, needs):
+def test_finish_waits_for_the_slowest_and_measures_it(comm, needs):
     needs(2)
     flat = make()
     with BucketReducer(comm, flat, MIDDLE) as reducer:
@@ -306,7 +308,7 @@ def test_the_gradient_may_be_the_mean_when_backward_returns(comm):
             assert torch.equal(flat.gradient, mean_of([known(rank, step) for rank in range(comm.size)]))
 
 
-def test_what_is_raised_there_comes_out_of_backward(comm):
+def test_an_exception_at_the_end_propagates_from_backward(comm):
     flat = make()
 
     def refuse():
@@ -340,13 +342,13 @@ def test_closing_without_a_step_and_twice(comm):
         reducer.finish()
 
 
-def test_closing_with_buckets_on_their_way(comm):
+def test_closing_with_launched_buckets(comm):
     flat = make()
     with BucketReducer(comm, flat, TINY):
         backward(flat, known(comm.rank))
 
 
-def test_a_failure_on_one_rank_comes_out_without_waiting_for_others(comm):
+def test_a_failure_on_one_rank_propagates_without_waiting_for_others(comm):
     flat = make()
     if comm.rank == 0:
         with pytest.raises(ArithmeticError), BucketReducer(comm, flat, MIDDLE):
@@ -355,7 +357,7 @@ def test_a_failure_on_one_rank_comes_out_without_waiting_for_others(comm):
         BucketReducer(comm, flat, MIDDLE)
 
 
-# ---- the way it is done ----
+# ---- the implementation ----
 
 
 def test_shared_memory_is_used_on_one_node_if_there_is_room(comm, monkeypatch):
@@ -371,8 +373,8 @@ def test_shared_memory_is_used_on_one_node_if_there_is_room(comm, monkeypatch):
 
 
 @pytest.mark.parametrize("broken", [None, "arrived", "left"])
-def test_both_meetings_are_needed(comm, needs, broken, way, monkeypatch):
-    """The control: a rank that does not wait reads what is not there yet, or takes for whole what is not."""
+def test_both_synchronisations_are_needed(comm, needs, broken, way, monkeypatch):
+    """Negative control: a rank that does not wait reads data that is missing, or uses an incomplete mean."""
     needs(2)
     if way == "mpi":
         pytest.skip("shared memory only")

@@ -1,4 +1,4 @@
-"""The mean of what all ranks' codecs send: the same bits everywhere, as in one process, and of all who contribute."""
+"""Compressed mean: the same bits on all ranks, equal to those of one process, over all contributing ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def make(comm: MPI.Intracomm, of: Compression, dtype: torch.dtype = torch.float6
 
 
 def means(comm: MPI.Intracomm, of: Compression, dtype: torch.dtype = torch.float64) -> tuple[list[torch.Tensor], Any]:
-    """Of all ranks' vectors, step by step; and what is left of this rank's."""
+    """Return the means of all ranks' vectors, step by step, and what remains of this rank's."""
     found, mean = [], make(comm, of, dtype)
     for step in range(STEPS):
         mean.vector.copy_(vector(comm.rank, step, dtype))
@@ -110,7 +110,7 @@ def equal_everywhere(comm: MPI.Intracomm, tensors: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_it_is_the_mean_of_what_each_codec_sends_in_the_order_of_ranks(comm, name):
+def test_it_is_the_mean_of_decoded_payloads_in_rank_order(comm, name):
     dtype = torch.float32
     of = compression(name, dtype, **CODECS[name])
     found, rest = means(comm, of, dtype)
@@ -148,7 +148,7 @@ def test_a_rank_that_does_something_else_is_noticed(comm, needs, monkeypatch, br
         assert np.array_equal(rest, rests[comm.rank]) == (comm.rank != 1)
 
 
-def test_half_precision_is_exact_for_what_it_can_represent(comm):
+def test_half_precision_is_exact_for_values_it_can_represent(comm):
     mean = make(comm, compression("fp16"))
     known = torch.arange(SIZE, dtype=torch.float64)
     mean.vector.copy_(known + comm.rank)
@@ -174,7 +174,7 @@ def test_all_of_the_elements_are_the_mean_without_compression(comm):
 
 @pytest.mark.parametrize("way", ["fastest", "mpi"])
 def test_factors_are_those_of_one_process(comm, monkeypatch, way):
-    """To the bit where the ranks' own memory is used: MPI may add up in another order."""
+    """The bits are equal where the ranks' own memory is used: MPI may sum in another order."""
     if way == "mpi":
         monkeypatch.setattr(module, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Backoff(comm)))
     of = compression("powersgd")
@@ -211,7 +211,7 @@ def test_a_mean_of_low_rank_is_exact_whatever_the_ranks_of_its_terms(comm, feedb
         assert not np.allclose(total, low, rtol=1e-3)
 
 
-def test_where_nothing_has_factors_the_second_mean_is_of_nothing(comm):
+def test_without_factors_the_second_mean_is_empty(comm):
     mean = module.compressed_mean(comm, 9, torch.float64, HOST, Compression(job("powersgd", 2), [(9,)], torch.float64))
     for step in range(2):
         mean.vector.fill_(step + comm.rank)
@@ -220,12 +220,12 @@ def test_where_nothing_has_factors_the_second_mean_is_of_nothing(comm):
     mean.free()
 
 
-# ---- who contributes ----
+# ---- contributing ranks ----
 
 
 @pytest.mark.parametrize("name", ["top-k", "powersgd"])
-def test_who_does_not_contribute_sends_nothing_and_keeps_what_it_has(comm, needs, name):
-    """The last rank, in the second of three means; then nobody."""
+def test_a_rank_that_does_not_contribute_sends_nothing_and_keeps_its_state(comm, needs, name):
+    """The last rank does not contribute to the second of three means; then no rank does."""
     needs(2)
     of, absent = compression(name), comm.size - 1
     mean, alike = make(comm, of), (FactorsInOneProcess if name == "powersgd" else PayloadsInOneProcess)(of, comm.size)
@@ -306,7 +306,7 @@ def test_a_run_is_its_simulation_to_the_bit(comm, folder, name, leaving):
 
 
 def test_other_transports_are_staged_in_host_memory(comm):
-    """As of a GPU: whatever the transport's kind, it is payloads in host memory that travel."""
+    """As with a GPU, payloads travel through host memory whatever the transport's kind."""
     for name in ("top-k", "powersgd"):
         of, found = compression(name), []
         for transport in (HOST, Transport("staged")):

@@ -34,7 +34,7 @@ def test_a_clock_that_is_wrong_by_seconds_is_put_right(comm, monkeypatch):
 
 
 def test_a_wall_clock_that_steps_back_and_forth_changes_nothing(comm, needs, folder, monkeypatch):
-    """The run's times go on all the same, and its weights are the same, bit for bit."""
+    """The run's times are monotonic, and its weights are the same to the bit."""
     needs(2)
     job = Job.from_table(
         {

@@ -10,7 +10,7 @@ TAG = 77
 
 
 def test_every_record_arrives_once_and_in_its_senders_order(comm):
-    """Also when there are more records than an inbox has receives posted."""
+    """This holds also for more records than an inbox has posted receives."""
     n = 3 * DEPTH + 5
     inbox, outbox, backoff = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
     received: list[tuple[int, int, float]] = []
@@ -40,7 +40,7 @@ def test_every_record_arrives_once_and_in_its_senders_order(comm):
 
 
 def test_a_record_is_copied_when_it_is_sent(comm):
-    """What the sender writes afterwards does not reach the receiver: there is a ring of buffers, not one."""
+    """Later writes by the sender do not reach the receiver: there is a ring of buffers, not one."""
     inbox, outbox, backoff = Inbox(comm, TAG, RECORD), Outbox(comm, TAG, RECORD), Backoff(comm)
     for number in range(5):
         outbox.send(comm.rank, (comm.rank, number, 0.0))

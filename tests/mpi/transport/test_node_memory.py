@@ -1,4 +1,4 @@
-"""Memory that all ranks of a node address: everybody has it, or nobody, and then it is given back."""
+"""Memory that all ranks of a node address: either all ranks have it, or none has, and then it is freed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.node_memory import DeviceMemory, HostMemory, MemoryUnreachable
 
 
-def test_memory_that_cannot_be_locked_serves_all_the_same_and_says_so(comm, monkeypatch):
-    """On one rank or on all: locking is each rank's own affair."""
+def test_memory_that_cannot_be_locked_works_with_a_note(comm, monkeypatch):
+    """Each rank locks its own pages, so locking may fail on one rank or on all."""
     locks = []
 
     class Lock:
         def __init__(self, arrays):
-            self.failure = "its pages are not locked: no" if comm.rank == comm.size - 1 else ""
+            self.failure = "pages not locked: no" if comm.rank == comm.size - 1 else ""
             locks.extend(array.nbytes for array in arrays)
 
         free = staticmethod(locks.clear)
@@ -29,7 +29,7 @@ def test_memory_that_cannot_be_locked_serves_all_the_same_and_says_so(comm, monk
     assert locks == []
 
 
-def test_everybody_reads_what_everybody_has_written(comm):
+def test_all_ranks_read_what_all_ranks_have_written(comm):
     memory = HostMemory(comm, comm.rank, torch.float64)
     assert [len(tensor) for tensor in memory.of] == list(range(comm.size))
     memory.of[comm.rank].fill_(comm.rank)
@@ -42,7 +42,7 @@ def test_everybody_reads_what_everybody_has_written(comm):
 
 
 class Cuda:
-    """In the place of CUDA's: what is asked of it, in order; other ranks' memory is made up."""
+    """Stub of CUDA IPC: records the calls in order and fabricates other ranks' memory."""
 
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rank, self.said = rank, []
@@ -64,7 +64,7 @@ class Cuda:
         self.said.append("close")
 
 
-def test_everybody_opens_the_others_memory_and_closes_it_before_it_is_given_back(comm, monkeypatch):
+def test_all_ranks_open_each_others_memory_and_close_it_before_it_is_freed(comm, monkeypatch):
     made = Cuda(comm.rank, monkeypatch)
     memory = DeviceMemory(comm, 3 + comm.rank, torch.float32, torch.device("cpu"))
     assert [len(tensor) for tensor in memory.of] == [3 + rank for rank in range(comm.size)]

@@ -1,4 +1,4 @@
-"""Help for one-sided transfers is chosen by measurement. Between hosts: tests/hosts/test_gossip_reads.py."""
+"""Progress of one-sided transfers is chosen by measurement. Between hosts: tests/hosts/test_gossip_reads.py."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def calls_in(progression, seconds: float, enough: int | None = None) -> int:
     return progression._comm.calls - before
 
 
-def test_on_one_node_nothing_has_to_be_done(comm):
+def test_on_one_node_no_help_is_needed(comm):
     comm.Barrier()
     begin_s = time.perf_counter()
     with choose(comm) as progression:
@@ -72,7 +72,7 @@ def test_on_one_node_nothing_has_to_be_done(comm):
 
 
 @pytest.mark.parametrize("kind", ["passive", "thread", "hooks"])
-def test_what_is_wanted_is_done_until_it_is_closed(comm, kind):
+def test_the_requested_kind_is_active_until_close(comm, kind):
     interval_s = sys.getswitchinterval()
     progression = choose(comm, kind)
     assert progression.kind == kind
@@ -106,7 +106,7 @@ def test_all_ranks_have_the_same_figures(comm):
         assert len(set(comm.allgather(figures))) == 1
 
 
-def test_another_word_is_refused(comm):
+def test_an_unknown_kind_is_refused(comm):
     with pytest.raises(ValueError, match="'rdma'"):
         choose(comm, "rdma")
 
@@ -147,7 +147,7 @@ def test_a_thread_is_chosen_where_it_helps_and_costs_little(
     comm.Barrier()
 
 
-def test_what_is_worthwhile():
+def test_worthwhile():
     assert worthwhile(1.0, 1.0 / THREAD_GAIN_MIN, THREAD_COST_MAX)
     assert not worthwhile(1.0, 1.01 / THREAD_GAIN_MIN, 0.0)
     assert not worthwhile(1.0, 0.0, THREAD_COST_MAX + 0.01)

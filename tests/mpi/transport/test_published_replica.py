@@ -1,6 +1,7 @@
-"""A reader gets one publication whole, however fast the owner publishes, and neither waits for the other.
+"""A reader gets one publication as a whole, however fast the owner publishes, and neither waits for the other.
 
-Every rank publishes vectors that hold their serial number everywhere, so a read must be uniformly what it says it is.
+Every rank publishes vectors that hold their serial number in every element, so a read must be uniformly its serial
+number.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def hammer(comm, dtype, transport=HOST, *, until_mixed: bool) -> tuple[int, int,
         if comm.rank == 0:
             readers.append(Reading(exposed, everybody, comm.size, vector.clone()))
         deadline_s = time.monotonic() + (LIMIT_S if until_mixed else BUSY_S)
-        enough = None  # nobody stops publishing before all readers have had enough
+        enough = None  # no rank stops publishing before all readers have finished
         while enough is None or not enough.Test():
             vector[:] = serial + 1
             if exposed.publish(vector):
@@ -119,19 +120,19 @@ def after_ten_publications(comm) -> tuple[torch.Tensor, int]:
     return comm.bcast((into, serial), comm.size - 1)
 
 
-def test_what_is_pinned_stays_through_ten_publications(comm):
+def test_a_pinned_row_is_unchanged_by_ten_publications(comm):
     into, serial = after_ten_publications(comm)
     assert serial == 1 and (into == 1).all()
 
 
-def test_what_is_pinned_does_not_stay_when_the_owner_ignores_pins(comm, monkeypatch):
+def test_a_pinned_row_is_overwritten_when_the_owner_ignores_pins(comm, monkeypatch):
     monkeypatch.setattr(PublishedReplica, "_pins", lambda self: [])
     into, serial = after_ten_publications(comm)
     assert serial == 1 and (into != 1).all()
 
 
 def copies_what_is_being_filled(comm) -> bool:
-    """Whether a reader that pins between the owner's choice of a row and the filling of it goes on to copy that row."""
+    """Return whether a reader copies a row that it pins after the owner has chosen it and before it is filled."""
     with PublishedReplica(comm, 5, torch.float64) as exposed:
         look, chosen = exposed._current, []
 
@@ -152,7 +153,7 @@ def test_a_row_that_was_chosen_before_it_was_pinned_is_not_copied(comm):
     assert not copies_what_is_being_filled(comm)
 
 
-def test_without_the_second_look_it_would_be(comm, monkeypatch):
+def test_without_the_second_read_of_current_it_is_copied(comm, monkeypatch):
     def hasty(self: PublishedReplica, peer: int, reader: int) -> tuple[int, int]:
         serial, row = self._current(peer)
         self._set_pin(peer, reader, row + 1)
@@ -162,7 +163,7 @@ def test_without_the_second_look_it_would_be(comm, monkeypatch):
     assert copies_what_is_being_filled(comm)
 
 
-def test_an_owner_that_keeps_ahead_is_held_for_one_look(comm):
+def test_an_owner_that_keeps_ahead_is_stopped_for_one_read(comm):
     with PublishedReplica(comm, 5, torch.float64) as exposed:
         look, published = exposed._current, []
 
@@ -208,7 +209,7 @@ def test_before_the_first_publication_there_are_zeros(comm):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1001])
-def test_everybody_reads_everybody(comm, size, transport):
+def test_all_ranks_read_all_ranks(comm, size, transport):
     counting = torch.arange(size, dtype=torch.float32, device=transport.device)
     with PublishedReplica(comm, size, torch.float32, transport) as exposed:
         for turn in range(1, 6):
@@ -223,15 +224,15 @@ def test_everybody_reads_everybody(comm, size, transport):
 
 def test_wrong_vectors_and_readers_are_refused(comm):
     with PublishedReplica(comm, 3, torch.float32) as exposed:
-        with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
+        with pytest.raises(ValueError, match=r"float64\[3\]: must be torch.float32\[3\]"):
             exposed.publish(filled(1, 3))
-        with pytest.raises(ValueError, match=r"float32\[2\] is not"):
+        with pytest.raises(ValueError, match=r"float32\[2\]: must be"):
             exposed.read(0, filled(1, 2, torch.float32))
         with pytest.raises(ValueError, match="reader"):
             exposed.read(0, filled(1, 3, torch.float32), comm.size + 1)
 
 
-def test_free_is_idempotent_and_a_freed_exposure_refuses(comm):
+def test_free_is_idempotent_and_a_freed_replica_raises(comm):
     exposed = PublishedReplica(comm, 3, torch.float64)
     exposed.free()
     exposed.free()

@@ -1,4 +1,4 @@
-"""What is sent is collected, once and whole: vectors, counts and weights, whoever sends at the same time."""
+"""Every vector sent is collected once and as a whole, with counts and weights, while many ranks send."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Received:
         self.total = np.zeros(size)
         self.count, self.weight = 0, 0.0
 
-    def take(self, parcel) -> bool:
-        if parcel is None:
+    def take(self, received) -> bool:
+        if received is None:
             return False
-        assert parcel.count > 0
-        self.total += parcel.total.cpu().numpy()
-        self.count += parcel.count
-        self.weight += parcel.weight
+        assert received.count > 0
+        self.total += received.total.cpu().numpy()
+        self.count += received.count
+        self.weight += received.weight
         return True
 
 
@@ -43,25 +43,25 @@ def other(comm, generator) -> int:
 
 
 def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, int]:
-    """(nothing lost or counted twice, vectors sent, parcels) of random pushes in all directions at once."""
+    """Return (whether none is lost or counted twice, vectors sent, collections) of random pushes in all directions."""
     generator = np.random.default_rng(comm.rank)
-    received, parcels_taken = Received(size), 0
+    received, n_collections = Received(size), 0
     sent, counts, weights = np.zeros((comm.size, size)), np.zeros(comm.size), np.zeros(comm.size)
-    with PushInbox(comm, size, torch.float64, transport) as parcels:
+    with PushInbox(comm, size, torch.float64, transport) as inbox:
         end_s = time.monotonic() + BUSY_S
         while time.monotonic() < end_s:
             for _ in range(generator.integers(4)):
                 peer, weight = other(comm, generator), float(generator.integers(1, 9))
                 vector = generator.integers(-1000, 1000) + np.arange(float(size))
-                parcels.send(peer, torch.from_numpy(vector).to(transport.device), weight)
+                inbox.send(peer, torch.from_numpy(vector).to(transport.device), weight)
                 sent[peer] += vector
                 counts[peer] += 1
                 weights[peer] += weight
             compute()
-            parcels_taken += received.take(parcels.collect())
+            n_collections += received.take(inbox.collect())
         comm.Barrier()
-        parcels_taken += received.take(parcels.collect())  # in the quiet, one call has all
-        assert parcels.collect() is None
+        n_collections += received.take(inbox.collect())  # while no rank sends, one call returns all
+        assert inbox.collect() is None
         comm.Barrier()
     expected = np.zeros(size)
     for numbers in (sent, counts, weights):
@@ -69,7 +69,7 @@ def exchange(comm, size: int, transport=HOST, *, compute) -> tuple[bool, int, in
     expected[:] = sent[comm.rank]
     kept = bool((received.total == expected).all())
     kept &= received.count == counts[comm.rank] and received.weight == weights[comm.rank]
-    return comm.allreduce(kept, MPI.LAND), int(counts.sum()), comm.allreduce(parcels_taken)
+    return comm.allreduce(kept, MPI.LAND), int(counts.sum()), comm.allreduce(n_collections)
 
 
 @pytest.mark.parametrize("size", [1, SIZE])
@@ -77,7 +77,7 @@ def test_nothing_is_lost_and_nothing_is_counted_twice(comm, needs, size, transpo
     needs(2)
     kept, sent, taken = exchange(comm, size, transport, compute=lambda: None)
     if comm.rank == 0:
-        print(f"{sent} vectors of {size} in {taken} parcels")
+        print(f"{sent} vectors of {size} in {taken} collections")
     assert kept and sent > 0
 
 
@@ -92,43 +92,43 @@ def test_the_receiver_may_compute_meanwhile(comm, needs):
 
 
 def collected_around_a_sender(comm) -> tuple[list[tuple[float, int, float]], tuple[float, int, float]]:
-    """(what rank 0 collects while rank 1 is at work, one more while it is, and when it has left; their sum)."""
+    """Return what rank 0 collects while rank 1 writes, in a second call, and after rank 1 has left; and their sum."""
     taken, received = [], Received(5)
-    with PushInbox(comm, 5, torch.float64) as parcels:
+    with PushInbox(comm, 5, torch.float64) as inboxes:
 
         def collect() -> None:
             comm.Barrier()
             if comm.rank == 0:
-                parcel = parcels.collect()
-                taken.append((float(parcel.total[0]), parcel.count, parcel.weight) if parcel else None)
-                received.take(parcel)
+                found = inboxes.collect()
+                taken.append((float(found.total[0]), found.count, found.weight) if found else None)
+                received.take(found)
             comm.Barrier()
 
         if comm.rank == 1:
-            parcels.send(0, filled(1.0), 10.0)
-            inbox = parcels._enter(0)
-            ticket = parcels._ticket(0, inbox)  # it has a place, but nothing is there yet
+            inboxes.send(0, filled(1.0), 10.0)
+            inbox = inboxes._enter(0)
+            ticket = inboxes._ticket(0, inbox)  # a place is reserved, but the vector is not there yet
         collect()
         if comm.rank == 1:
-            parcels.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
+            inboxes.send(0, filled(4.0), 40.0)  # by another sender, as it were: to the inbox that is active now
         collect()
         if comm.rank == 1:
-            parcels._fill(0, inbox, ticket, filled(2.0), 20.0)
-            parcels._leave(0, inbox)
+            inboxes._fill(0, inbox, ticket, filled(2.0), 20.0)
+            inboxes._leave(0, inbox)
         collect()
         collect()
     summary = (float(received.total[0]), received.count, received.weight)
     return comm.bcast((taken, summary))
 
 
-def test_an_inbox_is_not_taken_while_somebody_is_at_work_in_it(comm, needs):
+def test_an_inbox_is_not_emptied_while_a_sender_writes_to_it(comm, needs):
     needs(2)
     taken, summary = collected_around_a_sender(comm)
     assert taken == [None, None, (7.0, 3, 70.0), None]
     assert summary == (7.0, 3, 70.0)
 
 
-def test_a_receiver_that_ignores_who_is_at_work_misses_a_vector_that_is_not_there_yet(comm, needs, monkeypatch):
+def test_a_receiver_that_ignores_writers_misses_an_incomplete_vector(comm, needs, monkeypatch):
     needs(3)  # so that there is a slot for it
     monkeypatch.setattr(PushInbox, "_writers", lambda self, inbox: False)
     taken, summary = collected_around_a_sender(comm)
@@ -137,12 +137,12 @@ def test_a_receiver_that_ignores_who_is_at_work_misses_a_vector_that_is_not_ther
 
 
 def sent_across_a_change(comm) -> tuple[float, int]:
-    """What rank 0 collects in the end, of 1 and 2, when it changes inboxes between the looks of 2's sender."""
+    """Return what rank 0 collects of 1 and 2 if it switches inboxes between the two reads of `flips` by 2's sender."""
     received = Received(5)
-    with PushInbox(comm, 5, torch.float64) as parcels:
+    with PushInbox(comm, 5, torch.float64) as inbox:
         if comm.rank == 1:
-            parcels.send(0, filled(1.0))
-            look, looks = parcels._active, []
+            inbox.send(0, filled(1.0))
+            look, looks = inbox._active, []
 
             def slow_look(rank: int) -> int:
                 active = look(rank)
@@ -152,16 +152,16 @@ def sent_across_a_change(comm) -> tuple[float, int]:
                 looks.append(active)
                 return active
 
-            parcels._active = slow_look
-            parcels.send(0, filled(2.0))
+            inbox._active = slow_look
+            inbox.send(0, filled(2.0))
         else:
             comm.Barrier()
             if comm.rank == 0:
-                assert received.take(parcels.collect())
+                assert received.take(inbox.collect())
             comm.Barrier()
         comm.Barrier()
         if comm.rank == 0:
-            received.take(parcels.collect())
+            received.take(inbox.collect())
         comm.Barrier()
     return comm.bcast((float(received.total[0]), received.count))
 
@@ -171,7 +171,7 @@ def test_a_sender_that_comes_too_late_goes_to_the_other_inbox(comm, needs):
     assert sent_across_a_change(comm) == (3.0, 2)
 
 
-def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeypatch):
+def test_a_sender_that_does_not_check_again_loses_its_vector(comm, needs, monkeypatch):
     needs(2)
 
     def hasty(self: PushInbox, peer: int) -> int:
@@ -183,35 +183,34 @@ def test_a_sender_that_does_not_look_again_loses_its_vector(comm, needs, monkeyp
     assert sent_across_a_change(comm) == (1.0, 1)
 
 
-# ---- a sender that dies: rank 1 stops in the middle, and does not go on ----
+# ---- a sender that dies: rank 1 stops in the middle, and does not continue ----
 
 
 def collected_without(
     comm, steps: int, before: int = 0, forgetting: bool = True
 ) -> list[tuple[float, int, float] | None]:
-    """What rank 0 collects, twice, when rank 1 has taken so many steps of sending a 2, after so many whole ones of a 1,
-    and has been forgotten."""
+    """Return two collections of rank 0 after rank 1 sent `before` ones, made `steps` steps of sending a 2, and died."""
     taken = []
-    with PushInbox(comm, 5, torch.float64) as parcels:
+    with PushInbox(comm, 5, torch.float64) as inboxes:
         if comm.rank == 1:
             for _ in range(before):
-                parcels.send(0, filled(1.0), 10.0)
-            inbox = parcels._enter(0) if steps > 0 else None
-            ticket = parcels._ticket(0, inbox) if steps > 1 else None
+                inboxes.send(0, filled(1.0), 10.0)
+            inbox = inboxes._enter(0) if steps > 0 else None
+            ticket = inboxes._ticket(0, inbox) if steps > 1 else None
             if steps > 2:
-                parcels._fill(0, inbox, ticket, filled(2.0), 20.0)
+                inboxes._fill(0, inbox, ticket, filled(2.0), 20.0)
         comm.Barrier()
         if comm.rank == 0:
             if forgetting:
-                parcels.forget(1)
+                inboxes.forget(1)
             for _ in range(2):
-                parcel = parcels.collect()
-                taken.append((float(parcel.total[0]), parcel.count, parcel.weight) if parcel else None)
+                found = inboxes.collect()
+                taken.append((float(found.total[0]), found.count, found.weight) if found else None)
         comm.Barrier()
     return comm.bcast(taken)
 
 
-def test_what_a_sender_that_has_died_sent_is_whole_or_discarded(comm, needs):
+def test_a_dead_senders_vector_is_complete_or_discarded(comm, needs):
     needs(2)
     assert collected_without(comm, 1) == [None, None]
     assert collected_without(comm, 2) == [None, None]
@@ -222,35 +221,35 @@ def test_what_a_sender_that_has_died_sent_is_whole_or_discarded(comm, needs):
         assert collected_without(comm, 2, before) == [expected, None]
 
 
-def test_one_that_has_died_is_waited_for_unless_it_is_forgotten(comm, needs):
+def test_a_dead_sender_is_waited_for_until_it_is_forgotten(comm, needs):
     needs(2)
     assert collected_without(comm, 3, forgetting=False) == [None, None]
 
 
-def test_a_sum_to_which_one_added_that_has_died_cannot_be_used(comm, needs):
+def test_a_sum_interrupted_by_a_death_raises(comm, needs):
     needs(2)
     slots = min(comm.size - 1, SLOTS)
     assert collected_without(comm, 3, slots) == [(slots + 2.0, slots + 1, 10.0 * slots + 20.0), None]
     if comm.rank == 0:
-        with pytest.raises(RankFailed, match="has died while it added"):
+        with pytest.raises(RankFailed, match="died while it added"):
             collected_alone(comm, slots)
     else:
         collected_alone(comm, slots)
 
 
 def collected_alone(comm, before: int) -> None:
-    parcels = PushInbox(comm, 5, torch.float64)
+    inbox = PushInbox(comm, 5, torch.float64)
     try:
         if comm.rank == 1:
             for _ in range(before):
-                parcels.send(0, filled(1.0))
-            parcels._ticket(0, parcels._enter(0))
+                inbox.send(0, filled(1.0))
+            inbox._ticket(0, inbox._enter(0))
         comm.Barrier()
         if comm.rank == 0:
-            parcels.forget(1)
-            parcels.collect()
+            inbox.forget(1)
+            inbox.collect()
     finally:
-        parcels.free()
+        inbox.free()
 
 
 def test_more_senders_than_bits_of_a_word(comm, needs, monkeypatch):
@@ -264,51 +263,51 @@ def test_more_senders_than_bits_of_a_word(comm, needs, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_one_collection_has_all_that_arrived_before(comm, dtype, transport):
+def test_collect_returns_all_earlier_vectors(comm, dtype, transport):
     counting = torch.arange(7, dtype=dtype, device=transport.device)
-    with PushInbox(comm, 7, dtype, transport) as parcels:
+    with PushInbox(comm, 7, dtype, transport) as inbox:
         for turn in range(1, 4):
             for peer in range(comm.size):
                 if peer != comm.rank:
-                    parcels.send(peer, counting + turn, 0.5)
+                    inbox.send(peer, counting + turn, 0.5)
             comm.Barrier()
-            parcel = parcels.collect()
+            received = inbox.collect()
             others = comm.size - 1
             if others:
-                assert parcel.total.dtype == dtype and (parcel.total == others * (counting + turn)).all()
-                assert parcel.count == others and parcel.weight == 0.5 * others
+                assert received.total.dtype == dtype and (received.total == others * (counting + turn)).all()
+                assert received.count == others and received.weight == 0.5 * others
             else:
-                assert parcel is None
-            assert parcels.collect() is None
+                assert received is None
+            assert inbox.collect() is None
             comm.Barrier()
 
 
-def test_more_vectors_than_slots_are_all_there(comm, needs, transport):
+def test_more_vectors_than_slots_all_arrive(comm, needs, transport):
     needs(2)
-    with PushInbox(comm, 7, torch.float32, transport) as parcels:
+    with PushInbox(comm, 7, torch.float32, transport) as inbox:
         for n in (SLOTS, SLOTS + 1, 1, 4 * SLOTS):
             for value in range(n):
                 vector = torch.full((7,), float(value), device=transport.device)
-                parcels.send((comm.rank + 1) % comm.size, vector, value + 1)
+                inbox.send((comm.rank + 1) % comm.size, vector, value + 1)
             comm.Barrier()
-            parcel = parcels.collect()
+            received = inbox.collect()
             expected = n * (n - 1) / 2
-            assert (parcel.total == expected).all() and parcel[1:] == (n, expected + n)
+            assert (received.total == expected).all() and received[1:] == (n, expected + n)
             comm.Barrier()
 
 
-def test_wrong_vectors_and_oneself_are_refused(comm):
-    with PushInbox(comm, 3, torch.float32) as parcels:
+def test_wrong_vectors_and_sending_to_itself_are_refused(comm):
+    with PushInbox(comm, 3, torch.float32) as inbox:
         with pytest.raises(ValueError, match="itself"):
-            parcels.send(comm.rank, torch.zeros(3))
-        with pytest.raises(ValueError, match=r"float64\[3\] is not torch.float32\[3\]"):
-            parcels.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3, dtype=torch.float64))
-        assert parcels.collect() is None
+            inbox.send(comm.rank, torch.zeros(3))
+        with pytest.raises(ValueError, match=r"float64\[3\]: must be torch.float32\[3\]"):
+            inbox.send((comm.rank + 1) % (comm.size + 1), torch.zeros(3, dtype=torch.float64))
+        assert inbox.collect() is None
 
 
-def test_free_is_idempotent_and_a_freed_one_refuses(comm):
-    parcels = PushInbox(comm, 3, torch.float64)
-    parcels.free()
-    parcels.free()
+def test_free_is_idempotent_and_a_freed_inbox_raises(comm):
+    inbox = PushInbox(comm, 3, torch.float64)
+    inbox.free()
+    inbox.free()
     with pytest.raises(ValueError, match="freed"):
-        parcels.collect()
+        inbox.collect()

@@ -1,4 +1,4 @@
-"""Ranks in another order: as if every two of them had a host of their own."""
+"""Rank orders, as if every two ranks had a host of their own."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ def test_servers_are_on_hosts_of_their_own(comm: MPI.Intracomm, host: str) -> No
         order.Free()
 
 
-def test_packed_ones_are_the_first_that_were_started(comm: MPI.Intracomm, host: str) -> None:
+def test_packed_servers_are_the_first_ranks(comm: MPI.Intracomm, host: str) -> None:
     assert arranged(comm, Cluster(servers=1, workers=max(1, comm.size - 1))) is comm

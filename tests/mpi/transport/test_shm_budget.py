@@ -1,4 +1,4 @@
-"""A window that a node has no room for is refused before MPI makes it, by all ranks alike, and nothing is held then."""
+"""A window that a node has no room for is refused before MPI creates it, on all ranks alike, and holds no memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def small(monkeypatch):
 
 
 @makers
-def test_one_that_is_too_large_is_refused_on_all_ranks(comm, needs, small, make):
+def test_a_window_that_is_too_large_is_refused_on_all_ranks(comm, needs, small, make):
     needs(2)
     with pytest.raises(JobError) as caught:
         make(comm, FREE if comm.rank == comm.size - 1 else 0)
@@ -38,7 +38,7 @@ def test_one_that_is_too_large_is_refused_on_all_ranks(comm, needs, small, make)
 
 
 @makers
-def test_what_is_held_counts_until_it_is_freed(comm, needs, small, make):
+def test_a_window_counts_until_it_is_freed(comm, needs, small, make):
     needs(2)
     half = FREE // 2 if comm.rank == 0 else 0
     first = make(comm, half)
@@ -49,11 +49,11 @@ def test_what_is_held_counts_until_it_is_freed(comm, needs, small, make):
     make(comm, half).free()
 
 
-def test_memory_that_is_given_takes_none(comm, small):
+def test_provided_memory_takes_no_shared_memory(comm, small):
     Window(comm, 2 * FREE, np.uint8, bytearray(2 * FREE)).free()
 
 
-def test_alone_on_its_node_a_rank_has_memory_of_its_own(comm, small):
+def test_a_rank_alone_on_its_node_has_private_memory(comm, small):
     if comm.size > 1:
         pytest.skip("for one rank")
     Window(comm, 2 * FREE, np.uint8).free()

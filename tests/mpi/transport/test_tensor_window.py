@@ -1,4 +1,4 @@
-"""Whatever kind of window tensors move by, a run computes the same, to the bit where ranks are in step."""
+"""With every kind of window a run computes the same, to the bit where ranks are synchronous."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ FREE = {
     "push-sum": without_servers.FREE["push-sum"],
 }
 SEEN: dict[tuple[str, int], np.ndarray] = {}
-OTHERS = pytest.mark.parametrize("transport", ["mpi", "ipc", "staged"], indirect=True)  # than what all other tests use
+OTHERS = pytest.mark.parametrize(
+    "transport", ["mpi", "ipc", "staged"], indirect=True
+)  # than the kind that all other tests use
 
 
 @pytest.fixture(params=["on a node", "between nodes"])
@@ -51,7 +53,7 @@ def on_the_cpu(this: Job) -> Job:
 # ---- windows ----
 
 
-def test_what_is_put_and_got_is_what_was_sent(comm, transport):
+def test_puts_and_gets_transfer_the_data(comm, transport):
     trial = attempt(comm, transport, count=10_001)
     assert trial.failure == "" and 0 < trial.took_s < 10
 
@@ -61,10 +63,12 @@ def test_images_serve_on_a_node_and_between_nodes(comm, staged):
 
 
 @pytest.mark.parametrize("broken", ["acquire", "release"])
-def test_an_image_that_is_not_brought_up_to_date_is_found_out(comm, staged, broken, monkeypatch):
+def test_an_image_that_is_not_updated_is_detected(comm, staged, broken, monkeypatch):
     for kind in (NodeWindow, StagedMpiWindow):
         monkeypatch.setattr(kind, broken, lambda self, begin, end: None)
-    assert attempt(comm, Transport("staged"), count=101) == WindowTest(failure="what arrives is not what was sent")
+    assert attempt(comm, Transport("staged"), count=101) == WindowTest(
+        failure="the data received differs from the data sent"
+    )
 
 
 def test_ranks_may_expose_different_sizes_and_nothing(comm, transport):
@@ -87,7 +91,7 @@ def test_ranks_may_expose_different_sizes_and_nothing(comm, transport):
 
 @OTHERS
 @pytest.mark.parametrize("paradigm", IN_STEP)
-def test_runs_in_step_have_the_same_bits(comm, needs, folder, paradigm, monkeypatch, through):
+def test_synchronous_runs_have_the_same_bits(comm, needs, folder, paradigm, monkeypatch, through):
     needs(2)
     this = job(IN_STEP[paradigm], comm.size)
     weights = on_some(comm, this, folder / "through")
@@ -100,7 +104,7 @@ def test_runs_in_step_have_the_same_bits(comm, needs, folder, paradigm, monkeypa
 
 
 @pytest.mark.parametrize("broken", ["acquire", "release"])
-def test_a_run_whose_images_are_not_brought_up_to_date_has_others(comm, needs, folder, broken, monkeypatch):
+def test_a_run_whose_images_are_not_updated_has_other_bits(comm, needs, folder, broken, monkeypatch):
     needs(2)
     this = job(IN_STEP["bsp"], comm.size)
     expected = on_some(comm, on_the_cpu(this), folder / "host")
@@ -112,7 +116,7 @@ def test_a_run_whose_images_are_not_brought_up_to_date_has_others(comm, needs, f
 
 @OTHERS
 @pytest.mark.parametrize("paradigm", FREE)
-def test_runs_that_are_free_keep_their_invariants(comm, needs, folder, paradigm, through):
+def test_asynchronous_runs_keep_their_invariants(comm, needs, folder, paradigm, through):
     needs(2)
     on_some(comm, job(FREE[paradigm], comm.size, stop={"updates": 60}), folder)
     if comm.rank == 0:

@@ -1,7 +1,7 @@
-"""Readers never see half of an update, however fast the server makes them.
+"""Readers never see half of an update, however fast the server makes updates.
 
-Rank 0 updates without pause, rank 1's gradient makes every weight equal to the version, and all other ranks read. What
-a reader has read must be one and the same number everywhere: the version that it was promised.
+Rank 0 updates without pause, rank 1's gradient makes every weight equal to the version, and all other ranks read. Every
+element that a reader has read must be the same number: the version that it was promised.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT_S = 30.0
 
 
 def serve(link: ServerChannel, shard: Shard) -> None:
-    """Update as fast as possible; a PUSHED report is a request to read, LEFT says that a reader has had enough."""
+    """Update as fast as possible; PUSHED is a request to read, and LEFT ends a reader's requests."""
     inbox = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
     readers = link.roles.n_workers - 1
     while readers:

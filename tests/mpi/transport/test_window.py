@@ -9,7 +9,7 @@ from mpi4py import MPI
 from hpcsync.mpi.transport.window import Window
 
 
-def test_everybody_puts_to_and_gets_from_everybody(comm):
+def test_all_ranks_put_to_and_get_from_all_ranks(comm):
     rank, size, m = comm.rank, comm.size, 1000
     with Window(comm, size * m, np.float32) as window:
         for target in range(size):
@@ -40,7 +40,7 @@ def test_ranks_may_expose_different_sizes_and_nothing(comm):
 
 
 def test_a_put_arrives_while_the_target_computes(comm, needs):
-    """The target only ever looks at its own memory: were its help needed, the value would never come."""
+    """The target only reads its own memory: if the put needed its help, the value would never arrive."""
     needs(2)
     with Window(comm, 1 << 16, np.float64) as window:
         if comm.rank == 0:
@@ -53,7 +53,7 @@ def test_a_put_arrives_while_the_target_computes(comm, needs):
         comm.Barrier()
 
 
-def test_free_is_idempotent_and_a_freed_window_refuses(comm):
+def test_free_is_idempotent_and_a_freed_window_raises(comm):
     window = Window(comm, 4, np.float32)
     window.free()
     window.free()

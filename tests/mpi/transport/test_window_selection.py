@@ -1,4 +1,4 @@
-"""Which window a run on GPUs takes, and when it is refused: what CUDA and the child job would say is made up."""
+"""Selection of the window of a run on GPUs, and its refusal, with simulated answers of CUDA and the child job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def job(window: str = "auto") -> Job:
 
 
 class Machine:
-    """What a child job finds of each kind, and what the ranks of the run find themselves (None: it serves)."""
+    """Results of a child job for each kind, and of the run's own ranks (None if the kind works)."""
 
     def __init__(self) -> None:
         self.took_s = {"staged": 0.004, "ipc": 0.001, "mpi": None}
@@ -75,7 +75,7 @@ def refusal(comm, this: Job) -> str:
     return str(caught.value)
 
 
-def test_the_fastest_that_serves_is_taken_and_said(comm, machine):
+def test_the_fastest_working_kind_is_selected_and_reported(comm, machine):
     found = place(comm, job(), GPU)
     assert (found.transport.kind, found.transport.device) == ("ipc", GPU)
     why = "ipc: 4 MB there and back in 1.00 ms; staged: 4 MB there and back in 4.00 ms; mpi: ended with status 139"
@@ -89,32 +89,32 @@ def test_the_fastest_that_serves_is_taken_and_said(comm, machine):
     }  # fmt: skip
 
 
-def test_what_fails_among_the_ranks_of_the_run_is_not_taken(comm, machine):
+def test_a_kind_that_fails_among_the_ranks_of_the_run_is_not_selected(comm, machine):
     machine.failures = {"ipc": "rank 1 cannot open rank 0's memory"}
     found = place(comm, job(), GPU)
     assert found.transport.kind == "staged" and "ipc: rank 1 cannot open rank 0's memory" in found.why
     assert machine.tried == [*child(comm, "staged", "ipc", "mpi"), "ipc", "staged"]
 
 
-def test_what_the_ranks_of_the_run_have_to_say_is_said(comm, machine):
-    machine.note = "its pages are not locked"
-    assert place(comm, job("staged"), GPU).why == "staged: 4 MB there and back in 4.00 ms (its pages are not locked)"
+def test_notes_of_the_runs_own_ranks_are_reported(comm, machine):
+    machine.note = "pages not locked"
+    assert place(comm, job("staged"), GPU).why == "staged: 4 MB there and back in 4.00 ms (pages not locked)"
 
 
-def test_without_a_window_the_cpu_is_what_is_left(comm, machine):
+def test_without_a_working_window_the_cpu_must_be_used(comm, machine):
     machine.took_s = dict.fromkeys(machine.took_s)
     assert refusal(comm, job()).startswith(
-        'cluster.device = "cuda": must be "cpu" here, no kind of window serves: staged: '
+        'cluster.device = "cuda": must be "cpu" here, no kind of window works: staged: '
     )
 
 
 @pytest.mark.parametrize("window", ["ipc", "staged"])
-def test_what_is_asked_for_is_taken_and_nothing_else_tried(comm, machine, window):
+def test_a_requested_kind_is_selected_and_no_other_tried(comm, machine, window):
     assert place(comm, job(window), GPU).transport.kind == window
     assert machine.tried == [*child(comm, window), window]
 
 
-def test_what_is_asked_for_and_does_not_serve_is_refused(comm, machine):
+def test_a_requested_kind_that_does_not_work_is_refused(comm, machine):
     assert refusal(comm, job("mpi")) == 'cluster.window = "mpi": must be another here: mpi: ended with status 139'
     machine.failures = {"staged": "rank 2 cannot lock pages"}
     assert (
@@ -123,7 +123,7 @@ def test_what_is_asked_for_and_does_not_serve_is_refused(comm, machine):
     )
 
 
-def test_between_nodes_what_one_node_cannot_tell_is_not_guessed(comm, machine, monkeypatch):
+def test_between_nodes_only_kinds_that_a_trial_on_one_node_can_verify_are_tried(comm, machine, monkeypatch):
     monkeypatch.setattr(backoff, "on_one_node", lambda comm: False)
     assert place(comm, job(), GPU).transport.kind == "staged"
     assert machine.tried == [*child(comm, "staged"), "staged"]
@@ -140,7 +140,7 @@ def test_a_rank_without_a_gpu_is_named(comm, machine, needs):
 
 
 def test_trial_and_confirmation_with_host_memory_in_the_place_of_gpus(comm, needs, monkeypatch):
-    """The whole of it, child job and all; on two ranks, to save time."""
+    """Test the whole path with a real child job; on two ranks only, to save time."""
     needs(2)
     if comm.size > 2:
         pytest.skip("on two ranks")
@@ -152,6 +152,6 @@ def test_trial_and_confirmation_with_host_memory_in_the_place_of_gpus(comm, need
     assert place(comm, job("mpi"), GPU).transport.kind == "mpi"
 
 
-def test_on_the_cpu_there_is_nothing_to_choose_or_to_say(comm, machine):
+def test_on_the_cpu_there_is_nothing_to_choose_or_report(comm, machine):
     found = place(comm, job(), torch.device("cpu"))
     assert (found, found.lines(), machine.tried) == (WindowSelection(), [], [])

@@ -30,7 +30,7 @@ def test_rank_0_sees_what_every_rank_does(comm, phases):
 
 
 def test_a_rank_that_computes_is_seen(comm, phases, needs):
-    """It makes no call of MPI after that for half a second."""
+    """The rank makes no MPI call for half a second after that."""
     needs(2)
     phases.enter(Phase.PUSHING, 1)
     comm.Barrier()

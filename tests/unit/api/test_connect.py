@@ -101,7 +101,7 @@ def test_loaders_end_with_the_run_and_steps_after_it_are_refused(model):
         seen = [sync.step(step(model, optimizer, batch)) for batch in sync.shard(DATA, 8, epochs=None)]
         assert seen == [True, False]
         assert list(sync.shard(DATA, 8)) == []
-        with pytest.raises(RuntimeError, match="step after the run has ended"):
+        with pytest.raises(RuntimeError, match="step was called after the end of the run"):
             sync.step(0.0)
 
 
@@ -136,7 +136,7 @@ def test_a_script_that_changes_the_learning_rate_is_told_so(model):
                 sync.step(loss)
                 continue
             optimizer.param_groups[0]["lr"] = 0.05
-            with pytest.raises(RuntimeError, match=r"learning rate from 0\.1 to 0\.05: give connect a schedule"):
+            with pytest.raises(RuntimeError, match=r"learning rate from 0\.1 to 0\.05: pass a schedule to connect"):
                 sync.step(loss)
 
 

@@ -9,8 +9,8 @@ from hpcsync.audit.adsp import _CommitAccount, _Due
 from hpcsync.audit.ashl import algorithm_1, algorithm_2
 from hpcsync.audit.bounds import check_bounds
 from hpcsync.audit.compression import check_payloads
-from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
 from tests.unit.audit.test_bounds import delay_grant
 from tests.unit.trace.recorder import ASHL, TOP_K, edit, make_job, record, with_job, with_rows, with_status
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.batches import check_sizes
-from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import Outcome
 from tests.unit.trace.recorder import (
     BATCHES,

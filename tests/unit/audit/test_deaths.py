@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.core.peer_coordinator import PeerCoordinator, StepInfo, intake_info
 from hpcsync.paradigms.gossip import PeerSelection
 from hpcsync.trace.schema import Change

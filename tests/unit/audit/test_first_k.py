@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from hpcsync.audit.bounds import check_bounds
-from hpcsync.audit.run import audit
 from hpcsync.audit.server_recount import Recount
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import Outcome
 from tests.unit.trace.recorder import edit, record, remove, with_job, with_rows, with_status
 

@@ -7,7 +7,7 @@ passes.
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.trace.schema import TABLES as SCHEMA
 from hpcsync.trace.schema import Change
 from tests.unit.trace.recorder import edit, record, remove, with_rows, with_status

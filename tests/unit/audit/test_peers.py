@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.audit.run import audit, main
+from hpcsync.audit.trace_audit import audit, main
 from hpcsync.trace import reader
 from hpcsync.trace.schema import ALL_PEERS, NO_PEER
 from hpcsync.trace.writer import TraceWriter

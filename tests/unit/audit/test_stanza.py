@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import Script
 from hpcsync.planning.split_cost import SEPARATED
 from hpcsync.trace.schema import ALL_PEERS

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.core.assignments import create_paradigm, decision_fields
 from hpcsync.mpi.rank0.straggler_report import StragglerReport
 from hpcsync.simulator import cluster, peer_transfers
@@ -104,8 +104,8 @@ def test_the_report_names_worker_place_and_blocked_workers(capsys):
     assert lines[0].startswith(
         f"hpcsync: worker 1 stalls (rank 1 on n1, computing): its iteration {STALLED} has lasted "
     )
-    assert lines[1].endswith("who is more than 12 iterations ahead of the slowest waits for it")
-    assert f"hpcsync: worker 1 goes on: its iteration {STALLED} took " in lines[-1]
+    assert lines[1].endswith("a worker more than 12 iterations ahead of the slowest waits for it")
+    assert f"hpcsync: worker 1 continues: its iteration {STALLED} took " in lines[-1]
 
 
 def test_workers_that_wait_for_each_other_all_stall(capsys):

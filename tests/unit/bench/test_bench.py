@@ -1,4 +1,4 @@
-"""`hpcsync bench` around its measurements: what may be asked for, and what comes of a job that fails."""
+"""`hpcsync bench` apart from its measurements: arguments, and jobs that fail."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from hpcsync.system.gpu_selection import Found
 from hpcsync.system.launcher import Ended
 
 
-def test_nothing_asked_for_is_everything():
+def test_no_target_means_all_targets():
     assert bench.parse([]) == [
         "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "prediction",
         "compression", "events", "simulation",
     ]  # fmt: skip
 
 
-def test_on_a_gpu_everything_is_what_moves_tensors():
+def test_on_a_gpu_all_targets_are_those_that_move_tensors():
     assert bench.parse([], "cuda") == ["transfers", "round-trip", "latency"]
 
 
-def test_what_moves_no_tensors_is_refused_on_a_gpu():
+def test_a_target_that_moves_no_tensors_is_refused_on_a_gpu():
     allowed = 'bench "tracing": must be one of transfers, round-trip, latency with --device cuda$'
     with pytest.raises(JobError, match=allowed):
         bench.parse(["transfers", "tracing"], "cuda")
@@ -38,11 +38,11 @@ def test_an_unknown_device_is_refused():
         bench.parse([], "gpu")
 
 
-def test_what_is_asked_for_is_measured_once_and_in_order():
+def test_targets_are_measured_once_and_in_order():
     assert bench.parse(["tracing", "latency", "tracing"]) == ["tracing", "latency"]
 
 
-def test_an_unknown_target_is_refused_with_what_is_allowed():
+def test_an_unknown_target_is_refused_with_the_allowed_ones():
     with pytest.raises(JobError, match='"traced": must be one of transfers, .*, simulation; did you mean tracing?'):
         bench.main(["latency", "traced"])
 
@@ -51,8 +51,8 @@ def test_one_target_ends_in_a_table_and_a_file(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     path = tmp_path / "figures.json"
     assert bench.main(["tracing"], path) == 0
-    told = capsys.readouterr().out
-    assert "cores" in told and "numpy" in told and "append a row to /pushes" in told
+    printed = capsys.readouterr().out
+    assert "cores" in printed and "numpy" in printed and "append a row to /pushes" in printed
     measured = json.loads(path.read_text())
     assert all(figure["ratio"] > 0 for figure in measured["targets"]["tracing"]["figures"])
 
@@ -63,22 +63,22 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(tm
         bench.main(["tracing"], tmp_path / "missing" / "figures.json")
 
 
-def test_a_failed_measurement_is_told_and_does_not_stop_the_others(capsys, monkeypatch):
+def test_a_failed_measurement_is_reported_and_does_not_stop_the_others(capsys, monkeypatch):
     def fail(target, device, kind):
         raise BenchError("status 7")
 
     monkeypatch.setattr(bench, "measure", fail)
     assert bench.main(["transfers", "tracing"]) == 1
-    told = capsys.readouterr().out
-    assert "transfers: status 7" in told and "tracing: status 7" in told
+    printed = capsys.readouterr().out
+    assert "transfers: status 7" in printed and "tracing: status 7" in printed
 
 
-# ---- on a GPU, as far as that can be told without one ----
+# ---- on a GPU, as far as this can be tested without one ----
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """A GPU for which two kinds of windows serve, of which transfers crash one: what every job is told, in order."""
+    """Pretend a GPU with two working kinds of windows, one of which crashes `transfers`; yield the jobs in order."""
     jobs = []
 
     def launch(n, argv, *, timeout_s, output):
@@ -99,7 +99,7 @@ def launched(monkeypatch):
     return jobs
 
 
-def test_each_kind_of_window_has_its_job_and_one_that_crashes_stops_no_other(launched, tmp_path, capsys):
+def test_each_kind_of_window_has_its_own_job_and_a_crash_stops_no_other(launched, tmp_path, capsys):
     path = tmp_path / "figures.json"
     assert bench.main([], path, "cuda") == 0
     assert launched == [
@@ -108,8 +108,8 @@ def test_each_kind_of_window_has_its_job_and_one_that_crashes_stops_no_other(lau
         (2, "round_trip", "cuda", "staged"),
         (4, "latency", "cuda", "staged"),
     ]
-    told = capsys.readouterr().out
-    assert "a machine with cuda" in told and "mpi: hangs" in told and "transfers, staged: status 139" in told
+    printed = capsys.readouterr().out
+    assert "a machine with cuda" in printed and "mpi: hangs" in printed and "transfers, staged: status 139" in printed
     measured = json.loads(path.read_text())
     assert (measured["device"], measured["versions"]) == ("cuda", "versions of cuda")
     assert "mpi: hangs" in measured["windows"]
@@ -131,14 +131,14 @@ def test_without_a_gpu_nothing_is_measured(launched, monkeypatch, tmp_path):
     assert launched == [] and not list(tmp_path.iterdir())
 
 
-def test_the_fastest_windows_come_first_and_those_that_fail_not_at_all(monkeypatch):
+def test_windows_are_ordered_by_speed_and_failed_ones_left_out(monkeypatch):
     trials = [WindowTrial("staged", 0.003), WindowTrial("ipc", 0.002), WindowTrial("mpi", failure="crashes")]
     monkeypatch.setattr(bench, "rehearse", lambda: trials)
     kinds, why = bench.windows()
     assert kinds == ["ipc", "staged"]
     assert why.startswith("ipc: 4 MB") and "mpi: crashes" in why
     monkeypatch.setattr(bench, "rehearse", lambda: trials[2:])
-    with pytest.raises(JobError, match="--device cuda: no kind of window serves: mpi: crashes"):
+    with pytest.raises(JobError, match="--device cuda: no kind of window works: mpi: crashes"):
         bench.windows()
 
 
@@ -160,7 +160,7 @@ def test_a_rank_claims_its_gpu_before_mpi_is_loaded():
     assert result.stderr.strip() == "claimed cuda, MPI loaded: False"
 
 
-# ---- what comes of a job ----
+# ---- results of jobs ----
 
 
 @pytest.mark.parametrize("status", [0, 3])
@@ -180,7 +180,7 @@ def test_a_job_without_end_is_a_failure(monkeypatch):
         bench.measure(Target("transfers", "", 2, 7.0))
 
 
-def test_an_interrupted_job_ends_everything(monkeypatch):
+def test_an_interrupted_job_ends_the_benchmark(monkeypatch):
     monkeypatch.setattr(bench.launcher, "launch", lambda *a, **k: Ended(130, signum=2))
     with pytest.raises(KeyboardInterrupt):
         bench.main(["transfers", "tracing"])

@@ -6,7 +6,7 @@ from hpcsync.bench import decisions
 from hpcsync.paradigms import Decision, Grant, create
 
 
-def test_figures_are_positive_and_the_controller_is_asked():
+def test_figures_are_positive_and_the_controller_is_consulted():
     figures = decisions.measure(workers=(2, 5), pushes_per_worker=1, repetitions=2)
     assert {figure.what.split(",")[0] for figure in figures} == set(decisions.PARADIGMS)
     assert all(value > 0 for figure in figures for value in figure.values)
@@ -24,15 +24,15 @@ def test_a_replay_meets_no_illegal_event():
     assert 0 < len(consulted) < 400
 
 
-def test_without_a_controller_nobody_is_asked():
+def test_without_a_controller_none_is_consulted():
     _, consulted = decisions.schedule(create("ssp", 4, staleness=1), 400)
     assert consulted == set()
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("ashl", {"stage", "local-steps", "share", "ratio"}), ("adsp", {"reward", "commits"})]
+    ("name", "controllers"), [("ashl", {"stage", "local-steps", "share", "ratio"}), ("adsp", {"reward", "commits"})]
 )
-def test_what_is_measured_of_commits_has_all_of_their_decisions_and_waits(name, told):
+def test_measured_schedules_of_commits_have_all_kinds_of_decisions_and_waits(name, controllers):
     options = decisions.PARADIGMS[name]
     events, consulted = decisions.schedule(create(name, 4, **options), 400)
     paradigm, rows, waits = create(name, 4, **options), set(), 0
@@ -40,6 +40,6 @@ def test_what_is_measured_of_commits_has_all_of_their_decisions_and_waits(name, 
         actions = paradigm.handle(event)
         rows |= {action.controller for action in actions if isinstance(action, Decision)}
         waits += any(isinstance(action, Grant) and action.held_s > 0 for action in actions)
-    assert rows == told
+    assert rows == controllers
     assert waits > 5
     assert 0 < len(consulted) < 100

@@ -12,7 +12,7 @@ def test_the_ratio_is_median_over_median():
     assert Figure("x", "ms", [1.0, 3.0, 100.0], "y", [2.0, 2.0, 50.0]).ratio == 1.5
 
 
-def test_without_a_limit_there_is_no_ratio_and_nothing_to_reach():
+def test_without_a_limit_there_is_no_ratio_and_no_verdict():
     figure = Figure("x", "ms", [1.0], aim=1.5)
     assert figure.ratio is None
     assert figure.reached is None

@@ -14,13 +14,13 @@ def test_the_machine_is_named_with_its_size():
     assert re.fullmatch(r".+, \d+ cores, \d+ GiB", machine())
 
 
-def test_versions_are_those_that_matter():
+def test_versions_of_relevant_packages_are_named():
     assert re.fullmatch(r"Python 3\S+, numpy \S+, torch \S+, mpi4py \S+, h5py \S+", versions())
 
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """As much of it as is asked, with three GPUs."""
+    """Provide a stub of CuPy with three GPUs."""
     runtime = SimpleNamespace(
         getDeviceCount=lambda: 3,
         getDeviceProperties=lambda i: {"name": b"Small" if i == 1 else b"Large"},

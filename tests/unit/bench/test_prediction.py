@@ -4,8 +4,8 @@ from hpcsync.bench import prediction
 from hpcsync.training.speed_models import PREDICTORS
 
 
-def test_every_predictor_but_the_last_value_stands_beside_it_on_every_series(monkeypatch):
-    monkeypatch.setattr(prediction, "SCORED_FROM", 12)  # as soon as the network is asked
+def test_every_predictor_is_compared_with_the_last_value_on_every_series(monkeypatch):
+    monkeypatch.setattr(prediction, "SCORED_FROM", 12)  # as soon as the network is used
     figures = prediction.measure(n=15, repetitions=2)
     errors = [figure for figure in figures if figure.what.startswith("error")]
     assert len(errors) == len(prediction.SERIES) * (1 + 2 * (len(PREDICTORS) - 2))
@@ -22,7 +22,7 @@ def test_the_cost_is_that_of_an_observation_beside_an_iteration():
     assert bounded.aim == 0.01
 
 
-def test_an_error_is_relative_to_what_came():
+def test_an_error_is_relative_to_the_observed_speed():
     speeds = [100.0] * prediction.SCORED_FROM + [200.0]
     assert prediction.error("last", speeds, seed=1) == 0.5
     assert prediction.error("last", [*speeds, 100.0], seed=1) == 0.75

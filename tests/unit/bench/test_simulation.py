@@ -12,7 +12,7 @@ def test_figures_are_positive_and_beside_their_limits():
 
 
 def test_an_iteration_is_three_events_without_a_network():
-    """Granted and read, computed, put and reported; and the first grants and the farewells."""
+    """Granted and read, computed, put and pushed; plus the first grants and the leaves."""
     job = simulation._job({"name": "timing"}, 2, 100)
     n_events, took_s = simulation.simulate(job)
     assert n_events / 100 == pytest.approx(3.0, abs=0.2)

@@ -54,7 +54,7 @@ class Ranks:
         folder.mkdir(parents=True, exist_ok=True)
         if self.status is not None:
             attributes = provenance(self._job, engine="mpi", mpi_library="", hosts=["h"])
-            writer = TraceWriter(folder / layout.TRACE, attributes, ())
+            writer = TraceWriter(folder / layout.TRACE, attributes)
             writer.close("finished")
             with h5py.File(folder / layout.TRACE, "r+") as file:
                 file.attrs["status"] = self.status
@@ -228,7 +228,7 @@ def save(folder: Path, job: Job, number: int = 1) -> None:
 def test_what_is_finished_or_nowhere_does_not_go_on(
     path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(JobError, match="^--resume: must come with --out DIR, the folder of the run that is to go on$"):
+    with pytest.raises(JobError, match="^--resume: must come with --out DIR, the folder of the run to resume$"):
         run.run(path, [], None, None, resume=True)
     run.run(path, [], None, Path("o"))
     ranks.command = []

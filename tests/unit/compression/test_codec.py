@@ -1,4 +1,4 @@
-"""What every codec promises, whatever it does."""
+"""Properties of every codec."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_shards_are_decoded_to_the_same_bits_as_the_whole(name, options, dtype):
 
 @EVERY
 @DTYPES
-def test_a_payload_fits_and_takes_what_was_foretold(name, options, dtype):
+def test_a_payload_fits_and_has_the_nominal_size(name, options, dtype):
     codec = create(name, LAYOUT, dtype, **options)
     for step in range(3):
         encoded = codec.encode(vector(step, dtype))
@@ -45,12 +45,12 @@ def test_a_payload_fits_and_takes_what_was_foretold(name, options, dtype):
             n_bytes = len(encoded.payload(begin, end))
             assert n_bytes <= codec.capacity(begin, end)
             if end - begin > 500:
-                # What a sparse codec takes of a part of a matrix depends on where its largest elements are.
+                # The size of a sparse payload of a part of a matrix depends on where the largest elements are.
                 assert n_bytes == pytest.approx(codec.nominal_bytes(begin, end), rel=0.25, abs=150)
 
 
 @EVERY
-def test_a_payload_may_lie_in_a_longer_slot(name, options):
+def test_a_payload_may_be_followed_by_other_bytes(name, options):
     codec = create(name, LAYOUT, np.float32, **options)
     encoded = codec.encode(vector())
     for begin, end in pairwise(CUTS[2]):
@@ -61,7 +61,7 @@ def test_a_payload_may_lie_in_a_longer_slot(name, options):
 
 @EVERY
 @DTYPES
-def test_what_is_encoded_stays_as_it_is(name, options, dtype):
+def test_encoding_changes_neither_the_vector_nor_earlier_results(name, options, dtype):
     codec = create(name, LAYOUT, dtype, **options)
     given = vector(1, dtype)
     encoded = codec.encode(given)
@@ -93,7 +93,7 @@ def test_the_same_seed_gives_the_same_bytes(name, options):
 
 @pytest.mark.parametrize("shapes", [[(5,)], [(0, 3)], [(1, 1)], [(7, 1), (1, 7)]])
 @EVERY
-def test_any_layout_will_do(shapes, name, options):
+def test_any_layout(shapes, name, options):
     layout = TensorLayout(shapes)
     codec = create(name, layout, np.float32, **options)
     given = vector(layout=layout)
@@ -105,34 +105,34 @@ def test_any_layout_will_do(shapes, name, options):
 def test_a_vector_of_another_size_or_type_is_refused_and_changes_nothing():
     codec = create("top-k", LAYOUT, np.float32)
     for wrong in (vector()[:-1], vector(dtype=np.float64), vector().reshape(1, -1)):
-        with pytest.raises(ValueError, match="the vector is .*; float32 of shape"):
+        with pytest.raises(ValueError, match="vector must be float32 of shape"):
             codec.encode(wrong)
-    with pytest.raises(ValueError, match="ratio is 0; 0 < ratio <= 1 is needed"):
+    with pytest.raises(ValueError, match="ratio must have 0 < ratio <= 1, got 0"):
         codec.encode(vector(), 0)
     assert codec.residual is None
 
 
 def test_a_ratio_for_a_codec_without_one_is_refused():
-    with pytest.raises(ValueError, match="ratio is 0.5; Fp16 takes none"):
+    with pytest.raises(ValueError, match="Fp16 takes no ratio, got 0.5"):
         create("fp16", LAYOUT, np.float32).encode(vector(), 0.5)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "what"),
+    ("name", "options", "message"),
     [
-        ("top", {}, "there is no codec 'top', only top-k, "),
-        ("top-k", {"ratio": 0}, "ratio is 0; 0 < ratio <= 1 is needed"),
-        ("top-k", {"ratio": 1.5}, "ratio is 1.5"),
-        ("random-k", {"ratio": float("nan")}, "ratio is nan"),
+        ("top", {}, "name must be one of top-k, .* got 'top'"),
+        ("top-k", {"ratio": 0}, "ratio must have 0 < ratio <= 1, got 0"),
+        ("top-k", {"ratio": 1.5}, "ratio .* got 1.5"),
+        ("random-k", {"ratio": float("nan")}, "ratio .* got nan"),
     ],
 )
-def test_what_is_not_allowed_is_refused(name, options, what):
-    with pytest.raises(ValueError, match=what):
+def test_values_that_are_not_allowed_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
         create(name, LAYOUT, np.float32, **options)
 
 
 def test_another_type_of_elements_is_refused():
-    with pytest.raises(ValueError, match="dtype is float16; float32 or float64 is needed"):
+    with pytest.raises(ValueError, match="dtype must be float32 or float64, got float16"):
         create("top-k", LAYOUT, np.float16)
 
 
@@ -141,7 +141,7 @@ def test_an_option_that_a_codec_does_not_have_is_refused():
         create("fp16", LAYOUT, np.float32, ratio=0.1)
 
 
-def test_pieces_are_what_lies_between():
+def test_pieces_between_two_elements():
     layout = TensorLayout([(2, 3), (4,), (0,), (5,)])
     assert (layout.size, layout.begins) == (15, [0, 6, 10, 10])
     assert layout.pieces(0, 15) == [(0, 0, 6), (1, 6, 10), (3, 10, 15)]
@@ -150,6 +150,6 @@ def test_pieces_are_what_lies_between():
     assert layout.pieces(7, 7) == []
 
 
-def test_blocks_are_everything_once():
+def test_blocks_cover_every_element_once():
     assert [*range(10)] == [i for block in blocks(10, 4) for i in range(10)[block]]
     assert list(blocks(0)) == []

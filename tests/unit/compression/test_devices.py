@@ -1,4 +1,4 @@
-"""Arrays that are not NumPy's: nothing but their own module's functions and methods may touch them.
+"""Arrays of another module than NumPy: only that module's functions and methods may touch them.
 
 There is no GPU here. A module of the same functions stands for CuPy, whose arrays hide NumPy's and refuse to become
 them, as CuPy's do.
@@ -16,7 +16,7 @@ import pytest
 from hpcsync.compression import CODECS, create
 from tests.unit.compression.vectors import CUTS, LAYOUT, shard, vector
 
-# What is used of CuPy; it has all of these.
+# Functions of CuPy in use; it has all of these.
 HAS = (
     "abs arange asarray clip concatenate empty flatnonzero floor full maximum minimum packbits partition searchsorted "
     "sort sqrt take unpackbits where zeros zeros_like"
@@ -83,7 +83,7 @@ for name in "iadd isub imul itruediv".split():
 
 
 def bare(value):
-    """What is inside; NumPy's own arrays are refused."""
+    """Return the array inside; NumPy's own arrays are refused."""
     if isinstance(value, DeviceArray):
         return value.values
     if isinstance(value, (list, tuple)):
@@ -130,7 +130,7 @@ def cupy(monkeypatch):
         ("fp16", {"error_feedback": True}),
     ],
 )
-def test_the_bytes_and_what_they_mean_are_those_of_numpy(name, options, cupy):
+def test_the_bytes_and_their_decoding_are_those_of_numpy(name, options, cupy):
     host, device = (create(name, LAYOUT, np.float32, seed=2, **options) for _ in range(2))
     for step in range(2):
         on_host, on_device = host.encode(vector(step)), device.encode(DeviceArray(vector(step)))

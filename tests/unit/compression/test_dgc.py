@@ -10,7 +10,7 @@ from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
 
 class Reference:
-    """DGC as the paper writes it, tensor by tensor, with everything in dense vectors."""
+    """DGC as in the paper, tensor by tensor, with dense vectors."""
 
     def __init__(self, layout, ratios, momentum, nesterov, clip):
         self.layout, self.ratios, self.momentum, self.nesterov, self.clip = layout, ratios, momentum, nesterov, clip
@@ -55,7 +55,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_it_is_the_papers(options):
+def test_the_codec_equals_the_paper(options):
     codec = create("dgc", LAYOUT, np.float64, ratio=0.05, **options)
     ratios = [0.4, 0.4, 0.2, 0.2, 0.05] if "warmup" in options else [0.05]
     reference = Reference(LAYOUT, ratios, options.get("momentum", 0.9), options.get("nesterov"), options.get("clip"))
@@ -93,7 +93,7 @@ def test_a_warm_up_that_sends_everything_is_plain_momentum():
 
 
 def test_nothing_is_lost():
-    """Without momentum what was sent and what is gathered are all gradients."""
+    """Without momentum, sent and accumulated values sum to all gradients."""
     codec = create("dgc", LAYOUT, np.float64, momentum=0.0)
     given = [vector(step, np.float64) for step in range(5)]
     sent = [decoded(codec, codec.encode(one)) for one in given]
@@ -107,13 +107,13 @@ def test_a_large_gradient_is_clipped_and_a_small_one_is_not():
     assert decoded(codec, codec.encode(np.array([0.3, 0.4]))).tolist() == [0.3, 0.4]
 
 
-def test_error_feedback_is_its_own():
+def test_error_feedback_is_built_in():
     assert isinstance(create("dgc", LAYOUT, np.float32), DGC)
     for refused in (
         lambda: create("dgc", LAYOUT, np.float32, error_feedback=True),
         lambda: ErrorFeedback(DGC(LAYOUT, np.float32)),
     ):
-        with pytest.raises(ValueError, match="DGC keeps what it does not send itself"):
+        with pytest.raises(ValueError, match="DGC keeps what it has not sent"):
             refused()
 
 
@@ -128,6 +128,6 @@ def test_error_feedback_is_its_own():
         {"warmup_ratios": [0.0]},
     ],
 )
-def test_what_is_not_allowed_is_refused(options):
-    with pytest.raises(ValueError, match=f"^{list(options)[-1]} is"):
+def test_values_that_are_not_allowed_are_refused(options):
+    with pytest.raises(ValueError, match=f"^{list(options)[-1]} must"):
         create("dgc", LAYOUT, np.float32, **options)

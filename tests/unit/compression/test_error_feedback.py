@@ -11,7 +11,7 @@ FED_BACK = [name for name, codec in CODECS.items() if not codec.keeps_rest]
 
 
 def most_lost(codec, steps=5, dtype=np.float32):
-    """Of what went in, the most that neither came out nor is kept, relative to the largest element."""
+    """Return the largest part of the input that was neither sent nor kept, relative to the largest element."""
     old, worst = np.zeros(LAYOUT.size, dtype), 0.0
     for step in range(steps):
         given = vector(step, dtype)
@@ -38,7 +38,7 @@ def test_nothing_is_lost_when_the_ratio_changes(ratio):
     assert codec.residual.any() == (ratio < 0.5)
 
 
-def test_a_feedback_that_forgets_what_it_kept_would_be_caught():
+def test_a_feedback_that_forgets_its_residual_would_be_caught():
     class Forgetful(ErrorFeedback):
         def _corrected(self, vector):
             self.residual = vector.copy()
@@ -48,7 +48,7 @@ def test_a_feedback_that_forgets_what_it_kept_would_be_caught():
 
 
 def descended(codec, steps=1500):
-    """Where gradient descent on a bowl ends up from all ones; the first element has noise instead of a gradient."""
+    """Return the end of gradient descent on a quadratic; the first element has noise instead of a gradient."""
     at = np.ones(10)
     for step in range(steps):
         gradient = at.copy()
@@ -57,18 +57,18 @@ def descended(codec, steps=1500):
     return at[1:]
 
 
-def test_without_error_feedback_small_gradients_are_never_heard():
+def test_without_error_feedback_small_gradients_are_lost():
     layout = TensorLayout([(2, 5)])
     assert np.abs(descended(create("top-k", layout, np.float64, ratio=0.1))).max() < 0.05
     assert (descended(create("top-k", layout, np.float64, ratio=0.1, error_feedback=False)) == 1.0).all()
 
 
-def test_it_is_there_where_the_codec_wants_it_unless_it_is_declined():
+def test_error_feedback_is_the_codecs_default_unless_declined():
     for name, codec in CODECS.items():
         assert isinstance(create(name, LAYOUT, np.float32), ErrorFeedback) == codec.feeds_back
         assert not isinstance(create(name, LAYOUT, np.float32, error_feedback=False), ErrorFeedback)
 
 
-def test_a_second_is_refused():
-    with pytest.raises(ValueError, match="ErrorFeedback keeps what it does not send itself"):
+def test_a_second_error_feedback_is_refused():
+    with pytest.raises(ValueError, match="ErrorFeedback keeps what it has not sent"):
         ErrorFeedback(create("top-k", LAYOUT, np.float32))

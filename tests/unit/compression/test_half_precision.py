@@ -12,7 +12,7 @@ CASTS = [("fp16", torch.float16), ("bf16", torch.bfloat16)]
 
 
 def awkward():
-    """Numbers of every size, halfway cases to even and to odd, what is subnormal, too large, or no number."""
+    """Numbers of every size, halfway cases to even and to odd, subnormal and too large ones, and NaN."""
     generator = np.random.default_rng(1)
     bits = generator.integers(0, 1 << 32, 50_000, dtype=np.uint32)
     halfway = np.concatenate([bits & 0xFFFF0000 | 0x8000, bits & 0xFFFFE000 | 0x1000])
@@ -22,7 +22,7 @@ def awkward():
 
 
 def casts(codec, dtype, given):
-    """What the codec makes of it and what torch's own cast does."""
+    """Return the results of the codec and of torch's own cast."""
     came = decoded(codec, codec.encode(given))
     return came, torch.from_numpy(given).to(dtype).to(torch.float32).numpy().astype(given.dtype)
 

@@ -13,7 +13,7 @@ def of_tensors(values):
 
 
 def plain(name, tensor):
-    """What it becomes, written down plainly."""
+    """Return the expected result, computed plainly."""
     if name == "sign":
         return np.where(tensor >= 0, 1.0, -1.0) * np.abs(tensor).mean()
     return np.where(tensor >= 0, tensor[tensor >= 0].mean(), tensor[tensor < 0].mean())
@@ -30,7 +30,7 @@ def is_plain(name, codec, given):
 
 @pytest.mark.parametrize("name", ["one-bit", "sign"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_an_element_becomes_what_its_sign_stands_for_and_biases_stay(name, dtype):
+def test_an_element_becomes_the_value_of_its_sign_and_biases_stay(name, dtype):
     assert is_plain(name, create(name, LAYOUT, dtype, error_feedback=False), vector(1, dtype))
 
 

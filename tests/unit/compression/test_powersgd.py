@@ -30,7 +30,7 @@ def test_a_matrix_of_no_higher_rank_is_exact(rank, of):
 
 
 def test_it_is_exact_after_gradients_of_lower_rank_or_none():
-    """The warm start is rank-deficient then, or all zero."""
+    """The warm start is then rank-deficient or zero."""
     codec = create_plain(3)
     for given in (of_rank(1, 2), np.zeros(1200), of_rank(1, 3), 1e-30 * of_rank(2, 4), of_rank(2, 5), of_rank(3, 6)):
         assert np.abs(decoded(codec, codec.encode(given)) - given).max() <= 1e-11 * np.abs(given).max()
@@ -65,7 +65,7 @@ def test_p_is_orthonormal(given):
 
 
 def test_the_warm_start_finds_the_best_approximation():
-    """Power iteration: of a gradient that stays, the error becomes that of the singular value decomposition."""
+    """Power iteration: for a constant gradient the error becomes that of the singular value decomposition."""
     given = of_rank(30)
     values = np.linalg.svd(given.reshape(40, 30), compute_uv=False)
     best = np.sqrt((values[2:] ** 2).sum())
@@ -74,7 +74,7 @@ def test_the_warm_start_finds_the_best_approximation():
     assert errors[0] > 1.02 * best and errors[-1] == pytest.approx(best, rel=1e-3)
 
 
-def test_only_what_becomes_less_than_half_as_large_is_sent_in_parts():
+def test_only_tensors_that_shrink_to_less_than_half_are_sent_as_factors():
     layout = TensorLayout([(12, 12), (8, 7), (100,), (100, 1), (4, 3, 3, 3)])
     codec = create("powersgd", layout, np.float32, rank=2, error_feedback=False)
     given = vector(layout=layout)
@@ -86,7 +86,7 @@ def test_only_what_becomes_less_than_half_as_large_is_sent_in_parts():
     assert codec.capacity(13, 14) == 4 * (2 * (1 + 12))
 
 
-def test_of_the_rows_of_p_only_those_that_are_touched_are_sent():
+def test_only_the_rows_of_p_that_are_touched_are_sent():
     codec = create("powersgd", MATRIX, np.float64, rank=1)
     encoded = codec.encode(of_rank(1))
     assert len(encoded.payload(29, 61)) == 8 * (3 + 30)
@@ -97,7 +97,7 @@ def test_of_the_rows_of_p_only_those_that_are_touched_are_sent():
 
 
 def in_ranks(codecs, vectors):
-    """The mean that each rank finds."""
+    """Return the mean found by each rank."""
     left = np.mean([codec.left_factors(vector) for codec, vector in zip(codecs, vectors, strict=True)], axis=0)
     right = np.mean([codec.right_factors(left) for codec in codecs], axis=0)
     assert (len(left), len(right)) == codecs[0].factor_sizes
@@ -150,10 +150,10 @@ def test_ranks_with_other_seeds_would_be_caught():
 
 
 def test_a_codec_without_factors_takes_no_means():
-    with pytest.raises(TypeError, match="TopK takes no means"):
+    with pytest.raises(TypeError, match="TopK has no factors to average"):
         create("top-k", LAYOUT, np.float32).left_factors(vector())
 
 
-def test_a_rank_of_none_is_refused():
-    with pytest.raises(ValueError, match="rank is 0; 1 or more is needed"):
+def test_rank_0_is_refused():
+    with pytest.raises(ValueError, match="rank must be at least 1, got 0"):
         PowerSGD(MATRIX, np.float32, rank=0)

@@ -11,13 +11,13 @@ N = 40
 
 
 def draws(codec, given, n=5000):
-    """So many decoded draws of one bucket at a time: buckets are drawn independently of each other."""
+    """Return decoded draws of one vector per bucket; buckets are drawn independently."""
     wide = type(codec)(TensorLayout([(n * len(given),)]), codec.dtype, levels=codec.levels, bucket=codec.bucket)
     return decoded(wide, wide.encode(np.tile(given, n))).reshape(n, len(given))
 
 
 def is_unbiased(codec, given, n=5000):
-    """Whether the mean of so many draws is what was given, within 4.5 standard errors (of at most a half level)."""
+    """Return whether the mean of the draws is the vector, within 4.5 standard errors (of at most half a level)."""
     norm = np.linalg.norm(given)
     error = 0.5 * norm / codec.levels / np.sqrt(n)
     return bool((np.abs(draws(codec, given, n).mean(axis=0) - given) < 4.5 * error + 1e-7 * norm).all())
@@ -88,6 +88,6 @@ def test_two_seeds_draw_differently():
 
 
 @pytest.mark.parametrize("options", [{"levels": 0}, {"levels": 32768}, {"bucket": 0}])
-def test_what_is_not_allowed_is_refused(options):
-    with pytest.raises(ValueError, match=f"^{next(iter(options))} is"):
+def test_values_that_are_not_allowed_are_refused(options):
+    with pytest.raises(ValueError, match=f"^{next(iter(options))} must"):
         create("qsgd", LAYOUT, np.float32, **options)

@@ -9,7 +9,7 @@ from tests.unit.compression.vectors import LAYOUT, decoded, vector
 
 
 def by_sorting(tensor, count):
-    """The positions of the largest, of equals the first."""
+    """Return the positions of the largest; ties go to the first."""
     return np.sort(np.argsort(-np.abs(tensor), kind="stable")[:count])
 
 
@@ -22,14 +22,14 @@ def test_the_largest_are_found_exactly(n, share):
         generator.standard_normal(n),
         generator.standard_cauchy(n).astype(np.float32),
         np.sort(generator.standard_normal(n)),
-        generator.integers(-3, 4, n).astype(np.float32) + 8.0,  # many equals
+        generator.integers(-3, 4, n).astype(np.float32) + 8.0,  # many ties
         np.full(n, -2.0),
     ):
         assert largest(tensor, count).tolist() == by_sorting(tensor, count).tolist()
 
 
-def test_they_are_found_where_the_sample_sees_nothing_of_them():
-    """Every element of a stride is 0, or much too large: the guess is useless, the answer is not."""
+def test_the_largest_are_found_where_the_sample_misses_them():
+    """Every element of a stride is 0, or much too large: the estimate is useless, the result is still right."""
     tensor = np.random.default_rng(1).standard_normal(20_000)
     for misled in (0.0, 1e6):
         tensor[::100] = misled
@@ -43,7 +43,7 @@ def test_zeros_are_not_sent():
     assert largest(tensor, 100).tolist() == [5, 777]
 
 
-def test_what_is_not_a_number_is_sent():
+def test_nan_is_sent():
     tensor = np.ones(10_000, np.float32)
     tensor[[3, 4567]] = np.nan
     tensor[9] = np.inf
@@ -98,11 +98,11 @@ def test_random_k_is_unbiased_without_error_feedback():
 @pytest.mark.parametrize("name", ["top-k", "random-k", "dgc"])
 def test_positions_that_would_not_fit_are_refused(name):
     create(name, TensorLayout([(2**31 - 1,)]), np.float32)
-    with pytest.raises(ValueError, match="the vector has 2147483648 elements; fewer than 2147483648 are needed"):
+    with pytest.raises(ValueError, match="the vector must have fewer than 2147483648 elements, got 2147483648"):
         create(name, TensorLayout([(2**16, 2**15)]), np.float32)
 
 
-def test_random_k_with_error_feedback_sends_what_is_there():
+def test_random_k_with_error_feedback_is_not_rescaled():
     codec = create("random-k", LAYOUT, np.float32, ratio=0.1, error_feedback=True)
     given = vector()
     sent = decoded(codec, codec.encode(given))
@@ -128,7 +128,7 @@ def test_a_codec_that_sends_the_smallest_would_be_caught():
     assert np.flatnonzero(decoded(codec, codec.encode(given))).tolist() != by_sorting(given, 10).tolist()
 
 
-def test_of_too_many_that_are_not_numbers_no_more_are_sent_than_of_others():
+def test_too_many_nans_do_not_exceed_the_count():
     given = np.random.default_rng(1).standard_normal(10_000)
     given[::50] = np.nan
     codec = create("top-k", TensorLayout([(100, 100)]), np.float64, ratio=0.01, error_feedback=False)

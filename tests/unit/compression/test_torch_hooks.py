@@ -1,4 +1,4 @@
-"""PowerSGD and half precision beside the communication hooks that torch ships: two ranks, which are threads."""
+"""PowerSGD and half precision beside the communication hooks that torch ships: two ranks in threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUT = TensorLayout([(30, 40), (30,), (16, 3, 5, 5), (10, 30), (10,), (2, 3)])
 
 
 class Bucket:
-    """What a hook sees of torch's GradBucket."""
+    """Part of torch's GradBucket that a hook uses."""
 
     def __init__(self, values):
         self.values = torch.from_numpy(values.copy())
@@ -44,7 +44,7 @@ class Bucket:
 
 @pytest.fixture(scope="module")
 def in_group():
-    """What `run(group)` returns on each rank of a gloo group.
+    """Return the results of `run(group)` on each rank of a gloo group.
 
     The groups outlive the calls: gloo's own threads, which call the hooks back, must not be the last to hold one.
     """
@@ -114,7 +114,7 @@ def test_a_cold_start_would_be_caught(in_group):
 
 
 def test_the_mean_of_halves_is_torchs_but_for_a_rounding(in_group):
-    """torch divides before it rounds and adds halves; we add what halves are decoded to."""
+    """torch divides before it rounds and adds halves; we add decoded halves."""
 
     def hook(group):
         return [fp16_compress_hook(group, Bucket(gradient)).wait().numpy() for gradient in gradients(group.rank())]

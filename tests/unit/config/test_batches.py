@@ -1,4 +1,4 @@
-"""The `[batches]` of the job file: what is filled in, and what cannot be."""
+"""The `[batches]` of the job file: defaults and mistakes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.unit.jobs import make_job
 
 
 def job(**keys: Any) -> Job:
-    """Of four workers with a batch size of 32."""
+    """A job of four workers with a batch size of 32."""
     tables = {key: keys.pop(key) for key in ("paradigm", "workload", "stop") if key in keys}
     return make_job(
         **{"workload": {"name": "timing"}, **tables}, cluster={"workers": 4}, batches={"policy": "equal", **keys}
@@ -54,7 +54,7 @@ def test_resolved_jobs_come_back_equal(keys: dict[str, Any]) -> None:
     assert Job.from_toml(job(**keys).to_toml()) == job(**keys)
 
 
-def test_a_table_says_what_it_is_for() -> None:
+def test_a_table_has_a_purpose() -> None:
     with pytest.raises(JobError, match=r"^batches.policy: missing; must be one of \"equal\", \"proportional\""):
         make_job(batches={"maximum": 16})
 
@@ -112,7 +112,7 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"total": 128},
-        'batches.total = 128: must be left out with batches.policy = "equal", where every worker has its batch size',
+        'batches.total = 128: must be omitted with batches.policy = "equal", where all have the same batch size',
     ),
     (
         {**SPEED, "total": 100, "minimum": 26},
@@ -134,8 +134,8 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**SPEED, **SCRIPT},
-        'batches.total: missing; must be a whole number of at least 1 with batches.policy = "proportional": '
-        "a script does not say its batch size",
+        'batches.total: missing; must be a whole number of at least 1 with batches.policy = "proportional", '
+        "because the batch size of a script is unknown",
     ),
     (
         {**SPEED, "paradigm": {"name": "local-sgd", "steps": 4}},
@@ -151,5 +151,5 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("keys", "message"), MISTAKES, ids=str)
-def test_mistakes_are_told_in_one_line(keys: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(keys: dict[str, Any], message: str) -> None:
     assert error(**keys) == message

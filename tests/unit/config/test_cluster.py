@@ -1,4 +1,4 @@
-"""The `[cluster]` of the job file: its network, and what happens to its devices."""
+"""The `[cluster]` of the job file: network and changes of devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.config.cluster import Change, Network, absences
+from hpcsync.config.cluster import ClusterEvent, Network, absences
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from tests.unit.jobs import make_job
@@ -58,8 +58,8 @@ def test_events_are_read_in_the_order_of_the_file() -> None:
         """
     )
     assert job.cluster.events == (
-        Change(worker=2, at_s=5.0, change="slow", factor=4.0),
-        Change(worker=0, at_iteration=1, change="leave"),
+        ClusterEvent(worker=2, at_s=5.0, change="slow", factor=4.0),
+        ClusterEvent(worker=0, at_iteration=1, change="leave"),
     )
     assert Job.from_toml(job.to_toml()) == job
 
@@ -100,7 +100,7 @@ MISTAKES = [
     ({**LEAVE, "at_s": "now"}, '.at_s = "now": must be a number'),
     ({**RECOVER, "at_iteration": 0}, ".at_iteration = 0: must be at least 1"),
     ({**RECOVER, "at_iteration": 1.5}, ".at_iteration = 1.5: must be a whole number"),
-    ({**RECOVER, "at_s": 3}, ".at_iteration = 9: must be left out beside at_s = 3.0"),
+    ({**RECOVER, "at_s": 3}, ".at_iteration = 9: must be omitted beside at_s = 3.0"),
     (
         {"worker": 1, "change": "leave"},
         ".at_s: missing; must be seconds since the start of the run (or at_iteration: the worker's, from 1)",
@@ -113,8 +113,8 @@ MISTAKES = [
         {key: value for key, value in SLOW.items() if key != "factor"},
         ".factor: missing; must be a number greater than 0: how many times as long iterations take",
     ),
-    ({**RECOVER, "factor": 1}, '.factor = 1: must be left out: change = "recover" has none'),
-    ({**LEAVE, "factor": 2}, '.factor = 2: must be left out: change = "leave" has none'),
+    ({**RECOVER, "factor": 1}, '.factor = 1: must be omitted: change = "recover" has none'),
+    ({**LEAVE, "factor": 2}, '.factor = 2: must be omitted: change = "leave" has none'),
     ({**LEAVE, "at": 2}, f".at = 2: unknown key; must be one of {KEYS}; did you mean at_s?"),
     (3, " = 3: must be a table"),
 ]
@@ -146,7 +146,7 @@ def join(worker: int, at_s: float) -> dict[str, Any]:
     ],
 )
 def test_a_worker_is_away_from_leaving_to_joining_or_until_it_first_joins(events: Any, expected: Any) -> None:
-    assert absences([Change(**event) for event in events]) == expected
+    assert absences([ClusterEvent(**event) for event in events]) == expected
 
 
 @pytest.mark.parametrize(
@@ -163,16 +163,16 @@ def test_a_worker_is_away_from_leaving_to_joining_or_until_it_first_joins(events
         ),
         (
             [leave(0, 1), leave(2, 1), leave(3, 1), join(1, 3)],
-            "[3].at_s = 3: must be while another worker takes part: the run ends when nobody does",
+            "[3].at_s = 3: must be while another worker is active: the run ends when none is",
         ),
-        ([join(worker, 2) for worker in range(4)], "[0].at_s = 2: must be while another worker takes part"),
+        ([join(worker, 2) for worker in range(4)], "[0].at_s = 2: must be while another worker is active"),
     ],
 )
-def test_nobody_joins_in_vain(events: Any, message: str) -> None:
+def test_joins_that_cannot_happen_are_refused(events: Any, message: str) -> None:
     assert error(*events).startswith(f"cluster.events{message}")
 
 
-def test_who_joins_needs_servers() -> None:
+def test_joining_needs_servers() -> None:
     said = r'^cluster.events\[0\].change = "join": must be another with paradigm.name ='
     for paradigm in ({"name": "allreduce"}, {"name": "gossip", "mode": "pull"}, {"name": "local-sgd", "steps": 2}):
         with pytest.raises(JobError, match=said):
@@ -260,7 +260,7 @@ def test_the_trace_of_times_need_not_be_there_to_read_a_job() -> None:
     ],
     ids=str,
 )
-def test_nobody_goes_on_alone_where_all_exchange_together(paradigm: dict[str, Any], named: str) -> None:
+def test_workers_that_exchange_together_cannot_leave(paradigm: dict[str, Any], named: str) -> None:
     with pytest.raises(JobError) as caught:
         make_job(paradigm=paradigm, cluster={"workers": 3, "on_death": "continue"})
     assert str(caught.value) == (

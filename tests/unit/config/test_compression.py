@@ -1,4 +1,4 @@
-"""The `[compression]` of the job file: what is filled in, and what cannot be."""
+"""The `[compression]` of the job file: defaults and mistakes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_what_codecs_are_given(name: str) -> None:
+def test_options_of_codecs(name: str) -> None:
     assert options(name, gbytes_per_s=2) == DEFAULTS[name]
 
 
@@ -68,12 +68,12 @@ def test_every_codec_has_its_defaults_here() -> None:
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_codecs_take_what_they_are_given(name: str) -> None:
+def test_codecs_accept_their_options(name: str) -> None:
     codec = create(name, TensorLayout([(4, 4), (3,)]), np.float64, **options(name))
     assert isinstance(codec, ErrorFeedback) == DEFAULTS[name].get("error_feedback", False)
 
 
-def test_dgc_takes_what_it_need_not_be_given() -> None:
+def test_dgc_accepts_optional_keys() -> None:
     given: dict[str, Any] = {"clip": 2, "warmup": 6, "warmup_ratios": [0.5, 0.25], "ratio": 0.125}
     codec = create("dgc", TensorLayout([(4, 4)]), np.float32, **options("dgc", **given))
     assert isinstance(codec, DGC)
@@ -82,7 +82,7 @@ def test_dgc_takes_what_it_need_not_be_given() -> None:
 
 
 @pytest.mark.parametrize("name", ["top-k", "random-k"])
-def test_under_ashl_what_is_not_sent_is_lost_unless_it_is_said(name: str) -> None:
+def test_under_ashl_error_feedback_is_off_by_default(name: str) -> None:
     assert [options(name, paradigm=each)["error_feedback"] for each in ("ashl", "adsp", "bsp")] == [
         False,
         *[DEFAULTS[name]["error_feedback"]] * 2,
@@ -152,7 +152,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     (
         "dgc",
         {"warmup_ratios": [0.25]},
-        "compression.warmup_ratios = [0.25]: must be at most as many as the pushes that they are for, "
+        "compression.warmup_ratios = [0.25]: must have at most as many entries as the warm-up has pushes, "
         "compression.warmup = 0",
     ),
     ("qsgd", {"levels": 0}, "compression.levels = 0: must be at least 1"),
@@ -163,38 +163,38 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
         (
             codec,
             {"paradigm": EXCHANGED[name]},
-            f'compression.name = "{codec}": must be "none" with paradigm.name = "{name}", where weights travel, which '
-            "must be whole",
+            f'compression.name = "{codec}": must be "none" with paradigm.name = "{name}", '
+            "which transfers weights; these cannot be compressed",
         )
         for name, codec in zip(EXCHANGED, ("top-k", "fp16", "dgc"), strict=True)
     ),
     (
         "top-k",
         {"paradigm": "ashl", "ratio": 0.5},
-        'compression.ratio = 0.5: must be left out with paradigm.name = "ashl", whose ratio_coarse and ratio_fine '
-        "say it",
+        'compression.ratio = 0.5: must be omitted with paradigm.name = "ashl", '
+        "whose ratio_coarse and ratio_fine set it",
     ),
     (
         "dgc",
         {"paradigm": "ashl"},
-        'compression.name = "dgc": must be another with paradigm.name = "ashl", where no gradients travel: its '
-        "momentum is for these",
+        'compression.name = "dgc": must be another with paradigm.name = "ashl", '
+        "which transfers no gradients; the momentum of dgc is for these",
     ),
     (
         "dgc",
         {"paradigm": "adsp"},
-        'compression.name = "dgc": must be another with paradigm.name = "adsp", where no gradients travel: its '
-        "momentum is for these",
+        'compression.name = "dgc": must be another with paradigm.name = "adsp", '
+        "which transfers no gradients; the momentum of dgc is for these",
     ),
     (
         "dgc",
         {"optimizer": {"momentum": 0.9}},
-        'optimizer.momentum = 0.9: must be 0, or left out, with compression.name = "dgc", which has a momentum of its '
-        "own, compression.momentum",
+        'optimizer.momentum = 0.9: must be 0 or omitted with compression.name = "dgc", '
+        "which has its own momentum, compression.momentum",
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), MISTAKES, ids=str)
-def test_mistakes_are_told_in_one_line(name: str, keys: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(name: str, keys: dict[str, Any], message: str) -> None:
     assert error(name, **keys) == message

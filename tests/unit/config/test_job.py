@@ -359,9 +359,9 @@ MISTAKES = {
     "paradigm.staleness_max=2": "paradigm.staleness_max = 2: must be at least paradigm.staleness_min = 3",
     'optimizer.schedule={name="cosine",total=5,warmup=5}': "optimizer.schedule.warmup = 5: must be less than "
     "optimizer.schedule.total = 5",
-    'paradigm={name="easgd",alpha=0.1,beta=0.9}': "paradigm.beta = 0.9: must be left out beside paradigm.alpha = 0.1",
+    'paradigm={name="easgd",alpha=0.1,beta=0.9}': "paradigm.beta = 0.9: must be omitted beside paradigm.alpha = 0.1",
     'paradigm={name="easgd",alpha=0.5,synchronous=true}': "paradigm.alpha = 0.5: must be at most 0.4 with "
-    "cluster.workers = 4: beyond it workers and centre move away from each other",
+    "cluster.workers = 4: above that, workers and centre diverge",
     'paradigm={name="gossip",mode="pull",topology="exponential",include_self=true}': "paradigm.include_self = true: "
     'must be false with paradigm.topology = "exponential", which visits the others in turn',
     'paradigm={name="local-sgd"}': "paradigm.steps: missing; must be a whole number of at least 1: local steps from "
@@ -372,7 +372,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("override", MISTAKES)
-def test_mistakes_are_told_in_one_line(path: Path, override: str) -> None:
+def test_mistakes_are_reported_in_one_line(path: Path, override: str) -> None:
     assert error(path, override) == MISTAKES[override]
 
 
@@ -470,7 +470,7 @@ def test_a_trace_is_found_beside_the_job_file(path: Path, monkeypatch: pytest.Mo
     assert Job.from_toml(job.to_toml()) == job
 
 
-def test_what_only_a_simulation_can_do_is_refused_to_others(path: Path) -> None:
+def test_jobs_for_simulation_only_are_refused(path: Path) -> None:
     refuse_simulated(load(path, ["cluster.network={}"]))  # which real ranks have no use for, but need not refuse
     with pytest.raises(JobError) as caught:
         refuse_simulated(load(path, [f"cluster.times_from={path}"]))

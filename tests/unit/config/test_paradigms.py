@@ -1,4 +1,4 @@
-"""The `[paradigm]` of the job file: what is filled in, what cannot be, and what state machines are given."""
+"""The `[paradigm]` of the job file: defaults, mistakes, and the options of paradigms."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_bound_comes_back_as_it_is(keys: dict[str, Any], staleness_max: float)
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
-def test_what_synchronous_machines_are_given(name: str) -> None:
+def test_options_of_synchronous_paradigms(name: str) -> None:
     assert job(name, **STAYS).paradigm.options == {"k": 3, "k_start": None, "cancel": "drop"}
     aborting = job(name, **STAYS, cancel="abort", micro_batches=8).paradigm
     assert aborting.options == {"k": 3, "k_start": None, "cancel": "abort"}
@@ -62,7 +62,7 @@ def test_what_synchronous_machines_are_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
-def test_what_asynchronous_machines_are_given(name: str) -> None:
+def test_options_of_asynchronous_paradigms(name: str) -> None:
     stays = {"k": 3, "k_start": None, "staleness_max": math.inf, "staleness_weight": "none"}
     assert job(name, **STAYS).paradigm.options == stays
     changes = {"k": "min", "k_min": 1, "k_start": None, "staleness_max": None, "staleness_weight": "inverse"}
@@ -75,7 +75,7 @@ def test_what_asynchronous_machines_are_given(name: str) -> None:
 @pytest.mark.parametrize(
     ("keys", "k"), [(STAYS, 3), ({**CHANGES, "k_start": 2}, 2), ({"k": "state", "k_min": 2, "k_start": 4}, 4)], ids=str
 )
-def test_their_machines_take_what_they_are_given(name: str, keys: dict[str, Any], k: int) -> None:
+def test_paradigms_of_the_k_family_accept_their_options(name: str, keys: dict[str, Any], k: int) -> None:
     assert create(name, 4, **job(name, **keys).paradigm.options).k == k
 
 
@@ -113,7 +113,7 @@ def test_ashl_has_ratios_where_the_compression_takes_one(codec: str, ratios: tup
     assert {**found, "ratio_coarse": 0.2, "ratio_fine": 0.1} == job("ashl", ratio_coarse=0.2).paradigm.options
 
 
-def test_other_paradigms_are_given_what_their_table_says() -> None:
+def test_options_of_other_paradigms_are_their_tables() -> None:
     assert job("ssp", staleness=3).paradigm_options == {"staleness": 3}
 
 
@@ -151,7 +151,7 @@ def test_jobs_of_commits_come_back_equal(name: str, keys: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(("name", "keys"), COMMITS, ids=str)
 @pytest.mark.parametrize("codec", ["none", "top-k"])
-def test_machines_of_commits_take_what_they_are_given(name: str, keys: dict[str, Any], codec: str) -> None:
+def test_paradigms_that_commit_accept_their_options(name: str, keys: dict[str, Any], codec: str) -> None:
     found = make_job(paradigm={"name": name, **keys}, compression={"name": codec})
     assert create(name, 2, **found.paradigm_options).name == name
 
@@ -174,7 +174,9 @@ def test_as_many_commits_as_a_job_may_have_its_machine_takes(check_period_s: flo
         ("allreduce", {}, False, True),
     ],
 )
-def test_who_steps_and_what_is_pushed(name: str, keys: dict[str, Any], commits: bool, on_workers: bool) -> None:
+def test_where_steps_are_made_and_what_is_pushed(
+    name: str, keys: dict[str, Any], commits: bool, on_workers: bool
+) -> None:
     found = make_job(paradigm={"name": name, **keys})
     assert (found.commits, found.steps_on_workers) == (commits, on_workers)
 
@@ -200,7 +202,7 @@ def test_optimizers_run_on_the_workers_and_batches_are_equal(name: str) -> None:
 
 
 K = 'must be a whole number of at least 1, or one of "state", "loss", "min"'
-STAYS_WHAT_IT_IS = "must be left out beside paradigm.k = 3, which stays what it is"
+STAYS_WHAT_IT_IS = "must be omitted beside paradigm.k = 3, which does not change"
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("k-sync", {}, f"paradigm.k: missing; {K}"),
@@ -286,5 +288,5 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "keys", "message"), MISTAKES, ids=str)
-def test_mistakes_are_told_in_one_line(name: str, keys: dict[str, Any], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(name: str, keys: dict[str, Any], message: str) -> None:
     assert error(name, **keys) == message

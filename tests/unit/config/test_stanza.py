@@ -1,4 +1,4 @@
-"""What a job may not say where layers are separated, each told in one line."""
+"""Mistakes in jobs with layer separation, each reported in one line."""
 
 import re
 from typing import Any
@@ -33,7 +33,10 @@ def job(workload: dict = TIMING, paradigm: dict | None = None, **cluster: Any) -
             {"paradigm": {"micro_batches": 3}},
             "workload.batch_size = 4: must be a multiple of paradigm.micro_batches ",
         ),
-        ({"events": [LEAVE]}, 'cluster.events[0].change = "leave": must be another with paradigm.name = "stanza", '),
+        (
+            {"events": [LEAVE]},
+            'cluster.events[0].change = "leave": must be another change with paradigm.name = "stanza", ',
+        ),
         (
             {"workload": SCRIPT, "paradigm": {"micro_batches": 2}},
             "paradigm.micro_batches = 2: must be 1 in a ",
@@ -44,7 +47,7 @@ def job(workload: dict = TIMING, paradigm: dict | None = None, **cluster: Any) -
         ),
         (
             {"workload": SCRIPT, "compute": COMPUTE},
-            "paradigm.fc_share: missing; a training script must give it ",
+            "paradigm.fc_share: missing; a training script with [cluster.compute] must set it",
         ),
     ],
 )
@@ -53,14 +56,16 @@ def test_mistakes(tables: dict, message: str) -> None:
         job(**tables)
 
 
-def test_what_is_no_mistake() -> None:
+def test_allowed_jobs() -> None:
     assert [*job(paradigm={"fc_workers": 2, "micro_batches": 4}).takers] == [2, 3]
     job(workload=SCRIPT, paradigm={"fc_share": 0.5}, compute=COMPUTE)
     job(events=[LEAVE | {"change": "slow", "factor": 2.0}], compute=COMPUTE)
 
 
-def test_what_only_a_simulation_can_do() -> None:
-    with pytest.raises(JobError, match=r'^workload.name = "timing": must be another with paradigm.name = "stanza" to '):
+def test_a_timing_workload_can_only_be_simulated() -> None:
+    with pytest.raises(
+        JobError, match=r'^workload.name = "timing": must be another workload with paradigm.name = "stanza" to '
+    ):
         refuse_simulated(job())
     refuse_simulated(job(workload={"name": "digits"}))
 

@@ -35,9 +35,7 @@ def test_times_are_by_worker_and_iteration(tmp_path: Path) -> None:
         (HEAD + "0,0,nan\n", "line 2: seconds = nan: must be at least 0"),
     ],
 )
-def test_what_is_wrong_is_told_with_its_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str
-) -> None:
+def test_errors_name_their_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str) -> None:
     monkeypatch.chdir(tmp_path)  # long paths are cut short in messages
     path = Path("t.csv")
     path.write_text(text)

@@ -1,4 +1,4 @@
-"""Workloads of images: their tables and what is refused."""
+"""Workloads of images: their tables and mistakes."""
 
 import pytest
 
@@ -35,7 +35,7 @@ CIFAR = "name, batch_size, folder, width, hidden, dropout"
         ({"name": "cifar"}, 'workload.name = "cifar": must be one of digits, images, cifar10, cifar100, '),
     ],
 )
-def test_mistakes_are_told_in_one_line(settings, message):
+def test_mistakes_are_reported_in_one_line(settings, message):
     with pytest.raises(JobError) as caught:
         make_job(workload=settings)
     assert str(caught.value).startswith(message)

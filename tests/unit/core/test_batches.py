@@ -72,7 +72,7 @@ def test_an_iteration_knows_its_batch_size():
     assert iterations.batch_size == 5
 
 
-def test_an_iteration_begins_when_its_batch_is_asked_for_and_ends_unpadded():
+def test_an_iteration_begins_when_its_batch_is_requested_and_ends_unpadded():
     times = iter([1.0, 4.0, 6.0, 9.0])
     iterations = make_iterations(now=lambda: next(times))
     loader = iterations.shard(DATA, 4, 1, never)
@@ -84,7 +84,7 @@ def test_an_iteration_begins_when_its_batch_is_asked_for_and_ends_unpadded():
 
 @pytest.fixture
 def clock(monkeypatch) -> list[float]:
-    """What time it is; sleeping makes it later."""
+    """Clock that advances by sleeping."""
     clock = [10.0]
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     return clock
@@ -99,7 +99,7 @@ def test_an_iteration_is_padded_up_to_its_time(clock, computed_s, slept_s):
 
 
 def test_padding_leaves_time_for_calls(clock):
-    """As a computation would; without a call it is slept through at once."""
+    """As within a computation; without a callback the padding is one sleep."""
     calls = []
     compute = {"model": "constant", "seconds": 0.5}
     iterations = make_iterations(compute=compute, now=lambda: clock[0], while_padding=lambda: calls.append(clock[0]))
@@ -122,15 +122,15 @@ def test_a_share_of_an_iteration_takes_that_share_of_its_time(clock):
 
 
 def test_a_share_without_a_batch_is_refused():
-    with pytest.raises(RuntimeError, match="step without a batch"):
+    with pytest.raises(RuntimeError, match="step was called without a batch"):
         make_iterations().pad(0.5)
 
 
-# ---- batches that are given out ----
+# ---- allocated batches ----
 
 
 def allocated(work, **settings) -> Iterations:
-    """The next of these is given out when an iteration has ended."""
+    """Allocate the next of these when an iteration has ended."""
     given, iterations = list(work), None
 
     def next_work() -> tuple[int, int]:
@@ -163,8 +163,8 @@ def sequence(first: int, n_samples: int) -> list[int]:
 WORK = [(0, 3), (10, 5), (20, 4), (24, 1), (50, 2), (70, 9)]
 
 
-def test_batches_are_the_samples_given_out_and_belong_where_they_begin():
-    """The third reaches over the end of the first training epoch; the last is of the fourth, which nobody asks for."""
+def test_batches_are_the_allocated_samples_of_the_epoch_in_which_they_begin():
+    """The third extends over the end of the first training epoch; the last is of the fourth, which is not requested."""
     iterations = allocated(WORK)
     found = [stepped(iterations, iterations.shard(DATA, 4, epochs, never)) for epochs in (1, 0, 1, 1)]
     assert found == [
@@ -177,7 +177,7 @@ def test_batches_are_the_samples_given_out_and_belong_where_they_begin():
     assert stepped(iterations, iterations.shard(DATA, 4, 3, never)) == [sequence(*work) for work in WORK[:-1]]
 
 
-def test_what_was_given_out_and_not_computed_comes_again():
+def test_allocated_samples_that_were_not_computed_come_again():
     iterations = allocated(WORK)
     for _ in range(2):
         (x,) = next(iterations.shard(DATA, 4, None, never))
@@ -205,7 +205,7 @@ def test_without_data_they_are_empty_and_have_their_sizes():
 
 
 def test_the_padding_follows_the_device(clock):
-    """A change within an iteration counts from its own time, whatever of it was computing and whatever padding."""
+    """A change within an iteration counts from its own time, during computation or padding."""
     events = [
         {"worker": 0, "at_s": 10.75, "change": "slow", "factor": 4.0},
         {"worker": 0, "at_iteration": 4, "change": "recover"},
@@ -240,14 +240,14 @@ def test_loaders_end_when_the_worker_leaves(clock, when, compute):
         clock[0] += 0.5
         iterations.end()
     assert (len(seen), left) == (2, [11.0])
-    with pytest.raises(RuntimeError, match="step without a batch"):
+    with pytest.raises(RuntimeError, match="step was called without a batch"):
         iterations.end()
     assert list(iterations.shard(DATA, 4, 1, never)) == [], "every later loader too"
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["going-on", "over"])
-def test_the_loader_goes_on_when_the_worker_joins_again(clock, over):
-    """With the next batch; unless it hears meanwhile that the run is over."""
+def test_the_loader_continues_when_the_worker_joins_again(clock, over):
+    """With the next batch, unless the run has ended meanwhile."""
     asked = []
 
     def leave(joins_s):

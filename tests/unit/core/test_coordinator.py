@@ -1,4 +1,4 @@
-"""The coordinator under real paradigms: what it orders, what it records, and how a run ends."""
+"""The coordinator with real paradigms: commands, trace rows and the end of a run."""
 
 import itertools
 import math
@@ -41,7 +41,7 @@ class Recorder:
 
 
 class Run:
-    """A coordinator whose workers do what they are told: each pushes what it was last granted."""
+    """A coordinator with workers that push what they were last granted."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Run:
         **options,
     ):
         paradigm = create(name, n_workers, **options)
-        self.trace = Recorder(paradigm.decision_fields + (allocator.decision_fields if allocator else ()))
+        self.trace = Recorder((*paradigm.decision_fields, *(allocator.decision_fields if allocator else ())))
         self.coordinator = Coordinator(
             paradigm,
             self.trace,
@@ -65,7 +65,7 @@ class Run:
             batch_total=batch_total,
             assignments=Assignments(allocator=allocator),
         )
-        self.granted = dict.fromkeys(range(n_workers), (1, 0))  # who computes: iteration, version read
+        self.granted = dict.fromkeys(range(n_workers), (1, 0))  # computing workers: iteration, version read
         self.stopped = set()
 
     def push(self, now_s, worker, batch_size=8, loss=1.0, **said):
@@ -100,7 +100,7 @@ class Run:
 
 
 def mean(workers, lr):
-    """An update in which all count alike."""
+    """Return an update with equal weights."""
     return UpdateCommand(workers, (1.0,) * len(workers), float(len(workers)), lr)
 
 
@@ -108,7 +108,7 @@ def reply(worker, iteration, version, batch_size=8, first_sample=-1):
     return GrantCommand(worker, iteration, version, Assignment(first_sample, batch_size))
 
 
-def stop_reply(worker, iteration, version):
+def stop_grant(worker, iteration, version):
     return GrantCommand(worker, iteration, version, STOP)
 
 
@@ -117,7 +117,7 @@ def column(rows, *names):
     return [values[0] for values in found] if len(names) == 1 else found
 
 
-# ---- what is ordered and recorded ----
+# ---- commands and rows ----
 
 
 def test_asp_updates_and_answers_at_once():
@@ -149,7 +149,7 @@ def test_bsp_makes_one_update_of_all_in_worker_order():
     assert column(run.trace["updates"], "version", "now_s", "n_contributions", "samples") == [(1, 4.0, 3, 24)]
 
 
-def test_a_report_is_recorded_as_it_came():
+def test_a_push_info_is_recorded_unchanged():
     run = Run("asp", 1)
     run.push(
         2.0,
@@ -219,22 +219,22 @@ def test_decisions_are_recorded_before_the_grant_they_lead_to():
 
 def test_the_update_that_reaches_the_rule_ends_the_run():
     run = Run("ssp", 3, {"updates": 3}, staleness=0)
-    assert run.push(1.0, 0) == [mean((0,), 0.1)]  # held
-    assert run.push(2.0, 1) == [mean((1,), 0.1)]  # held
-    assert run.push(4.0, 2) == [mean((2,), 0.1), *(stop_reply(worker, 2, 3) for worker in (2, 0, 1))]
+    assert run.push(1.0, 0) == [mean((0,), 0.1)]  # blocked
+    assert run.push(2.0, 1) == [mean((1,), 0.1)]  # blocked
+    assert run.push(4.0, 2) == [mean((2,), 0.1), *(stop_grant(worker, 2, 3) for worker in (2, 0, 1))]
     assert run.coordinator.stopping
     assert column(run.trace["grants"], "held_s", "credits", "local_steps") == [(0.0, 0, 0), (3.0, 0, 0), (2.0, 0, 0)]
 
 
-def test_held_workers_are_released_and_computing_ones_told_at_their_next_push():
+def test_blocked_workers_are_released_and_computing_ones_stopped_at_their_next_push():
     run = Run("ssp", 3, {"samples": 80}, staleness=0)
-    for worker in (0, 1, 2):  # everybody once, so that a gap is not a number of pushes
+    for worker in (0, 1, 2):  # one push each, so that a lead is not a number of pushes
         run.push(1.0, worker)
     run.push(2.0, 0)
     run.push(3.0, 1)
     run.take(run.coordinator.stop(3.5))
     assert column(run.trace["grants"][3:], "worker", "held_s", "gap_iters") == [(0, 1.5, 1), (1, 0.5, 1)]
-    assert run.push(4.0, 2) == [stop_reply(2, 3, 5)]
+    assert run.push(4.0, 2) == [stop_grant(2, 3, 5)]
     assert run.trace["pushes"][-1]["outcome"] == Outcome.DROPPED
     assert (run.coordinator.version, run.coordinator.samples) == (5, 40)
 
@@ -269,7 +269,7 @@ def test_time_passes_without_a_push_too():
     run = Run("bsp", 2, {"seconds": 4.0})
     run.push(1.0, 1)
     assert run.coordinator.passed(3.999) == []
-    assert run.coordinator.passed(4.0) == [stop_reply(1, 2, 0)]
+    assert run.coordinator.passed(4.0) == [stop_grant(1, 2, 0)]
     assert run.coordinator.passed(5.0) == []
 
 
@@ -281,13 +281,13 @@ def test_targets(stop, reached, missed):
     run = Run("bsp", 2, stop)
     run.push(1.0, 0)
     assert run.coordinator.evaluated(2.0, 0, 0, *missed) == []
-    assert run.coordinator.evaluated(3.0, 0, 0, *reached) == [stop_reply(0, 2, 0)]
+    assert run.coordinator.evaluated(3.0, 0, 0, *reached) == [stop_grant(0, 2, 0)]
     assert len(run.trace["evaluations"]) == 2
 
 
 def test_an_evaluation_that_ends_the_run_does_so_now_and_not_when_it_began():
     run = Run("ssp", 2, {"target_accuracy": 0.5}, staleness=0)
-    run.push(5.0, 0)  # held, while weights of second 1 are being judged
+    run.push(5.0, 0)  # blocked, while the weights of second 1 are being evaluated
     run.coordinator.passed(6.0)
     run.coordinator.evaluated(1.0, 0, 0, 0.1, 0.9)
     assert column(run.trace["grants"], "now_s", "held_s") == [(6.0, 1.0)]
@@ -321,7 +321,7 @@ def test_a_departure_completes_a_round_and_is_recorded():
     assert run.coordinator.active == {1}
 
 
-def test_who_joins_is_recorded_and_let_go_on_with_what_it_had():
+def test_a_worker_that_joins_is_recorded_and_continues_with_its_iteration():
     run = Run("asp", 2)
     run.push(1.0, 0, batch_size=5)
     run.leave(2.0, 0, Change.DIED)
@@ -344,7 +344,7 @@ def test_who_joins_is_recorded_and_let_go_on_with_what_it_had():
     run.coordinator.check()
 
 
-def test_who_joins_while_its_contribution_waits_waits_with_it():
+def test_a_worker_that_joins_while_its_contribution_waits_is_blocked():
     run = Run("bsp", 2, {"updates": 2})
     run.push(1.0, 0)
     run.leave(2.0, 0)
@@ -355,12 +355,12 @@ def test_who_joins_while_its_contribution_waits_waits_with_it():
     run.push(7.0, 0)
     run.leave(7.5, 0)
     run.join(8.0, 0)
-    assert run.take(run.coordinator.stop(9.0)) == [stop_reply(0, 3, 1)]
+    assert run.take(run.coordinator.stop(9.0)) == [stop_grant(0, 3, 1)]
     assert run.trace["grants"][-1]["held_s"] == 1.0
     assert run.trace["grants"][-1]["gap_iters"] == 1
 
 
-def test_nobody_joins_a_run_that_is_over_or_in_which_nobody_is_left():
+def test_no_worker_joins_a_run_that_is_over_or_has_no_active_worker():
     run = Run("asp", 2)
     run.leave(1.0, 0)
     run.leave(2.0, 1)
@@ -373,12 +373,12 @@ def test_nobody_joins_a_run_that_is_over_or_in_which_nobody_is_left():
     assert column(run.trace["membership"], "change") == [Change.LEFT]
 
 
-def test_a_worker_that_leaves_while_it_is_held_is_not_answered():
+def test_a_worker_that_leaves_while_blocked_is_not_granted():
     run = Run("bsp", 2)
     run.push(1.0, 0)
     run.leave(2.0, 0)
     assert run.take(run.coordinator.stop(3.0)) == []
-    assert run.push(4.0, 1) == [stop_reply(1, 2, 0)]
+    assert run.push(4.0, 1) == [stop_grant(1, 2, 0)]
     assert run.leave(5.0, 1) == []
     run.coordinator.close()
     assert column(run.trace["pushes"], "worker", "outcome") == [(1, Outcome.DROPPED), (0, Outcome.DROPPED)]
@@ -402,8 +402,8 @@ def test_where_grants_come_first_the_last_update_is_noticed_with_the_next_contri
             reply(1, int(now_s) + 1, now_s - 1),
         ]
     assert run.coordinator.stopping
-    assert run.push(3.0, 1) == [stop_reply(1, 4, 2)]
-    assert run.push(3.5, 0) == [stop_reply(0, 4, 2)]
+    assert run.push(3.0, 1) == [stop_grant(1, 4, 2)]
+    assert run.push(3.5, 0) == [stop_grant(0, 4, 2)]
     assert column(run.trace["pushes"], "outcome") == [Outcome.APPLIED] * 4 + [Outcome.DROPPED] * 2
 
 
@@ -416,17 +416,17 @@ def test_the_rate_of_an_update_is_the_learning_rate_or_how_far_the_centre_moves(
         assert set(column(trace["updates"], "lr")) == {rate}
 
 
-# ---- how much a contribution counts ----
+# ---- weights of contributions ----
 
 
 def partition(rng, total, n):
-    """n sizes of at least 1."""
+    """Draw n sizes of at least 1."""
     cuts = sorted(rng.sample(range(1, total), n - 1))
     return [end - begin for begin, end in itertools.pairwise([0, *cuts, total])]
 
 
 def gradient(commands, contributions):
-    """What a server makes of these orders: the sum that was collected, and the update of it."""
+    """Return the result of these commands on a server: the accumulated sum, and the update from it."""
     total = 0.0
     for command in commands:
         if isinstance(command, AccumulateCommand):
@@ -470,7 +470,7 @@ def test_an_asynchronous_contribution_counts_by_its_size_against_the_mean_batch(
     assert column(run.trace["pushes"], "weight") == [1.5, 0.5]
 
 
-def test_where_nobody_knows_the_mean_batch_asynchronous_contributions_count_alike():
+def test_without_a_known_mean_batch_asynchronous_contributions_have_equal_weights():
     run = Run("asp", 2)
     assert run.push(1.0, 0, 12)[0] == run.push(2.0, 0, 3)[0] == mean((0,), 0.1)
 
@@ -486,10 +486,10 @@ def test_an_asynchronous_contribution_counts_less_the_staler_it_is():
     ]  # fmt: skip
 
 
-# ---- what is collected, and what is cancelled ----
+# ---- accumulated and cancelled contributions ----
 
 
-def test_a_collected_contribution_leaves_its_slot_and_its_worker_goes_on():
+def test_an_accumulated_contribution_leaves_its_slot_and_its_worker_continues():
     run = Run("k-batch-sync", 3, batch_total=24, k=3)
     assert run.push(1.0, 0, 6) == [AccumulateCommand(0, 6 / 8), reply(0, 2, 0, 6)]
     assert run.push(2.0, 0, 8) == [AccumulateCommand(0, 1.0), reply(0, 3, 0)]
@@ -503,13 +503,13 @@ def test_a_collected_contribution_leaves_its_slot_and_its_worker_goes_on():
     assert column(run.trace["updates"], "n_contributions", "samples") == [(3, 24)]
 
 
-def test_what_was_collected_when_the_run_ends_is_dropped():
+def test_accumulated_contributions_are_dropped_when_the_run_ends():
     run = Run("k-batch-async", 3, {"seconds": 4.0}, k=3)
     for now_s, worker in ((1.0, 0), (1.5, 1), (2.0, 1), (2.5, 0), (3.0, 0)):
         run.push(now_s, worker)
     assert run.take(run.coordinator.passed(4.0)) == [], "nobody waits"
-    assert run.push(5.0, 1) == [stop_reply(1, 4, 1)]
-    assert run.push(6.0, 0) == [stop_reply(0, 5, 1)]
+    assert run.push(5.0, 1) == [stop_grant(1, 4, 1)]
+    assert run.push(6.0, 0) == [stop_grant(0, 5, 1)]
     run.coordinator.close()
     rows = sorted(run.trace["pushes"], key=lambda row: row["seq"])
     assert column(rows, "outcome") == [Outcome.APPLIED] * 3 + [Outcome.DROPPED] * 4
@@ -518,11 +518,11 @@ def test_what_was_collected_when_the_run_ends_is_dropped():
     assert run.coordinator.samples == 24
 
 
-def test_an_update_of_a_collected_contribution_can_end_the_run():
+def test_an_update_of_an_accumulated_contribution_can_end_the_run():
     run = Run("k-batch-sync", 2, {"updates": 1}, k=2)
     assert isinstance(run.push(1.0, 0)[0], AccumulateCommand)
-    assert run.push(2.0, 0) == [UpdateCommand((0,), (1.0,), 2.0, 0.1), stop_reply(0, 3, 1)]
-    assert run.push(3.0, 1) == [stop_reply(1, 2, 1)]
+    assert run.push(2.0, 0) == [UpdateCommand((0,), (1.0,), 2.0, 0.1), stop_grant(0, 3, 1)]
+    assert run.push(3.0, 1) == [stop_grant(1, 2, 1)]
     assert column(run.trace["pushes"], "worker", "outcome") == [
         (0, Outcome.APPLIED),
         (0, Outcome.APPLIED),
@@ -530,7 +530,7 @@ def test_an_update_of_a_collected_contribution_can_end_the_run():
     ]
 
 
-def test_whose_version_is_over_is_told_the_iteration_that_is_in_vain():
+def test_a_worker_that_computes_from_an_old_version_is_cancelled():
     run = Run("k-sync", 3, k=1, cancel="abort")
     assert run.push(1.0, 1)[1:] == [reply(1, 2, 1), CancelCommand(0, 0), CancelCommand(2, 0)]
     assert run.push(2.0, 1)[1:] == [reply(1, 3, 2)], "who has been told is not told again"
@@ -541,27 +541,27 @@ def test_whose_version_is_over_is_told_the_iteration_that_is_in_vain():
     assert run.coordinator.samples == 24
 
 
-def test_what_took_part_of_its_time_would_have_taken_all_of_it():
+def test_the_time_of_a_cancelled_iteration_is_extrapolated():
     assert PushInfo(0, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.0, 8, 1, 1.0, 800, share=0.25).iteration_s == 2.0
 
 
-def test_a_paradigm_hears_what_a_push_took():
+def test_the_event_of_a_push_has_its_times():
     push_info = PushInfo(3, 1, 0, 0.0, 0.5, 0.5, 0.0, 0.75, 8, 4, 1.0, 800, share=0.25, pull_s=0.5, encode_s=0.125)
     heard = push_info.event(7.0)
     assert (heard.now_s, heard.worker, heard.iteration_s, heard.loss, heard.local_steps) == (7.0, 3, 2.0, 1.0, 4)
     assert (heard.pull_s, heard.push_s, heard.encode_s) == (0.5, 0.25, 0.125)
 
 
-# ---- who computes how many samples, and which ----
+# ---- allocation of samples ----
 
 
-def test_samples_are_handed_out_with_grants_and_never_twice():
+def test_samples_are_allocated_with_grants_and_never_twice():
     run = Run("asp", 2, batch_total=16, allocator=Allocator(2, 16, maxima=[math.inf] * 2))
     assert run.push(1.0, 1)[1] == reply(1, 2, 1, 8, 16)
     assert run.push(2.0, 1)[1] == reply(1, 3, 2, 8, 24)
     assert run.push(3.0, 0)[1] == reply(0, 2, 3, 8, 32)
     run.take(run.coordinator.stop(3.5))
-    assert run.push(4.0, 0) == [stop_reply(0, 3, 3)], "the end takes none"
+    assert run.push(4.0, 0) == [stop_grant(0, 3, 3)], "a stop takes no samples"
     assert column(run.trace["grants"], "first_sample", "batch_size") == [(16, 8), (24, 8), (32, 8), (-1, 0)]
 
 
@@ -595,9 +595,9 @@ def test_decisions_of_two_controllers_leave_each_others_columns_open():
     assert not any(math.isnan(row["batch_before"]) for row in by["batches"])
 
 
-def test_local_steps_are_as_granted_or_as_the_job_says():
+def test_local_steps_are_those_of_the_grant_or_of_the_job():
     plain, several = Grant(0, 2, 0, 0, 0.0), Grant(1, 2, 0, 0, 0.0, 5, ratio=0.25)
-    of_the_job, dealing = Assignments([plain], local_steps=3), Assignments([plain], dealt=8)
+    of_the_job, sequential = Assignments([plain], local_steps=3), Assignments([plain], step_samples=8)
     until = Grant(1, 3, 0, 0, 0.0, UNTIL, commit_s=0.5)
     assert of_the_job.first == [Assignment(-1, 0, 3)]
     assert of_the_job.next(plain) == Assignment(-1, 0, 3), "the worker knows"
@@ -606,13 +606,13 @@ def test_local_steps_are_as_granted_or_as_the_job_says():
     assert of_the_job.next(plain) == Assignment(-1, 24, 3)
     assert of_the_job.next(several)[:3] == (-1, 40, 5)
     assert of_the_job.next(until)[:4] == (-1, 8, UNTIL, 0.5), "of one local step"
-    assert dealing.first == [Assignment(0, 8, 1)]
-    assert dealing.next(several) == Assignment(8, 40, 5, math.inf, 0.25)
-    dealing.pushed(1, 40, 5)
-    assert dealing.next(plain)[:3] == (48, 8, 1)
+    assert sequential.first == [Assignment(0, 8, 1)]
+    assert sequential.next(several) == Assignment(8, 40, 5, math.inf, 0.25)
+    sequential.pushed(1, 40, 5)
+    assert sequential.next(plain)[:3] == (48, 8, 1)
 
 
-def test_whoever_stays_is_given_what_the_departed_had():
+def test_the_others_get_the_samples_of_a_worker_that_left():
     run = Run("asp", 3, batch_total=24, allocator=Allocator(3, 24, maxima=[math.inf] * 3))
     run.leave(1.0, 0)
     assert column(run.trace["decisions"], "worker", "chosen") == [(1, 12.0), (2, 12.0)]
@@ -660,7 +660,7 @@ PARADIGMS = [
 
 
 def play(name, options, seed) -> Run:
-    """A run with random speeds, a departure, and an end by updates, by its clock or by everybody's departure."""
+    """A run with random speeds, a departure, and an end by updates, by the clock or by the departure of all workers."""
     rng = random.Random(seed)
     n_workers = rng.randint(1, 5)
     stop = rng.choice([{"updates": 30}, {"seconds": 25.0}, {"samples": 200}, {}])
@@ -682,7 +682,7 @@ def play(name, options, seed) -> Run:
 
 
 def recount(run: Run) -> None:
-    """Assert from the rows alone that they tell one consistent story."""
+    """Assert from the rows alone that they are consistent."""
     trace, coordinator = run.trace, run.coordinator
     pushes = sorted(trace["pushes"], key=lambda row: row["seq"])
     events = [*pushes, *trace["grants"], *trace["decisions"], *trace["membership"]]
@@ -726,7 +726,7 @@ def test_the_rows_of_random_runs_are_consistent(name, options):
 
 
 class Forgetful(Coordinator):
-    """Leaves one held worker without an answer at the end."""
+    """Leaves one blocked worker without a grant at the end."""
 
     def _end(self, now_s):
         self._blocked.pop(min(self._blocked, default=None), None)
@@ -734,7 +734,7 @@ class Forgetful(Coordinator):
 
 
 class CountsPushes(Coordinator):
-    """Takes the staleness of a push for the updates at its arrival plus one."""
+    """Counts one update too many in the staleness of a push."""
 
     def _record_push(self, contribution, weight, outcome):
         self.version += 1

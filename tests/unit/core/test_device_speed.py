@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.core.device_speed import Device, device, iteration_seconds
 from tests.unit.jobs import make_job
 
@@ -73,7 +73,7 @@ def test_a_table_begins_again_after_its_last_row(tmp_path):
 
 
 def test_the_times_of_a_seed_are_what_they_always_were():
-    """So that runs of other versions can be compared."""
+    """Runs of different versions stay comparable."""
     lognormal = draw(2, 1, model="lognormal", seconds=0.02, jitter=0.3)
     assert lognormal == [0.02 * math.exp(0.3 * z) for z in np.random.default_rng([1, 2, 1]).standard_normal(2)]
     exponential = draw(2, 1, model="exponential", seconds=0.02)
@@ -84,19 +84,19 @@ def test_the_times_of_a_seed_are_what_they_always_were():
 
 
 def slow(factor, **when):
-    return Change(worker=0, change="slow", factor=factor, **when)
+    return ClusterEvent(worker=0, change="slow", factor=factor, **when)
 
 
 def recover(**when):
-    return Change(worker=0, change="recover", **when)
+    return ClusterEvent(worker=0, change="recover", **when)
 
 
 def leave(**when):
-    return Change(worker=0, change="leave", **when)
+    return ClusterEvent(worker=0, change="leave", **when)
 
 
 def durations(n, *events, each=1.0, lead=0.0, kind=Device):
-    """Of n iterations of `each` undisturbed seconds, one `lead` after the other."""
+    """Return the durations of n iterations of `each` undisturbed seconds, one `lead` after the other."""
     its, now_s, found = kind(itertools.repeat(each), events), 0.0, []
     for _ in range(n):
         found.append(its.seconds(now_s))
@@ -153,7 +153,9 @@ def test_a_worker_leaves_instead_of_beginning_an_iteration():
 
 
 def test_a_worker_joins_again_when_its_events_say_so_however_late_it_has_left():
-    events = [Change(worker=0, at_s=at_s, change=change) for at_s, change in [(2, "leave"), (5, "join"), (8, "leave")]]
+    events = [
+        ClusterEvent(worker=0, at_s=at_s, change=change) for at_s, change in [(2, "leave"), (5, "join"), (8, "leave")]
+    ]
     its = Device(None, events)
     assert [its.leaves(now_s) for now_s in (1.0, 5.0, 7.9)] == [False] * 3, "not while it is away"
     assert [its.leaves(now_s) for now_s in (2.5, 5.5)] == [True, True], "it has begun to leave"
@@ -162,7 +164,7 @@ def test_a_worker_joins_again_when_its_events_say_so_however_late_it_has_left():
     assert not its.leaves(5.5)
     assert its.leaves(8.0)
     assert its.joins_s == math.inf
-    late = Device(None, [Change(worker=0, at_s=3, change="join")])
+    late = Device(None, [ClusterEvent(worker=0, at_s=3, change="join")])
     assert (late.leaves(0.0), late.joins_s) == (True, 3.0)
     late.join()
     assert not late.leaves(3.0)
@@ -174,7 +176,7 @@ def test_without_times_iterations_are_still_counted():
 
 
 @pytest.mark.parametrize("compute", RANDOM, ids=lambda compute: compute["model"])
-def test_a_device_to_which_nothing_happens_takes_its_times_bit_for_bit(compute):
+def test_a_device_without_events_takes_its_times_bit_for_bit(compute):
     events = [
         {"worker": 1, "at_s": 0.0, "change": "slow", "factor": 3.0},
         {"worker": 0, "at_s": 9.0, "change": "leave"},
@@ -192,7 +194,7 @@ def test_a_device_to_which_nothing_happens_takes_its_times_bit_for_bit(compute):
 
 
 def of_loads(fixed_share, *loads, events=()):
-    """Durations of iterations of one undisturbed second at a load of 1, one after the other."""
+    """Return the durations of consecutive iterations of one undisturbed second at a load of 1."""
     its, now_s, found = Device(itertools.repeat(1.0), events, fixed_share), 0.0, []
     for load in loads:
         found.append(its.seconds(now_s, load))
@@ -218,7 +220,7 @@ def test_at_the_jobs_batch_size_not_a_bit_changes(fixed_share, time_s):
 
 
 @pytest.mark.parametrize("compute", [*RANDOM, {"model": "constant", "seconds": 0.3}], ids=lambda c: c["model"])
-def test_the_job_says_what_is_fixed(compute):
+def test_the_fixed_share_is_the_jobs(compute):
     plain, half, all_of_it = (
         device(make_job(cluster={"workers": 2, "compute": {**compute, "fixed_share": share}}), 1)
         for share in (0.0, 0.5, 1.0)
@@ -241,12 +243,14 @@ CHANGES = st.one_of(
     st.fixed_dictionaries({"change": st.just("slow"), "factor": st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])}),
     st.just({"change": "recover"}),
 )
-EVENTS = st.lists(st.builds(lambda moment, change: Change(worker=0, **moment, **change), MOMENTS, CHANGES), max_size=6)
+EVENTS = st.lists(
+    st.builds(lambda moment, change: ClusterEvent(worker=0, **moment, **change), MOMENTS, CHANGES), max_size=6
+)
 STEPS = st.lists(st.integers(0, 96).map(lambda n: float(n * UNIT)), min_size=1, max_size=8)
 
 
 def by_definition(works, leads, events):
-    """Durations of the iterations, as fractions."""
+    """Return the durations of the iterations as fractions."""
     now, found = Fraction(0), []
     timed = [(Fraction(e.at_s), 0, i, e) for i, e in enumerate(events) if e.at_s is not None]
     begun = []  # the same, for events at iterations that have begun
@@ -282,7 +286,7 @@ def test_an_iteration_ends_when_its_work_is_done(works, leads, events):
 
 
 class OnlyAtItsBeginning(Device):
-    """Looks at the device when an iteration begins, and not again."""
+    """Reads the factor only when an iteration begins."""
 
     def seconds(self, begin_s):
         self._begin(begin_s)
@@ -290,7 +294,7 @@ class OnlyAtItsBeginning(Device):
 
 
 class Multiplying(Device):
-    """Lets a second factor come on top of the first."""
+    """Multiplies a second factor with the first."""
 
     def __init__(self, times, events):
         factor, multiplied = 1.0, []

@@ -1,4 +1,4 @@
-"""What must come out equal, in float64 and without MPI: coordinator, stores and replicas in one loop."""
+"""Equivalences in float64 without MPI: coordinator, stores and replicas in one loop."""
 
 import math
 
@@ -28,7 +28,7 @@ class Nothing:
 
 
 class Server:
-    """The shards of all servers, as if they were one."""
+    """The shards of all servers as one store."""
 
     def __init__(self, job, weights: torch.Tensor) -> None:
         roles = Roles(job.cluster.servers, job.cluster.workers)
@@ -61,7 +61,7 @@ class Server:
 
 
 def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) -> torch.Tensor:
-    """The final weights of the job; workers push in the order that these durations give."""
+    """Return the final weights of the job; workers push in the order of these durations."""
     n_workers = job.cluster.workers
     workload: Workload = build(job)
     flat = FlatModel(workload.model)
@@ -81,7 +81,7 @@ def train(job, *, seconds=(1.0, 1.7, 0.6, 1.1), order_seed=None, turned=None) ->
         for worker in range(n_workers)
     ]
     read = [server.weights for _ in range(n_workers)]
-    due_s = {worker: seconds[worker] for worker in range(n_workers)}  # who computes, until when
+    due_s = {worker: seconds[worker] for worker in range(n_workers)}  # end of each computation
     now_s = 0.0
     while due_s:
         worker = min(due_s, key=lambda worker: (due_s[worker], worker))
@@ -116,7 +116,7 @@ def job(paradigm="bsp", workers=1, batch_size=4, servers=1, seed=1, **optimizer)
 
 
 def torch_alone(job) -> torch.Tensor:
-    """Plain PyTorch: the same model and data, no part of hpcsync's servers."""
+    """Train the same model and data with plain PyTorch."""
     workload = build(job)
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=job.optimizer.lr, **job.optimizer.options)
     data = batches(workload.train, job.seed, 0, n_workers=1, batch_size=job.workload.batch_size, epochs=range(999))
@@ -136,7 +136,7 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
 )
 @pytest.mark.parametrize("paradigm", ["asp", "bsp", ("ssp", 3), ("dssp", 1, 4)], ids=str)
 def test_one_worker_is_torch_alone(paradigm, optimizer):
-    """To the rounding of torch's fused optimizers, which servers run and a plain script does not."""
+    """Up to the rounding of torch's fused optimizers, which run on servers but not in a plain script."""
     assert difference(train(job(paradigm, **optimizer)), torch_alone(job(**optimizer))) < 1e-13
     assert not difference(train(job(paradigm, **optimizer)), torch_alone(job(**optimizer, lr=0.1 + 1e-9))) < 1e-13
 
@@ -157,11 +157,11 @@ def test_bsp_is_one_process_with_all_the_samples_of_a_round(workers, batch_size)
     ],
     ids=["order", "sum", "asp", "slightly wrong"],
 )
-def test_what_is_not_bsp_of_these_samples_differs(different):
+def test_other_averages_differ_from_bsp(different):
     assert not difference(different(), torch_alone(job(batch_size=12))) < 1e-12  # NaN differs too
 
 
-def test_bsp_does_not_depend_on_who_is_fast():
+def test_bsp_does_not_depend_on_speeds():
     assert torch.equal(train(job("bsp", 3), seconds=(1, 2, 3)), train(job("bsp", 3), seconds=(3, 1, 2)))
     assert not torch.equal(train(job("asp", 3), seconds=(1, 2, 3)), train(job("asp", 3), seconds=(3, 1, 2)))
 

@@ -1,4 +1,4 @@
-"""Jobs that need torch to be seen as wrong: each is told in one line with key, value and what is allowed."""
+"""Jobs whose errors only torch can find: one line each with key, value and allowed values."""
 
 import sys
 from types import ModuleType
@@ -27,7 +27,7 @@ def refused(**tables) -> str:
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch) -> None:
-    """Workloads of a user's own, under the name `mine`."""
+    """Register user workloads under the name `mine`."""
 
     def judge(model):
         return 0.0, 0.0
@@ -57,7 +57,7 @@ def module(monkeypatch) -> None:
         {"workload": {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": False}}},
     ],
 )
-def test_what_is_right_passes(tables):
+def test_valid_jobs_pass(tables):
     assert isinstance(check(make_job(**tables)), Workload)
 
 
@@ -166,7 +166,7 @@ def test_a_model_is_on_one_device_that_ranks_can_compute_on(layers, found):
 
 def test_a_model_of_more_elements_than_positions_is_not_made_sparse():
     model = torch.nn.Linear(2**16, 2**15, device="meta")
-    with pytest.raises(JobError, match="mine: the vector has 2147516416 elements; fewer than 2147483648 are needed"):
+    with pytest.raises(JobError, match="mine: the vector must have fewer than 2147483648 elements, got 2147516416"):
         check_model(make_job(compression={"name": "top-k"}), model, "mine", evaluated=False)
     with pytest.raises(JobError, match="not on meta"):
         check_model(make_job(compression={"name": "fp16"}), model, "mine", evaluated=False)

@@ -1,4 +1,4 @@
-"""What is written down where there is no server, and when such a run ends."""
+"""Records and end of a run without servers."""
 
 import math
 
@@ -49,7 +49,7 @@ def step_info(worker, iteration, batch_size=4, **more) -> StepInfo:
     return StepInfo(**{**row, **more})
 
 
-def test_a_report_is_a_row():
+def test_a_step_info_is_a_row():
     run, trace = coordinator()
     run.exchanged(7.0, step_info(1, 1, peer=0))
     (row,) = trace["exchanges"]
@@ -64,7 +64,7 @@ def test_each_step_of_a_worker_of_its_own_is_an_update():
     for now_s, (worker, iteration) in enumerate([(0, 1), (0, 2), (1, 1), (0, 3)]):
         run.exchanged(float(now_s), step_info(worker, iteration))
     updates = [tuple(row.values()) for row in trace["updates"]]
-    # The clock of a worker's schedule is what all would have had, were they as far as it is: 0, 8, 0, 16 samples.
+    # The clock of a worker's schedule extrapolates its own samples to all workers: 0, 8, 0, 16 samples.
     assert updates == [(1, 0.0, 1, 1.0, 4), (2, 1.0, 1, 0.5, 8), (3, 2.0, 1, 1.0, 12), (4, 3.0, 1, 0.25, 16)]
     assert (run.version, run.samples, run.updated_s) == (4, 16, 3.0)
 
@@ -81,7 +81,7 @@ def test_under_all_reduce_the_steps_of_all_are_one():
     assert len(trace["exchanges"]) == 4
 
 
-def test_who_leaves_is_not_waited_for():
+def test_a_worker_that_leaves_blocks_no_round():
     run, trace = coordinator(ALLREDUCE, workers=3)
     for worker in (0, 1):
         run.exchanged(1.0, step_info(worker, 1))
@@ -100,7 +100,7 @@ def test_who_leaves_is_not_waited_for():
     assert run.active == set()
 
 
-def test_what_came_after_the_end_is_no_iteration():
+def test_models_received_after_the_end_are_no_iteration():
     run, trace = coordinator()
     run.exchanged(1.0, step_info(0, 1))
     run.left(1.0, 0)
@@ -146,7 +146,7 @@ def test_other_ends():
     assert told.stopping
 
 
-# ---- in step ----
+# ---- synchronous workers ----
 
 
 @pytest.mark.parametrize(
@@ -175,8 +175,8 @@ def test_how_many_iterations_are_enough(paradigm, stop, contributing, iterations
 
 @pytest.mark.parametrize("paradigm", [ALLREDUCE, LOCAL], ids=str)
 @pytest.mark.parametrize("stop", [{"updates": 7}, {"samples": 30}], ids=str)
-def test_workers_in_step_count_what_the_coordinator_counts(paradigm, stop):
-    """At an exchange, whoever has left since the last one."""
+def test_synchronous_workers_count_as_the_coordinator(paradigm, stop):
+    """Departures are counted at the next exchange."""
     run, _ = coordinator(paradigm, workers=3, stop=stop)
     lockstep, iteration, steps = Lockstep(make_job(paradigm=paradigm, stop=stop, cluster={"workers": 3})), 0, 0
     period = paradigm.get("steps", 1)
@@ -195,7 +195,7 @@ def test_workers_in_step_count_what_the_coordinator_counts(paradigm, stop):
             steps = 0
 
 
-def test_where_batches_may_differ_nobody_ends_between_exchanges():
+def test_if_batches_may_differ_no_worker_ends_between_exchanges():
     stop = {"samples": 5}
     of_job, of_script = (
         Lockstep(make_job(paradigm=LOCAL, stop=stop, **workload)) for workload in ({}, {"workload": {"name": "script"}})
@@ -205,13 +205,13 @@ def test_where_batches_may_differ_nobody_ends_between_exchanges():
     assert of_script.enough()
 
 
-def test_whom_a_job_draws():
+def test_the_peer_selection_of_a_job():
     paradigm = {"name": "gossip", "mode": "pull", "topology": "ring", "include_self": False}
     peers = create_peer_selection(make_job(seed=7, paradigm=paradigm, cluster={"workers": 5}))
     assert (peers.n_workers, peers.seed, peers.topology, peers.include_self) == (5, 7, "ring", False)
 
 
-# ---- batches that are given out ----
+# ---- allocated batches ----
 
 UNKNOWN = Estimate(math.nan, math.nan)
 
@@ -221,7 +221,7 @@ def division(n_workers=3, total=24, interval=2, **limits) -> BatchDivision:
 
 
 def speeds(*each):
-    """What workers expect that are so fast, in samples/s; None of one that has left."""
+    """Return estimates of workers with these speeds in samples/s; None for one that has left."""
     return [None if speed is None else Estimate(0.0, 1.0 / speed) for speed in each]
 
 
@@ -233,15 +233,15 @@ def never():
     raise AssertionError("nobody was to be asked")
 
 
-def test_batches_are_alike_unless_the_job_says_otherwise():
+def test_batches_are_equal_by_default():
     job = make_job(paradigm=ALLREDUCE)
-    assert create_batch_division(job) is None and decision_fields(job) == ()
+    assert create_batch_division(job) is None and decision_fields(job) == {}
     allocated = make_job(paradigm=ALLREDUCE, batches={"policy": "proportional"})
     assert isinstance(create_batch_division(allocated), BatchDivision)
-    assert decision_fields(allocated) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
+    assert tuple(decision_fields(allocated)) == ("iteration", "batch_before", "fixed_s", "sample_s", "gain")
 
 
-def test_each_sample_of_the_sequence_is_given_out_once():
+def test_each_sample_of_the_sequence_is_allocated_once():
     run, taken = division(), []
     for iteration in range(1, 9):
         for worker in range(3):
@@ -253,14 +253,14 @@ def test_each_sample_of_the_sequence_is_given_out_once():
     assert sizes(run, 0, 1, 2) != [8, 8, 8]
 
 
-def test_all_are_asked_when_it_is_time():
+def test_estimates_are_gathered_at_the_interval():
     run, asked = division(interval=3), []
     for iteration in range(1, 10):
         run.exchanged(3, lambda iteration=iteration: asked.append(iteration) or speeds(1.0, 1.0, 1.0))
     assert asked == [3, 6, 9]
 
 
-def test_who_says_the_same_gets_the_same_and_all_know_why():
+def test_equal_estimates_give_equal_sizes_with_their_inputs():
     one, other = division(), division()
     for run in (one, other):
         assert run.exchanged(3, never) == []
@@ -271,7 +271,7 @@ def test_who_says_the_same_gets_the_same_and_all_know_why():
     assert [row.inputs[:3] for row in rows] == [(8.0, *estimate) for estimate in said]
 
 
-def test_nothing_is_given_out_anew_before_all_know_what_to_expect():
+def test_no_allocation_before_all_estimates_are_known():
     run = division(interval=1)
     assert run.exchanged(3, lambda: [*speeds(1.0, 4.0), UNKNOWN]) == []
     assert sizes(run, 0, 1, 2) == [8, 8, 8]
@@ -293,14 +293,14 @@ def test_gradients_count_by_their_samples():
     assert run.correction(0, 0) == 1.0
 
 
-def test_who_has_left_is_found_missing_and_the_others_take_over():
+def test_a_departure_is_detected_and_its_samples_go_to_the_others():
     run = division(interval=2)
     run.exchanged(3, never)
     run.exchanged(3, lambda: speeds(1.0, 2.0, 5.0))
     first = run.work(2)[0] + run.work(2)[1]
     rows = run.exchanged(2, lambda: speeds(1.0, None, 5.0))  # at once
     assert [(row.worker, row.size) for row in rows] == [(0, 4), (2, 20)]
-    assert math.isnan(rows[0].inputs[-1])  # no gain is asked for
+    assert math.isnan(rows[0].inputs[-1])  # no gain is required
     assert [run.work(0), run.work(2)] == [(first, 4), (first + 4, 20)]
     assert run.weight(0) == 4 * 2 / 24 and run.correction(2, 24) == 1.0
     both = run.exchanged(2, lambda: speeds(5.0, None, 1.0))
@@ -317,7 +317,7 @@ def test_several_leave_and_the_others_are_faster_than_they_were():
     assert [row.size for row in rows[-2:]] == sizes(run, 0, 3) == [16, 8]
 
 
-def test_what_memory_cannot_hold_is_not_counted_as_there():
+def test_samples_beyond_the_maxima_are_not_counted():
     run = division(maxima=[8, 8, 9], interval=1)
     run.exchanged(2, lambda: speeds(1.0, None, 1.0))
     assert sizes(run, 0, 2) == [8, 9]

@@ -1,4 +1,4 @@
-"""Which rank is what, and who holds what."""
+"""Roles of ranks, and shards of servers."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def test_every_rank_has_one_role(n_servers, n_workers):
     assert [roles.worker(roles.rank_of(worker)) for worker in range(n_workers)] == list(range(n_workers))
 
 
-def test_the_evaluator_lives_on_rank_0_and_is_no_worker():
+def test_the_evaluator_is_on_rank_0_and_is_no_worker():
     roles = Roles(2, 3)
     assert roles.rank_of(roles.evaluator) == 0
     assert roles.evaluator not in range(roles.n_workers)

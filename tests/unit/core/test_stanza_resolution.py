@@ -1,4 +1,4 @@
-"""What a job leaves open that separates layers: found once, by operations, and by times where there are some."""
+"""Open settings of a layer-separating job: resolved once, from operations or from times."""
 
 from unittest.mock import Mock
 
@@ -23,7 +23,7 @@ def job(workload: dict, compute: object = None, **paradigm: object) -> Job:
     return make_job(workload=workload, paradigm={"name": "stanza", "cut": "classifier", **paradigm}, cluster=cluster)
 
 
-def test_a_model_that_is_nothing_but_its_sizes() -> None:
+def test_a_model_that_consists_of_sizes() -> None:
     model = divided(job(TIMING), NOTHING)
     assert (model.halves, model.batch) == (None, ())
     assert model.shape == Shape(101, 900, 30, 8, 4)
@@ -43,7 +43,7 @@ def test_the_model_is_cut_once_and_one_batch_taken(monkeypatch: pytest.MonkeyPat
     assert [spy.call_count for spy in spies] == [1, 1]
     shape = divided(open_job, workload).shape
     assert closed.paradigm.fc_share == shape.fc_flops / (shape.fc_flops + shape.conv_flops)
-    assert closed.groups.n_fc == 2  # half of the time is theirs
+    assert closed.groups.n_fc == 2  # they take half of the time
     monkeypatch.setattr(stanza_resolution, "measured", lambda halves, loss, batch: times._replace(fc_s=0.01))
     assert resolved(open_job, workload).groups.n_fc == 1, "the control"
     assert resolved(closed, workload) is closed

@@ -1,4 +1,4 @@
-"""Deadlines from a worker's own iterations: who is told to stall, how often, and who is not."""
+"""Deadlines from a worker's own iterations: reports of stragglers, their number, and false alarms."""
 
 import math
 import pickle
@@ -12,14 +12,14 @@ from hpcsync.core.straggler_detector import AWAY_S, KNOWN, LOOK_S, SLACK_S, WIND
 
 
 class Fixed(StragglerDetector):
-    """For negative controls: the same deadline for everybody."""
+    """Negative control: the same deadline for every worker."""
 
     def deadline_s(self, worker, size=1.0):
         return 3.0 if super().deadline_s(worker) < math.inf else math.inf
 
 
 class MeanAndDeviation(StragglerDetector):
-    """For negative controls: what one stall moves."""
+    """Negative control: mean and standard deviation, which one stall moves."""
 
     def deadline_s(self, worker, size=1.0):
         durations = self._durations[worker] if worker in self._durations else []
@@ -27,7 +27,7 @@ class MeanAndDeviation(StragglerDetector):
 
 
 class Bare(StragglerDetector):
-    """For negative controls: the deviation alone."""
+    """Negative control: the deviation alone."""
 
     def deadline_s(self, worker, size=1.0):
         durations = self._durations[worker] if worker in self._durations else []
@@ -38,17 +38,17 @@ class Bare(StragglerDetector):
 
 
 def lived(stalls, durations, worker=0, now_s=0.0, size=1.0):
-    """What was told during iterations that took so long, looked at as often as an engine does; and when they ended."""
-    told = []
+    """Return the reports during iterations of these durations, polled as often as by an engine, and their end."""
+    reports = []
     for iteration, duration in enumerate(durations, 1):
         stalls.began(worker, iteration, now_s, size)
         end_s = now_s + duration
         while now_s + LOOK_S < end_s:
             now_s += LOOK_S * 1.01
-            told += stalls.look(now_s)
+            reports += stalls.look(now_s)
         now_s = end_s
         stalls.ended(worker, now_s)
-    return told + stalls.look(now_s + LOOK_S * 1.01), now_s + LOOK_S * 1.01
+    return reports + stalls.look(now_s + LOOK_S * 1.01), now_s + LOOK_S * 1.01
 
 
 def of(kind, n=300, seed=0):
@@ -64,15 +64,15 @@ def of(kind, n=300, seed=0):
 
 
 @pytest.mark.parametrize("kind", ["slow, regular", "constant", "uneven", "wide", "short", "two kinds"])
-def test_nobody_who_is_as_ever_stalls(kind):
+def test_usual_iterations_are_not_reported(kind):
     assert lived(StragglerDetector(), of(kind))[0] == []
 
 
-def test_a_fixed_deadline_cries_wolf_at_whoever_is_slow():
+def test_a_fixed_deadline_reports_slow_workers():
     assert lived(Fixed(), of("slow, regular"))[0]
 
 
-def test_a_deviation_of_zero_is_no_reason_to_cry():
+def test_a_deviation_of_zero_is_not_reported():
     durations = [5.0] * 20 + [5.6]
     assert lived(StragglerDetector(), durations)[0] == []
     assert lived(Bare(), durations)[0]
@@ -81,16 +81,16 @@ def test_a_deviation_of_zero_is_no_reason_to_cry():
 @pytest.mark.parametrize(
     ("kind", "stall_s"), [("slow, regular", 15.0), ("constant", 3.0), ("wide", 8.0), ("short", 1.3)]
 )
-def test_a_stall_is_told_of_while_it_lasts_and_when_it_ends(kind, stall_s):
+def test_a_stall_is_reported_while_it_lasts_and_when_it_ends(kind, stall_s):
     usual = of(kind, 20)
-    told, _ = lived(StragglerDetector(), [*usual, stall_s])
-    (first, *_, last) = told
+    reports, _ = lived(StragglerDetector(), [*usual, stall_s])
+    (first, *_, last) = reports
     assert first.iteration == last.iteration == 21
     assert first.deadline_s < first.lasted_s < first.deadline_s + 2 * LOOK_S
     assert first.usual_s == pytest.approx(np.median(usual))
     assert last.ended and last.lasted_s == pytest.approx(stall_s)
-    assert not any(stall.ended for stall in told[:-1])
-    for before, after in pairwise(told[:-1]):
+    assert not any(stall.ended for stall in reports[:-1])
+    for before, after in pairwise(reports[:-1]):
         assert 2 * before.lasted_s < after.lasted_s < 2 * before.lasted_s + 2 * LOOK_S
 
 
@@ -123,8 +123,8 @@ def test_an_iterations_size_counts():
     assert lived(stalls, [8.0], size=80, now_s=now_s)[0] == []
 
 
-def test_what_a_worker_waits_for_others_is_not_its_own():
-    """Two in step: one stalls, the other waits for it, then computes as ever."""
+def test_waiting_for_others_is_not_part_of_an_iteration():
+    """Two synchronous workers: one stalls, the other waits for it, then computes as usual."""
     stalls, now_s = StragglerDetector(), 0.0
     for iteration in range(1, 11):
         for worker in range(2):
@@ -136,28 +136,28 @@ def test_what_a_worker_waits_for_others_is_not_its_own():
     assert stalls.deadline_s(0) == pytest.approx(0.2 + SLACK_S)
     for worker in range(2):
         stalls.began(worker, 11, now_s)
-    told = []
+    reports = []
     for _ in range(40):
         now_s += LOOK_S * 1.01
-        told += stalls.look(now_s, waiting={1})
-    assert {stall.worker for stall in told} == {0}
-    told = stalls.look(now_s + 0.5)
-    assert all(stall.worker == 0 for stall in told), "what it has waited counts no more when it goes on"
+        reports += stalls.look(now_s, waiting={1})
+    assert {stall.worker for stall in reports} == {0}
+    reports = stalls.look(now_s + 0.5)
+    assert all(stall.worker == 0 for stall in reports), "what it has waited counts no more when it goes on"
 
 
-def test_what_happened_while_nobody_looked_is_held_against_nobody():
+def test_polling_gaps_are_excluded():
     stalls = StragglerDetector()
     _, now_s = lived(stalls, [0.1] * 10)
     stalls.began(0, 11, now_s)
     now_s += AWAY_S + 5
     assert stalls.look(now_s) == stalls.look(now_s + LOOK_S) == []
-    told = [stall for i in range(2, 20) for stall in stalls.look(now_s + LOOK_S * i)]
-    assert [stall.lasted_s for stall in told] == pytest.approx([1.1], abs=LOOK_S)
+    reports = [stall for i in range(2, 20) for stall in stalls.look(now_s + LOOK_S * i)]
+    assert [stall.lasted_s for stall in reports] == pytest.approx([1.1], abs=LOOK_S)
     stalls.ended(0, now_s + 2)
     assert stalls.look(now_s + 2)[0].lasted_s == pytest.approx(AWAY_S + 7)
 
 
-def test_who_has_left_is_not_missed():
+def test_a_worker_that_has_left_is_not_reported():
     stalls = StragglerDetector()
     _, now_s = lived(stalls, [0.1] * 10)
     stalls.began(0, 11, now_s)
@@ -166,7 +166,7 @@ def test_who_has_left_is_not_missed():
     stalls.ended(0, now_s)
 
 
-def test_it_goes_on_where_it_was_pickled():
+def test_the_detector_resumes_from_a_pickle():
     stalls = StragglerDetector()
     _, now_s = lived(stalls, [0.1] * 10)
     stalls.began(0, 11, now_s)

@@ -39,7 +39,8 @@ def write(folder, trace, name="run"):
     """A trace in memory as the folder of a run."""
     run = folder / name
     run.mkdir(parents=True)
-    fields = trace.tables["decisions"].dtype.names[len(TABLES["decisions"].names) :]
+    names = trace.tables["decisions"].dtype.names[len(TABLES["decisions"].names) :]
+    fields = dict.fromkeys(names, ("", "An input."))
     with TraceWriter(run / "trace.h5", run_attributes(trace), fields) as writer:
         for table, rows in trace.tables.items():
             for row in rows.tolist():

@@ -1,4 +1,4 @@
-"""DSSP's two algorithms in plain lists, linear in everything: what the fast bookkeeping must agree with."""
+"""Reference implementation of DSSP's two algorithms with plain lists, against which the fast one is compared."""
 
 import math
 
@@ -8,7 +8,7 @@ from tests.unit.paradigms.schedule import run
 
 
 def brute_force(pushed_s, interval_s, slowest_pushed_s, slowest_interval_s, r_max, clamp):
-    """Algorithm 2, lines 6 to 8, as written: every pair, then the least of (distance, r, k)."""
+    """Algorithm 2, lines 6 to 8, as written: every pair, then the smallest (distance, r, k)."""
     own_s = [pushed_s + r * interval_s for r in range(r_max + 1)]
     slowest_s = [slowest_pushed_s + (k + 1) * slowest_interval_s for k in range(r_max + 1)]
     if clamp:
@@ -55,7 +55,7 @@ class Reference:
         return []
 
     def pushed(self, p, now_s):
-        # Of the first push after a return the bounded interval is known too: it begins with the OK.
+        # Bounded: the interval of the first push after a join is known too, since it begins with the OK.
         begins_s = self.pushed_s[p][-1:] + [self.ok_s[p]] * (self.bounded and self.ok_s[p] > -math.inf)
         if begins_s:
             self.intervals_s[p].append(now_s - max(begins_s))
@@ -108,7 +108,7 @@ def in_reference_terms(action):
 
 
 def disagreement(paradigm, s_l, s_u, mode, schedule):
-    """The first event at which this paradigm and the reference answer differently; None if they never do."""
+    """Return the first event that this paradigm and the reference answer differently; None if there is none."""
     reference = Reference(schedule.n_workers, s_l, s_u, mode)
     for event, actions in run(paradigm, schedule, check=False).trace:
         answer = {Pushed: reference.pushed, Joined: reference.joined}.get(type(event), reference.left)

@@ -1,4 +1,4 @@
-"""The k family's books, kept from events and actions alone: who is in which update, how stale, and who was told."""
+"""Recount of the k family from events and actions alone: contributors, staleness and cancellations."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from hpcsync.paradigms import Accumulate, Apply, Cancel, Drop, Grant, Left, Push
 
 @dataclass
 class Account:
-    """What became of every push, recounted.
+    """Recounted outcome of every push.
 
     updates: of each, its contributions as (worker, staleness, weight), in the order in which they were taken.
     left:    how many workers had left when it was made.
@@ -20,7 +20,7 @@ class Account:
     updates: list[list[tuple[int, int, float]]] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     dropped: list[tuple[int, int]] = field(default_factory=list)  # (worker, staleness)
-    told: Counter = field(default_factory=Counter)  # (worker, version): how often it was told that it is over
+    cancelled: Counter = field(default_factory=Counter)  # (worker, version): number of Cancel actions
 
     def __post_init__(self):
         self.read = [0] * self.n_workers
@@ -48,13 +48,13 @@ class Account:
                 case Drop(worker):
                     self.dropped.append((worker, self.staleness[worker]))
                 case Cancel(worker):
-                    self.told[worker, self.read[worker]] += 1
+                    self.cancelled[worker, self.read[worker]] += 1
                 case Grant(worker):
                     self.read[worker] = len(self.updates)
 
 
 def recount(referee):
-    """The account of a whole run."""
+    """Return the account of a whole run."""
     account = Account(referee.n_workers)
     for event, actions in referee.trace:
         account.see(event, actions)
@@ -62,11 +62,11 @@ def recount(referee):
 
 
 def mean_staleness(account):
-    """Of each update."""
+    """Staleness of each update's contributions."""
     return [fmean(staleness for _, staleness, _ in update) for update in account.updates]
 
 
 def largest_staleness(account):
-    """Of what was pushed, applied or dropped."""
+    """Staleness of all pushes, applied or dropped."""
     applied = (staleness for update in account.updates for _, staleness, _ in update)
     return max(chain(applied, (staleness for _, staleness in account.dropped)))

@@ -1,6 +1,6 @@
-"""Virtual time for one paradigm: workers that take given times, and a referee that believes no bookkeeping.
+"""Virtual time for one paradigm: workers with given times, and a referee with counts of its own.
 
-`run` plays a schedule and shows every event with its answer to a `Referee`, which recounts from them alone.
+`run` plays a schedule and passes every event with its answer to a `Referee`, which recounts from them alone.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from hypothesis import strategies as st
 
 from hpcsync.paradigms import Accumulate, Action, Apply, Decision, Drop, Event, Grant, Joined, Left, Paradigm, Pushed
 
-# The same examples on every run, so that a failure is one for everybody.
+# The same examples on every run, so that failures are reproducible.
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
 
 @dataclass
 class Referee:
-    """Recounts a run from its events and answers, and asserts what holds under every paradigm.
+    """Recount of a run from its events and answers, which asserts the invariants of every paradigm.
 
     bound_iters: largest start gap that is allowed; the push gap may be one more.
-    grants_first: whether a worker reads what is there before its own contribution is applied, not after.
-    slowest_waits: whether the worker with the fewest pushes may be held.
+    grants_first: whether a worker reads the weights before its own contribution is applied.
+    slowest_waits: whether the worker with the fewest pushes may be blocked.
     """
 
     n_workers: int
@@ -39,31 +39,31 @@ class Referee:
 
     def __post_init__(self) -> None:
         self.pushes = [0] * self.n_workers
-        self.iters = [0] * self.n_workers  # pushes, and what it is taken to have pushed when it joined
-        self.least = 0  # of the active ones
-        self.fresh = set()  # those that have joined, and had nothing in a slot
-        self.settled = [0] * self.n_workers  # contributions applied, collected or dropped
+        self.iters = [0] * self.n_workers  # pushes, and iterations credited when it joined
+        self.least = 0  # of the active workers
+        self.fresh = set()  # workers that have joined with an empty slot
+        self.settled = [0] * self.n_workers  # contributions applied, accumulated or dropped
         self.active = set(range(self.n_workers))
-        self.held_since_s: dict[int, float] = {}
+        self.blocked_since_s: dict[int, float] = {}
 
     def see(self, event: Event, actions: list[Action]) -> None:
         self.trace.append((event, actions))
         if isinstance(event, Pushed):
             self.pushes[event.worker] += 1
             self.iters[event.worker] += 1
-            self.held_since_s[event.worker] = event.now_s
+            self.blocked_since_s[event.worker] = event.now_s
             self.fresh.discard(event.worker)
         elif isinstance(event, Joined):
             self.iters[event.worker] = max(self.iters[event.worker], self.least)
             self.active.add(event.worker)
-            self.held_since_s[event.worker] = event.now_s
+            self.blocked_since_s[event.worker] = event.now_s
             if self.settled[event.worker] == self.pushes[event.worker]:
                 self.fresh.add(event.worker)
         else:
             self.active.remove(event.worker)
-            self.held_since_s.pop(event.worker, None)
+            self.blocked_since_s.pop(event.worker, None)
         least = min((self.iters[worker] for worker in self.active), default=self.least)
-        assert least >= self.least, f"the slowest were farther before {event}"
+        assert least >= self.least, f"the slowest were further before {event}"
         self.least = least
         for worker in self.active:
             self.largest_push_gap = max(self.largest_push_gap, self.lead(worker))
@@ -77,9 +77,9 @@ class Referee:
                 self._see_grant(action, event.now_s)
         assert self.largest_push_gap <= self.bound_iters + 1, f"push gap {self.largest_push_gap} at {event}"
         if self.active:
-            assert self.active - self.held_since_s.keys(), f"deadlock: everybody is held after {event}"
-            slowest = [worker for worker in self.held_since_s if self.lead(worker) == 0]
-            assert self.slowest_waits or not slowest, f"the slowest, {slowest}, are held after {event}"
+            assert self.active - self.blocked_since_s.keys(), f"deadlock: every worker is blocked after {event}"
+            slowest = [worker for worker in self.blocked_since_s if self.lead(worker) == 0]
+            assert self.slowest_waits or not slowest, f"the slowest, {slowest}, are blocked after {event}"
 
     def lead(self, worker: int) -> int:
         return self.iters[worker] - min(self.iters[other] for other in self.active)
@@ -90,12 +90,12 @@ class Referee:
 
     def _see_grant(self, grant: Grant, now_s: float) -> None:
         worker = grant.worker
-        assert worker in self.held_since_s, f"{grant} answers no push"
+        assert worker in self.blocked_since_s, f"{grant} answers no push"
         pending = self.grants_first and worker not in self.fresh
-        held_s = now_s - self.held_since_s.pop(worker)
+        held_s = now_s - self.blocked_since_s.pop(worker)
         assert grant.iteration == self.pushes[worker] + 1, f"{grant} after {self.pushes[worker]} pushes"
-        assert grant.gap_iters == self.lead(worker), f"{grant}: the gap is {self.lead(worker)}"
-        assert grant.held_s == held_s, f"{grant}: it was held for {held_s} s"
+        assert grant.gap_iters == self.lead(worker), f"{grant}: the lead is {self.lead(worker)}"
+        assert grant.held_s == held_s, f"{grant}: it was blocked for {held_s} s"
         wrong_order = f"{grant} {'after' if self.grants_first else 'before'} its own contribution is applied"
         assert self.settled[worker] == self.pushes[worker] - pending, wrong_order
         self.largest_start_gap = max(self.largest_start_gap, grant.gap_iters)
@@ -105,7 +105,7 @@ class Referee:
         return [action for _, actions in self.trace for action in actions if isinstance(action, kind)]
 
     def decisions(self) -> list[dict[str, float]]:
-        """The decisions with their inputs by name."""
+        """Return the decisions with their inputs by name."""
         fields = self.decision_fields
         return [
             dict(zip(fields, decision.inputs, strict=True), chosen=decision.chosen, worker=decision.worker)
@@ -117,10 +117,10 @@ class Referee:
 
 @dataclass(frozen=True)
 class Schedule:
-    """intervals_s[i]: how long worker i computes for each of its iterations; it leaves when granted one more.
+    """intervals_s[i]: seconds of worker i's iterations; it leaves when granted one more.
 
-    deaths_s: worker to the time at which it leaves whatever it is doing, if it is still there.
-    changes: times, and the workers that then leave, whatever they are doing, or join if they have left.
+    deaths_s: time at which a worker dies, unless it has left before.
+    changes: times and workers that leave then, or join if they have left.
     """
 
     intervals_s: Sequence[Sequence[float]]
@@ -133,7 +133,7 @@ class Schedule:
 
 
 def fixed(*intervals_s: float, until_s: float) -> Schedule:
-    """Workers of constant speed that all die when the time is up."""
+    """Return workers of constant speed that all die at the end."""
     deaths_s = dict.fromkeys(range(len(intervals_s)), until_s)
     return Schedule([[t] * (int(until_s / t) + 1) for t in intervals_s], deaths_s)
 
@@ -145,11 +145,11 @@ def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, c
         bound_iters,
         grants_first=paradigm.name == "easgd",
         slowest_waits=paradigm.name in ("ashl", "adsp") or paradigm.name.startswith("k-"),
-        decision_fields=paradigm.decision_fields,
+        decision_fields=tuple(paradigm.decision_fields),
     )
     order = itertools.count()  # of events at the same time: first scheduled, first handled
     queue: list[tuple[float, int, int, Event]] = []
-    stays = [0] * schedule.n_workers  # how often each worker has left: what it began before does not count
+    stays = [0] * schedule.n_workers  # departures of each worker, which void its pending events
     remaining = [iter(intervals_s) for intervals_s in schedule.intervals_s]
 
     def start(worker: int, now_s: float) -> None:
@@ -172,7 +172,7 @@ def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, c
         if stay == -1 and worker in referee.active:
             event = Left(event.now_s, worker)
         elif stay not in (-1, stays[worker]):
-            continue  # it has died, and with it whatever it was doing
+            continue  # void: it has died or left since
         stays[worker] += isinstance(event, Left)
         actions = paradigm.handle(event)
         if check:
@@ -184,7 +184,7 @@ def run(paradigm: Paradigm, schedule: Schedule, bound_iters: float = math.inf, c
     return referee
 
 
-# Small whole numbers make ties and simultaneous pushes, the others are what clocks give.
+# Small integers give ties and simultaneous pushes, floats give real clock values.
 _intervals_s = st.one_of(
     st.sampled_from([1.0, 2.0, 3.0]),
     st.floats(0.0, 8.0, allow_nan=False),
@@ -194,7 +194,7 @@ _intervals_s = st.one_of(
 
 @st.composite
 def schedules(draw: st.DrawFn, max_workers: int = 5, max_iterations: int = 25, max_changes: int = 0) -> Schedule:
-    """Random interval traces: per worker a speed, noise, an end of its data, and perhaps a death, or a return."""
+    """Random interval traces: a speed, noise and end of data per worker, and possibly a death or a join."""
     n_workers = draw(st.integers(1, max_workers))
     intervals_s = []
     for _ in range(n_workers):

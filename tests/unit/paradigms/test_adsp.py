@@ -1,4 +1,4 @@
-"""ADSP: when workers commit, that they commit equally often, and the search for how often: trials, barriers, ends."""
+"""ADSP: times of commits, equal numbers of commits, and the search for their number: trials, barriers, ends."""
 
 import heapq
 import math
@@ -19,14 +19,14 @@ PERIOD_S = 60.0
 
 
 def make(n_workers, kind=ADSP, **options):
-    """With the intervals and the searches of a job that does not say them."""
+    """Create ADSP with default intervals and searches."""
     period_s = options.setdefault("check_period_s", PERIOD_S)
     return kind(n_workers, **{"interval_min_s": period_s / 6, "search_every_s": period_s * 1000 / 60, **options})
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Seconds of one local step, and of the parts of a commit."""
+    """Seconds of one local step and of the parts of a commit."""
 
     step_s: float
     pull_s: float = 0.0
@@ -35,7 +35,7 @@ class Worker:
 
 
 def play(paradigm, workers, until_s, loss=lambda now_s: NAN, deaths_s=(), check=True):
-    """Workers that do as their grants say, until this time; of every event what it was, and the answer."""
+    """Play workers that follow their grants until this time; return every event with its answer."""
     trace, queue, active = [], [], set(range(len(workers)))
 
     def start(grant, now_s):
@@ -81,7 +81,7 @@ def commit_seconds(actions):
 
 
 def spread(trace, period_s=PERIOD_S):
-    """Largest difference of cumulative commits at any check."""
+    """Return the largest difference of cumulative commits at any check."""
     workers = {event.worker for event, _ in trace}
     counts, largest, check_s = dict.fromkeys(workers, 0), 0, period_s
     for event, _ in trace:
@@ -95,13 +95,13 @@ def spread(trace, period_s=PERIOD_S):
 # ---- when to commit ----
 
 
-def test_commits_are_spread_over_the_period_less_what_the_last_one_took():
+def test_commits_are_spread_over_the_period_minus_the_time_of_the_last_one():
     paradigm = make(2, commits=3)
     assert paradigm.first(1) == Grant(1, 1, 0, 0, 0.0, local_steps=UNTIL, commit_s=20.0)
     apply, grant = paradigm.handle(Pushed(20.0, 0, pull_s=3.0, push_s=2.0, encode_s=1.0))
     assert apply == Apply((0,), (0.5,))
     assert grant == Grant(0, 2, 1, 0, 0.0, local_steps=UNTIL, commit_s=14.0)
-    # What nobody knows counts nothing, and of two commits the last one.
+    # Unknown times count as 0, and the last of two commits is used.
     assert commit_seconds(paradigm.handle(Pushed(21.0, 1, push_s=2.5))) == {1: 17.5}
     assert commit_seconds(paradigm.handle(Pushed(22.0, 1))) == {1: 20.0}
     # Never more often than interval_min_s.
@@ -109,7 +109,7 @@ def test_commits_are_spread_over_the_period_less_what_the_last_one_took():
     assert commit_seconds(make(1, commits=3, interval_min_s=1.0).handle(Pushed(20.0, 0, push_s=15.0))) == {0: 5.0}
 
 
-def test_who_has_committed_less_often_is_asked_for_more():
+def test_a_worker_with_fewer_commits_is_asked_for_more():
     behind, ahead = [(25.0, 0), (50.0, 0)], [(10.0, 1), (20.0, 1), (30.0, 1), (40.0, 1)]
     for rule, intervals in (("cumulative", {0: 15.0, 1: 30.0}), ("released", {0: 20.0, 1: 20.0})):
         paradigm = make(2, commits=3, rule=rule)
@@ -121,7 +121,7 @@ def test_who_has_committed_less_often_is_asked_for_more():
         paradigm.check()
 
 
-def test_who_is_far_ahead_still_commits_once_in_a_period():
+def test_a_worker_far_ahead_still_commits_once_in_a_period():
     paradigm = make(2, commits=1)
     for t in range(1, 60):
         paradigm.handle(Pushed(float(t), 0))
@@ -129,7 +129,7 @@ def test_who_is_far_ahead_still_commits_once_in_a_period():
     paradigm.check()
 
 
-def test_periods_that_passed_unnoticed_are_made_up_for_at_once():
+def test_periods_without_a_push_are_made_up_for_at_once():
     paradigm = make(2, commits=2, interval_min_s=1.0)
     paradigm.handle(Pushed(30.0, 0))
     assert paradigm._target == 2
@@ -164,7 +164,7 @@ class ForgetsTheOverhead(ADSP):
 
 
 class NeverCounts(ADSP):
-    """C_target grows, and who has fallen behind is asked for no more than the others."""
+    """C_target grows, but a worker that has fallen behind is asked for no more than the others."""
 
     def _rate(self, worker):
         return self.commits
@@ -179,7 +179,7 @@ def test_variants_that_drift_are_seen():
 
 @PROPERTY
 @given(schedule=schedules(), rule=st.sampled_from(["cumulative", "released"]), commits=st.integers(1, 6))
-def test_nobody_waits_outside_of_a_search(schedule, rule, commits):
+def test_no_worker_blocks_outside_of_a_search(schedule, rule, commits):
     referee = run(make(schedule.n_workers, check_period_s=5.0, rule=rule, commits=commits), schedule)
     assert all(grant.held_s == 0 for grant in referee.actions(Grant))
     assert not referee.actions(Decision)
@@ -187,9 +187,9 @@ def test_nobody_waits_outside_of_a_search(schedule, rule, commits):
 
 @PROPERTY
 @given(schedule=schedules())
-def test_whoever_waits_waits_for_a_trial(schedule):
+def test_workers_block_only_for_a_trial(schedule):
     referee = run(make(schedule.n_workers, check_period_s=5.0, search_every_s=10.0), schedule)
-    # All that were held are released together, and right then a trial or the search is over, or one begins.
+    # All blocked workers are released together, when a trial or the search ends or a trial begins.
     for _, actions in referee.trace:
         grants = [action for action in actions if isinstance(action, Grant)]
         if any(grant.held_s > 0 for grant in grants):
@@ -214,7 +214,7 @@ def concave(monkeypatch, paradigm, peak):
 
 
 @pytest.mark.parametrize("peak", [1, 3, 5])
-def test_it_finds_the_peak_and_tries_no_more_than_it_must(monkeypatch, peak):
+def test_the_search_finds_the_peak_with_the_fewest_trials(monkeypatch, peak):
     paradigm = make(3)
     concave(monkeypatch, paradigm, peak)
     trace = play(paradigm, EQUAL, 600.0, loss=lambda now_s: 1.0)
@@ -224,7 +224,7 @@ def test_it_finds_the_peak_and_tries_no_more_than_it_must(monkeypatch, peak):
     assert spread([(e, a) for e, a in trace if e.now_s > 450]) <= 2
 
 
-def test_it_does_not_try_what_there_is_no_time_for(monkeypatch):
+def test_the_search_respects_interval_min_s(monkeypatch):
     paradigm = make(3, interval_min_s=16.0)  # 3 in a period
     concave(monkeypatch, paradigm, 99)
     trace = play(paradigm, EQUAL, 600.0, loss=lambda now_s: 1.0)
@@ -255,7 +255,7 @@ def test_the_points_of_a_trial_are_at_its_start_its_middle_and_its_end(monkeypat
     for now_s, loss in [(60.0, 8.0), (91.0, 7.0), (119.0, NAN), (120.5, 6.0)]:
         actions = paradigm.handle(Pushed(now_s, 0, loss=loss))
     first, second = seen
-    # A first trial, in which nothing is known before its end, and one that begins with what was known then.
+    # The first trial has no loss before its end; the next one begins with the loss known then.
     assert first == ([60.0], [8.0], 0.25)
     assert second == ([0.0, 31.0, 60.5], [8.0, 7.0, 6.0], 0.25)
     (row,) = [action for action in actions if isinstance(action, Decision)]
@@ -263,8 +263,8 @@ def test_the_points_of_a_trial_are_at_its_start_its_middle_and_its_end(monkeypat
     assert row.inputs == (2.0, 8.0, 7.0, 6.0)
 
 
-def test_a_trial_without_a_push_before_its_end_is_worth_nothing():
-    """Whoever comes back first: the workers' losses, as they come in, are no curve."""
+def test_a_trial_without_a_push_before_its_end_has_no_reward():
+    """The losses of returning workers, in any order, are not a curve of the trial."""
     for losses in ((2.2, 2.1, 2.0), (2.0, 2.1, 2.2)):
         paradigm = make(3)
         for worker, loss in enumerate(losses):
@@ -287,7 +287,7 @@ def test_a_search_in_which_the_loss_falls_goes_up_and_one_without_losses_ends_at
     paradigm = make(3)
     trace = play(paradigm, EQUAL, 600.0, loss=lambda now_s: 3 / (1 + now_s / 60))
     assert chosen(trace, "reward")[:2] == [1, 2]
-    assert of(trace, Decision)[0].inputs[0] == -math.inf  # nobody pushes before its end
+    assert of(trace, Decision)[0].inputs[0] == -math.inf  # no worker pushes before its end
     assert 0 < of(trace, Decision)[1].inputs[0] < math.inf
     assert paradigm.commits >= 2
     paradigm = make(3)
@@ -296,12 +296,12 @@ def test_a_search_in_which_the_loss_falls_goes_up_and_one_without_losses_ends_at
     assert repr(of(trace, Decision)[0].inputs) == repr((-math.inf, NAN, NAN, NAN))
 
 
-def test_after_it_the_periods_start_afresh():
+def test_periods_restart_after_a_search():
     paradigm = make(2)
     for now_s, worker in [(10.0, 0), (20.0, 0), (30.0, 0), (60.0, 0), (61.0, 1)]:
         actions = paradigm.handle(Pushed(now_s, worker))
     assert chosen([(None, actions)], "commits") == [1]
-    # Worker 0 has committed 4 times, worker 1 once: it is to make up for 3.
+    # Worker 0 has committed 4 times, worker 1 once: it must make up for 3.
     assert commit_seconds(actions) == {0: 60.0, 1: 15.0}
     paradigm.check()
     assert commit_seconds(paradigm.handle(Pushed(119.0, 1))) == {1: 15.0}
@@ -319,7 +319,7 @@ def test_a_search_begins_so_long_after_the_last(search_every_s, searches):
     assert all(search_every_s + 60 <= b - a <= search_every_s + 182 for a, b in pairwise(ends_s))
 
 
-def test_the_loss_has_to_rise_by_its_share_to_force_a_search():
+def test_a_search_is_forced_only_by_a_rise_of_loss_rise():
     for loss, searches in [(1.29, 1), (1.31, 2), (0.1, 1), (NAN, 1)]:
         paradigm = make(1, loss_rise=0.3)
         now_s = 0.0
@@ -346,7 +346,7 @@ def test_a_rise_while_a_search_is_on_forces_none():
     assert rewards == [1, 2] * (len(rewards) // 2)
 
 
-def test_with_given_commits_nothing_is_searched_for():
+def test_given_commits_disable_the_search():
     trace = play(make(2, commits=2, search_every_s=60.0), [Worker(1.0)] * 2, 900.0, lambda now_s: now_s**3)
     assert not of(trace, Decision)
     assert all(grant.held_s == 0 for grant in of(trace, Grant))
@@ -366,7 +366,7 @@ def test_a_departure_opens_a_barrier_that_waited_for_it():
     assert [(g.worker, g.held_s) for g in actions if isinstance(g, Grant)] == [(0, 10.0), (2, 10.0)]
 
 
-def test_departures_in_a_trial_and_of_one_that_waits():
+def test_departures_in_a_trial_and_of_a_blocked_worker():
     paradigm = make(3)
     assert paradigm.handle(Left(10.0, 0)) == []
     paradigm.handle(Pushed(60.0, 1, loss=1.0))
@@ -378,14 +378,14 @@ def test_departures_in_a_trial_and_of_one_that_waits():
 
 
 @pytest.mark.parametrize("death_s", [30.0, 60.0, 61.0, 90.0, 200.0, 500.0])
-def test_whenever_workers_leave_the_others_go_on(death_s):
+def test_the_others_continue_whenever_workers_leave(death_s):
     deaths_s = [(death_s, 2), (death_s + 70.0, 0)]
     trace = play(make(3), UNEQUAL[:3], 900.0, lambda now_s: 1 / (now_s + 1), deaths_s)
     assert trace[-1][0].now_s > 830
     assert len(chosen(trace, "commits")) == 1
 
 
-def test_who_joins_counts_as_the_slowest_and_is_not_asked_to_catch_up():
+def test_a_worker_that_joins_counts_as_the_slowest_and_is_not_asked_to_catch_up():
     paradigm = make(3, commits=1)
     paradigm.handle(Left(0.0, 2))
     for now_s, worker in [(10.0, 0), (20.0, 1), (61.0, 0), (62.0, 1), (121.0, 0), (122.0, 1)]:
@@ -393,10 +393,10 @@ def test_who_joins_counts_as_the_slowest_and_is_not_asked_to_catch_up():
     (grant,) = paradigm.handle(Joined(130.0, 2))
     paradigm.check()
     assert (grant.iteration, grant.gap_iters, grant.commit_s) == (1, 0, PERIOD_S)
-    assert math.isnan(paradigm._loss()), "it has not said one"
+    assert math.isnan(paradigm._loss()), "it has not reported a loss"
 
 
-def test_who_joins_at_a_barrier_waits_for_it():
+def test_a_worker_that_joins_at_a_barrier_waits_for_it():
     paradigm = make(2)
     paradigm.handle(Left(0.0, 1))
     paradigm.handle(Joined(1.0, 1))
@@ -421,23 +421,23 @@ def test_the_same_events_give_the_same_answers():
     assert repr([again.handle(event) for event, _ in first]) == repr([actions for _, actions in first])
 
 
-# ---- what check() is for ----
+# ---- negative controls of check() ----
 
 
-class HoldsTheFast(ADSP):
+class BlocksTheFast(ADSP):
     def _pushed(self, event):
         actions = super()._pushed(event)
         if self._search is None and self._progress.lead(event.worker) > 2:
-            self._hold(event.worker)
+            self._block(event.worker)
             return actions[:1]
         return actions
 
 
-class HoldsInATrial(ADSP):
+class BlocksInATrial(ADSP):
     def _pushed(self, event):
         actions = super()._pushed(event)
         if self._search is not None and len(actions) == 2 and event.worker == 0:
-            self._hold(0)
+            self._block(0)
             return actions[:1]
         return actions
 
@@ -450,10 +450,10 @@ class NeverReleases(ADSP):
 @pytest.mark.parametrize(
     ("broken", "options", "message"),
     [
-        (HoldsTheFast, {"commits": 3}, "held outside of a search"),
-        (HoldsInATrial, {}, "held in a trial"),
-        (NeverReleases, {}, "every active worker is held"),
-        (NeverCounts, {"commits": 3}, "not all for"),
+        (BlocksTheFast, {"commits": 3}, "blocked outside of a search"),
+        (BlocksInATrial, {}, "blocked in a trial"),
+        (NeverReleases, {}, "every active worker is blocked"),
+        (NeverCounts, {"commits": 3}, "instead of"),
     ],
 )
 def test_check_sees(broken, options, message):
@@ -466,20 +466,20 @@ def test_check_sees(broken, options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"check_period_s": 0.0}, "check_period_s is 0.0; a finite number above 0"),
-        ({"check_period_s": NAN}, "check_period_s is nan"),
-        ({"check_period_s": math.inf}, "check_period_s is inf"),
-        ({"check_period_s": True}, "check_period_s is True"),
-        ({"interval_min_s": 0.0}, "interval_min_s is 0.0; a number above 0 and up to check_period_s, 60.0, is needed"),
-        ({"interval_min_s": 61.0}, "interval_min_s is 61.0"),
-        ({"rule": "code"}, "rule is 'code'; one of cumulative, released"),
-        ({"commits": 0}, "commits is 0; a whole number from 1 to the 6 that intervals of 10.0 s allow, or None"),
-        ({"commits": 2.5}, "commits is 2.5"),
-        ({"commits": True}, "commits is True"),
-        ({"commits": 7}, "commits is 7; a whole number from 1 to the 6"),
-        ({"search_every_s": 0.0}, "search_every_s is 0.0; a number above 0"),
-        ({"loss_rise": -0.1}, "loss_rise is -0.1; a number above 0"),
-        ({"loss_target": math.inf}, "loss_target is inf; a finite number or None"),
+        ({"check_period_s": 0.0}, "check_period_s must be a finite number > 0, got 0.0"),
+        ({"check_period_s": NAN}, "check_period_s .* got nan"),
+        ({"check_period_s": math.inf}, "check_period_s .* got inf"),
+        ({"check_period_s": True}, "check_period_s .* got True"),
+        ({"interval_min_s": 0.0}, "interval_min_s must be a number > 0 and <= check_period_s = 60.0, got 0.0"),
+        ({"interval_min_s": 61.0}, "interval_min_s .* got 61.0"),
+        ({"rule": "code"}, "rule must be one of cumulative, released, got 'code'"),
+        ({"commits": 0}, r"commits must be an integer from 1 to 6 \(intervals of 10.0 s\), or None, got 0"),
+        ({"commits": 2.5}, "commits .* got 2.5"),
+        ({"commits": True}, "commits .* got True"),
+        ({"commits": 7}, "commits must be an integer from 1 to 6 .* got 7"),
+        ({"search_every_s": 0.0}, "search_every_s must be a number > 0, got 0.0"),
+        ({"loss_rise": -0.1}, "loss_rise must be a number > 0, got -0.1"),
+        ({"loss_target": math.inf}, "loss_target must be a finite number or None, got inf"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):

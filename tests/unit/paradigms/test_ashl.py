@@ -1,4 +1,4 @@
-"""ASHL: its stages and what each worker is told in them, the one switch, and the gate of the fine stage."""
+"""ASHL: stages and their grants, the single switch, and the gate of the fine stage."""
 
 import math
 
@@ -20,7 +20,7 @@ GOLDEN = {0: (4.0, 6.0, 6.0, 1.0), 1: (2.0, 4.0, 4.0, 1.0), 2: (1.0, 2.0, 2.0, 1
 
 
 class Driver:
-    """Pushes by hand: of each worker what it was granted, at one second after the other."""
+    """Pushes by hand, one second apart, with the latest grant of each worker."""
 
     def __init__(self, paradigm, times_s=GOLDEN):
         self.paradigm = paradigm
@@ -33,7 +33,7 @@ class Driver:
         grant = self.granted.pop(worker)
         step_s, push_s, pull_s, encode_s = self.times_s[worker]
         n = grant.local_steps
-        # What a sparse push takes must not count, nor what compressing a dense one does.
+        # The push time of a sparse push and the compression time of a dense one must not count.
         sparse = grant.ratio < 1
         transfer_s, compress_s = (999.0, encode_s) if sparse else (push_s, 888.0)
         self.now_s += 1.0
@@ -65,7 +65,7 @@ def rows(actions, controller):
 
 
 def coarse(n_workers=3, **options):
-    """A driver whose profile is over."""
+    """Return a driver after the profile."""
     options = {**SHORT, "steps_coarse": 2, "steps_fine": 1, "ratio_coarse": 0.1, **options}
     driver = Driver(create("ashl", n_workers, **options))
     driver.rounds(options["warmup"] + options["profiled"])
@@ -74,7 +74,7 @@ def coarse(n_workers=3, **options):
 
 
 def fine(n_workers=3, **options):
-    """A driver at the switch: all are in the last round that they began in the coarse stage, but for worker 0."""
+    """Return a driver at the switch: all workers but worker 0 are in their last coarse round."""
     driver = coarse(n_workers, loss_preset=1.0, **options)
     driver.push(0, 0.5)
     assert driver.paradigm.stage == FINE
@@ -97,12 +97,12 @@ def test_the_profile_takes_so_many_pushes_of_one_step_every_other_one_compressed
     assert driver.paradigm.stage == COARSE
 
 
-def test_without_ratios_nobody_is_told_any():
+def test_without_ratios_grants_have_none():
     driver = coarse(**DENSE)
     grants = [action for _, actions in driver.trace for action in actions if isinstance(action, Grant)]
     assert all(math.isnan(grant.ratio) for grant in [driver.paradigm.first(0), *grants])
     assert not any(rows(actions, "ratio") for _, actions in driver.trace)
-    # Every push is dense and counts, and compressing takes nothing.
+    # Every push is dense and counts, and compression takes no time.
     (plan,) = [actions for _, actions in driver.trace if rows(actions, "stage")]
     assert [a.inputs[:4] for a in plan if isinstance(a, Decision) and a.controller == "local-steps"] == [
         (step_s, push_s, pull_s, 0.0) for step_s, push_s, pull_s, _ in GOLDEN.values()
@@ -128,13 +128,13 @@ def test_the_plan_of_the_coarse_stage_is_the_golden_one():
         assert math.isnan(row.inputs[4])
     assert all(map(math.isnan, others[3].inputs))
     assert (grant.local_steps, grant.ratio) == (16, pytest.approx(0.1))
-    # The others hear of it with their next grants, and what they commit counts their shares.
+    # The others enter the stage with their next grants, and their commits count their shares.
     apply, grant = driver.push(0)
     assert apply == Apply((0,), (pytest.approx(1 / 12),))
     assert (grant.local_steps, grant.ratio) == (2, pytest.approx(11 / 30))
 
 
-def test_a_profiled_worker_goes_on_as_before_until_all_are():
+def test_a_profiled_worker_continues_unchanged_until_all_are_profiled():
     driver = Driver(create("ashl", 2, **SHORT))
     driver.rounds(7, workers=[0])
     assert driver.paradigm.stage == PROFILE
@@ -224,12 +224,12 @@ def test_a_plateau_is_one_over_several_checks():
 
 @pytest.mark.parametrize("loss", [NAN, math.inf])
 @pytest.mark.parametrize("loss_preset", [1.0, None])
-def test_losses_that_say_nothing_never_switch(loss, loss_preset):
+def test_losses_that_are_not_finite_never_switch(loss, loss_preset):
     driver = coarse(loss_preset=loss_preset).rounds(50, loss=loss)
     assert driver.paradigm.stage == COARSE
 
 
-def test_one_that_is_none_does_not_hide_the_others():
+def test_one_missing_loss_does_not_hide_the_others():
     driver = coarse(loss_preset=1.0)
     driver.push(0, NAN)
     driver.push(1, 0.5)
@@ -239,11 +239,11 @@ def test_one_that_is_none_does_not_hide_the_others():
 # ---- the fine stage ----
 
 
-def test_only_what_was_begun_in_the_fine_stage_counts_for_the_gate():
+def test_only_commits_begun_in_the_fine_stage_count_for_the_gate():
     driver = fine(2, staleness=0)
     assert driver.paradigm._fine.pushes == [0, 0]
-    assert driver.push(0)[1:] == []  # its first: one more than worker 1, which is still at its coarse round
-    _, grant = driver.push(1)  # which does not count, and worker 0 goes on waiting
+    assert driver.push(0)[1:] == []  # its first: one more than worker 1, which is still in its coarse round
+    _, grant = driver.push(1)  # does not count, so worker 0 stays blocked
     assert grant.worker == 1
     assert driver.paradigm._fine.pushes == [1, 0]
     _, own, released = driver.push(1)
@@ -251,7 +251,7 @@ def test_only_what_was_begun_in_the_fine_stage_counts_for_the_gate():
     assert driver.paradigm._fine.pushes == [1, 1]
 
 
-def test_nobody_waits_before_the_fine_stage():
+def test_no_worker_blocks_before_the_fine_stage():
     driver = coarse(2, staleness=0)
     driver.rounds(30, workers=[0])
     assert 0 in driver.granted
@@ -267,7 +267,7 @@ def test_the_steps_of_the_fine_stage():
     assert driver.granted[1].local_steps == 4
 
 
-def test_a_departure_releases_those_that_waited_for_it():
+def test_a_departure_releases_the_workers_blocked_by_it():
     driver = fine(3, staleness=1)
     driver.rounds(2, workers=[0])
     assert 0 not in driver.granted
@@ -282,7 +282,7 @@ def test_a_departure_releases_those_that_waited_for_it():
     assert [action.worker for action in actions if isinstance(action, Grant)] == [0, 1]
 
 
-def test_the_departure_of_one_that_waits_and_of_all():
+def test_departures_of_a_blocked_worker_and_of_all():
     driver = fine(3, staleness=0)
     driver.push(0)
     driver.leave(0)
@@ -292,7 +292,7 @@ def test_the_departure_of_one_that_waits_and_of_all():
     assert driver.leave(2) == []
 
 
-def test_h_who_joins_gets_what_the_present_stage_assigns():
+def test_h_a_worker_that_joins_gets_the_plan_of_the_present_stage():
     driver = Driver(create("ashl", 3, **SHORT, steps_coarse=2, steps_fine=1, ratio_coarse=0.1, loss_preset=1.0))
     driver.leave(2)
     driver.rounds(3)
@@ -310,7 +310,7 @@ def test_h_who_joins_gets_what_the_present_stage_assigns():
     assert driver.paradigm.stage == FINE
 
 
-def test_one_that_waits_in_the_fine_stage_waits_again_when_it_joins():
+def test_a_worker_blocked_in_the_fine_stage_blocks_again_when_it_joins():
     driver = fine(3, staleness=0)
     driver.push(0)
     assert 0 not in driver.granted
@@ -321,17 +321,17 @@ def test_one_that_waits_in_the_fine_stage_waits_again_when_it_joins():
 
 
 @pytest.mark.parametrize("stage", [PROFILE, COARSE, FINE])
-def test_when_all_leave_nothing_is_left_to_decide(stage):
+def test_no_decisions_once_all_have_left(stage):
     driver = {PROFILE: lambda: Driver(create("ashl", 3)), COARSE: coarse, FINE: fine}[stage]()
     for worker in (2, 0, 1):
         actions = driver.leave(worker)
     assert actions == []
 
 
-# ---- what a commit counts ----
+# ---- weights of commits ----
 
 
-def test_the_shares_of_those_who_stay_are_one_again():
+def test_the_shares_of_the_remaining_workers_sum_to_one():
     driver = coarse()
     actions = driver.leave(2)
     assert rows(actions, "share") == pytest.approx({0: 1 / 4, 1: 3 / 4})  # of 2 and 6 steps
@@ -357,7 +357,7 @@ def test_one_worker_is_sequential():
     assert weights == [(1.0,)] * 6
 
 
-def test_times_that_nobody_knows_give_the_preset():
+def test_unknown_times_give_the_preset():
     paradigm = create("ashl", 2, **SHORT, steps_coarse=5)
     for t in range(4):
         for worker in (0, 1):
@@ -370,7 +370,7 @@ def test_times_that_nobody_knows_give_the_preset():
 
 
 def commits_ahead(referee):
-    """Largest number of commits that a worker was ahead of the slowest, counted from the fine stage's own grants."""
+    """Return the largest lead in commits, counted from the grants of the fine stage."""
     stage, begun, commits, active = PROFILE, set(), [0] * referee.n_workers, set(range(referee.n_workers))
     largest = 0
     for event, actions in referee.trace:
@@ -405,7 +405,7 @@ class NoGate(ASHL):
 
 
 class CountsTheSwitch(ASHL):
-    """Counts what was begun before, too."""
+    """Counts rounds begun before the fine stage, too."""
 
     def _advance(self, worker):
         rows = super()._advance(worker)
@@ -433,17 +433,17 @@ UNEQUAL = fixed(1.0, 3.0, until_s=60.0)
 def test_the_bound_is_reached_and_a_missing_gate_is_seen():
     assert commits_ahead(run(ASHL(2, staleness=1, **OPTIONS), UNEQUAL)) == 2
     assert commits_ahead(run(NoGate(2, staleness=1, **OPTIONS), UNEQUAL, check=False)) > 10
-    with pytest.raises(AssertionError, match="has started at gap 2"):
+    with pytest.raises(AssertionError, match="has started at lead 2"):
         run(NoGate(2, staleness=1, **OPTIONS), UNEQUAL)
 
 
 @pytest.mark.parametrize("broken", [ForgetsToRelease, SwitchesBack])
 def test_check_sees(broken):
-    with pytest.raises(AssertionError, match="every active worker is held|needlessly|outside of the fine stage"):
+    with pytest.raises(AssertionError, match="every active worker is blocked|without need|outside of the fine stage"):
         run(broken(2, staleness=0, **OPTIONS), UNEQUAL)
 
 
-def test_counting_what_was_begun_before_is_seen():
+def test_check_sees_commits_of_the_coarse_stage():
     options = {**OPTIONS, "staleness": 0}
     assert commits_ahead(run(ASHL(2, **options), UNEQUAL)) == 1
     driver = Driver(CountsTheSwitch(2, **options))
@@ -466,7 +466,8 @@ def too_sparse(paradigm):
 
 
 @pytest.mark.parametrize(
-    ("tamper", "message"), [(plan_of_the_departed, "not 1 in all"), (too_few_steps, "fewer"), (too_sparse, "ratios of")]
+    ("tamper", "message"),
+    [(plan_of_the_departed, "do not sum to 1"), (too_few_steps, "fewer"), (too_sparse, "ratios are")],
 )
 def test_check_sees_a_wrong_plan(tamper, message):
     driver = coarse()
@@ -475,7 +476,7 @@ def test_check_sees_a_wrong_plan(tamper, message):
         driver.paradigm.check()
 
 
-def test_without_a_gate_and_a_preset_nobody_ever_waits():
+def test_without_a_gate_and_a_preset_no_worker_blocks():
     options = {**OPTIONS, "loss_preset": None, "staleness": math.inf}
     referee = run(create("ashl", 3, **options), Schedule([[1.0] * 40, [2.0] * 20, [0.1] * 90]))
     assert all(grant.held_s == 0 for grant in referee.actions(Grant))
@@ -484,22 +485,22 @@ def test_without_a_gate_and_a_preset_nobody_ever_waits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"steps_coarse": 0}, "steps_coarse is 0; a whole number from 1 on"),
-        ({"steps_coarse": 2.5}, "steps_coarse is 2.5"),
-        ({"steps_fine": True}, "steps_fine is True"),
-        ({"steps_fine": 17}, "steps_fine is 17, more than steps_coarse, 16"),
-        ({"staleness": -1}, "staleness is -1; a whole number from 0 on, or inf"),
-        ({"staleness": 1.5}, "staleness is 1.5"),
-        ({"ratio_coarse": 0.0}, "ratio_coarse is 0.0; a number above 0 and up to 1, or None"),
-        ({"ratio_fine": 1.1}, "ratio_fine is 1.1"),
-        ({"ratio_fine": None}, "ratio_coarse is 0.05 and ratio_fine None; both or none"),
-        ({"loss_preset": NAN}, "loss_preset is nan"),
-        ({"loss_preset": "low"}, "loss_preset is low"),
-        ({"plateau": 0.0}, "plateau is 0.0; a number above 0 and below 1"),
-        ({"plateau": NAN}, "plateau is nan"),
-        ({"share": "half"}, "share is 'half'; one of data, equal"),
-        ({"warmup": -1}, "warmup is -1; a whole number from 0 on"),
-        ({"profiled": 1}, "profiled is 1; a whole number from 2 on"),
+        ({"steps_coarse": 0}, "steps_coarse must be an integer >= 1, got 0"),
+        ({"steps_coarse": 2.5}, "steps_coarse .* got 2.5"),
+        ({"steps_fine": True}, "steps_fine .* got True"),
+        ({"steps_fine": 17}, "steps_fine must be at most steps_coarse = 16, got 17"),
+        ({"staleness": -1}, "staleness must be an integer >= 0 or inf, got -1"),
+        ({"staleness": 1.5}, "staleness .* got 1.5"),
+        ({"ratio_coarse": 0.0}, "ratio_coarse must be a number > 0 and <= 1, or None, got 0.0"),
+        ({"ratio_fine": 1.1}, "ratio_fine .* got 1.1"),
+        ({"ratio_fine": None}, "must both be given or both be None, got 0.05 and None"),
+        ({"loss_preset": NAN}, "loss_preset .* got nan"),
+        ({"loss_preset": "low"}, "loss_preset .* got low"),
+        ({"plateau": 0.0}, "plateau must be a number > 0 and < 1, got 0.0"),
+        ({"plateau": NAN}, "plateau .* got nan"),
+        ({"share": "half"}, "share must be one of data, equal, got 'half'"),
+        ({"warmup": -1}, "warmup must be an integer >= 0, got -1"),
+        ({"profiled": 1}, "profiled must be an integer >= 2, got 1"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):

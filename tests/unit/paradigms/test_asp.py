@@ -1,4 +1,4 @@
-"""ASP: an update a push, and nobody waits."""
+"""ASP: one update per push, and no worker blocks."""
 
 import random
 from statistics import mean
@@ -17,7 +17,7 @@ def test_every_push_is_applied_and_granted_at_once():
     assert asp.handle(Pushed(2.0, 1)) == [Apply((1,)), Grant(1, 3, gap_iters=2, credits=0, held_s=0.0)]
     assert asp.handle(Pushed(2.0, 0)) == [Apply((0,)), Grant(0, 2, gap_iters=0, credits=0, held_s=0.0)]
     assert asp.handle(Left(3.0, 0)) == []
-    assert asp.handle(Pushed(3.0, 1))[1].gap_iters == 0  # nobody slower is left
+    assert asp.handle(Pushed(3.0, 1))[1].gap_iters == 0  # no slower worker is left
 
 
 @PROPERTY
@@ -58,11 +58,11 @@ def test_staleness_is_one_less_than_the_workers_on_average_when_they_are_equal()
 class Holds(ASP):
     def _pushed(self, event):
         if self._progress.lead(event.worker) > 2:
-            self._hold(event.worker)
+            self._block(event.worker)
             return [Apply((event.worker,))]
         return super()._pushed(event)
 
 
-def test_check_sees_that_somebody_is_held():
-    with pytest.raises(AssertionError, match=r"workers \[0\] are held"):
+def test_check_sees_a_blocked_worker():
+    with pytest.raises(AssertionError, match=r"workers \[0\] are blocked"):
         run(Holds(2), fixed(1.0, 2.0, until_s=20.0))

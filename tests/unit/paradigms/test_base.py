@@ -1,4 +1,4 @@
-"""What holds for every paradigm: one grant per push, no deadlock, determinism, illegal input refused."""
+"""Invariants of every paradigm: one grant per push, no deadlock, determinism, rejection of illegal input."""
 
 import copy
 import math
@@ -48,7 +48,7 @@ def make(which, n_workers):
 
 
 def state(paradigm):
-    """Everything that a paradigm knows, as text: NaN equals itself there."""
+    """Return the state of a paradigm as text, in which NaN equals itself."""
     return repr({**vars(paradigm), "_progress": vars(paradigm._progress)})
 
 
@@ -58,17 +58,17 @@ BOUNDS = {"bsp": 0, "ssp-0": 0, "ssp-2": 2, "dssp-bounded": 4, "easgd-synchronou
 @every_paradigm
 @PROPERTY
 @given(schedule=schedules(max_changes=6))
-def test_one_grant_per_push_and_return_and_everybody_finishes(which, schedule):
-    # The referee asserts the rest at every event: numbering, gaps, waits, and that the slowest is never held.
+def test_one_grant_per_push_and_join_and_every_worker_finishes(which, schedule):
+    # The referee asserts the rest at every event: numbering, gaps, waits, and that the slowest is never blocked.
     referee = run(make(which, schedule.n_workers), schedule, BOUNDS.get(which, math.inf))
     of = {kind: sum(isinstance(event, kind) for event, _ in referee.trace) for kind in (Pushed, Joined, Left)}
     assert not referee.active
-    assert 0 <= of[Pushed] + of[Joined] - len(referee.actions(Grant)) <= of[Left]  # who leaves may have been held
+    assert 0 <= of[Pushed] + of[Joined] - len(referee.actions(Grant)) <= of[Left]  # a worker may leave while blocked
     assert referee.settled == referee.pushes
 
 
 @every_paradigm
-def test_who_joins_goes_on_with_the_iteration_that_it_had_not_pushed(which):
+def test_a_worker_that_joins_continues_with_the_iteration_that_it_had_not_pushed(which):
     # Worker 2 is absent at first, worker 1 for a while.
     schedule = Schedule([[2.0] * 20, [1.0] * 12, [1.5] * 12], changes=[(0.0, 2), (5.1, 1), (9.0, 2), (13.0, 1)])
     referee = run(make(which, 3), schedule)
@@ -76,7 +76,7 @@ def test_who_joins_goes_on_with_the_iteration_that_it_had_not_pushed(which):
         granted = [grant.iteration for grant in referee.actions(Grant) if grant.worker == worker]
         again = [b for a, b in pairwise(granted) if a == b]
         assert granted == sorted(granted)
-        assert len(again) <= 1, "only where it left with a grant"
+        assert len(again) <= 1, "only if it left with a grant"
     assert [event.worker for event, _ in referee.trace if isinstance(event, Joined)] == [2, 1]
 
 
@@ -99,7 +99,7 @@ def test_the_same_events_give_the_same_actions(which, schedule):
 
 
 @every_paradigm
-def test_one_worker_is_never_held(which):
+def test_one_worker_is_never_blocked(which):
     referee = run(make(which, 1), Schedule([[1.0, 0.5, 2.0]]))
     assert [(g.iteration, g.gap_iters, g.held_s) for g in referee.actions(Grant)] == [
         (2, 0, 0.0),
@@ -116,19 +116,19 @@ def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
     paradigm.handle(Left(2.5, 1))
     before = state(paradigm)
     illegal = [
-        (Pushed(3.0, 4), "there is no worker 4"),
-        (Pushed(3.0, -1), "there is no worker -1"),
-        (Left(3.0, 4), "there is no worker 4"),
+        (Pushed(3.0, 4), "worker must be from 0 to"),
+        (Pushed(3.0, -1), "worker must be from 0 to"),
+        (Left(3.0, 4), "worker must be from 0 to"),
         (Pushed(3.0, 1), "worker 1 has left"),
         (Left(3.0, 1), "worker 1 has left"),
         (Joined(3.0, 2), "worker 2 has not left"),
-        (Joined(3.0, 4), "there is no worker 4"),
-        (Joined(2.4, 1), "backwards"),
-        (Pushed(2.4, 3), "backwards"),
-        (Left(2.4, 3), "backwards"),
-        (Pushed(math.nan, 3), "backwards"),
-        (Pushed(math.inf, 3), "backwards"),
-        ("pushed", "not an event"),
+        (Joined(3.0, 4), "worker must be from 0 to"),
+        (Joined(2.4, 1), "time of the previous event"),
+        (Pushed(2.4, 3), "time of the previous event"),
+        (Left(2.4, 3), "time of the previous event"),
+        (Pushed(math.nan, 3), "time of the previous event"),
+        (Pushed(math.inf, 3), "time of the previous event"),
+        ("pushed", "event must be Pushed, Left or Joined"),
     ]
     for event, message in illegal:
         with pytest.raises(ValueError, match=message):
@@ -139,26 +139,26 @@ def test_illegal_input_is_refused_and_leaves_the_state_untouched(which):
 
 
 @pytest.mark.parametrize("which", ["bsp", "ssp-0", "dssp-bounded", "dssp-paper", "easgd-synchronous", "k-sync"])
-def test_a_push_of_a_held_worker_is_refused_and_leaves_the_state_untouched(which):
+def test_a_push_of_a_blocked_worker_is_refused_and_leaves_the_state_untouched(which):
     paradigm = make(which, 2)
     now_s = 0.0
     while any(isinstance(action, Grant) for action in paradigm.handle(Pushed(now_s, 0))):
         now_s += 1.0
     before = state(paradigm)
-    with pytest.raises(ValueError, match="worker 0 is held"):
+    with pytest.raises(ValueError, match="worker 0 is blocked"):
         paradigm.handle(Pushed(now_s, 0))
     assert state(paradigm) == before
 
 
 @every_paradigm
-def test_a_copy_goes_on_as_the_original(which):
+def test_a_copy_continues_as_the_original(which):
     paradigm = make(which, 2)
     paradigm.handle(Pushed(1.0, 0))
     other = copy.deepcopy(paradigm)
     assert repr(paradigm.handle(Pushed(2.0, 1))) == repr(other.handle(Pushed(2.0, 1)))
 
 
-# Negative controls: what the referee and check() are for.
+# Negative controls of the referee and of check().
 
 
 class GrantsTwice(ASP):
@@ -172,7 +172,7 @@ class GrantsBeforeApplying(ASP):
 
 
 class ForgetsDepartures(SSP):
-    """The worker's count stays and freezes the minimum, as if nobody had told the progress."""
+    """The worker's count stays and freezes the minimum, as if it had not left."""
 
     def handle(self, event):
         if isinstance(event, Left):
@@ -188,7 +188,7 @@ class NeverReleases(SSP):
 
 
 class BringsBackStaleEntries(SSP):
-    """Who left while it was held is still in the queue when it has joined."""
+    """A worker that left while blocked is still in the queue when it joins."""
 
     def __init__(self, n_workers, *, staleness):
         super().__init__(n_workers, staleness=staleness)
@@ -201,7 +201,7 @@ class JoinsAnywhere(SSP):
 
 
 class JoinsWhereItWas(ASP):
-    """Whoever joins is as far as it was, so that the others seem to be ahead."""
+    """A worker that joins keeps its own count, so that the others seem to be ahead."""
 
     def handle(self, event):
         if isinstance(event, Joined):
@@ -216,7 +216,7 @@ class OverwritesAContribution(BSP):
         return [self._grant(worker)]
 
 
-class HoldsEverybody(BSP):
+class BlocksEveryWorker(BSP):
     def _end_round_if_complete(self):
         return []
 
@@ -226,9 +226,9 @@ class HoldsEverybody(BSP):
     [
         (GrantsTwice(2), "answers no push"),
         (GrantsBeforeApplying(2), "before its own contribution is applied"),
-        (ForgetsDepartures(2, staleness=1), "the gap is 0|everybody is held"),
-        (NeverReleases(2, staleness=1), "everybody is held|the slowest"),
-        (HoldsEverybody(2), "everybody is held"),
+        (ForgetsDepartures(2, staleness=1), "the lead is 0|every worker is blocked"),
+        (NeverReleases(2, staleness=1), "every worker is blocked|the slowest"),
+        (BlocksEveryWorker(2), "every worker is blocked"),
     ],
 )
 def test_the_referee_sees(broken, message):
@@ -241,12 +241,12 @@ def test_the_referee_sees(broken, message):
     [
         (BringsBackStaleEntries(3, staleness=1), "answers no push"),
         (JoinsAnywhere(3, staleness=1), "beyond the bound of 1"),
-        (JoinsWhereItWas(3), "the gap is 0"),
+        (JoinsWhereItWas(3), "the lead is 0"),
         (OverwritesAContribution(3), "beyond the bound of 1|before its own contribution"),
     ],
 )
-def test_the_referee_sees_what_is_wrong_with_a_return(broken, message):
-    # Worker 0, far ahead, is held when it leaves; worker 1 has made nothing yet when it leaves.
+def test_the_referee_sees_a_wrong_join(broken, message):
+    # Worker 0, far ahead, is blocked when it leaves; worker 1 leaves before its first push.
     changes = [(0.5, 1), (4.5, 0), (5.0, 0), (6.0, 1)]
     schedule = Schedule([[1.0] * 9, [2.0] * 9, [5.5] * 9], changes=changes)
     with pytest.raises(AssertionError, match=message):
@@ -255,22 +255,22 @@ def test_the_referee_sees_what_is_wrong_with_a_return(broken, message):
 
 @pytest.mark.parametrize(
     ("broken", "message"),
-    [(NeverReleases(2, staleness=1), "needlessly"), (HoldsEverybody(2), "every active worker is held")],
+    [(NeverReleases(2, staleness=1), "without need"), (BlocksEveryWorker(2), "every active worker is blocked")],
 )
 def test_check_sees(broken, message):
     with pytest.raises(AssertionError, match=message):
         run(broken, Schedule([[1.0] * 5, [1.5] * 9]))
 
 
-def a_held_worker_has_left(paradigm):
+def a_blocked_worker_has_left(paradigm):
     paradigm._progress.leave(0)
 
 
-def the_slowest_is_held(paradigm):
-    paradigm._hold(1)
+def the_slowest_is_blocked(paradigm):
+    paradigm._block(1)
 
 
-def a_worker_is_held_from_the_future_on(paradigm):
+def a_worker_is_blocked_since_the_future(paradigm):
     paradigm._blocked_since_s[0] = 99.0
 
 
@@ -281,9 +281,9 @@ def the_minimum_is_wrong(paradigm):
 @pytest.mark.parametrize(
     ("tamper", "message"),
     [
-        (a_held_worker_has_left, "have left"),
-        (the_slowest_is_held, "worker 1 is held at gap 0"),
-        (a_worker_is_held_from_the_future_on, "from the future on"),
+        (a_blocked_worker_has_left, "have left"),
+        (the_slowest_is_blocked, "worker 1 is blocked at lead 0"),
+        (a_worker_is_blocked_since_the_future, "since a time in the future"),
         (the_minimum_is_wrong, "min_iters is 7"),
     ],
 )

@@ -39,7 +39,7 @@ def test_a_departure_does_not_end_a_round_in_which_others_are_outstanding():
     assert bsp.handle(Pushed(3.0, 0))[0] == Apply((0, 2))
 
 
-def test_what_a_worker_pushed_before_it_left_stays_in_its_round():
+def test_a_push_before_a_departure_stays_in_its_round():
     bsp = create("bsp", 3)
     bsp.handle(Pushed(1.0, 0))
     assert bsp.handle(Left(2.0, 0)) == []
@@ -60,7 +60,7 @@ def test_a_contribution_survives_the_last_departure():
     assert bsp.handle(Left(3.0, 1)) == [Apply((0,))]
 
 
-def test_who_joins_takes_part_in_the_round_under_way():
+def test_a_worker_that_joins_takes_part_in_the_round_under_way():
     bsp = create("bsp", 3)
     bsp.handle(Left(0.0, 2))
     for worker in (0, 1, 0):
@@ -75,7 +75,7 @@ def test_who_joins_takes_part_in_the_round_under_way():
     ]
 
 
-def test_who_joins_and_has_contributed_to_the_round_waits_for_its_end():
+def test_a_worker_that_joins_after_contributing_waits_for_the_end_of_the_round():
     bsp = create("bsp", 2)
     bsp.handle(Pushed(1.0, 0))
     bsp.handle(Left(2.0, 0))
@@ -93,7 +93,7 @@ def test_a_departure_between_rounds_makes_no_update():
 
 @PROPERTY
 @given(schedule=schedules())
-def test_nobody_starts_ahead_and_updates_are_in_worker_order(schedule):
+def test_no_worker_starts_ahead_and_updates_are_in_worker_order(schedule):
     referee = run(create("bsp", schedule.n_workers), schedule, bound_iters=0)
     assert referee.largest_start_gap == 0
     for update in referee.actions(Apply):
@@ -125,7 +125,7 @@ class ReleasesEarly(BSP):
 
 
 class ForgetsTheGrant(BSP):
-    """Leaves the last worker of each round held."""
+    """Leaves the last worker of each round blocked."""
 
     def _end_round_if_complete(self):
         return super()._end_round_if_complete()[:-1]
@@ -133,13 +133,13 @@ class ForgetsTheGrant(BSP):
     def _grant(self, worker, credits=0):
         grant = super()._grant(worker, credits)
         if worker == 2:
-            self._hold(worker)
+            self._block(worker)
         return grant
 
 
 @pytest.mark.parametrize("broken", [ReleasesEarly(3), ForgetsTheGrant(3)])
 def test_check_sees(broken):
-    with pytest.raises(AssertionError, match=r"different rounds|held"):
+    with pytest.raises(AssertionError, match=r"different rounds|blocked"):
         run(broken, Schedule([[1.0] * 9, [1.5] * 9, [2.5] * 9]))
 
 
@@ -154,7 +154,7 @@ def a_worker_is_rounds_ahead(bsp):
     bsp._progress.push(1)
 
 
-def a_held_worker_has_pushed_again(bsp):
+def a_blocked_worker_has_pushed_again(bsp):
     bsp._progress.push(0)
 
 
@@ -166,8 +166,8 @@ def a_contribution_is_lost(bsp):
     ("tamper", "message"),
     [
         (a_worker_is_rounds_ahead, "different rounds"),
-        (a_held_worker_has_pushed_again, "not one push past"),
-        (a_contribution_is_lost, "wait for the end of the round"),
+        (a_blocked_worker_has_pushed_again, "not exactly one push ahead"),
+        (a_contribution_is_lost, "with a contribution in the current round"),
     ],
 )
 def test_check_sees_an_inconsistent_state(tamper, message):

@@ -1,4 +1,4 @@
-"""DSSP: the controller, each settled ambiguity, the bounds, and the algorithms rendered independently."""
+"""DSSP: the controller, each settled ambiguity, the bounds, and an independent implementation of the algorithms."""
 
 import math
 
@@ -23,7 +23,7 @@ def dssp(n_workers, staleness_min, staleness_max, mode="bounded"):
 
 
 def test_controller_finds_the_r_of_figure_2():
-    # Read off the figure, a push at the end of each compute block; the paper says r* = 3.
+    # Read off the figure, a push at the end of each compute block; r* = 3 in the paper.
     r_star, wait_s = closest_approach(416.0, 416.0 - 311.5, 383.0, 383.0 - 203.0, r_max=4, clamp=False)
     assert (r_star, wait_s) == (3, (383 + 2 * 180) - (416 + 3 * 104.5))
 
@@ -59,11 +59,11 @@ def test_controller_equals_the_brute_force(pushed_s, interval_s, slowest_pushed_
 
 
 def play(paradigm, *pushes):
-    """The answers to (now_s, worker) pushes, without their updates."""
+    """Return the answers to (now_s, worker) pushes, without their updates."""
     return [paradigm.handle(Pushed(now_s, worker))[1:] for now_s, worker in pushes]
 
 
-# Worker 1 pushes every 4 s, worker 0 at the end every second: at 11 s its gap is 2, and worker 1 due at 12 s.
+# Worker 1 pushes every 4 s, worker 0 at the end every second: at 11 s its lead is 2, and worker 1 is due at 12 s.
 HISTORY = [(4.0, 1), (7.0, 0), (8.0, 1), (9.0, 0), (10.0, 0)]
 
 
@@ -88,7 +88,7 @@ def test_b_r_star_n_gives_n_iterations_bounded_and_n_plus_1_in_the_paper():
     assert [grants[-1].credits for grants in paper] == [1, 0]
 
 
-def test_decision_inputs_are_what_it_was_made_from():
+def test_decision_inputs():
     paradigm = dssp(2, 1, 7)
     answers = play(paradigm, *HISTORY, (11.0, 0))
     assert [len(answer) for answer in answers] == [1, 1, 1, 1, 1, 2]
@@ -98,9 +98,9 @@ def test_decision_inputs_are_what_it_was_made_from():
     assert grant == Grant(0, 5, gap_iters=2, credits=0, held_s=0.0)
 
 
-def test_c_a_grant_is_clipped_to_what_staleness_max_leaves():
-    # Worker 1 takes 100 s: the best r is the largest. At gap 2 the clip leaves all of r_max = 3. Those
-    # spent, at gap 5 > s_U, the worker is held unasked. The paper's is asked again, and given more.
+def test_c_a_grant_is_clipped_to_staleness_max():
+    # Worker 1 takes 100 s: the best r is the largest. At lead 2 the clip leaves all of r_max = 3. Once these are spent,
+    # at lead 5 > s_U, the worker blocks without consulting the controller. In paper mode the controller grants more.
     pushes = [(100.0, 1), (199.0, 0), (200.0, 1), (200.5, 0), (201.0, 0), (201.5, 0)]
     more = [(202.0, 0), (202.5, 0), (203.0, 0)]
     bounded, paper = dssp(2, 1, 4), dssp(2, 1, 4, "paper")
@@ -114,27 +114,27 @@ def test_c_a_grant_is_clipped_to_what_staleness_max_leaves():
 
 
 def test_c_a_second_grant_is_clipped_below_r_star():
-    # First r* = 1; then the worker gets faster, and r* is larger than what is left.
+    # First r* = 1; then the worker gets faster, and r* exceeds the rest.
     paradigm = dssp(2, 0, 2)
     play(paradigm, (10.0, 1), (10.0, 0), (20.0, 1), (28.0, 0))
     first = play(paradigm, (29.0, 0))[-1]
     second = play(paradigm, (29.1, 0))[-1]
     assert (first[0].chosen, first[1].gap_iters) == (1.0, 1)
-    r_star = second[0].inputs[DSSP.decision_fields.index("r_star")]
+    r_star = second[0].inputs[list(DSSP.decision_fields).index("r_star")]
     assert (r_star, second[0].chosen, second[1].gap_iters) == (2.0, 1.0, 2)
 
 
 @both_modes
-def test_d_and_h_without_two_pushes_of_both_the_controller_gives_nothing(mode):
+def test_d_and_h_without_two_pushes_of_both_no_credits_are_granted(mode):
     paradigm = dssp(2, 0, 5, mode)
-    # Every push is recorded: worker 1 has never asked the controller, and has a history all the same.
+    # Every push is recorded: worker 1 has never consulted the controller, but has a history.
     answers = play(paradigm, (1.0, 0), (2.0, 1), (3.0, 0), (4.0, 1), (5.0, 0))
     unknown, known = answers[0][0], answers[4][0]
     assert isinstance(unknown, Decision)
     assert unknown.chosen == 0.0
-    assert math.isnan(unknown.inputs[DSSP.decision_fields.index("slowest")])
+    assert math.isnan(unknown.inputs[list(DSSP.decision_fields).index("slowest")])
     assert answers[2][0].chosen == 0.0
-    assert known.inputs[DSSP.decision_fields.index("slowest")] == 1.0
+    assert known.inputs[list(DSSP.decision_fields).index("slowest")] == 1.0
 
 
 def test_e_of_the_slowest_the_one_predicted_last_counts():
@@ -154,7 +154,7 @@ def test_e_of_the_slowest_the_one_predicted_last_counts():
 
 
 @both_modes
-def test_f_equally_fast_workers_may_all_ask(mode):
+def test_f_all_equally_fast_workers_consult(mode):
     paradigm = dssp(3, 1, 6, mode)
     answers = play(
         paradigm,
@@ -165,17 +165,17 @@ def test_f_equally_fast_workers_may_all_ask(mode):
 
 
 @both_modes
-def test_only_the_fastest_asks(mode):
+def test_only_the_fastest_consults(mode):
     paradigm = dssp(3, 0, 6, mode)
     play(paradigm, (4.0, 2), (4.0, 1), (4.0, 0), (8.0, 2), (8.0, 1), (8.0, 0), (9.0, 0), (9.5, 0))
-    assert play(paradigm, (9.7, 1))[-1] == []  # ahead of worker 2, behind worker 0: held unasked
+    assert play(paradigm, (9.7, 1))[-1] == []  # ahead of worker 2, behind worker 0: blocked without consulting
 
 
 @pytest.mark.parametrize(("mode", "intervals_s"), [("bounded", [1.0, 1.0]), ("paper", [1.0, 9.0])])
 def test_i_waiting_counts_as_interval_only_in_the_paper(mode, intervals_s):
-    # Granted at 1 s, held from 2 s to 10 s, then 1 s of work.
+    # Granted at 1 s, blocked from 2 s to 10 s, then 1 s of work.
     answers = play(dssp(2, 1, 5, mode), (1.0, 0), (2.0, 0), (10.0, 1), (11.0, 0))
-    column = DSSP.decision_fields.index("interval_s")
+    column = list(DSSP.decision_fields).index("interval_s")
     assert [answers[i][0].inputs[column] for i in (1, 3)] == intervals_s
 
 
@@ -191,7 +191,7 @@ def test_l_the_prediction_is_for_one_push_of_the_slowest_the_real_wait_for_sever
     decision = play(paradigm, (22.0, 0), (24.0, 0))[0][0]
     inputs = dict(zip(DSSP.decision_fields, decision.inputs, strict=True))
     assert (decision.chosen, inputs["predicted_wait_s"]) == (2.0, 30.0 - 26.0)
-    assert play(paradigm, (26.0, 0)) == [[]]  # the two are used up, at a gap of 3
+    assert play(paradigm, (26.0, 0)) == [[]]  # the two are used up, at a lead of 3
     assert [len(answer) for answer in play(paradigm, (30.0, 1), (40.0, 1))] == [1, 1]
     assert play(paradigm, (50.0, 1))[0][1] == Grant(0, 6, gap_iters=0, credits=0, held_s=24.0)
 
@@ -204,14 +204,14 @@ def test_n_a_departure_releases_and_leaves_the_slowest(mode):
 
 
 @both_modes
-def test_h_nothing_is_known_of_whoever_has_joined(mode):
+def test_h_the_history_is_reset_by_a_join(mode):
     paradigm = dssp(2, 0, 5, mode)
     play(paradigm, (1.0, 0), (2.0, 1), (3.0, 0), (4.0, 1))
     paradigm.handle(Left(4.5, 1))
     paradigm.handle(Joined(20.0, 1))
     decision = play(paradigm, (21.0, 0))[0][0]
     assert decision.chosen == 0.0
-    assert math.isnan(decision.inputs[DSSP.decision_fields.index("slowest")])
+    assert math.isnan(decision.inputs[list(DSSP.decision_fields).index("slowest")])
 
 
 # Random schedules
@@ -247,7 +247,7 @@ def test_unequal_bounds_do_not():
 
 
 @both_modes
-def test_equal_workers_never_ask(mode):
+def test_equal_workers_never_consult(mode):
     referee = run(dssp(4, 1, 9, mode), fixed(1.0, 1.0, 1.0, 1.0, until_s=50.0))
     assert referee.actions(Decision) == []
     assert run(dssp(4, 1, 9, mode), fixed(1.0, 1.0, 1.0, 1.5, until_s=50.0)).actions(Decision) != []
@@ -265,11 +265,11 @@ def test_r_star_is_in_range_and_explains_the_choice(mode, schedule, limits):
         assert decision["chosen"] == min(decision["r_star"], left)
 
 
-# The flaw of the algorithm as printed, and that the bound cures it: s_L = 3, s_U = 15.
+# The flaw of the printed algorithm, and its cure by the bound: s_L = 3, s_U = 15.
 
 
 @pytest.mark.parametrize(("until_s", "lead"), [(200.5, 100), (1000.5, 500), (2000.5, 1000)])
-def test_paper_mode_never_holds_and_its_gap_grows_without_bound(until_s, lead):
+def test_paper_mode_never_blocks_and_its_lead_grows_without_bound(until_s, lead):
     referee = run(dssp(2, 3, 15, "paper"), fixed(1.0, 2.0, until_s=until_s))
     assert referee.pushes == [int(until_s), int(until_s / 2)]
     assert all(grant.held_s == 0.0 for grant in referee.actions(Grant))
@@ -322,7 +322,7 @@ LIMITS = {"staleness_min": 1, "staleness_max": 5}
 
 @pytest.mark.parametrize("kind", [Unclipped, SpendsNoCredit])
 def test_check_and_the_referee_see_a_controller_without_bound(kind):
-    with pytest.raises(AssertionError, match="credits up to a gap of"):
+    with pytest.raises(AssertionError, match="credits up to a lead of"):
         run(kind(4, **LIMITS), NOISY)
     with pytest.raises(AssertionError, match=r"beyond the bound of 5|push gap"):
         run(kind(4, **LIMITS), NOISY, bound_iters=5, check=False)
@@ -336,7 +336,7 @@ def test_the_comparison_with_the_algorithms_sees_a_wrong_branch(kind):
 
 @pytest.mark.parametrize(
     ("worker", "credits", "message"),
-    [(0, 1, "held with 1 credits"), (1, 4, "has 4 credits")],
+    [(0, 1, "blocked with 1 credits"), (1, 4, "has 4 credits")],
 )
 def test_check_sees_credits_out_of_order(worker, credits, message):
     paradigm = dssp(3, 1, 3)
@@ -351,10 +351,13 @@ def test_check_sees_credits_out_of_order(worker, credits, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"staleness_min": -1, "staleness_max": 3}, "staleness_min is -1"),
-        ({"staleness_min": 1, "staleness_max": math.inf}, "staleness_max is inf"),
-        ({"staleness_min": 4, "staleness_max": 3}, "staleness_max is 3, less than staleness_min, 4"),
-        ({"staleness_min": 1, "staleness_max": 3, "mode": "literal"}, "mode is 'literal'"),
+        ({"staleness_min": -1, "staleness_max": 3}, "staleness_min .* got -1"),
+        ({"staleness_min": 1, "staleness_max": math.inf}, "staleness_max .* got inf"),
+        ({"staleness_min": 4, "staleness_max": 3}, "staleness_max must be at least staleness_min = 4, got 3"),
+        (
+            {"staleness_min": 1, "staleness_max": 3, "mode": "literal"},
+            "mode must be one of bounded, paper, got 'literal'",
+        ),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

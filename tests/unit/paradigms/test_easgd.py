@@ -1,4 +1,4 @@
-"""EASGD: who waits is ASP's or BSP's business; that grants come before updates is its own."""
+"""EASGD: blocks as ASP or BSP do, but grants before it updates."""
 
 import pytest
 from hypothesis import given
@@ -28,7 +28,7 @@ def test_synchronous_workers_read_before_all_of_them_move_the_centre():
     ]
 
 
-def test_a_departure_ends_a_round_and_what_was_pushed_before_counts():
+def test_a_departure_ends_a_round_and_earlier_pushes_count():
     easgd = create("easgd", 3, synchronous=True)
     assert easgd.handle(Pushed(1.0, 2)) == []
     assert easgd.handle(Left(1.5, 2)) == []
@@ -40,7 +40,7 @@ def test_a_departure_ends_a_round_and_what_was_pushed_before_counts():
 @PROPERTY
 @given(schedule=schedules())
 def test_the_actions_are_those_of_the_others_in_another_order(synchronous, schedule):
-    """The referee asserts what holds for all, and here that no worker reads its own contribution."""
+    """The referee asserts all invariants, here also that no worker reads its own contribution."""
     mine = run(create("easgd", schedule.n_workers, synchronous=synchronous), schedule)
     theirs = run(create(FORMS[synchronous], schedule.n_workers), schedule)
     assert [event for event, _ in mine.trace] == [event for event, _ in theirs.trace]

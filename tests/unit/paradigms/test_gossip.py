@@ -1,4 +1,4 @@
-"""Who is drawn, and how much closer to each other a round of mixing brings the workers."""
+"""Selection of peers, and contraction by a round of mixing."""
 
 import itertools
 from collections import Counter
@@ -14,18 +14,18 @@ SELVES = [("complete", True), ("complete", False), ("ring", True), ("ring", Fals
 SIZES = [1, 2, 3, 5, 8]
 
 
-# ---- who is drawn ----
+# ---- selection ----
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"topology": "star"}, "there is no topology 'star', only complete, ring, exponential"),
-        ({"topology": "exponential"}, "visit others in turn, never themselves"),
+        ({"topology": "star"}, "topology must be one of complete, ring, exponential, got 'star'"),
+        ({"topology": "exponential"}, "include_self must be False"),
     ],
     ids=str,
 )
-def test_what_is_refused(options, problem):
+def test_options_that_are_refused(options, problem):
     with pytest.raises(ValueError, match=problem):
         PeerSelection(4, 1, **options)
 
@@ -85,7 +85,7 @@ def test_the_living_draw_each_other_as_if_the_dead_had_never_been(dead, topology
     before = {
         PeerSelection(n, 1, topology, include_self).drawn(worker, round) for worker in living for round in range(1, 100)
     }
-    assert before >= set(dead) or len(living) == 1, "with them there they are drawn"
+    assert before >= set(dead) or len(living) == 1, "they are drawn while they live"
 
 
 @pytest.mark.parametrize(("topology", "include_self"), SELVES[:4])
@@ -150,7 +150,7 @@ def test_all_permutations_have_equal_chances():
     assert max(abs(count - rounds / 6) for count in counts.values()) < 4 * (rounds / 6 * 5 / 6) ** 0.5
 
 
-def test_without_oneself_they_are_all_the_single_cycles():
+def test_without_include_self_permutations_are_single_cycles():
     rounds = 6000
     counts = Counter(PeerSelection(4, 1, include_self=False).permutation(round) for round in range(1, rounds + 1))
     assert len(counts) == 6  # 3!, of 9 without a fixed point
@@ -169,11 +169,11 @@ def test_a_ring_turns_one_way_and_the_other():
     assert selves == [(1, 2, 0), (0, 1, 2), (2, 0, 1), (0, 1, 2)]
 
 
-# ---- how much closer a round brings them ----
+# ---- contraction ----
 
 
 def spread(models: torch.Tensor, centre: torch.Tensor) -> float:
-    """The mean squared distance from the centre. models: shape (p, size)."""
+    """Return the mean squared distance from the centre of models, shape (p, size)."""
     return float(((models - centre) ** 2).sum(1).mean())
 
 
@@ -262,6 +262,6 @@ def test_equal_models_stay_as_they_are(dtype):
         )  # a mean of three rounds
 
 
-def test_push_sum_does_not_give_away_its_last():
+def test_push_sum_keeps_its_last_weight():
     peers = PeerSelection(4, seed=1, topology="exponential", include_self=False)
     assert [peers.drawn(0, 1, 2.0**-k) for k in (0, 30, 31)] == [1, 1, 0]

@@ -1,4 +1,4 @@
-"""k as the run goes: changed between rounds, one at a time, and never without saying so."""
+"""Adaptive k: it changes between rounds, by one, and only with a Decision."""
 
 import pytest
 
@@ -12,7 +12,7 @@ every_name = pytest.mark.parametrize("name", ["k-sync", "k-batch-sync", "k-async
 
 
 def k_history(referee, k_start):
-    """k of each update, from the decisions; asserts what holds for all of them."""
+    """Return k of each update from the decisions, and assert their invariants."""
     ks, k, changed = [], k_start, -INTERVAL
     for _, actions in referee.trace:
         for i, action in enumerate(actions):
@@ -45,14 +45,14 @@ def test_a_straggler_is_not_waited_for_while_it_is_slow(name):
 
 
 def sizes_before_departures(referee):
-    """How many contributions each update is made of, while everybody is there."""
+    """Return the number of contributions of each update while all workers are active."""
     account = recount(referee)
     return [len(update) for update, left in zip(account.updates, account.left, strict=True) if not left]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @every_name
-def test_every_update_has_the_k_that_holds(name, policy):
+def test_every_update_has_the_current_k(name, policy):
     paradigm = create(name, 4, k=policy)
     k_start = paradigm.k
     referee = run(paradigm, fixed(1.0, 1.1, 1.2, 2.5, until_s=200.0))

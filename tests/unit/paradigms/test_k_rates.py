@@ -1,4 +1,4 @@
-"""The k family with equal workers: how long updates take and how stale they are, against the closed forms."""
+"""The k family with equal workers: durations and staleness of updates against the closed forms."""
 
 import heapq
 import itertools
@@ -20,7 +20,7 @@ N = 8
 
 
 def simulate(paradigm, seconds, updates):
-    """Seconds of each update, and the account. Who is told to stop does so at once."""
+    """Return the seconds of each update, and the account; cancelled workers stop at once."""
     account, ended_s = Account(N), [0.0]
     due = [(seconds(), worker) for worker in range(N)]
     heapq.heapify(due)
@@ -77,7 +77,7 @@ def test_the_closed_forms_are_those_of_the_paper():
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @every_name
-def test_updates_of_exponential_workers_take_what_they_should(name, k):
+def test_durations_of_updates_of_exponential_workers(name, k):
     times_s, _ = simulate(create(name, N, k=k, **ABORT.get(name, {})), exponential(seed=k), updates=2000)
     assert standard_errors_off(times_s, UPDATE_S[name](k)) < 3
 
@@ -86,7 +86,7 @@ def test_updates_of_exponential_workers_take_what_they_should(name, k):
     ("name", "options", "seconds"),
     [
         ("k-sync", {}, order_statistic_s),  # the late finish first
-        ("k-batch-async", {}, order_statistic_s),  # nobody waits
+        ("k-batch-async", {}, order_statistic_s),  # no worker blocks
         ("k-async", {}, linear_s),
     ],
 )
@@ -101,7 +101,7 @@ def test_mean_staleness_of_equal_workers(name, others, k):
     generator = random.Random(k)
     for seconds in (exponential(seed=k), lambda: 1 + generator.uniform(-0.2, 0.2)):
         staleness = mean_staleness(simulate(create(name, N, k=k), seconds, updates=2000)[1])
-        # Of constant workers the mean hardly varies, and what is left at the end counts.
+        # With constant workers the mean hardly varies, and the rest at the end counts.
         off = abs(fmean(staleness) - others(k) / k)
         assert off < 0.01 or standard_errors_off(staleness, others(k) / k) < 3
 

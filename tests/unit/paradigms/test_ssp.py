@@ -1,4 +1,4 @@
-"""SSP: its bounds at every event, what a read sees, and its two limits."""
+"""SSP: bounds at every event, updates visible to a read, and the two limits."""
 
 import math
 
@@ -12,7 +12,7 @@ from hpcsync.paradigms.staleness_gate import Gate
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
 
-def test_the_fastest_may_start_at_the_bound_and_is_held_beyond_it():
+def test_the_fastest_may_start_at_the_bound_and_is_blocked_beyond_it():
     ssp = create("ssp", 2, staleness=1)
     assert ssp.handle(Pushed(1.0, 0)) == [Apply((0,)), Grant(0, 2, gap_iters=1, credits=0, held_s=0.0)]
     assert ssp.handle(Pushed(2.0, 0)) == [Apply((0,))]
@@ -38,13 +38,13 @@ def test_a_departure_releases():
     assert ssp.handle(Left(7.0, 2)) == [Grant(0, 3, gap_iters=1, credits=0, held_s=5.0)]
 
 
-def test_who_joins_is_not_waited_for_and_waits_as_it_would_have():
+def test_a_worker_that_joins_blocks_no_worker_and_is_bounded_as_before():
     ssp = create("ssp", 3, staleness=1)
     ssp.handle(Left(0.0, 2))
     for now_s, worker in [(1.0, 0), (2.0, 0), (3.0, 1), (4.0, 0), (4.5, 1)]:
         ssp.handle(Pushed(now_s, worker))
     assert ssp.handle(Joined(5.0, 2)) == [Grant(2, 1, gap_iters=0, credits=0, held_s=0.0)]
-    assert ssp.handle(Pushed(6.0, 0))[1:] == [], "two ahead of both others: held"
+    assert ssp.handle(Pushed(6.0, 0))[1:] == [], "two ahead of both others: blocked"
     ssp.handle(Left(7.0, 0))
     assert ssp.handle(Joined(8.0, 0)) == []
     assert ssp.handle(Pushed(9.0, 2))[1:] == [Grant(2, 2, gap_iters=1, credits=0, held_s=0.0)]
@@ -52,7 +52,7 @@ def test_who_joins_is_not_waited_for_and_waits_as_it_would_have():
     ssp.check()
 
 
-def test_a_held_worker_that_leaves_is_not_granted():
+def test_a_blocked_worker_that_leaves_is_not_granted():
     ssp = create("ssp", 3, staleness=0)
     ssp.handle(Pushed(1.0, 0))
     ssp.handle(Pushed(1.0, 1))
@@ -68,13 +68,13 @@ def test_start_gap_and_push_gap_are_bounded_at_every_event(schedule, staleness):
 
 @pytest.mark.parametrize("staleness", [0, 3, 15])
 def test_both_bounds_are_reached(staleness):
-    # The bound itself, and not less: a paradigm that holds too early is as wrong as one that holds too late.
+    # The bound itself, and not less: blocking too early is as wrong as blocking too late.
     referee = run(create("ssp", 2, staleness=staleness), fixed(1.0, 2.0, until_s=100.0))
     assert (referee.largest_start_gap, referee.largest_push_gap) == (staleness, staleness + 1)
 
 
 def updates_missing_from_reads(referee, staleness):
-    """How many updates that a read guarantees to see were missing, summed over all reads (one per grant).
+    """Return the number of guaranteed updates that reads missed, summed over all reads (one per grant).
 
     An iteration c, from 0, must see every active worker's first c - staleness contributions.
     """
@@ -141,12 +141,12 @@ def test_any_finite_bound_ends_at_the_rate_of_the_slowest(staleness):
     assert max(referee.pushes) <= 200 + staleness + 1
 
 
-class HoldsLate(Gate):
+class BlocksLate(Gate):
     def is_open(self, worker):
         return self._progress.lead(worker) <= self.staleness + 1
 
 
-class HoldsEarly(Gate):
+class BlocksEarly(Gate):
     def is_open(self, worker):
         return self._progress.lead(worker) < self.staleness
 
@@ -156,8 +156,8 @@ class HoldsEarly(Gate):
 
 class ReleasesEarly(Gate):
     def release(self, grant):
-        grants = [grant(worker) for _, worker in sorted(self._waiting)]
-        self._waiting.clear()
+        grants = [grant(worker) for _, worker in sorted(self._blocked)]
+        self._blocked.clear()
         return grants
 
 
@@ -175,10 +175,10 @@ def behind(gate, n_workers):
 @pytest.mark.parametrize(
     ("gate", "message"),
     [
-        (HoldsLate, "has started at gap 4"),
-        (HoldsEarly, "needlessly"),
-        (ReleasesEarly, "has started at gap 4"),
-        (ForgetsDepartures, "every active worker is held|slowest|needlessly"),
+        (BlocksLate, "has started at lead 4"),
+        (BlocksEarly, "without need"),
+        (ReleasesEarly, "has started at lead 4"),
+        (ForgetsDepartures, "every active worker is blocked|slowest|without need"),
     ],
 )
 def test_check_sees(gate, message):
@@ -188,7 +188,7 @@ def test_check_sees(gate, message):
         run(behind(gate, 3), schedule)
 
 
-@pytest.mark.parametrize("gate", [HoldsLate, ReleasesEarly])
+@pytest.mark.parametrize("gate", [BlocksLate, ReleasesEarly])
 def test_the_referee_sees(gate):
     with pytest.raises(AssertionError, match="beyond the bound of 3"):
         run(behind(gate, 2), fixed(1.0, 3.0, until_s=40.0), bound_iters=3, check=False)
@@ -199,20 +199,20 @@ def test_check_sees_a_push_gap_beyond_the_bound():
     ssp.handle(Pushed(1.0, 0))
     ssp.check()
     ssp._progress.push(0)
-    with pytest.raises(AssertionError, match="has pushed at gap 2"):
+    with pytest.raises(AssertionError, match="has pushed at lead 2"):
         ssp.check()
 
 
-def test_check_sees_a_queue_that_lost_a_held_worker():
+def test_check_sees_a_queue_that_lost_a_blocked_worker():
     ssp = SSP(2, staleness=0)
     ssp.handle(Pushed(1.0, 0))
     ssp.check()
-    ssp._gate._waiting.clear()
+    ssp._gate._blocked.clear()
     with pytest.raises(AssertionError, match="queue"):
         ssp.check()
 
 
 @pytest.mark.parametrize("staleness", [-1, 2.5, math.nan, -math.inf, "3", True])
 def test_a_bound_that_is_none_is_refused(staleness):
-    with pytest.raises(ValueError, match="staleness is"):
+    with pytest.raises(ValueError, match="staleness must be an integer >= 0 or inf"):
         create("ssp", 2, staleness=staleness)

@@ -1,4 +1,4 @@
-"""The gate by itself, on counts made by hand; how it bounds whole schedules is tested with SSP and ASHL."""
+"""The gate on its own, with counts made by hand; whole schedules are tested with SSP and ASHL."""
 
 import math
 
@@ -14,7 +14,7 @@ def grant(worker):
 
 
 def closed(pushes, staleness=0):
-    """A gate at which all those wait that are too far ahead, who came in reverse order."""
+    """Return a gate with all workers that are too far ahead blocked in reverse order."""
     progress = WorkerCounts(len(pushes))
     gate = Gate(progress, staleness)
     for worker in reversed(range(len(pushes))):
@@ -22,11 +22,11 @@ def closed(pushes, staleness=0):
             progress.push(worker)
     for worker in reversed(range(len(pushes))):
         if not gate.is_open(worker):
-            gate.hold(worker)
+            gate.block(worker)
     return progress, gate
 
 
-def test_it_is_open_up_to_the_bound():
+def test_the_gate_is_open_up_to_the_bound():
     _, gate = closed([0, 2, 3, 9], staleness=2)
     assert [gate.is_open(worker) for worker in range(4)] == [True, True, False, False]
     gate.check({2, 3}, math.inf)
@@ -43,7 +43,7 @@ def test_the_furthest_behind_come_first_and_equals_in_worker_order():
     assert gate.release(grant) == []
 
 
-def test_who_has_left_is_not_granted():
+def test_a_worker_that_has_left_is_not_granted():
     progress, gate = closed([0, 1, 1])
     progress.leave(1)
     gate.leave(1)
@@ -55,10 +55,10 @@ def test_who_has_left_is_not_granted():
 @pytest.mark.parametrize(
     ("blocked", "start_gap_max", "message"),
     [
-        ({1, 2, 3}, 2, "worker 1 is held at gap 1: needlessly"),
-        ({2, 3}, 1, "worker 3 has pushed at gap 3"),
-        ({2}, 2, "worker 3 has started at gap 3"),
-        ({2}, 3, "the queue is not that of the held"),
+        ({1, 2, 3}, 2, "worker 1 is blocked at lead 1 without need"),
+        ({2, 3}, 1, "worker 3 has pushed at lead 3"),
+        ({2}, 2, "worker 3 has started at lead 3"),
+        ({2}, 3, "the queue does not hold the blocked workers"),
     ],
 )
 def test_check_sees(blocked, start_gap_max, message):

@@ -1,4 +1,4 @@
-"""The counts: extremes under pushes, departures and returns, against a recount."""
+"""Extremes of the counts under pushes, departures and joins, against a recount."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def test_extremes_are_those_of_a_recount(n_workers, steps):
         assert progress.active == iters.keys()
         assert progress.pushes == pushes
         if iters:
-            assert min(iters.values()) >= fewest, "the slowest were farther before"
+            assert min(iters.values()) >= fewest, "the slowest were further before"
             fewest = min(iters.values())
             assert (progress.min_iters, progress.max_iters) == (fewest, max(iters.values()))
             assert progress.slowest() == {other for other in iters if iters[other] == fewest}
@@ -61,7 +61,7 @@ def test_departure_of_the_fastest_lowers_the_maximum_and_later_pushes_raise_it()
     progress.check()
 
 
-def test_nobody_is_slowest_once_all_have_left():
+def test_no_worker_is_slowest_once_all_have_left():
     progress = WorkerCounts(1)
     progress.push(0)
     progress.leave(0)
@@ -69,7 +69,7 @@ def test_nobody_is_slowest_once_all_have_left():
     progress.check()
 
 
-def test_who_joins_is_as_far_as_the_slowest_or_as_far_as_it_was():
+def test_a_worker_that_joins_is_as_far_as_the_slowest_or_as_far_as_it_was():
     progress = WorkerCounts(3)
     for _ in range(3):
         progress.push(2)

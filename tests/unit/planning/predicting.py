@@ -1,4 +1,4 @@
-"""What every predictor of speeds must do, as assertions over a way to make one."""
+"""Assertions that every predictor of speeds must pass, given a factory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def assert_constant_speed_has_no_error(make):
 
 
 def assert_step_is_followed(make, factor):
-    """Within 10 observations to less than 10 %."""
+    """Assert that the error is below 10 % within 10 observations."""
     one = make()
     for _ in range(60):
         one.observe(1000.0)
@@ -28,7 +28,7 @@ def assert_step_is_followed(make, factor):
 
 
 def assert_predictions_are_speeds(make, n=300):
-    """Of speeds over ten orders of magnitude, in any order."""
+    """Assert finite predictions for speeds over ten orders of magnitude, in any order."""
     generator = np.random.default_rng(1)
     for spread in (0.1, 1.0, 5.0):
         one = make()
@@ -42,6 +42,6 @@ def assert_impossible_speeds_are_refused(make):
     one = make()
     one.observe(3.0)
     for speed in IMPOSSIBLE:
-        with pytest.raises(ValueError, match="finite one greater than 0"):
+        with pytest.raises(ValueError, match="speed must be finite and greater than 0"):
             one.observe(speed)
     assert one.predict() == 3.0

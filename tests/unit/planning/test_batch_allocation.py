@@ -1,4 +1,4 @@
-"""Batch sizes by which all finish together: closed forms, limits, rounding, and what a run is told."""
+"""Batch sizes with which all finish together: closed forms, limits, rounding, and allocations of a run."""
 
 import math
 
@@ -31,11 +31,11 @@ def test_the_closed_form_with_fixed_costs():
     assert [one.seconds(size) for one, size in zip(of, sizes, strict=True)] == pytest.approx([6.6545] * 4, abs=5e-5)
 
 
-def test_whoever_is_at_a_limit_stays_there_and_the_others_share_the_rest():
+def test_a_worker_at_a_limit_stays_there_and_the_others_share_the_rest():
     of = [Estimate(0.0, 1.0)] * 3
     assert equal_finish(of, 30, [1, 1, 1], [4, NO_LIMIT, NO_LIMIT]) == [4, 13, 13]
     assert equal_finish(of, 30, [16, 1, 1], [NO_LIMIT] * 3) == [16, 7, 7]
-    # A fixed cost that exceeds what the others take: the least that is allowed, not less than nothing.
+    # A fixed cost beyond the time of the others gives the minimum, not a negative size.
     assert equal_finish([Estimate(9.0, 1.0), *of[1:]], 6, [1] * 3, [NO_LIMIT] * 3) == [1, 2.5, 2.5]
 
 
@@ -44,18 +44,18 @@ def test_where_the_maxima_cannot_hold_the_total_they_are_the_sizes():
 
 
 def test_minima_beyond_the_total_are_refused():
-    with pytest.raises(ValueError, match="exceed a total of 3"):
+    with pytest.raises(ValueError, match="minima must sum to at most total = 3, got "):
         equal_finish([Estimate(0.0, 1.0)] * 2, 3, [2, 2], [NO_LIMIT] * 2)
 
 
 def clamped_once(of, total, minima, maxima):
-    """For negative controls: the closed form, then the limits, and nothing solved again."""
+    """Negative control: the closed form clipped to the limits, without solving again."""
     at_s = (total + sum(a / c for a, c in of)) / sum(1 / c for _, c in of)
     return [min(max((at_s - a) / c, low), high) for (a, c), low, high in zip(of, minima, maxima, strict=True)]
 
 
 def assert_finish_is_equal(of, total, minima, maxima, divide=equal_finish):
-    """The total; within the limits at one time; at the minimum later, at the maximum earlier."""
+    """Assert the total, one common time within the limits, later times at the minimum, earlier ones at the maximum."""
     sizes = divide(of, total, minima, maxima)
     assert sum(sizes) == pytest.approx(total)
     seconds = [one.seconds(size) for one, size in zip(of, sizes, strict=True)]
@@ -68,7 +68,7 @@ def assert_finish_is_equal(of, total, minima, maxima, divide=equal_finish):
 
 @PROPERTY
 @given(of=estimates, data=st.data())
-def test_nobody_could_finish_earlier_by_giving_samples_to_another(of, data):
+def test_moving_samples_to_another_worker_never_ends_earlier(of, data):
     limits = [sorted(data.draw(st.tuples(st.integers(1, 50), st.integers(1, 50)))) for _ in of]
     minima, maxima = [low for low, _ in limits], [high for _, high in limits]
     assert_finish_is_equal(of, data.draw(st.integers(sum(minima), sum(maxima))), minima, maxima)
@@ -81,7 +81,7 @@ def test_a_total_that_is_missed_is_found():
         assert_finish_is_equal(*limits, divide=clamped_once)
 
 
-# Whole sizes
+# Integer sizes
 
 
 def test_the_golden_rounding_of_dbs():
@@ -98,7 +98,7 @@ def test_limits_hold_and_ties_go_to_the_lower_worker():
 
 
 def one_by_one(ideal, total, minima, maxima):
-    """As DBS has it: each unit, from the minima on, to whom it costs least."""
+    """As in DBS: starting from the minima, each unit goes to the worker that it costs least."""
     sizes = list(minima)
     for _ in range(total - sum(sizes)):
         able = [i for i in range(len(sizes)) if sizes[i] < maxima[i]]
@@ -109,7 +109,7 @@ def one_by_one(ideal, total, minima, maxima):
 @PROPERTY
 @given(data=st.data(), n=st.integers(1, 8))
 def test_the_rounding_is_that_of_one_unit_after_the_other(data, n):
-    quarters = [data.draw(st.integers(0, 80)) for _ in range(n)]  # in which floats are exact
+    quarters = [data.draw(st.integers(0, 80)) for _ in range(n)]  # quarters are exact in floats
     limits = [sorted(data.draw(st.tuples(st.integers(1, 25), st.integers(1, 25)))) for _ in range(n)]
     minima, maxima = [low for low, _ in limits], [high for _, high in limits]
     total = data.draw(st.integers(sum(minima), sum(maxima)))
@@ -118,11 +118,11 @@ def test_the_rounding_is_that_of_one_unit_after_the_other(data, n):
     )
 
 
-# What sizes by speed must be
+# Sizes by speed
 
 
 def assert_sizes_are_by_speed(speeds, total, scale=1.0, round_off=whole):
-    """The total, at least 1, monotone in speed, equal to one for equal speeds, the same in other units of speed."""
+    """Assert the total, at least 1, monotone in speed, within 1 for equal speeds, independent of the unit of speed."""
     sizes = by_speed(speeds, total, round_off=round_off)
     assert sum(sizes) == total and min(sizes) >= 1
     for size, v in zip(sizes, speeds, strict=True):
@@ -150,7 +150,7 @@ def test_sizes_that_are_not_by_speed_are_found():
     for wrong in (nearest, last_takes_the_rest):
         with pytest.raises(AssertionError):
             assert_sizes_are_by_speed([1.0, 1.0, 1.0, 1.0, 1.0], 13, round_off=wrong)
-    # Equal remainders differ by errors of rounding, and by others in other units of speed.
+    # Equal remainders differ by rounding errors, which depend on the unit of speed.
     with pytest.raises(AssertionError):
         for total in range(10, 30):
             assert_sizes_are_by_speed([1.0, 2.0, 4.0, 6.0, 3.0], total, 0.1, round_off=one_by_one)
@@ -158,7 +158,7 @@ def test_sizes_that_are_not_by_speed_are_found():
         assert_sizes_are_by_speed([1.0, 2.0, 4.0, 6.0, 3.0], total, 0.1)
 
 
-# What a run is told
+# Allocations of a run
 
 
 def batches(n_workers=4, total=128, **options):
@@ -166,7 +166,7 @@ def batches(n_workers=4, total=128, **options):
 
 
 def push_all(allocation, estimates, rounds):
-    """Everyone pushes so often, in turn. Returns what was allocated after the last push, and checks all."""
+    """Let all workers push in turn; check every allocation and return the one after the last push."""
     for _ in range(rounds):
         for worker, estimate in estimates.items():
             told = allocation.pushed(worker, estimate)
@@ -182,7 +182,7 @@ def test_at_first_as_equal_as_can_be():
     assert batches(total=130, maxima=[10, NO_LIMIT, NO_LIMIT, NO_LIMIT]).sizes == [10, 40, 40, 40]
 
 
-def test_after_the_interval_all_are_told_what_it_was_chosen_from():
+def test_an_allocation_after_the_interval_has_its_inputs():
     allocation = batches(total=14 * 4, interval=3)
     assert push_all(allocation, half_as_fast, rounds=2) == []
     gain = (2 * 14 - 16) / (2 * 14)
@@ -225,14 +225,14 @@ def test_nothing_is_allocated_before_everyone_is_known():
     assert [(one.worker, one.size) for one in told] == [(0, 8), (1, 4)]
 
 
-def test_those_who_gather_estimates_are_answered_at_once():
+def test_gathered_estimates_are_answered_at_once():
     allocation = batches(2, 12)
     assert allocation.allocate({0: Estimate(0.0, 1.0)}) == []
     assert [one.size for one in allocation.allocate({0: Estimate(0.0, 1.0), 1: Estimate(0.0, 2.0)})] == [8, 4]
     assert allocation.allocate({0: Estimate(0.0, 1.0), 1: Estimate(0.0, 2.0)}) == []
 
 
-def test_those_who_stay_get_what_a_leaver_had():
+def test_the_others_get_the_samples_of_a_worker_that_leaves():
     allocation = batches(total=14 * 4, interval=100)
     unknown = allocation.left(2)
     assert [(one.worker, one.size) for one in unknown] == [(0, 19), (1, 19), (3, 18)]
@@ -246,7 +246,7 @@ def test_those_who_stay_get_what_a_leaver_had():
     assert allocation.left(3) == [] and allocation.sizes == [0, 0, 0, 0]
 
 
-def test_who_joins_gets_its_part_of_the_total_by_what_it_expected_when_it_left():
+def test_a_worker_that_joins_gets_its_part_by_its_last_estimate():
     allocation = batches(total=56, interval=100)
     allocation.left(3)
     assert [one.size for one in allocation.joined(3)] == [14] * 4, "nobody expects anything yet"
@@ -262,18 +262,18 @@ def test_who_joins_gets_its_part_of_the_total_by_what_it_expected_when_it_left()
             allocation.joined(worker)
 
 
-def test_where_those_who_stay_cannot_hold_the_total_they_have_their_maxima():
+def test_the_others_get_their_maxima_if_these_cannot_hold_the_total():
     allocation = batches(3, 30, maxima=[12, 11.5, 10])
     assert [one.size for one in allocation.left(0)] == [11, 10]
     allocation.check()
 
 
-def test_whoever_has_left_is_refused():
+def test_a_worker_that_has_left_is_refused():
     allocation = batches()
     allocation.left(1)
     for call in (allocation.left, allocation.allocate_next, lambda worker: allocation.pushed(worker, half_as_fast[0])):
         for worker in (1, -1, 4):
-            with pytest.raises(ValueError, match=f"worker {worker} is not one of the active"):
+            with pytest.raises(ValueError, match=f"worker {worker} is not active"):
                 call(worker)
 
 
@@ -284,40 +284,40 @@ def test_an_impossible_estimate_is_refused(estimate):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [
-        ({"total": 3}, "a total of 3 samples"),
-        ({"maxima": [8] * 4}, "a total of 128 samples is not within 4 to 32"),
-        ({"maxima": [64] * 3}, "3 maxima for 4 workers"),
-        ({"minimum": 0}, "batches from 0"),
-        ({"minimum": 9, "maxima": [8, 99, 99, 99]}, "batches from 9 to 8"),
-        ({"interval": 0}, "interval is 0"),
-        ({"gain_min": 1.0}, "gain_min 1.0"),
+        ({"total": 3}, "total must be from 4 to "),
+        ({"maxima": [8] * 4}, "total must be from 4 to 32, got 128"),
+        ({"maxima": [64] * 3}, "got 3 for 4"),
+        ({"minimum": 0}, "1 <= minimum <= maximum, got 0"),
+        ({"minimum": 9, "maxima": [8, 99, 99, 99]}, "1 <= minimum <= maximum, got 9 and 8"),
+        ({"interval": 0}, "interval >= 1 and 0 <= gain_min < 1 are required, got 0"),
+        ({"gain_min": 1.0}, "are required, got .* and 1.0"),
     ],
 )
-def test_what_is_not_allowed_is_refused(wrong, told):
-    with pytest.raises(ValueError, match=told):
+def test_values_that_are_not_allowed_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
         batches(**wrong)
 
 
-def test_a_check_finds_what_is_missing():
+def test_check_sees_a_wrong_total():
     allocation = batches()
     allocation.sizes[0] -= 1
-    with pytest.raises(AssertionError, match="not 128 in all"):
+    with pytest.raises(AssertionError, match="do not sum to 128"):
         allocation.check()
 
 
-# Which samples
+# Samples
 
 
 def by_number(allocation, counts, worker):
-    """For negative controls: the range of samples as with equal batches, from the number of the worker's iteration."""
+    """Negative control: samples as with equal batches, from the number of the worker's iteration."""
     counts[worker] += 1
     return counts[worker] * allocation.total + sum(allocation.sizes[:worker]), allocation.sizes[worker]
 
 
 def assert_pieces_fit(events, by_number=None):
-    """Whatever happens, the pieces handed out are disjoint and leave no hole."""
+    """Allocated ranges are disjoint and leave no gap, whatever happens."""
     allocation, counts = batches(3, 10, interval=1, gain_min=0.0), [0, 0, 0]
     pieces, active = [allocation.first(worker) for worker in range(3)], {0, 1, 2}
     for worker, sample_s, leaves in events:

@@ -1,4 +1,4 @@
-"""What is a number, and what only looks like one."""
+"""Numbers, and values that only look like one."""
 
 import math
 
@@ -8,7 +8,7 @@ from hpcsync.planning.checks import is_number, is_whole
 
 
 @pytest.mark.parametrize("value", [0, -3, 10**30])
-def test_whole_numbers_are_both(value):
+def test_integers_are_both(value):
     assert is_whole(value) and is_number(value)
 
 
@@ -18,5 +18,5 @@ def test_others_are_numbers(value):
 
 
 @pytest.mark.parametrize("value", [True, False, math.nan, "3", None, [1]])
-def test_what_is_none(value):
+def test_values_that_are_not_numbers(value):
     assert not is_number(value) and not is_whole(value)

@@ -1,4 +1,4 @@
-"""The search for a commit rate: what a trial is worth, by curves of which the answer is known, and how many trials."""
+"""Search for a commit rate: rewards of known curves, and the number of trials."""
 
 import math
 
@@ -11,7 +11,7 @@ from hpcsync.planning.commit_rate_search import Search, halved, most_commits, re
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 
 
-def test_a_period_has_room_for_n_of_its_n_th_parts_whatever_the_rounding():
+def test_a_period_has_room_for_n_of_its_n_th_parts():
     rounded_down = 0
     for period_s in (0.1, 0.3, 0.7, 3.3, 60.0, 1e9):
         for n in range(1, 200):
@@ -72,14 +72,14 @@ def test_nearly_straight_lines_are_no_trouble(slope, bend):
         ((0.0, 1.0, 2.0), (1.0, 2.0, 3.0), 0.5),
         ((0.0, 1.0, 2.0), (3.0, 1.0, 2.0), 0.5),
         ((0.0, 1.0, 2.0), (3.0, 3.5, 1.0), 2.0),  # a pole between the points
-        ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 3.0),  # there from the start
+        ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 3.0),  # reached from the start
         ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 1.0),  # the curve's d
         ((0.0, 1.0, 2.0), (3.0, 2.0, 5 / 3), 0.5),
-        ((0.0, 1.0, 2.0), (-1.0, -2.0, -2.5), 0.5),  # there from the start
+        ((0.0, 1.0, 2.0), (-1.0, -2.0, -2.5), 0.5),  # reached from the start
         ((0.0, 1.0, 2.0), (3e200, 2e200, 1e200), 2.7e200),
     ],
 )
-def test_what_says_nothing_is_worth_less_than_anything(times_s, losses, loss_target):
+def test_invalid_points_have_the_lowest_reward(times_s, losses, loss_target):
     assert reward(times_s, losses, loss_target) == -math.inf
 
 
@@ -95,7 +95,7 @@ def test_the_target_of_a_search_stays_until_it_is_passed():
 
 
 def tried(worth, start, largest=1000, limit=100):
-    """What was chosen, and all that was tried."""
+    """Return the number chosen, and all numbers tried."""
     search, counts = Search(start, largest), []
     while len(counts) < limit:
         counts.append(search.next_to_evaluate)
@@ -123,7 +123,7 @@ def test_it_does_not_go_beyond_the_largest():
     assert tried(lambda c: -abs(c - 3), 1, largest=4) == (3, [1, 2, 3, 4])
 
 
-def test_rewards_that_say_nothing_end_it_and_one_that_does_goes_on():
+def test_a_reward_of_minus_infinity_ends_the_search_and_a_better_one_continues_it():
     assert tried(lambda c: -math.inf, 2) == (2, [2, 3])
     assert tried(lambda c: -math.inf if c == 1 else -c, 1) == (2, [1, 2, 3])
 

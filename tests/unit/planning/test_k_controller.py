@@ -1,4 +1,4 @@
-"""Adaptive k: the closed forms against their table, who is a straggler, and how fast k may move."""
+"""Adaptive k: the closed forms against their table, stragglers, and the rate of change of k."""
 
 import math
 from itertools import pairwise
@@ -22,7 +22,7 @@ NAN = math.nan
 
 # ---- AdaSync's closed forms ----
 
-LOSS_START = 2.302585  # ten classes, nothing learnt
+LOSS_START = 2.302585  # ln 10: ten classes before training
 TABLE = [
     (1.0, 1.466, 1.517),
     (0.5, 1.989, 2.146),
@@ -66,7 +66,7 @@ def test_the_bound_of_the_stuck():
 
 
 def feed(controller, *, rounds, times_s, losses=None, reads=None, active=None, version=0):
-    """So many rounds of one push of each and one update; returns the updates at which k changed, with its inputs."""
+    """Make rounds of one push per worker and one update; return the updates at which k changed, with its inputs."""
     changes = []
     n_workers = len(times_s)
     for i in range(1, rounds + 1):
@@ -180,7 +180,7 @@ def test_the_first_loss_is_the_mean_of_one_for_each_worker():
 
 
 def falls(controller, losses):
-    """Feed these losses, one for each push, an update a push; return whether k ever fell, and all ks."""
+    """Feed these losses, one per push and update; return whether k ever fell, and all values of k."""
     ks = [controller.k]
     for version, loss in enumerate(losses, 1):
         controller.pushed(version % 8, 1.0, loss)
@@ -238,7 +238,7 @@ def test_k_stays_within_its_limits():
         assert controller.k == max(5, k_min)
     controller = new("state", k_min=6)
     feed(controller, rounds=400, times_s=times_s, active=range(4))
-    assert controller.k == 4  # fewer cannot wait for more
+    assert controller.k == 4  # at most the active workers
 
 
 def test_times_that_say_nothing_are_ignored():
@@ -251,11 +251,11 @@ def test_times_that_say_nothing_are_ignored():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "fast"}, "the policy of k is 'fast'; one of state, loss, min"),
-        ({"policy": "min", "k_min": 0}, "k_min is 0"),
-        ({"policy": "min", "k_min": True}, "k_min is True"),
-        ({"policy": "min", "k_start": 9}, "k_start is 9; a whole number from k_min, 1, to 8"),
-        ({"policy": "min", "k_start": 1.5}, "k_start is 1.5"),
+        ({"policy": "fast"}, "policy must be one of state, loss, min, got 'fast'"),
+        ({"policy": "min", "k_min": 0}, "k_min must .* got 0"),
+        ({"policy": "min", "k_min": True}, "k_min must .* got True"),
+        ({"policy": "min", "k_start": 9}, "k_start must be an integer from k_min = 1 to n_workers = 8, got 9"),
+        ({"policy": "min", "k_start": 1.5}, "k_start must .* got 1.5"),
     ],
 )
 def test_values_that_are_not_allowed_are_refused(options, message):
@@ -263,7 +263,7 @@ def test_values_that_are_not_allowed_are_refused(options, message):
         KController(8, distinct=True, **options)
 
 
-# ---- negative controls: what the tests above are for ----
+# ---- negative controls ----
 
 
 class Jumps(KController):

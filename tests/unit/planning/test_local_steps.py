@@ -1,4 +1,4 @@
-"""ASHL's two algorithms: numbers worked out by hand, and that all need the same time up to half a step."""
+"""ASHL's two algorithms: numbers worked out by hand, and equal times up to half a step."""
 
 import math
 
@@ -41,14 +41,14 @@ def test_elements_with_their_indices_take_twice_their_time():
 def test_a_slow_link_gets_a_small_ratio():
     equal = WorkerProfile(1.0, 1.0, 1.0, 0.0)
     assert ratios([equal, equal._replace(push_s=8.0)], [4, 4], 0.25) == [1.0, 0.25]
-    # With steps for the same time, what a slow link takes less of is still what it sends less of.
+    # With steps for the same time, a slow link still sends less.
     many = [equal._replace(push_s=push_s) for push_s in (1.0, 2.0, 4.0)]
     chosen = ratios(many, [4, 4, 4], 0.5)
     assert chosen == [1.0, 1.0, 0.5]
 
 
 def steps_rounded_up(profiles, preset):
-    """For a negative control."""
+    """Negative control."""
     last_s = max(one.iteration_s * preset + one.push_s + one.pull_s for one in profiles)
     return [math.ceil((last_s - one.push_s - one.pull_s) / one.iteration_s + 0.25) for one in profiles]
 
@@ -104,7 +104,7 @@ def test_one_worker_makes_the_preset():
         assert ratios([one], [7], 0.1) == pytest.approx([0.1])
 
 
-def test_what_takes_no_time():
+def test_zero_times():
     nothing = WorkerProfile(0.0, 0.0, 0.0, 0.0)
     assert local_steps([nothing, GOLDEN[0]], 3) == [3, 3]
     assert local_steps([nothing], 3) == [3]

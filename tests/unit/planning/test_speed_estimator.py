@@ -1,4 +1,4 @@
-"""Predictors of speed, the fit of fixed costs, and what a worker says of its next iteration."""
+"""Predictors of speed, the fit of fixed costs, and estimates of the next iteration."""
 
 import math
 
@@ -14,7 +14,7 @@ every_predictor = pytest.mark.parametrize("make", [LastValue, Smoothing])
 
 
 class Line(LastValue):
-    """For negative controls: what would come next if the last change went on."""
+    """Negative control: linear extrapolation of the last change."""
 
     def observe(self, speed_estimator, iteration_s=math.inf):
         self._before = self._speed
@@ -25,7 +25,7 @@ class Line(LastValue):
 
 
 class FromNothing(Smoothing):
-    """For negative controls: begins at no speed at all, and is slow."""
+    """Negative control: starts at speed 0, and is slow."""
 
     def __init__(self):
         super().__init__(0.05)
@@ -56,7 +56,7 @@ def test_impossible_speeds_are_refused(make):
     predicting.assert_impossible_speeds_are_refused(make)
 
 
-def test_what_is_wrong_is_found():
+def test_wrong_predictors_are_found():
     with pytest.raises(AssertionError):
         predicting.assert_constant_speed_has_no_error(FromNothing)
     with pytest.raises(AssertionError):
@@ -84,7 +84,7 @@ def test_a_smoothing_that_does_not_smooth_is_refused(beta):
 
 
 def observed(sizes, jitter=0.0, share=0.5, slowness=None, seed=0, reference=32, cost=None):
-    """A fit of iterations of 20 ms at the reference size, this share of it fixed; the largest r on the way."""
+    """Fit iterations of 20 ms at the reference size, of which this share is fixed; also return the largest r."""
     cost, largest = cost or FixedCost(), 0.0
     noise = np.random.default_rng(seed).lognormal(0.0, jitter, len(sizes)) if jitter else np.ones(len(sizes))
     slowness = slowness if slowness is not None else np.ones(len(sizes))
@@ -95,7 +95,7 @@ def observed(sizes, jitter=0.0, share=0.5, slowness=None, seed=0, reference=32, 
 
 
 class PlainFit:
-    """For negative controls: times fitted against sizes, with the same forgetting."""
+    """Negative control: times fitted against sizes, with the same forgetting."""
 
     def __init__(self):
         self._sums = np.zeros(5)
@@ -124,7 +124,7 @@ def test_a_fixed_share_is_found_exactly_without_noise(share):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_batches_that_stay_say_nothing_whatever_the_noise(seed):
+def test_constant_batches_give_no_fixed_cost_whatever_the_noise(seed):
     assert observed([32] * 500, jitter=0.2, seed=seed)[1] == 0.0
 
 
@@ -143,7 +143,7 @@ def test_noise_makes_the_bound_smaller_not_larger():
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_slow_phases_with_small_batches_are_not_taken_for_fixed_time(share):
-    """As an allocation makes them: ten iterations after a worker became slower, its batch is so much smaller."""
+    """As with allocation: ten iterations after a worker became slower, its batch is smaller by the same factor."""
     slowness = np.tile(np.repeat([1.0, 3.0], 40), 5)
     sizes = np.roll(np.where(slowness > 1.0, 16, 48), 10)
     true = 32 * share / (1.0 - share)
@@ -177,11 +177,11 @@ def test_transfers_are_smoothed_and_fixed():
 
 @pytest.mark.parametrize("make", [LastValue, Smoothing])
 def test_the_estimate_is_right_at_all_sizes_once_the_fixed_part_is_known(make):
-    """A change of size is no change of speed: without telling fixed costs apart, it is taken for one."""
-    told, plain = Estimator(make(), tell_fixed=True), Estimator(make(), tell_fixed=False)
+    """A change of size is not a change of speed, but is mistaken for one without fixed costs."""
+    separated, plain = Estimator(make(), tell_fixed=True), Estimator(make(), tell_fixed=False)
     for n in (*changing, 20):
         compute_s = 0.01 + 0.01 * n / 32
-        by_both, by_samples = told.observe(int(n), compute_s, 0.001), plain.observe(int(n), compute_s, 0.001)
+        by_both, by_samples = separated.observe(int(n), compute_s, 0.001), plain.observe(int(n), compute_s, 0.001)
     assert by_both.fixed_s == pytest.approx(0.011, rel=0.05)
     assert by_both.seconds(20) == pytest.approx(0.001 + 0.01 + 0.01 * 20 / 32, rel=0.02)
     assert by_both.seconds(60) == pytest.approx(0.001 + 0.01 + 0.01 * 60 / 32, rel=0.05)
@@ -189,13 +189,13 @@ def test_the_estimate_is_right_at_all_sizes_once_the_fixed_part_is_known(make):
 
 
 @pytest.mark.parametrize("values", [(0, 1.0, 0.0), (1, math.nan, 0.0), (1, 1.0, -1.0), (1, 1.0, math.inf)])
-def test_what_cannot_be_is_refused(values):
-    with pytest.raises(ValueError, match="impossible"):
+def test_impossible_iterations_are_refused(values):
+    with pytest.raises(ValueError, match="n_samples >= 1 and finite times >= 0 are required"):
         Estimator(Smoothing(), tell_fixed=True).observe(*values)
 
 
 def slowest_s(tell_fixed, bursts, share=0.5, jitter=0.02, iterations=400):
-    """Mean time of the slowest of four workers, one of them half as fast, at the sizes that they are given."""
+    """Return the mean time of the slowest of four workers, one of them half as fast, at their allocated sizes."""
     generator = np.random.default_rng(7)
     batches = Allocator(4, 128, maxima=[math.inf] * 4)
     estimators = [Estimator(Smoothing(), tell_fixed) for _ in range(4)]

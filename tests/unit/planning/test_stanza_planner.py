@@ -1,4 +1,4 @@
-"""Layer separation planned: the bytes of six well-known models, times by an event loop, and that no plan is better."""
+"""Stanza planner: bytes of six well-known models, times against an event loop, and optimality of the plan."""
 
 import itertools
 import math
@@ -73,7 +73,7 @@ def test_the_bytes_of_ten_workers(profile, row):
     assert round((sent + 2 * profile.shape.conv_bytes) / 1e6, 1) != row[1] != round((sent - 9 * alone) / 1e6, 1)
 
 
-def test_bytes_are_whole_and_labels_apart():
+def test_bytes_are_integers_without_labels():
     profile = sized(*ALEXNET, 128)
     assert stanza_bytes(profile, TEN) == 2 * 8 * 2_469_696 * 4 + 2 * 9 * 128 * 9_216 * 4 == 242_995_200
     assert stanza_bytes(profile, Groups(10, 3)) == 2 * 6 * 9_878_784 + 2 * 2 * 234_524_576 + 2 * 7 * 128 * 9_216 * 4
@@ -107,7 +107,7 @@ def test_the_break_even_tells_a_ring_from_a_parameter_server():
 
 
 def pipeline_s(profile, links, groups, pieces=1, stages=("forward", "up", "above", "down")):
-    """By going through the pieces one after the other, on the node that serves the most."""
+    """Return the time found piece by piece, on the node that serves the most."""
     m = -(-groups.n_convolution // groups.n_fc)
     wire_s = m * profile.batch * profile.shape.activations * profile.shape.itemsize / pieces / links.bandwidth
     takes_s = {
@@ -116,7 +116,7 @@ def pipeline_s(profile, links, groups, pieces=1, stages=("forward", "up", "above
         "above": (profile.times.fc_fixed_s + m * (profile.times.fc_s - profile.times.fc_fixed_s)) / pieces,
         "down": wire_s,
     }
-    free_s = dict.fromkeys(takes_s, 0.0)  # when a stage has done with the piece before
+    free_s = dict.fromkeys(takes_s, 0.0)  # end of the previous piece in each stage
     arrived_s = []
     for _ in range(pieces):
         at_s = 0.0
@@ -151,7 +151,7 @@ groups = st.integers(2, 24).flatmap(lambda n: st.builds(Groups, st.just(n), st.i
 
 @PROPERTY
 @given(profiles(), links, groups, st.integers(1, 8))
-def test_an_iteration_takes_what_its_pieces_take_one_by_one(profile, links, groups, pieces):
+def test_the_time_of_an_iteration_equals_the_sum_over_its_pieces(profile, links, groups, pieces):
     stepwise = pipeline_s(profile, links, groups, pieces)
     assert stanza_s(profile, links, groups, pieces) == pytest.approx(stepwise)
 
@@ -165,7 +165,7 @@ SLOW = Link(100.0, 0.5)  # a batch's 200 bytes at the cut take 2 s
 
 
 def test_times_by_hand():
-    """Seven workers, of which two serve three and two, each batch 200 bytes."""
+    """Seven workers: two FC workers serve three and two others, each batch 200 bytes."""
     chain_s = 1 + (0.5 + 6) + 0.75 + (0.5 + 6) + 2
     assert stanza_s(BY_HAND, SLOW, Groups(7, 2)) == 1 + 6.5 + 0.75 + 2 * (0.5 + 4000 / 2 / 100) == 49.25
     few = BY_HAND._replace(shape=BY_HAND.shape._replace(fc_parameters=1))
@@ -176,7 +176,7 @@ def test_times_by_hand():
     assert sharded_server_s(BY_HAND, SLOW, 4) == 3.25 + 2 * (0.5 + 0.75 * 44)
 
 
-def test_pieces_hide_what_is_not_the_slowest():
+def test_pieces_hide_all_but_the_slowest_stage():
     even = SplitProfile(Times(4.0, 4.0, 4.0), Shape(1, 1, 100, label_bytes=0), 1)
     of = [stanza_s(even, Link(100.0, 0.0), Groups(2, 1), micro_batches=pieces) for pieces in (1, 2, 4)]
     assert of == [20.0, 12.0, 8.0]
@@ -187,7 +187,7 @@ def test_pieces_hide_what_is_not_the_slowest():
 
 
 def brute_force(profile, links, n, pieces=1):
-    """The numbers of FC workers whose samples a second no other's exceed, and all samples a second."""
+    """Return the numbers of FC workers with the highest throughput, and all throughputs."""
     rates = {
         n_fc: (n - n_fc) * profile.batch / pipeline_s(profile, links, Groups(n, n_fc), pieces)
         for n_fc in range(1, n)
@@ -226,7 +226,7 @@ def test_a_choice_by_shortest_iteration_is_found_out():
 
 
 def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
-    """Two workers serve two, or one serves three: as many samples a second if an iteration takes half as long again."""
+    """Two workers serve two, or one serves three: equal throughput if an iteration takes half as long again."""
     at = {1: 3.0, 2: 2.0}
     monkeypatch.setattr(stanza_planner, "stanza_s", lambda _, __, groups, *rest: at[groups.n_fc])
     plan = choose(sized(1, 1, 1), Link(1.0, 0.0), 4)
@@ -236,12 +236,12 @@ def test_of_equals_the_one_with_fewer_fc_workers(monkeypatch):
 
 
 def rising(choose, profile, links, n, factors=(1.0, 1.5, 2.5, 6.0, 20.0)):
-    """The numbers of FC workers that are chosen as the layers above take longer."""
+    """Return the numbers of FC workers chosen as the layers above take longer."""
     return [choose(retimed(profile, fc_s=profile.times.fc_s * by), links, n).best.n_fc for by in factors]
 
 
 def load(n, n_fc):
-    """The batches that an FC worker computes, for each batch of the iteration."""
+    """Return the batches of an FC worker per batch of the iteration."""
     return -(-(n - n_fc) // n_fc) / (n - n_fc)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hpcsync.report.compare import compare, table
 from hpcsync.trace.reader import Trace
-from hpcsync.trace.schema import GRANTS, PUSHES, UPDATES
+from hpcsync.trace.schema import TABLES
 from tests.unit.trace import peer_recorder
 from tests.unit.trace.recorder import make_job
 
@@ -16,9 +16,9 @@ from tests.unit.trace.recorder import make_job
 def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi", samples=8) -> Trace:
     """Grants as pairs of worker and iteration; an update of so many samples each second, and a push with each."""
     tables = {
-        "grants": np.zeros(len(grants), GRANTS),
-        "updates": np.zeros(updates, UPDATES),
-        "pushes": np.zeros(updates, PUSHES),
+        "grants": np.zeros(len(grants), TABLES["grants"]),
+        "updates": np.zeros(updates, TABLES["updates"]),
+        "pushes": np.zeros(updates, TABLES["pushes"]),
     }
     tables["grants"]["worker"], tables["grants"]["iteration"] = np.array(grants).reshape(-1, 2).T
     tables["grants"]["local_steps"] = 1

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, whenever the process is killed that writes them."""
+"""Checkpoints on disk: complete or absent, whenever the writing process is killed."""
 
 import os
 import random
@@ -33,7 +33,7 @@ def written(folder: Path, *numbers: int, keep: int = 2) -> Checkpoints:
     return store
 
 
-def test_what_was_written_comes_back(tmp_path):
+def test_states_are_restored(tmp_path):
     store = written(tmp_path, 1)
     assert store.state(RUN) is None, "this run began here"
     resumed = written(tmp_path).state("server-0")
@@ -67,7 +67,7 @@ def test_one_of_another_version_is_refused(tmp_path, monkeypatch):
         ({"cluster": {"servers": 2, "workers": 3}}, "cluster.servers = 2: must be 1, as it was when the run began"),
     ],
 )
-def test_what_may_be_otherwise_when_a_run_goes_on(changed, line):
+def test_changes_that_a_resumed_run_may_make(changed, line):
     table = {"seed": 1, "optimizer": {"name": "sgd", "lr": 0.1}, "paradigm": {"name": "bsp"}}
     before, now = make_job(**table), make_job(**(table | changed))
     if line is None:
@@ -82,7 +82,7 @@ def test_what_may_be_otherwise_when_a_run_goes_on(changed, line):
 
 
 def train(folder: Path) -> None:
-    """A run in small: updates, some of them followed by a checkpoint, from the newest one on."""
+    """A minimal run: updates and checkpoints, resumed from the newest one."""
     if (resumed := checkpoint.newest(folder)) is None:
         layout.put_aside(folder)
     store = Checkpoints(folder, 2, resumed, shared=True)
@@ -90,7 +90,7 @@ def train(folder: Path) -> None:
     if state is None:
         trace, version = TraceWriter(path, ATTRIBUTES), 0
     else:
-        trace, version = TraceWriter(path, ATTRIBUTES, going_on=state["rows"]), state["version"]
+        trace, version = TraceWriter(path, ATTRIBUTES, resumed_rows=state["rows"]), state["version"]
     number = checkpoint.number_of(resumed)
     while True:
         for _ in range(3):
@@ -116,7 +116,7 @@ def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
             except BaseException:
                 traceback.print_exc()
             os._exit(1)
-        time.sleep(dice.uniform(0.002, 0.09))
+        time.sleep(dice.uniform(0.002, 0.09) * (1 + attempt // KILLS))  # longer where the machine is slow
         assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it must not end by itself"
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
@@ -124,7 +124,7 @@ def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
 
 
 def complete(folder: Path) -> None:
-    """The newest checkpoint is whole, and the trace has what was there when it was written."""
+    """Assert that the newest checkpoint is complete, and that the trace has all rows up to it."""
     if (newest := checkpoint.newest(folder)) is None:
         return
     store = Checkpoints(folder, 2, newest, shared=True)
@@ -145,7 +145,7 @@ def test_killed_forty_times_a_run_has_lost_nothing_that_it_saved(tmp_path):
 
 
 def test_without_a_name_of_its_own_a_half_one_is_found(tmp_path, monkeypatch):
-    """The control: files that are written where they are looked for."""
+    """Negative control: checkpoints written under their final name."""
     monkeypatch.setattr(Checkpoints, "_unfinished", lambda self, number: self._folder / str(number))
     with pytest.raises((AssertionError, TypeError, RuntimeError, EOFError, OSError)):
         kill_often(tmp_path, complete)

@@ -1,4 +1,4 @@
-"""The folder of a run: found, made, and never written over."""
+"""The folder of a run: chosen, created, and never overwritten."""
 
 import functools
 import io
@@ -95,7 +95,7 @@ def test_the_resolved_job_lies_in_the_folder(tmp_path):
 
 
 def write_trace(folder, iterations, workers=20):
-    """A trace of nothing but pushes, of workers that take turns; returns its folder."""
+    """Write a trace of pushes only, by workers in turn; return its folder."""
     folder.mkdir()
     row = np.zeros((), TABLES["pushes"])
     with TraceWriter(folder / "trace.h5", recorder.attributes(recorder.make_job("bsp", workers))) as trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.simulator.simulate import prepare

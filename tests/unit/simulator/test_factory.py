@@ -787,7 +787,7 @@ def test_a_simulated_trace_of_sizes_audits(tmp_path, policy, workers, cluster):
     assert failed(trace) == []
     assert trace.finished
     assert (len(trace.tables["decisions"]) > 0) == (workers > 1)
-    assert trace.tables["decisions"].dtype.names[-5:] == decision_fields(job)
+    assert trace.tables["decisions"].dtype.names[-5:] == tuple(decision_fields(job))
 
 
 # ---- whole runs ----

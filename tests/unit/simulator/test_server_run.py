@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hpcsync import paradigms
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.core.assignments import create_paradigm
 from hpcsync.report.summary import summarize
 from hpcsync.simulator import cluster
@@ -172,7 +172,7 @@ class Holding(paradigms.create("asp", 1).__class__):
     """A paradigm that never grants."""
 
     def _pushed(self, worker):
-        self._hold(worker)
+        self._block(worker)
         return []
 
     def check(self):

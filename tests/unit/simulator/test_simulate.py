@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from hpcsync.audit.run import audit
+from hpcsync.audit.trace_audit import audit
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.simulator.simulate import simulate

@@ -1,4 +1,4 @@
-"""What a trace says of the run it comes from."""
+"""Provenance of a trace."""
 
 from datetime import UTC, datetime, timedelta
 from pathlib import Path

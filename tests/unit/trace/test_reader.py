@@ -1,9 +1,10 @@
-"""Reading traces, refusing what is none, and settling what a dead run left open."""
+"""Reading traces, refusing other files, and settling traces that a dead run left open."""
 
 import h5py
 import numpy as np
 import pytest
 
+import hpcsync
 from hpcsync.trace import reader
 from hpcsync.trace.reader import TraceError
 from hpcsync.trace.schema import TABLES
@@ -35,7 +36,21 @@ def test_the_job_is_the_one_that_ran(path):
     assert (trace.status, trace.finished, trace.n_workers) == ("finished", True, 3)
 
 
-def test_a_job_that_cannot_be_read_is_told_when_it_is_asked_for(path):
+def test_a_trace_is_found_in_the_folder_of_its_run(path):
+    for given in (path, str(path), path.parent, str(path.parent)):
+        trace = hpcsync.load_trace(given)
+        assert trace.path == path
+        assert len(trace.tables["pushes"]) == 15
+    with reader.opened(path.parent) as trace:
+        assert trace.path == path
+
+
+def test_a_folder_without_a_trace_is_reported(tmp_path):
+    with pytest.raises(TraceError, match=r"trace\.h5: no such file"):
+        hpcsync.load_trace(tmp_path)
+
+
+def test_a_job_that_cannot_be_read_is_reported_when_it_is_used(path):
     with h5py.File(path, "r+") as file:
         file.attrs["job"] = "nonsense = 1"
     trace = reader.load(path)
@@ -43,10 +58,12 @@ def test_a_job_that_cannot_be_read_is_told_when_it_is_asked_for(path):
         _ = trace.job
 
 
-def test_frame_has_words_for_codes(path):
+def test_frame_has_categories_for_codes(path):
     pytest.importorskip("pandas")
     frame = reader.load(path).frame("pushes")
     assert set(frame["outcome"]) == {"applied"}
+    assert frame["outcome"].dtype == "category"
+    assert frame["outcome"].cat.categories.tolist() == ["applied", "dropped"]
     assert list(frame["seq"]) == sorted(frame["seq"])
     assert frame["now_s"].dtype == np.float64
 
@@ -61,8 +78,28 @@ def test_frame_has_text_for_bytes(tmp_path):
     assert trace.frame("membership")["change"].tolist() == ["left"]
 
 
+def test_every_enumeration_and_controller_is_a_category(tmp_path):
+    pytest.importorskip("pandas")
+    with TraceWriter(tmp_path / "t.h5", attributes(make_job("asp"))) as trace:
+        for controller in ("k", "batches", "k"):
+            trace.append("decisions", (1, 0.5, controller, 0, 2.0))
+        trace.append("stalls", (2.5, 1, 7, 3, 2.0, 0.5, 2))
+        trace.append("membership", (1, 0.5, 0, 2))
+    trace = reader.load(tmp_path / "t.h5")
+    for table, column, values, categories in (
+        ("decisions", "controller", ["k", "batches", "k"], ["batches", "k"]),
+        ("stalls", "phase", ["computing"], ["unknown", "waiting", "reading", "computing", "pushing"]),
+        ("membership", "change", ["died"], ["left", "joined", "died"]),
+        ("pushes", "outcome", [], ["applied", "dropped"]),
+    ):
+        frame = trace.frame(table)
+        assert frame[column].tolist() == values
+        assert frame[column].cat.categories.tolist() == categories
+    assert (trace.frame("decisions")["controller"] == "k").sum() == 2
+
+
 def _flushed_before(path):
-    """As after a kill between the writing of two tables: `flushed_rows` still tells of the flush before."""
+    """Simulate a kill between the writing of two tables: `flushed_rows` is still that of the flush before."""
     with h5py.File(path, "r+") as file:
         counts = file.attrs["flushed_rows"]
         counts["pushes"], counts["grants"] = 9, 9
@@ -99,7 +136,7 @@ def test_a_trace_in_memory_is_one_slice(path):
     assert rows is trace.tables["pushes"]
 
 
-def test_slices_of_a_damaged_trace_are_told_in_one_line(path):
+def test_damage_of_a_slice_is_reported_in_one_line(path):
     _without_a_table(path)
     with reader.opened(path) as trace, pytest.raises(TraceError, match="trace.h5: a damaged trace: .*grants"):
         list(trace.slices("grants"))
@@ -156,7 +193,7 @@ def _cut_short(path):
     ("damage", "says"),
     [
         (_no_file, "no such file"),
-        (_a_folder, "trace.h5: no such file"),
+        (_a_folder, "no such file"),
         (_a_text, "not an HDF5 file"),
         (_empty, "not an HDF5 file"),
         (_other_hdf5, "not a trace"),
@@ -167,7 +204,7 @@ def _cut_short(path):
         (_cut_short, "cannot be opened"),
     ],
 )
-def test_what_is_not_a_trace_is_told_in_one_line(path, damage, says):
+def test_other_files_are_refused_in_one_line(path, damage, says):
     damage(path)
     with pytest.raises(TraceError, match=says) as caught:
         reader.load(path)
@@ -184,7 +221,7 @@ def test_what_is_not_a_trace_is_told_in_one_line(path, damage, says):
         ("failed", "failed", False),
     ],
 )
-def test_settle_changes_only_what_is_open(path, before, after, changed):
+def test_settle_changes_only_open_traces(path, before, after, changed):
     with h5py.File(path, "r+") as file:
         file.attrs["status"] = before
     assert reader.settle(path, "failed") is changed
@@ -197,7 +234,7 @@ def test_settle_without_a_file_is_no_error(tmp_path):
     assert reader.settle(tmp_path / "none.h5", "failed") is False
 
 
-def test_settle_refuses_what_is_not_a_trace(path):
+def test_settle_refuses_other_files(path):
     _a_text(path)
     with pytest.raises(TraceError, match="not an HDF5 file"):
         reader.settle(path, "failed")

@@ -1,4 +1,4 @@
-"""The writer: what is appended is what is read, and what was flushed survives anything."""
+"""The writer: appended rows are read back, and flushed rows survive a kill."""
 
 import math
 import mmap
@@ -20,6 +20,7 @@ from hpcsync.trace.writer import FLUSH_INTERVAL_S, TraceWriter
 
 ATTRIBUTES = {"paradigm": "asp", "n_workers": 2, "job": "", "seed": 3, "hosts": ["a", "b"], "git_commit": None}
 PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 1.0, 0.01, 0.001, 0.05, 0.0, 1.0, 0)
+FIELDS = {"gap_iters": ("iterations", "Lead."), "limit": ("1", "Its bound.")}
 GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, -1, 32, 1, math.inf, 0.5)
 
 
@@ -47,7 +48,7 @@ def test_rows_come_back_as_they_were_appended(path):
         "clocks": (0, 1, "node-1", 1e-3, 1e-6),
     }
     assert rows.keys() == TABLES.keys()
-    with TraceWriter(path, ATTRIBUTES, ("gap_iters", "limit")) as trace:
+    with TraceWriter(path, ATTRIBUTES, FIELDS) as trace:
         for table, row in rows.items():
             trace.append(table, row)
     trace = reader.load(path)
@@ -72,7 +73,7 @@ def test_attributes(path):
         }
 
 
-def test_codes_carry_their_words(path):
+def test_codes_are_hdf5_enumerations(path):
     with TraceWriter(path, ATTRIBUTES):
         pass
     with h5py.File(path) as file:
@@ -106,7 +107,7 @@ def test_appending_wrong_values_raises_and_leaves_no_row(path):
     assert len(reader.load(path).tables["grants"]) == 1
 
 
-def test_numbers_of_other_libraries_are_taken(path):
+def test_numbers_of_other_libraries_are_accepted(path):
     with TraceWriter(path, ATTRIBUTES) as trace:
         numbers = (np.float32(0.5), np.int32(1), np.int64(32), np.float64(0.25), np.float32(0.5), np.float16(2))
         trace.append("evaluations", numbers)
@@ -117,7 +118,7 @@ def test_numbers_of_other_libraries_are_taken(path):
     ("error", "expected"),
     [(None, "finished"), (RuntimeError, "failed"), (KeyboardInterrupt, "interrupted"), (SystemExit, "failed")],
 )
-def test_the_status_says_how_the_block_was_left(path, error, expected):
+def test_the_status_depends_on_how_the_block_was_left(path, error, expected):
     try:
         with TraceWriter(path, ATTRIBUTES) as trace:
             trace.append("pushes", PUSH)
@@ -175,12 +176,12 @@ def test_flushing_is_due_every_few_seconds(path):
         assert on_disk() == 2
 
 
-def test_what_is_known_later_is_described_later(path):
+def test_attributes_can_be_added_later(path):
     with TraceWriter(path, ATTRIBUTES) as trace:
         trace.describe({"answer": 42})
         trace.describe({})
     assert reader.load(path).attributes["answer"] == 42
-    trace.describe({"answer": 43})  # closed: nobody is there to hear
+    trace.describe({"answer": 43})  # ignored: the trace is closed
     assert reader.load(path).attributes["answer"] == 42
 
 
@@ -214,7 +215,7 @@ except OSError as error:
     [("1m", 100, 0, 5000), ("1m", 1700, 0, 5000), ("1m", 100_000, 0, 0), ("300k", 100, 1, 0)],
 )
 def test_a_full_disk_is_one_error_and_leaves_a_trace(tmp_path, size, rows_a_flush, others, least):
-    """In the last case the file is longer than what has been written, when five tables begin."""
+    """In the last case, with five tables, the file is longer than what has been written."""
     if subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", tmp_path], capture_output=True
     ).returncode:
@@ -248,7 +249,7 @@ def test_after_a_failed_write_the_file_is_left_alone(path, monkeypatch):
         for _ in range(1000):
             trace.append("grants", GRANT)
         trace.flush()
-    assert status(path) == "running", "nobody has said that it failed"
+    assert status(path) == "running", "the status is set on closing only"
     assert len(reader.load(path).tables["grants"]) == 1
     trace.close("failed")
     assert status(path) == "failed"
@@ -256,7 +257,7 @@ def test_after_a_failed_write_the_file_is_left_alone(path, monkeypatch):
     assert status(path) == "failed"
 
 
-def test_tracing_knows_its_own_cost(path):
+def test_tracing_measures_its_own_cost(path):
     with TraceWriter(path, ATTRIBUTES) as trace:
         assert trace.tracing_overhead_s == 0.0
         for _ in range(1000):
@@ -282,7 +283,7 @@ def test_an_append_takes_microseconds_at_most(path):
 
 
 def _write_until_killed(path, flushed):
-    """For a child process: append and flush for ever, telling through shared memory how many rows are safe."""
+    """Append and flush for ever in a child process, with the number of flushed rows in shared memory."""
     trace = TraceWriter(path, ATTRIBUTES)
     n_rows = 0
     while True:

@@ -1,4 +1,4 @@
-"""Payloads as tensors: what travels as elements must lie as elements do."""
+"""Payloads as tensors: padded and aligned to whole elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat models: views that stay views, whatever a training loop does to the gradients."""
+"""Flat models: views remain views, whatever a training loop does to the gradients."""
 
 import copy
 
@@ -36,7 +36,7 @@ def expected() -> torch.Tensor:
 
 
 def shares_memory(flat: FlatModel) -> bool:
-    """Whether every parameter and gradient lies in its buffer, one after the other."""
+    """Return True if every parameter and gradient is in its buffer, one after the other."""
     offset = 0
     for p in flat.model.parameters():
         at = offset * p.element_size()
@@ -61,7 +61,7 @@ def test_a_parameter_that_was_rebound_does_not_share_memory(flat):
     assert not shares_memory(flat)
 
 
-def test_the_outputs_stay_what_they_were(flat):
+def test_outputs_are_unchanged(flat):
     assert torch.equal(loss_of(flat.model), loss_of(make_model()))
 
 

@@ -1,4 +1,4 @@
-"""A replica leaves the gradient of one batch, and of nothing else, in the flat gradient."""
+"""A replica writes the gradient of one batch to the flat gradient."""
 
 import math
 
@@ -69,7 +69,7 @@ MORE_Y = torch.randn(10, generator=torch.Generator().manual_seed(2), dtype=torch
     ("n_samples", "n_pieces", "shares"),
     [(8, 4, [0.25, 0.5, 0.75, 1.0]), (10, 4, [0.3, 0.6, 0.8, 1.0]), (2, 4, [0.5, 1.0]), (1, 4, [1.0]), (5, 1, [1.0])],
 )
-def test_pieces_are_as_equal_as_can_be_and_none_is_empty(n_samples, n_pieces, shares):
+def test_micro_batches_are_as_equal_as_possible(n_samples, n_pieces, shares):
     assert piece_shares(n_samples, n_pieces) == shares
 
 
@@ -90,7 +90,7 @@ def test_all_pieces_are_the_whole_batch(n_pieces):
 
 
 def test_a_cancelled_batch_is_left_after_that_piece():
-    """Its loss is the mean of what was done."""
+    """The loss is the mean of the samples computed."""
     flat, seen = make_flat(), []
 
     def loss(model, x, y):

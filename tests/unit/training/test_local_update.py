@@ -1,4 +1,4 @@
-"""Steps on workers, against explicit recurrences; mixing, means and outer steps, against NumPy."""
+"""Local steps against explicit recurrences; mixing, means and outer steps against NumPy."""
 
 import numpy as np
 import pytest
@@ -66,7 +66,7 @@ def test_without_look_ahead_it_is_nesterovs_theta(maximize):
 
 
 def test_with_another_rate_the_last_steps_look_ahead_is_dropped():
-    """The look-ahead was made at the last step's rate, whatever the next one's is."""
+    """The look-ahead uses the rate of the last step, not of the next."""
     weights = vectors(1)[0]
     before = numbers(weights)
     local = LocalOptimizer(weights, OptimizerSpec("sgd", 1.0, NESTEROV))
@@ -123,7 +123,7 @@ def test_others_see_and_change_theta_and_momentum_stays():
 
 
 def test_showing_touches_nothing():
-    """As dropping the look-ahead and adding it again would, by roundings."""
+    """Equal to dropping and adding the look-ahead, up to rounding."""
     weights, alone, rounded = [vectors(1)[0] for _ in range(3)]
     workers = [peer(tensor, **NESTEROV) for tensor in (weights, alone, rounded)]
     for gradient in vectors(20, seed=1):
@@ -171,7 +171,7 @@ def test_half_of_each(dtype):
 
 @pytest.mark.parametrize(("drew_itself", "own"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_the_mean_of_what_was_pushed_here(count, drew_itself, own):
+def test_the_mean_of_received_models(count, drew_itself, own):
     x, *come = vectors(1 + count)
     expected = np.mean([numbers(model) for model in [x] * own + come], 0)
     absorb(x, torch.stack(come).sum(0), count, drew_itself=drew_itself)
@@ -250,7 +250,7 @@ def test_an_outer_step_is_nesterovs(lr, momentum):
 
 
 def test_an_outer_step_leads_towards_the_mean():
-    """And not away from it: the outer gradient is the old weights minus the mean."""
+    """The outer gradient is the old weights minus the mean, not the negative."""
     start, mean = vectors(2)
     target = mean.clone()
     Outer(start, 0.5, 0.0).step(mean)

@@ -41,7 +41,7 @@ def test_warm_up_rises_evenly_to_the_schedule(schedule):
     assert lr(59, 0, 1) == pytest.approx(0.5 if schedule["name"] == "multistep" else 0.25, rel=1e-12)
 
 
-def test_the_schedule_counts_what_lr_clock_names():
+def test_the_unit_of_the_schedule_is_lr_clock():
     by_samples, by_updates = rate(schedule=STEPS), rate(schedule=STEPS, lr_clock="updates")
     assert (by_samples(100, 0, 1), by_samples(0, 100, 1)) == (pytest.approx(0.05), 0.5)
     assert (by_updates(100, 0, 1), by_updates(0, 100, 1)) == (0.5, pytest.approx(0.05))
@@ -73,7 +73,7 @@ def test_one_long_batch_is_one_evaluation():
     assert (schedule.due(59), schedule.due(60)) == (False, True)
 
 
-def test_what_is_due_begins_once():
+def test_a_due_evaluation_begins_once():
     schedule = EvaluationSchedule(10)
     assert [samples for samples in range(0, 60, 4) if schedule.begin_if_due(samples)] == [12, 20, 32, 40, 52]
 

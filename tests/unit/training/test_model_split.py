@@ -1,4 +1,4 @@
-"""Halves of a model: together they are the model, bit for bit, and what cannot be cut is refused with the reason."""
+"""Halves of a model equal the model bit for bit; models that cannot be cut are refused with the reason."""
 
 import contextlib
 import copy
@@ -43,7 +43,7 @@ class Plain(nn.Module):
 
 
 class Block(nn.Module):
-    """Its parameter lies between two submodules of which the first is called last."""
+    """A model whose parameter is between two submodules, the first of which is called last."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    """Submodules in another order than they are called in."""
+    """A model whose submodules are not in the order of their calls."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +201,7 @@ def test_buffers_are_changed_by_the_halves_too():
 
 
 class Forward(nn.Module):
-    """Two linear layers and whatever forward is given."""
+    """Two linear layers with a given forward."""
 
     def __init__(self, forward, **children):
         super().__init__()
@@ -232,9 +232,9 @@ def skipping(m, x):
 
 
 CONTROL = "symbolically traced variables cannot be used as inputs to control flow"
-FX = "the model's forward cannot be followed by torch.fx: "
+FX = "the model's forward cannot be traced by torch.fx: "
 TENSOR = "must be called with one tensor, which comes from the batch, and with nothing else"
-BY = "is used after it: what is below may pass on only the tensor that enters it"
+BY = "is used after it: the lower half may pass on only the tensor that enters the submodule"
 REFUSED = {
     "branch": (lambda m, x: m.fc(m.low(x)) if x.sum() > 0 else x, FX + CONTROL),
     "mode": (lambda m, x: m.fc(m.low(x)) if m.training else x, FX + CONTROL),
@@ -270,12 +270,12 @@ REFUSED = {
         lambda m, x: m.fc(m.low(x) + m.count) + m.count,
         "count is used both before it and after it, and can be in one half only",
     ),
-    "below": (lambda m, x: m.fc(torch.relu(x)), "low.weight takes no part in the model's forward"),
+    "below": (lambda m, x: m.fc(torch.relu(x)), "low.weight is not used by the model's forward"),
 }
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_cannot_be_cut_is_refused_with_the_reason(why):
+def test_models_that_cannot_be_cut_are_refused(why):
     forward, reason = REFUSED[why]
     with pytest.raises(ValueError) as caught:
         cut(Forward(forward), "fc")
@@ -287,7 +287,7 @@ def test_it_is_not_the_model_that_is_refused():
     cut(Forward(lambda m, x: m.fc(m.low(x))), "fc")
 
 
-def test_a_name_that_is_none_is_told_with_those_there_are():
+def test_an_unknown_submodule_is_reported_with_known_ones():
     model = Plain()
     top = "must be the name of a submodule (at the top: features, classifier, last)"
     for name, hint in (
@@ -315,10 +315,10 @@ def test_a_half_without_parameters_is_refused():
         cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "1")
 
 
-def test_a_frozen_parameter_that_takes_no_part_is_none_of_ours():
+def test_an_unused_frozen_parameter_is_ignored():
     model = Forward(lambda m, x: m.fc(m.low(x)), unused=nn.Linear(2, 2).requires_grad_(False))
     cut(model, "fc")
-    with pytest.raises(ValueError, match=r"^unused.weight takes no part"):
+    with pytest.raises(ValueError, match=r"^unused.weight is not used"):
         cut(Forward(lambda m, x: m.fc(m.low(x)), unused=nn.Linear(2, 2)), "fc")
 
 
@@ -338,7 +338,7 @@ def test_a_module_without_parameters_may_be_called_on_both_sides():
     assert torch.equal(above(below(torch.ones(2, 4))), model(torch.ones(2, 4)))
 
 
-def test_what_is_done_in_place_is_done():
+def test_changes_in_place_take_effect():
     def forward(m, x):
         x = m.low(x)
         x.mul_(2.0)
@@ -349,7 +349,7 @@ def test_what_is_done_in_place_is_done():
     assert torch.equal(above(below(torch.ones(2, 4))), model(torch.ones(2, 4)))
 
 
-def test_modules_that_do_not_contain_it_may_do_what_they_like():
+def test_other_modules_are_not_traced():
     class Moody(nn.Module):
         def forward(self, x):
             return x if random.random() < 2 and x.sum() > 1e9 and self.training else 2 * x

@@ -1,4 +1,4 @@
-"""What halves of a model are like: modes and statistics, sizes and work, and losses that can be computed by them."""
+"""Properties of halves: modes and statistics, sizes and operations, and losses that they can compute."""
 
 import copy
 
@@ -83,12 +83,12 @@ def test_a_shape_is_found_without_computing_and_changes_nothing():
 @pytest.mark.parametrize(
     ("between", "reason"),
     [
-        (nn.Flatten(0), "must have one row a sample: of 2 samples it has shape (8,)"),
+        (nn.Flatten(0), "must have one row per sample: of 2 samples it has shape (8,)"),
         (nn.LSTM(4, 4), "must be one tensor of floating-point numbers, not tuple"),
-        (nn.Linear(5, 4), "has a shape that cannot be told: "),
+        (nn.Linear(5, 4), "must have a shape that can be determined: "),
     ],
 )
-def test_what_enters_must_be_rows_of_numbers(between, reason):
+def test_activations_must_be_rows_of_numbers(between, reason):
     below, _ = cut(nn.Sequential(nn.Linear(4, 4), between, nn.Linear(4, 4)), "2")
     with pytest.raises(ValueError) as caught:
         activation_shape(below, torch.ones(2, 4))
@@ -141,7 +141,7 @@ def test_a_loss_that_calls_the_model_once_is_computed_by_halves():
 @pytest.mark.parametrize("loss", [twice, with_decay])
 def test_a_loss_that_does_more_is_refused(loss):
     model = seeded(Plain).double()
-    with pytest.raises(ValueError, match="^the loss of a batch must be the model's"):
+    with pytest.raises(ValueError, match="^the loss of a batch computed in halves must be that of the model"):
         check_cut(model, cut(model, "classifier"), loss, batch())
 
 
@@ -167,13 +167,13 @@ def test_a_gradient_that_forward_keeps_back_is_missed():
         return m.fc(x)
 
     model = Forward(forward)
-    with pytest.raises(ValueError, match="^the gradient of a batch must be the model's"):
+    with pytest.raises(ValueError, match="^the gradient of a batch computed in halves must be that of the model"):
         check_cut(model, cut(model, "fc"), cross_entropy, (torch.ones(2, 4), torch.tensor([0, 1])))
 
 
-def test_what_enters_must_not_be_overwritten():
+def test_activations_must_not_be_overwritten():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     x, y = torch.ones(2, 4), torch.tensor([0, 1])
     check_cut(model, cut(model, "2"), cross_entropy, (x, y))
-    with pytest.raises(ValueError, match="must not change what enters it in place"):
+    with pytest.raises(ValueError, match="must not change its input in place"):
         check_cut(model, cut(model, "1"), cross_entropy, (x, y))

@@ -1,4 +1,4 @@
-"""Optimizers by name, and the specs of a user's own."""
+"""Optimizers by name, and specs of users' optimizers."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def parameter() -> torch.nn.Parameter:
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_a_spec_builds_what_it_names_and_is_recovered_from_it(name):
+def test_a_spec_builds_its_optimizer_and_is_recovered_from_it(name):
     optimizer = OptimizerSpec(name, 0.25).build(parameter())
     assert type(optimizer) is ELEMENTWISE[name]
     spec = OptimizerSpec.of(optimizer)
@@ -48,7 +48,7 @@ def test_a_spec_says_nothing_of_the_implementation():
 
 
 class SGD(torch.optim.SGD):
-    """A user's own, with the name of torch's."""
+    """A user's optimizer with the name of one of torch."""
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ class SGD(torch.optim.SGD):
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )
-def test_what_cannot_run_on_pieces_is_refused(optimizer, message):
+def test_optimizers_that_cannot_run_on_pieces_are_refused(optimizer, message):
     with pytest.raises(ValueError, match=message):
         OptimizerSpec.of(optimizer)
 

@@ -1,4 +1,4 @@
-"""A store: the same bits whatever the shards, and every reader sees exactly the version it was promised."""
+"""A store: the same bits for any number of shards, and every reader sees exactly the version it was promised."""
 
 import math
 
@@ -18,7 +18,7 @@ SGD = OptimizerSpec("sgd", 1.0)
 
 
 def make_store(weights: torch.Tensor, n_workers: int, optimizer: OptimizerSpec = SGD, buffers: int = 0):
-    """A store of these weights, its slots, and the words in which readers say that they are done."""
+    """Return a store of these weights, its slots, and the readers' words of `done`."""
     size = len(weights)
     rows = torch.zeros(buffers or n_buffers(n_workers), row_size(size), dtype=weights.dtype)
     rows[1:, :size] = torch.nan
@@ -45,7 +45,7 @@ OPTIMIZERS = [
 
 
 def train(optimizer: OptimizerSpec, n_shards: int, size: int, dtype: torch.dtype, order=(0, 1, 2)) -> torch.Tensor:
-    """The weights after a few updates of three workers each, from as many stores as there are shards."""
+    """Return the weights after a few updates of three workers each, from one store per shard."""
     generator = torch.Generator().manual_seed(size)
     weights = torch.randn(size, generator=generator, dtype=dtype)
     gradients = torch.randn(4, 3, size, generator=generator, dtype=dtype)
@@ -162,12 +162,12 @@ def test_contributions_count_as_often_as_their_weights_say():
     assert store.weights.tolist() == [-2.0, -4.0]
 
 
-def test_what_is_collected_is_a_part_of_the_next_update_and_of_no_other():
+def test_accumulated_contributions_enter_the_next_update_only():
     store, slots, _ = make_store(torch.zeros(1), 2)
     for value, weight in ((1.0, 2.0), (10.0, 0.5), (100.0, 1.0)):
         slots[0] = value
         store.accumulate(0, weight)
-        slots[0] = math.nan  # its worker goes on
+        slots[0] = math.nan  # its worker continues
     slots[1] = 1000.0
     store.apply([1], 1.0, [3.0], 2.0)
     assert store.weights.tolist() == [-(2.0 + 5.0 + 100.0 + 3000.0) / 2]
@@ -189,7 +189,7 @@ def test_collecting_changes_neither_weights_nor_versions_and_says_that_its_worke
     store.accumulate(0, 1.0)
     assert (store.weights.tolist(), store.version, done[0]) == ([0.0], 0, serial)
     store.apply([1], 1.0)
-    assert store.current == buffer, "in place: nobody reads"
+    assert store.current == buffer, "in place: there is no reader"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=name_of)
@@ -247,7 +247,7 @@ def test_a_pinned_version_is_left_as_it_was_until_its_reader_is_done():
 
 
 @pytest.mark.parametrize("contributing", [False, True])
-def test_a_worker_that_is_discarded_holds_nothing_but_what_it_has_contributed_counts(contributing):
+def test_a_discarded_worker_holds_no_buffer_and_its_contribution_counts(contributing):
     store, slots, _ = make_store(torch.zeros(1), 2)
     buffer, _ = store.pin(0, contributing)
     slots[0] = 1.0
@@ -278,7 +278,7 @@ def test_a_promise_that_is_made_to_a_contributor_lasts_beyond_its_update():
     done[0] = serial
     slots.fill_(1.0)
     store.apply([0], 1.0)
-    assert store.current != buffer, "nobody reads it, so it is in place"
+    assert store.current != buffer, "there is no reader, so it is in place"
 
 
 def test_a_promise_that_does_not_say_so_ends_with_the_update():
@@ -366,7 +366,7 @@ def test_so_they_do_where_contributions_are_collected(n_workers, picks):
     obey(*make_store(torch.zeros(2), n_workers), picks, collects=True)
 
 
-def test_what_is_applied_but_not_collected_is_missed(monkeypatch):
+def test_a_contribution_applied_but_not_accumulated_is_missed(monkeypatch):
     monkeypatch.setattr(Store, "accumulate", lambda self, worker, weight: self._has_read(worker))
     with pytest.raises(AssertionError, match="every contribution counts once"):
         obey(*make_store(torch.zeros(2), 3), many_picks()[:999], collects=True)
@@ -395,7 +395,7 @@ def test_without_moving_on_readers_see_torn_versions(monkeypatch):
 
 
 def obey_grants_first(store: Store, slots: torch.Tensor, done: np.ndarray, picks, contributing: bool = True) -> int:
-    """As `obey`, of workers that are promised the version from which the update of their contributions starts."""
+    """Like `obey`, but workers are promised the version from which the update of their contributions starts."""
     n_workers = len(slots)
     reading, moves = {}, 0
     for worker in range(n_workers):

@@ -1,4 +1,4 @@
-"""The data order: every batch once, and the same order whoever takes part."""
+"""The data order: every batch once, in the same order for any workers."""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ def numbers(size: int) -> TensorDataset:
 
 
 def shares(size, n_workers, batch_size, epochs=range(1), seed=0) -> list[list[list[int]]]:
-    """Each worker's batches, as lists of samples."""
+    """Return each worker's batches as lists of samples."""
     return [
         [
             x.tolist()
@@ -125,7 +125,7 @@ def test_a_tensor_data_set_gives_rows_of_every_tensor():
 
 @pytest.mark.parametrize("sizes", [[23], [1] * 30, [5, 11, 2, 40, 7], [100]], ids=str)
 def test_pieces_of_the_sequence_are_one_sequence_whatever_their_sizes(sizes):
-    """Over the ends of training epochs, and in one piece over several of them."""
+    """Sequences across the ends of one or several training epochs."""
     ends = np.cumsum([0, *sizes])
     pieces = [sequence_indices(7, first, n, size=23).tolist() for first, n in zip(ends, sizes, strict=False)]
     assert [len(piece) for piece in pieces] == sizes
@@ -136,7 +136,7 @@ def test_pieces_of_the_sequence_are_one_sequence_whatever_their_sizes(sizes):
 
 
 def test_its_training_epochs_are_those_of_equal_batches():
-    """Which leave out what does not fill a batch."""
+    """Equal batches, which omit the remainder of a training epoch."""
     equal = [batch_indices(7, batch, batch_size=5, size=23) for batch in range(4, 8)]
     assert np.concatenate(equal).tolist() == sequence_indices(7, 23, 20, size=23).tolist()
     assert sequence_indices(8, 23, 20, size=23).tolist() != sequence_indices(7, 23, 20, size=23).tolist()

@@ -1,4 +1,4 @@
-"""What every predictor must do, the network in torch, the bound of its time, and how well all predict."""
+"""Predictors: common behaviour, the network, the bound of its time, and the accuracy of all."""
 
 import math
 import statistics
@@ -61,7 +61,7 @@ def test_impossible_speeds_are_refused(make):
 
 
 class Unbounded(GRU):
-    """For negative controls: believes its network whatever it says."""
+    """A negative control that always trusts its network."""
 
     def predict(self):
         return self.smoothed if math.isnan(self.ratio) else self.smoothed * self.ratio
@@ -87,7 +87,7 @@ def test_a_network_gone_wrong_is_not_believed(output, monkeypatch):
 
 
 def predicted(n=20):
-    """What a network predicts in the end, and what its last step left in its weights."""
+    """Return a network's last prediction and its weights."""
     one = gru()
     for speed in speeds("periodic", n, seed=1):
         one.observe(speed)
@@ -115,7 +115,7 @@ def test_it_leaves_torch_as_it_was():
     [torch.no_grad, lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
     ids=["no_grad", "device", "autocast"],
 )
-def test_what_a_script_has_switched_on_makes_no_difference(around):
+def test_global_torch_settings_make_no_difference(around):
     expected = predicted()
     with around():
         assert predicted() == expected
@@ -177,7 +177,7 @@ def test_the_better_of_both_weighs_more():
 
 
 class Steps:
-    """In the place of a network's steps, by a clock that they move on. The first takes a second."""
+    """Replace the network's steps by advances of a clock; the first takes a second."""
 
     def __init__(self, monkeypatch, took_s=2e-4):
         self.now_s = 0.0
@@ -222,7 +222,7 @@ def test_a_step_that_took_long_is_paid_for(monkeypatch):
     for i in range(500):
         steps._took_s = 5e-3 if i in (100, 101) else 2e-4  # it is trained in every other
         one.observe(1000.0, 0.01)
-    # It waits until it has made up for it, and then as long until it could afford another; then it goes on as before.
+    # No steps until the cost is compensated, and as long again for another step; then as before.
     assert one.spent_s <= SHARE * 500 * 0.01
     assert one.n_trained == pytest.approx((500 - 50 - 50) / 2, rel=0.03)
 
@@ -261,33 +261,33 @@ def means():
 
 
 def test_noise_around_one_speed_is_smoothed_out(means):
-    """Measured: 4.3 % where the last value has 5.8 %, and where 4.0 % is the noise that nothing can foretell."""
+    """Measured: 4.3 %, by the last value 5.8 %; 4.0 % is unpredictable noise."""
     for name in ("smoothing", "gru", "blend"):
         assert means["constant"][name] < 0.8 * means["constant"]["last"]
         assert means["drifting"][name] < 0.9 * means["drifting"]["last"]
 
 
 def test_the_network_learns_a_period_that_smoothing_cannot(means):
-    """Measured: 13 % and 15 % after 400 observations, 20 % by smoothing; but only later less than the last value's."""
+    """Measured: 13 % and 15 % after 400 observations, 20 % by smoothing; better than the last value only later."""
     assert statistics.fmean(errors("periodic", "gru", 400, seeds=[1])) < 0.75 * means["periodic"]["smoothing"]
     assert statistics.fmean(errors("periodic", "blend", 400, seeds=[1])) < 0.8 * means["periodic"]["smoothing"]
 
 
 def test_in_short_iterations_it_learns_too_little_to_matter(means):
-    """At 20 ms it is trained, and asked, once in 7 or 8 of them: 50 times in all, and is as good as smoothing."""
+    """At 20 ms it is trained and used once in 7 or 8 iterations, 50 times in all, and is as good as smoothing."""
     for name in ("gru", "blend"):
         for of in means.values():
             assert of[name] == pytest.approx(of["smoothing"], rel=0.02)
 
 
-def test_steps_cost_what_noise_gains(means):
+def test_with_steps_smoothing_loses_what_it_gains_with_noise(means):
     """Measured: 6.0 % by the last value, 6.2 % by the others: at steps of 2 every 100 observations, a draw."""
     for name in ("smoothing", "gru", "blend"):
         assert means["stepping"][name] == pytest.approx(means["stepping"]["last"], rel=0.15)
 
 
-def test_in_short_bursts_nobody_is_better_than_the_last_value(means):
-    """Measured: 13 % by the last value, 22 % by the others, which still remember the speed of before."""
+def test_in_short_bursts_the_last_value_is_best(means):
+    """Measured: 13 % by the last value, 22 % by the others, which still include the previous speed."""
     for name in ("smoothing", "gru", "blend"):
         assert 1.2 * means["bursty"]["last"] < means["bursty"][name] < 2.2 * means["bursty"]["last"]
 
@@ -297,7 +297,7 @@ def test_a_blend_is_hardly_worse_than_the_worse_of_its_two(means):
         assert of["blend"] < 1.03 * max(of["gru"], of["smoothing"])
 
 
-def test_series_are_of_what_they_are_called():
+def test_series_have_their_named_properties():
     assert set(speeds("constant", 100, 1, noise=0.0)) == {1000.0}
     assert set(speeds("stepping", 300, 1, noise=0.0)) == {500.0, 1000.0}
     assert len(set(speeds("drifting", 100, 1, noise=0.0))) == 100
@@ -311,7 +311,7 @@ def test_series_are_of_what_they_are_called():
 
 
 def test_an_unknown_predictor_is_refused():
-    with pytest.raises(ValueError, match="no predictor 'best', only last, smoothing, gru, blend"):
+    with pytest.raises(ValueError, match="predictor is 'best'; must be one of last, smoothing, gru, blend"):
         predictor("best", 1, 0)
 
 

@@ -1,4 +1,4 @@
-"""What a batch takes in each half: what is timed, in how many threads, and what any number of samples takes."""
+"""Measured times of a batch in each half: what is timed, the number of threads, and the fixed time."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Timed(nn.Module):
-    """A matrix by whose clock forward passes take so long, and so long for each row; backward passes as long again.
+    """A matrix whose passes take a fixed time plus a time per row on its clock, forward and backward alike.
 
     The first forward pass, in which memory is touched, takes 9 seconds more.
     """
@@ -58,7 +58,7 @@ def test_times_of_halves(enough_s: float, times: int, monkeypatch: pytest.Monkey
     assert len(halves.below.threads) == 1 + 1 + times, "for the activations, to warm up, and what counts"
 
 
-def test_what_is_the_same_for_any_number_of_samples() -> None:
+def test_the_time_independent_of_the_batch_size() -> None:
     assert fixed(5.0, 14.0) == 2.0  # 2 + 3 n
     assert fixed(5.0, 20.0) == fixed(5.0, 21.0) == 0.0
     assert fixed(5.0, 5.0) == fixed(5.0, 4.0) == 5.0

@@ -1,4 +1,4 @@
-"""What an update does to the weights: a step along the mean, or a centre that is drawn to where the workers are."""
+"""Update rules: a step along the mean gradient, or a centre that moves towards the workers."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def updated(centre: torch.Tensor, positions: torch.Tensor, alpha: float) -> torch.Tensor:
-    """The centre after an update from these positions."""
+    """Return the centre after an update from these positions."""
     parameter, rule = torch.nn.Parameter(centre.clone()), Elastic()
     rule.bind(parameter)
     rule.update(list(positions.clone()), alpha, [1.0] * len(positions), float(len(positions)))
@@ -24,7 +24,7 @@ def updated(centre: torch.Tensor, positions: torch.Tensor, alpha: float) -> torc
 
 
 def drawn(position: torch.Tensor, centre: torch.Tensor, alpha: float) -> torch.Tensor:
-    """A position after its move towards the centre."""
+    """Return a position after its move towards the centre."""
     return position + towards(position, centre.clone(), alpha)
 
 
@@ -112,7 +112,7 @@ def test_weights_of_1_are_the_mean_to_the_bit(dtype):
 
 @pytest.mark.parametrize("sizes", [[12, 12], [1, 23], [5, 7, 12], [24]], ids=str)
 def test_means_of_parts_weighted_by_their_samples_are_the_mean_of_all(sizes):
-    """Of 24 samples, however they are split; the servers' weights are sizes in mean batches."""
+    """The mean over 24 samples, however they are split; weights are batch sizes over the mean batch size."""
     samples, mean_batch = random(24, 101), 24 / len(sizes)
     means = torch.stack([part.mean(0) for part in samples.split(sizes)])
     step = descended(means, [size / mean_batch for size in sizes], sum(size / mean_batch for size in sizes))
@@ -128,7 +128,7 @@ def test_half_of_the_way_each_is_the_midpoint():
 
 
 @pytest.mark.parametrize("workers", [1, 3, 5])
-def test_who_agrees_stays(workers):
+def test_equal_positions_do_not_move(workers):
     centre = random(101, dtype=torch.float32)
     assert torch.equal(updated(centre, centre.repeat(workers, 1), 0.9 / workers), centre)
     assert torch.equal(drawn(centre, centre, 0.9 / workers), centre)
@@ -167,7 +167,7 @@ def in_shards(centre: torch.Tensor, positions: torch.Tensor, n_servers: int) -> 
 
 
 def largest_after(eta: float, alpha: float, workers: int, rounds: int = 400) -> float:
-    """|x| or |c|, whichever is largest, after so many rounds of exchanges and steps from 1."""
+    """Return the largest of |x| and |c| after so many rounds of exchanges and steps from 1."""
     centre, positions = torch.zeros(1, dtype=torch.float64), torch.ones(workers, 1, dtype=torch.float64)
     for _ in range(rounds):
         for x in positions:

@@ -22,7 +22,7 @@ N = 20  # images in a file
 
 
 class Python2Pickler(pickle._Pickler):
-    """Strings are those of Python 2, and no truth value is other than a number."""
+    """A pickler whose strings and booleans are those of Python 2."""
 
     dispatch = dict(pickle._Pickler.dispatch)
 
@@ -68,7 +68,7 @@ def make_folder(folder: Path, name: str, **others: Any) -> Path:
 
 
 def make_tar(folder: Path, name: str, **others: Any) -> Path:
-    """As it is published: folder, other files, and the batches in another order than they are numbered in."""
+    """Write an archive as published: folder, other files, batches not in numerical order."""
     archive = cifar.ARCHIVES[name]
     make_folder(folder, name, **others)
     with tarfile.open(folder / archive.file, "w:gz", compresslevel=1) as tar:
@@ -112,7 +112,7 @@ def test_pickles_of_today_s_python_are_read_too(tmp_path, protocol):
     assert torch.equal(x.flatten(1), torch.from_numpy(batch("cifar100", 0)[b"data"]))
 
 
-# ---- what is wrong is told in one line ----
+# ---- mistakes are reported in one line ----
 
 
 def message(name: str, folder: Path) -> str:
@@ -123,16 +123,16 @@ def message(name: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ["cifar10", "cifar100"])
-def test_nothing_there_says_what_to_put_where(tmp_path, name):
+def test_a_missing_archive_is_reported(tmp_path, name):
     archive = cifar.ARCHIVES[name]
     for folder in (tmp_path, tmp_path / "none"):
         assert message(name, folder) == (
             f"must hold {archive.folder}/ or {archive.file}, the Python version of the data set from "
-            "https://www.cs.toronto.edu/~kriz/cifar.html, which you fetch yourself"
+            "https://www.cs.toronto.edu/~kriz/cifar.html, which hpcsync does not download"
         )
 
 
-AGAIN = "; fetch cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html anew"
+AGAIN = "; download cifar-10-python.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html again"
 
 
 @pytest.mark.parametrize("make", [make_folder, make_tar])
@@ -188,7 +188,7 @@ def test_an_archive_that_is_cut_off_is_told(tmp_path):
 
 
 class Call:
-    """A pickle that asks for this to be called while it is read."""
+    """A pickle that calls a function when it is read."""
 
     def __init__(self, function, *arguments):
         self._call = (function, arguments)
@@ -206,7 +206,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, function, argument, m
     hostile = pickle.dumps(Call(function, argument.format(mark)), protocol=2)
     folder = make(tmp_path / "data", "cifar10", data_batch_1=hostile)
     found = message("cifar10", folder)
-    assert found.startswith("cifar-10-batches-py/data_batch_1 is not a file of this data set: it asks for ")
+    assert found.startswith("cifar-10-batches-py/data_batch_1 is not a file of this data set: it refers to ")
     assert not mark.exists()
     pickle.loads(hostile)  # which would have been
     assert mark.exists()

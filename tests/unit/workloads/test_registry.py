@@ -1,4 +1,4 @@
-"""Workloads: reproducible from the job alone, and judged as they should be."""
+"""Workloads: reproducible from the job alone, and evaluated correctly."""
 
 import math
 import sys
@@ -109,18 +109,18 @@ def test_timing_only_has_parameters():
 
 @pytest.fixture
 def module(monkeypatch) -> ModuleType:
-    module = ModuleType("somebodys")
-    monkeypatch.setitem(sys.modules, "somebodys", module)
+    module = ModuleType("a_module")
+    monkeypatch.setitem(sys.modules, "a_module", module)
     return module
 
 
 def test_a_users_function_is_called_with_its_options_and_the_jobs_seed(module):
     module.make = lambda width: Workload(torch.nn.Linear(width, 1), None, None, None)
-    a = make("somebodys:make", options={"width": 6})
+    a = make("a_module:make", options={"width": 6})
     assert a.model.in_features == 6
     torch.manual_seed(1)
     assert torch.equal(a.model.weight, torch.nn.Linear(6, 1).weight)
-    assert not torch.equal(a.model.weight, make("somebodys:make", 2, options={"width": 6}).model.weight)
+    assert not torch.equal(a.model.weight, make("a_module:make", 2, options={"width": 6}).model.weight)
 
 
 MUST_BE_FOUND = "must name a function that can be imported: "
@@ -129,10 +129,10 @@ MUST_BE_FOUND = "must name a function that can be imported: "
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nobodys:make", MUST_BE_FOUND + "No module named 'nobodys'"),
-        ("somebodys:nothing", MUST_BE_FOUND + "module 'somebodys' has no attribute 'nothing'"),
-        ("somebodys:number", "must name a function"),
-        ("somebodys:other", "must return a hpcsync.workloads.registry.Workload"),
+        ("no_module:make", MUST_BE_FOUND + "No module named 'no_module'"),
+        ("a_module:nothing", MUST_BE_FOUND + "module 'a_module' has no attribute 'nothing'"),
+        ("a_module:number", "must name a function"),
+        ("a_module:other", "must return a hpcsync.Workload"),
     ],
 )
 def test_a_function_that_serves_not_is_refused(module, name, message):
@@ -146,11 +146,13 @@ def test_a_function_that_serves_not_is_refused(module, name, message):
 def test_options_that_the_function_does_not_have_are_refused(module):
     module.make = lambda width: None
     with pytest.raises(JobError) as caught:
-        make("somebodys:make", options={"height": 6})
-    assert str(caught.value).startswith('workload.options = {"height": 6}: must fit somebodys:make: ')
+        make("a_module:make", options={"height": 6})
+    assert str(caught.value).startswith('workload.options = {"height": 6}: must fit a_module:make: ')
 
 
 def test_a_script_builds_its_own():
-    with pytest.raises(JobError, match='workload.name = "script": must be another: start the training script itself'):
+    with pytest.raises(
+        JobError, match='workload.name = "script": must be another workload; start the training script itself'
+    ):
         make_script = make_job(workload={"name": "script"})
         build(make_script)

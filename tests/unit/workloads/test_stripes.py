@@ -1,4 +1,4 @@
-"""Drawn images: a convolutional network learns them, and no linear model does."""
+"""Synthetic images: a convolutional network learns them, a linear model does not."""
 
 import numpy as np
 import pytest

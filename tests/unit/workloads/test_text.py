@@ -1,4 +1,4 @@
-"""The text workload: which files, how they become sequences, and a model that sees only what lies before."""
+"""The text workload: its files and sequences, and a causal model."""
 
 import math
 import sysconfig
@@ -33,7 +33,7 @@ def test_the_files_are_the_standard_library_s_own():
     assert not [name for name in names if name.startswith(("site-packages", "test", "_sysconfigdata"))]
 
 
-def test_what_an_installation_adds_is_left_out(tmp_path):
+def test_additions_of_an_installation_are_excluded(tmp_path):
     for name in ("ast.py", "sitecustomize.py", "json/tool.py", "test/test_ast.py", "site-packages/numpy.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -66,7 +66,7 @@ def test_there_are_megabytes_of_it():
     assert module.numpy().tobytes() not in held_out.numpy().tobytes()
 
 
-def test_a_python_without_its_source_is_told_in_one_line(tmp_path):
+def test_a_missing_source_is_reported_in_one_line(tmp_path):
     with pytest.raises(JobError) as caught:
         text.characters(tmp_path)
     assert str(caught.value) == (
@@ -131,7 +131,7 @@ def test_the_model_is_as_the_job_says():
 
 
 def changed_logits(model: torch.nn.Module, at: int) -> list[bool]:
-    """At which positions the logits change with the character at one of them."""
+    """Return the positions whose logits change with the character at one position."""
     x = torch.arange(16)[None]
     other = x.clone()
     other[0, at] = 97
@@ -140,7 +140,7 @@ def changed_logits(model: torch.nn.Module, at: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("at", [0, 7, 15])
-def test_no_character_changes_what_is_predicted_before_it(workload, at):
+def test_no_character_changes_earlier_predictions(workload, at):
     assert changed_logits(workload.model, at) == [position >= at for position in range(16)]
 
 
@@ -185,7 +185,7 @@ def test_evaluating_changes_nothing(workload):
 
 
 class Copying(torch.nn.Module):
-    """Is sure that every character is repeated."""
+    """A model that predicts that every character is repeated."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +242,7 @@ def test_defaults():
         ),
     ],
 )
-def test_mistakes_are_told_in_one_line(settings, message):
+def test_mistakes_are_reported_in_one_line(settings, message):
     with pytest.raises(JobError) as caught:
         make_job(workload={"name": "text", **settings})
     assert str(caught.value).startswith(message)

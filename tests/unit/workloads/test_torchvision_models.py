@@ -1,4 +1,4 @@
-"""Well-known networks: as many parameters as torchvision's have, cut where the fully-connected layers begin."""
+"""torchvision's networks: their parameters, and the cut at the fully-connected layers."""
 
 import sys
 
@@ -53,7 +53,7 @@ def test_off_the_meta_device_it_computes() -> None:
     assert all(p.is_meta for half in build("alexnet") for p in half.parameters())
 
 
-def test_a_name_that_is_none() -> None:
+def test_an_unknown_network() -> None:
     with pytest.raises(JobError) as mistake:
         shape("vgg-16")
     assert str(mistake.value) == f'--model "vgg-16": must be one of {", ".join(ARCHITECTURES)}; did you mean vgg16?'

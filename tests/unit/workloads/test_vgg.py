@@ -1,4 +1,4 @@
-"""The small VGG: its shape, and that it can be cut as large ones are."""
+"""The small VGG: its shape and its cut."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What rank 0 does about checkpoints when somebody dies; the rest is tested with real ranks."""
+"""Checkpoints on rank 0 when a rank dies; the rest is tested on real ranks."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ def make_saver(folder: Path) -> Checkpointer:
     return Checkpointer(Checkpoints(folder, 2, None, True), Checkpoint(seconds=10), lambda: {}, (), 0.0, 0)
 
 
-def test_a_death_before_anybody_writes_lets_the_run_go_on_and_asks_again(tmp_path):
+def test_a_death_before_saving_continues_the_run_and_requests_another_checkpoint(tmp_path):
     saver = make_saver(tmp_path)
     saver.hold_if_due(11.0, 5)
     assert saver.holding
@@ -21,7 +21,7 @@ def test_a_death_before_anybody_writes_lets_the_run_go_on_and_asks_again(tmp_pat
     assert saver.holding, "soon, and not ten seconds later"
 
 
-def test_a_death_while_all_write_spoils_the_checkpoint_but_not_the_next(tmp_path):
+def test_a_death_while_saving_abandons_this_checkpoint_only(tmp_path):
     saver = make_saver(tmp_path)
     saver.hold_if_due(11.0, 5)
     number = saver.begin([1, 2])

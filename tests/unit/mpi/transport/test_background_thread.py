@@ -8,7 +8,7 @@ import pytest
 from hpcsync.mpi.transport.background_thread import Background
 
 
-def test_calls_are_made_in_order_beside_the_owner():
+def test_calls_run_in_order_beside_the_owner():
     made, background = [], Background()
     gate = threading.Event()
     background.submit(gate.wait)
@@ -22,7 +22,7 @@ def test_calls_are_made_in_order_beside_the_owner():
     background.close()
 
 
-def test_waiting_raises_what_a_call_raised_and_later_calls_are_not_made():
+def test_wait_raises_the_exception_of_a_call_and_later_calls_are_skipped():
     made, background = [], Background()
     background.submit(lambda: 1 / 0)
     background.submit(lambda: made.append(1))
@@ -32,7 +32,7 @@ def test_waiting_raises_what_a_call_raised_and_later_calls_are_not_made():
     background.close()
 
 
-def test_closing_makes_what_was_submitted_and_ends_the_thread():
+def test_close_runs_submitted_calls_and_ends_the_thread():
     made, before = [], threading.active_count()
     background = Background()
     assert threading.active_count() == before + 1

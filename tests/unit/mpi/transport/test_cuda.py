@@ -1,4 +1,4 @@
-"""What is left of CUDA where there is none: pages, and calls that do nothing to tensors in host memory."""
+"""CUDA primitives without a GPU: pages, and calls that leave tensors in host memory unchanged."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_pages_are_locked_until_they_are_unlocked(runtime):
     assert found.locked == []
 
 
-def test_after_a_failure_nothing_stays_locked(runtime):
+def test_after_a_failure_no_page_stays_locked(runtime):
     found = runtime(Runtime(limit=2))
     lock = cuda.PageLock([np.zeros(PAGE, np.uint8), np.zeros(500 * PAGE, np.uint8), np.zeros(PAGE, np.uint8)])
     assert "MemoryAllocation" in lock.failure and found.locked == []
     lock.free()
 
 
-def test_on_the_cpu_calls_are_made_as_they_are():
+def test_on_the_cpu_calls_are_unchanged():
     made = []
     cpu = torch.device("cpu")
     assert cuda.new_stream(cpu) is None

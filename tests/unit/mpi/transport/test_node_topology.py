@@ -1,4 +1,4 @@
-"""The order of ranks in which servers lie apart, beside all other choices of servers there are."""
+"""Rank order that spreads servers over hosts, compared with every other choice of servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def loads(hosts: Sequence[str], servers: Sequence[int]) -> list[int]:
 
 
 def check(order: Order) -> None:
-    """Every run of up to five ranks on up to three hosts, however its launcher has dealt them out."""
+    """Every run of up to five ranks on up to three hosts, in every distribution of ranks by the launcher."""
     for n in range(1, 6):
         for hosts in itertools.product("abc", repeat=n):
             for n_servers in range(1, n):
@@ -32,7 +32,7 @@ def check(order: Order) -> None:
                 assert loads(hosts, servers) == min(loads(hosts, choice) for choice in choices)
 
 
-def test_servers_are_as_far_apart_as_they_can_be() -> None:
+def test_servers_share_hosts_as_little_as_possible() -> None:
     check(spread)
 
 

@@ -1,4 +1,4 @@
-"""Whether a node has room for its windows, decided from what its ranks say."""
+"""Check that a node has room for its windows, from the requests of its ranks."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def asked(n_mib: float, free_mib: float | None = 100.0, held_mib: float = 0.0, n
     return Request(node, int(n_mib * MIB), int(held_mib * MIB), free, 128 * MIB)
 
 
-def test_what_all_ranks_of_a_node_want_must_fit() -> None:
+def test_windows_of_all_ranks_of_a_node_must_fit() -> None:
     most = (100 - SPARE_BYTES / MIB) / MARGIN
     assert verdict([asked(most - 0.1), asked(0)]) == ""
     assert verdict([asked(most / 2 + 0.1), asked(most / 2)])
 
 
-def test_windows_that_are_there_count_whether_touched_or_not() -> None:
+def test_existing_windows_count_whether_touched_or_not() -> None:
     assert verdict([asked(40, held_mib=40), asked(0)]) == ""
     assert verdict([asked(40, held_mib=40), asked(10, held_mib=10)])
 
 
-def test_the_words_name_the_first_node_that_has_too_little_and_what_would_do() -> None:
+def test_the_message_names_the_first_node_that_lacks_room_and_a_sufficient_size() -> None:
     everybody = [asked(90, node=A), asked(200, node=B), asked(0, node=A), asked(200, node=B)]
     assert verdict(everybody) == (
         "shared memory of b: the windows of its 2 ranks need 424 MiB of /dev/shm, and 100 MiB are free: enlarge it "
@@ -36,15 +36,15 @@ def test_the_words_name_the_first_node_that_has_too_little_and_what_would_do() -
     )
 
 
-def test_a_rank_alone_on_its_node_shares_nothing() -> None:
+def test_a_rank_alone_on_its_node_needs_no_shared_memory() -> None:
     assert verdict([asked(10**6, node=A), asked(10**6, node=B)]) == ""
 
 
-def test_where_nobody_can_tell_nobody_is_refused() -> None:
+def test_unknown_free_memory_is_accepted() -> None:
     assert verdict([asked(10**6, None), asked(10**6, None)]) == ""
 
 
 @pytest.mark.parametrize("name", shm_budget.MOVED)
-def test_open_mpi_may_be_told_another_place(name: str) -> None:
+def test_open_mpi_may_be_configured_with_another_directory(name: str) -> None:
     assert shm_budget.directory({name: "/scratch"}) == Path("/scratch")
     assert shm_budget.directory({name: ""}) == shm_budget.directory({}) == Path("/dev/shm")

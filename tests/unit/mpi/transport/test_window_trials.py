@@ -1,4 +1,4 @@
-"""Which window is chosen, and what is said of it. Real child jobs are in tests/runs."""
+"""Choice of a kind of window, and its description. Real child jobs are in tests/runs."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ STAGED, IPC, MPI = (
         ([WindowTrial("staged", math.inf), WindowTrial("mpi", 9.0)], "mpi"),
     ],
 )
-def test_the_fastest_that_serves_is_chosen(trials: list[WindowTrial], kind: str | None) -> None:
+def test_the_fastest_working_kind_is_chosen(trials: list[WindowTrial], kind: str | None) -> None:
     assert fastest(trials) == kind
 
 
-def test_the_reason_begins_with_what_was_chosen_and_leaves_nothing_out() -> None:
+def test_the_reason_begins_with_the_chosen_kind_and_is_complete() -> None:
     assert reason([STAGED, MPI, IPC], "ipc") == (
         "ipc: 4 MB there and back in 0.10 ms; staged: 4 MB there and back in 2.10 ms; mpi: ended with status -11"
     )
@@ -59,21 +59,21 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return jobs
 
 
-def test_one_job_tries_them_all_if_nothing_crashes(probed: list) -> None:
+def test_one_job_tries_all_kinds_if_none_crashes(probed: list) -> None:
     assert rehearse(("staged", "ipc")) == [STAGED, IPC] and probed == [("staged", "ipc")]
 
 
-def test_a_crash_costs_only_its_own_kind(probed: list) -> None:
+def test_a_crash_affects_only_its_own_kind(probed: list) -> None:
     assert rehearse() == [STAGED, IPC, MPI]
     assert probed == [ON_A_NODE, ("staged",), ("ipc",), ("mpi",)]
 
 
-def test_a_kind_that_alone_is_asked_for_and_fails_has_failed(probed: list) -> None:
+def test_a_single_requested_kind_that_fails_is_reported_as_failed(probed: list) -> None:
     assert rehearse(["mpi"]) == [MPI]
 
 
 @pytest.mark.parametrize("error", [LaunchError("mpiexec: not found"), ProbeError("ended with status 1")])
-def test_where_no_child_job_runs_the_safest_is_left_to_the_run(
+def test_without_child_jobs_the_safest_kind_is_returned_untried(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def probe(*_: str, ranks: int) -> dict:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.audit import run as auditing
-from hpcsync.audit.run import audit, main
+from hpcsync.audit import trace_audit as auditing
+from hpcsync.audit.trace_audit import audit, main
+from hpcsync.core.assignments import decision_fields
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Outcome
 from hpcsync.trace.writer import TraceWriter
@@ -64,7 +65,7 @@ def test_a_trace_that_ends_after_any_row_passes(paradigm, seed):
 
 def test_a_trace_in_a_file(tmp_path):
     path, job = tmp_path / "trace.h5", make_job("dssp")
-    with TraceWriter(path, attributes(job), record("dssp").tables["decisions"].dtype.names[5:]) as trace:
+    with TraceWriter(path, attributes(job), decision_fields(job)) as trace:
         play(job, trace, (1.0, 1.3, 2.1), jitter=0.4)
     assert all(check.passed for check in audit(path))
     in_memory = record("dssp", jitter=0.4)

@@ -1,4 +1,4 @@
-"""What one event of the simulator costs, beside the heap that it cannot do without, and beside SimPy's."""
+"""Cost of one event of the simulator, beside the heap it needs, and beside SimPy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.simulator.event_loop import Loop
 
 BARE = "a bare heap: pop and push (time, number)"
-SIMPY_AIM = 1.0  # below it, the kernel that others keep would be the better choice
+SIMPY_AIM = 1.0  # below it, SimPy would be the better choice, as others maintain it
 
 Measured = Callable[[Sequence[float], int, int], float]  # delays, activities, rounds -> thousand events per second
 
 
 def measure(activities: int = 1000, rounds: int = 200, repetitions: int = 5) -> list[Figure]:
-    """So many activities that all do `rounds` events, each of which asks for the activity's next."""
+    """Measure `activities` activities of `rounds` events each; every event schedules the activity's next."""
     beside: dict[str, tuple[Measured, float | None]] = {BARE: (bare, None)}
     try:
         import simpy  # noqa: F401
@@ -41,12 +41,13 @@ def measure(activities: int = 1000, rounds: int = 200, repetitions: int = 5) -> 
 
 
 def random_delays(n: int) -> list[float]:
-    """Seconds, 1 on the average: activities that all took the same time would come in turn."""
+    """Return delays in seconds, 1 on average; with equal delays all activities would take turns."""
     generator = random.Random(1)
     return [generator.expovariate(1.0) for _ in range(n)]
 
 
 def ours(delays: Sequence[float], activities: int, rounds: int) -> float:
+    """Measure the simulator's event loop."""
     loop, delay = Loop(), cycle(delays).__next__
 
     def act(left: int) -> None:
@@ -59,7 +60,7 @@ def ours(delays: Sequence[float], activities: int, rounds: int) -> float:
 
 
 def bare(delays: Sequence[float], activities: int, rounds: int) -> float:
-    """Nothing but the heap; the numbers keep the order of insertion."""
+    """Measure the heap alone; the numbers keep the order of insertion."""
     delay = cycle(delays).__next__
     heap = [(delay(), number) for number in range(activities)]
     heap.sort()
@@ -75,7 +76,10 @@ def bare(delays: Sequence[float], activities: int, rounds: int) -> float:
 
 
 def simpy_processes(delays: Sequence[float], activities: int, rounds: int) -> float:
-    """As SimPy is meant to be used. Every process also begins and ends with an event, which are not counted."""
+    """Measure SimPy in its intended use, with one process per activity.
+
+    Every process also begins and ends with an event; these are not counted.
+    """
     import simpy
 
     environment, delay = simpy.Environment(), cycle(delays).__next__
@@ -90,7 +94,7 @@ def simpy_processes(delays: Sequence[float], activities: int, rounds: int) -> fl
 
 
 def simpy_callbacks(delays: Sequence[float], activities: int, rounds: int) -> float:
-    """As fast as SimPy can be: without processes, in the form that our loop has."""
+    """Measure SimPy at its fastest: without processes, in the form of our loop."""
     import simpy
 
     environment, delay = simpy.Environment(), cycle(delays).__next__

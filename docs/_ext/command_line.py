@@ -1,0 +1,82 @@
+"""Reference of the command line, generated from the typer application: usage, arguments and options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from hpcsync.cli.app import app
+
+
+def pages() -> dict[str, str]:
+    """Return the Markdown of the command line's reference, by the name of the generated file."""
+    return {"command-line.md": "\n".join(_commands(typer.main.get_command(app), "hpcsync"))}
+
+
+def _commands(command: Any, name: str) -> Iterator[str]:
+    if hasattr(command, "commands"):
+        for below, found in command.commands.items():
+            yield from _commands(found, f"{name} {below}")
+        return
+    summary, _, rest = (command.help or "").partition("\n\n")
+    arguments = [p for p in command.params if p.param_type_name == "argument"]
+    options = [p for p in command.params if p.param_type_name == "option"]
+    usage = " ".join([name, *(["[OPTIONS]"] if options else []), *map(_metavar, arguments)])
+    yield f"## `{name}`\n\n{_joined(summary)}\n\n```text\n{usage}\n```\n"
+    if rest:
+        yield _paragraphs(rest)
+    rows = [_row(parameter, name) for parameter in (*arguments, *options)]
+    if rows:
+        yield "\n".join(["{.entries}", "| argument or option | default | description |", "|---|---|---|", *rows]) + "\n"
+
+
+def _metavar(parameter: Any) -> str:
+    return str(parameter.metavar or parameter.name.upper())
+
+
+def _row(parameter: Any, name: str) -> str:
+    about = parameter.help or WORDS.get((name, parameter.name))
+    if not about:
+        raise ValueError(f"{name}: {parameter.name} has no help text, nor one in docs/_ext/command_line.py")
+    shown = _metavar(parameter)
+    if parameter.param_type_name == "option":
+        flags = ", ".join(sorted(parameter.opts, key=len))
+        shown = flags if parameter.is_flag else f"{flags} {shown}" + (" ..." if parameter.multiple else "")
+    shown = shown.replace("|", "\\|")
+    return f"| `{shown}` | {_default(parameter)} | {_joined(about)} |"
+
+
+# Options without a help text: they are Slurm's own.
+WORDS = {
+    ("hpcsync slurm", "gpus_per_node"): "GPUs of each node.",
+    ("hpcsync slurm", "partition"): "Partition.",
+    ("hpcsync slurm", "account"): "Account.",
+}
+
+
+def _default(parameter: Any) -> str:
+    if parameter.required:
+        return "required"
+    value = parameter.default
+    if getattr(parameter, "is_flag", False) and not value:
+        return "off"
+    if value is None or value is False or value == () or value == [] or callable(value):
+        return "none"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _joined(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _paragraphs(text: str) -> str:
+    """The rest of a help text; a block that click does not wrap stays as it is."""
+    blocks = []
+    for block in text.split("\n\n"):
+        if block.lstrip().startswith("\b"):
+            blocks.append("```text\n" + block.replace("\b\n", "").replace("\b", "").strip("\n") + "\n```")
+        else:
+            blocks.append(_joined(block))
+    return "\n\n".join(blocks) + "\n"

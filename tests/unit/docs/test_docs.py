@@ -1,0 +1,235 @@
+"""README and docs/: commands have valid options, jobs are valid, examples run, quoted messages exist.
+
+- A `console` block is run line by line where it takes a second or two (RUN); output below a command must be that of the
+  command, with numbers masked and `...` for lines that are left out. Commands that start ranks are parsed only; a
+  folder that they would leave is a copy of a simulated run.
+- Commands in indented and `bash` blocks are parsed: their options exist, and their job with `--set` is valid.
+- `toml` blocks are complete jobs. `python` blocks compile; those that read the run are executed.
+- A block below a line "`FILE`:" is that file, for the commands of its page.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hpcsync.cli.app import app
+from hpcsync.config import job as jobs
+from hpcsync.core.job_validation import check
+
+ROOT = Path(__file__).parents[3]
+PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_" not in p.parts[-2][:1])]
+RUN = {"show", "simulate", "audit", "cite", "figure", "plan", "slurm"}  # in console blocks
+OTHERS = {"git", "make", "module", "mpirun", "pip", "python", "python3", "sbatch", "scancel", "source", "srun"}
+SHELL = {"$paradigm": "bsp", "$seed": "1"}  # variables of the loops in bash blocks
+
+
+class Block(NamedTuple):
+    kind: str  # the info string; "" of an indented one
+    text: str
+    line: int
+    file: str  # the name that is said before it
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    """The fenced and the indented blocks of a page."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    named = at = 0
+    while at < len(lines):
+        fence = re.match(r"^(`{3,}|:{3,})\{?([\w-]*)\}?", lines[at])
+        if fence:
+            end = next(i for i in range(at + 1, len(lines)) if lines[i].startswith(fence[1]))
+            file = re.match(r"^`([\w.]+)`:$", lines[named]) if named == at - 2 else None
+            yield Block(fence[2], "\n".join(lines[at + 1 : end]), at + 1, file[1] if file else "")
+            at = end
+        elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip()):
+            end = next((i for i in range(at, len(lines)) if not lines[i].startswith("    ")), len(lines))
+            yield Block("", "\n".join(line[4:] for line in lines[at:end]), at + 1, "")
+            at = end - 1
+        elif lines[at].strip():
+            named = at
+        at += 1
+
+
+def commands(block: Block) -> Iterator[tuple[str, list[str]]]:
+    """The commands of a block, each with the output that is shown below it."""
+    prompt = "$ " if block.kind == "console" else ""
+    if block.kind not in ("console", "bash", ""):
+        return
+    command, output = "", []
+    for line in block.text.replace("\\\n", " ").splitlines():
+        if line.startswith(prompt) and (prompt or re.match(r"^ *(\.venv/bin/)?hpcsync ", line)):
+            if command:
+                yield command, output
+            command, output = line[len(prompt) :].strip(), []
+        elif prompt:
+            output.append(line)
+    if command:
+        yield command, output
+
+
+def words(command: str) -> list[str]:
+    for variable, value in SHELL.items():
+        command = command.replace(variable, value)
+    found = shlex.split(command, comments=True)
+    return found[: found.index(">")] if ">" in found else found
+
+
+def parse(arguments: list[str]) -> dict[str, Any]:
+    """The options of a command line. Raises where hpcsync would refuse it."""
+    command: Any = typer.main.get_command(app)
+    name = "hpcsync"
+    while hasattr(command, "commands") and not arguments[0].startswith("-"):
+        name, arguments = arguments[0], arguments[1:]
+        assert name in command.commands, f"hpcsync has no command {name}"
+        command = command.commands[name]
+    if hasattr(command, "commands"):
+        return {}
+    return dict(command.make_context(name, list(arguments)).params)
+
+
+def normal(text: str) -> list[str]:
+    """Lines to be compared: without numbers, and without what differs between machines, and ranks and simulations."""
+    text = text.replace("\\\n", " ")
+    text = re.sub(r"\b(mpi|recorded)(?= .*ratio)", "simulator", re.sub(r"-?\d[\d,]*(\.\d+)?(e-?\d+)?", "#", text))
+    return [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+
+
+def missing(expected: list[str], actual: str) -> str:
+    """The first part of what a page shows that the command has not printed; "": none."""
+    printed = normal(actual)
+    for chunk in "\n".join(expected).split("\n...\n" if "..." in expected else "\0"):
+        wanted = [line for line in normal(chunk) if line != "..."]
+        starts = [i for i in range(len(printed)) if printed[i : i + len(wanted)] == wanted]
+        if wanted and not starts:
+            return "\n".join(wanted)
+        printed = printed[starts[0] + len(wanted) :] if wanted else printed
+    return ""
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `hpcsync run` would leave: the folder of a simulated run."""
+    folder = tmp_path_factory.mktemp("runs") / "dssp"
+    job = str(ROOT / "jobs/digits-dssp.toml")
+    result = CliRunner().invoke(app, ["simulate", job, "--set", "stop.samples=3000", "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_page(page: Path, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    for name in ("jobs", "analysis", "slurm"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for block in blocks(page):
+        where = f"{page.relative_to(ROOT)}:{block.line}"
+        if block.file:
+            (tmp_path / block.file).write_text(block.text)
+        if block.kind == "toml":
+            (tmp_path / "block.toml").write_text(block.text)
+            check_job(tmp_path / (block.file or "block.toml"), where)
+        elif block.kind == "python":
+            check_python(block, where, run_folder)
+        for command, output in commands(block):
+            check_command(words(command), output, block, f"{where}: {command}", run_folder)
+
+
+def check_job(path: Path, where: str) -> None:
+    table = tomllib.loads(path.read_text())
+    assert {"name", "workload", "paradigm"} <= table.keys(), f"{where}: not a complete job"
+    if ":" not in table["workload"]["name"]:
+        check(jobs.load(path))
+
+
+def check_python(block: Block, where: str, run_folder: Path) -> None:
+    code = compile(block.text, where, "exec")
+    if "runs/dssp" in block.text:
+        copy_run(Path("runs/dssp"), run_folder)
+        exec(code, {})
+
+
+def check_command(arguments: list[str], output: list[str], block: Block, where: str, run_folder: Path) -> None:
+    program = Path(arguments[0]).name
+    if program != "hpcsync":
+        assert program in OTHERS, where
+        return
+    options = parse(arguments[1:])
+    if "job" in options:
+        job = jobs.load(options["job"], options.get("overrides") or []) if not uses_trace(arguments) else None
+        assert job is None or job.name
+    if block.kind != "console":
+        return
+    if arguments[1] in RUN:
+        sys.argv = ["hpcsync", *arguments[1:]]  # which a batch script names
+        result = CliRunner().invoke(app, arguments[1:])
+        assert result.exit_code == 0, f"{where}\n{result.output}\n{result.exception!r}"
+        assert not (lacking := missing(output, result.output)), (
+            f"{where}: not printed:\n{lacking}\nbut:\n{result.output}"
+        )
+    elif options.get("out") is not None:
+        copy_run(Path(options["out"]), run_folder)
+
+
+def uses_trace(arguments: list[str]) -> bool:
+    return any("times_from" in word or word == "--resume" for word in arguments)
+
+
+def copy_run(folder: Path, run_folder: Path) -> None:
+    if not folder.exists():
+        shutil.copytree(run_folder, folder)
+
+
+# ---- what the pages say of the code ----
+
+
+def test_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert target.startswith("https:") or (ROOT / target).is_file(), target
+
+
+def test_every_message_of_the_troubleshooting_page_is_one_that_hpcsync_says() -> None:
+    said = [text for path in (ROOT / "hpcsync").rglob("*.py") for text in strings(ast.parse(path.read_text()))]
+    page = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
+    messages = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
+    assert len(messages) > 40
+    for message in messages:
+        parts = [part.strip(" :=;,") for part in message.split("...")]
+        parts = [part for part in parts if len(part) > 3]
+        for part in parts:
+            assert any(part in text for text in said), f"{message}: {part!r} is in no message"
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Every string, with `\\0` for what is put into it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)  # type: ignore[misc]
+
+
+def test_the_reference_describes_every_key_option_and_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_ext"))
+    import reference
+
+    reference.write(tmp_path)
+    text = "".join(path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
+    for expected in ("`staleness_max`", "`--times-from", "### /grants"):
+        assert expected in text
