@@ -69,7 +69,7 @@ def run(
         return 1 if ended.signum == signal.SIGINT else TO_BE_RESUMED
     _settle(folder / layout.TRACE, "failed" if ended.signum is None else "interrupted")
     if (checkpoint := checkpoints.newest(folder)) is not None:
-        print(f"hpcsync: --resume goes on from {checkpoint}", file=sys.stderr)
+        print(f"hpcsync: use --resume to resume from {checkpoint}", file=sys.stderr)
     return TO_BE_RESUMED if ended.signum == signal.SIGTERM else 1
 
 

@@ -244,7 +244,7 @@ def test_a_run_goes_on_where_there_is_a_checkpoint(
     save(Path("o"), load(path))
     Path("o/trace.h5").unlink()
     assert run.run(path, ["stop.updates=99"], None, Path("o"), resume=True) == 1
-    assert capsys.readouterr().err.endswith("hpcsync: --resume goes on from o/checkpoints/1\n")
+    assert capsys.readouterr().err.endswith("hpcsync: use --resume to resume from o/checkpoints/1\n")
     assert ranks.command[-3:] == ["--out", "o", "--resume"]
     with pytest.raises(JobError, match="^seed = 5: must be 0, as it was when the run began$"):
         run.run(path, ["seed=5"], None, Path("o"), resume=True)
