@@ -1,4 +1,4 @@
-"""Connecting a training script to a run: the one call that makes it distributed."""
+"""Connect a training script to a run: one call makes it distributed."""
 
 from __future__ import annotations
 
@@ -37,17 +37,25 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MISTAKE_S = 3.0  # how long rank 0 may take to make the same mistake as another rank
+SAME_ERROR_S = 3.0  # time in which rank 0 reports an error that all ranks have in common
 
 
 def device() -> torch.device:
-    """This process's GPU, which becomes torch's and CuPy's current one: ranks of a node take its GPUs in turn. The CPU
-    where there is none that both can use.
+    """Return the device on which this process trains, and make it the current device of torch and CuPy.
 
-    Call it before anything else uses a GPU, and before mpi4py.MPI is imported: an MPI that knows GPUs looks at the
-    current one when it starts.
+    The ranks of a node take its GPUs in turn.
+
+    Returns
+    -------
+    torch.device
+        A GPU, or the CPU if there is no GPU that both torch and CuPy can use.
+
+    Notes
+    -----
+    Call it before anything else uses a GPU and before mpi4py.MPI is imported: a CUDA-aware MPI binds to the GPU that
+    is current when it starts.
     """
-    _tell_mistakes_in_one_line()
+    _print_user_errors_in_one_line()
     found = gpu_selection.found()
     if launcher.expected_rank() == 0:
         print(found.unused, end="", flush=True)
@@ -80,61 +88,118 @@ def connect(
     comm: MPI.Intracomm | None = None,
     **options: Any,
 ) -> Session:
-    """Make this process a part of a training run; use the result in a `with` statement.
+    """Make this process a rank of a training run.
 
-    Started as N ranks by an MPI launcher, the first `servers` ranks (one, or none where the paradigm has none) become
-    servers and the others workers. As a single process it is the script's own training: `step` is `optimizer.step`, and
-    nothing is recorded.
+    If an MPI launcher has started several ranks, the first `servers` of them become servers and the others workers.
+    A single process trains alone: `step` calls `optimizer.step`, and nothing is recorded.
 
-    model:     the same on every rank; rank 0's initial weights become everybody's. Its trainable parameters must be all
-               float32 or all float64, and all on the CPU or on this rank's GPU (`hpcsync.device()`).
-    optimizer: any element-wise torch.optim optimizer over all of the model's parameters, in one group. It runs on the
-               servers, with "easgd", "ashl", "adsp" or without servers on every worker. Its learning rate is where
-               `schedule` starts from; changing it in the script is an error.
-    paradigm, options: "bsp", "asp", "ssp" (staleness), "dssp" (staleness_min, staleness_max, mode), "k-sync" and
-               "k-batch-sync" (k, cancel), "k-async" and "k-batch-async" (k, staleness_max, staleness_weight), these
-               four with k_min and k_start if k is "state", "loss" or "min", "easgd" (period, alpha or beta,
-               synchronous), "ashl" (steps_coarse, steps_fine, staleness, ratio_coarse, ratio_fine, loss_preset,
-               plateau, share, warmup, profiled), "adsp" (check_period_s, interval_min_s, rule, commits,
-               search_every_s, loss_rise, loss_target), and without servers "allreduce" (bucket_mb), "local-sgd"
-               (steps, outer_lr, outer_momentum), "gossip" (mode, topology, include_self, period). With "allreduce" the
-               gradient is the mean of all workers' as soon as `backward` returns, which is to be called once for each
-               step. With cancel = "abort" a loop may ask `cancelled` between the pieces of a batch.
-    stop:      as the job file's [stop]: samples, updates, seconds, target_accuracy, target_loss (the targets need
-               `evaluate`). None: the run ends when every worker has left its `with` block.
-    schedule, lr_clock, async_lr_scale: as the job file's [optimizer.schedule] and [optimizer].
-    evaluate:  `evaluate(model) -> (loss, accuracy)`, called every `every_samples` samples beside the servers, or
-               beside worker 0's training where there are none.
-    compute:   as the job file's [cluster.compute]: pads each iteration, to try an uneven cluster.
-    batches:   as the job file's [batches]: gives each worker as many samples as suit its speed, of a total that must be
-               said. Gradients are means over a worker's batch; they are weighted with its size.
-    compression: as the job file's [compression], {"name": "top-k", "ratio": 0.01}: what a worker's pushes are turned
-               into before they travel. In a single process nothing does, and the momentum of "dgc" is missing.
-    window:    as the job file's cluster.window: how GPU tensors move between ranks.
-    placement: as the job file's cluster.placement: with "spread" servers lie on nodes of their own; ranks are then
-               counted in another order (the session's `rank`), except for rank 0.
-    name, out: what the run is called (default: the script's name) and its folder (default: runs/NAME-TIME/).
-    on_death:  as the job file's cluster.on_death: with "continue" the others go on when a worker's process dies, where
-               the MPI can.
-    checkpoint: as the job file's [checkpoint]: how often all that the run consists of is written into its folder.
-    resume:    go on from the newest checkpoint in `out`, if there is one. Loaders then begin after what was trained on,
-               and what the script has drawn from Python's, NumPy's and torch's generators goes on with them; what else
-               it keeps from iteration to iteration is its own business. A single process cannot: it is refused where
-               there is a checkpoint.
-    comm:      the ranks that take part; default: all.
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The same model on every rank; all ranks start from the initial weights of rank 0. Its trainable parameters must
+        be all float32 or all float64, and all on the CPU or all on this rank's GPU (see `hpcsync.device`).
+    optimizer : torch.optim.Optimizer
+        Any element-wise optimizer of torch.optim, with all trainable parameters of the model in one group. It runs on
+        the servers; with "easgd", "ashl", "adsp" and without servers it runs on every worker. Its learning rate is the
+        initial rate of `schedule`; the script must not change it.
+    paradigm : str
+        Synchronisation paradigm, with its `options`:
 
-    Raises JobError for settings that are not allowed and LaunchError for a launcher that started the ranks wrongly,
-    before any training begins. Uncaught, they end all ranks with status 2 and one line, without a traceback.
+        - with servers: "bsp"; "asp"; "ssp" (staleness); "dssp" (staleness_min, staleness_max, mode); "k-sync" and
+          "k-batch-sync" (k, cancel); "k-async" and "k-batch-async" (k, staleness_max, staleness_weight), these four
+          with k_min and k_start if k is "state", "loss" or "min"; "easgd" (period, alpha or beta, synchronous); "ashl"
+          (steps_coarse, steps_fine, staleness, ratio_coarse, ratio_fine, loss_preset, plateau, share, warmup,
+          profiled); "adsp" (check_period_s, interval_min_s, rule, commits, search_every_s, loss_rise, loss_target)
+        - without servers: "allreduce" (bucket_mb); "local-sgd" (steps, outer_lr, outer_momentum); "gossip" (mode,
+          topology, include_self, period)
+
+        With "allreduce" the gradients are the mean over all workers as soon as `backward` returns; call `backward` once
+        for each step. With cancel = "abort" the loop may call `Session.cancelled` between the pieces of a batch.
+    servers : int, optional
+        Number of servers; by default 1, or 0 for a paradigm without servers.
+    seed : int
+        Seed of the data order and of every random choice of the run.
+    stop : mapping, optional
+        As [stop] of the job file: samples, updates, seconds, target_accuracy, target_loss. The targets need `evaluate`.
+        By default the run ends when every worker has left its `with` block.
+    schedule, lr_clock, async_lr_scale
+        As [optimizer.schedule] and [optimizer] of the job file.
+    evaluate : callable, optional
+        ``evaluate(model) -> (loss, accuracy)``. It is called every `every_samples` samples, concurrently with the
+        servers, or with the training of worker 0 if there are no servers.
+    every_samples : int
+        Samples between two evaluations.
+    compute : mapping, optional
+        As [cluster.compute] of the job file: lengthens each iteration, to emulate an uneven cluster.
+    batches : mapping, optional
+        As [batches] of the job file: batch sizes in proportion to the workers' speeds; `total` is required. Gradients
+        are means over a worker's batch, and are weighted with its size.
+    compression : mapping, optional
+        As [compression] of the job file, such as ``{"name": "top-k", "ratio": 0.01}``: compression of the workers'
+        pushes. A single process does not compress, and trains without the momentum of "dgc".
+    window : str
+        As cluster.window of the job file: how GPU tensors move between ranks.
+    placement : str
+        As cluster.placement of the job file. With "spread" servers are on nodes of their own; the session's `rank` then
+        differs from the MPI rank, except for rank 0.
+    name : str, optional
+        Name of the run; by default the name of the script.
+    out : path, optional
+        Folder of the run; by default runs/NAME-TIME/.
+    on_death : str
+        As cluster.on_death of the job file. With "continue" the run continues when the process of a worker dies, if the
+        MPI library supports it.
+    checkpoint : mapping, optional
+        As [checkpoint] of the job file: how often the state of the run is saved in its folder.
+    resume : bool
+        Resume from the newest checkpoint in `out`, if there is one. Loaders continue after the samples already used,
+        and the generators of Python, NumPy and torch are restored; the script restores any other state of its own. A
+        single process cannot resume: it is an error if there is a checkpoint.
+    comm : mpi4py.MPI.Intracomm, optional
+        Ranks that take part; by default all.
+    **options
+        Options of the paradigm.
+
+    Returns
+    -------
+    Session
+        Session of this process, to be used in a `with` statement.
+
+    Raises
+    ------
+    JobError
+        For a setting that is not allowed, before any training begins.
+    LaunchError
+        If the launcher started the ranks wrongly, for example with another MPI than the one that mpi4py loads.
+
+    Notes
+    -----
+    If it is not caught, either exception ends all ranks with status 2 and prints one line instead of a traceback.
+
+    Examples
+    --------
+    ::
+
+        model = Net().to(hpcsync.device())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with hpcsync.connect(model, optimizer, "ssp", staleness=3) as sync:
+            for x, y in sync.shard(dataset, batch_size=32, epochs=10):
+                optimizer.zero_grad()
+                loss = criterion(model(x), y)
+                loss.backward()
+                sync.step(loss)
+
+    Start it with ``hpcsync launch -n 4 -- python train.py``: one server and three workers.
     """
-    _tell_mistakes_in_one_line()
+    _print_user_errors_in_one_line()
     comm = comm or world()
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
     if comm is None or comm.size == 1:
         if layout.going_on(out, resume) is not None:
-            raise JobError(f"resume: must come with several ranks: one cannot go on with the run of several in {out}")
+            raise JobError(f"resume: needs several ranks: a single process cannot resume the run in {out}")
         comm, n_workers = None, 2 if paradigm == "stanza" else 1
-        options, batches = _alone(options, batches)
+        options, batches = _for_single_process(options, batches)
     else:
         before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
@@ -172,8 +237,8 @@ def connect(
     if evaluate is None:
         _refuse_targets(job)
     if comm is None:
-        check_model(job, model, "model", evaluated=False)  # its running statistics are all here
-        if isinstance(job.paradigm, StanzaOptions):  # with all the layers there is nobody to share them with
+        check_model(job, model, "model", evaluated=False)  # a single process has all running statistics
+        if isinstance(job.paradigm, StanzaOptions):  # a single process trains all layers
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduceOptions(name="allreduce"), "cluster": one})
         return LocalSession(job, model, optimizer, evaluate)
@@ -195,8 +260,22 @@ def join(
     out: str | Path | None,
     before: Resumed | None = None,
 ) -> RankSession:
-    """This rank's session of a job on `comm`, which must have as many ranks as the job, unless it goes on from
-    `before`. Collective."""
+    """Return this rank's session of a job. Collective.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        Communicator with as many ranks as the job has, or with fewer if the run is resumed.
+    job, model, optimizer, evaluate, out
+        As resolved from the arguments of `connect`.
+    before : Resumed, optional
+        State to resume from.
+
+    Raises
+    ------
+    JobError
+        If the number of ranks, the model, the MPI library or the transport does not allow this job.
+    """
     from mpi4py import MPI
 
     from hpcsync.mpi.session_base import Given
@@ -218,13 +297,13 @@ def join(
     check_model(job, model, "model", evaluated=evaluate is not None)
     _refuse_differences(comm, job, model)
     if evaluate is not None and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE, for the evaluation beside server 0")
+        raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE: rank 0 evaluates while the run continues")
     if job.cluster.on_death == "continue":
         refuse_intolerant(comm)
     if not job.has_servers and MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise JobError(
-            f'paradigm.name = "{job.paradigm.name}": needs an MPI with MPI_THREAD_MULTIPLE: worker 0 hears the others '
-            "while it trains"
+            f'paradigm.name = "{job.paradigm.name}": needs an MPI with MPI_THREAD_MULTIPLE: worker 0 receives messages '
+            "of the others while it trains"
         )
     _share_cores(comm, is_server=comm.rank < job.cluster.servers)
     if comm.rank == 0:
@@ -240,10 +319,10 @@ def join(
     try:
         with aborting(comm, but=(MemoryUnreachable, JobError)):
             if job.steps_on_workers or comm.rank < job.cluster.servers:
-                _load(optimizer, device_of(model))
-            garbage.freeze()  # here, before there is a session: those are garbage when they have ended
+                _warm_up(optimizer, device_of(model))
+            garbage.freeze()  # before the session exists: sessions are garbage once they have ended
             given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate)
-            return _kind(job, comm.rank)(given)
+            return _session_class(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:
         if comm.rank == 0 and checkpoints.resumed is None:
             layout.withdraw(folder)
@@ -252,8 +331,8 @@ def join(
         raise JobError(f'cluster.window = "{placement.transport.kind}": must be another here: {error}') from None
 
 
-def _kind(job: Job, rank: int) -> Callable[[Given], RankSession]:
-    """The session of this rank of a job."""
+def _session_class(job: Job, rank: int) -> Callable[[Given], RankSession]:
+    """Return the class of this rank's session."""
     from hpcsync.mpi.peer.rank0_session import Rank0Session
     from hpcsync.mpi.peer.session import PeerSession
     from hpcsync.mpi.server.local_steps import CommittingSession, ElasticSession
@@ -269,10 +348,16 @@ def _kind(job: Job, rank: int) -> Callable[[Given], RankSession]:
 
 
 def world() -> MPI.Intracomm | None:
-    """All ranks; None for a process that no MPI launcher started. Raises LaunchError for N worlds of one."""
+    """Return MPI.COMM_WORLD, or None for a process that no MPI launcher started.
+
+    Raises
+    ------
+    LaunchError
+        If N ranks were started but each one is an MPI world of its own.
+    """
     if not launcher.under_launcher():
         return None
-    if "mpi4py.MPI" not in sys.modules:  # it reads its settings once
+    if "mpi4py.MPI" not in sys.modules:  # MPI reads its settings once
         under_slurm = launcher.SLURM_PMI2_SETTINGS if launcher.under_pmi2_of_slurm() else {}
         os.environ.update({**launcher.MPI_SETTINGS, **under_slurm, **os.environ})
     from mpi4py import MPI
@@ -281,47 +366,49 @@ def world() -> MPI.Intracomm | None:
     return MPI.COMM_WORLD
 
 
-def _tell_mistakes_in_one_line() -> None:
-    """What is wrong with a script's settings is told as a command's mistakes are, if nobody catches it."""
-    if not isinstance(sys.excepthook, _Mistakes):
-        sys.excepthook = _Mistakes(sys.excepthook)
+def _print_user_errors_in_one_line() -> None:
+    """Install an `excepthook` that prints an uncaught JobError or LaunchError as the commands do."""
+    if not isinstance(sys.excepthook, _UserErrorHook):
+        sys.excepthook = _UserErrorHook(sys.excepthook)
 
 
-class _Mistakes:
-    """In place of `sys.excepthook`, which still tells of all other exceptions."""
+class _UserErrorHook:
+    """Replacement of `sys.excepthook`, which still handles all other exceptions."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, JobError | launcher.LaunchError):
-            _end_for(error)
+            _exit_all(error)
         self._before(kind, error, trace)
 
 
-def _end_for(mistake: Exception) -> NoReturn:
-    """End all ranks with status 2. Most mistakes are made by all of them: then rank 0 tells of it before another does,
-    and ends the others."""
+def _exit_all(error: Exception) -> NoReturn:
+    """Print the error and end all ranks with status 2.
+
+    Most errors occur on all ranks: rank 0 then prints first, and ends the others.
+    """
     mpi = sys.modules.get("mpi4py.MPI")
     together = mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() and mpi.COMM_WORLD.size > 1
     rank = launcher.expected_rank()
     if together and rank > 0:
-        time.sleep(MISTAKE_S)
+        time.sleep(SAME_ERROR_S)
     if together or rank == 0:
-        print(f"hpcsync: {mistake}\n", end="", file=sys.stderr, flush=True)
+        print(f"hpcsync: {error}\n", end="", file=sys.stderr, flush=True)
     if together:
         assert mpi is not None
         sys.stdout.flush()
-        time.sleep(0.1)  # a launcher that is told to abort may drop what it has not read yet
+        time.sleep(0.1)  # a launcher that aborts may drop output that it has not read yet
         mpi.COMM_WORLD.Abort(2)
         os._exit(2)  # MPICH's abort may return before the launcher ends this rank
     sys.exit(2)
 
 
 def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
-    """What the function gives on rank 0, on every rank; the JobError that it raises there is raised everywhere.
+    """Call a function on rank 0 and return its result on every rank. Collective.
 
-    Anything else that it raises ends the job.
+    A JobError that it raises is raised on every rank; any other exception ends the job.
     """
     result: T | JobError | None = None
     if comm.rank == 0:
@@ -338,25 +425,25 @@ def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
 
 
 def _refuse_differences(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
-    """Every rank must train the same model in the same way: shards are cut from it, and decisions hold for all."""
+    """Raise JobError unless every rank has the same model, device and settings."""
     state = [(key, tuple(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
     trained = [p.requires_grad for p in model.parameters()]
-    everybody = comm.allgather((job.to_toml(), device_of(model).type, state, trained))
-    for rank, (job_toml, device, *its_model) in enumerate(everybody):
-        if its_model != [*everybody[0][2:]]:
+    all_ranks = comm.allgather((job.to_toml(), device_of(model).type, state, trained))
+    for rank, (job_toml, device, *its_model) in enumerate(all_ranks):
+        if its_model != [*all_ranks[0][2:]]:
             raise JobError(f"model: must have the same parameters on every rank; rank {rank}'s differ from rank 0's")
-        if device != everybody[0][1]:
+        if device != all_ranks[0][1]:
             raise JobError(
-                f"model: must be on {everybody[0][1]} on every rank, as on rank 0; rank {rank}'s is on {device}"
+                f"model: must be on {all_ranks[0][1]} on every rank, as on rank 0; rank {rank}'s is on {device}"
             )
-        if job_toml != everybody[0][0]:
-            raise JobError(f"connect: must be given the same on every rank; rank {rank}'s settings are not rank 0's")
+        if job_toml != all_ranks[0][0]:
+            raise JobError(f"connect: needs the same arguments on every rank; rank {rank}'s differ from rank 0's")
 
 
 def _share_cores(comm: MPI.Intracomm, *, is_server: bool) -> None:
-    """Give this rank its share of the node's cores, unless OMP_NUM_THREADS says otherwise.
+    """Set the number of torch threads to this rank's share of the node's cores, unless OMP_NUM_THREADS is set.
 
-    A server updates in one thread: where torch splits a tensor between threads, the bits would depend on the shards.
+    A server updates in one thread: if torch split a tensor between threads, the bits would depend on the shards.
     """
     from mpi4py import MPI
 
@@ -369,8 +456,8 @@ def _share_cores(comm: MPI.Intracomm, *, is_server: bool) -> None:
         torch.set_num_threads(max(1, share))
 
 
-def _load(optimizer: OptimizerSpec, device: torch.device) -> None:
-    """A process's first optimizer costs it seconds (torch loads its compiler), which are none of the run's."""
+def _warm_up(optimizer: OptimizerSpec, device: torch.device) -> None:
+    """Make a first optimizer step, which takes seconds (torch loads its compiler) that must not count in the run."""
     parameter = torch.nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros(1, device=device)
     optimizer.build(parameter).step()
@@ -378,7 +465,13 @@ def _load(optimizer: OptimizerSpec, device: torch.device) -> None:
 
 @contextmanager
 def aborting(comm: MPI.Intracomm, *, but: type[BaseException] | tuple[type[BaseException], ...]) -> Iterator[None]:
-    """What one rank raises ends the job: the others would wait for it for ever. `but`: what all ranks raise alike."""
+    """End the job if this rank alone raises: the others would wait for it forever.
+
+    Parameters
+    ----------
+    but : exception class or tuple of them
+        Exceptions that all ranks raise together; they propagate.
+    """
     try:
         yield
     except but:
@@ -389,7 +482,7 @@ def aborting(comm: MPI.Intracomm, *, but: type[BaseException] | tuple[type[BaseE
 
 
 def _abort(comm: MPI.Intracomm) -> None:
-    """End the job for an exception of one rank alone: the others would wait for it for ever."""
+    """Print the exception of this rank and end the job."""
     from hpcsync.mpi.session_base import end_all
 
     error = sys.exception()
@@ -410,13 +503,13 @@ def _make_folder(job: Job, out: str | Path | None, before: Resumed | None) -> Pa
 
 def _checkpoint_lines(checkpoints: Checkpoints) -> Iterator[str]:
     if checkpoints.resumed is not None:
-        yield f"going on from {checkpoints.resumed}"
+        yield f"resuming from {checkpoints.resumed}"
     if not checkpoints.shared:
-        yield f"no checkpoints: not every host sees {checkpoints.folder}"
+        yield f"no checkpoints: {checkpoints.folder} is not visible on every host"
 
 
 def _script_name() -> str:
-    """What is left of the script's name when it must name a job; nothing is left of `-`, standard input."""
+    """Return the script's name without the characters that a job's name must not have; "script" for standard input."""
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(sys.argv[0]).stem).strip("._+-") or "script"
 
 
@@ -427,15 +520,14 @@ def _spec(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> Optimizer
         raise JobError(str(error)) from None
     given = {id(p) for p in optimizer.param_groups[0]["params"] if p.requires_grad}
     if given != {id(p) for p in model.parameters() if p.requires_grad}:
-        raise JobError("optimizer: must be given exactly the model's trainable parameters: all of them are trained")
+        raise JobError("optimizer: must have exactly the model's trainable parameters: all of them are trained")
     return spec
 
 
-def _alone(
+def _for_single_process(
     options: dict[str, Any], batches: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Of a paradigm's options and of [batches] what one process can keep to: k, the size of a group, and limits, are
-    for several workers."""
+    """Return the paradigm's options and [batches] without what needs several workers: k, group sizes and limits."""
     k = options.get("k")
     if type(k) is int and k > 1:
         options = {**options, "k": 1}
@@ -446,4 +538,4 @@ def _alone(
 def _refuse_targets(job: Job) -> None:
     for key in ("target_accuracy", "target_loss"):
         if (target := getattr(job.stop, key)) is not None:
-            raise JobError(f"stop.{key} = {target}: must come with evaluate, which alone can find it")
+            raise JobError(f"stop.{key} = {target}: needs evaluate, which measures it")

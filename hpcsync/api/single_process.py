@@ -1,4 +1,4 @@
-"""The session of a process that trains alone."""
+"""Session of a process that trains alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hpcsync.workloads.registry import Evaluate
 
 
 class LocalSession(Session):
-    """One process without MPI: the script's own training, in the data order that one worker would have.
+    """Training in a single process without MPI, in the data order of a run with one worker.
 
-    It keeps to the job's stopping rule, learning-rate schedule and padding, and records nothing. Where batches are
-    given out all of the total is its own.
+    It follows the job's stopping rule, learning-rate schedule and padding, and records nothing. With allocated batches
+    it trains the whole total.
     """
 
     def __init__(
@@ -40,14 +40,16 @@ class LocalSession(Session):
         self._model = model
         self._optimizer = optimizer
         self._evaluate = evaluate
-        self._evaluating_s = 0.0  # does not count as training time
+        self._evaluating_s = 0.0  # not training time
         self._rate = job.optimizer.lr
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+        """Return an iterator over all batches of the next training epochs."""
         self._refuse_outside()
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def step(self, loss: torch.Tensor | float) -> bool:
+        """Apply the gradients with the script's optimizer; return False once the run is over."""
         self._refuse_step()
         self._iterations.end()
         self._update()
@@ -74,4 +76,4 @@ class LocalSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is no other process to wait for."""

@@ -1,4 +1,4 @@
-"""The command line: arguments and wiring, no logic. Whatever costs time to import waits until it is needed."""
+"""Command line: arguments and wiring, no logic. Modules that are slow to import are imported when they are needed."""
 
 from __future__ import annotations
 
@@ -20,27 +20,26 @@ from hpcsync.system.signals import left_to_rank_0
 from hpcsync.version import __version__
 
 app = typer.Typer(
-    help="Train PyTorch models under any synchronisation paradigm, and see what each one costs.",
+    help="Train PyTorch models under any synchronisation paradigm, and measure what each one costs.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="The job file (TOML).", show_default=False)]
+JobPath = Annotated[Path, typer.Argument(metavar="JOB", help="Job file (TOML).", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the job file, e.g. paradigm.staleness_max=20."),
 ]
-Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder for trace and weights; runs/NAME-TIME/ by default.")
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the run; runs/NAME-TIME/ by default.")]
+TracePath = Annotated[
+    Path, typer.Argument(metavar="TRACE", help="Trace file, or the folder of a run.", show_default=False)
 ]
 
 Oversubscribe = Annotated[
     bool,
-    typer.Option(
-        "--oversubscribe", help="Allow more ranks than a small multiple of this machine's cores.", show_default=False
-    ),
+    typer.Option("--oversubscribe", help="Allow many more ranks than this machine has cores.", show_default=False),
 ]
 
 
@@ -49,7 +48,7 @@ def run(
     job: JobPath,
     ranks: Annotated[
         int | None,
-        typer.Option("-n", metavar="RANKS", help="Number of ranks; workers are the ranks that are not servers."),
+        typer.Option("-n", metavar="RANKS", help="Number of ranks: servers and workers."),
     ] = None,
     overrides: Overrides = None,
     out: Out = None,
@@ -57,44 +56,52 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint in DIR; begin where there is none. A finished run stays as it is.",
+            help="Resume from the newest checkpoint in DIR, or start anew if there is none. A finished run is not "
+            "changed.",
             show_default=False,
         ),
     ] = False,
     oversubscribe: Oversubscribe = False,
 ) -> None:
-    """Train. Starts the ranks; under mpirun, mpiexec or srun it is one of them."""
-    with told_in_one_line():
+    """Train a job on MPI ranks of this machine. Under mpirun, mpiexec or srun, this process is one of the ranks."""
+    with user_errors_in_one_line():
         if under_launcher():
-            left_to_rank_0()  # before anything slow: a batch system's signal may come at any time
+            left_to_rank_0()  # before anything slow: a batch system may send a signal at any time
             from hpcsync.run_dir.progress_line import say
 
             if expected_rank() == 0:
                 say("loading libraries")
-            from hpcsync.cli import rank_main as one
+            from hpcsync.cli import rank_main
 
-            sys.exit(one.main(job, overrides or [], ranks, out, resume))
-        from hpcsync.cli import run as front
+            sys.exit(rank_main.main(job, overrides or [], ranks, out, resume))
+        from hpcsync.cli import run as commands
 
-        sys.exit(front.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe))
+        sys.exit(commands.run(job, overrides or [], ranks, out, resume, oversubscribe=oversubscribe))
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def launch(
     program: Annotated[
         list[str],
-        typer.Argument(metavar="-- PROGRAM...", help="`python` is the Python that runs this.", show_default=False),
+        typer.Argument(
+            metavar="-- PROGRAM...",
+            help="Program and its arguments; `python` stands for the Python that runs hpcsync.",
+            show_default=False,
+        ),
     ],
     ranks: Annotated[int, typer.Option("-n", metavar="RANKS", help="Number of ranks.", show_default=False)],
     timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="End the ranks then, with status 124.", show_default=False)
+        float | None,
+        typer.Option(
+            metavar="SECONDS", help="End the ranks after this time, with exit status 124.", show_default=False
+        ),
     ] = None,
     oversubscribe: Oversubscribe = False,
 ) -> None:
     """Run a program, such as a training script, on MPI ranks of this machine."""
     from hpcsync.cli import launch as launching
 
-    with told_in_one_line():
+    with user_errors_in_one_line():
         sys.exit(launching.launch(ranks, program, timeout, oversubscribe=oversubscribe))
 
 
@@ -107,37 +114,33 @@ def simulate(
         Path | None,
         typer.Option(
             metavar="TRACE",
-            help="Take compute and transfer times from this trace (or folder) of another run.",
+            help="Use the compute and transfer times of another run: its trace file or its folder.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Train in virtual time, on one core: any number of workers, the same decisions, the same trace."""
-    with told_in_one_line():
-        from hpcsync.cli import run as front
+    """Train a job in virtual time on one core, with any number of workers: same decisions, same trace format."""
+    with user_errors_in_one_line():
+        from hpcsync.cli import run as commands
 
-        sys.exit(front.simulate(job, overrides or [], out, times_from))
+        sys.exit(commands.simulate(job, overrides or [], out, times_from))
 
 
 @app.command(cls=JobCommand)
 def show(job: JobPath, overrides: Overrides = None) -> None:
-    """What a job resolves to: roles, sizes, bytes per iteration. Nothing runs."""
-    from hpcsync.cli import run as front
+    """Show what a job resolves to: roles, sizes, bytes per iteration. Nothing is trained."""
+    from hpcsync.cli import run as commands
 
-    with told_in_one_line():
-        front.show(job, overrides or [])
+    with user_errors_in_one_line():
+        commands.show(job, overrides or [])
 
 
 @app.command()
-def audit(
-    trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace, or the folder of a run.", show_default=False)
-    ],
-) -> None:
-    """Replay a trace's pushes through a fresh paradigm, compare every grant, and check the invariants."""
+def audit(trace: TracePath) -> None:
+    """Audit a trace: replay its pushes through a new paradigm, compare every grant, and check the invariants."""
     from hpcsync.audit import trace_audit as auditing
 
-    with told_in_one_line():
+    with user_errors_in_one_line():
         sys.exit(auditing.main(trace))
 
 
@@ -147,7 +150,7 @@ app.command("cite")(cite.command)
 
 @app.command()
 def doctor() -> None:
-    """Which MPI there is, and whether it serves."""
+    """Examine this machine: packages, MPI library and launcher, GPUs, shared memory."""
     from hpcsync.cli import doctor as examination
 
     sys.exit(examination.main())
@@ -160,50 +163,64 @@ def bench(
         typer.Argument(metavar="[TARGET...]", help="What to measure; everything by default.", show_default=False),
     ] = None,
     device: Annotated[
-        str, typer.Option(metavar="cpu|cuda", help="Where tensors lie; on a GPU there are fewer targets.")
+        str, typer.Option(metavar="cpu|cuda", help="Device of the tensors; cuda has fewer targets.")
     ] = "cpu",
     json: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Also write every repetition into this file.", show_default=False),
+        typer.Option(metavar="FILE", help="Also write every repetition to this file.", show_default=False),
     ] = None,
 ) -> None:
-    """Each primitive beside the machine's own limit, measured in the same job."""
+    """Measure each primitive beside the limit of the machine, in the same job."""
     from hpcsync import bench as benchmark
 
-    with told_in_one_line():
+    with user_errors_in_one_line():
         sys.exit(benchmark.main(targets or [], json, device))
 
 
 @app.command()
 def slurm(
     job: JobPath,
-    nodes: Annotated[list[int], typer.Option(metavar="N", help="How many.")],
-    ntasks_per_node: Annotated[list[int], typer.Option(metavar="M", help="Ranks of each node.")],
-    cpus_per_task: Annotated[list[int], typer.Option(metavar="C", help="And threads, of each rank.")] = [1],  # noqa: B006
-    gpus_per_node: Annotated[list[int] | None, typer.Option(metavar="G", show_default=False)] = None,
-    partition: Annotated[list[str] | None, typer.Option(metavar="NAME", show_default=False)] = None,
-    mem: Annotated[list[str] | None, typer.Option(metavar="SIZE", help="Of a node.", show_default=False)] = None,
-    time: Annotated[str | None, typer.Option(metavar="TIME", help="As Slurm writes it.", show_default=False)] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME", show_default=False)] = None,
+    nodes: Annotated[list[int], typer.Option(metavar="N", help="Number of nodes.")],
+    ntasks_per_node: Annotated[list[int], typer.Option(metavar="M", help="Ranks per node.")],
+    cpus_per_task: Annotated[list[int], typer.Option(metavar="C", help="Cores and threads per rank.")] = [1],  # noqa: B006
+    gpus_per_node: Annotated[
+        list[int] | None, typer.Option(metavar="G", help="GPUs per node.", show_default=False)
+    ] = None,
+    partition: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Partition.", show_default=False)] = None,
+    mem: Annotated[
+        list[str] | None, typer.Option(metavar="SIZE", help="Memory per node, such as 16G.", show_default=False)
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time limit: minutes, hours:minutes:seconds or days-hours:minutes.",
+            show_default=False,
+        ),
+    ] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.", show_default=False)] = None,
     array: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=[VALUE, ...]", help="A run for each value; of several keys, for each combination."),
+        typer.Option(
+            metavar="KEY=[VALUE, ...]",
+            help="Job array: one run per value; with several keys, one run per combination.",
+        ),
     ] = None,
     preemptible: Annotated[
-        bool, typer.Option("--preemptible", help="Make room when asked to, and go on from a checkpoint.")
+        bool, typer.Option("--preemptible", help="Save a checkpoint on SIGTERM, requeue the job and resume it.")
     ] = False,
     mpi: Annotated[
-        str | None, typer.Option(metavar="KIND", help="Of srun; by default what this Python's MPI needs.")
+        str | None, typer.Option(metavar="KIND", help="srun's --mpi; by default what this Python's MPI needs.")
     ] = None,
     overrides: Overrides = None,
 ) -> None:
     """Print a batch script that trains this job under Slurm. Nothing is submitted.
 
-    What is said of nodes, given several times, is for as many kinds of node: a heterogeneous job.
+    For a heterogeneous job, give the options about nodes several times: once for each kind of node.
     """
     from hpcsync.cli import slurm as scripts
 
-    with told_in_one_line():
+    with user_errors_in_one_line():
         asked = scripts.BatchRequest(
             nodes=nodes,
             ntasks_per_node=ntasks_per_node,
@@ -221,24 +238,26 @@ def slurm(
 
 
 plan = typer.Typer(
-    help="What a way to train would cost on a cluster that is not at hand.", no_args_is_help=True, rich_markup_mode=None
+    help="Predict what a training layout would cost on another cluster.", no_args_is_help=True, rich_markup_mode=None
 )
 app.add_typer(plan, name="plan")
 
 
 @plan.command()
 def stanza(
-    model: Annotated[str, typer.Option(metavar="NAME", help="A well-known network, such as vgg16.")],
-    nodes: Annotated[int, typer.Option(metavar="N", help="Of the cluster, at least 2.")],
-    bandwidth_gbit: Annotated[float, typer.Option(metavar="B", help="Of every node's link, up and down each.")],
-    batch: Annotated[int, typer.Option(metavar="b", help="Samples of a worker's batch.")],
-    latency_us: Annotated[float, typer.Option(metavar="L", help="Of a message.")] = 50.0,
-    micro_batches: Annotated[int, typer.Option(metavar="M", help="Pieces of a batch, one after the other.")] = 1,
+    model: Annotated[str, typer.Option(metavar="NAME", help="Architecture of torchvision, such as vgg16.")],
+    nodes: Annotated[int, typer.Option(metavar="N", help="Number of nodes, at least 2.")],
+    bandwidth_gbit: Annotated[
+        float, typer.Option(metavar="B", help="Bandwidth of each node's link in each direction, in Gbit/s.")
+    ],
+    batch: Annotated[int, typer.Option(metavar="b", help="Batch size of a worker, in samples.")],
+    latency_us: Annotated[float, typer.Option(metavar="L", help="Latency of a message, in microseconds.")] = 50.0,
+    micro_batches: Annotated[int, typer.Option(metavar="M", help="Micro-batches of a batch.")] = 1,
     profile: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="TOML: conv_forward_ms, conv_backward_ms, fc_ms of a batch, perhaps fc_fixed_ms; or else:",
+            help="Times of a batch (TOML): conv_forward_ms, conv_backward_ms, fc_ms, and optionally fc_fixed_ms.",
             show_default=False,
         ),
     ] = None,
@@ -246,18 +265,21 @@ def stanza(
         float | None,
         typer.Option(
             metavar="X",
-            help="That a node trains the whole model with; or else it is measured here.",
+            help="Speed of one node with the whole model. Without this option and --profile it is measured here.",
             show_default=False,
         ),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write all numbers into this file.", show_default=False)
+        Path | None, typer.Option(metavar="FILE", help="Also write all numbers to this file.", show_default=False)
     ] = None,
 ) -> None:
-    """How many nodes should train the fully-connected layers, beside parameter servers and all-reduce."""
+    """Plan layer separation: how many nodes train the fully-connected layers.
+
+    The layouts are compared with parameter servers and all-reduce.
+    """
     from hpcsync.cli import plan as plans
 
-    with told_in_one_line():
+    with user_errors_in_one_line():
         asked = plans.Asked(
             model=model,
             nodes=nodes,
@@ -280,28 +302,31 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     pass
 
 
 @contextlib.contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """The user's mistakes end the program with status 2 and one line; of many ranks only the first says it.
+def user_errors_in_one_line() -> Iterator[None]:
+    """End the program with status 2 and one line on a JobError or LaunchError; with several ranks only rank 0 prints.
 
     Ctrl-C ends it with status 1.
     """
     try:
         yield
-    except (JobError, LaunchError) as mistake:
+    except (JobError, LaunchError) as error:
         if expected_rank() == 0:
-            print(f"hpcsync: {mistake}", file=sys.stderr)
+            print(f"hpcsync: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:  # before or after what looks for signals by itself
+    except KeyboardInterrupt:  # outside of the code that handles signals itself
         print("hpcsync: interrupted", file=sys.stderr)
         sys.exit(1)
 
 
 def main() -> None:
+    """Run the command line."""
     garbage.freeze_at_end()
     app(prog_name="hpcsync")

@@ -1,4 +1,4 @@
-"""`hpcsync cite`: the papers behind a run, as BibTeX."""
+"""Command `hpcsync cite`: the papers behind a run, as BibTeX."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import typer
 
 def command(
     trace: Annotated[
-        Path, typer.Argument(metavar="TRACE", help="A trace, or the folder of a run.", show_default=False)
+        Path, typer.Argument(metavar="TRACE", help="Trace file, or the folder of a run.", show_default=False)
     ],
 ) -> None:
-    """Print BibTeX of the papers behind a run, and of hpcsync in the version that ran it."""
+    """Print BibTeX entries of the papers behind a run, and of the version of hpcsync that ran it."""
     sys.exit(main(trace))
 
 
 def main(path: Path) -> int:
-    """Print the entries, each below a line that says what it describes. Returns the exit status."""
+    """Print the entries, each below a line that names the part it describes; return the exit status."""
     from hpcsync.report.citations import bibtex, references, software
     from hpcsync.trace.reader import TraceError, opened
 
     try:
         with opened(path) as trace:
             parts, version = references(trace.job), str(trace.attributes.get("hpcsync_version", "unknown"))
-    except TraceError as mistake:
-        print(f"hpcsync: {mistake}", file=sys.stderr)
+    except TraceError as error:
+        print(f"hpcsync: {error}", file=sys.stderr)
         return 2
     for part, papers in {**parts, "software": (software(version),)}.items():
         print(f"% {part}\n" + "\n\n".join(map(bibtex, papers)) + "\n")

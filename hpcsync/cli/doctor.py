@@ -1,4 +1,4 @@
-"""`hpcsync doctor`: what there is on this machine, whether it serves, and what to do if not."""
+"""Command `hpcsync doctor`: what is installed on this machine, whether hpcsync can use it, and what to do if not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hpcsync.mpi.transport.subprocess_probe import ProbeError, probe
 from hpcsync.mpi.transport.window_trials import WindowTrial, fastest, reason, rehearse
 from hpcsync.system import launcher
 
-PASSIVE_S = 0.1  # a transfer that waits for a rank busy for half a second takes longer than this
+PASSIVE_S = 0.1  # a transfer that waits for its target, which computes for half a second, takes longer than this
 SHM_BYTES = 256 * 2**20
 
 Verdict = Literal["ok", "note", "bad"]
@@ -26,7 +26,19 @@ STYLES = {"ok": "green", "note": "yellow", "bad": "red"}
 
 
 class Finding(NamedTuple):
-    """note: it works, but knowing this helps. bad: runs will fail until something is done."""
+    """Result of one examination.
+
+    Attributes
+    ----------
+    subject
+        What was examined.
+    verdict
+        "ok"; "note": it works with a limitation; "bad": runs fail until it is repaired.
+    found
+        What was found.
+    to_do
+        Remedy; "" if none is needed.
+    """
 
     subject: str
     verdict: Verdict
@@ -35,10 +47,10 @@ class Finding(NamedTuple):
 
 
 def main() -> int:
-    """Print every finding; 0 if hpcsync can run here, 1 if not."""
+    """Print every finding; return 0 if hpcsync can run here, otherwise 1."""
     findings = []
     table = Table(title=f"hpcsync doctor: {sys.executable}", title_justify="left")
-    for column in ("", "verdict", "found, and what to do"):
+    for column in ("", "verdict", "finding and remedy"):
         table.add_column(column, overflow="fold")
     for finding in examine():
         findings.append(finding)
@@ -49,16 +61,18 @@ def main() -> int:
 
 
 def status(findings: list[Finding]) -> int:
+    """Return the exit status: 1 if a finding is bad."""
     return int(any(finding.verdict == "bad" for finding in findings))
 
 
 def examine() -> Iterator[Finding]:
+    """Yield the findings, in the order in which they are printed."""
     yield packages()
     try:
         library = probe("library")
     except ProbeError as error:
-        to_do = "pip install 'hpcsync[mpi]'; or for an MPI of your own: pip install mpi4py, and let MPI4PY_LIBMPI "
-        yield Finding("MPI library", "bad", str(error), to_do + "name its libmpi.so (once `module load` has been done)")
+        to_do = "pip install 'hpcsync[mpi]'; or for an MPI of your own: pip install mpi4py, load its module, and set "
+        yield Finding("MPI library", "bad", str(error), to_do + "MPI4PY_LIBMPI to its libmpi.so")
     else:
         yield Finding("MPI library", "ok", library["library"])
         yield threads(library["thread"])
@@ -69,10 +83,11 @@ def examine() -> Iterator[Finding]:
         yield shared_memory(shutil.disk_usage(windows.directory()).free)
 
 
-# ---- what is looked at ----
+# ---- examinations ----
 
 
 def packages() -> Finding:
+    """Import the packages that a run needs."""
     try:
         versions = probe("packages")
     except ProbeError as error:
@@ -81,30 +96,31 @@ def packages() -> Finding:
 
 
 def threads(level: str) -> Finding:
+    """Judge the thread level of the MPI library."""
     if level == "MPI_THREAD_MULTIPLE":
         return Finding("thread level", "ok", level)
     return Finding(
         "thread level",
         "bad",
-        f"{level}: MPI_THREAD_MULTIPLE is needed, evaluation reads the weights beside the server",
-        "use an MPI that was built with it",
+        f"{level}: MPI_THREAD_MULTIPLE is needed, as rank 0 evaluates while the run continues",
+        "use an MPI library that was built with it",
     )
 
 
 def launching(library: str) -> Iterator[Finding]:
-    """The launcher, whether it belongs to the library, and what two ranks of it can do."""
+    """Examine the launcher, whether it belongs to the library, and transfers between two ranks."""
     try:
         found = shlex.join(launcher.mpiexec())
         size = probe("world", ranks=2)["size"]
     except (launcher.LaunchError, ProbeError) as error:
-        yield Finding("launcher", "bad", str(error), "let MPIEXEC name the launcher of this MPI library")
+        yield Finding("launcher", "bad", str(error), "set MPIEXEC to the launcher of this MPI library")
         return
     if size != 2:
         yield Finding(
             "launcher",
             "bad",
-            f"{found} starts ranks that do not find each other: it belongs to another MPI than {library}",
-            "let MPIEXEC name the launcher of this MPI library, or MPI4PY_LIBMPI the library of this launcher",
+            f"{found} starts ranks that are not in one world: it belongs to another MPI library than {library}",
+            "set MPIEXEC to the launcher of this MPI library, or MPI4PY_LIBMPI the library of this launcher",
         )
         return
     yield Finding("launcher", "ok", f"{found}; two ranks are one world")
@@ -112,6 +128,7 @@ def launching(library: str) -> Iterator[Finding]:
 
 
 def passive_progress() -> Finding:
+    """Measure a put into the window of a rank that computes."""
     subject = "one-sided transfers"
     try:
         put_s = probe("passive", ranks=2)["put_s"]
@@ -122,46 +139,51 @@ def passive_progress() -> Finding:
     return Finding(
         subject,
         "note",
-        f"wait until the target calls MPI ({1e3 * put_s:.0f} ms for 1 MB), on this node already",
-        "runs work, but a push waits while a server updates; Open MPI 5 and MPICH 5 do better",
+        f"wait until the target calls MPI ({1e3 * put_s:.0f} ms for 1 MB), even on one node",
+        "runs work, but a push waits while a server updates; Open MPI 5 and MPICH 5 do not have this limitation",
     )
 
 
 def gpus() -> Iterator[Finding]:
-    """What there is of CUDA, and how tensors may move between ranks there."""
+    """Examine the GPUs, and how tensors can move between ranks on them."""
     try:
         found = probe("gpu")
     except ProbeError as error:
         yield Finding("GPU", "note", str(error), "runs use the CPU")
         return
     if found["why"] and found["devices"]:
-        words = f"{found['devices']}, not to use: {found['why']}; runs use the CPU"
-        yield Finding(
-            "GPU", "note", words, "pip install 'hpcsync[cuda12]' or 'hpcsync[cuda13]', as torch.version.cuda says"
-        )
+        words = f"{found['devices']}, not usable: {found['why']}; runs use the CPU"
+        remedy = "pip install 'hpcsync[cuda12]' or 'hpcsync[cuda13]', the version of torch.version.cuda"
+        yield Finding("GPU", "note", words, remedy)
         return
     if found["why"]:
-        yield Finding("GPU", "ok", f"none to use: {found['why']}; runs use the CPU")
+        yield Finding("GPU", "ok", f"none usable: {found['why']}; runs use the CPU")
         return
-    says = {True: "says it is CUDA-aware", False: "says it is not CUDA-aware", None: "does not say if it is CUDA-aware"}
-    yield Finding("GPU", "ok", f"{found['devices']}, CuPy {found['cupy']}; MPI {says[found['mpi']]}")
+    claim = {
+        True: "reports that it is CUDA-aware",
+        False: "reports that it is not CUDA-aware",
+        None: "does not report whether it is CUDA-aware",
+    }
+    yield Finding("GPU", "ok", f"{found['devices']}, CuPy {found['cupy']}; MPI {claim[found['mpi']]}")
     yield gpu_windows(rehearse())
 
 
 def gpu_windows(found: Sequence[WindowTrial]) -> Finding:
-    """What was tried, whatever the library says of itself."""
+    """Judge the trials of each kind of window, which count more than what the library reports."""
     if (kind := fastest(found)) is None:
-        return Finding("GPU windows", "bad", reason(found), 'cluster.device = "cpu"')
-    return Finding("GPU windows", "ok", f"{kind} is what runs on this node use; {reason(found, kind)}")
+        return Finding("GPU windows", "bad", reason(found), 'use cluster.device = "cpu"')
+    return Finding("GPU windows", "ok", f"runs on this node use {kind}; {reason(found, kind)}")
 
 
 def cores(n: int) -> Finding:
+    """Judge the number of cores that this process may use."""
     if n >= 2:
-        return Finding("cores", "ok", f"{n}; more ranks than that share them, and waiting ranks give theirs away")
-    return Finding("cores", "note", "1", "servers and workers take turns: timings say little")
+        return Finding("cores", "ok", f"{n}; with more ranks than cores, waiting ranks yield theirs")
+    return Finding("cores", "note", "1", "servers and workers take turns: measured times mean little")
 
 
 def shared_memory(free: int) -> Finding:
+    """Judge the free bytes in the directory of shared memory."""
     found = f"{free / 2**20:,.0f} MiB free in {windows.directory()}, where windows live"
     if free >= SHM_BYTES:
         return Finding("shared memory", "ok", found)

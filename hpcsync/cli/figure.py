@@ -1,4 +1,4 @@
-"""`hpcsync figure`: a figure of one or more traces, as files."""
+"""Command `hpcsync figure`: a figure of one or more traces, written to files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from hpcsync import figures
 
 HELP = (
-    "Draw a figure of traces: PNG, SVG, and the data that it shows as CSV.\n\n\b\nFigures:\n"
+    "Draw a figure of one or more traces: PNG, SVG, and its data as CSV.\n\n\b\nFigures:\n"
     + "\n".join(f"  {name:<12} {about.line}" for name, about in figures.FIGURES.items())
     + "\n\nNeeds matplotlib and pandas: pip install 'hpcsync[analysis]'."
 )
@@ -19,22 +19,22 @@ KINDS = (".png", ".svg", ".pdf", ".csv")
 
 
 def command(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="The figure.", show_default=False)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the figure.", show_default=False)] = None,
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="RUN...", help="Traces, or folders of runs.", show_default=False),
+        typer.Argument(metavar="RUN...", help="Trace files, or folders of runs.", show_default=False),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="A .png, .svg, .pdf or .csv file, or without a suffix three files; figures/NAME by default.",
+            help="Output file: .png, .svg, .pdf or .csv; without a suffix PNG, SVG and CSV. Default: figures/NAME.",
             show_default=False,
         ),
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Show at most N workers of a run, evenly picked.", show_default=False),
+        typer.Option(metavar="N", min=1, help="Show at most N evenly spaced workers of a run.", show_default=False),
     ] = None,
     from_s: Annotated[
         float | None, typer.Option("--from", metavar="S", help="timeline: begin at this second.", show_default=False)
@@ -42,8 +42,9 @@ def command(
     to_s: Annotated[
         float | None, typer.Option("--to", metavar="S", help="timeline: end at this second.", show_default=False)
     ] = None,
-    list_only: Annotated[bool, typer.Option("--list", help="List the figures, a line each.")] = False,
+    list_only: Annotated[bool, typer.Option("--list", help="List the figures, one per line.")] = False,
 ) -> None:
+    """Draw a figure, or list the figures; `HELP` is the text of --help."""
     if list_only:
         for figure, about in figures.FIGURES.items():
             print(f"{figure:<12} {about.line}")
@@ -59,7 +60,7 @@ def main(
     from_s: float | None = None,
     to_s: float | None = None,
 ) -> int:
-    """Draw a figure, write its files and print their names. Returns the exit status."""
+    """Draw a figure, write its files and print their names; return the exit status."""
     from hpcsync.trace.reader import TraceError
 
     try:
@@ -73,15 +74,15 @@ def main(
             for note in drawing.notes:
                 print(note)
             print(*write(drawing, path), sep=", ")
-    except (figures.FigureError, TraceError) as mistake:
-        return _refused(str(mistake))
+    except (figures.FigureError, TraceError) as error:
+        return _refused(str(error))
     except OSError as error:
         return _refused(f"{error.filename or out}: {error.strerror or error}")
     return 0
 
 
 def _check(name: str | None, runs: list[Path], out: Path | None) -> None:
-    """Raises FigureError for arguments that do not name a figure, a run and a kind of file."""
+    """Raise FigureError unless the arguments name a figure, a run and a kind of file."""
     allowed = ", ".join(figures.FIGURES)
     if name is None:
         raise figures.FigureError(f"figure: NAME is missing; must be one of {allowed}")

@@ -1,4 +1,4 @@
-"""Commands that read a job file: an option that they do not have, but the job has as a key, is pointed at that key."""
+"""Commands that read a job file: the error for an unknown option names the key of the job file that replaces it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ KEYS = {
 
 
 class JobCommand(TyperCommand):
-    """A command whose first argument is a job file."""
+    """Command whose first argument is a job file."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = list(args)  # the parser empties its own
+        """Parse the arguments; add a hint to the error for an unknown option."""
+        given = list(args)  # the parser empties its list
         try:
             return super().parse_args(ctx, args)
         except Exception as error:
-            if type(error).__name__ == "NoSuchOption":  # click's own class, or that of the click inside typer
+            if type(error).__name__ == "NoSuchOption":  # a class of click, or of the copy of click inside typer
                 self._point_at_key(error, given)
             raise
 
@@ -40,7 +41,7 @@ class JobCommand(TyperCommand):
 
 
 def hint(option: str, args: list[str], *, has_ranks: bool) -> str:
-    """How to say what an unknown option would: ". Use ..."; empty where there is nothing to suggest."""
+    """Return ". Use --set KEY=VALUE" for an unknown option that is a key of the job; "" for any other."""
     if option not in KEYS:
         return ""
     given = [after for arg, after in itertools.pairwise(args) if arg == option]

@@ -1,4 +1,4 @@
-"""Any program on MPI ranks of this node."""
+"""Command `hpcsync launch`: any program on MPI ranks of this node."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from hpcsync.system import launcher
 
 
 def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, oversubscribe: bool = False) -> int:
-    """Run n ranks of this program to their end; the exit status.
+    """Run a program on `n` ranks until it ends; return the exit status.
 
     Parameters
     ----------
     n : int
-        The number of ranks.
+        Number of ranks.
     program : sequence of str
-        The program and its arguments; `python` is the Python that runs this.
+        Program and its arguments; `python` stands for the Python that runs hpcsync.
     timeout_s : float, optional
-        After so many seconds the ranks are ended, with status 124.
+        Seconds after which the ranks are ended, with status 124.
     oversubscribe : bool
-        Whether more ranks may start than a small multiple of the cores.
+        If True, allow more ranks than a small multiple of the cores.
 
     Raises
     ------
     LaunchError
-        Where the ranks cannot be started.
+        If the ranks cannot be started.
     """
     if n < 1:
         raise launcher.LaunchError(f"-n {n}: must be at least 1")
@@ -33,5 +33,5 @@ def launch(n: int, program: Sequence[str], timeout_s: float | None = None, *, ov
         launcher.refuse_crowd(n, f"-n {n}", launcher.environment())
     ended = launcher.launch(n, program, timeout_s=timeout_s)
     if ended.timed_out:
-        print(f"hpcsync: still running after {timeout_s:g} s: ended", file=sys.stderr)
+        print(f"hpcsync: ended the ranks, which still ran after {timeout_s:g} s", file=sys.stderr)
     return ended.status

@@ -1,4 +1,4 @@
-"""`hpcsync plan`: what a way to train would cost on a cluster that is not at hand, worked out and not run."""
+"""Command `hpcsync plan`: the predicted cost of a training layout on another cluster. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MILLISECONDS = "milliseconds of a batch"
 
 
 class Recorded(Table):
-    """The file that --profile names."""
+    """Contents of the file that --profile names."""
 
     conv_forward_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} below the cut, forward")
     conv_backward_ms: Positive = Field(description=f"a number greater than 0: {MILLISECONDS} below the cut, backward")
@@ -36,7 +36,7 @@ class Recorded(Table):
 
 
 class Asked(NamedTuple):
-    """The options of `hpcsync plan stanza`."""
+    """Options of `hpcsync plan stanza`."""
 
     model: str
     nodes: int
@@ -50,9 +50,14 @@ class Asked(NamedTuple):
 
 
 def stanza(asked: Asked) -> None:
-    """Print how many nodes should train the fully-connected layers, beside the layouts that do not separate layers.
+    """Print a table of layouts: every number of fully-connected workers, and the layouts that do not separate layers.
 
-    The fastest of all layouts is marked. Raises JobError.
+    The layout with the most samples per second is marked.
+
+    Raises
+    ------
+    JobError
+        If an option is not allowed, or a file cannot be read or written.
     """
     _check(asked)
     console = Console(highlight=False)
@@ -71,10 +76,11 @@ def stanza(asked: Asked) -> None:
         asked.json.write_text(json.dumps(_numbers(asked, shape, times, source, plan, others), indent=2) + "\n")
 
 
-# ---- what was asked for ----
+# ---- options ----
 
 
 def _check(asked: Asked) -> None:
+    """Raise JobError for options that are not allowed."""
     for option, value, right, must in (
         ("nodes", asked.nodes, asked.nodes >= 2, "a whole number of at least 2"),
         ("bandwidth-gbit", asked.bandwidth_gbit, 0 < asked.bandwidth_gbit < math.inf, "a number greater than 0"),
@@ -93,7 +99,7 @@ def _check(asked: Asked) -> None:
     if rate is not None and not 0 < rate < math.inf:
         raise JobError(f"--samples-per-second {rate}: must be a number greater than 0")
     if rate is not None and asked.profile is not None:
-        raise JobError(f"--samples-per-second {rate}: must be left out beside --profile {asked.profile}")
+        raise JobError(f"--samples-per-second {rate}: must be left out with --profile {asked.profile}")
     torchvision_models.shape(asked.model)
     if asked.json is not None:
         try:
@@ -103,18 +109,18 @@ def _check(asked: Asked) -> None:
 
 
 def _times(asked: Asked, console: Console) -> tuple[Times, str]:
-    """What a batch takes, and where that comes from."""
+    """Return the times of a batch, and a phrase that names their source."""
     if asked.profile is not None:
         return _read(asked.profile), f"from {asked.profile}"
     if asked.samples_per_second is not None:
         times = Times.of(asked.batch / asked.samples_per_second, torchvision_models.shape(asked.model).fc_share)
-        how = "shared out by floating-point operations, backward passes counted twice"
-        return times, f"of {asked.samples_per_second:g} samples/s, {how}"
+        how = "divided in proportion to floating-point operations, with backward passes counted twice"
+        return times, f"from {asked.samples_per_second:g} samples/s, {how}"
     console.print(f"measuring {asked.model} ...", markup=False)
     halves = torchvision_models.build(asked.model, "cpu")
     images = torch.randn(asked.batch, *torchvision_models.ARCHITECTURES[asked.model].image)
     times = measured(halves, cross_entropy, (images, torch.zeros(asked.batch, dtype=torch.long)))
-    return times, f"measured here, on this machine: {machine()}, one thread"
+    return times, f"measured on this machine: {machine()}, one thread"
 
 
 def _read(path: Path) -> Times:
@@ -134,18 +140,18 @@ def _read(path: Path) -> Times:
     return Times(*(ms / 1e3 for ms in in_ms))
 
 
-# ---- what is said ----
+# ---- output ----
 
 
 def _about(asked: Asked, shape: Shape, times: Times, source: str) -> list[str]:
     pieces = f", in {asked.micro_batches} pieces" if asked.micro_batches > 1 else ""
-    fixed = f" (of which {_ms(times.fc_fixed_s)} for any number of samples)" if times.fc_fixed_s else ""
+    fixed = f" (including {_ms(times.fc_fixed_s)} for any number of samples)" if times.fc_fixed_s else ""
     return [
         f"{asked.model}: {shape.conv_parameters:,} parameters below the cut and {shape.fc_parameters:,} above it; "
-        f"{shape.activations:,} numbers of a sample pass it",
-        f"a batch of {asked.batch}{pieces}: forward {_ms(times.conv_forward_s)} and backward "
+        f"{shape.activations:,} activations per sample cross it",
+        f"batch of {asked.batch}{pieces}: forward {_ms(times.conv_forward_s)} and backward "
         f"{_ms(times.conv_backward_s)} below the cut, {_ms(times.fc_s)} above it{fixed}\n  {source}",
-        f"{asked.nodes} nodes, links of {asked.bandwidth_gbit:g} Gbit/s, {asked.latency_us:g} us a message",
+        f"{asked.nodes} nodes, links of {asked.bandwidth_gbit:g} Gbit/s, {asked.latency_us:g} us per message",
     ]
 
 
@@ -153,7 +159,7 @@ def _table(plan: Plan, others: Sequence[StanzaLayout]) -> Shown:
     result = Shown(box=None, pad_edge=False)
     best = _best(plan, others)
     result.add_column("layout", no_wrap=True)
-    for column in ("batches", "iteration", "samples/s", "MB sent", "MB in a link"):
+    for column in ("batches", "iteration", "samples/s", "MB sent", "MB per link"):
         result.add_column(column, justify="right", no_wrap=True)
     for row in (*plan.rows, *others):
         chosen = row is best
@@ -170,7 +176,7 @@ def _table(plan: Plan, others: Sequence[StanzaLayout]) -> Shown:
 
 
 def _best(plan: Plan, others: Sequence[StanzaLayout]) -> StanzaLayout:
-    """The layout of most samples a second; of equals the one that separates layers."""
+    """Return the layout with the most samples per second; among equals, one that separates layers."""
     return max([plan.best, *others], key=lambda row: row.samples_per_s)
 
 
@@ -184,14 +190,14 @@ def _conclusion(plan: Plan, others: Sequence[StanzaLayout]) -> list[str]:
     convolution = "1 convolution worker" if best.batches == 1 else f"{best.batches} convolution workers"
     next_best = ""
     if plan.second is not None:
-        next_best = f", {100 * plan.margin:.1f} % more samples a second than with {plan.second.n_fc}"
+        next_best = f", {100 * plan.margin:.1f} % more samples/s than with {plan.second.n_fc}"
     ratios = ", ".join(f"{1 + faster(best, row):.2f} times {row.name}" for row in others)
-    lines = [f"{workers} (FC) and {convolution}{next_best}", f"  in samples a second: {ratios}"]
+    lines = [f"{workers} (FC) and {convolution}{next_best}", f"  samples/s: {ratios}"]
     if fastest is best:
         return [f"* {lines[0]}", lines[1]]
     gain = 1 + faster(fastest, best)
     return [
-        f"* {fastest.name}: {gain:.2f} times the samples a second of the best that separates layers, which is",
+        f"* {fastest.name}: {gain:.2f} times the samples/s of the best layout that separates layers, which is",
         f"  {lines[0]}",
         lines[1],
     ]

@@ -1,4 +1,4 @@
-"""One rank of `hpcsync run`: a training script like any other, whose model and data the job names."""
+"""One rank of `hpcsync run`: a training script whose model and data are named in the job file."""
 
 from __future__ import annotations
 
@@ -35,12 +35,20 @@ if TYPE_CHECKING:
 def main(
     path: str | Path, overrides: Sequence[str], ranks: int | None, out: str | Path | None, resume: bool = False
 ) -> int:
-    """Exit status of this rank: 0 done, 2 the user's mistake (told by rank 0). A failure ends all ranks at once.
+    """Run this rank of a job; a failure ends all ranks at once.
 
-    Raises LaunchError for a launcher that started the ranks wrongly.
+    Returns
+    -------
+    int
+        Exit status of this rank: 0, or 2 for a JobError, which rank 0 prints.
+
+    Raises
+    ------
+    LaunchError
+        If the launcher started the ranks wrongly.
     """
-    if not (found := gpu_selection.found()).why:  # an MPI that knows GPUs looks at the current one when it starts
-        with suppress(JobError):  # told below, once
+    if not (found := gpu_selection.found()).why:  # a CUDA-aware MPI binds to the GPU that is current when it starts
+        with suppress(JobError):  # reported below, once
             cluster = jobs.load(path, overrides, ranks).cluster
             gpu_selection.claim(gpu_selection.choose(cluster.device, cluster.window, found))
     comm = world()
@@ -68,8 +76,11 @@ def main(
 
 
 def _end_apart(rank: int) -> None:
-    """In a heterogeneous job let rank 0 end last. Slurm's srun (22.05) may wait for ever for a job whose components end
-    at the same moment, although it has heard of every rank's end."""
+    """Let rank 0 of a heterogeneous job end last.
+
+    Slurm's srun (22.05) may wait forever for a job whose components end at the same moment, although all ranks have
+    reported their end.
+    """
     if "SLURM_HET_SIZE" in os.environ:
         from mpi4py import MPI
 
@@ -79,7 +90,7 @@ def _end_apart(rank: int) -> None:
 
 
 def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed | None = None) -> Session:
-    """This rank's part of the job, from its beginning or from where it was before. Collective."""
+    """Train this rank's part of the job, from the beginning or from a checkpoint; return its session. Collective."""
     from hpcsync.mpi.transport.link_speed import measured_link
 
     jobs.refuse_simulated(job)
@@ -88,7 +99,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed
     link = (
         measured_link(comm) if isinstance(job.paradigm, StanzaOptions) and job.paradigm.fc_workers == "auto" else None
     )
-    # Checked on one rank, not on all: the first optimizer of a process costs it a second (torch loads its compiler).
+    # Checked on one rank only: the first optimizer of a process takes a second (torch loads its compiler).
     job = agree(comm, lambda: resolved(job, check(job), link))
     workload = build(job)
     workload.model.to(_device(comm, job))
@@ -103,7 +114,7 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed
 
 
 def _device(comm: MPI.Intracomm, job: Job) -> torch.device:
-    """What this rank computes on: of the same type on all ranks. Collective."""
+    """Return this rank's device, which has the same type on all ranks. Collective."""
     asked, window = job.cluster.device, job.cluster.window
     if asked == "cpu":
         return torch.device("cpu")

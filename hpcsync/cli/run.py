@@ -1,5 +1,7 @@
-"""What the command line does around a run, in a process that is no rank: check the job, start the ranks, look after
-the trace when they have ended."""
+"""Commands `run`, `simulate` and `show` in a process that is not a rank.
+
+`run` checks the job, starts the ranks, and closes the trace if the ranks could not.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,27 @@ def run(
     *,
     oversubscribe: bool = False,
 ) -> int:
-    """Start the ranks of this job and wait for their end; the exit status.
+    """Start the ranks of a job and wait until they end; return the exit status.
 
-    Raises JobError or LaunchError before any rank starts.
+    Parameters
+    ----------
+    path : path
+        Job file.
+    overrides : sequence of str
+        ``KEY=VALUE`` overrides of the job file.
+    ranks : int, optional
+        Number of ranks, servers included; by default that of the job.
+    out : path, optional
+        Folder of the run.
+    resume : bool
+        If True, resume from the newest checkpoint in `out`.
+    oversubscribe : bool
+        If True, allow more ranks than a small multiple of the cores.
+
+    Raises
+    ------
+    JobError or LaunchError
+        Before any rank starts.
     """
     with ending_at_once():
         from hpcsync.run_dir import checkpoint as checkpoints
@@ -55,9 +75,9 @@ def run(
         ended = launcher.launch(n_ranks, argv, suspends=True, tolerant=job.cluster.on_death == "continue")
     finally:
         if not given:
-            with suppress(OSError):  # it holds something
+            with suppress(OSError):  # it is not empty
                 folder.rmdir()
-    # Open MPI's launcher ends with 0 when it has lost a whole node: only the last file of a run proves its end.
+    # Open MPI's launcher ends with status 0 when it has lost a whole node: only the last file of a run proves its end.
     if ended.status == 0 and (folder / layout.SUMMARY).exists():
         return 0
     if not (folder / layout.TRACE).exists():
@@ -74,7 +94,7 @@ def run(
 
 
 def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
-    """Raises JobError for a job that cannot be run here."""
+    """Raise JobError for a job that cannot run on this machine."""
     jobs.refuse_simulated(job)
     _print_remarks(path, overrides)
     from hpcsync.core.job_validation import check
@@ -97,13 +117,19 @@ def _refuse_crowd(job: Job, ranks: int | None) -> None:
 
 
 def _refuse_without_gpu(device: str, window: str) -> None:
-    """Where the ranks will be on this node. Elsewhere they have to find out for themselves."""
+    """Raise JobError if the job needs a GPU that this node lacks and all ranks run here; elsewhere the ranks check."""
     if gpu_selection.needed(device, window) and launcher.on_this_node(os.environ):
         gpu_selection.choose(device, window, gpu_selection.found())
 
 
 def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from: Path | None) -> int:
-    """Run this job in virtual time; the exit status. Raises JobError or LaunchError before anything is made."""
+    """Run a job in virtual time; return the exit status.
+
+    Raises
+    ------
+    JobError or LaunchError
+        Before any file is written.
+    """
     if launcher.under_launcher():
         raise launcher.LaunchError("simulate: must be started as one process, without an MPI launcher")
     if times_from is not None:
@@ -119,7 +145,7 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
 
 
 def _settle(trace: Path, status: str) -> None:
-    """Ranks that were killed could not say in the trace what became of them."""
+    """Write the status of the run into its trace, if the ranks were killed before they could."""
     from hpcsync.trace.reader import TraceError, settle
 
     try:
@@ -130,7 +156,7 @@ def _settle(trace: Path, status: str) -> None:
 
 
 def show(path: Path, overrides: Sequence[str]) -> None:
-    """Print what this job resolves to. Raises JobError."""
+    """Print what a job resolves to. Raises JobError if it is not valid."""
     job = jobs.load(path, overrides)
     _print_remarks(path, overrides)
     from hpcsync.cli.show import print_job

@@ -1,4 +1,4 @@
-"""`hpcsync show`: a job in a table."""
+"""Command `hpcsync show`: a table of what a job resolves to."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EVENTS_SHOWN = 5
 
 
 def print_job(job: Job) -> None:
-    """What nothing but running it would tell: who does what, and how much travels. Raises JobError."""
+    """Print the table of a job and the resolved job. Raises JobError if the job is not valid."""
     table = Table(title=job.name, show_header=False, title_justify="left")
     for row in rows(job):
         table.add_row(*map(escape, row))
@@ -55,37 +55,38 @@ def print_job(job: Job) -> None:
 
 
 def rows(job: Job) -> list[tuple[str, str]]:
-    assert not isinstance(job.workload, Script), "jobs come from files here"
+    """Return the rows of the table, as names and values."""
+    assert not isinstance(job.workload, Script), "the job comes from a file"
     workload = check(job)
     parameters = trainable(workload.model)
     size, itemsize = sum(p.numel() for p in parameters), parameters[0].element_size()
     return [
         ("paradigm", f"{job.paradigm.name}: {in_words(job)}"),
-        ("ranks", f"{job.cluster.ranks}: {_who_is_who(job, workload)}"),
+        ("ranks", f"{job.cluster.ranks}: {_roles(job, workload)}"),
         ("parameters", f"{size:,} of {itemsize} bytes ({str(parameters[0].dtype).removeprefix('torch.')})"),
         *_shard_rows(job.cluster, size),
         *_move_rows(job, workload, size * itemsize, parameters),
         *_k_rows(job.paradigm, job.cluster.workers),
         *_commit_rows(job.paradigm),
-        ("samples an iteration", _samples(job, job.workload.batch_size)),
+        ("samples per iteration", _samples(job, job.workload.batch_size)),
         *_cluster_rows(job.cluster),
         ("ends at", " or ".join(f"{key} = {value:,}" for key, value in job.stop if value is not None)),
     ]
 
 
-def _who_is_who(job: Job, workload: Workload) -> str:
+def _roles(job: Job, workload: Workload) -> str:
     cluster, paradigm = job.cluster, job.paradigm
     if isinstance(paradigm, StanzaOptions):
         auto = paradigm.fc_workers == "auto"
         if auto and cluster.compute is None:
-            return "workers, of which as many as then seem best are fully-connected ones (chosen when the run starts)"
+            return "workers; the number of fully-connected ones is chosen when the run starts"
         groups = resolved(job, workload).groups
         above, below = (_ranks("worker", group.start, len(group)) for group in (groups.fc, groups.convolution))
-        chosen = f" (auto: {groups.n_fc} here; a run measures its links, and then chooses)" if auto else ""
+        chosen = f" (auto: {groups.n_fc} here; a run measures its links before it chooses)" if auto else ""
         return f"{above} fully-connected, {below} convolution{chosen}"
     workers = _ranks("worker", cluster.servers, cluster.workers)
     if cluster.placement == "spread" and cluster.servers > 1:
-        workers += "\nranks are counted so that servers are on different nodes, as far as there are as many"
+        workers += "\nranks are numbered so that servers are on different nodes, as far as there are enough nodes"
     return f"{_ranks('server', 0, cluster.servers)}, {workers}" if cluster.servers else workers
 
 
@@ -93,18 +94,18 @@ def _shard_rows(cluster: Cluster, size: int) -> list[tuple[str, str]]:
     if not cluster.servers:
         return []
     sizes = sorted({shard.stop - shard.start for shard in Roles(cluster.servers, cluster.workers).shards(size)})
-    return [("shard of a server", " or ".join(f"{n:,}" for n in sizes) + " parameters")]
+    return [("shard per server", " or ".join(f"{n:,}" for n in sizes) + " parameters")]
 
 
 def _sent(job: Job, parameters: Sequence[torch.nn.Parameter]) -> str:
-    """How many bytes a worker sends, where these parameters' are as many to it."""
+    """Return the bytes that a worker sends for these parameters, in words that follow the bytes that it receives."""
     compression = compressor.of_job(job, parameters)
     if compression is None:
-        return "as many"
+        return "as many bytes"
     shards = Roles(max(1, job.cluster.servers), job.cluster.workers).shards(sum(p.numel() for p in parameters))
 
     def about(ratio: float = math.nan) -> str:
-        return f"about {sum(compression.nominal_bytes(shard, ratio) for shard in shards):,}"
+        return f"about {sum(compression.nominal_bytes(shard, ratio) for shard in shards):,} bytes"
 
     if isinstance(job.paradigm, AshlOptions) and isinstance(job.compression, TopKOptions | RandomKOptions):
         coarse, fine = (about(ratio) for ratio in (job.paradigm.ratio_coarse, job.paradigm.ratio_fine))
@@ -116,12 +117,11 @@ def _move_rows(
     job: Job, workload: Workload, size_bytes: int, parameters: Sequence[torch.nn.Parameter]
 ) -> list[tuple[str, str]]:
     if isinstance(job.paradigm, StanzaOptions):
-        return _crossing_rows(job, job.paradigm, workload)
+        return _stanza_rows(job, job.paradigm, workload)
     return [_moves(job, size_bytes, _sent(job, parameters))]
 
 
-def _crossing_rows(job: Job, paradigm: StanzaOptions, workload: Workload) -> list[tuple[str, str]]:
-    """Where layers are separated."""
+def _stanza_rows(job: Job, paradigm: StanzaOptions, workload: Workload) -> list[tuple[str, str]]:
     assert not isinstance(job.workload, Script)
     shape = divided(job, workload).shape
     share = fc_share(job, shape)
@@ -130,12 +130,12 @@ def _crossing_rows(job: Job, paradigm: StanzaOptions, workload: Workload) -> lis
     pieces = "" if paradigm.micro_batches == 1 else f", in {paradigm.micro_batches} pieces"
     return [
         (
-            "the cut",
-            f"{paradigm.cut}: {shape.fc_parameters:,} parameters from there on, {100 * share:.3g} % of the computation",
+            "cut",
+            f"{paradigm.cut}: {shape.fc_parameters:,} parameters above it, {100 * share:.3g} % of the computation",
         ),
         (
             "an iteration moves",
-            f"{there:,} bytes of activations and labels from each convolution worker, and {back:,} of their gradients "
+            f"{there:,} bytes of activations and labels from each convolution worker, and {back:,} bytes of gradients "
             f"to it{pieces}",
         ),
         (
@@ -149,9 +149,9 @@ def _crossing_rows(job: Job, paradigm: StanzaOptions, workload: Workload) -> lis
 def _moves(job: Job, size_bytes: int, sent: str) -> tuple[str, str]:
     match job.paradigm:
         case EasgdOptions(period=n):
-            return _every(n), f"{size_bytes:,} bytes of weights from the worker, and as many of the centre's to it"
+            return _every(n), f"{size_bytes:,} bytes of weights from the worker, and as many of the centre to it"
         case AllReduceOptions() if job.compresses:
-            return "an iteration moves", f"of {size_bytes:,} bytes of gradient {sent} from each worker to the others"
+            return "an iteration moves", f"{sent} of gradient ({size_bytes:,} bytes) from each worker to the others"
         case AllReduceOptions():
             return "an iteration moves", f"{size_bytes:,} bytes of gradient, summed among the workers"
         case LocalSgdOptions(steps=n):
@@ -159,7 +159,7 @@ def _moves(job: Job, size_bytes: int, sent: str) -> tuple[str, str]:
         case GossipOptions(period=n):
             return _every(n), f"{size_bytes:,} bytes of weights from one worker to another, for each worker"
         case AshlOptions() | AdspOptions():
-            return "a push moves", f"{size_bytes:,} bytes of weights to the worker, and {sent} of their change from it"
+            return "a push moves", f"{size_bytes:,} bytes of weights to the worker, and {sent} of weight change from it"
         case _:
             return (
                 "an iteration moves",
@@ -174,13 +174,13 @@ def _every(n: int) -> str:
 def _k_rows(paradigm: ParadigmOptions, n_workers: int) -> list[tuple[str, str]]:
     if not isinstance(paradigm, FirstKOptions) or isinstance(paradigm.k, int):
         return []
-    follows = {
+    adapts_to = {
         "state": "the workers' speeds",
         "loss": "the loss",
-        "min": "the workers' speeds and the loss, the smaller of what they choose",
+        "min": "the workers' speeds and the loss, whichever gives the smaller k",
     }
     start = paradigm.k_at_first(n_workers)
-    return [("k", f"{paradigm.k_min} to {n_workers}, at first {start}: follows {follows[paradigm.k]}")]
+    return [("k", f"{paradigm.k_min} to {n_workers}, initially {start}: adapts to {adapts_to[paradigm.k]}")]
 
 
 def _commit_rows(paradigm: ParadigmOptions) -> list[tuple[str, str]]:
@@ -191,82 +191,85 @@ def _commit_rows(paradigm: ParadigmOptions) -> list[tuple[str, str]]:
                 if preset is None
                 else f"is {preset:g}"
             )
-            ahead = f"nobody starts more than {ashl.staleness} pushes ahead of the slowest"
+            ahead = f"no worker starts more than {ashl.staleness} pushes ahead of the slowest"
             return [
-                ("at first", f"{ashl.warmup + ashl.profiled} pushes of one local step, the last {ashl.profiled} timed"),
-                ("coarse stage", f"{_steps(ashl.steps_coarse)}; nobody waits; until the average loss {until}"),
+                (
+                    "initial pushes",
+                    f"{ashl.warmup + ashl.profiled} pushes of one local step, the last {ashl.profiled} timed",
+                ),
+                ("coarse stage", f"{_steps(ashl.steps_coarse)}; no worker waits; until the average loss {until}"),
                 ("fine stage", f"{_steps(ashl.steps_fine)}; {ahead}"),
             ]
         case AdspOptions(commits=commits) as adsp:
-            within = f"in {adsp.check_period_s:g} s, at least {adsp.interval_min_s:g} s apart"
-            missed = ", and what is missed is made up for" if adsp.rule == "cumulative" else ""
+            within = f"every {adsp.check_period_s:g} s, at least {adsp.interval_min_s:g} s apart"
+            missed = "; missed pushes are made up for" if adsp.rule == "cumulative" else ""
             if commits is not None:
-                return [("pushes", f"{commits} of each worker {within}{missed}")]
+                return [("pushes", f"{commits} by each worker {within}{missed}")]
             again = f"{adsp.search_every_s:g} s and when the average loss has risen by {100 * adsp.loss_rise:g} %"
             return [
-                ("pushes", f"equally many of each worker {within}{missed}\nhow many is searched for, every {again}")
+                ("pushes", f"the same number by each worker {within}{missed}\nthe number is searched every {again}")
             ]
         case _:
             return []
 
 
 def _steps(n: int) -> str:
-    return f"{n} local steps of the slowest worker, and as many of the others as take as long"
+    return f"{n} local steps by the slowest worker, and by the others as many as take the same time"
 
 
 def _samples(job: Job, batch_size: int) -> str:
     batches, workers = job.batches, job.cluster.workers
     if isinstance(job.paradigm, StanzaOptions):
         if job.paradigm.fc_workers == "auto":
-            return f"{batch_size} a convolution worker"
-        return f"{batch_size} a convolution worker, {batch_size * job.groups.n_convolution} together"
+            return f"{batch_size} per convolution worker"
+        return f"{batch_size} per convolution worker, {batch_size * job.groups.n_convolution} together"
     if batches.policy == "equal":
-        return f"{batch_size} a worker, {batch_size * workers} together"
-    limits = f"at least {batches.minimum} a worker"
+        return f"{batch_size} per worker, {batch_size * workers} together"
+    limits = f"at least {batches.minimum} per worker"
     if (maxima := batches.maxima(workers)) is not None:
         most = sorted(set(maxima))
         limits += f", at most {most[0]}" if len(most) == 1 else f", at most {', '.join(map(str, maxima))}"
     allocated = {
-        "proportional": "given out in proportion to the workers' predicted speeds",
-        "equal-finish": "given out so that all workers are predicted to take the same time",
+        "proportional": "allocated in proportion to the workers' predicted speeds",
+        "equal-finish": "allocated so that all workers are predicted to take the same time",
     }
-    again = f"every {batches.interval} iterations, if it gains {100 * batches.gain:g} %"
-    return f"{job.batch_total} together, {allocated[batches.policy]} ({batches.predictor})\n{limits}; anew {again}"
+    again = f"every {batches.interval} iterations, if that gains {100 * batches.gain:g} %"
+    how = f"{allocated[batches.policy]} ({batches.predictor})"
+    return f"{job.batch_total} together, {how}\n{limits}; allocated again {again}"
 
 
 def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:
-    times = "as long as they take"
+    times = "their own time"
     if (compute := cluster.compute) is not None:
         seconds = getattr(compute, "seconds", None)
         given = seconds if seconds is not None else getattr(compute, "table", None)
-        times = f"so many seconds (real ones at least): {compute.model}, {given}"
+        times = f"{compute.model}, {given} s (real iterations at least that)"
         if compute.fixed_share:
-            times += f", {100 * compute.fixed_share:g} % of it whatever the batch size"
+            times += f", {100 * compute.fixed_share:g} % of it independent of the batch size"
     found = [("iterations take", times)]
     if cluster.times_from is not None:
-        found.append(("when simulated", f"iterations and transfers take as long as in {cluster.times_from}"))
+        found.append(("when simulated", f"iterations and transfers take the times recorded in {cluster.times_from}"))
     elif cluster.network is not None:
         found.append(("when simulated", _links(cluster.network, cluster.workers)))
     if 0 < len(cluster.events) <= EVENTS_SHOWN:
-        found.append(("events", "\n".join(_happens(event) for event in cluster.events)))
+        found.append(("events", "\n".join(_event(event) for event in cluster.events)))
     elif cluster.events:
         changed = len({event.worker for event in cluster.events})
-        found.append(("events", f"{len(cluster.events)}, of {changed} of {cluster.workers} workers"))
+        found.append(("events", f"{len(cluster.events)}, for {changed} of {cluster.workers} workers"))
     return found
 
 
 def _links(network: Network, n_workers: int) -> str:
-    """Only a simulation has these."""
     server, *workers = (f"{8e-9 * rate:g}" for rate in network.rates(1, n_workers))
     given = workers[0] if len(set(workers)) == 1 else ", ".join(workers)
-    return f"links of {given} Gbit/s (a server's {server}), {network.latency_us:g} us a message"
+    return f"links of {given} Gbit/s (server: {server}), {network.latency_us:g} us per message"
 
 
-def _happens(event: ClusterEvent) -> str:
+def _event(event: ClusterEvent) -> str:
     when = f"{event.at_s:g} s" if event.at_s is not None else f"its iteration {event.at_iteration:,}"
     match event.change:
         case "slow":
-            return f"worker {event.worker} takes {event.factor:g} times as long from {when} on"
+            return f"worker {event.worker} is slowed by a factor of {event.factor:g} from {when} on"
         case "recover":
             return f"worker {event.worker} recovers at {when}"
         case "leave":
@@ -276,59 +279,60 @@ def _happens(event: ClusterEvent) -> str:
 
 
 def in_words(job: Job) -> str:
+    """Describe the paradigm of a job in a sentence."""
     match job.paradigm:
         case BspOptions():
-            return "every update is the mean of all workers' gradients, and all wait for the slowest"
+            return "each update is the mean of all workers' gradients; all wait for the slowest"
         case AspOptions():
-            return "every gradient is an update, and nobody waits"
+            return "each gradient is an update; no worker waits"
         case SspOptions(staleness=math.inf):
-            return "every gradient is an update, and nobody waits (no bound)"
+            return "each gradient is an update; no worker waits (no bound)"
         case SspOptions(staleness=bound):
-            return f"every gradient is an update, and nobody starts more than {bound} iterations ahead of the slowest"
+            return f"each gradient is an update; no worker starts more than {bound} iterations ahead of the slowest"
         case DsspOptions(staleness_min=low, staleness_max=high, mode=mode):
-            ahead = f"more than {low} iterations ahead of the slowest only as its controller predicts"
-            return f"every gradient is an update, and {ahead}, " + (
+            ahead = f"a worker starts more than {low} iterations ahead of the slowest only if the controller allows it"
+            return f"each gradient is an update; {ahead}, " + (
                 f"never more than {high}"
                 if mode == "bounded"
-                else f"aiming at {high} (as printed in the paper: no bound)"
+                else f"with {high} as its target (as printed in the paper: no bound)"
             )
         case KSyncOptions() as first:
-            return f"every update is the mean of the first {_k(first)} workers' gradients; {_late(first)}"
+            return f"each update is the mean of the first {_k(first)} workers' gradients; {_late(first)}"
         case KBatchSyncOptions() as first:
-            of = f"the first {_k(first)} gradients of its version, of which a worker may give several"
-            return f"every update is the mean of {of}; {_late(first)}"
+            of = f"the first {_k(first)} gradients of its version; a worker may contribute several"
+            return f"each update is the mean of {of}; {_late(first)}"
         case KAsyncOptions() as first:
-            of = f"the next {_k(first)} workers' gradients, which wait for it while the others go on"
-            return f"every update is the mean of {of}{_stale(first)}"
+            of = f"the next {_k(first)} workers' gradients; these workers wait for it, the others continue"
+            return f"each update is the mean of {of}{_stale(first)}"
         case KBatchAsyncOptions() as first:
-            return f"every update is the mean of the next {_k(first)} gradients, and nobody waits{_stale(first)}"
+            return f"each update is the mean of the next {_k(first)} gradients; no worker waits{_stale(first)}"
         case EasgdOptions(synchronous=synchronous) as easgd:
             rate = easgd.moving_rate(job.cluster.workers)
-            together = "all workers at once" if synchronous else "each worker when it suits it"
+            together = "all workers at once" if synchronous else "each worker by itself"
             return f"workers and the centre move {rate:.3g} of their distance towards each other, {together}"
         case AshlOptions(share=share):
-            counts = "counts as the data behind it" if share == "data" else "counts as much as any other"
-            return f"workers push how local steps have changed their weights, all expected at once; a push {counts}"
+            weight = "in proportion to its share of the data" if share == "data" else "equally"
+            return f"workers push the weight change of their local steps, all at the same time; a push counts {weight}"
         case AdspOptions():
-            return "workers push how local steps have changed their weights, equally often, and go on without waiting"
+            return "workers push the weight change of their local steps, equally often, and do not wait"
         case AllReduceOptions():
-            return "every update is the mean of all workers' gradients, which they sum among themselves"
+            return "each update is the mean of all workers' gradients, summed among the workers"
         case StanzaOptions():
-            return "one model, its layers separated; every update is the mean of all convolution workers' batches"
+            return "one model with separated layers; each update is the mean of all convolution workers' batches"
         case LocalSgdOptions(steps=steps, outer_lr=1.0, outer_momentum=0.0):
             return f"every {steps} iterations all workers' weights become their mean"
         case LocalSgdOptions(steps=steps, outer_lr=lr, outer_momentum=momentum):
             outer = f"outer learning rate {lr:g} and momentum {momentum:g}"
             return f"every {steps} iterations all workers' weights step towards their mean with {outer} (DiLoCo)"
         case GossipOptions(mode="permutation", topology=topology):
-            return f"all workers average their weights with another's at once, drawn by permutation ({topology})"
+            return f"all workers average their weights at once, each with a peer drawn by permutation ({topology})"
         case GossipOptions(mode=mode, topology=topology):
             does = {
-                "pull": "reads a peer's weights when it suits it, and averages",
-                "push": "gives a peer its weights when it suits it, and averages its own with those that have come",
-                "push-sum": "gives a peer half of its weights when it suits it, and adds what has come to its own",
+                "pull": "reads the weights of a peer and averages",
+                "push": "sends its weights to a peer and averages its own with those received",
+                "push-sum": "sends half of its weights to a peer and adds those received to its own",
             }
-            return f"each worker {does[mode]}; peers are drawn ({topology})"
+            return f"each worker {does[mode]}, without waiting; peers are drawn from the seed ({topology})"
 
 
 def _k(paradigm: FirstKOptions) -> str:
@@ -337,17 +341,17 @@ def _k(paradigm: FirstKOptions) -> str:
 
 def _late(paradigm: FirstKOfAVersionOptions) -> str:
     if paradigm.cancel == "drop":
-        return "late ones are dropped"
-    return f"late ones are dropped, and not computed to their end ({paradigm.micro_batches} micro-batches)"
+        return "late gradients are dropped"
+    return f"late gradients are cancelled between their {paradigm.micro_batches} micro-batches"
 
 
 def _stale(paradigm: FirstKOfAnyOptions) -> str:
     bound = ""
     if paradigm.staleness_max is None:
-        bound = f"; what is older than 2 workers / {_k(paradigm)} updates is dropped"
+        bound = f"; gradients older than 2 workers / {_k(paradigm)} updates are dropped"
     elif paradigm.staleness_max < math.inf:
-        bound = f"; what is older than {paradigm.staleness_max:g} updates is dropped"
-    return bound + ("; its weight is 1 / age" if paradigm.staleness_weight == "inverse" else "")
+        bound = f"; gradients older than {paradigm.staleness_max:g} updates are dropped"
+    return bound + ("; the weight of a gradient is 1 / age" if paradigm.staleness_weight == "inverse" else "")
 
 
 def _ranks(role: str, first: int, n: int) -> str:

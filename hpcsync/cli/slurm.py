@@ -1,14 +1,15 @@
-"""`hpcsync slurm`: a batch script for a job, as text. Nothing is submitted, and no Slurm is needed to write one.
+"""Command `hpcsync slurm`: a batch script for a job, as text. Nothing is submitted, and no Slurm is needed.
 
-The script holds resources, and one srun that starts the ranks. Why it is as it is:
+The script requests resources, and starts all ranks with one srun. Reasons for its details:
 
-- Since Slurm 22.05 srun does not take --cpus-per-task over from the job: it must be said again.
-- Each MPI understands one of srun's --mpi, and makes N worlds of one under another.
-- A rank that is killed ends the others only with --kill-on-bad-exit=1: they would wait for it.
-- A preemptible job is asked to make room by SIGTERM, some time before it has to end. Its ranks then write a checkpoint
-  and end with status 75, and the script, which gets no signal, asks for the next turn: Slurm would do so only if the
-  job were still running when its time is over.
-- The ranks of a heterogeneous job are one world if one srun starts them; but every kind of node has threads of its own.
+- Since Slurm 22.05 srun does not inherit --cpus-per-task from the job, so it is repeated.
+- Each MPI library works with one value of srun's --mpi; with another it makes N worlds of one rank.
+- Without --kill-on-bad-exit=1 the ranks would wait forever for a rank that was killed.
+- Slurm sends SIGTERM to a preemptible job some time before its end. The ranks then write a checkpoint and end with
+  status 75, and the script, which receives no signal, requeues the job: Slurm itself requeues only a job that is still
+  running when its time is over.
+- The ranks of a heterogeneous job are one world if one srun starts them; each kind of node has its own number of
+  threads.
 """
 
 from __future__ import annotations
@@ -29,15 +30,13 @@ from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.system import launcher
 
-WARNING_S = (
-    120  # before the end of its time a preemptible job is asked to write a checkpoint; Slurm may be a minute early
-)
+WARNING_S = 120  # SIGTERM is sent this long before the time limit of a preemptible job; Slurm may be a minute early
 
 
 class BatchRequest(NamedTuple):
-    """What the command line says, by the names of its options.
+    """Options of the command line, under their names.
 
-    Of the first six each has one value, which holds for all nodes, or as many as there are kinds of node.
+    Each of the first six has either one value, for all nodes, or one value for each kind of node.
     """
 
     nodes: Sequence[int]
@@ -57,29 +56,47 @@ def _matching(pattern: str) -> Callable[[Any], bool]:
     return lambda value: re.fullmatch(pattern, value) is not None
 
 
-NAME = _matching(r"[\w.,@+-]+"), "a name that Slurm knows"
+NAME = _matching(r"[\w.,@+-]+"), "a name of letters, digits and _ . , @ + -"
 ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "nodes": (lambda n: n >= 1, "at least 1"),
     "ntasks_per_node": (lambda n: n >= 1, "at least 1"),
     "cpus_per_task": (lambda n: n >= 1, "at least 1"),
     "gpus_per_node": (lambda n: n >= 0, "at least 0"),
     "partition": NAME,
-    "mem": (_matching(r"\d+[KMGT]?"), "of a node, a whole number of megabytes, or one with K, M, G or T, such as 16G"),
+    "mem": (_matching(r"\d+[KMGT]?"), "a whole number of megabytes per node, or one with K, M, G or T, such as 16G"),
     "time": (_matching(r"(\d+-)?\d+(:\d\d){0,2}"), "minutes, hours:minutes:seconds or days-hours:minutes"),
     "account": NAME,
-    "mpi": (_matching(r"\w+"), "pmix, pmi2 or another that srun --mpi=list names"),
+    "mpi": (_matching(r"\w+"), "pmix, pmi2 or another kind that srun --mpi=list names"),
 }
 OF_A_KIND = ("partition", "nodes", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "mem")
 
 
 def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: str) -> str:
-    """The batch script of this job file, whose first line says which command has written it. Raises JobError."""
+    """Return the batch script of a job.
+
+    Parameters
+    ----------
+    path : path
+        Job file.
+    overrides : sequence of str
+        ``KEY=VALUE`` overrides of the job file.
+    asked : BatchRequest
+        Options of the command line.
+    command : str
+        Command line, written into the second line of the script.
+
+    Raises
+    ------
+    JobError
+        If the job or an option is not allowed.
+    """
     kinds = _kinds(asked)
     ranks = sum(kind["nodes"] * kind["ntasks_per_node"] for kind in kinds)
     tasks = _tasks(asked.array)
     if tasks and len(kinds) > 1:
         raise JobError(
-            f"--array {asked.array[0]}: must be left out where nodes are of {len(kinds)} kinds: Slurm has none"
+            f"--array {asked.array[0]}: must be left out with {len(kinds)} kinds of node: Slurm has no arrays of "
+            "heterogeneous jobs"
         )
     loaded = [jobs.load(path, [*overrides, *task], ranks) for task in tasks or [()]]
     for job in loaded:
@@ -101,7 +118,7 @@ def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: s
 
 
 def _kinds(asked: BatchRequest) -> list[dict[str, Any]]:
-    """Of every kind of node its options. Raises JobError for what is not allowed."""
+    """Return the options of every kind of node. Raise JobError for a value that is not allowed."""
     for name, (allowed, must_be) in ALLOWED.items():
         given = getattr(asked, name)
         for value in [given] if isinstance(given, str | None) else given:
@@ -112,7 +129,7 @@ def _kinds(asked: BatchRequest) -> list[dict[str, Any]]:
     for name, values in each.items():
         if len(values) not in (1, n):
             raise JobError(
-                f"--{_dashed(name)}: given {len(values)} times; must be given once, or once a kind of node, {n} times"
+                f"--{_dashed(name)}: given {len(values)} times; must be given once, or once per kind of node, {n} times"
             )
     return [{name: values[i % len(values)] for name, values in each.items()} for i in range(n)]
 
@@ -125,11 +142,11 @@ def _dashed(name: str) -> str:
     return name.replace("_", "-")
 
 
-# ---- an array ----
+# ---- job arrays ----
 
 
 def _tasks(array: Sequence[str]) -> list[tuple[str, ...]]:
-    """For every task of the array what it sets: all combinations, the last key changing fastest."""
+    """Return the overrides of every task of the array: all combinations, with the last key changing fastest."""
     if not array:
         return []
     keys = []
@@ -146,7 +163,7 @@ def _tasks(array: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def _toml(value: Any) -> str:
-    """A value of a TOML file, in one line."""
+    """Return a value in TOML, in one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{json.dumps(key)[1:-1]} = {_toml(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
@@ -165,12 +182,12 @@ def _settings(tasks: Sequence[tuple[str, ...]]) -> list[str]:
     return ["case $SLURM_ARRAY_TASK_ID in", *cases, "esac"]
 
 
-# ---- the ranks ----
+# ---- ranks ----
 
 
 def mpi_of_this_python() -> str:
-    """What srun's --mpi must be for the MPI library of this Python. Raises JobError."""
-    argv = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]  # in a process of its own: this one is no rank
+    """Return the value of srun's --mpi for the MPI library of this Python. Raise JobError if it is unknown."""
+    argv = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]  # in a separate process: this one is not a rank
     found = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
     kind = next((kind for library, kind in launcher.SRUN_MPI.items() if library in found), None)
     if kind is None:

@@ -1,4 +1,4 @@
-"""What a run says of itself while it runs, and where: a bar on a terminal, lines now and then in a file."""
+"""Progress of a run: a bar on a terminal, or lines at intervals in a file."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from hpcsync.system.launcher import TERMINAL, under_launcher
 
 TERMINAL_EVERY_S = 0.25
 FILE_EVERY_S = 2.0
-RECENT_S = 30.0  # rate and time left are those of so many seconds of the people who read them
+RECENT_S = 30.0  # wall-clock window for the rate and the time left
 
 
 def console() -> Console:
-    """The console of rank 0. A rank's output goes through its launcher, so it cannot see for itself what is behind it:
-    `hpcsync run` says so in the environment; without that it is taken for a file."""
+    """Return the console of rank 0.
+
+    A rank's output passes through its launcher, so the rank cannot detect a terminal: `hpcsync run` announces one in
+    the environment; without that the output is taken for a file.
+    """
     if not under_launcher():
         return Console(highlight=False)
     columns = os.environ.get(TERMINAL)
@@ -33,12 +36,12 @@ def console() -> Console:
 
 
 def say(doing: str) -> None:
-    """Say what is being done, before there is progress to show; on rank 0 alone."""
+    """Print what is being done before there is progress to show; called on rank 0 only."""
     print(doing, flush=True)
 
 
 class Standing(Protocol):
-    """Where a run is."""
+    """Counts and last evaluation of a run."""
 
     version: int
     samples: int
@@ -47,7 +50,7 @@ class Standing(Protocol):
 
 
 class _Moment(NamedTuple):
-    """clock_s: of the people; now_s: of the run."""
+    """Progress at one moment: `clock_s` is wall-clock time, `now_s` the run's own time."""
 
     clock_s: float
     now_s: float
@@ -56,16 +59,16 @@ class _Moment(NamedTuple):
 
 
 class Progress:
-    """Says how far a run is: a bar and a line that change on a terminal, else a new line every two seconds.
+    """Progress display: a bar and a line that change on a terminal, or a new line every two seconds in a file.
 
     Parameters
     ----------
     console : Console
-        Where to say it.
+        Console to print to.
     stop : Stop, optional
-        The job's rule for the end of the run. Without limits in it no share is known, and no time left.
+        The job's stopping rule. Without limits in it, neither the share done nor the time left are known.
     clock : callable
-        Seconds of the people who read it, which need not be those of the run.
+        Wall-clock time in seconds, which differs from the run's own time in a simulation.
     """
 
     def __init__(self, console: Console, stop: Stop | None = None, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,7 +81,15 @@ class Progress:
         self._recent: deque[_Moment] = deque()
 
     def show(self, now_s: float, run: Standing) -> None:
-        """Say it, if the last time is long enough ago. now_s: the run's own time."""
+        """Show the progress, unless it was shown a short time ago.
+
+        Parameters
+        ----------
+        now_s : float
+            The run's own time, in seconds.
+        run : Standing
+            Counts and last evaluation of the run.
+        """
         clock_s = self._clock()
         if self._recent and clock_s < self._next_s:
             return
@@ -94,7 +105,7 @@ class Progress:
             self._console.print("  ".join([_standing(now_s, run), *self._speed()]), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was; harmless when repeated."""
+        """Restore the terminal. Repeated calls have no effect."""
         if self._live:
             self._live.stop()
 
@@ -111,15 +122,15 @@ class Progress:
         return Group(row, Text(standing))
 
     def _speed(self) -> list[str]:
-        """Share done, samples in a second of the run, and time left, as far as they are known."""
+        """Return share done, samples per second of the run's own time, and time left, as far as they are known."""
         first, last = self._recent[0], self._recent[-1]
-        said = [] if math.isnan(last.share) else [f"{100 * last.share:.0f} %"]
+        parts = [] if math.isnan(last.share) else [f"{100 * last.share:.0f} %"]
         if last.now_s > first.now_s and last.samples > first.samples:
-            said.append(f"{(last.samples - first.samples) / (last.now_s - first.now_s):,.0f} samples/s")
+            parts.append(f"{(last.samples - first.samples) / (last.now_s - first.now_s):,.0f} samples/s")
         if last.share > first.share:
             left_s = (last.clock_s - first.clock_s) * (1 - last.share) / (last.share - first.share)
-            said.append(f"{_hours(left_s)} left")
-        return said
+            parts.append(f"{_hours(left_s)} left")
+        return parts
 
 
 def _standing(now_s: float, run: Standing) -> str:

@@ -1,4 +1,4 @@
-"""Files of a run: there as a whole or not at all, and what the system refuses told in one line that names the file."""
+"""Files of a run: written completely or not at all; errors of the system name the file in one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 class NotWritten(OSError):
-    """A file of the run cannot be written: a full disk, most often."""
+    """A file of the run cannot be written, most often because the disk is full."""
 
     def __str__(self) -> str:
         return f"{self.filename}: {self.strerror}"
@@ -19,8 +19,10 @@ class NotWritten(OSError):
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Whatever is raised because the system refuses to write this file becomes NotWritten; that a file is there already
-    stays as it is."""
+    """Convert any exception that the system raised while this file was written into NotWritten.
+
+    FileExistsError and exceptions without a system error number propagate unchanged.
+    """
     try:
         yield
     except FileExistsError:
@@ -33,9 +35,23 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Where to write a file that is then at `path` and has reached the disk, or is not there at all.
+    """Write a file completely or not at all.
 
-    Raises NotWritten.
+    Parameters
+    ----------
+    path : Path
+        File to be created or replaced.
+
+    Yields
+    ------
+    Path
+        Temporary file to write to. On exit it is flushed to disk and renamed to `path`; after an exception it is
+        deleted.
+
+    Raises
+    ------
+    NotWritten
+        If the system refuses to write.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     with naming(path), removing(unfinished):
@@ -47,7 +63,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def removing(path: Path) -> Iterator[None]:
-    """After an exception the file is not there, as far as it can be helped."""
+    """Delete the file after an exception, if possible."""
     try:
         yield
     except BaseException:
@@ -57,12 +73,12 @@ def removing(path: Path) -> Iterator[None]:
 
 
 def aside(path: Path) -> Path:
-    """A free name for a file that another is to replace: trace.h5 becomes trace.lost-1.h5, or the next number."""
+    """Return a free name to move a file to: trace.lost-1.h5 for trace.h5, or the next number."""
     return next(p for i in itertools.count(1) if not (p := path.with_suffix(f".lost-{i}{path.suffix}")).exists())
 
 
 def sync(path: Path) -> None:
-    """Let a file, or what a folder lists, reach the disk."""
+    """Flush a file or the entries of a folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -71,10 +87,10 @@ def sync(path: Path) -> None:
 
 
 def _number(error: BaseException | None) -> int | None:
-    """The system's number for what went wrong: libraries hide it in their words, or raise something of their own."""
+    """Return the system's error number, which libraries put into their messages or into the causes of their errors."""
     if error is None:
         return None
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = re.search(r"errno = (\d+)|os error (\d+)", str(error))  # HDF5's words, and safetensors'
-    return int(found[1] or found[2]) if found else _number(error.__context__)  # torch's own hide what the file raised
+    found = re.search(r"errno = (\d+)|os error (\d+)", str(error))  # formats of HDF5 and safetensors
+    return int(found[1] or found[2]) if found else _number(error.__context__)  # torch hides the exception of the file

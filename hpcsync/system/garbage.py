@@ -1,24 +1,30 @@
-"""What Python's search for garbage need not look through: the 300,000 objects of torch, none of which is garbage."""
+"""Exclude the 300,000 objects of torch, none of which is garbage, from Python's garbage collection."""
 
 import atexit
 import gc
 
 
 def freeze() -> None:
-    """Leave out what is loaded now, until the process ends: a search of all of torch stops a rank for 0.16 s, and who
-    waits for it. Once is enough: what is loaded later may be garbage some day."""
+    """Exclude all current objects from garbage collection until the process ends.
+
+    A full collection over torch's objects stops a rank, and the ranks that wait for it, for 0.16 s. Only the first
+    call has an effect: objects that are created later may become garbage.
+    """
     if not gc.get_freeze_count():
         gc.freeze()
         atexit.register(_unfreeze_for_nanobind)
 
 
 def freeze_at_end() -> None:
-    """Leave out everything when the process ends, which else takes up to a second longer."""
-    atexit.register(_unfreeze_for_nanobind)  # after the next, as the last registered is called first
+    """Skip garbage collection when the process ends, which saves up to a second."""
+    atexit.register(_unfreeze_for_nanobind)  # runs after gc.freeze: handlers run in reverse order
     atexit.register(gc.freeze)
 
 
 def _unfreeze_for_nanobind() -> None:
-    """Modules made with nanobind, such as the triton that torch for CUDA loads, print every object that is left."""
-    if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):  # the type of all its types
+    """Undo the freeze if a module made with nanobind is loaded (torch for CUDA loads triton).
+
+    Such modules print every object that is left at the end.
+    """
+    if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):  # nanobind's metaclass
         gc.unfreeze()

@@ -1,4 +1,7 @@
-"""Which GPU a rank uses, or why it uses none. Importing this loads neither torch nor CuPy."""
+"""Selection of the GPU that a rank uses, or the reason why it uses none.
+
+Importing this module loads neither torch nor CuPy.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +18,34 @@ WINDOWS = ("mpi", "ipc", "staged")  # values of cluster.window that need a GPU
 
 
 class Found(NamedTuple):
-    """`devices`: the GPUs that this process can see. `why`: why none of them can be used; "" if they can."""
+    """GPUs found by a process.
+
+    Attributes
+    ----------
+    devices
+        Number of GPUs that this process can see.
+    why
+        Reason why none of them can be used; "" if they can.
+    """
 
     devices: int
     why: str
 
     @property
     def unused(self) -> str:
-        """What to tell where there are GPUs and a run takes the CPU all the same; "" where there is nothing to tell."""
+        """Line to print if there are GPUs that cannot be used; otherwise ""."""
         return f"GPUs are not used: {self.why}\n" if self.devices and self.why else ""
 
 
 class Gpu(NamedTuple):
-    """`bus_id`: its place on the PCI bus of its host, such as 0000:01:00.0."""
+    """A GPU: its name and its address on the PCI bus of its host, such as 0000:01:00.0."""
 
     name: str
     bus_id: str
 
 
 def found() -> Found:
-    """What there is for torch and CuPy to use together. Raises nothing."""
+    """Return the GPUs that both torch and CuPy can use. Never raises."""
     try:
         import torch
 
@@ -46,12 +57,13 @@ def found() -> Found:
 
 
 def _cupy_fails() -> str:
+    """Return why CuPy cannot be used; "" if it can."""
     name = "CuPy"
     try:
         import cupy
 
         name = f"CuPy {cupy.__version__}"
-        cupy.cuda.runtime.getDeviceCount()  # unlike is_available it says what is wrong
+        cupy.cuda.runtime.getDeviceCount()  # unlike is_available, it raises an error with the reason
         return "" if cupy.cuda.is_available() else f"{name} sees no GPU"
     except ModuleNotFoundError as error:
         if error.name == "cupy":
@@ -62,30 +74,41 @@ def _cupy_fails() -> str:
 
 
 def _line(error: Exception) -> str:
-    """The first words of an error: CuPy's go on for a page."""
+    """Return the first line of an error message: those of CuPy fill a page."""
     return next((line.strip() for line in str(error).splitlines() if line.strip(" =")), type(error).__name__)
 
 
-def common(everybody: Sequence[tuple[int, str, Found]]) -> Found:
-    """What all ranks have to use: as many devices as the best, and why not from the first that has none to use.
+def common(all_ranks: Sequence[tuple[int, str, Found]]) -> Found:
+    """Combine what all ranks found.
 
-    everybody: rank, host and what it found.
+    Parameters
+    ----------
+    all_ranks : sequence of (int, str, Found)
+        Rank, host and result of `found`, for each rank.
+
+    Returns
+    -------
+    Found
+        The largest number of devices, and the reason of the first rank that cannot use its GPUs.
     """
-    devices = max(found.devices for _, _, found in everybody)
-    if all(found.why == everybody[0][2].why for _, _, found in everybody):
-        return Found(devices, everybody[0][2].why)
-    return Found(devices, next(f"rank {rank} on {host}: {found.why}" for rank, host, found in everybody if found.why))
+    devices = max(found.devices for _, _, found in all_ranks)
+    if all(found.why == all_ranks[0][2].why for _, _, found in all_ranks):
+        return Found(devices, all_ranks[0][2].why)
+    return Found(devices, next(f"rank {rank} on {host}: {found.why}" for rank, host, found in all_ranks if found.why))
 
 
 def needed(device: str, window: str) -> bool:
-    """Whether these values of cluster.device and cluster.window leave no choice but a GPU."""
+    """Return True if these values of cluster.device and cluster.window need a GPU."""
     return device == "cuda" or window in WINDOWS
 
 
 def choose(device: str, window: str, found: Found) -> str:
-    """ "cuda" or "cpu", for these values of cluster.device and cluster.window.
+    """Return "cuda" or "cpu" for these values of cluster.device and cluster.window.
 
-    Raises JobError if they need a GPU and there is none to use.
+    Raises
+    ------
+    JobError
+        If they need a GPU and none can be used.
     """
     if found.devices and not found.why:
         return "cpu" if device == "cpu" or window == "host" else "cuda"
@@ -97,8 +120,10 @@ def choose(device: str, window: str, found: Found) -> str:
 
 
 def index(environ: Mapping[str, str] | None = None, devices: int | None = None) -> int:
-    """The number of this process's GPU among those that it can see, by default all that torch finds: ranks of a node
-    take them in turn, and share them where there are more ranks."""
+    """Return the index of this process's GPU among the `devices` that it can see, by default all that torch finds.
+
+    The ranks of a node take the GPUs in turn, and share them if there are more ranks than GPUs.
+    """
     if devices is None:
         import torch
 
@@ -107,8 +132,7 @@ def index(environ: Mapping[str, str] | None = None, devices: int | None = None) 
 
 
 def claim(device: str) -> torch.device:
-    """The device to compute on: for "cuda" this process's GPU, from now on the current one of torch and of CuPy in this
-    thread; for "cpu" the CPU."""
+    """Return the device to compute on; for "cuda" make this process's GPU current in torch and CuPy (this thread)."""
     import torch
 
     if device == "cpu":
@@ -122,7 +146,7 @@ def claim(device: str) -> torch.device:
 
 
 def describe(device: torch.device) -> Gpu:
-    """What the others are told of a claimed GPU."""
+    """Return the name and the address of a claimed GPU."""
     import cupy
     import torch
 
@@ -130,7 +154,7 @@ def describe(device: torch.device) -> Gpu:
 
 
 def versions() -> dict[str, str]:
-    """Of what computes on GPUs here."""
+    """Return the versions of CuPy and CUDA."""
     import cupy
     import torch
 
@@ -138,7 +162,13 @@ def versions() -> dict[str, str]:
 
 
 def users(rows: Sequence[tuple[int, str, Gpu]]) -> list[str]:
-    """One line for each GPU: which ranks use it. `rows`: rank, host and GPU, one row for each rank that has one."""
+    """Return a line for each GPU with the ranks that use it.
+
+    Parameters
+    ----------
+    rows : sequence of (int, str, Gpu)
+        Rank, host and GPU, for each rank that has a GPU.
+    """
     ranks: dict[tuple[str, Gpu], list[int]] = {}
     for rank, host, gpu in sorted(rows):
         ranks.setdefault((host, gpu), []).append(rank)

@@ -1,7 +1,7 @@
-"""What a launch writes, without what the MPI's launcher and library say about an end that the ranks have explained.
+"""Output of a launch, without redundant notices of the MPI launcher and library about its end.
 
-A notice of the launcher or the library is held back until the launch has ended, and dropped if it says nothing new:
-that a rank has ended the job on purpose, after a rank has said why, or that ranks were ended, after they were told to.
+A notice is buffered until the launch has ended. It is dropped if it adds nothing: that a rank ended the job on purpose,
+if a rank has printed the reason; or that ranks were ended, if hpcsync ended them.
 """
 
 from __future__ import annotations
@@ -12,20 +12,28 @@ import re
 import threading
 from typing import IO, NamedTuple
 
-LONGEST = 20  # lines of a notice
+LONGEST = 20  # lines of a notice, at most
 SHOW_CURSOR = b"\x1b[?25h"
-DRAIN_S = 2.0  # in which what is left in the pipes is read when all processes have ended
+DRAIN_S = 2.0  # time to read the rest of the pipes when all processes have ended
 
 
 class Notice(NamedTuple):
-    """on_purpose: a rank has aborted the job or ended with a status; otherwise a signal has ended it, for example."""
+    """Notice of the launcher or the library.
+
+    Attributes
+    ----------
+    text
+        Its lines.
+    on_purpose
+        True if a rank has aborted the job or ended with a status; False if it ended otherwise, such as by a signal.
+    """
 
     text: bytes
     on_purpose: bool
 
 
 class Kind(NamedTuple):
-    """A notice of several lines, which is recognised by its second one."""
+    """Kind of notice of several lines, recognised by its second line."""
 
     first: re.Pattern[bytes]
     second: re.Pattern[bytes]
@@ -52,36 +60,41 @@ KINDS = (
     ),
 )
 ABORTED = re.compile(rb"Abort\(-?\d+\) on node \d+ .*application called MPI_Abort")  # MPICH
-NOISE = re.compile(rb"\[warn\] Epoll ")  # of Open MPI's launcher, while it ends
+NOISE = re.compile(rb"\[warn\] Epoll ")  # Open MPI's launcher, while it ends
 EXPLANATIONS = (b"hpcsync: ", b"Traceback (most recent call last)")
 TO_BE_READ_WHOLE = (b"-" * 70, b"=" * 70, b"Abort(", b"[warn] Epoll ", *EXPLANATIONS)
 
 
 class NoticeFilter:
-    """Of one stream. Text passes at once, a part of a line too, unless the line may be one of those that matter here.
+    """Filter of one stream. Text passes at once, even parts of a line, unless the line may belong to a notice.
 
-    notices: what was held back. explained: whether a rank has said what went wrong.
+    Attributes
+    ----------
+    notices
+        Notices found so far.
+    explained
+        True if a rank has printed the reason of its end.
     """
 
     def __init__(self) -> None:
         self.notices: list[Notice] = []
         self.explained = False
-        self._line = b""  # its end is not there yet, and its beginning is held back
-        self._in_line = False  # its end is not there yet, and its beginning has passed
+        self._line = b""  # buffered beginning of an incomplete line
+        self._in_line = False  # True if the beginning of an incomplete line has passed
         self._block: list[bytes] = []  # lines that are, or may be, the beginning of a notice
-        self._kind: Kind | None = None  # of the block's first line
+        self._kind: Kind | None = None  # kind of notice that the block's first line begins
 
     def feed(self, data: bytes) -> bytes:
-        """What of this, and of what was held back, is to be written now."""
+        """Take more data of the stream; return what can be written now."""
         return b"".join(map(self._part, re.findall(rb"[^\n]*\n|[^\n]+", data)))
 
     def end(self) -> bytes:
-        """What is left to be written when the stream has ended."""
+        """Return what remains to be written when the stream has ended."""
         line, self._line = self._line, b""
         return (self._whole(line) if line else b"") + self._released()
 
     def _part(self, part: bytes) -> bytes:
-        """Of a line, up to its end or as much as there is."""
+        """Take a line or the beginning of one; return what can be written now."""
         ends = part.endswith(b"\n")
         if self._in_line:
             self._in_line = not ends
@@ -113,11 +126,11 @@ class NoticeFilter:
         return released
 
     def _belongs(self, kind: Kind, line: bytes) -> bool:
-        """Whether the block with this line may still be a notice."""
+        """Return True if the block, extended by this line, may still be a notice."""
         return kind.second.match(line) is not None if len(self._block) == 1 else len(self._block) < LONGEST
 
     def _released(self) -> bytes:
-        """The block, which is no notice."""
+        """Return the lines of the block, which is not a notice."""
         block, self._block, self._kind = self._block, [], None
         return b"".join(map(self._passed, block))
 
@@ -127,21 +140,27 @@ class NoticeFilter:
 
 
 class Output:
-    """Both streams of a launch, which go through this process: threads read them from pipes."""
+    """Both output streams of a launch, which threads of this process read from pipes and filter."""
 
     def __init__(self) -> None:
         self._filters = [NoticeFilter(), NoticeFilter()]
         self._threads: list[threading.Thread] = []
 
     def forward(self, out: IO[bytes], err: IO[bytes]) -> None:
-        """From now on write what comes from these pipes, where this process writes."""
+        """Start to copy these pipes to the standard output and the standard error of this process."""
         for pipe, target, notices in zip((out, err), (1, 2), self._filters, strict=True):
             thread = threading.Thread(target=_forward, args=(pipe, target, notices), daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def end(self, stopped: bool) -> None:
-        """Write the rest, and of the notices those that say something new. stopped: the ranks were told to end."""
+        """Write the rest of the streams and the notices that are not redundant.
+
+        Parameters
+        ----------
+        stopped : bool
+            True if hpcsync has ended the ranks.
+        """
         for thread in self._threads:
             thread.join(DRAIN_S)
         explained = stopped or any(found.explained for found in self._filters)
@@ -161,7 +180,7 @@ def _forward(pipe: IO[bytes], target: int, notices: NoticeFilter) -> None:
 
 
 def _write(target: int, data: bytes) -> None:
-    """All of it. Nobody may be there to read it: then the ranks go on in silence."""
+    """Write all of the data; ignore a closed stream, so that the ranks continue without output."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(target, data) :]

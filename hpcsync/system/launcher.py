@@ -1,6 +1,6 @@
-"""Starting MPI ranks, and ending them: the launcher beside the running Python, its settings, and nothing left behind.
+"""Start and end MPI ranks with the launcher that belongs to the running Python, without leaving processes behind.
 
-This module imports no MPI: it runs in the process that starts the ranks, never to become one itself.
+This module does not import MPI: the process that starts the ranks must not become one itself.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from hpcsync.system.launch_output import Output
 from hpcsync.system.process_cleanup import MARK
 from hpcsync.system.signals import LISTENING
 
-TIMED_OUT = 124  # as timeout(1) says it
+TIMED_OUT = 124  # as timeout(1)
 NOTED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
-# Each only where the user has not set it. The values come from measurements, not from the libraries' defaults.
-ONE_THREAD = {  # a rank: ranks share the cores, and a thread pool in each multiplies them
+# Variables that the user has set are kept. The values come from measurements, not from the libraries' defaults.
+ONE_THREAD = {  # per rank: ranks share the cores, and a thread pool in each of them would oversubscribe
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
 MPI_SETTINGS = {
-    # Open MPI 5 and 4: more ranks than cores is fine, a waiting rank gives its core away, and no rank is bound to a
-    # core, because its helper threads would be bound to the same one. Without "slot", all ranks go to the first node.
+    # Open MPI 5 and 4: allow more ranks than cores, let a waiting rank yield its core, and bind no rank to a core,
+    # because its helper threads would be bound to the same one. Without "slot", all ranks go to the first node.
     "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",
@@ -47,70 +47,86 @@ MPI_SETTINGS = {
     # Open MPI: osc/ucx does not progress passively; 4.1.4 crashes in Win.Allocate unless osc/rdma outranks osc/pt2pt.
     "OMPI_MCA_osc": "^ucx",
     "OMPI_MCA_osc_rdma_priority": "10",
-    # Open MPI refuses root, which is what one is in a container.
+    # Open MPI refuses to run as root, the usual user in a container.
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    # MPICH: a waiting rank gives its core away.
+    # MPICH: a waiting rank yields its core.
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
 }
 SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
-# MPICH over UCX gives Slurm's PMI2 long addresses, some of which get lost: ranks do not start, or never hear of others.
-# Those of OFI are short.
+# MPICH over UCX gives Slurm's PMI2 long addresses, some of which are lost: ranks do not start or do not find others.
+# The addresses of OFI are short.
 SLURM_PMI2_SETTINGS = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # shared memory at its best; between nodes Open MPI knows the network better
+ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # fastest in shared memory; between nodes Open MPI chooses better itself
 
-# Open MPI's mpirun: ranks go on when others die, of which its daemons tell them. Not its ranks' own detector: it takes
-# one that computes for a second for dead.
+# Open MPI's mpirun: ranks continue when others die. Deaths are reported by its daemons, not by the ranks' own detector,
+# which takes a rank that computes for a second for dead.
 TOLERANT = ("--with-ft", "ulfm", "-x", "EVENT_NOEPOLL=1")
 
-# Open MPI's mpirun keeps files in a folder named after its process, in this one. It cannot start where there is such a
-# folder already: that of another one with the same number, which was killed. So each gets another one, unless the user
-# says where; but not both, which it refuses.
+# Open MPI's mpirun keeps files in a folder named after its process id, below this one. It cannot start if the folder
+# exists, left by a killed mpirun with the same id. So each launch has a base folder of its own, unless the user has set
+# one of the two variables; mpirun refuses both together.
 SESSION_FOLDER, SESSION_FOLDERS = "PRTE_MCA_prte_local_tmpdir_base", "PRTE_MCA_prte_tmpdir_base"
 
-# What a launcher or a batch system puts into the environment of its ranks, by how the names begin. An mpiexec inside
-# would take itself for a part of that job, or look for hosts there.
+# Prefixes of the variables that a launcher or a batch system sets for its ranks. With them, an mpiexec started by a
+# rank would believe to be a part of that job, or look for hosts there.
 OF_RANKS = (
-    # Open MPI with PMIx and PRRTE; of its settings those that it makes itself, version 5, then 4.
+    # Open MPI with PMIx and PRRTE; of its MCA variables those that it sets itself: version 5, then 4.
     *("OMPI_", "PMIX_", "PRTE_", "OPAL_USER_PARAMS_GIVEN"),
     *("OMPI_MCA_PREFIXES", "OMPI_MCA_cpu_type", "OMPI_MCA_initial_wdir", "OMPI_MCA_num_procs"),
     *("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix", "OMPI_MCA_shmem_RUNTIME_QUERY_hint"),
-    # MPICH's hydra, and those that descend from it.
+    # MPICH's hydra and launchers derived from it.
     *("PMI_", "HYDI_", "MPI_LOCAL", "GFORTRAN_UNBUFFERED_PRECONNECTED", "MPISPAWN_", "MV2_COMM_WORLD_"),
     # Batch systems.
     *("SLURM", "SRUN_", "PBS_", "LSB_", "PE_HOSTFILE", "PALS_", "FLUX_"),
-    # Other hosts that the user named.
+    # Hosts that the user named.
     *("HYDRA_HOST_FILE", "PRTE_MCA_prte_default_hostfile"),
-    # Of this launch alone.
+    # Variables of this launch.
     *(SESSION_FOLDER, LISTENING),
 )
-OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer one above fits
+OF_USERS = ("OMPI_MCA_", "OMPI_ALLOW_", "PMIX_MCA_", "PRTE_MCA_", "PRTE_ALLOW_")  # unless a longer prefix above fits
 
-SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # what Slurm's srun must be told for ranks to be one world
+SRUN_MPI = {"Open MPI": "pmix", "MPICH": "pmi2"}  # value of srun's --mpi with which the ranks are one world
 
-RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # as many start unasked; more cost memory and time that one rarely means
+RANKS_PER_CORE, RANKS_ANYWHERE = 8, 16  # limits without --oversubscribe: more ranks are rarely intended
 STARTING_GRACE_S = 1.5  # for ranks that have not begun to train, and have nothing to save
 
-TERMINAL = "HPCSYNC_TERMINAL"  # in the environment of the ranks: columns of the terminal that their output ends on
+TERMINAL = "HPCSYNC_TERMINAL"  # environment variable of the ranks: columns of the terminal that shows their output
 
 
 class LaunchError(Exception):
-    """Ranks cannot be started, or were started wrongly; told in one line."""
+    """Ranks cannot be started, or were started wrongly; the message is one line."""
 
 
 class Ended(NamedTuple):
-    """How a launch ended. `signum`: the signal that this process got meanwhile, which ended the ranks."""
+    """End of a launch.
+
+    Attributes
+    ----------
+    status
+        Exit status.
+    signum
+        Signal that this process received and that ended the ranks; None if there was none.
+    timed_out
+        True if the time limit ended the ranks.
+    """
 
     status: int
     signum: int | None = None
     timed_out: bool = False
 
 
-# ---- the command ----
+# ---- the command line ----
 
 
 def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
-    """The launcher that belongs to the MPI library of this Python, and what MPIEXEC adds to it."""
+    """Return the launcher that belongs to the MPI library of this Python, or the command line in MPIEXEC.
+
+    Raises
+    ------
+    LaunchError
+        If there is none.
+    """
     environ = os.environ if environ is None else environ
     if environ.get("MPIEXEC"):
         return shlex.split(environ["MPIEXEC"])
@@ -121,15 +137,29 @@ def mpiexec(environ: Mapping[str, str] | None = None) -> list[str]:
         found = shutil.which(name, path=os.pathsep.join(map(str, folders))) or shutil.which(name)
         if found:
             return [found]
-    raise LaunchError("mpiexec: not found beside this Python nor on the PATH; install an MPI, or let MPIEXEC name it")
+    raise LaunchError("mpiexec: found neither beside this Python nor on the PATH; install an MPI, or set MPIEXEC to it")
 
 
 def command(
     n: int, argv: Sequence[str], environ: Mapping[str, str] | None = None, *, tolerant: bool = False
 ) -> list[str]:
-    """The command line of n ranks of this program. `python` is the Python that runs this.
+    """Return the command line that starts `n` ranks of a program.
 
-    tolerant: the others are to go on when one of them dies. Raises LaunchError where this launcher cannot do that.
+    Parameters
+    ----------
+    n : int
+        Number of ranks.
+    argv : sequence of str
+        Program and its arguments; `python` stands for the Python that runs hpcsync.
+    environ : mapping, optional
+        Environment; by default that of this process.
+    tolerant : bool
+        If True, ranks continue when another one dies.
+
+    Raises
+    ------
+    LaunchError
+        If there is no launcher, or it cannot do what `tolerant` asks for.
     """
     argv = [sys.executable, *argv[1:]] if argv and argv[0] == "python" else list(argv)
     start = mpiexec(environ)
@@ -141,18 +171,20 @@ def command(
 
 def _refuse_intolerant(start: Sequence[str]) -> None:
     try:
-        said = subprocess.run([start[0], "--version"], capture_output=True, text=True, check=False, timeout=60).stdout
+        version = subprocess.run(
+            [start[0], "--version"], capture_output=True, text=True, check=False, timeout=60
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
-        said = ""
-    found = re.search(r"\(Open MPI\) (\d+)", said)
+        version = ""
+    found = re.search(r"\(Open MPI\) (\d+)", version)
     if found is None or int(found[1]) < 5:
-        raise LaunchError(f"{start[0]}: cannot go on when a rank dies; Open MPI can, from version 5 on")
+        raise LaunchError(f"{start[0]}: cannot continue when a rank dies; Open MPI can, from version 5 on")
 
 
 def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a launch: what is given, and our settings where that is silent.
+    """Return the environment of a launch: the given variables, and hpcsync's settings for those that are not set.
 
-    If nothing is given it is this process's, a rank's without what makes it one.
+    By default the variables are those of this process; on a rank, without those of its launcher.
     """
     if given is None:
         given = outside(os.environ) if under_launcher() else os.environ
@@ -161,9 +193,9 @@ def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
-    """A rank's environment as it would be without the launcher and the batch system that started the rank.
+    """Return a rank's environment without the variables of the launcher and the batch system that started the rank.
 
-    What it starts then is no part of their job, and stays on this node. MPIEXEC is kept if it is one word.
+    Ranks started with it are not part of that job, and stay on this node. MPIEXEC is kept if it is a single word.
     """
     left = {
         name: value for name, value in environ.items() if len(_prefix(name, OF_RANKS)) <= len(_prefix(name, OF_USERS))
@@ -178,14 +210,14 @@ def _prefix(name: str, prefixes: Sequence[str]) -> str:
 
 
 def on_this_node(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks of a launch will be on the node of this process, which may be outside its own allocation."""
+    """Return True if all ranks of a launch will be on the node of this process, which may be outside its allocation."""
     if not on_one_node(environ):
         return False
     return "SLURMD_NODENAME" in environ or not {"SLURM_JOB_ID", "SLURM_JOBID"} & environ.keys()
 
 
 def on_one_node(environ: Mapping[str, str]) -> bool:
-    """Whether all ranks of a launch will be on one node: no batch system and no option of MPIEXEC says otherwise."""
+    """Return True if all ranks of a launch will be on one node, by the batch system and the options of MPIEXEC."""
     if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1 or "SLURM_HET_SIZE" in environ:
         return False
     if any(name in environ for name in ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):
@@ -194,14 +226,16 @@ def on_one_node(environ: Mapping[str, str]) -> bool:
 
 
 def refuse_crowd(n: int, asked: str, environ: Mapping[str, str] | None = None) -> None:
-    """Raise LaunchError for more ranks than a small multiple of the cores, where all of them will be on this node.
+    """Raise LaunchError for more ranks than a small multiple of the cores, if all of them will be on this node.
 
     Parameters
     ----------
     n : int
-        The number of ranks.
+        Number of ranks.
     asked : str
-        The key and the value that ask for them, such as "-n 500".
+        Key and value that request them, such as "-n 500".
+    environ : mapping, optional
+        Environment; by default that of this process.
     """
     if not on_this_node(os.environ if environ is None else environ):
         return
@@ -212,7 +246,7 @@ def refuse_crowd(n: int, asked: str, environ: Mapping[str, str] | None = None) -
         raise LaunchError(f"{asked}: must be at most {most} ranks on the {cores} here; --oversubscribe allows more")
 
 
-# ---- starting and ending ----
+# ---- start and end ----
 
 
 def launch(
@@ -225,23 +259,48 @@ def launch(
     suspends: bool = False,
     tolerant: bool = False,
 ) -> Ended:
-    """Run n ranks of this program to their end, and print the command line first; or into `output`, without that.
+    """Print the command line, run `n` ranks of a program and wait until they end.
 
-    Interrupted (SIGINT, SIGTERM, SIGHUP) or out of time, it asks the launcher to end its ranks, and after `grace_s`
-    kills whatever is left. Should this process itself be killed, the kernel tells the launcher, and another process
-    kills whatever is left a while later. SIGUSR1 is passed on.
+    Parameters
+    ----------
+    n : int
+        Number of ranks.
+    argv : sequence of str
+        Program and its arguments; `python` stands for the Python that runs hpcsync.
+    timeout_s : float, optional
+        Seconds after which the ranks are ended.
+    grace_s : float
+        Seconds between SIGTERM and SIGKILL.
+    output : file, optional
+        File for the output of the ranks; the command line is then not printed.
+    suspends : bool
+        If True, rank 0 ends the run in order on SIGTERM. The first SIGTERM is then only forwarded to it, if it is on
+        this node and listens (`signals.tell_listening`). Before it listens the ranks have nothing to save, and are
+        ended after `STARTING_GRACE_S` instead of `grace_s`.
+    tolerant : bool
+        If True, ranks continue when another one dies.
 
-    suspends: whether rank 0 ends the run in order when it gets SIGTERM. Then the first one is passed on to it, if it is
-    on this node and says that it listens (`signals.tell_listening`), and nothing else is done. Before that the ranks
-    have nothing to save, and less than `grace_s`.
+    Returns
+    -------
+    Ended
+        Exit status, signal and whether the time limit ended the ranks.
 
-    Notices of the MPI's launcher and library on ends that a rank has explained are left out: see `launch_output`.
+    Raises
+    ------
+    LaunchError
+        If the ranks cannot be started.
+
+    Notes
+    -----
+    On SIGINT, SIGTERM and SIGHUP, and at the time limit, the launcher is asked to end its ranks; leftover processes are
+    killed after `grace_s`. If this process is killed itself, the kernel ends the launcher, and a guard kills leftover
+    processes a while later. SIGUSR1 is forwarded. Redundant notices of the launcher are dropped (see `launch_output`).
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
     environ = environment()
     line = command(n, argv, environ, tolerant=tolerant)
-    mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with that of the launch around this one
+    mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with the mark of the enclosing launch
     if output is None:
         print(f"starting {n} rank{'s' * (n > 1)}: {shlex.join(line)}", flush=True)
     written = Output()
@@ -253,8 +312,8 @@ def launch(
                 env={**environ, **_session(environ, folder), **_terminal(), LISTENING: str(listening), MARK: mark},
                 stdout=output or subprocess.PIPE,
                 stderr=output or subprocess.PIPE,
-                stdin=subprocess.DEVNULL,  # in a group of its own it may not read the terminal
-                process_group=0,  # Ctrl-C is for us alone: we pass it on once, in order
+                stdin=subprocess.DEVNULL,  # a process group of its own may not read the terminal
+                process_group=0,  # only this process receives Ctrl-C, and forwards it once
                 preexec_fn=_end_with_parent(),
             )
         except OSError as error:
@@ -293,13 +352,13 @@ def _terminal() -> dict[str, str]:
 
 
 def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool, listening: Path) -> Callable[[int], bool]:
-    """What passes a signal on to the ranks, and says whether that is all that is to be done."""
+    """Return a function that forwards a signal to the ranks, and returns True if nothing else is to be done."""
     suspended = not suspends
 
     def pass_on(signum: int) -> bool:
         nonlocal suspended
         if signum == signal.SIGUSR1:
-            process.send_signal(signum)  # both MPIs' launchers pass it on to all ranks
+            process.send_signal(signum)  # both MPI launchers forward it to all ranks
             return True
         if signum != signal.SIGTERM or suspended or not listening.exists():
             return False
@@ -318,8 +377,10 @@ def _wait(
     timeout_s: float | None,
     passed_on: Callable[[int], bool] = lambda signum: False,
 ) -> bool:
-    """Wait until the process ends, a signal comes that is not passed on or the time is over; whether it was the
-    time."""
+    """Wait until the process ends, a signal arrives that is not forwarded, or the time is over.
+
+    Return True if the time is over.
+    """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     heard = 0
     while True:
@@ -336,7 +397,10 @@ def _wait(
 
 
 def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
-    """Both MPIs' launchers end their ranks on SIGTERM; one that does not is killed, and its ranks are found by mark."""
+    """Send SIGTERM, on which both MPI launchers end their ranks; kill a launcher that does not end.
+
+    Its ranks are then found by their mark.
+    """
     process.terminate()
     try:
         process.wait(grace_s)
@@ -347,7 +411,7 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
 
 
 def _rank_0(mark: str) -> list[int]:
-    """The process of this launch that is rank 0, if it is on this node."""
+    """Return the process id of rank 0 of this launch, if it is on this node."""
     return [
         pid
         for pid, environ in process_cleanup.find(mark).items()
@@ -356,16 +420,16 @@ def _rank_0(mark: str) -> list[int]:
 
 
 def _end_with_parent() -> Callable[[], None] | None:
-    """For the launcher, before it starts: let the kernel send it SIGTERM when this thread is gone (Linux)."""
+    """Return a `preexec_fn` with which the kernel sends SIGTERM to the launcher when this thread has ended (Linux)."""
     if sys.platform != "linux":
         return None
     PR_SET_PDEATHSIG = 1
-    prctl = ctypes.CDLL(None).prctl  # found here: the copy of a process with threads, as ranks are, must load nothing
+    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork of a process with threads nothing may be loaded
     parent = os.getpid()
 
     def ask() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it was gone before
+        if os.getppid() != parent:  # the parent had already ended
             os._exit(1)
 
     return ask
@@ -373,7 +437,7 @@ def _end_with_parent() -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Signals that would end this process are put on the list instead."""
+    """Collect the signals that would end this process in a list."""
     signums: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:
@@ -387,30 +451,30 @@ def _noted_signals() -> Iterator[list[int]]:
             signal.signal(signum, handler)
 
 
-# ---- am I a rank? ----
+# ---- is this process a rank? ----
 
 
 def expected_size(environ: Mapping[str, str] | None = None) -> int | None:
-    """How many ranks the launcher that started this process says it started; None if no launcher did."""
+    """Return the number of ranks that the launcher of this process has started; None without a launcher."""
     environ = os.environ if environ is None else environ
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if name in environ:
             return int(environ[name])
-    # A Slurm batch script and an interactive shell are steps too, with numbers from the top of 32 bits.
+    # A Slurm batch script and an interactive shell are steps too, with the largest 32-bit numbers.
     if int(environ.get("SLURM_STEP_ID", 2**32 - 1)) < 2**32 - 16:
         return int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     return None
 
 
 def expected_rank(environ: Mapping[str, str] | None = None) -> int:
-    """This process's number among those that the launcher started; 0 if none did."""
+    """Return this process's rank by its launcher's environment; 0 without a launcher."""
     environ = os.environ if environ is None else environ
     names = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     return next((int(environ[name]) for name in names if name in environ), 0)
 
 
 def local_rank(environ: Mapping[str, str] | None = None) -> int:
-    """This process's number among those of its node that the launcher started; 0 if none did."""
+    """Return this process's rank within its node by its launcher's environment; 0 without a launcher."""
     environ = os.environ if environ is None else environ
     names = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
@@ -418,13 +482,13 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int:
         "MV2_COMM_WORLD_LOCAL_RANK",
         "PALS_LOCAL_RANKID",
         "FLUX_TASK_LOCAL_ID",
-        "SLURM_LOCALID",  # last: a batch script has it too, and passes it on to the launchers that it starts
+        "SLURM_LOCALID",  # last: a batch script has it too, and the launchers that it starts inherit it
     )
     return next((int(environ[name]) for name in names if name in environ), 0)
 
 
 def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is one rank of a job. A shell in a Slurm step of one task is not."""
+    """Return True if this process is a rank of a job. A shell in a Slurm step of one task is not."""
     environ = os.environ if environ is None else environ
     size = expected_size(environ)
     if size is None:
@@ -433,24 +497,34 @@ def under_launcher(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def under_pmi2_of_slurm(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether this process is a rank that srun --mpi=pmi2 has started."""
+    """Return True if srun --mpi=pmi2 has started this process."""
     environ = os.environ if environ is None else environ
     return environ.get("PMI_JOBID") == f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
 
 
 def batch_job(environ: Mapping[str, str] | None = None) -> str:
-    """What the batch system calls the job that this process is in, as on its own command lines; "" outside of one."""
+    """Return the id of the batch job of this process, as the batch system's commands take it; "" outside of a job."""
     environ = os.environ if environ is None else environ
     if "SLURM_ARRAY_TASK_ID" in environ:
         return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
     if environ.get("LSB_JOBINDEX", "0") != "0":
         return f"{environ['LSB_JOBID']}[{environ['LSB_JOBINDEX']}]"
-    names = ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")  # PBS says 12[3] of an array's
+    names = ("SLURM_JOB_ID", "SLURM_JOBID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID")  # PBS: 12[3] in an array
     return next((environ[name] for name in names if name in environ), "")
 
 
 def refuse_singletons(world_size: int, library: str = "") -> None:
-    """N processes that are each a world of one would train N times: the launcher is of another MPI than the library."""
+    """Raise LaunchError if N processes are each a world of one rank, and would train N times.
+
+    The launcher then belongs to another MPI than the library.
+
+    Parameters
+    ----------
+    world_size : int
+        Size of MPI.COMM_WORLD.
+    library : str
+        Version string of the MPI library.
+    """
     expected = expected_size()
     if world_size != 1 or expected is None or expected <= 1:
         return

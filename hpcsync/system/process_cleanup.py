@@ -1,11 +1,11 @@
-"""What is left of a launch of ranks on this node is found by a mark that all its processes have, and killed.
+"""Kill leftover processes of a launch on this node, which are found by a mark in their environment.
 
-A launcher that is killed leaves ranks, and so may Open MPI's if it is told to end while it still starts them. The
-process that launches looks for them when the launcher has ended. Should it be killed itself, a guard does.
+A launcher that is killed leaves ranks behind, and so may Open MPI's launcher if it is ended while it still starts them.
+The process that launched them kills them when the launcher has ended. If that process is killed itself, a guard does:
 
-    python stragglers.py MARK       the guard: waits until its standard input ends
+    python process_cleanup.py MARK       waits until its standard input ends, then kills
 
-It imports the standard library only, so that it is there at once.
+This module imports the standard library only, so that the guard starts at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-MARK = "HPCSYNC_LAUNCH"  # in the environment of every process of a launch
-GRACE_S = 3.0  # in which a launcher that the kernel tells to end does so in order
-PROCESSES = Path("/proc")  # outside Linux there is none: then nothing is found
+MARK = "HPCSYNC_LAUNCH"  # environment variable of every process of a launch
+GRACE_S = 3.0  # time for the launcher, to which the kernel sends SIGTERM, to end in order
+PROCESSES = Path("/proc")  # Linux only: elsewhere no process is found
 
 
 def find(mark: str) -> dict[int, dict[str, str]]:
-    """The processes of this launch and of launches within it, and their environments."""
+    """Return the environments of all processes of this launch and of launches within it, by process id."""
     found = {}
     for folder in PROCESSES.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile, or belongs to another user
@@ -37,12 +37,12 @@ def find(mark: str) -> dict[int, dict[str, str]]:
 
 
 def kill(mark: str) -> None:
-    """Kill what is left of this launch: ranks whose launcher died are nobody's children any more."""
-    deadline_s = time.monotonic() + 2.0  # the kernel takes its time to end a process that is busy in it
-    in_vain = 0
-    while in_vain < 3 and time.monotonic() < deadline_s:  # one that is just being started shows no environment
+    """Kill the leftover processes of this launch, which have lost their parent if the launcher died."""
+    deadline_s = time.monotonic() + 2.0  # a process that is in a system call does not end at once
+    empty_searches = 0
+    while empty_searches < 3 and time.monotonic() < deadline_s:  # a process that is being started has no environment
         pids = find(mark)
-        in_vain = 0 if pids else in_vain + 1
+        empty_searches = 0 if pids else empty_searches + 1
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -51,7 +51,7 @@ def kill(mark: str) -> None:
 
 @contextlib.contextmanager
 def guarded(mark: str) -> Iterator[None]:
-    """Should this process be killed meanwhile, a guard kills what is left of the launch `GRACE_S` later."""
+    """Start a guard: if this process is killed, the guard kills the leftover processes `GRACE_S` later."""
     if not PROCESSES.is_dir():
         yield
         return
@@ -60,7 +60,7 @@ def guarded(mark: str) -> Iterator[None]:
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,  # what is sent to all of a terminal's processes is not for it
+        start_new_session=True,  # signals of the terminal do not reach it
     )
     try:
         yield
@@ -70,6 +70,6 @@ def guarded(mark: str) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.stdin.read()  # it ends with the process that has the other end
+    sys.stdin.read()  # returns when the process at the other end has ended
     time.sleep(GRACE_S)
     kill(sys.argv[1])

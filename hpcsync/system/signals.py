@@ -1,4 +1,4 @@
-"""A run that is asked by a signal to end writes a checkpoint, or at least closes its trace, first."""
+"""Signals: a run that receives one writes a checkpoint, or at least closes its trace, before it ends."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-SAVING = signal.SIGUSR1  # write a checkpoint, and go on
+SAVING = signal.SIGUSR1  # write a checkpoint and continue
 HEARD = (signal.SIGINT, signal.SIGTERM, SAVING)
 
-LISTENING = "HPCSYNC_LISTENING"  # in the environment of ranks: the file that says that rank 0 listens
+LISTENING = "HPCSYNC_LISTENING"  # environment variable of ranks: file that exists once rank 0 listens for signals
 
 TO_BE_RESUMED = 75  # exit status: EX_TEMPFAIL of sysexits.h
 
-_came: list[int] = []  # what was left to rank 0, which has not listened yet
+_came: list[int] = []  # signals received before the listener of rank 0 exists
 
 
 class Interrupted(Exception):
-    """The run was asked to end by a signal."""
+    """A signal asked the run to end."""
 
 
 class Terminated(Interrupted):
-    """By SIGTERM: it is to be resumed."""
+    """SIGTERM asked the run to end: the run is to be resumed."""
 
 
 class Suspended(Terminated):
-    """It goes on from the checkpoint that the message names."""
+    """The run can be resumed from the checkpoint that the message names."""
 
 
 @contextmanager
 def on_signals(note: Callable[[int], None]) -> Iterator[None]:
-    """Call `note` with a signal of HEARD instead of dying of it, so that the trace can be closed in order."""
+    """Call `note` with each signal of HEARD instead of being killed by it, so that the trace can be closed in order."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -52,7 +52,7 @@ def on_signals(note: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Let SIGINT end this process without an exception, which might get lost in what is being imported."""
+    """Let SIGINT end this process at once: an exception might be swallowed by a module that is being imported."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before != signal.default_int_handler:
         yield
@@ -70,11 +70,20 @@ def ending_at_once() -> Iterator[None]:
 
 
 def left_to_rank_0() -> Callable[[], None]:
-    """Let this rank leave to rank 0 what a batch system sends to all ranks; call what it returns to undo that.
+    """Let rank 0 handle the signals that a batch system sends to all ranks; this rank only notes them.
 
-    Rank 0 hears of it as soon as it listens. A second SIGTERM ends any rank: its time is over, or rank 0 is gone. Slurm
-    sends SIGTERM also when a rank has ended with another status than 0, and forgets that status if others, who are just
-    ending themselves, die of it.
+    Rank 0 handles them as soon as it has a listener. A second SIGTERM ends any rank: its time is over, or rank 0 has
+    ended.
+
+    Returns
+    -------
+    callable
+        Restores the handlers.
+
+    Notes
+    -----
+    Slurm also sends SIGTERM when a rank has ended with a status other than 0, and loses that status if the signal kills
+    ranks that are just ending.
     """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
@@ -85,26 +94,26 @@ def left_to_rank_0() -> Callable[[], None]:
         _came.append(number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGTERM, SAVING)}
-    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # from then on Python would let it kill
+    atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)  # after that Python restores the default: to kill
 
     def undo() -> None:
         signal.signal(signal.SIGTERM, before[signal.SIGTERM])
-        signal.signal(SAVING, signal.SIG_IGN)  # one that comes too late is not to kill what has done its work
+        signal.signal(SAVING, signal.SIG_IGN)  # a late one must not kill a process that has finished its work
 
     return undo
 
 
 def tell_listening() -> None:
-    """Let the process that launched the ranks know that rank 0 will end the run in order when it is told to."""
+    """Tell the process that launched the ranks that rank 0 now ends the run in order on a signal."""
     if LISTENING in os.environ:
         with suppress(OSError):  # on another host
             Path(os.environ[LISTENING]).touch()
 
 
 class SignalListener:
-    """From now on notes the signals of HEARD instead of dying of them, even while the main thread is in a long call.
+    """Queue of the signals of HEARD, which no longer kill this process, even while its main thread is in a long call.
 
-    Any thread may ask for them. Made outside the main thread, it hears nothing.
+    Any thread may read it. Created outside the main thread, it stays empty.
     """
 
     def __init__(self) -> None:
@@ -119,7 +128,7 @@ class SignalListener:
             _came.clear()
 
     def received(self) -> int | None:
-        """The next signal that has come, or None."""
+        """Return the next signal, or None."""
         try:
             numbers = os.read(self._reading, 1)
         except BlockingIOError:
@@ -127,7 +136,7 @@ class SignalListener:
         return numbers[0] if numbers and numbers[0] in HEARD else None
 
     def close(self) -> None:
-        """Let signals do what they did before; in the thread that made it. Harmless when repeated."""
+        """Restore the handlers; call it in the thread that created the listener. Repeated calls have no effect."""
         if self._handlers:
             signal.set_wakeup_fd(self._before)
             for number, handler in self._handlers.items():
@@ -136,8 +145,15 @@ class SignalListener:
 
 
 def interrupt(number: int) -> None:
-    """End what is being done, where nothing else looks whether a signal has come. Raises Interrupted, but for SAVING:
-    where there is nothing to save."""
+    """Handle a signal in code that has nothing to save: raise Interrupted, or ignore SAVING.
+
+    Raises
+    ------
+    Terminated
+        For SIGTERM.
+    Interrupted
+        For SIGINT.
+    """
     if number == signal.SIGTERM:
         raise Terminated("SIGTERM")
     if number != SAVING:

@@ -1,4 +1,4 @@
-"""`connect` in one process: the script's own training, by the run's rules; and what is refused everywhere."""
+"""`connect` in a single process, and settings that are refused everywhere."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def step(model, optimizer, batch) -> torch.Tensor:
 
 
 def train(model, optimizer=None, epochs=None, batch_size=8, **settings) -> int:
-    """A script's loop until the run stops; the number of its iterations."""
+    """Run a script's loop until the run stops; return the number of iterations."""
     optimizer = optimizer or sgd(model)
     iterations = 0
     with connect(model, optimizer, **settings) as sync:
@@ -54,7 +54,7 @@ def train(model, optimizer=None, epochs=None, batch_size=8, **settings) -> int:
 
 
 def train_plainly(model, iterations, seed=0, rates=None) -> torch.Tensor:
-    """The same without hpcsync."""
+    """Train the same way without hpcsync; return the weights."""
     optimizer = sgd(model)
     data = batches(DATA, seed, 0, n_workers=1, batch_size=8, epochs=range(100))
     for i, batch in zip(range(iterations), data, strict=False):
@@ -72,14 +72,14 @@ def test_one_process_is_plain_training_bit_for_bit(model, paradigm):
     assert torch.equal(model.weight, train_plainly(twin, 18, seed=7))
 
 
-def test_another_seed_is_another_order(model):
+def test_data_order_depends_on_the_seed(model):
     twin = torch.nn.Linear(3, 1)
     twin.load_state_dict(model.state_dict())
     train(model, epochs=3, seed=7)
     assert not torch.equal(model.weight, train_plainly(twin, 18, seed=8))
 
 
-def test_the_session_says_who_it_is(model):
+def test_attributes_of_the_session(model):
     with connect(model, sgd(model)) as sync:
         assert (sync.rank, sync.worker, sync.n_workers, sync.stopped) == (0, 0, 1, False)
 
@@ -91,7 +91,7 @@ def test_nothing_is_recorded(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("stop", "iterations"), [({"updates": 9}, 9), ({"samples": 80}, 10), ({"samples": 81}, 11)])
-def test_the_run_ends_by_its_rule(model, stop, iterations):
+def test_stopping_rule(model, stop, iterations):
     assert train(model, stop=stop) == iterations
 
 
@@ -105,7 +105,7 @@ def test_loaders_end_with_the_run_and_steps_after_it_are_refused(model):
             sync.step(0.0)
 
 
-def test_seconds_are_of_training_and_not_of_evaluation(model, monkeypatch):
+def test_evaluation_does_not_count_as_training_time(model, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
@@ -118,7 +118,7 @@ def test_seconds_are_of_training_and_not_of_evaluation(model, monkeypatch):
     assert train(model, stop={"seconds": 3.0}, compute=pad, evaluate=evaluate, every_samples=8) == 6
 
 
-def test_the_schedule_is_kept_to(model):
+def test_schedule_sets_the_learning_rate(model):
     twin = torch.nn.Linear(3, 1)
     twin.load_state_dict(model.state_dict())
     rates = [0.1] * 3 + [0.01] * 4
@@ -127,7 +127,7 @@ def test_the_schedule_is_kept_to(model):
     assert torch.equal(model.weight, train_plainly(twin, 7, rates=rates))
 
 
-def test_a_script_that_changes_the_learning_rate_is_told_so(model):
+def test_changing_the_learning_rate_is_an_error(model):
     optimizer = sgd(model)
     with connect(model, optimizer) as sync:
         for i, batch in enumerate(sync.shard(DATA, 8)):
@@ -140,8 +140,8 @@ def test_a_script_that_changes_the_learning_rate_is_told_so(model):
                 sync.step(loss)
 
 
-def test_alone_all_samples_that_are_given_out_are_its_own(model):
-    """Also those that would not fill a batch: two training epochs of 50 samples end in the seventh batch of 16."""
+def test_single_process_trains_all_allocated_samples(model):
+    """Samples that do not fill a batch are trained too: two epochs of 50 samples end in the seventh batch of 16."""
     seen = []
     batches = {"policy": "proportional", "total": 16}
     with connect(model, sgd(model), batches=batches, seed=7) as sync:
@@ -155,7 +155,7 @@ def test_alone_all_samples_that_are_given_out_are_its_own(model):
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "ashl", "adsp"])
-def test_alone_nothing_is_sent_and_so_nothing_is_compressed(model, paradigm):
+def test_single_process_does_not_compress(model, paradigm):
     twin = torch.nn.Linear(3, 1)
     twin.load_state_dict(model.state_dict())
     assert train(model, paradigm=paradigm, epochs=1, seed=7, compression={"name": "top-k"}) == 6
@@ -163,7 +163,7 @@ def test_alone_nothing_is_sent_and_so_nothing_is_compressed(model, paradigm):
 
 
 @pytest.mark.parametrize("k", [{"k": 3}, {"k": "min", "k_min": 2, "k_start": 3}], ids=str)
-def test_alone_a_script_for_several_workers_is_plain_training(model, k):
+def test_single_process_ignores_options_for_several_workers(model, k):
     twin = torch.nn.Linear(3, 1)
     twin.load_state_dict(model.state_dict())
     limits = {"policy": "equal-finish", "total": 8, "maximum": [6, 4], "minimum": 2}
@@ -174,14 +174,14 @@ def test_alone_a_script_for_several_workers_is_plain_training(model, k):
 
 
 @pytest.mark.parametrize("paradigm", [("k-sync", {"cancel": "abort"}), ("k-batch-async", {})], ids=str)
-def test_alone_nothing_is_ever_cancelled(model, paradigm):
+def test_single_process_never_cancels(model, paradigm):
     with connect(model, sgd(model), paradigm[0], k=1, **paradigm[1]) as sync:
         assert not sync.cancelled(0.5)
         with pytest.raises(ValueError, match="share = 1: must be greater than 0 and less than 1"):
             sync.cancelled(1)
 
 
-def test_evaluation_is_every_so_many_samples_and_finds_the_target(model):
+def test_evaluation_interval_and_target(model):
     seen = []
 
     def evaluate(judged):
@@ -195,7 +195,7 @@ def test_evaluation_is_every_so_many_samples_and_finds_the_target(model):
     assert model.training
 
 
-# ---- what is refused ----
+# ---- refused settings ----
 
 
 def two_groups(model):
@@ -206,7 +206,7 @@ def some(model):
     return torch.optim.SGD([model.weight], lr=0.1)
 
 
-def strangers(model):
+def foreign(model):
     return torch.optim.SGD(torch.nn.Linear(3, 1).parameters(), lr=0.1)
 
 
@@ -218,8 +218,8 @@ def lbfgs(model):
     ("make", "settings", "message"),
     [
         (two_groups, {}, "optimizer with 2 parameter groups: "),
-        (some, {}, "optimizer: must be given exactly the model's trainable parameters"),
-        (strangers, {}, "optimizer: must be given exactly the model's trainable parameters"),
+        (some, {}, "optimizer: must have exactly the model's trainable parameters"),
+        (foreign, {}, "optimizer: must have exactly the model's trainable parameters"),
         (lbfgs, {}, "optimizer LBFGS: "),
         (sgd, {"paradigm": "bps"}, 'paradigm.name = "bps": must be one of .*; did you mean bsp?'),
         (sgd, {"staleness": 3}, "paradigm.staleness = 3: unknown key"),
@@ -229,34 +229,34 @@ def lbfgs(model):
         (sgd, {"servers": 0}, "cluster.servers = 0: "),
         (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
         (sgd, {"batches": {"policy": "proportional"}}, "batches.total: missing"),
-        (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be left out"),
+        (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be omitted"),
         (sgd, {"compression": {"name": "top-k", "levels": 3}}, "compression.levels = 3: unknown key"),
-        (sgd, {"compression": {"name": "dgc"}}, "optimizer.momentum = 0.9: must be 0, or left out, with compression"),
+        (sgd, {"compression": {"name": "dgc"}}, "optimizer.momentum = 0.9: must be 0 or omitted with compression"),
         (sgd, {"paradigm": "ashl", "steps_fine": 20}, "paradigm.steps_fine = 20: must be at most"),
         (sgd, {"paradigm": "k-sync", "k": 0}, "paradigm.k = 0: must be"),
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
-        (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: must come with evaluate"),
-        (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: must come with evaluate"),
-        (sgd, {"resume": True}, "resume: must come with out, the folder of the run that is to go on"),
+        (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: needs evaluate"),
+        (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: needs evaluate"),
+        (sgd, {"resume": True}, "resume: must come with out, the folder of the run to resume"),
     ],
 )
-def test_settings_that_are_refused(model, make, settings, message):
+def test_refused_settings(model, make, settings, message):
     with pytest.raises(JobError, match=message) as caught:
         connect(model, make(model), **settings)
     assert "\n" not in str(caught.value)
 
 
-def test_alone_there_is_nothing_to_go_on_from(model, tmp_path):
+def test_single_process_cannot_resume(model, tmp_path):
     train(model, out=tmp_path / "never", resume=True, stop={"updates": 1})
     store = Checkpoints(tmp_path / "run", 2, None, shared=True)
     store.begin(1)
     store.write(1, RUN, {"hpcsync_version": hpcsync.__version__, "job": make_job().to_toml()})
     store.commit(1)
-    with pytest.raises(JobError, match="^resume: must come with several ranks: one cannot go on with"):
+    with pytest.raises(JobError, match="^resume: needs several ranks: a single process cannot resume"):
         connect(model, sgd(model), out=tmp_path / "run", resume=True)
 
 
-def test_a_script_gets_the_device_that_there_is(monkeypatch):
+def test_device(monkeypatch):
     monkeypatch.setattr(gpu_selection, "found", lambda: gpu_selection.Found(0, "torch sees no GPU"))
     assert device() == torch.device("cpu")
     monkeypatch.setattr(gpu_selection, "found", lambda: gpu_selection.Found(2, ""))
@@ -264,14 +264,14 @@ def test_a_script_gets_the_device_that_there_is(monkeypatch):
     assert device() == torch.device("cuda", 1)
 
 
-def test_frozen_parameters_are_nobodys_business(model):
+def test_frozen_parameters_may_be_in_the_optimizer_or_not(model):
     model.bias.requires_grad = False
     for optimizer in (sgd(model), some(model)):
         connect(model, optimizer)
 
 
 @pytest.mark.parametrize("script", ["train.py", "my script.py", "größe.py", "__main__.py", "-c", "-", "", "_.py"])
-def test_any_script_has_a_name_for_its_job(model, monkeypatch, script):
+def test_every_script_name_gives_a_valid_job_name(model, monkeypatch, script):
     monkeypatch.setattr(sys, "argv", [script])
     connect(model, sgd(model))
 
@@ -280,21 +280,21 @@ def test_any_script_has_a_name_for_its_job(model, monkeypatch, script):
 
 
 class Comm(SimpleNamespace):
-    """What rank 0 said, as another rank hears it."""
+    """Communicator that broadcasts from rank 0 to the ranks called later."""
 
-    said = None
+    sent = None
 
     def bcast(self, value):
         if self.rank == 0:
-            Comm.said = value
-        return Comm.said
+            Comm.sent = value
+        return Comm.sent
 
 
-def test_ranks_agree_on_what_rank_0_found():
+def test_ranks_agree_on_the_result_of_rank_0():
     assert [agree(Comm(rank=rank), lambda: f"from {rank}") for rank in (0, 1)] == ["from 0", "from 0"]  # noqa: B023
 
 
-def test_ranks_agree_on_rank_0s_mistake():
+def test_error_of_rank_0_is_raised_on_all_ranks():
     def fail():
         raise JobError("stop: empty")
 

@@ -1,4 +1,4 @@
-"""The command line: which function gets which arguments, and how mistakes end."""
+"""Command line: functions and arguments of the commands, and how errors end."""
 
 import sys
 from pathlib import Path
@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 import hpcsync
 from hpcsync import __version__
 from hpcsync.cli import app
-from hpcsync.cli import run as front
+from hpcsync.cli import run as commands
 from hpcsync.config.errors import JobError
 from hpcsync.system.launcher import LaunchError
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What the functions behind the commands are called with."""
+    """Calls of the functions behind the commands."""
     calls: list[tuple] = []
 
     def stand_in(name: str, status: int) -> object:
@@ -31,8 +31,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     rank = SimpleNamespace(main=stand_in("rank", 4))
     monkeypatch.setitem(sys.modules, "hpcsync.cli.rank_main", rank)  # the real one would initialise MPI
     monkeypatch.setattr(hpcsync, "rank", rank, raising=False)
-    monkeypatch.setattr(front, "run", stand_in("run", 3))
-    monkeypatch.setattr(front, "show", stand_in("show", 0))
+    monkeypatch.setattr(commands, "run", stand_in("run", 3))
+    monkeypatch.setattr(commands, "show", stand_in("show", 0))
     for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -67,15 +67,15 @@ def test_show(calls: list[tuple]) -> None:
 
 
 @pytest.mark.parametrize("mistake", [JobError("seed = -1: must be at least 0"), LaunchError("mpiexec: not found")])
-def test_mistakes_are_one_line_and_status_2(mistake: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_errors_are_one_line_and_status_2(mistake: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise mistake
 
-    monkeypatch.setattr(front, "show", fail)
+    monkeypatch.setattr(commands, "show", fail)
     result = run("show", "job.toml")
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"hpcsync: {mistake}\n")
     monkeypatch.setenv("PMI_RANK", "1")
-    assert (run("show", "job.toml").exit_code, run("show", "job.toml").stderr) == (2, "")  # rank 0 says it
+    assert (run("show", "job.toml").exit_code, run("show", "job.toml").stderr) == (2, "")  # rank 0 prints it
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_an_unknown_option_that_is_a_key_of_the_job_is_pointed_at_it(arguments: 
 
 
 def test_other_errors_are_not_the_user_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "show", lambda *_: 1 / 0)
+    monkeypatch.setattr(commands, "show", lambda *_: 1 / 0)
     result = run("show", "job.toml")
     assert (result.exit_code, type(result.exception)) == (1, ZeroDivisionError)
 

@@ -22,7 +22,7 @@ GOOD = {
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> dict:
-    """What probes find; an exception is raised."""
+    """Results of the probes by name; an exception is raised."""
     found: dict = dict(GOOD)
 
     def probe(name: str, *, ranks: int = 0) -> dict:
@@ -40,7 +40,7 @@ def verdicts() -> dict[str, str]:
     return {finding.subject: finding.verdict for finding in doctor.examine()}
 
 
-def test_all_is_well(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_of_a_good_machine(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
     subjects = ["packages", "MPI library", "thread level", "launcher", "one-sided transfers", "GPU", "cores"]
     assert [s for s in verdicts() if s != "shared memory"] == subjects
     assert "bad" not in verdicts().values()
@@ -63,7 +63,7 @@ def test_all_is_well(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
         ("gpu", {"devices": 2, "why": "CuPy is not installed", "cupy": None, "mpi": False}, "GPU", "note"),
     ],
 )
-def test_each_verdict_has_its_remedy(
+def test_verdicts_and_remedies(
     probes: dict, name: str, found: object, subject: str, verdict: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     probes[name] = found
@@ -72,12 +72,12 @@ def test_each_verdict_has_its_remedy(
     assert doctor.main() == (1 if verdict == "bad" else 0)
 
 
-def test_no_ranks_are_started_without_a_library(probes: dict) -> None:
+def test_no_ranks_start_without_a_library(probes: dict) -> None:
     probes["library"] = ProbeError("cannot load MPI library")
     assert not {"launcher", "one-sided transfers", "thread level"} & verdicts().keys()
 
 
-def test_square_brackets_are_no_markup(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
+def test_square_brackets_are_not_markup(probes: dict, capsys: pytest.CaptureFixture[str]) -> None:
     probes["library"] = ProbeError("[red] cannot [/] load")
     doctor.main()
     out = capsys.readouterr().out
@@ -96,12 +96,15 @@ def test_a_launcher_that_is_missing(probes: dict, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("found", "words"),
     [
-        (GOOD["gpu"], "none to use: torch sees no GPU; runs use the CPU"),
-        ({"devices": 1, "why": "", "cupy": "14.2.0", "mpi": True}, "1, CuPy 14.2.0; MPI says it is CUDA-aware"),
-        ({"devices": 4, "why": "", "cupy": "14.2.0", "mpi": False}, "4, CuPy 14.2.0; MPI says it is not CUDA-aware"),
+        (GOOD["gpu"], "none usable: torch sees no GPU; runs use the CPU"),
+        ({"devices": 1, "why": "", "cupy": "14.2.0", "mpi": True}, "1, CuPy 14.2.0; MPI reports that it is CUDA-aware"),
+        (
+            {"devices": 4, "why": "", "cupy": "14.2.0", "mpi": False},
+            "4, CuPy 14.2.0; MPI reports that it is not CUDA-aware",
+        ),
         (
             {"devices": 4, "why": "", "cupy": "14.2.0", "mpi": None},
-            "4, CuPy 14.2.0; MPI does not say if it is CUDA-aware",
+            "4, CuPy 14.2.0; MPI does not report whether it is CUDA-aware",
         ),
     ],
 )
@@ -113,15 +116,15 @@ def test_gpus(probes: dict, found: dict, words: str, monkeypatch: pytest.MonkeyP
     first, *windows = doctor.gpus()
     assert first == Finding("GPU", "ok", words)
     assert [finding.verdict for finding in windows] == ["ok"] * (not found["why"])
-    assert all(finding.found.startswith("staged is what runs") for finding in windows)
+    assert all(finding.found.startswith("runs on this node use staged") for finding in windows)
 
 
-def test_gpus_that_no_window_serves_are_bad() -> None:
+def test_gpus_without_a_working_window_are_bad() -> None:
     finding = doctor.gpu_windows([WindowTrial("staged", None, "hangs"), WindowTrial("ipc", None, "status -11")])
     assert (finding.verdict, finding.found) == ("bad", "staged: hangs; ipc: status -11") and "cpu" in finding.to_do
 
 
-def test_small_machines_are_noted() -> None:
+def test_notes_for_small_machines() -> None:
     assert [doctor.cores(n).verdict for n in (1, 2)] == ["note", "ok"]
     assert [doctor.shared_memory(n * 2**20).verdict for n in (64, 255, 256)] == ["note", "note", "ok"]
 
@@ -135,7 +138,7 @@ def test_only_bad_findings_fail() -> None:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> None:
-    """Let every probe be this shell script; $4 is where its result goes."""
+    """Replace every probe by a shell script, which writes its result to the file $4."""
     python = tmp_path / "python"
     python.write_text(f"#!/bin/sh\n{script}\n")
     python.chmod(0o755)
@@ -146,7 +149,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str) -> Non
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_what_a_probe_writes_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
+def test_the_result_of_a_probe_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int) -> None:
     pretend(monkeypatch, tmp_path, """echo noise; echo '{"size": 7}' > "$4" """)
     assert doctor.probe("world", ranks=ranks) == {"size": 7}
 

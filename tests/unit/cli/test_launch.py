@@ -38,7 +38,7 @@ def test_a_program_keeps_its_own_options(
     assert status(monkeypatch, "-n", "4", "--", *program) == 4
     assert status(monkeypatch, "-n", "4", "--timeout", "0.5", *program) == 124
     assert launches == [(4, program, None), (4, program, 0.5)]
-    assert capsys.readouterr().err == "hpcsync: still running after 0.5 s: ended\n"
+    assert capsys.readouterr().err == "hpcsync: ended the ranks, which still ran after 0.5 s\n"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_program_keeps_its_own_options(
         (["-n", "99999"], "hpcsync: -n 99999: must be at most "),
     ],
 )
-def test_numbers_of_ranks_that_nobody_means_are_refused(
+def test_an_invalid_number_of_ranks_is_refused(
     options: list[str],
     line: str,
     launches: list[tuple[object, ...]],

@@ -1,4 +1,4 @@
-"""`hpcsync plan stanza`: what it works out, prints and writes, and how mistakes end."""
+"""Command plan stanza: numbers, output, files and errors."""
 
 import json
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LINKS = Link(1.25e9, 50e-6)
 
 
 def plan(**changed: str) -> Result:
-    """With these options more or otherwise, by their names with _ for -."""
+    """Run the command with these options, named with _ instead of -."""
     options = ASKED | {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
     return CliRunner().invoke(app.app, ["plan", "stanza", *(word for pair in options.items() for word in pair)])
 
@@ -41,7 +41,7 @@ def numbers(tmp_path: Path, **changed: str) -> dict:
     return json.loads((tmp_path / "plan.json").read_text())
 
 
-def test_the_numbers_are_the_planners(recorded: str, tmp_path: Path) -> None:
+def test_numbers_are_those_of_the_planner(recorded: str, tmp_path: Path) -> None:
     found = numbers(tmp_path, profile=recorded)
     profile = SplitProfile(RECORDED, Shape(*ALEXNET), 128)
     expected = choose(profile, LINKS, 10)
@@ -61,7 +61,7 @@ def test_options_reach_the_planner(recorded: str, tmp_path: Path) -> None:
     assert [row["seconds"] for row in found["stanza"]] == seconds
 
 
-def test_samples_per_second_are_shared_out_by_operations(tmp_path: Path) -> None:
+def test_samples_per_second_are_divided_by_operations(tmp_path: Path) -> None:
     found = numbers(tmp_path, samples_per_second="2560")
     times, share = found["times"], found["shape"]["fc_share"]
     assert share == pytest.approx(0.08208, abs=1e-5)
@@ -70,7 +70,7 @@ def test_samples_per_second_are_shared_out_by_operations(tmp_path: Path) -> None
     assert sum(times[f"{part}_s"] for part in ("conv_forward", "conv_backward", "fc")) == pytest.approx(128 / 2560)
 
 
-def test_without_either_it_is_measured_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_times_are_measured_without_profile_and_speed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def stand_in(halves: object, loss: object, batch: Sequence[torch.Tensor]) -> Times:
         assert [tuple(tensor.shape) for tensor in batch] == [(128, 3, 224, 224), (128,)]
         return RECORDED
@@ -78,7 +78,7 @@ def test_without_either_it_is_measured_here(monkeypatch: pytest.MonkeyPatch, tmp
     monkeypatch.setattr(plans, "measured", stand_in)
     found = numbers(tmp_path)
     source = found["times"].pop("source")
-    assert source.startswith("measured here, on this machine: ") and source.endswith(", one thread")
+    assert source.startswith("measured on this machine: ") and source.endswith(", one thread")
     assert found["times"] == RECORDED._asdict()
 
 
@@ -88,16 +88,16 @@ def test_the_table(recorded: str) -> None:
     assert [line for line in lines if " FC *" in line] == [lines[5]], "the choice is marked"
     assert all(len(line) <= 80 for line in lines[4:10])
     assert lines[-2].startswith("* 1 fully-connected worker (FC) and 3 convolution workers, ")
-    assert lines[-2].endswith(" % more samples a second than with 2")
+    assert lines[-2].endswith(" % more samples/s than with 2")
     assert plan(profile=recorded, nodes="2").output.splitlines()[-2].endswith(" and 1 convolution worker")
 
 
-def test_the_star_is_at_the_best_of_all_layouts(tmp_path: Path) -> None:
+def test_the_best_of_all_layouts_is_marked(tmp_path: Path) -> None:
     asked = {"model": "resnet50", "bandwidth_gbit": "100", "samples_per_second": "256"}
     lines = plan(**asked).output.splitlines()
     (starred,) = [line for line in lines[5:-3] if " * " in line]
     assert starred.startswith("sharded server *")
-    assert lines[-3].startswith("* sharded server: 1.12 times the samples a second of the best that separates layers")
+    assert lines[-3].startswith("* sharded server: 1.12 times the samples/s of the best layout that separates layers")
     assert lines[-2].startswith("  1 fully-connected worker (FC) and 9 convolution workers, ")
     found = numbers(tmp_path, **asked)
     rows = {
@@ -118,12 +118,12 @@ def test_the_star_is_at_the_best_of_all_layouts(tmp_path: Path) -> None:
         ({"latency_us": "inf"}, "--latency-us inf: must be a number of at least 0"),
         ({"micro_batches": "129"}, "--micro-batches 129: must be a divisor of --batch 128"),
         ({"samples_per_second": "-1"}, "--samples-per-second -1.0: must be a number greater than 0"),
-        ({"samples_per_second": "9", "profile": "p"}, "--samples-per-second 9.0: must be left out beside --profile p"),
+        ({"samples_per_second": "9", "profile": "p"}, "--samples-per-second 9.0: must be left out with --profile p"),
         ({"profile": "none.toml"}, "--profile none.toml: No such file or directory"),
         ({"profile": "none.toml", "json": "none/x.json"}, "--json none/x.json: No such file or directory"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_user_errors_are_one_line(
     changed: dict[str, str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -146,7 +146,7 @@ def test_mistakes_are_told_in_one_line(
         ("conv_forward_ms", "must be TOML: "),
     ],
 )
-def test_mistakes_in_a_profile_are_told_in_one_line(text: str, message: str, tmp_path: Path) -> None:
+def test_errors_in_a_profile_are_one_line(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "times.toml"
     path.write_text(text)
     result = plan(profile=str(path))

@@ -1,4 +1,4 @@
-"""Around a run: nothing starts that is wrong, and a trace says what became of its ranks."""
+"""Command run: no rank starts for a wrong job, and the trace records how the ranks ended."""
 
 import sys
 from pathlib import Path
@@ -38,7 +38,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Ranks:
-    """In place of `launcher.launch`: remembers the command, leaves what ranks would leave, ends as told."""
+    """Replacement of `launcher.launch`: records the command, writes the files of a run, and ends as configured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Job) -> None:
         self.command: list[str] = []
@@ -68,14 +68,14 @@ def ranks(path: Path, monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks(monkeypatch, load(path))
 
 
-def test_ranks_are_told_everything(path: Path, ranks: Ranks) -> None:
+def test_command_line_of_the_ranks(path: Path, ranks: Ranks) -> None:
     assert run.run(path, ["seed=5", "optimizer.lr=0.2"], 5, Path("o")) == 0
     program = "5 python -m mpi4py -m hpcsync run".split()
     settings = ["--set", "seed=5", "--set", "optimizer.lr=0.2", "-n", "5", "--out", "o"]
     assert ranks.command == [*program, str(path), *settings]
 
 
-def test_a_folder_is_chosen_anew_for_every_run(path: Path, ranks: Ranks) -> None:
+def test_every_run_has_its_own_folder(path: Path, ranks: Ranks) -> None:
     run.run(path, [], None, None)
     run.run(path, [], None, None)
     folders = sorted(Path("runs").iterdir())
@@ -101,7 +101,7 @@ def test_a_trace_is_never_overwritten(path: Path, ranks: Ranks) -> None:
         ("optimizer.momentun=1", "optimizer.momentun = 1: must be an option of torch.optim.SGD"),
     ],
 )
-def test_nothing_starts_that_is_wrong(path: Path, ranks: Ranks, override: str, message: str) -> None:
+def test_no_rank_starts_for_a_wrong_job(path: Path, ranks: Ranks, override: str, message: str) -> None:
     with pytest.raises(JobError) as caught:
         run.run(path, [override], None, Path("o"))
     assert str(caught.value).startswith(message)
@@ -115,7 +115,7 @@ def test_nothing_starts_that_is_wrong(path: Path, ranks: Ranks, override: str, m
         (None, ["cluster.workers=99999"], "cluster.workers = 99999, cluster.servers = 2"),
     ],
 )
-def test_more_ranks_than_a_multiple_of_the_cores_must_be_asked_for(
+def test_many_more_ranks_than_cores_need_oversubscribe(
     path: Path, ranks: Ranks, ranks_asked: int | None, overrides: list[str], asked: str
 ) -> None:
     with pytest.raises(LaunchError, match=rf"^{asked}: must be at most \d+ ranks on the \d+ cores? here; --oversub"):
@@ -125,7 +125,7 @@ def test_more_ranks_than_a_multiple_of_the_cores_must_be_asked_for(
     assert int(ranks.command[0]) >= 99999
 
 
-def test_nothing_starts_without_a_folder(path: Path, ranks: Ranks) -> None:
+def test_no_rank_starts_without_a_folder(path: Path, ranks: Ranks) -> None:
     with pytest.raises(JobError, match="^out tiny.toml/below: Not a directory$"):
         run.run(path, [], None, Path("tiny.toml/below"))
     assert ranks.command == []
@@ -148,7 +148,7 @@ def test_a_launch_that_fails_leaves_no_empty_folder(
     assert not any(Path("runs").iterdir()) if out is None else not out.exists()
 
 
-def test_an_empty_folder_of_the_user_s_stays(path: Path, ranks: Ranks) -> None:
+def test_an_empty_folder_of_the_user_is_kept(path: Path, ranks: Ranks) -> None:
     Path("o").mkdir()
     ranks.ended, ranks.status, ranks.summary = Ended(1), None, False
     assert run.run(path, [], None, Path("o")) == 1
@@ -165,17 +165,17 @@ def test_an_empty_folder_of_the_user_s_stays(path: Path, ranks: Ranks) -> None:
         (Ended(1), "failed", "failed"),
         (Ended(143, 15), "failed", "failed"),
         (Ended(2), "running", "failed"),
-        (Ended(0), "running", "failed"),  # the launcher lost a node and did not mind
+        (Ended(0), "running", "failed"),  # the launcher lost a node and ended with 0
     ],
 )
-def test_the_trace_says_what_became_of_the_ranks(
+def test_status_of_the_trace_after_the_ranks_ended(
     path: Path, ranks: Ranks, ended: Ended, status: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks.ended, ranks.summary, ranks.status = ended, False, status
     assert run.run(path, [], None, Path("o")) == (75 if ended.signum else 1)
     assert reader.load("o/trace.h5").status == expected
-    said = "" if status == "failed" else f"hpcsync: {expected}; the trace so far is o/trace.h5\n"
-    assert capsys.readouterr().err == said
+    printed = "" if status == "failed" else f"hpcsync: {expected}; the trace so far is o/trace.h5\n"
+    assert capsys.readouterr().err == printed
 
 
 def test_a_finished_trace_stays_finished(path: Path, ranks: Ranks) -> None:
@@ -191,7 +191,7 @@ def test_ranks_that_left_no_trace(path: Path, ranks: Ranks, status: int, expecte
 
 
 @pytest.mark.parametrize(("signum", "expected"), [(15, 75), (2, 1)])
-def test_an_end_before_training_is_said(
+def test_an_interrupt_before_training_is_reported(
     path: Path, ranks: Ranks, signum: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ranks.ended, ranks.status, ranks.summary = Ended(128 + signum, signum), None, False
@@ -199,7 +199,7 @@ def test_an_end_before_training_is_said(
     assert capsys.readouterr().err == "hpcsync: interrupted before training began\n"
 
 
-def test_a_trace_that_does_not_open_is_said(
+def test_a_damaged_trace_is_reported(
     path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks.ended, ranks.status, ranks.summary = Ended(1), None, False
@@ -215,7 +215,7 @@ def test_a_trace_that_does_not_open_is_said(
     assert capsys.readouterr().err == "hpcsync: o/trace.h5: not a trace (not an HDF5 file)\n"
 
 
-# ---- going on ----
+# ---- resuming ----
 
 
 def save(folder: Path, job: Job, number: int = 1) -> None:
@@ -225,7 +225,7 @@ def save(folder: Path, job: Job, number: int = 1) -> None:
     store.commit(number)
 
 
-def test_what_is_finished_or_nowhere_does_not_go_on(
+def test_a_finished_run_or_no_folder_is_not_resumed(
     path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(JobError, match="^--resume: must come with --out DIR, the folder of the run to resume$"):
@@ -236,9 +236,7 @@ def test_what_is_finished_or_nowhere_does_not_go_on(
     assert (ranks.command, capsys.readouterr().out) == ([], "finished already: o\n")
 
 
-def test_a_run_goes_on_where_there_is_a_checkpoint(
-    path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_resumed_from_its_checkpoint(path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
     assert run.run(path, [], None, Path("o")) == 1
     save(Path("o"), load(path))
@@ -250,14 +248,14 @@ def test_a_run_goes_on_where_there_is_a_checkpoint(
         run.run(path, ["seed=5"], None, Path("o"), resume=True)
 
 
-def test_a_run_with_servers_goes_on_with_fewer_workers(path: Path, ranks: Ranks) -> None:
+def test_a_run_with_servers_is_resumed_with_fewer_workers(path: Path, ranks: Ranks) -> None:
     (path.parent / "o").mkdir()
     save(Path("o"), load(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 4))
     assert run.run(path, ["cluster.compute={model='constant', seconds=[1, 2]}"], 3, Path("o"), resume=True) == 0
     assert ranks.command[0] == "3"
 
 
-def test_without_a_checkpoint_it_begins_and_keeps_what_was_there(path: Path, ranks: Ranks) -> None:
+def test_resume_without_a_checkpoint_starts_anew_and_keeps_old_files(path: Path, ranks: Ranks) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(137), False, "running"
     run.run(path, [], None, Path("o"))
     Path("o/checkpoints/1.unfinished").mkdir(parents=True)
@@ -267,12 +265,12 @@ def test_without_a_checkpoint_it_begins_and_keeps_what_was_there(path: Path, ran
     assert reader.load("o/trace.h5").status == "finished"
 
 
-def test_one_that_can_be_resumed_says_so_to_the_batch_system(path: Path, ranks: Ranks) -> None:
+def test_status_75_reaches_the_batch_system(path: Path, ranks: Ranks) -> None:
     ranks.ended, ranks.summary, ranks.status = Ended(75), False, "interrupted"
     assert run.run(path, [], None, Path("o")) == 75
 
 
-def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> None:
+def test_a_workload_may_be_beside_the_job_file(path: Path, ranks: Ranks) -> None:
     folder = path.parent / "elsewhere"
     folder.mkdir()
     (folder / "front_test_workload.py").write_text(
@@ -286,7 +284,7 @@ def test_a_workload_may_lie_beside_the_job_file(path: Path, ranks: Ranks) -> Non
     assert run.run(job, [], None, Path("o")) == 0
 
 
-def test_what_an_override_drops_is_said_in_one_line(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_dropped_by_an_override_are_reported(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_text(TOML.replace('"asp"', '"ssp"\nparadigm.staleness = 2'))
     run.show(path, ["paradigm=bsp"])
     assert capsys.readouterr().err == "hpcsync: paradigm.name changed from ssp to bsp: staleness dropped\n"

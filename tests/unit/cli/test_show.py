@@ -1,4 +1,4 @@
-"""`hpcsync show`."""
+"""Command `hpcsync show`."""
 
 import pytest
 
@@ -22,30 +22,30 @@ def job(paradigm: dict, **tables: dict) -> Job:
 def test_rows() -> None:
     cluster = {"servers": 2, "workers": 3, "compute": {"model": "constant", "seconds": 0.5}}
     assert rows(job({"name": "asp"}, cluster=cluster)) == [
-        ("paradigm", "asp: every gradient is an update, and nobody waits"),
+        ("paradigm", "asp: each gradient is an update; no worker waits"),
         ("ranks", "5: servers 0 to 1, workers 2 to 4"),
         ("parameters", "1,001 of 4 bytes (float32)"),
-        ("shard of a server", "500 or 501 parameters"),
-        ("an iteration moves", "4,004 bytes of weights to the worker, and as many of gradient from it"),
-        ("samples an iteration", "4 a worker, 12 together"),
-        ("iterations take", "so many seconds (real ones at least): constant, 0.5"),
+        ("shard per server", "500 or 501 parameters"),
+        ("an iteration moves", "4,004 bytes of weights to the worker, and as many bytes of gradient from it"),
+        ("samples per iteration", "4 per worker, 12 together"),
+        ("iterations take", "constant, 0.5 s (real iterations at least that)"),
         ("ends at", "updates = 3,000 or seconds = 250.5"),
     ]
 
 
-def test_servers_on_nodes_of_their_own() -> None:
-    def who(servers: int, placement: str) -> str:
+def test_spread_servers() -> None:
+    def ranks(servers: int, placement: str) -> str:
         cluster = {"servers": servers, "workers": 1, "placement": placement}
         return dict(rows(job({"name": "asp"}, cluster=cluster)))["ranks"]
 
-    apart = "\nranks are counted so that servers are on different nodes, as far as there are as many"
-    assert who(2, "spread") == who(2, "packed") + apart
-    assert who(1, "spread") == who(1, "packed")
+    apart = "\nranks are numbered so that servers are on different nodes, as far as there are enough nodes"
+    assert ranks(2, "spread") == ranks(2, "packed") + apart
+    assert ranks(1, "spread") == ranks(1, "packed")
 
 
-def test_no_seconds_are_a_number_too() -> None:
+def test_compute_of_zero_seconds_is_shown() -> None:
     cluster = {"servers": 1, "workers": 1, "compute": {"model": "constant", "seconds": 0.0}}
-    assert dict(rows(job({"name": "asp"}, cluster=cluster)))["iterations take"].endswith("constant, 0.0")
+    assert dict(rows(job({"name": "asp"}, cluster=cluster)))["iterations take"].startswith("constant, 0.0 s")
 
 
 CONSTANT = {"model": "constant", "seconds": 0.5}
@@ -54,27 +54,27 @@ CONSTANT = {"model": "constant", "seconds": 0.5}
 @pytest.mark.parametrize(
     ("network", "words"),
     [
-        ({}, "links of 10 Gbit/s (a server's 10), 50 us a message"),
+        ({}, "links of 10 Gbit/s (server: 10), 50 us per message"),
         (
             {"bandwidth_gbit": [1, 2.5, 10], "latency_us": 0.5},
-            "links of 1, 2.5, 10 Gbit/s (a server's 10), 0.5 us a message",
+            "links of 1, 2.5, 10 Gbit/s (server: 10), 0.5 us per message",
         ),
-        ({"bandwidth_gbit": 1, "server_bandwidth_gbit": 100}, "links of 1 Gbit/s (a server's 100), 50 us a message"),
+        ({"bandwidth_gbit": 1, "server_bandwidth_gbit": 100}, "links of 1 Gbit/s (server: 100), 50 us per message"),
     ],
 )
-def test_a_network_is_said_to_be_simulated(network: dict, words: str) -> None:
+def test_a_network_is_used_only_in_simulations(network: dict, words: str) -> None:
     cluster = {"workers": 3, "network": network}
     assert dict(rows(job({"name": "asp"}, cluster=cluster)))["when simulated"] == words
 
 
-def test_recorded_times_stand_in_for_a_network() -> None:
+def test_recorded_times_replace_a_network() -> None:
     shown = rows(job({"name": "asp"}, cluster={"compute": CONSTANT, "network": {}, "times_from": "runs/a/trace.h5"}))
     assert [words for key, words in shown if key == "when simulated"] == [
-        "iterations and transfers take as long as in runs/a/trace.h5"
+        "iterations and transfers take the times recorded in runs/a/trace.h5"
     ]
 
 
-def test_few_events_are_told_and_many_are_counted() -> None:
+def test_few_events_are_listed_and_many_are_counted() -> None:
     events = [
         {"worker": 1, "at_s": 2.5, "change": "slow", "factor": 4.0},
         {"worker": 1, "at_s": 1000, "change": "recover"},
@@ -85,11 +85,11 @@ def test_few_events_are_told_and_many_are_counted() -> None:
         for each in (events, events * 2)
     )
     assert few.split("\n") == [
-        "worker 1 takes 4 times as long from 2.5 s on",
+        "worker 1 is slowed by a factor of 4 from 2.5 s on",
         "worker 1 recovers at 1000 s",
         "worker 2 leaves at its iteration 2,000",
     ]
-    assert many == "6, of 2 of 3 workers"
+    assert many == "6, for 2 of 3 workers"
 
 
 SPEED = {"policy": "proportional"}
@@ -101,32 +101,32 @@ SPEED = {"policy": "proportional"}
         (
             SPEED,
             [
-                "12 together, given out in proportion to the workers' predicted speeds (blend)",
-                "at least 1 a worker; anew every 10 iterations, if it gains 5 %",
+                "12 together, allocated in proportion to the workers' predicted speeds (blend)",
+                "at least 1 per worker; allocated again every 10 iterations, if that gains 5 %",
             ],
         ),
         (
             {"policy": "equal-finish", "predictor": "last", "total": 40, "minimum": 2, "maximum": 20, "interval": 7},
             [
-                "40 together, given out so that all workers are predicted to take the same time (last)",
-                "at least 2 a worker, at most 20; anew every 7 iterations, if it gains 5 %",
+                "40 together, allocated so that all workers are predicted to take the same time (last)",
+                "at least 2 per worker, at most 20; allocated again every 7 iterations, if that gains 5 %",
             ],
         ),
         (
             {**SPEED, "maximum": [4, 8, 8], "gain": 0.125},
             [
-                "12 together, given out in proportion to the workers' predicted speeds (blend)",
-                "at least 1 a worker, at most 4, 8, 8; anew every 10 iterations, if it gains 12.5 %",
+                "12 together, allocated in proportion to the workers' predicted speeds (blend)",
+                "at least 1 per worker, at most 4, 8, 8; allocated again every 10 iterations, if that gains 12.5 %",
             ],
         ),
     ],
     ids=str,
 )
-def test_how_batches_are_given_out(batches: dict, lines: list[str]) -> None:
-    assert dict(rows(job({"name": "asp"}, batches=batches)))["samples an iteration"].split("\n") == lines
+def test_allocation_of_batches(batches: dict, lines: list[str]) -> None:
+    assert dict(rows(job({"name": "asp"}, batches=batches)))["samples per iteration"].split("\n") == lines
 
 
-# ---- what a push moves, and when ----
+# ---- bytes and times of pushes ----
 
 
 def moves(paradigm: dict, **tables: dict) -> str:
@@ -136,37 +136,37 @@ def moves(paradigm: dict, **tables: dict) -> str:
 @pytest.mark.parametrize(
     ("paradigm", "tables", "words"),
     [
-        ({"name": "asp"}, {"compression": {"name": "none"}}, "and as many of gradient from it"),
-        ({"name": "asp"}, {"compression": {"name": "fp16"}}, "and about 2,004 (fp16) of gradient from it"),
-        ({"name": "adsp"}, {"compression": {"name": "fp16"}}, "and about 2,004 (fp16) of their change from it"),
-        ({"name": "adsp"}, {}, "4,004 bytes of weights to the worker, and as many of their change from it"),
-        ({"name": "ashl"}, {}, "4,004 bytes of weights to the worker, and as many of their change from it"),
+        ({"name": "asp"}, {"compression": {"name": "none"}}, "and as many bytes of gradient from it"),
+        ({"name": "asp"}, {"compression": {"name": "fp16"}}, "and about 2,004 bytes (fp16) of gradient from it"),
+        ({"name": "adsp"}, {"compression": {"name": "fp16"}}, "and about 2,004 bytes (fp16) of weight change from it"),
+        ({"name": "adsp"}, {}, "4,004 bytes of weights to the worker, and as many bytes of weight change from it"),
+        ({"name": "ashl"}, {}, "4,004 bytes of weights to the worker, and as many bytes of weight change from it"),
         (
             {"name": "allreduce"},
             {"compression": {"name": "fp16"}},
-            "of 4,004 bytes of gradient about 2,004 (fp16) from each worker to the others",
+            "about 2,004 bytes (fp16) of gradient (4,004 bytes) from each worker to the others",
         ),
     ],
     ids=str,
 )
-def test_what_is_compressed_moves_fewer_bytes(paradigm: dict, tables: dict, words: str) -> None:
+def test_compression_moves_fewer_bytes(paradigm: dict, tables: dict, words: str) -> None:
     assert moves(paradigm, **tables).endswith(words)
 
 
 LINEAR = {"name": "linear", "features": 1001}  # of 8 bytes; 100 values and their positions (4 bytes) are a tenth
 
 
-@pytest.mark.parametrize(("servers", "sent"), [(1, "1,208"), (4, "1,248")])  # each is told how many there are
-def test_every_server_is_sent_a_payload_of_its_own(servers: int, sent: str) -> None:
+@pytest.mark.parametrize(("servers", "sent"), [(1, "1,208"), (4, "1,248")])  # each payload has a header with its count
+def test_every_server_receives_its_own_payload(servers: int, sent: str) -> None:
     found = moves(
         {"name": "bsp"}, workload=LINEAR, compression={"name": "top-k", "ratio": 0.1}, cluster={"servers": servers}
     )
-    assert found == f"8,008 bytes of weights to the worker, and about {sent} (top-k) of gradient from it"
+    assert found == f"8,008 bytes of weights to the worker, and about {sent} bytes (top-k) of gradient from it"
 
 
-def test_under_ashl_the_ratios_are_its_own() -> None:
+def test_ashl_has_a_ratio_for_each_stage() -> None:
     found = moves({"name": "ashl"}, workload=LINEAR, compression={"name": "top-k"})
-    sent = "and about 608 (top-k; in the fine stage about 1,208) or more of their change from it"
+    sent = "and about 608 bytes (top-k; in the fine stage about 1,208 bytes) or more of weight change from it"
     assert found == f"8,008 bytes of weights to the worker, {sent}"
 
 
@@ -176,28 +176,28 @@ def test_under_ashl_the_ratios_are_its_own() -> None:
         (
             {"name": "ashl", "warmup": 2, "profiled": 6},
             {
-                "at first": "8 pushes of one local step, the last 6 timed",
-                "coarse stage": "16 local steps of the slowest worker, and as many of the others as take as long; "
-                "nobody waits; until the average loss improves by less than 1 % over five rounds",
-                "fine stage": "4 local steps of the slowest worker, and as many of the others as take as long; "
-                "nobody starts more than 2 pushes ahead of the slowest",
+                "initial pushes": "8 pushes of one local step, the last 6 timed",
+                "coarse stage": "16 local steps by the slowest worker, and by the others as many as take the same "
+                "time; no worker waits; until the average loss improves by less than 1 % over five rounds",
+                "fine stage": "4 local steps by the slowest worker, and by the others as many as take the same time; "
+                "no worker starts more than 2 pushes ahead of the slowest",
             },
         ),
         (
             {"name": "adsp", "check_period_s": 3},
             {
-                "pushes": "equally many of each worker in 3 s, at least 0.5 s apart, and what is missed is made up "
-                "for\nhow many is searched for, every 50 s and when the average loss has risen by 30 %"
+                "pushes": "the same number by each worker every 3 s, at least 0.5 s apart; missed pushes are made up "
+                "for\nthe number is searched every 50 s and when the average loss has risen by 30 %"
             },
         ),
         (
             {"name": "adsp", "commits": 4, "rule": "released", "interval_min_s": 5},
-            {"pushes": "4 of each worker in 60 s, at least 5 s apart"},
+            {"pushes": "4 by each worker every 60 s, at least 5 s apart"},
         ),
     ],
     ids=str,
 )
-def test_when_commits_are_made(paradigm: dict, expected: dict[str, str]) -> None:
+def test_times_of_commits(paradigm: dict, expected: dict[str, str]) -> None:
     shown = dict(rows(job(paradigm)))
     assert {key: shown[key] for key in expected} == expected
 
@@ -207,10 +207,10 @@ def test_the_coarse_stage_may_end_at_a_loss() -> None:
     assert shown["coarse stage"].endswith("; until the average loss is 0.25")
 
 
-def test_a_share_that_is_fixed_is_told() -> None:
+def test_a_fixed_share_of_the_time_is_shown() -> None:
     shown = rows(job({"name": "asp"}, cluster={"compute": {**CONSTANT, "fixed_share": 0.3}}))
     assert dict(shown)["iterations take"] == (
-        "so many seconds (real ones at least): constant, 0.5, 30 % of it whatever the batch size"
+        "constant, 0.5 s (real iterations at least that), 30 % of it independent of the batch size"
     )
 
 
@@ -218,42 +218,45 @@ def test_a_share_that_is_fixed_is_told() -> None:
     ("keys", "words"),
     [
         ({"k": 2}, None),
-        ({"k": "state"}, "1 to 3, at first 3: follows the workers' speeds"),
-        ({"k": "loss", "k_min": 2, "k_start": 3}, "2 to 3, at first 3: follows the loss"),
-        ({"k": "min"}, "1 to 3, at first 1: follows the workers' speeds and the loss, the smaller of what they choose"),
+        ({"k": "state"}, "1 to 3, initially 3: adapts to the workers' speeds"),
+        ({"k": "loss", "k_min": 2, "k_start": 3}, "2 to 3, initially 3: adapts to the loss"),
+        (
+            {"k": "min"},
+            "1 to 3, initially 1: adapts to the workers' speeds and the loss, whichever gives the smaller k",
+        ),
     ],
 )
 @pytest.mark.parametrize("name", ["k-sync", "k-batch-sync", "k-async", "k-batch-async"])
-def test_what_k_follows(name: str, keys: dict, words: str | None) -> None:
+def test_adaptive_k(name: str, keys: dict, words: str | None) -> None:
     assert dict(rows(job({"name": name, **keys}))).get("k") == words
 
 
 @pytest.mark.parametrize(
     ("paradigm", "words"),
     [
-        ({"name": "k-sync", "k": 2}, "the first 2 workers' gradients; late ones are dropped"),
+        ({"name": "k-sync", "k": 2}, "the first 2 workers' gradients; late gradients are dropped"),
         (
             {"name": "k-batch-sync", "k": "min", "cancel": "abort"},
-            "the first k gradients of its version, of which a worker may give several; late ones are dropped, and not "
-            "computed to their end (4 micro-batches)",
+            "the first k gradients of its version; a worker may contribute several; late gradients are cancelled "
+            "between their 4 micro-batches",
         ),
         (
             {"name": "k-async", "k": 2},
-            "the next 2 workers' gradients, which wait for it while the others go on",
+            "the next 2 workers' gradients; these workers wait for it, the others continue",
         ),
         (
             {"name": "k-async", "k": "state"},
-            "go on; what is older than 2 workers / k updates is dropped; its weight is 1 / age",
+            "continue; gradients older than 2 workers / k updates are dropped; the weight of a gradient is 1 / age",
         ),
         (
             {"name": "k-batch-async", "k": 3, "staleness_max": 4},
-            "the next 3 gradients, and nobody waits; what is older than 4 updates is dropped",
+            "the next 3 gradients; no worker waits; gradients older than 4 updates are dropped",
         ),
     ],
     ids=str,
 )
-def test_every_k_has_words(paradigm: dict, words: str) -> None:
-    assert in_words(job(paradigm)).startswith("every update is the mean of ")
+def test_description_of_the_k_family(paradigm: dict, words: str) -> None:
+    assert in_words(job(paradigm)).startswith("each update is the mean of ")
     assert in_words(job(paradigm)).endswith(words)
 
 
@@ -262,16 +265,16 @@ def test_every_k_has_words(paradigm: dict, words: str) -> None:
     [
         ({"name": "bsp"}, "all wait for the slowest"),
         ({"name": "ssp", "staleness": 2}, "more than 2 iterations ahead"),
-        ({"name": "ssp", "staleness": float("inf")}, "nobody waits (no bound)"),
+        ({"name": "ssp", "staleness": float("inf")}, "no worker waits (no bound)"),
         ({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, "more than 1 iterations ahead"),
         ({"name": "dssp", "staleness_min": 1, "staleness_max": 4}, "never more than 4"),
         ({"name": "dssp", "staleness_min": 1, "staleness_max": 4, "mode": "paper"}, "no bound"),
-        ({"name": "ashl"}, "a push counts as the data behind it"),
-        ({"name": "ashl", "share": "equal"}, "a push counts as much as any other"),
+        ({"name": "ashl"}, "a push counts in proportion to its share of the data"),
+        ({"name": "ashl", "share": "equal"}, "a push counts equally"),
         ({"name": "adsp"}, "equally often"),
     ],
 )
-def test_every_paradigm_has_words(paradigm: dict, words: str) -> None:
+def test_description_of_each_paradigm(paradigm: dict, words: str) -> None:
     assert words in in_words(job(paradigm))
 
 
@@ -286,26 +289,26 @@ def separated(workers: int = 4, compute: bool = True, workload: dict | None = No
 
 def test_separated_layers() -> None:
     shown = dict(rows(separated(fc_share=0.25, fc_workers=2, micro_batches=2)))
-    assert shown["paradigm"].startswith("stanza: one model, its layers separated; ")
+    assert shown["paradigm"].startswith("stanza: one model with separated layers; ")
     assert shown["ranks"] == "4: workers 0 to 1 fully-connected, workers 2 to 3 convolution"
-    assert shown["the cut"] == "classifier: 900 parameters from there on, 25 % of the computation"
+    assert shown["cut"] == "classifier: 900 parameters above it, 25 % of the computation"
     assert shown["an iteration moves"] == (
-        "512 bytes of activations and labels from each convolution worker, and 480 of their gradients to it, "
+        "512 bytes of activations and labels from each convolution worker, and 480 bytes of gradients to it, "
         "in 2 pieces"
     )
     assert shown["gradients"] == "404 bytes summed among convolution workers, 3,600 among fully-connected ones"
-    assert shown["samples an iteration"] == "4 a convolution worker, 8 together"
+    assert shown["samples per iteration"] == "4 per convolution worker, 8 together"
 
 
-def test_what_a_job_leaves_open_is_chosen_or_will_be() -> None:
+def test_fc_workers_auto_is_resolved_or_left_to_the_run() -> None:
     chosen = dict(rows(separated(fc_share=0.5, fc_workers="auto")))
     assert chosen["ranks"].startswith("4: workers 0 to 1 fully-connected, ")  # half of the work for half of them
     assert "(auto: 2 here; " in chosen["ranks"]
-    assert chosen["samples an iteration"] == "4 a convolution worker"
+    assert chosen["samples per iteration"] == "4 per convolution worker"
     digits = {"name": "digits", "batch_size": 4}
     later = dict(rows(separated(compute=False, workload=digits, cut="7", fc_workers="auto")))
-    assert later["ranks"].endswith("(chosen when the run starts)")
-    assert later["the cut"] == "7: 8,906 parameters from there on, 9.62 % of the computation"
+    assert later["ranks"].endswith("is chosen when the run starts")
+    assert later["cut"] == "7: 8,906 parameters above it, 9.62 % of the computation"
     assert later["an iteration moves"].startswith("2,080 bytes of activations and labels")
 
 
@@ -315,7 +318,7 @@ def test_the_resolved_job_is_printed(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.endswith(asp.to_toml())
 
 
-def test_names_of_files_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_markup_in_file_names_is_not_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
     print_job(job({"name": "asp"}, cluster={"times_from": "[red]/[/x].h5"}))
     table, _, _ = capsys.readouterr().out.partition("name = ")
     assert "[red]/[/x].h5" in table

@@ -1,4 +1,4 @@
-"""Batch scripts: their text, and whom they start with which arguments, carried out by a bash without a Slurm."""
+"""Batch scripts: their text, and the commands they run in a bash without Slurm."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def directives(text: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
 
 
-def carried_out(text: str, folder: Path, **environ: str) -> tuple[int, list[list[str]]]:
-    """The script's status and every srun or scontrol that it calls; srun ends with the status that STATUS says."""
+def execute(text: str, folder: Path, **environ: str) -> tuple[int, list[list[str]]]:
+    """Run the script; return its status and its calls of srun and scontrol. srun ends with the status STATUS."""
     calls = folder / "calls"
     calls.unlink(missing_ok=True)
     for name in ("srun", "scontrol"):
@@ -71,14 +71,14 @@ def test_one_kind_of_node(job: Path, tmp_path: Path) -> None:
         "--gpus-per-node=2",
         "--mem=4G",
     ]
-    status, calls = carried_out(text, tmp_path)
+    status, calls = execute(text, tmp_path)
     options = ["--mpi=pmix", "--kill-on-bad-exit=1", "--cpus-per-task=3"]
     run = ["python", "-m", "mpi4py", "-m", "hpcsync", "run", str(job), "--set", "seed=2", "-n", "4"]
     assert (status, calls) == (0, [["srun", "3", *options, *run, "--out", "runs/small-7"]])
-    assert carried_out(text, tmp_path, STATUS="3")[0] == 3
+    assert execute(text, tmp_path, STATUS="3")[0] == 3
 
 
-def test_what_is_not_asked_for_is_not_there(job: Path) -> None:
+def test_only_requested_options_are_written(job: Path) -> None:
     text = script(job, [], TWO_BY_TWO, "")
     assert [line for line in directives(text) if "None" in line] == []
     assert len(directives(text)) == 5
@@ -92,7 +92,7 @@ def test_two_kinds_of_nodes_are_one_job_and_one_srun(job: Path, tmp_path: Path) 
     assert second == "--partition=new --nodes=2 --ntasks-per-node=1 --cpus-per-task=4"
     groups = {"NTASKS_HET_GROUP_0": 2, "NTASKS_HET_GROUP_1": 2, "CPUS_PER_TASK_HET_GROUP_0": 1}
     groups["CPUS_PER_TASK_HET_GROUP_1"] = 4
-    _, calls = carried_out(text, tmp_path, **{f"SLURM_{name}": str(value) for name, value in groups.items()})
+    _, calls = execute(text, tmp_path, **{f"SLURM_{name}": str(value) for name, value in groups.items()})
     (call,) = calls
     components = " ".join(call[2:]).split(" : ")
     run = f"python -m mpi4py -m hpcsync run {job} -n 4 --out runs/small-7"
@@ -101,7 +101,7 @@ def test_two_kinds_of_nodes_are_one_job_and_one_srun(job: Path, tmp_path: Path) 
         assert component.removeprefix("--mpi=pmi2 --kill-on-bad-exit=1 ") == group
 
 
-def test_what_is_given_once_holds_for_both_kinds(job: Path) -> None:
+def test_an_option_given_once_holds_for_all_kinds(job: Path) -> None:
     text = script(job, [], BatchRequest([1], [1], [2], partition=["old", "new"], mpi="pmix"), "")
     assert text.count("#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=1\n#SBATCH --cpus-per-task=2") == 2
 
@@ -112,50 +112,48 @@ def test_an_array_runs_every_combination_once(job: Path, tmp_path: Path) -> None
     assert "--array=0-5" in directives(text)
     found = []
     for i in range(6):
-        _, ((*_, setting, paradigm, _, seed, _, n, out, folder),) = carried_out(
-            text, tmp_path, SLURM_ARRAY_TASK_ID=str(i)
-        )
+        _, ((*_, setting, paradigm, _, seed, _, n, out, folder),) = execute(text, tmp_path, SLURM_ARRAY_TASK_ID=str(i))
         assert (setting, n, out, folder) == ("--set", "4", "--out", "runs/small-7")
         found.append((paradigm, seed))
     dssp = 'paradigm={name = "dssp", staleness_min = 1, staleness_max = 3}'
     assert found == [(p, f"seed={i}") for p in ('paradigm={name = "bsp"}', dssp) for i in (1, 2, 3)]
 
 
-def test_a_preemptible_job_asks_for_its_next_turn(job: Path, tmp_path: Path) -> None:
+def test_a_preemptible_job_is_requeued(job: Path, tmp_path: Path) -> None:
     text = script(job, [], TWO_BY_TWO._replace(preemptible=True), "")
     assert {"--requeue", "--open-mode=append", "--signal=TERM@120"} <= set(directives(text))
     for status in (0, 1, 2, 75, 143):
-        ended, calls = carried_out(text, tmp_path, STATUS=str(status))
+        ended, calls = execute(text, tmp_path, STATUS=str(status))
         assert calls[0][-1] == "--resume"
         assert calls[1:] == ([["scontrol", "3", "requeue", "7"]] if status == 75 else [])
         assert ended == status
 
 
 @pytest.mark.parametrize(
-    ("given", "mistake"),
+    ("given", "message"),
     [
         ({"nodes": [0]}, "--nodes 0: must be at least 1"),
         ({"nodes": [1], "ntasks_per_node": [1]}, "-n 1: must be at least 2: cluster.servers = 1 and a worker"),
         ({"cpus_per_task": [0]}, "--cpus-per-task 0: must be at least 1"),
         ({"gpus_per_node": [-1]}, "--gpus-per-node -1: must be at least 0"),
-        ({"partition": ["a b"]}, "--partition a b: must be a name that Slurm knows"),
+        ({"partition": ["a b"]}, "--partition a b: must be a name of letters, digits and _ . , @ + -"),
         ({"time": "soon"}, "--time soon: must be minutes, hours:minutes:seconds or days-hours:minutes"),
-        ({"mem": ["4 GB"]}, "--mem 4 GB: must be of a node, a whole number of megabytes, or one with K, M, G or T, "),
-        ({"mpi": "pmix;ls"}, "--mpi pmix;ls: must be pmix, pmi2 or another that srun --mpi=list names"),
+        ({"mem": ["4 GB"]}, "--mem 4 GB: must be a whole number of megabytes per node, or one with K, M, G or T, "),
+        ({"mpi": "pmix;ls"}, "--mpi pmix;ls: must be pmix, pmi2 or another kind that srun --mpi=list names"),
         (
             {"nodes": [1, 2], "ntasks_per_node": [1, 2, 3]},
-            "--nodes: given 2 times; must be given once, or once a kind of node, 3 times",
+            "--nodes: given 2 times; must be given once, or once per kind of node, 3 times",
         ),
         ({"array": ["seed=1"]}, "--array seed=1: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]"),
         ({"array": ["seed=[]"]}, "--array seed=[]: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]"),
         ({"array": ["seed=[1, -1]"]}, "seed = -1: must be at least 0"),
-        ({"array": ["seed=[1]"], "nodes": [1, 2]}, "--array seed=[1]: must be left out where nodes are of 2 kinds"),
+        ({"array": ["seed=[1]"], "nodes": [1, 2]}, "--array seed=[1]: must be left out with 2 kinds of node"),
     ],
 )
-def test_mistakes_are_told_in_one_line(job: Path, given: dict, mistake: str) -> None:
+def test_user_errors_are_one_line(job: Path, given: dict, message: str) -> None:
     with pytest.raises(JobError) as caught:
         script(job, [], TWO_BY_TWO._replace(**given), "")
-    assert str(caught.value).startswith(mistake)
+    assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
 
 
@@ -165,7 +163,7 @@ def test_a_list_of_one_for_each_worker_must_fit(job: Path) -> None:
         script(job, [], TWO_BY_TWO, "")
 
 
-def test_the_mpi_of_this_python_is_asked_for(job: Path) -> None:
+def test_srun_gets_the_kind_of_mpi_of_this_python(job: Path) -> None:
     text = script(job, [], TWO_BY_TWO._replace(mpi=None), "")
     library = subprocess.run(
         [sys.executable, "-m", "mpi4py", "--mpi-lib-version"], capture_output=True, text=True
@@ -189,7 +187,7 @@ def written(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
-def test_a_template_is_what_the_command_in_it_writes(
+def test_a_template_is_the_output_of_its_command(
     template: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = template.read_text()
@@ -199,5 +197,5 @@ def test_a_template_is_what_the_command_in_it_writes(
     assert written(other, monkeypatch, capsys) != text, "the control"
 
 
-def test_there_is_a_template_for_every_occasion() -> None:
+def test_list_of_templates() -> None:
     assert {path.stem for path in TEMPLATES} == {"array", "cpu", "gpu", "hetjob", "preemptible"}
