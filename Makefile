@@ -12,7 +12,7 @@ TURNS ?= --take-turns  # some cases at each of these numbers of ranks; all of th
 run: .venv/ready
 	.venv/bin/hpcsync run $(JOB)
 
-test: check unit ranks
+test: check docs unit ranks
 
 # ---- the environments: made again when what they are made from changes ----
 

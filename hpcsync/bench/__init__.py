@@ -60,7 +60,7 @@ TARGETS = {
     "tracing": Target("tracing", "One traced event"),
     "prediction": Target("prediction", "Predicted speeds of a worker, and the cost of the predictors"),
     "compression": Target("compression", "Codecs of contributions"),
-    "events": Target("events", "Events of the simulator's loop"),
+    "events": Target("event_loop", "Events of the simulator's loop"),
     "simulation": Target("simulation", "Whole simulations"),
 }
 

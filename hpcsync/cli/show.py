@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from hpcsync.config.cluster import Change, Cluster, Network
+from hpcsync.config.cluster import Cluster, ClusterEvent, Network
 from hpcsync.config.compression import RandomKOptions, TopKOptions
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import (
@@ -265,7 +265,7 @@ def _links(network: Network, n_workers: int) -> str:
     return f"links of {given} Gbit/s (server: {server}), {network.latency_us:g} us per message"
 
 
-def _event(event: Change) -> str:
+def _event(event: ClusterEvent) -> str:
     when = f"{event.at_s:g} s" if event.at_s is not None else f"its iteration {event.at_iteration:,}"
     match event.change:
         case "slow":

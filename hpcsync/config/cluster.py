@@ -72,7 +72,7 @@ Compute = Annotated[Constant | LogNormal | Exponential | RecordedCompute, Discri
 # ---- changes during the run ----
 
 
-class Change(Table):
+class ClusterEvent(Table):
     """A change of one worker during the run.
 
     Parameters
@@ -119,7 +119,7 @@ class Change(Table):
         return self
 
 
-def absences(events: Iterable[Change]) -> list[tuple[float, float]]:
+def absences(events: Iterable[ClusterEvent]) -> list[tuple[float, float]]:
     """Return the intervals during which a worker is absent, (from, to) in seconds, in order.
 
     Parameters
@@ -235,7 +235,7 @@ class Cluster(Table):
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None
-    events: Annotated[tuple[Change, ...], BeforeValidator(_tables)] = ()
+    events: Annotated[tuple[ClusterEvent, ...], BeforeValidator(_tables)] = ()
 
     @model_validator(mode="after")
     def _within_reach(self) -> Self:
@@ -277,7 +277,7 @@ class Cluster(Table):
     @model_validator(mode="after")
     def _joins_make_sense(self) -> Self:
         joins = [i for i, event in enumerate(self.events) if event.change == "join"]
-        of_each: list[list[Change]] = [[] for _ in range(self.workers)]
+        of_each: list[list[ClusterEvent]] = [[] for _ in range(self.workers)]
         for event in self.events if joins else ():
             of_each[event.worker].append(event)
         for i in joins:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.config.cluster import Change, Compute, Exponential, LogNormal, RecordedCompute, absences
+from hpcsync.config.cluster import ClusterEvent, Compute, Exponential, LogNormal, RecordedCompute, absences
 from hpcsync.config.compression import DenseOptions
 from hpcsync.config.job import Job
 from hpcsync.config.time_table import read_times
@@ -40,7 +40,7 @@ class Device:
         Share of these seconds that does not depend on the number of samples.
     """
 
-    def __init__(self, times: Iterator[float] | None, events: Sequence[Change], fixed_share: float = 0.0) -> None:
+    def __init__(self, times: Iterator[float] | None, events: Sequence[ClusterEvent], fixed_share: float = 0.0) -> None:
         self._times = times
         self._fixed_share = fixed_share
         self._iteration = 1  # next iteration
@@ -119,7 +119,7 @@ class Device:
         self._iteration += 1
 
 
-def _factor(event: Change) -> float:
+def _factor(event: ClusterEvent) -> float:
     return 1.0 if event.factor is None else event.factor
 
 

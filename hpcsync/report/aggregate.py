@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.paradigms import (
     AdspOptions,
     FirstKOfAnyOptions,
@@ -182,7 +182,7 @@ class Tally:
             "encode_share": None if math.isnan(encode_s) or not total_s else encode_s / (total_s + encode_s),
         }
 
-    def has_occurred(self, event: Change) -> bool:
+    def has_occurred(self, event: ClusterEvent) -> bool:
         """Return True if the run lasted until this event of its job.
 
         An event at an iteration has occurred if its worker made that iteration, or the one before if it leaves. With

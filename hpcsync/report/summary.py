@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.report.aggregate import Tally
 from hpcsync.report.lead import push_leads
 from hpcsync.trace import schema
@@ -327,7 +327,7 @@ def _missed(missed: Sequence[str], n_events: int) -> str:
     return f"{len(missed):,} of {n_events:,} did not occur before the run ended: {named}{more}"
 
 
-def _in_words(event: Change) -> str:
+def _in_words(event: ClusterEvent) -> str:
     when = f"{event.at_s:g} s" if event.at_s is not None else f"its iteration {event.at_iteration:,}"
     return f"worker {event.worker}, {event.change} at {when}"
 

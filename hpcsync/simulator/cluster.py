@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import (
@@ -95,7 +95,7 @@ def build(job: Job, workload: Workload) -> SimulatedCluster:
     return SimulatedCluster(loop, shard_bytes, devices, Timed(loop, lambda worker, iteration: AT_ONCE))
 
 
-def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[Change]:
+def _changes(job: Job, worker: int, recorded: RecordedRun) -> list[ClusterEvent]:
     """Return the events that change a worker's recorded times.
 
     Events that were already in force when the times were recorded are contained in them, and are left out.

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.config.compression import DenseOptions
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
@@ -90,7 +90,7 @@ class RecordedRun:
     """Recorded times of all workers, and the device changes of the recorded job."""
 
     workers: list[RecordedTimes]
-    changes: tuple[Change, ...]
+    changes: tuple[ClusterEvent, ...]
 
 
 def read(job: Job, wire_bytes: int) -> RecordedRun:

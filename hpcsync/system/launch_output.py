@@ -13,6 +13,7 @@ import threading
 from typing import IO, NamedTuple
 
 LONGEST = 20  # lines of a notice, at most
+SHOW_CURSOR = b"\x1b[?25h"
 DRAIN_S = 2.0  # time to read the rest of the pipes when all processes have ended
 
 
@@ -166,6 +167,8 @@ class Output:
         for notice in (notice for found in self._filters for notice in found.notices):
             if not (explained if notice.on_purpose else stopped):
                 _write(2, notice.text)
+        if os.isatty(1):
+            _write(1, SHOW_CURSOR)  # ranks that were killed while they showed a bar have left it hidden
 
 
 def _forward(pipe: IO[bytes], target: int, notices: NoticeFilter) -> None:

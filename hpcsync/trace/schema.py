@@ -93,7 +93,7 @@ class Column(NamedTuple):
     description: str
 
 
-class Table(NamedTuple):
+class TableSchema(NamedTuple):
     """A table of the trace, with what each row stands for."""
 
     description: str
@@ -108,8 +108,8 @@ class Table(NamedTuple):
 _SEQ = Column("seq", "<i8", "", "Position among all pushes, grants, decisions and membership changes, from 1.")
 _WORKER = Column("worker", "<i4", "", "Worker, from 0.")
 
-SCHEMA: dict[str, Table] = {
-    "pushes": Table(
+SCHEMA: dict[str, TableSchema] = {
+    "pushes": TableSchema(
         "One row per push of a worker to the servers. A row is written once the outcome of its push is known, so the "
         "pushes of a barrier come together; hpcsync.load_trace sorts them by seq. Under EASGD, ASHL and ADSP a push "
         "covers several iterations on the worker (local_steps). Under EASGD, iterations after a worker's last push "
@@ -172,7 +172,7 @@ SCHEMA: dict[str, Table] = {
             Column("outcome", "<i1", "", "Outcome of the push."),
         ),
     ),
-    "grants": Table(
+    "grants": TableSchema(
         "One row per grant. A grant of zero local steps (and batch size zero) ends the worker's part in the run.",
         (
             _SEQ,
@@ -214,7 +214,7 @@ SCHEMA: dict[str, Table] = {
             ),
         ),
     ),
-    "updates": Table(
+    "updates": TableSchema(
         "One row per update of the model.",
         (
             Column("version", "<i8", "", "Version that the update made, from 1."),
@@ -234,7 +234,7 @@ SCHEMA: dict[str, Table] = {
             ),
         ),
     ),
-    "decisions": Table(
+    "decisions": TableSchema(
         "One row per choice of an adaptive controller. Its inputs follow as float64 columns: those of the paradigm, "
         "then those of the allocation of batch sizes; NaN in the columns of the other.",
         (
@@ -245,7 +245,7 @@ SCHEMA: dict[str, Table] = {
             Column("chosen", "<f8", "", "Value chosen, in the unit of its controller."),
         ),
     ),
-    "exchanges": Table(
+    "exchanges": TableSchema(
         "One row per iteration of a worker with weights of its own (no servers), and the exchange that ended it. A row "
         "with batch size 0 is no iteration: it records models that arrived for a worker that had ended.",
         (
@@ -271,7 +271,7 @@ SCHEMA: dict[str, Table] = {
             Column("weight", "<f8", "1", "Push-sum weight of the worker afterwards."),
         ),
     ),
-    "evaluations": Table(
+    "evaluations": TableSchema(
         "One row per evaluation on held-out data.",
         (
             Column("now_s", "<f8", "s", "Time at which the evaluated weights existed."),
@@ -288,7 +288,7 @@ SCHEMA: dict[str, Table] = {
             ),
         ),
     ),
-    "membership": Table(
+    "membership": TableSchema(
         "One row per change of membership; all workers are active at first. left: the worker leaves at the end of its "
         "data or of the run, or because the job says so; a worker that joins late leaves instead of its first push. "
         "died: its process died. joined: it is active again and counts as far as the slowest active worker, if it is "
@@ -301,7 +301,7 @@ SCHEMA: dict[str, Table] = {
             Column("change", "<i1", "", "Change of membership."),
         ),
     ),
-    "starts": Table(
+    "starts": TableSchema(
         "One row per start of the run: the first, and each time it resumes from a checkpoint.",
         (
             Column("start", "<i4", "", "Number of the start, from 0."),
@@ -311,7 +311,7 @@ SCHEMA: dict[str, Table] = {
             Column("job_id", "S64", "", "Job identifier of the batch system; empty without one."),
         ),
     ),
-    "stalls": Table(
+    "stalls": TableSchema(
         "One row per report of a stall: an iteration that lasts longer than its worker's own iterations lead to "
         "expect. It is reported again when it has lasted twice as long.",
         (
@@ -324,7 +324,7 @@ SCHEMA: dict[str, Table] = {
             Column("n_waiting", "<i4", "workers", "Other workers that were blocked."),
         ),
     ),
-    "clocks": Table(
+    "clocks": TableSchema(
         "One row per rank and start of the run: its host, and how its clock was synchronised with that of rank 0.",
         (
             Column("start", "<i4", "", "Number of the start, as in /starts."),
@@ -344,7 +344,7 @@ def decisions_dtype(decision_fields: Iterable[str]) -> np.dtype:
     return np.dtype(TABLES["decisions"].descr + [(name, "<f8") for name in decision_fields])
 
 
-def decisions_table(decision_fields: Mapping[str, tuple[str, str]]) -> Table:
+def decisions_table(decision_fields: Mapping[str, tuple[str, str]]) -> TableSchema:
     """Return /decisions with the inputs of a job's controllers.
 
     Parameters
@@ -354,10 +354,10 @@ def decisions_table(decision_fields: Mapping[str, tuple[str, str]]) -> Table:
     """
     inputs = (Column(name, "<f8", unit, description) for name, (unit, description) in decision_fields.items())
     description, columns = SCHEMA["decisions"]
-    return Table(description, (*columns, *inputs))
+    return TableSchema(description, (*columns, *inputs))
 
 
-def hdf5_attributes(table: Table) -> dict[str, str]:
+def hdf5_attributes(table: TableSchema) -> dict[str, str]:
     """Return the attributes of a table's dataset, by name.
 
     Raises

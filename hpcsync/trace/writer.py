@@ -36,7 +36,7 @@ from hpcsync.trace.schema import (
     FORMAT_VERSION,
     SCHEMA,
     STATUSES,
-    Table,
+    TableSchema,
     decisions_table,
     hdf5_attributes,
 )
@@ -287,7 +287,7 @@ class TraceWriter:
             self._rings["pushes"].used = 0
         return min(took_s) / rows
 
-    def _lay_out(self, tables: Mapping[str, Table], attributes: Mapping[str, Any]) -> None:
+    def _lay_out(self, tables: Mapping[str, TableSchema], attributes: Mapping[str, Any]) -> None:
         own = {"format": FORMAT, "format_version": FORMAT_VERSION, "status": "running", "tracing_overhead_s": 0.0}
         for name, value in {**attributes, **own}.items():
             if value is not None:

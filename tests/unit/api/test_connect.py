@@ -229,15 +229,15 @@ def lbfgs(model):
         (sgd, {"servers": 0}, "cluster.servers = 0: "),
         (sgd, {"compute": {"model": "constant", "seconds": [1, 2]}}, "cluster.compute.seconds"),
         (sgd, {"batches": {"policy": "proportional"}}, "batches.total: missing"),
-        (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be left out"),
+        (sgd, {"batches": {"policy": "equal", "total": 8}}, "batches.total = 8: must be omitted"),
         (sgd, {"compression": {"name": "top-k", "levels": 3}}, "compression.levels = 3: unknown key"),
-        (sgd, {"compression": {"name": "dgc"}}, "optimizer.momentum = 0.9: must be 0, or left out, with compression"),
+        (sgd, {"compression": {"name": "dgc"}}, "optimizer.momentum = 0.9: must be 0 or omitted with compression"),
         (sgd, {"paradigm": "ashl", "steps_fine": 20}, "paradigm.steps_fine = 20: must be at most"),
         (sgd, {"paradigm": "k-sync", "k": 0}, "paradigm.k = 0: must be"),
         (sgd, {"window": "ipc"}, 'cluster.window = "ipc": must be "auto" or "host" with cluster.device = "cpu"'),
         (sgd, {"stop": {"target_accuracy": 0.5}}, "stop.target_accuracy = 0.5: needs evaluate"),
         (sgd, {"stop": {"target_loss": 0.5}}, "stop.target_loss = 0.5: needs evaluate"),
-        (sgd, {"resume": True}, "resume: must come with out, the folder of the run that is to go on"),
+        (sgd, {"resume": True}, "resume: must come with out, the folder of the run to resume"),
     ],
 )
 def test_refused_settings(model, make, settings, message):

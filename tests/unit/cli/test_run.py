@@ -228,7 +228,7 @@ def save(folder: Path, job: Job, number: int = 1) -> None:
 def test_a_finished_run_or_no_folder_is_not_resumed(
     path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(JobError, match="^--resume: must come with --out DIR, the folder of the run that is to go on$"):
+    with pytest.raises(JobError, match="^--resume: must come with --out DIR, the folder of the run to resume$"):
         run.run(path, [], None, None, resume=True)
     run.run(path, [], None, Path("o"))
     ranks.command = []

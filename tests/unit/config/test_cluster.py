@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.config.cluster import Change, Network, absences
+from hpcsync.config.cluster import ClusterEvent, Network, absences
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from tests.unit.jobs import make_job
@@ -58,8 +58,8 @@ def test_events_are_read_in_the_order_of_the_file() -> None:
         """
     )
     assert job.cluster.events == (
-        Change(worker=2, at_s=5.0, change="slow", factor=4.0),
-        Change(worker=0, at_iteration=1, change="leave"),
+        ClusterEvent(worker=2, at_s=5.0, change="slow", factor=4.0),
+        ClusterEvent(worker=0, at_iteration=1, change="leave"),
     )
     assert Job.from_toml(job.to_toml()) == job
 
@@ -146,7 +146,7 @@ def join(worker: int, at_s: float) -> dict[str, Any]:
     ],
 )
 def test_a_worker_is_away_from_leaving_to_joining_or_until_it_first_joins(events: Any, expected: Any) -> None:
-    assert absences([Change(**event) for event in events]) == expected
+    assert absences([ClusterEvent(**event) for event in events]) == expected
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.core.device_speed import Device, device, iteration_seconds
 from tests.unit.jobs import make_job
 
@@ -84,15 +84,15 @@ def test_the_times_of_a_seed_are_what_they_always_were():
 
 
 def slow(factor, **when):
-    return Change(worker=0, change="slow", factor=factor, **when)
+    return ClusterEvent(worker=0, change="slow", factor=factor, **when)
 
 
 def recover(**when):
-    return Change(worker=0, change="recover", **when)
+    return ClusterEvent(worker=0, change="recover", **when)
 
 
 def leave(**when):
-    return Change(worker=0, change="leave", **when)
+    return ClusterEvent(worker=0, change="leave", **when)
 
 
 def durations(n, *events, each=1.0, lead=0.0, kind=Device):
@@ -153,7 +153,9 @@ def test_a_worker_leaves_instead_of_beginning_an_iteration():
 
 
 def test_a_worker_joins_again_when_its_events_say_so_however_late_it_has_left():
-    events = [Change(worker=0, at_s=at_s, change=change) for at_s, change in [(2, "leave"), (5, "join"), (8, "leave")]]
+    events = [
+        ClusterEvent(worker=0, at_s=at_s, change=change) for at_s, change in [(2, "leave"), (5, "join"), (8, "leave")]
+    ]
     its = Device(None, events)
     assert [its.leaves(now_s) for now_s in (1.0, 5.0, 7.9)] == [False] * 3, "not while it is away"
     assert [its.leaves(now_s) for now_s in (2.5, 5.5)] == [True, True], "it has begun to leave"
@@ -162,7 +164,7 @@ def test_a_worker_joins_again_when_its_events_say_so_however_late_it_has_left():
     assert not its.leaves(5.5)
     assert its.leaves(8.0)
     assert its.joins_s == math.inf
-    late = Device(None, [Change(worker=0, at_s=3, change="join")])
+    late = Device(None, [ClusterEvent(worker=0, at_s=3, change="join")])
     assert (late.leaves(0.0), late.joins_s) == (True, 3.0)
     late.join()
     assert not late.leaves(3.0)
@@ -241,7 +243,9 @@ CHANGES = st.one_of(
     st.fixed_dictionaries({"change": st.just("slow"), "factor": st.sampled_from([0.25, 0.5, 1.0, 2.0, 4.0])}),
     st.just({"change": "recover"}),
 )
-EVENTS = st.lists(st.builds(lambda moment, change: Change(worker=0, **moment, **change), MOMENTS, CHANGES), max_size=6)
+EVENTS = st.lists(
+    st.builds(lambda moment, change: ClusterEvent(worker=0, **moment, **change), MOMENTS, CHANGES), max_size=6
+)
 STEPS = st.lists(st.integers(0, 96).map(lambda n: float(n * UNIT)), min_size=1, max_size=8)
 
 

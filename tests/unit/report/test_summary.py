@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from hpcsync.audit.server_recount import Recount
-from hpcsync.config.cluster import Change
+from hpcsync.config.cluster import ClusterEvent
 from hpcsync.report.summary import summarize, table
 from hpcsync.trace import reader, schema
 from hpcsync.trace.reader import TraceError
@@ -499,7 +499,7 @@ def with_events(trace, *events):
 
 
 def event(worker, change="leave", **when):
-    return Change(worker=worker, change=change, **when)
+    return ClusterEvent(worker=worker, change=change, **when)
 
 
 def test_events_that_did_not_occur_are_named():

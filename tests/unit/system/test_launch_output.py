@@ -17,7 +17,7 @@ KILLED = (
     b"YOUR APPLICATION TERMINATED WITH THE EXIT STRING: Killed (signal 9)\n"
     b"Please see the FAQ page for debugging suggestions\n"
 )
-TOLD = b"hpcsync: interrupted; --resume goes on from checkpoint 1\n"
+TOLD = b"hpcsync: interrupted; use --resume to resume from checkpoint 1\n"
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])

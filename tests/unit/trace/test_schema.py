@@ -6,7 +6,7 @@ import pytest
 
 from hpcsync.core.assignments import decision_fields
 from hpcsync.trace import schema
-from hpcsync.trace.schema import ENUMS, SCHEMA, TABLES, UNITS, Column, Table
+from hpcsync.trace.schema import ENUMS, SCHEMA, TABLES, UNITS, Column, TableSchema
 from tests.unit.jobs import make_job
 from tests.unit.simulator.running import simulate, timing_job
 
@@ -60,9 +60,9 @@ def test_a_missing_description_is_found(tmp_path, attribute):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (Table("", (Column("a", "<f8", "s", "A."),)), r"table \['a'\]: description is missing"),
-        (Table("T.", (Column("a", "<f8", "s", ""),)), "column a: description is missing"),
-        (Table("T.", (Column("a", "<f8", "ms", "A."),)), "column a: unit is 'ms'; must be one of '', '1', 's'"),
+        (TableSchema("", (Column("a", "<f8", "s", "A."),)), r"table \['a'\]: description is missing"),
+        (TableSchema("T.", (Column("a", "<f8", "s", ""),)), "column a: description is missing"),
+        (TableSchema("T.", (Column("a", "<f8", "ms", "A."),)), "column a: unit is 'ms'; must be one of '', '1', 's'"),
     ],
 )
 def test_an_incomplete_declaration_is_refused(table, message):
