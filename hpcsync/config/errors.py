@@ -1,4 +1,4 @@
-"""A mistake in a job file, told in one line: the key, the value and what is allowed."""
+"""Errors in a job file, as one line: the key, the value and what is allowed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class JobError(Exception):
-    """The user's mistake, told in one line. Not a ValueError, so pydantic lets it through as it is."""
+    """Error of the user; the message is one line. It is not a ValueError, so pydantic does not wrap it."""
 
 
-# pydantic's words, and ours.
+# Words of pydantic, and their replacements.
 _WORDS = {
     "Value error, ": "",
     "Input should be": "must be",
@@ -31,7 +31,17 @@ _WORDS = {
 
 
 def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, list[str]]) -> str:
-    """The first mistake: `key = value: what is allowed`."""
+    """Return the first error as `key = value: what is allowed`.
+
+    Parameters
+    ----------
+    error : ValidationError
+        Errors of pydantic.
+    table : dict
+        Table that was validated.
+    kinds : dict
+        Allowed kinds of each table that is one of several kinds.
+    """
     first = error.errors(include_url=False)[0]
     context = first.get("ctx", {})
     path, value = _follow(first["loc"], table)
@@ -47,14 +57,14 @@ def in_one_line(error: ValidationError, table: dict[str, Any], kinds: dict[str, 
         must = "must be a table"
     else:
         must = first["msg"]
-        for word, ours in _WORDS.items():
-            must = must.replace(word, ours)
+        for word, replacement in _WORDS.items():
+            must = must.replace(word, replacement)
     key = ".".join(path)
     return f"{key}: missing; {must}" if value is None else f"{key} = {shown(value)}: {must}"
 
 
 def _tag(path: list[str], table: Any, kinds: dict[str, list[str]]) -> tuple[list[str], Any, str]:
-    """Of a table that is one of several kinds: which key tells the kind, its value, and the kinds there are."""
+    """Return path and value of the key that names the kind of a table, and the allowed kinds in words."""
     if not isinstance(table, dict):
         return path, table, "must be a table"
     key = "model" if path[-1] == "compute" else "name"
@@ -63,7 +73,7 @@ def _tag(path: list[str], table: Any, kinds: dict[str, list[str]]) -> tuple[list
 
 
 def _follow(loc: tuple[int | str, ...], table: Any) -> tuple[list[str], Any]:
-    """The key as the user wrote it, and its value: without the kinds of tables that pydantic's location also holds."""
+    """Return the key as the user wrote it, without the kinds of tables in pydantic's location, and its value."""
     path: list[str] = []
     value = table
     for part in loc:
@@ -77,11 +87,13 @@ def _follow(loc: tuple[int | str, ...], table: Any) -> tuple[list[str], Any]:
 
 
 def did_you_mean(word: Any, words: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the word most similar to this one; "" if none is similar."""
     close = difflib.get_close_matches(word, list(words), n=1) if isinstance(word, str) else []
     return f"; did you mean {close[0]}?" if close else ""
 
 
 def shown(value: Any) -> str:
+    """Return a value as in a job file, of at most 80 characters."""
     if isinstance(value, float) and math.isinf(value):
         return "inf" if value > 0 else "-inf"
     text = json.dumps(value, default=str, ensure_ascii=False)

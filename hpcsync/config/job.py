@@ -1,8 +1,8 @@
-"""The job file: one TOML file says everything about an experiment.
+"""Job file: one TOML file describes an experiment completely.
 
-`load` reads one, `Job` is what it resolves to (immutable, every default filled in), `Job.to_toml` writes that down so
-that `Job.from_toml` gives an equal job back. Whatever is wrong with a job is a `JobError` of one line that names the
-key, the value and what is allowed. No torch and no MPI here: what depends on the model is checked by `learning`.
+`load` reads a job file and returns a `Job`, which is immutable and has every default filled in. `Job.to_toml` writes
+it, and `Job.from_toml` restores an equal job. Every error is a `JobError` of one line that names the key, the value and
+what is allowed. This module imports neither torch nor MPI: `core.job_validation` checks what depends on the model.
 """
 
 from __future__ import annotations
@@ -41,11 +41,14 @@ from hpcsync.config.paradigms import (
 from hpcsync.config.workloads import WORKLOADS, Cifar, Script, WorkloadOptions
 from hpcsync.planning.layer_groups import Groups
 
-# ---- how it is trained ----
+# ---- stopping rule and evaluation ----
 
 
 class Stop(Table):
-    """The first of these to hold ends the run. Only a script's run may have none: its workers leave when they like."""
+    """Stopping rule: the first limit or target that is reached ends the run.
+
+    Only the run of a training script may have none; it ends when the workers have left.
+    """
 
     samples: Count | None = None
     updates: Count | None = None
@@ -54,7 +57,7 @@ class Stop(Table):
     target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
 
     def reached(self, *, samples: int = 0, updates: int = 0, seconds: float = 0.0) -> bool:
-        """Whether so much training is enough."""
+        """Return True if a limit is reached."""
         return (
             (self.samples is not None and samples >= self.samples)
             or (self.updates is not None and updates >= self.updates)
@@ -62,7 +65,7 @@ class Stop(Table):
         )
 
     def share(self, *, samples: int = 0, updates: int = 0, seconds: float = 0.0) -> float:
-        """How much of the training that is enough this is, from 0 to 1; NaN where nothing but a target ends it."""
+        """Return the share of the training that is done, from 0 to 1; NaN if only a target ends the run."""
         shares = [
             done / limit
             for done, limit in ((samples, self.samples), (updates, self.updates), (seconds, self.seconds))
@@ -71,26 +74,28 @@ class Stop(Table):
         return min(max(shares), 1.0) if shares else math.nan
 
     def satisfied(self, loss: float, accuracy: float) -> bool:
-        """Whether an evaluation with this outcome is a target reached."""
+        """Return True if an evaluation with this result reaches a target."""
         return (self.target_accuracy is not None and accuracy >= self.target_accuracy) or (
             self.target_loss is not None and loss <= self.target_loss
         )
 
 
 class EvaluationOptions(Table):
-    """How often the server's weights are evaluated, in samples trained on; 0 is only at the end."""
+    """Number of samples between two evaluations of the weights; 0: evaluate only at the end."""
 
     every_samples: Annotated[int, Field(ge=0)] = 5000
 
 
-# ---- all of it ----
+# ---- the whole job ----
 
 A_NAME = "letters, digits and . _ + - (it names the folder of a run), such as digits-dssp"
 
 
 class Job(Table):
+    """Experiment: workload, optimizer, paradigm, cluster and stopping rule."""
+
     name: Annotated[str, matching(r"[A-Za-z0-9][A-Za-z0-9._+-]*", A_NAME)] = Field(description=A_NAME)
-    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0  # what HDF5 can hold
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0  # range of HDF5
     workload: WorkloadOptions = Field(description="a table")
     optimizer: Optimizer = Field(description="a table")
     stop: Stop = Field(description="a table")
@@ -131,7 +136,7 @@ class Job(Table):
             if event.change == "join" and not self.has_servers:
                 raise JobError(
                     f'cluster.events[{i}].change = "join": must be another with paradigm.name = '
-                    f'"{self.paradigm.name}": servers have the weights that one who joins goes on from'
+                    f'"{self.paradigm.name}": a worker that joins needs servers to read the weights from'
                 )
         return self
 
@@ -140,7 +145,7 @@ class Job(Table):
         if self.steps_on_workers and self.optimizer.async_lr_scale != 1.0:
             raise JobError(
                 f"optimizer.async_lr_scale = {shown(self.optimizer.async_lr_scale)}: must be 1.0 with paradigm.name = "
-                f'"{self.paradigm.name}": the optimizer runs on the workers, and no update is one of several'
+                f'"{self.paradigm.name}": the optimizer runs on the workers, where no update is one of several'
             )
         return self
 
@@ -158,7 +163,7 @@ class Job(Table):
         if self.batches.policy != "equal" and isinstance(
             self.paradigm, AshlOptions | AdspOptions | LocalSgdOptions | GossipOptions | StanzaOptions
         ):
-            allocated = "servers give batches out, or all workers together under allreduce"
+            allocated = 'batches are allocated by servers, or by all workers together under "allreduce"'
             raise JobError(
                 f'batches.policy = {shown(self.batches.policy)}: must be "equal" with paradigm.name = '
                 f'"{self.paradigm.name}": {"its workers differ in their local steps" if self.commits else allocated}'
@@ -180,30 +185,30 @@ class Job(Table):
 
     @property
     def groups(self) -> Groups:
-        """Under layer separation, once it is chosen how many train the fully-connected layers: who is what."""
+        """Groups of workers under layer separation, once the number of fully-connected workers is chosen."""
         assert isinstance(self.paradigm, StanzaOptions)
         return self.paradigm.groups(self.cluster.workers)
 
     @property
     def takers(self) -> range:
-        """The workers that take batches: all, or under layer separation the convolution workers."""
+        """Workers that take batches: all, or under layer separation the convolution workers."""
         return self.groups.convolution if isinstance(self.paradigm, StanzaOptions) else range(self.cluster.workers)
 
     @property
     def one_model(self) -> bool:
-        """Whether all workers make the same step at once, where there is no server."""
+        """True if all workers together make the same step, without servers."""
         return isinstance(self.paradigm, AllReduceOptions | StanzaOptions)
 
     @property
     def batch_total(self) -> int | None:
-        """Samples of all workers' iterations together; None: a script that does not say it."""
+        """Samples of one iteration of all workers; None for a script that does not set it."""
         if self.batches.total is not None or isinstance(self.workload, Script):
             return self.batches.total
         return self.workload.batch_size * self.cluster.workers
 
     @property
     def needs_all(self) -> bool:
-        """Whether it takes all of its workers to go on from a checkpoint."""
+        """True if the run can be resumed only with all of its workers."""
         paradigm = self.paradigm
         return isinstance(paradigm, StanzaOptions) or (
             isinstance(paradigm, GossipOptions) and paradigm.mode == "permutation"
@@ -211,27 +216,27 @@ class Job(Table):
 
     @property
     def has_servers(self) -> bool:
-        """Whether weights live on servers; without them all ranks are workers."""
+        """True if servers hold the weights; otherwise all ranks are workers."""
         return not isinstance(self.paradigm, WITHOUT_SERVER)
 
     @property
     def steps_on_workers(self) -> bool:
-        """Whether every worker has weights of its own, and an optimizer that makes steps of them."""
+        """True if every worker has its own weights and an optimizer that updates them."""
         return not self.has_servers or self.commits or isinstance(self.paradigm, EasgdOptions)
 
     @property
     def commits(self) -> bool:
-        """Whether what a worker pushes is the change of its weights since it read the servers'."""
+        """True if workers push the change of their weights since they read those of the servers."""
         return isinstance(self.paradigm, AshlOptions | AdspOptions)
 
     @property
     def compresses(self) -> bool:
-        """Whether less is pushed than there is."""
+        """True if pushes are compressed."""
         return not isinstance(self.compression, DenseOptions)
 
     @property
     def paradigm_options(self) -> dict[str, Any]:
-        """What `paradigms.create` is given besides the name and the workers."""
+        """Options of the paradigm for `paradigms.create`."""
         assert isinstance(self.paradigm, ServedOptions)
         if isinstance(self.paradigm, AshlOptions) and not isinstance(self.compression, TopKOptions | RandomKOptions):
             return {**self.paradigm.options, "ratio_coarse": None, "ratio_fine": None}
@@ -239,21 +244,24 @@ class Job(Table):
 
     @property
     def local_steps(self) -> int:
-        """Iterations of a push, where its grant does not say how many."""
+        """Iterations per push, unless the grant sets another number."""
         return self.paradigm.period if isinstance(self.paradigm, EasgdOptions) else 1
 
     @property
     def aborts(self) -> bool:
-        """Whether a worker may be told that what it computes is of no use any more."""
+        """True if the computation of a worker may be cancelled."""
         return isinstance(self.paradigm, FirstKOfAVersionOptions) and self.paradigm.cancel == "abort"
 
     @property
     def n_pieces(self) -> int:
-        """In how many pieces a batch is computed; between them a worker looks whether it has been cancelled."""
+        """Number of pieces of a batch; between them a worker checks whether it has been cancelled."""
         return self.paradigm.micro_batches if self.aborts and isinstance(self.paradigm, FirstKOfAVersionOptions) else 1
 
     def n_pieces_of(self, worker: int) -> int:
-        """In how many pieces this worker's loop computes a batch. (A convolution worker's model does it by itself.)"""
+        """Return the number of pieces in which this worker's loop computes a batch.
+
+        It is 1 for a convolution worker, whose model divides the batch itself.
+        """
         if isinstance(self.paradigm, StanzaOptions):
             return self.paradigm.micro_batches if self.groups.is_fc(worker) else 1
         return self.n_pieces
@@ -265,8 +273,8 @@ class Job(Table):
         first_s = self.paradigm.first_commit_s if isinstance(self.paradigm, AdspOptions) else 0.0
         if self.stop.seconds is not None and self.stop.seconds <= first_s:
             raise JobError(
-                f"stop.seconds = {self.stop.seconds:g}: must be greater than {first_s:g}, before which no worker "
-                "pushes, by paradigm.check_period_s, commits and interval_min_s"
+                f"stop.seconds = {self.stop.seconds:g}: must be greater than {first_s:g}, the time of the first push "
+                "by paradigm.check_period_s, commits and interval_min_s"
             )
         return self
 
@@ -281,6 +289,7 @@ class Job(Table):
 
     @classmethod
     def from_table(cls, table: dict[str, Any]) -> Self:
+        """Return the job that a table describes. Raises JobError for the first error in it."""
         try:
             return cls.model_validate(table)
         except ValidationError as error:
@@ -288,16 +297,16 @@ class Job(Table):
 
     @classmethod
     def from_toml(cls, text: str) -> Self:
-        """The job that this text describes. No file is looked at: a trace's job can be read anywhere."""
+        """Return the job that a text describes. No other file is read, so the job of a trace can be read anywhere."""
         return cls.from_table(_parse(text, "job"))
 
     def to_toml(self) -> str:
-        """This job with every default filled in; `from_toml` gives an equal one back."""
+        """Return the job in TOML with every default filled in; `from_toml` restores an equal job."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
 def default_servers(paradigm: Any) -> int:
-    """How many servers a job has that does not say it, from its [paradigm], which need not be right."""
+    """Return the default number of servers for a [paradigm], which need not be valid."""
     return int(not isinstance(paradigm, dict) or paradigm.get("name") not in WITHOUT_SERVER_NAMES)
 
 
@@ -305,7 +314,7 @@ def _kinds(union: Any, key: str) -> list[str]:
     return [get_args(kind.model_fields[key].annotation)[0] for kind in get_args(get_args(union)[0])]
 
 
-KINDS = {  # what may stand in the key that tells a table's kind
+KINDS = {  # allowed values of the key that names the kind of a table
     "workload": [*WORKLOADS, '"package.module:function"'],
     "paradigm": _kinds(ParadigmOptions, "name"),
     "schedule": _kinds(Schedule, "name"),
@@ -316,11 +325,31 @@ KINDS = {  # what may stand in the key that tells a table's kind
 WITHOUT_SERVER_NAMES = [get_args(kind.model_fields["name"].annotation)[0] for kind in WITHOUT_SERVER]
 
 
-# ---- reading ----
+# ---- input ----
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = None) -> Job:
-    """The job in this file, with `KEY=VALUE` overrides; with `ranks`, as many workers as make that many ranks."""
+    """Read a job file.
+
+    Parameters
+    ----------
+    path : path
+        Job file.
+    overrides : sequence of str
+        ``KEY=VALUE`` overrides; see `override`.
+    ranks : int, optional
+        Number of ranks; it sets cluster.workers to the ranks that are not servers.
+
+    Returns
+    -------
+    Job
+        Job with paths resolved against the folder of the file.
+
+    Raises
+    ------
+    JobError
+        If the file cannot be read, or for the first error in the job.
+    """
     path = Path(path)
     text = _read(path)
     table = _parse(text, str(path))
@@ -335,7 +364,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), ranks: int | None = No
 
 
 def refuse_simulated(job: Job) -> None:
-    """Raises JobError for what only a simulation can do."""
+    """Raise JobError for a job that only a simulation can run."""
     if (trace := job.cluster.times_from) is not None:
         raise JobError(
             f"cluster.times_from = {shown(trace)}: must not be given to run: real ranks take their own times; "
@@ -360,7 +389,7 @@ def _read(path: Path) -> str:
 
 
 class _Override(NamedTuple):
-    """One `--set KEY=VALUE`: its text, the parts of the key, and the value."""
+    """An override `--set KEY=VALUE`: its text, the parts of the key, and the value."""
 
     text: str
     key: tuple[str, ...]
@@ -368,9 +397,9 @@ class _Override(NamedTuple):
 
     @staticmethod
     def of(text: str) -> _Override:
-        """VALUE is TOML; what is not TOML is a string, so that words need no quotes.
+        """Parse the text. VALUE is TOML, or a string if it is not valid TOML, so that words need no quotes.
 
-        The name alone stands for a table that has a kind: paradigm=bsp is paradigm.name=bsp.
+        A table that has a kind can be set by its name: paradigm=bsp is paradigm.name=bsp.
         """
         key, equals, value = text.partition("=")
         parts = tuple(part.strip() for part in key.split("."))
@@ -386,7 +415,7 @@ class _Override(NamedTuple):
         return _Override(text, parts, found)
 
 
-# The tables that are of one of several kinds, and which key of theirs says of which.
+# Tables that are one of several kinds, and the key that names the kind.
 _KEYS_OF_KIND = {
     ("paradigm",): "name",
     ("compression",): "name",
@@ -397,20 +426,27 @@ _UNIONS = (ParadigmOptions, CompressionOptions, Schedule, Compute)
 
 
 def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
-    """Carry out `KEY=VALUE` overrides on the table of a job.
+    """Apply ``KEY=VALUE`` overrides to the table of a job, in place.
 
-    Where they change the kind of a table, such as `paradigm.name`, the keys go that the new kind does not have, except
-    those that an override names.
+    If an override changes the kind of a table, such as paradigm.name, the keys that the new kind does not have are
+    dropped, except those set by an override.
+
+    Parameters
+    ----------
+    table : dict
+        Table of a job.
+    overrides : sequence of str
+        Overrides.
 
     Returns
     -------
     list of str
-        A line for each kind that has changed so: what was dropped, and what was kept.
+        A line for each table from which keys were dropped.
 
     Raises
     ------
     JobError
-        For an override that is not KEY=VALUE, or whose key is below something that is not a table.
+        For an override that is not KEY=VALUE, or whose key is below a value that is not a table.
     """
     parsed = [_Override.of(text) for text in overrides]
     kinds = {path: _at(table, (*path, key)) for path, key in _KEYS_OF_KIND.items()}
@@ -425,14 +461,14 @@ def override(table: dict[str, Any], overrides: Sequence[str]) -> list[str]:
 
 
 def remarks(path: str | Path, overrides: Sequence[str]) -> list[str]:
-    """What a user should know about the overrides of the job in this file, a line each; see `override`."""
+    """Return the lines of `override` for the job in this file: which keys the overrides drop."""
     return override(_parse(_read(Path(path)), str(path)), overrides)
 
 
 def _without_foreign_keys(
     table: dict[str, Any], path: tuple[str, ...], key: str, before: Any, union: Any, given: set[tuple[str, ...]]
 ) -> list[str]:
-    """Drop the keys of another kind from a table whose kind was `before`; a line about it, if there are any."""
+    """Drop the keys of another kind from a table whose kind was `before`; return a line about them, if any."""
     members = get_args(get_args(union)[0])
     fields = {name: kind.model_fields for name, kind in zip(_kinds(union, key), members, strict=True)}
     now = table[key]
@@ -450,7 +486,7 @@ def _without_foreign_keys(
 
 
 def _at(table: Any, path: tuple[str, ...]) -> Any:
-    """The value at this key; None where there is none."""
+    """Return the value at this key; None if there is none."""
     for part in path:
         table = table.get(part) if isinstance(table, dict) else None
     return table
@@ -468,7 +504,7 @@ def _set(table: dict[str, Any], override: _Override) -> None:
 def _set_workers(table: dict[str, Any], ranks: int) -> None:
     cluster = table.setdefault("cluster", {})
     servers = cluster.get("servers", default_servers(table.get("paradigm"))) if isinstance(cluster, dict) else None
-    if type(servers) is int:  # anything else is told when the job is validated
+    if type(servers) is int:  # anything else is refused when the job is validated
         if ranks <= servers:
             raise JobError(f"-n {ranks}: must be at least {servers + 1}: cluster.servers = {servers} and a worker")
         cluster["workers"] = ranks - servers

@@ -1,4 +1,7 @@
-"""Figures of traces. Importing this module loads neither matplotlib nor pandas: `draw` imports what a figure needs."""
+"""Figures of traces.
+
+Importing this module loads neither matplotlib nor pandas; `draw` imports them.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ if TYPE_CHECKING:
     from hpcsync.figures.plotting import Drawing
     from hpcsync.trace.reader import Trace
 
-EXTRA = ("matplotlib", "pandas")  # the packages of the extra `analysis`
+EXTRA = ("matplotlib", "pandas")  # packages of the extra `analysis`
 
 
 class FigureError(Exception):
-    """A figure that cannot be drawn as asked for; its text is one line."""
+    """The requested figure cannot be drawn; the message is one line."""
 
 
 class About(NamedTuple):
-    """A figure in one line, and the options that it takes besides the traces."""
+    """Description of a figure in one line, and the names of its options."""
 
     line: str
     options: tuple[str, ...] = ()
@@ -27,12 +30,12 @@ class About(NamedTuple):
 
 FIGURES = {
     "accuracy": About("accuracy and loss on held-out data, against time and against samples"),
-    "adaptive": About("the k and the batch sizes that were chosen during the run", ("workers",)),
-    "consensus": About("distance between the workers' weights, where each worker has its own"),
-    "controller": About("decisions of DSSP's controller, and the intervals behind them", ("workers",)),
+    "adaptive": About("k and batch sizes, as chosen during the run", ("workers",)),
+    "consensus": About("distance between the workers' weights, if each worker has its own"),
+    "controller": About("decisions of DSSP's controller, and the intervals they are based on", ("workers",)),
     "gaps": About("lead of each worker over the slowest one, and the bound of the paradigm"),
     "staleness": About("staleness of the applied pushes, over time and as a histogram"),
-    "timeline": About("what each worker did when: compute, wait, transfer", ("workers", "from_s", "to_s")),
+    "timeline": About("compute, wait and transfer of each worker over time", ("workers", "from_s", "to_s")),
     "waiting": About("shares of compute, wait and transfer in each worker's time", ("workers",)),
 }
 
@@ -47,18 +50,18 @@ def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
     traces
         At least one trace.
     options
-        Those that `FIGURES` names for the figure: ``workers`` (the largest number of workers shown), ``from_s`` and
-        ``to_s`` (the window, in seconds). None is the figure's default.
+        Options that `FIGURES` lists for the figure: ``workers`` (largest number of workers shown), ``from_s`` and
+        ``to_s`` (the window, in seconds). None selects the figure's default.
 
     Returns
     -------
     list of Drawing
-        The figures with the data that they show.
+        The figures and their data.
 
     Raises
     ------
     FigureError
-        For an option that the figure does not take, and where matplotlib or pandas is missing.
+        For an option that the figure does not take, or if matplotlib or pandas is missing.
     TraceError
         If a trace has nothing to draw.
     """
@@ -67,7 +70,7 @@ def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
         if option not in FIGURES[name].options:
             having = ", ".join(other for other, about in FIGURES.items() if option in about.options)
             flag = option.removesuffix("_s")
-            raise FigureError(f"figure {name}: --{flag}: must be left out; these figures take it: {having}")
+            raise FigureError(f"figure {name}: --{flag}: must be left out; figures with this option: {having}")
     try:
         module = import_module(f"hpcsync.figures.{name}")
         plotting = import_module("hpcsync.figures.plotting")
@@ -83,12 +86,12 @@ def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
 
 
 def open_traces(paths: Sequence[str | Path]) -> list[Trace]:
-    """The traces in these files or folders of runs, with readable jobs.
+    """Return the traces in these files or folders of runs.
 
     Raises
     ------
     TraceError
-        In one line that names the file: if it is not a trace, or is given twice.
+        If a file is not a trace, its job cannot be read, or it is given twice; the message names the file.
     """
     from hpcsync.trace.reader import TraceError, load, trace_path
 

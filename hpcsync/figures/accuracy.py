@@ -1,8 +1,9 @@
-"""Accuracy and loss on held-out data, against time and against samples.
+"""Figure `accuracy`: accuracy and loss on held-out data, against time and against samples.
 
-Traces of one job with different seeds are one line: their mean, in a band from the smallest to the largest. It ends
-where the shortest of these runs ends (values between evaluations are linear). A dot marks the last evaluation of each
-run, a thin line a target, a circle the evaluation at which a run first reached the target, and a tick its time.
+Traces of one job with different seeds are drawn as one line: their mean, in a band from the smallest to the largest
+value. It ends where the shortest of these runs ends; values between evaluations are interpolated linearly. A dot marks
+the last evaluation of each run, a thin line a target, a circle the evaluation at which a run first reached the target,
+and a tick its time.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 QUANTITIES = ("accuracy", "loss")
-POINTS = 500  # of a line
+POINTS = 500  # points of a line, at most
 AGAINST = {"time_s": ("now_s", "time (s)"), "samples": ("samples", "samples")}
 
 
 def draw(traces: list[Trace]) -> list[Drawing]:
+    """Draw the figure of these traces."""
     groups = of_one_job(traces)
     first = [group[0] for group in groups]
     looks = dict(zip(plotting.labels(first), plotting.styles(first), strict=True))
@@ -40,7 +42,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     frame = frame[["trace", "runs", "quantity", "drawn", *AGAINST, "mean", "smallest", "largest"]]
     frame = frame.astype({"runs": "Int64", "samples": "Int64"})
     shown = [quantity for quantity in QUANTITIES if (frame["quantity"] == quantity).any()]
-    n_columns = max(1, min(4, 120 // (12 + max(map(len, looks)))))  # of the legend
+    n_columns = max(1, min(4, 120 // (12 + max(map(len, looks)))))  # columns of the legend
     height = 0.4 + 0.17 * -(-len(looks) // n_columns) + 1.9 * len(shown)
     figure, axes = plotting.panels(len(shown), 2, height=height, sharex="col", sharey="row")
     for row, quantity in zip(axes, shown, strict=True):
@@ -70,6 +72,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
 
 
 def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], targets: list[float]) -> None:
+    """Draw the lines, dots, circles and targets of one quantity against `x`."""
     for name in panel["trace"].unique():
         look = looks[name]
         line, dots, reached = (
@@ -88,27 +91,27 @@ def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], t
 
 
 def target(trace: Trace, quantity: str) -> float | None:
-    """The accuracy or the loss at which the job ends; None if it has no such target."""
+    """Return the accuracy or the loss at which the job ends; None if it has no such target."""
     value: float | None = getattr(trace.job.stop, f"target_{quantity}")
     return value
 
 
 def reached_at(run: np.ndarray, quantity: str, value: float | None) -> np.ndarray:
-    """The first evaluation of a run that reaches the target.
+    """Return the first evaluation of a run that reaches the target.
 
     Parameters
     ----------
     run
         Time or samples, and the quantity, of each evaluation, shape (n_evaluations, 2).
     quantity
-        ``accuracy``, which is to be at least the target, or ``loss``, which is to be at most the target.
+        ``accuracy``, which must be at least the target, or ``loss``, which must be at most the target.
     value
         The target; None if there is none.
 
     Returns
     -------
     numpy.ndarray
-        Its row, shape (1, 2); shape (0, 2) if no evaluation reaches the target.
+        Row of that evaluation, shape (1, 2); shape (0, 2) if no evaluation reaches the target.
     """
     if value is None:
         return run[:0]
@@ -117,7 +120,7 @@ def reached_at(run: np.ndarray, quantity: str, value: float | None) -> np.ndarra
 
 
 def of_one_job(traces: list[Trace]) -> list[list[Trace]]:
-    """The traces in groups whose jobs differ in nothing but the seed, and that one engine ran."""
+    """Group traces whose jobs differ only in the seed and that the same engine ran."""
     groups: dict[tuple[str, str], list[Trace]] = {}
     for trace in traces:
         job = trace.job.model_copy(update={"seed": 0})
@@ -126,7 +129,7 @@ def of_one_job(traces: list[Trace]) -> list[list[Trace]]:
 
 
 def panel_data(group: list[Trace], quantity: str, x: str) -> pd.DataFrame:
-    """The lines, dots and circles of a group in a panel, without rows if no evaluation knows the quantity."""
+    """Return the lines, dots and circles of a group in a panel; no rows if no evaluation has the quantity."""
     frames = [trace.frame("evaluations").rename(columns={AGAINST[x][0]: x}) for trace in group]
     frames = [frame[np.isfinite(frame[quantity])].drop_duplicates(x, keep="last").sort_values(x) for frame in frames]
     runs = [frame[[x, quantity]].to_numpy(float) for frame in frames if len(frame)]

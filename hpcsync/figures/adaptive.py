@@ -1,6 +1,7 @@
-"""What was chosen as the run went: how many contributions an update waits for (k), and the workers' batch sizes.
+"""Figure `adaptive`: choices during the run, namely k and the workers' batch sizes.
 
-k of all traces that have one, as steps; then, for every trace whose batches were given out, the size of each worker's.
+The first panel shows k (contributions per update) of all traces that have one, as steps. For every trace with allocated
+batches, a panel shows the batch size of each worker.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from hpcsync.trace.reader import Trace, TraceError
 
 
 def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
+    """Draw the figure of these traces."""
     names, looks = plotting.labels(traces), plotting.styles(traces)
-    has_k, gives_out = ([trace for trace in traces if has(trace)] for has in (has_own_k, gives_batches_out))
-    if not has_k and not gives_out:
-        raise TraceError(f"{traces[0].path}: nothing to draw: nothing is chosen in this run, {names[0]}")
-    n_panels = bool(has_k) + len(gives_out)
+    has_k, allocating = ([trace for trace in traces if has(trace)] for has in (has_own_k, allocates_batches))
+    if not has_k and not allocating:
+        raise TraceError(f"{traces[0].path}: nothing to draw: this run chooses neither k nor batch sizes, {names[0]}")
+    n_panels = bool(has_k) + len(allocating)
     figure, axes = plotting.panels(n_panels, height=0.8 + 1.7 * n_panels, sharex=True)
     frames, rows = [], iter(axes[:, 0])
     if has_k:
@@ -32,7 +34,7 @@ def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
                 frames.append(steps.assign(trace=name))
         axis.set(ylabel="k", ylim=(0.5, max(trace.n_workers for trace in has_k) + 0.5))
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.1, ncols=3)
-    for trace in gives_out:
+    for trace in allocating:
         axis, name = next(rows), names[traces.index(trace)]
         sizes = steps_of_batches(trace)
         shown = plotting.pick(sorted(sizes["worker"].unique()), workers)
@@ -52,15 +54,17 @@ def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
 
 
 def has_own_k(trace: Trace) -> bool:
+    """Return True if updates of the run wait for k contributions."""
     return isinstance(trace.job.paradigm, FirstKOptions)
 
 
-def gives_batches_out(trace: Trace) -> bool:
+def allocates_batches(trace: Trace) -> bool:
+    """Return True if the run allocates batches."""
     return trace.job.batches.policy != "equal"
 
 
 def steps_of_k(trace: Trace) -> pd.DataFrame:
-    """now_s, k: from then on; the last row is the end of the run, at its last update."""
+    """Return columns now_s and k, which holds from then on; the last row is the run's last update."""
     decisions = of_controller(trace, "k")
     paradigm = trace.job.paradigm
     assert isinstance(paradigm, FirstKOptions)
@@ -69,7 +73,7 @@ def steps_of_k(trace: Trace) -> pd.DataFrame:
 
 
 def steps_of_batches(trace: Trace) -> pd.DataFrame:
-    """now_s, worker, batch_size: from then on, those given out; the last row of each worker is the end of the run."""
+    """Return columns now_s, worker and batch_size, which holds from then on; the last row of each worker is the end."""
     chosen = of_controller(trace, "batches")[["now_s", "worker", "chosen"]].rename(columns={"chosen": "batch_size"})
     at_first = sizes_at_first(trace.job)
     start = pd.DataFrame({"now_s": 0.0, "worker": range(trace.n_workers), "batch_size": at_first})
@@ -79,6 +83,7 @@ def steps_of_batches(trace: Trace) -> pd.DataFrame:
 
 
 def of_controller(trace: Trace, name: str) -> pd.DataFrame:
+    """Return the decisions of one controller."""
     decisions = trace.frame("decisions")
     return decisions[decisions["controller"] == name]
 

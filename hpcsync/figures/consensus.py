@@ -1,7 +1,7 @@
-"""How far the workers' weights are apart, where each has its own: the consensus distance, over time.
+"""Figure `consensus`: consensus distance over time, if each worker has its own weights.
 
-It is the root of the mean squared distance of all workers' weights from their mean, at each evaluation. Where the scale
-is logarithmic a distance of 0 has no place: a line has a gap there.
+It is the root mean square distance of the workers' weights from their mean, at each evaluation. On a logarithmic scale
+a distance of 0 is a gap in the line.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from hpcsync.trace.reader import Trace, TraceError
 
 
 def draw(traces: list[Trace]) -> list[Drawing]:
+    """Draw the figure of these traces."""
     names, looks = plotting.labels(traces), plotting.styles(traces)
     frames = [distances(trace).assign(trace=name) for name, trace in zip(names, traces, strict=True)]
     frame = pd.concat(frames)[["trace", "now_s", "samples", "consensus_distance"]]
-    n_columns = max(1, min(3, 90 // (12 + max(map(len, names)))))  # of the legend
+    n_columns = max(1, min(3, 90 // (12 + max(map(len, names)))))  # columns of the legend
     height = 2.4 + 0.17 * -(-len(names) // n_columns)
     figure, ((axis,),) = plotting.panels(1, height=height, width=plotting.PAGE_INCHES)
     logarithmic = (frame["consensus_distance"] > 0).any()
@@ -35,7 +36,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
 
 
 def distances(trace: Trace) -> pd.DataFrame:
-    """The evaluations that know of a distance."""
+    """Return the evaluations that have a distance."""
     evaluations = trace.frame("evaluations")
     known = evaluations[np.isfinite(evaluations["consensus_distance"])]
     if not len(known):

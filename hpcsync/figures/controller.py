@@ -1,6 +1,7 @@
-"""DSSP's controller: how many extra iterations it found best (r*), how many it granted, and from which intervals.
+"""Figure `controller`: decisions of DSSP's controller and the intervals they are based on.
 
-One figure per trace, one row per worker that asked it. A stem joins r* and the credits granted where s_U left less.
+There is one figure per trace and one row per worker that asked the controller. Each decision shows the best number of
+extra iterations (r*) and the credits granted; a stem joins them where s_U reduced the credits.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
-POINTS = 500  # a worker
+POINTS = 500  # per worker, at most
 
 COLUMNS = {
     "now_s": "now_s",
@@ -31,10 +32,11 @@ WHOLE = ("gap_iters", "r_star_iters", "credits_iters", "slowest_worker")
 
 
 def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
+    """Draw a figure for each of these traces."""
     for trace in traces:
         if not isinstance(trace.job.paradigm, DsspOptions) or not len(trace.tables["decisions"]):
             raise TraceError(
-                f"{trace.path}: nothing to draw: no controller decided in this run, {plotting.label(trace)}"
+                f"{trace.path}: nothing to draw: no decision of a controller in this run, {plotting.label(trace)}"
             )
     tails = [re.sub(r"\W+", "-", f"-{name.lower()}").rstrip("-") for name in plotting.labels(traces)]
     return [
@@ -44,6 +46,7 @@ def draw(traces: list[Trace], workers: int = 8) -> list[Drawing]:
 
 
 def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
+    """Draw the figure of one trace, with this title and this tail of its file name."""
     decisions = trace.frame("decisions")[list(COLUMNS)].rename(columns=COLUMNS)
     asked = sorted(decisions["worker"].unique())
     shown = plotting.pick(asked, workers)
@@ -63,8 +66,8 @@ def draw_one(trace: Trace, name: str, tail: str, workers: int) -> Drawing:
         extra.plot(now_s, rows["r_star_iters"], "o", ms=4.5, mfc="none", mec=plotting.GREY, mew=0.7, label="r* found")
         extra.plot(now_s, rows["credits_iters"], ".", ms=5, **own, label="credits granted")
         cross = {"marker": "x", "ls": "", "ms": 3.5, "mew": 0.8, "color": "black"}
-        intervals.plot(now_s, rows["slowest_interval_s"], **cross, label="the slowest worker's")
-        intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="its own")
+        intervals.plot(now_s, rows["slowest_interval_s"], **cross, label="slowest worker")
+        intervals.plot(now_s, rows["interval_s"], ".", ms=5, **own, label="this worker")
         extra.set_ylabel(f"worker {worker}")
     paradigm = trace.job.paradigm
     assert isinstance(paradigm, DsspOptions)

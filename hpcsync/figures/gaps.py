@@ -1,7 +1,7 @@
-"""How many iterations ahead of the slowest worker each worker is after its push, and what the paradigm allows.
+"""Figure `gaps`: lead of each worker over the slowest one after its push, and the bound of the paradigm.
 
-Points are pushes (at most a few thousand of them, drawn at random), the line is the largest of consecutive ones: none
-is left out of it. Iterations and the slowest are counted from the pushes, not read from the grants.
+Points are pushes, at most a few thousand, sampled at random; the line is the largest of consecutive pushes, over all
+pushes. Leads are counted from the pushes, not read from the grants.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hpcsync.trace.reader import Trace, TraceError
 
 
 def draw(traces: list[Trace]) -> list[Drawing]:
+    """Draw the figure of these traces."""
     names = plotting.labels(traces)
     height = 0.5 + max(1.25, 2.2 - 0.3 * len(traces)) * len(traces)
     figure, axes = plotting.panels(len(traces), height=height, sharex=True)
@@ -52,7 +53,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
 
 
 def push_gap_bound(paradigm: ParadigmOptions) -> int | None:
-    """The largest push gap that the paradigm allows: an iteration may start one less ahead. None if any is."""
+    """Return the largest push gap that the paradigm allows, one more than at the start of an iteration; None: any."""
     match paradigm.name:
         case "bsp":
             return 1

@@ -1,4 +1,4 @@
-"""What the figures share: colours and sizes, names for traces, and the files of a figure."""
+"""Common parts of the figures: colours, sizes, labels of traces, and files."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from matplotlib.patches import Patch
 from hpcsync.trace.reader import Trace, TraceError
 
 PAGE_INCHES, COLUMN_INCHES = 7.0, 3.4
-POINTS = 2000  # of a scatter; more would be ink, not knowledge
+POINTS = 2000  # points of a scatter plot, at most
 
-# Okabe and Ito's colours (and some of Tol's), which colour-blind readers tell apart, the same in every figure. None
-# shows both paradigms and activities.
+# Okabe and Ito's colours (and some of Tol's), which colour-blind readers can tell apart, the same in every figure. No
+# figure shows both paradigms and activities.
 PARADIGM_COLOURS = {
     "bsp": "#0072B2",
     "asp": "#D55E00",
@@ -38,10 +38,10 @@ PARADIGM_COLOURS = {
     "ashl": "#44AA99",
     "adsp": "#DDCC77",
 }
-BY = {"state": "state", "loss": "loss", "min": "state and loss"}  # what chooses k
+BY = {"state": "state", "loss": "loss", "min": "state and loss"}  # rules that choose k
 ACTIVITY_COLOURS = {"compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
 GREY = "#767676"
-DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # of the first, second ... trace of a paradigm
+DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # for the first, second, ... trace of a paradigm
 
 STYLE: Any = {
     "font.size": 8,
@@ -62,12 +62,12 @@ STYLE: Any = {
 
 
 def style() -> AbstractContextManager[None]:
-    """matplotlib's settings for these figures, for a `with` block; afterwards those of the caller hold again."""
+    """Return a context manager that sets matplotlib's parameters for these figures and restores the caller's."""
     return matplotlib.rc_context(STYLE)
 
 
 def label(trace: Trace) -> str:
-    """The trace's paradigm with what it was told, and its status if that is not `finished`."""
+    """Return the paradigm of a trace with its main options, and the status unless it is `finished`."""
     paradigm = trace.job.paradigm
     match paradigm.name:
         case "ssp":
@@ -97,28 +97,29 @@ def label(trace: Trace) -> str:
 
 
 def labels(traces: Sequence[Trace]) -> list[str]:
-    """A different name for each trace: its label, and as much more of what tells them apart as is needed."""
+    """Return a different name for each trace: its label, and as many other attributes as are needed."""
     names = [label(trace) for trace in traces]
-    for tell in (lambda trace: f"{trace.n_workers} workers", lambda trace: str(trace.attributes.get("engine"))):
-        if len({tell(trace) for trace in traces}) > 1:
-            names = [f"{name}, {tell(trace)}" for name, trace in zip(names, traces, strict=True)]
-    for tell in (
+    for attribute in (lambda trace: f"{trace.n_workers} workers", lambda trace: str(trace.attributes.get("engine"))):
+        if len({attribute(trace) for trace in traces}) > 1:
+            names = [f"{name}, {attribute(trace)}" for name, trace in zip(names, traces, strict=True)]
+    for attribute in (
         lambda trace: trace.job.name,
         lambda trace: f"seed {trace.job.seed}",
         lambda trace: trace.path.parent.name,
         lambda trace: str(trace.path),
     ):
-        told: dict[str, set[str]] = {}
+        values: dict[str, set[str]] = {}
         for name, trace in zip(names, traces, strict=True):
-            told.setdefault(name, set()).add(tell(trace))
+            values.setdefault(name, set()).add(attribute(trace))
         names = [
-            f"{name}, {tell(trace)}" if len(told[name]) > 1 else name for name, trace in zip(names, traces, strict=True)
+            f"{name}, {attribute(trace)}" if len(values[name]) > 1 else name
+            for name, trace in zip(names, traces, strict=True)
         ]
     return names
 
 
 def styles(traces: Sequence[Trace]) -> list[dict[str, Any]]:
-    """Each trace's line: the colour of its paradigm, dashes where there are several of one paradigm."""
+    """Return the line style of each trace: the colour of its paradigm, and dashes if several traces share it."""
     seen: Counter[str] = Counter()
     found = []
     for trace in traces:
@@ -129,7 +130,7 @@ def styles(traces: Sequence[Trace]) -> list[dict[str, Any]]:
 
 
 def table(trace: Trace, name: str) -> pd.DataFrame:
-    """A table of the trace that has rows; TraceError if it has none."""
+    """Return a table of the trace. Raise TraceError if it has no rows."""
     if name == "pushes":
         require_server(trace)
     if not len(trace.tables[name]):
@@ -138,30 +139,33 @@ def table(trace: Trace, name: str) -> pd.DataFrame:
 
 
 def require_server(trace: Trace) -> None:
-    """TraceError for a run in which nothing was pushed or granted, as there was no server."""
+    """Raise TraceError for a run without servers, which has neither pushes nor grants."""
     if not trace.job.has_servers:
-        raise TraceError(f"{trace.path}: nothing to draw: no server, and no pushes, in this run, {label(trace)}")
+        raise TraceError(f"{trace.path}: nothing to draw: no servers and no pushes in this run, {label(trace)}")
 
 
 def iterations(trace: Trace) -> pd.DataFrame:
-    """What the workers reported: pushes, or without a server iterations."""
+    """Return the pushes of the workers, or their exchanges in a run without servers."""
     return table(trace, "pushes" if trace.job.has_servers else "exchanges")
 
 
 def pick(items: Sequence[int], most: int) -> list[int]:
-    """At most so many of the items, the first and the last among them, evenly spaced."""
+    """Return at most `most` evenly spaced items, including the first and the last."""
     return [items[i] for i in np.unique(np.linspace(0, len(items) - 1, min(most, len(items))).astype(int))]
 
 
 def thinned(frame: pd.DataFrame, most: int = POINTS) -> pd.DataFrame:
-    """At most so many rows, drawn at random but always the same: every n-th row could be always the same worker's."""
+    """Return at most `most` rows, sampled with a fixed seed: every n-th row might belong to the same worker."""
     if len(frame) <= most:
         return frame
     return frame.iloc[np.sort(np.random.default_rng(0).choice(len(frame), most, replace=False))]
 
 
 def binned(frame: pd.DataFrame, column: str) -> pd.DataFrame:
-    """`now_s` and the mean and largest of a column over bins of at least ten consecutive rows, at most 200 bins."""
+    """Return the mean of `now_s`, and mean and largest value of a column, in bins of consecutive rows.
+
+    There are at most 200 bins of at least ten rows each.
+    """
     n_bins = int(np.clip(len(frame) // 10, 1, 200))
     bins = frame.groupby(np.arange(len(frame)) * n_bins // len(frame))
     return pd.DataFrame(
@@ -170,25 +174,35 @@ def binned(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def panels(n_rows: int, n_columns: int = 1, *, height: float, width: float = PAGE_INCHES, **how: Any) -> Any:
-    """A figure of this size in inches and its axes, shape (n_rows, n_columns)."""
+    """Return a figure of this size in inches and its axes, shape (n_rows, n_columns)."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots(n_rows, n_columns, squeeze=False, **how)
 
 
 def legend_of_activities(figure: Figure) -> None:
+    """Add a legend of the colours of compute, wait and transfer."""
     patches = [Patch(color=colour, label=activity) for activity, colour in ACTIVITY_COLOURS.items()]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), handlelength=1.2)
 
 
 def percent(share: float, _: object = None) -> str:
-    """Of a share, also as the formatter of an axis."""
+    """Format a share in percent; also the formatter of an axis."""
     return f"{100 * share:g} %"
 
 
 class Drawing(NamedTuple):
-    """A figure, the data that it shows, and what else there is to say.
+    """A figure and its data.
 
-    tail: what distinguishes its file from those of the other figures of the same traces. notes: lines for the terminal.
+    Attributes
+    ----------
+    figure
+        The figure.
+    data
+        The data that it shows.
+    tail
+        End of the file name, which distinguishes several figures of the same traces.
+    notes
+        Lines to print on the terminal.
     """
 
     figure: Figure
@@ -197,7 +211,7 @@ class Drawing(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-KINDS = ("png", "svg", "pdf", "csv")  # of a file; without one of these suffixes `write` makes png, svg and csv
+KINDS = ("png", "svg", "pdf", "csv")  # suffixes of a file; without one `write` makes png, svg and csv
 
 
 def write(drawing: Drawing, path: Path) -> list[Path]:
@@ -209,12 +223,12 @@ def write(drawing: Drawing, path: Path) -> list[Path]:
         The figure. Its tail is appended to the name of the file.
     path
         A file that ends in one of `KINDS`; without a suffix the figure is written as PNG and SVG and its data as CSV.
-        The folder is made if it is missing.
+        The folder is created if it is missing.
 
     Returns
     -------
     list of Path
-        The files that were written.
+        The files.
 
     Raises
     ------

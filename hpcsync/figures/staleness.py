@@ -1,6 +1,6 @@
-"""Staleness of the applied pushes: over time, and how often each.
+"""Figure `staleness`: staleness of the applied pushes, over time and as a histogram.
 
-Points are pushes (at most a few thousand of them, drawn at random), the line is the mean of consecutive ones.
+Points are pushes, at most a few thousand, sampled at random; the line is the mean of consecutive pushes.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ BINS = 60
 
 
 def draw(traces: list[Trace]) -> list[Drawing]:
+    """Draw the figure of these traces."""
     names = plotting.labels(traces)
     looks = plotting.styles(traces)
     height = 0.5 + max(1.25, 2.2 - 0.3 * len(traces)) * len(traces)
@@ -48,7 +49,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
 
 
 def histogram(staleness: pd.Series) -> pd.DataFrame:
-    """The share of each staleness or, where there are many, of equally wide bins, around their middle."""
+    """Return the share of each staleness, or of bins of equal width if there are many values."""
     bin_updates = int(staleness.max()) // BINS + 1
     share = np.bincount(staleness // bin_updates) / len(staleness)
     middle = np.arange(len(share)) * bin_updates + (bin_updates - 1) / 2

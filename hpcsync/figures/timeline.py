@@ -1,12 +1,12 @@
-"""What each worker did when: compute, wait, transfer.
+"""Figure `timeline`: compute, wait and transfer of each worker over time.
 
-Computation and waits are drawn as recorded. With a server the trace holds one number of an iteration's transfers,
-reading the weights before it plus putting the gradient after it; both carry the model once, so half of it is drawn on
-either side of the computation (less where that does not fit). Without one the exchange follows the computation: first
-the wait for others, then the transfer. Where layers are separated, waiting lies within the computation too: a
-convolution worker's is drawn after its forward pass, whose share the job says, a fully-connected worker's before its
-computation, in however many pieces either is made. What the trace does not tell stays white: a script's own work
-between iterations, and what follows a worker's last transfer.
+Computation and waits are drawn as recorded. With servers the trace holds one transfer time per iteration, the sum of
+reading the weights before it and pushing the gradient after it. Both move the model once, so half of the time is drawn
+on either side of the computation, or less if it does not fit. Without servers the exchange follows the computation:
+first the wait for others, then the transfer. With separated layers workers also wait within the computation: for a
+convolution worker this wait is drawn after its forward pass, whose share the job sets, for a fully-connected worker
+before its computation, whatever the number of micro-batches. Time that the trace does not describe stays white: a
+script's own work between iterations, and the time after a worker's last transfer.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
-BARS = 20_000
-ITERATIONS = 8  # of the slowest worker, in the window that is shown if none is asked for
+BARS = 20_000  # of a figure, at most
+ITERATIONS = 8  # of the slowest worker, in the default window
 
 
 def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: float | None = None) -> list[Drawing]:
+    """Draw the figure of these traces, from `from_s` to `to_s` seconds."""
     frames, rows, ends_s = [], [], []
     for name, trace in zip(plotting.labels(traces), traces, strict=True):
         reports = plotting.iterations(trace)
@@ -74,7 +75,7 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
 
 
 def bars(pushes: pd.DataFrame) -> pd.DataFrame:
-    """`worker, iteration, activity, begin_s, end_s` of each bar, for any number of workers."""
+    """Return columns worker, iteration, activity, begin_s and end_s of each bar, for a run with servers."""
     pushes = pushes.sort_values(["worker", "iteration"], ignore_index=True)
     before = pushes.groupby("worker")[["end_s", "comm_s"]].shift()  # NaN for a worker's first push
     begin_s, wait_s = pushes["begin_s"], pushes["wait_s"]
@@ -96,7 +97,7 @@ def bars(pushes: pd.DataFrame) -> pd.DataFrame:
 
 
 def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same of a run without servers."""
+    """Return the bars of a run without servers."""
     rows = rows[rows["batch_size"] > 0].sort_values(["worker", "iteration"], ignore_index=True)
     next_s = rows.groupby("worker")["begin_s"].shift(-1).fillna(math.inf)
     waited_s = np.minimum(rows["end_s"] + rows["wait_s"], next_s)
@@ -110,7 +111,7 @@ def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def first_shares(trace: Trace) -> np.ndarray:
-    """Where layers are separated: what share of its computation a worker makes before it waits. Shape (n_workers,)."""
+    """Return the share of each worker's computation before its wait, with separated layers; shape (n_workers,)."""
     is_fc = np.arange(trace.n_workers) < trace.job.groups.n_fc
     paradigm = trace.job.paradigm
     assert isinstance(paradigm, StanzaOptions)
@@ -118,41 +119,42 @@ def first_shares(trace: Trace) -> np.ndarray:
 
 
 def bars_of_halves(rows: pd.DataFrame, first: np.ndarray) -> pd.DataFrame:
-    """The same where workers also wait within it, after this share of their computation, shape (n_workers,)."""
+    """Return the bars of workers that wait within their computation, after a share `first`, shape (n_workers,)."""
     within_s = rows["end_s"] - rows["begin_s"] - rows["compute_s"]
     others = bars_of_exchanges(rows.assign(wait_s=(rows["wait_s"] - within_s).clip(lower=0)))
     share = first[rows["worker"]]
     waits_s = rows["begin_s"] + share * rows["compute_s"]
-    goes_on_s = rows["end_s"] - (1 - share) * rows["compute_s"]
+    continues_s = rows["end_s"] - (1 - share) * rows["compute_s"]
     parts = [
         ("compute", rows["iteration"], rows["begin_s"], waits_s),
-        ("wait", rows["iteration"], waits_s, goes_on_s),
-        ("compute", rows["iteration"], goes_on_s, rows["end_s"]),
+        ("wait", rows["iteration"], waits_s, continues_s),
+        ("compute", rows["iteration"], continues_s, rows["end_s"]),
     ]
     frame = pd.concat([others[others["activity"] != "compute"], in_order(rows["worker"], parts)])
     return frame.sort_values(["worker", "begin_s"], ignore_index=True)
 
 
 def in_order(worker: pd.Series, parts: list[tuple[str, pd.Series, pd.Series, pd.Series]]) -> pd.DataFrame:
-    """The bars of all parts that last, each worker's one after the other."""
+    """Return the bars of all parts with a positive duration, ordered by worker and time."""
     columns = ("activity", "iteration", "begin_s", "end_s")
     frame = pd.concat([pd.DataFrame({"worker": worker, **dict(zip(columns, part, strict=True))}) for part in parts])
     return frame[frame["end_s"] > frame["begin_s"]].sort_values(["worker", "begin_s"], ignore_index=True)
 
 
 def after_iterations(frame: pd.DataFrame, from_s: float) -> float:
-    """When the slowest worker has made the iterations that a window shows; NaN where there are none."""
+    """Return the time at which the slowest worker has made `ITERATIONS` from `from_s` on; NaN if there are none."""
     ends = frame[(frame["activity"] == "compute") & (frame["end_s"] > from_s)].groupby("worker")["end_s"]
     return float(ends.head(ITERATIONS).groupby(frame["worker"]).last().max())
 
 
 def window(from_s: float, to_s: float, end_s: float) -> str | None:
-    """The window as a part of a run whose last computation ends at `end_s`; None if it shows the whole run."""
+    """Describe the window as a part of a run whose last computation ends at `end_s`; None if it is the whole run."""
     if from_s <= 0 and to_s >= end_s:
         return None
     return f"{from_s:.4g} to {min(to_s, end_s):.4g} s of {end_s:.4g} s"
 
 
 def cut(frame: pd.DataFrame, from_s: float, to_s: float) -> pd.DataFrame:
+    """Return the bars within the window, cut at its ends."""
     frame = frame[(frame["end_s"] > from_s) & (frame["begin_s"] < to_s)]
     return frame.assign(begin_s=frame["begin_s"].clip(lower=from_s), end_s=frame["end_s"].clip(upper=to_s))

@@ -1,6 +1,6 @@
-"""Where the workers' time went: the shares of compute, wait and transfer, of each worker and of all.
+"""Figure `waiting`: shares of compute, wait and transfer in the time of each worker and of all workers.
 
-Workers wait for grants, or without a server for each other.
+Workers wait for grants, or for each other in a run without servers.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
 COLUMNS = {"compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
-INK = {"transfer": "white"}  # on the colours of the bars; elsewhere black
+INK = {"transfer": "white"}  # colour of the text on a bar; black elsewhere
 
 
 def draw(traces: list[Trace], workers: int = 16) -> list[Drawing]:
+    """Draw the figure of these traces."""
     frames = []
     for name, trace in zip(plotting.labels(traces), traces, strict=True):
         frames.append(shares(trace, workers).assign(trace=name))
@@ -37,7 +38,7 @@ def draw(traces: list[Trace], workers: int = 16) -> list[Drawing]:
     for axis in axes.flat[len(frames) :]:
         axis.remove()
     for n, (axis, frame) in enumerate(zip(axes.flat, frames, strict=False)):
-        rows = [-0.5, *range(1, len(frame))]  # all of them together stand apart
+        rows = [-0.5, *range(1, len(frame))]  # space between the bar of all workers and the others
         left = pd.Series(0.0, frame.index)
         for activity, colour in plotting.ACTIVITY_COLOURS.items():
             width = frame[f"{activity}_share"]
@@ -62,12 +63,12 @@ def draw(traces: list[Trace], workers: int = 16) -> list[Drawing]:
 
 
 def shares(trace: Trace, workers: int) -> pd.DataFrame:
-    """Seconds and shares of the activities; the first row is all workers, then those that are shown."""
+    """Return seconds and shares of the activities: the first row is for all workers, then one per shown worker."""
     sums = plotting.iterations(trace).groupby("worker")[list(COLUMNS.values())].sum()
     frame = pd.concat([sums.sum().to_frame("all").T, sums.loc[plotting.pick(sums.index, workers)]])
     total_s = frame.sum(axis=1)
     if not total_s.all():
-        raise TraceError(f"{trace.path}: nothing to draw: a worker whose iterations took no time")
+        raise TraceError(f"{trace.path}: nothing to draw: the iterations of a worker took no time")
     for activity, column in COLUMNS.items():
         frame[f"{activity}_share"] = frame[column] / total_s
     return frame.rename_axis("worker").reset_index()

@@ -1,4 +1,4 @@
-"""Adding up the rows of a trace, slice by slice, for its summary."""
+"""Sums over the rows of a trace, read slice by slice, for its summary."""
 
 from __future__ import annotations
 
@@ -21,15 +21,40 @@ from hpcsync.trace.schema import NO_PEER, Outcome
 
 
 class Tally:
-    """Sums, counts and maxima of a trace: of the whole run, and of each worker in arrays of shape (n_workers,).
+    """Sums, counts and maxima of a trace: scalars of the run, and arrays of shape (n_workers,).
 
-    served: whether there are servers; otherwise there are exchanges instead of pushes. staleness: of all applied pushes
-    together, in updates; start_gap_max: in pushes, as an iteration began; parts_s: the seconds in each part of an
-    iteration; outdated: pushes that were computed to the end and dropped before the last update; ks: every k that there
-    was, in order; batch_size: as given last, where batches are; chosen: as ASHL chose for each worker last, NaN where
-    it did not, and began_s: when its stages began; layers: that each worker trains, where they are separated; commits:
-    of a period, as ADSP chose last; encode_s: compressing, None where nobody does; steps_max: the most iterations of a
-    push. Row is added to row, so how the trace is sliced does not change a sum.
+    Attributes
+    ----------
+    served
+        True if there are servers; otherwise there are exchanges instead of pushes.
+    staleness
+        Sum over the applied pushes, in updates.
+    start_gap_max
+        Largest lead at the start of an iteration, in pushes.
+    parts_s
+        Seconds of compute, wait and comm.
+    outdated
+        Number of pushes that were computed to the end and dropped before the last update.
+    ks
+        Every k of the run, in order.
+    batch_size
+        Last allocated batch sizes; None if batches are not allocated.
+    chosen
+        Last choices of ASHL for each worker; NaN where it has not chosen.
+    began_s
+        Times at which the stages of ASHL began.
+    layers
+        Layers that each worker trains; None if layers are not separated.
+    commits
+        Pushes per period, as last chosen by ADSP.
+    encode_s
+        Seconds of compression; None if the run does not compress.
+    steps_max
+        Largest number of iterations in a push.
+
+    Notes
+    -----
+    Rows are added one by one, so the sums do not depend on how the trace is sliced.
     """
 
     def __init__(self, trace: Trace | TraceFile) -> None:
@@ -49,7 +74,7 @@ class Tally:
         self.samples_computed, self.samples_dropped = np.zeros(n_workers), np.zeros(n_workers)
         self.ks = [self.paradigm.k_at_first(n_workers)] if isinstance(self.paradigm, FirstKOptions) else []
         self.batch_size = None if trace.job.batches.policy == "equal" else sizes_at_first(trace.job)
-        self._allocated_s = np.zeros(n_workers)  # when each was given its size, as all that were active
+        self._allocated_s = np.zeros(n_workers)  # time of the last allocation, which includes all active workers
         self.chosen = {name: np.full(n_workers, np.nan) for name in ("local-steps", "share", "ratio")}
         self.began_s: dict[int, float] = {}
         self.commits = self.paradigm.commits or 1 if isinstance(self.paradigm, AdspOptions) else None
@@ -118,7 +143,7 @@ class Tally:
             self._allocated_s[rows["worker"]] = rows["now_s"]
 
     def last_batch_size(self, worker: int) -> int | None:
-        """As it was given last; None where batches are alike, or the worker was not given any more."""
+        """Return the last allocated batch size; None without allocation, or if the last one left this worker out."""
         if self.batch_size is None or self._allocated_s[worker] < self._allocated_s.max():
             return None
         return int(self.batch_size[worker])
@@ -128,7 +153,7 @@ class Tally:
         self.samples = max(self.samples, int(rows["samples"].max(initial=0)))
 
     def about_drops(self) -> dict[str, Any]:
-        """Of the whole run: what was computed in vain, and why."""
+        """Return the fields of a summary about dropped contributions."""
         total, dropped = float(self.samples_computed.sum()), float(self.samples_dropped.sum())
         synchronous, asynchronous = (
             isinstance(self.paradigm, form) for form in (FirstKOfAVersionOptions, FirstKOfAnyOptions)
@@ -141,11 +166,12 @@ class Tally:
         }
 
     def about_k(self) -> dict[str, Any]:
+        """Return the fields of a summary about k."""
         last, least, most = (self.ks[-1], min(self.ks), max(self.ks)) if self.ks else (None, None, None)
         return {"k_last": last, "k_least": least, "k_most": most}
 
     def about_commits(self) -> dict[str, Any]:
-        """Of the whole run: its stages, how many commits were wanted, and what it cost to make them small."""
+        """Return the fields of a summary about stages, commits and compression."""
         adsp, total_s = self.commits is not None, sum(float(sums_s.sum()) for sums_s in self.parts_s.values())
         encode_s = math.nan if self.encode_s is None else float(self.encode_s.sum())
         return {
@@ -157,11 +183,11 @@ class Tally:
         }
 
     def has_occurred(self, event: ClusterEvent) -> bool:
-        """Whether the run lasted until this event of its job.
+        """Return True if the run lasted until this event of its job.
 
-        An event of an iteration has occurred if its worker made that iteration, or, if it is to leave, the one before.
-        Where pushes are of several iterations, those after the last push are in no row: as many may have been made as
-        there are in the largest push.
+        An event at an iteration has occurred if its worker made that iteration, or the one before if it leaves. With
+        several iterations per push, those after the last push are in no row: as many may have been made as there are in
+        the largest push.
         """
         if event.at_s is not None:
             return event.at_s <= self.duration_s
@@ -170,7 +196,7 @@ class Tally:
         return event.at_iteration - (event.change == "leave") <= self.iterations[event.worker] + unknown
 
     def plan(self, worker: int) -> dict[str, Any]:
-        """What a worker was to do at the end of the run, where that was planned."""
+        """Return the last plan of ASHL for a worker: local steps, share of the data and compression ratio."""
         steps, share, ratio = (float(chosen[worker]) for chosen in self.chosen.values())
         return {
             "local_steps": None if math.isnan(steps) else int(steps),
@@ -179,7 +205,15 @@ class Tally:
         }
 
     def about(self, workers: slice, *shares: str) -> dict[str, Any]:
-        """The numbers that are about the iterations of one worker or of all."""
+        """Return the fields of a summary about the iterations of one worker or of all.
+
+        Parameters
+        ----------
+        workers : slice
+            Workers to sum over.
+        *shares : str
+            Parts of an iteration whose share of the time is included.
+        """
         pushes, dropped = int(self.pushes[workers].sum()), int(self.dropped[workers].sum())
         applied = pushes - dropped
         parts_s = {part: float(sums_s[workers].sum()) for part, sums_s in self.parts_s.items()}

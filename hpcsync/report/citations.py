@@ -1,4 +1,4 @@
-"""The papers behind a run: its paradigm, its compression, and how k and the batch sizes were chosen, as BibTeX."""
+"""Papers behind a run, as BibTeX: its paradigm, its compression, and its choice of k and batch sizes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hpcsync.config.paradigms import FirstKOptions, GossipOptions, LocalSgdOptio
 
 
 class Reference(NamedTuple):
-    """An entry of a bibliography. fields: the venue and the like, in BibTeX's words."""
+    """Entry of a bibliography; `fields` are further BibTeX fields, such as the venue."""
 
     key: str
     kind: str
@@ -353,12 +353,12 @@ BATCHES_BY_SPEED = ("yu2019accelerating",)
 
 
 def references(job: Job) -> dict[str, tuple[Reference, ...]]:
-    """The papers behind a job, by what they describe.
+    """Return the papers behind a job.
 
     Returns
     -------
     dict
-        Maps a part of the job, such as ``paradigm dssp``, to its papers. A paper is named once, with the first part
+        Maps a part of the job, such as ``paradigm dssp``, to its papers. A paper is listed once, with the first part
         that it describes; a part without further papers is left out.
     """
     named: set[str] = set()
@@ -371,7 +371,7 @@ def references(job: Job) -> dict[str, tuple[Reference, ...]]:
 
 
 def _parts(job: Job) -> dict[str, tuple[str, ...]]:
-    """The keys of the papers behind each part of the job."""
+    """Return the keys of the papers behind each part of the job."""
     paradigm = job.paradigm
     keys: tuple[str, ...] = PARADIGMS[paradigm.name]
     if isinstance(paradigm, LocalSgdOptions) and (paradigm.outer_lr, paradigm.outer_momentum) != (1.0, 0.0):
@@ -389,14 +389,14 @@ def _parts(job: Job) -> dict[str, tuple[str, ...]]:
 
 
 def software(version: str) -> Reference:
-    """hpcsync itself, of this version."""
+    """Return the entry of hpcsync itself, in this version."""
     title = "hpcsync: PyTorch training under many synchronisation paradigms on MPI ranks and in virtual time"
     fields = {"howpublished": "Computer software", "note": f"Version {version}"}
     return Reference("hpcsync", "misc", ("{The hpcsync developers}",), title, None, fields)
 
 
 def bibtex(reference: Reference) -> str:
-    """The entry as BibTeX, without a line end. The title keeps its capitals."""
+    """Return the entry in BibTeX, without a final line break. The title keeps its capitals."""
     fields = {
         "author": " and ".join(reference.authors),
         "title": f"{{{reference.title}}}",

@@ -1,4 +1,4 @@
-"""Two traces side by side: a run and its simulation, or the same job twice."""
+"""Comparison of two traces: a run and its simulation, or the same job twice."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from hpcsync.trace.reader import Trace
 
 
 class Side(BaseModel):
-    """One trace up to the first update that is of so many samples.
+    """One trace up to the first update at which a given number of samples has been trained on.
 
-    time_s: of that update. wait_share, comm_share: of the workers' time up to then, None where none
-    has passed.
+    Attributes
+    ----------
+    time_s
+        Time of that update, in seconds.
+    wait_share, comm_share
+        Shares of the workers' time until then; None if no time has passed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -28,13 +32,21 @@ class Side(BaseModel):
 
 
 class Comparison(BaseModel):
-    """Both traces up to as many samples as both have trained on: their updates need not be alike.
+    """Two traces up to the number of samples that both have reached; their updates need not be the same.
 
-    Without a server there are no grants.
-
-    same_order: share of the pairs of grants, of those that both have, that come in the same order; None for fewer than
-                two. One half is what chance would give, 1 is the same order.
-    same_grants: how many grants come, from the first on, to the same worker for the same iteration in both.
+    Attributes
+    ----------
+    samples
+        Number of samples.
+    sides
+        The two traces.
+    common_grants
+        Number of grants that both traces have; 0 without servers.
+    same_grants
+        Number of grants from the first on that go to the same worker for the same iteration in both traces.
+    same_order
+        Share of the pairs of common grants that are in the same order: 1 is the same order, 0.5 is chance. None for
+        fewer than two common grants.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,12 +59,13 @@ class Comparison(BaseModel):
 
     @property
     def time_ratio(self) -> float | None:
-        """Time of the second over time of the first."""
+        """Time of the second trace divided by the time of the first."""
         first, second = self.sides
         return second.time_s / first.time_s if first.time_s else None
 
 
 def compare(first: Trace, second: Trace) -> Comparison:
+    """Compare two traces up to the number of samples that both have reached."""
     samples = min(int(trace.tables["updates"]["samples"].max(initial=0)) for trace in (first, second))
     n_workers = max(first.n_workers, second.n_workers)
     granted_a, granted_b = _granted(first, n_workers), _granted(second, n_workers)
@@ -84,7 +97,7 @@ def _side(trace: Trace, samples: int) -> Side:
 
 
 def _granted(trace: Trace, n_workers: int) -> np.ndarray:
-    """A number for each grant's worker and iteration, in the order of the grants; stops are none."""
+    """Return a number for the worker and the iteration of each grant, in the order of the grants, without stops."""
     grants = trace.tables["grants"]
     grants = grants[grants["local_steps"] > 0]
     return grants["iteration"] * n_workers + grants["worker"]
@@ -95,11 +108,11 @@ def _same_order(a: np.ndarray, b: np.ndarray) -> float | None:
         return None
     from scipy.stats import kendalltau
 
-    return round(float((kendalltau(a, b).statistic + 1.0) / 2.0), 12)  # 1 is 1
+    return round(float((kendalltau(a, b).statistic + 1.0) / 2.0), 12)  # without rounding error at 1
 
 
 def table(comparison: Comparison) -> RenderableType:
-    """Both sides in columns, the one that was first and what was simulated, and the second over the first."""
+    """Return a table with a column for each trace and one for the ratio of the second to the first."""
     a, b = comparison.sides
     result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name in ("", "recorded" if a.engine == b.engine else a.engine, b.engine, "ratio"):
@@ -114,8 +127,8 @@ def table(comparison: Comparison) -> RenderableType:
         result.add_row(name, _percent(share_a), _percent(share_b), "")
     if comparison.same_order is None:
         return result
-    order = f"{comparison.common_grants:,} grants that both have: {comparison.same_order:.2%} of the pairs are in the "
-    order += f"same order, the first {comparison.same_grants:,} are the same"
+    order = f"{comparison.common_grants:,} common grants: {comparison.same_order:.2%} of the pairs are in the same "
+    order += f"order, the first {comparison.same_grants:,} grants are the same"
     return Group(result, Text(order, "dim"))
 
 

@@ -1,4 +1,4 @@
-"""How far workers are ahead of the slowest, at most, from rows that are read in slices."""
+"""Largest lead of each worker over the slowest one, from rows that are read in slices."""
 
 from __future__ import annotations
 
@@ -12,9 +12,24 @@ from hpcsync.trace.schema import Change
 
 
 def push_leads(trace: Trace | TraceFile, most: int) -> np.ndarray:
-    """Of each worker: how far it is ahead of the slowest active one, just after a push, at most. Shape (n_workers,).
+    """Return the largest lead of each worker over the slowest active one, just after a push.
 
-    most: the pushes of the worker that has most. Of a run that did not finish, the end is left out: see `counting`.
+    Parameters
+    ----------
+    trace : Trace or TraceFile
+        Trace of a run with servers. The end of a run that did not finish is left out (see `trace.iteration_counts`).
+    most : int
+        Number of pushes of the worker with the most pushes.
+
+    Returns
+    -------
+    numpy.ndarray
+        Lead in pushes, shape (n_workers,).
+
+    Raises
+    ------
+    TraceError
+        If the iterations in the pushes do not count them.
     """
     horizon = _horizon(trace)
     changes = np.concatenate(list(_until(trace, "membership", horizon)))
@@ -29,7 +44,7 @@ def push_leads(trace: Trace | TraceFile, most: int) -> np.ndarray:
 
 
 def _with_returns(trace: Trace | TraceFile, horizon: int, changes: np.ndarray) -> np.ndarray:
-    """The same where workers have joined: event by event."""
+    """Return the same for a run in which workers joined, event by event."""
     pushes = np.concatenate([rows[["seq", "worker"]] for rows in _until(trace, "pushes", horizon)])
     seq = np.concatenate([pushes["seq"], changes["seq"]])
     events = np.zeros(len(seq), [("worker", "<i8"), ("is_push", "?"), ("joins", "?")])
@@ -44,10 +59,11 @@ def _with_returns(trace: Trace | TraceFile, horizon: int, changes: np.ndarray) -
 
 
 def _reached(trace: Trace | TraceFile, horizon: int, most: int) -> np.ndarray:
-    """At which seq the fewest pushes of an active worker came to 1, 2, ..., `most`; NEVER if they did not. (most,)
+    """Return the seq at which every active worker had made 1, 2, ..., `most` pushes; NEVER if it did not happen.
 
-    They come to k with the last of the workers' k-th pushes; one that leaves is not waited for any more. A push's
-    `iteration` says which one of its worker's it is, so the order of the rows does not matter.
+    The shape is (most,). All have made k pushes with the last of the workers' k-th pushes; a worker that has left does
+    not count. The `iteration` of a push is its number among its worker's pushes, so the order of the rows does not
+    matter.
     """
     left = np.full(trace.n_workers, NEVER)
     for rows in _until(trace, "membership", horizon):
@@ -59,12 +75,12 @@ def _reached(trace: Trace | TraceFile, horizon: int, most: int) -> np.ndarray:
             raise TraceError(f"{trace.path}: a damaged trace: the iterations in pushes do not count them")
         np.maximum.at(reached, iteration, np.minimum(rows["seq"], left[worker]))
         np.maximum.at(last, worker, iteration)
-    np.maximum.at(reached, last + 1, left)  # from here on only its leaving counts
+    np.maximum.at(reached, last + 1, left)  # after its last push a worker counts until it leaves
     return np.maximum.accumulate(reached)[1:-1]
 
 
 def _horizon(trace: Trace | TraceFile) -> int:
-    """The first seq without a row in a run that did not finish, else NEVER."""
+    """Return the first seq without a row in a run that did not finish; otherwise NEVER."""
     if trace.finished:
         return NEVER
     numbered = ("pushes", "grants", "decisions", "membership")

@@ -1,7 +1,7 @@
-"""What happened in a run, in a few numbers: for `summary.json` and for the table at its end.
+"""Summary of a run: the numbers in `summary.json` and in the table at its end.
 
-The rows are read in slices, and what is kept of them has the size of the workers and of one worker's iterations: a run
-that took little memory does not take much at its end, however long it was.
+The rows are read in slices, so the memory for a summary grows with the number of workers and with the iterations of one
+worker, not with the length of the trace.
 """
 
 from __future__ import annotations
@@ -23,19 +23,32 @@ from hpcsync.report.lead import push_leads
 from hpcsync.trace import schema
 from hpcsync.trace.reader import Trace, TraceFile
 
-MANY_WORKERS = 20  # more are not shown one by one
-MANY_DEATHS = 5
-EVENTS_NAMED = 3  # of those that did not occur; more are only counted
+MANY_WORKERS = 20  # largest number of workers shown
+MANY_DEATHS = 5  # largest number of deaths shown
+EVENTS_NAMED = 3  # largest number of events that did not occur shown by name
 
 
 class WorkerSummary(BaseModel):
-    """One worker. Shares are of compute + wait + communication time and add up to 1; None before the first iteration.
+    """Summary of one worker. A field that does not apply to the run is None.
 
-    staleness_mean, staleness_max: over applied pushes, in updates. start_gap_max_iters: pushes ahead of the slowest
-    when an iteration began; push_gap_max_iters: right after a push. These, and pushes and what was dropped of them,
-    only exist with a server; exchanges with other workers only without one. batch_size: the last that it was given,
-    where batches are given out. layers: those that it trains, where they are separated. local_steps, data_share, ratio:
-    what ASHL planned for it last, of the data that all compute and of a push's elements.
+    Attributes
+    ----------
+    layers
+        Layers that the worker trains, if they are separated.
+    pushes, dropped
+        Number of pushes, and of those dropped; only with servers.
+    exchanges
+        Number of exchanges with other workers; only without servers.
+    compute_share, wait_share, comm_share
+        Shares of compute, wait and communication in their sum; None before the first iteration.
+    staleness_mean, staleness_max
+        Staleness of the applied pushes, in updates.
+    start_gap_max_iters, push_gap_max_iters
+        Largest lead over the slowest worker at the start of an iteration and right after a push, in pushes.
+    batch_size
+        Last allocated batch size.
+    local_steps, data_share, ratio
+        Last plan of ASHL: local steps per push, share of all workers' data, and share of the elements that are pushed.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,7 +74,7 @@ class WorkerSummary(BaseModel):
 
 
 class Death(BaseModel):
-    """A worker whose process died while the others went on. left: how many workers then still took part."""
+    """Death of a worker's process in a run that continued; `left` is the number of workers that remained."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -71,20 +84,37 @@ class Death(BaseModel):
 
 
 class Summary(BaseModel):
-    """One run. What does not exist is None: a target that was not asked for or not met, an evaluation never made.
+    """Summary of a run.
 
-    duration_s: up to the last push, grant, exchange or update, evaluations not counted. samples_per_s: samples over
-    that. events: those of the job; events_missed: those of them that did not occur before the run ended, in words.
-    wait_share: of all workers' time together. Means and maxima are over all workers. consensus_distance: of their
-    weights from the mean, at the end.
+    A field that does not apply is None, such as a target that the job does not have or that was not reached. Means and
+    maxima are over all workers.
 
-    dropped: contributions without an update, and dropped_share their share of all samples that were computed. late,
-    discarded, cancelled: those of the k family that were dropped before the last update, as older than its synchronous
-    forms take or staler than the bound of the others, and those that ended early. What remains is what the end left.
-    coarse_s, fine_s: when these stages of ASHL began. commits: of a worker in a period, that ADSP chose last, or that
-    the job says; commits_apart: of the workers that committed most and least. encode_share: the part of all workers'
-    time in which they compressed.
-    k_last: k of the update that would have come next; k_least, k_most: of all that there were, and of this.
+    Attributes
+    ----------
+    duration_s
+        Time of the last push, grant, exchange or update, in seconds, without evaluations.
+    samples_per_s
+        Samples divided by `duration_s`.
+    events, events_missed
+        Number of the events of the job, and descriptions of those that did not occur before the run ended.
+    wait_share
+        Share of all workers' time.
+    consensus_distance
+        Distance of the workers' weights from their mean, at the end.
+    dropped, dropped_share
+        Number of contributions in no update, and their share of all samples that were computed.
+    late, discarded, cancelled
+        Contributions that the k family dropped before the last update: too old for its synchronous forms, staler than
+        the bound of its asynchronous forms, or cancelled early. The other dropped ones were left over at the end.
+    k_last, k_least, k_most
+        k of the next update after the end, and the smallest and largest k of the run, including `k_last`.
+    coarse_s, fine_s
+        Times at which these stages of ASHL began, in seconds.
+    commits, commits_apart
+        Commits per worker and period that ADSP chose last, or that the job sets; and the difference between the
+        workers that committed most and least.
+    encode_share
+        Share of all workers' time spent on compression.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -136,17 +166,20 @@ class Summary(BaseModel):
     workers: tuple[WorkerSummary, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Only what JSON has."""
+        """Return the fields as types of JSON."""
         return self.model_dump(mode="json")
 
 
 def summarize(trace: Trace | TraceFile) -> Summary:
-    """The summary of a trace, whatever its status; from its file the same as from memory.
+    """Summarize a trace of any status; a trace in a file gives the same summary as one in memory.
 
-    Raises TraceError if the job in it cannot be read, or if iterations do not count pushes.
+    Raises
+    ------
+    TraceError
+        If its job cannot be read, or if the iterations in its pushes do not count them.
     """
     tally = Tally(trace)
-    evaluations = np.concatenate(list(trace.slices("evaluations")))  # each cost a pass over the test data: they are few
+    evaluations = np.concatenate(list(trace.slices("evaluations")))  # few: each cost a pass over the test data
     losses, accuracies = (_known(evaluations[column]) for column in ("loss", "accuracy"))
     target, time_to_target_s = _target(trace, evaluations)
     distances = _known(evaluations["consensus_distance"])
@@ -214,7 +247,7 @@ def _deaths(trace: Trace | TraceFile) -> Iterator[Death]:
 
 
 def _target(trace: Trace | TraceFile, evaluations: np.ndarray) -> tuple[str | None, float | None]:
-    """The job's target in words, and when an evaluation first met it; with two targets, the first to be met."""
+    """Return the job's target in words, and when an evaluation first reached it; with two targets, either of them."""
     stop = trace.job.stop
     words, met = [], np.zeros(len(evaluations), bool)
     if stop.target_accuracy is not None:
@@ -231,11 +264,11 @@ def _known(values: np.ndarray) -> list[float]:
     return [float(value) for value in values if math.isfinite(value)]
 
 
-# ---- for people ------------------------------------------------------------------------------------------------------
+# ---- table -----------------------------------------------------------------------------------------------------------
 
 
 def table(summary: Summary) -> RenderableType:
-    """The run in a few lines and its workers in a table, not wider than 80 columns for up to a million pushes."""
+    """Return the run in a few lines and its workers in a table, within 80 columns for up to a million pushes."""
     return Group(_head(summary), Text(), _worker_table(summary))
 
 
@@ -256,7 +289,7 @@ def _head(summary: Summary) -> RenderableType:
     if summary.events_missed:
         head.add_row("events", _missed(summary.events_missed, summary.events))
     head.add_row("time", f"{summary.duration_s:.2f} s (tracing took {_tiny(summary.tracing_overhead_s)})")
-    rate = f" ({summary.samples_per_s:,.0f} a second)" if summary.samples_per_s else ""
+    rate = f" ({summary.samples_per_s:,.0f} per second)" if summary.samples_per_s else ""
     head.add_row("work", f"{summary.updates:,} updates, {summary.samples:,} samples{rate}")
     if summary.k_last is not None:
         changed = (
@@ -269,10 +302,10 @@ def _head(summary: Summary) -> RenderableType:
         head.add_row("stages", f"coarse from {summary.coarse_s:.2f} s on{fine}")
     if summary.commits is not None:
         head.add_row(
-            "commits", f"{summary.commits:,} a period wanted, workers {summary.commits_apart:,} apart at the end"
+            "commits", f"{summary.commits:,} per period planned, workers {summary.commits_apart:,} apart at the end"
         )
     if summary.encode_share is not None:
-        moved = f"{1e-3 * summary.wire_bytes / max(1, summary.pushes or 0):,.1f} kB a push, reading included"
+        moved = f"{1e-3 * summary.wire_bytes / max(1, summary.pushes or 0):,.1f} kB per push, including the read"
         head.add_row("compression", f"{moved}; takes {_percent(summary.encode_share)} of the time")
     if sizes := [worker.batch_size for worker in summary.workers if worker.batch_size is not None]:
         head.add_row("batches", f"{_sizes(sizes)} samples at the end")
@@ -288,7 +321,7 @@ def _head(summary: Summary) -> RenderableType:
 
 
 def _missed(missed: Sequence[str], n_events: int) -> str:
-    """The events that did not occur, not more than a few of them by name."""
+    """Describe the events that did not occur, only a few of them by name."""
     named = "; ".join(missed[:EVENTS_NAMED])
     more = f"; and {len(missed) - EVENTS_NAMED:,} more" if len(missed) > EVENTS_NAMED else ""
     return f"{len(missed):,} of {n_events:,} did not occur before the run ended: {named}{more}"
@@ -300,13 +333,13 @@ def _in_words(event: ClusterEvent) -> str:
 
 
 def _groups(summary: Summary) -> str:
-    """How many workers train which layers."""
+    """Return the number of workers for each group of layers."""
     counts = Counter(worker.layers for worker in summary.workers if worker.layers is not None)
     return ": " + ", ".join(f"{n} {layers}" for layers, n in counts.items()) if counts else ""
 
 
 def _drops(summary: Summary) -> str:
-    """How many contributions are in no update, and why."""
+    """Return the number of contributions in no update, and the reasons."""
     known = [("late", summary.late), ("discarded", summary.discarded), ("cancelled", summary.cancelled)]
     at_the_end = (summary.dropped or 0) - sum(n or 0 for _, n in known)
     why = ", ".join(f"{n:,} {name}" for name, n in [*known, ("at the end", at_the_end)] if n)
@@ -327,7 +360,7 @@ def _sizes(sizes: list[int]) -> str:
 
 
 def _shown(workers: Sequence[WorkerSummary]) -> Sequence[WorkerSummary]:
-    """As many as people read: all, or of very many the extremes."""
+    """Return the workers to show: all, or those that waited least and most."""
     if len(workers) <= MANY_WORKERS:
         return workers
     by_wait = sorted(workers, key=lambda worker: worker.wait_share or 0.0)
@@ -396,7 +429,7 @@ _SEPARATED: dict[str, Callable[[WorkerSummary], str]] = {
     "layers": lambda row: row.layers or "-",
     **{name: cell for name, cell in _EXCHANGING.items() if name not in ("worker", "exchanges")},
 }
-_ABOUT_PUSHING = "staleness: mean (largest), in updates; gaps: the largest, in pushes"
+_ABOUT_PUSHING = "staleness: mean (largest), in updates; gaps: largest lead, in pushes"
 _ABOUT_COMMITTING = "staleness: mean (largest), in updates; steps, of data, sent: as last planned"
-_ABOUT_EXCHANGING = "exchanges: with another worker, or all of them"
-_ABOUT_SEPARATED = "wait: for the other side of the cut, or the group; comm: sums"
+_ABOUT_EXCHANGING = "exchanges: with another worker or with all of them"
+_ABOUT_SEPARATED = "wait: for the other side of the cut or the own group; comm: sums of gradients"

@@ -125,7 +125,7 @@ def test_differing_models_and_settings_are_refused_on_every_rank(comm, needs, fo
         hpcsync.connect(model, torch.optim.SGD(model.parameters(), lr=0.1), "asp", out=folder / "run", comm=comm)
     model = torch.nn.Linear(6, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 + (comm.rank == 1))
-    with pytest.raises(JobError, match="rank 1's differ from rank 0's"):
+    with pytest.raises(JobError, match="same arguments on every rank; rank 1's differ from rank 0's"):
         hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm)
 
 

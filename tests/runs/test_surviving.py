@@ -180,6 +180,6 @@ def test_where_nobody_can_go_on_one_line_says_so(tmp_path: Path) -> None:
     if not tolerates():
         found = subprocess.run(hpcsync("run", "job.toml", "--out", "out"), cwd=folder, capture_output=True, text=True)
         assert found.returncode == 2
-        assert found.stderr.endswith("cannot go on when a rank dies; Open MPI can, from version 5 on\n")
+        assert found.stderr.endswith("cannot continue when a rank dies; Open MPI can, from version 5 on\n")
         assert found.stderr.count("\n") == 1
     assert not (folder / "out").exists()

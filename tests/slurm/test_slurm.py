@@ -199,7 +199,7 @@ def test_a_job_that_had_to_make_room_goes_on_from_its_checkpoint(place: Place) -
     assert trace.tables["starts"]["now_s"][1] > 0
     pushes = trace.tables["pushes"]
     assert pushes["iteration"].tolist() == list(range(1, 251))
-    assert "going on from" in place.said(job)
+    assert "resuming from" in place.said(job)
 
 
 @pytest.mark.once
@@ -221,7 +221,7 @@ def test_a_job_of_which_a_rank_was_killed_fails_and_goes_on_from_its_checkpoint(
 @pytest.mark.once
 def test_a_job_whose_time_is_over_goes_on_from_its_checkpoint(limited: tuple[Place, str]) -> None:
     place, job = limited
-    place.until(lambda: "going on from" in place.said(job), job, 2 * LIMIT_S)
+    place.until(lambda: "resuming from" in place.said(job), job, 2 * LIMIT_S)
     assert int(place.slurm.show(job)["Restarts"]) >= 1
     assert "hpcsync: interrupted; use --resume to resume from" in place.said(job)
     place.slurm.run("scancel", job)

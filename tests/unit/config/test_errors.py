@@ -1,4 +1,4 @@
-"""Words for mistakes. What they say of each key is in test_job.py."""
+"""Words of error messages; test_job.py tests the message for each key."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_values_are_shown_as_in_the_job_file(value: object, text: str) -> None:
     assert shown(value) == text
 
 
-def test_a_near_word_is_suggested_and_a_far_one_is_not() -> None:
+def test_only_similar_words_are_suggested() -> None:
     assert did_you_mean("stalenes", ["staleness", "mode"]) == "; did you mean staleness?"
     assert did_you_mean("xyz", ["staleness", "mode"]) == ""
     assert did_you_mean(3, ["staleness"]) == ""

@@ -1,4 +1,4 @@
-"""The job file: what resolves to what, and every mistake in one line: the key, the value and what is allowed."""
+"""Job file: defaults, overrides, and errors in one line with the key, the value and what is allowed."""
 
 import math
 from pathlib import Path
@@ -90,7 +90,7 @@ JOBS = Path(__file__).parents[3] / "jobs"
 
 
 @pytest.mark.parametrize("job", sorted(JOBS.glob("*.toml")), ids=lambda job: job.name)
-def test_the_examples_are_jobs_of_their_own_names(job: Path) -> None:
+def test_examples_are_valid_jobs_named_like_their_files(job: Path) -> None:
     assert load(job).name == job.stem
 
 
@@ -123,7 +123,7 @@ KIND_OVERRIDES = [
 
 
 @pytest.mark.parametrize("override", KIND_OVERRIDES)
-def test_resolved_jobs_come_back_equal(path: Path, override: str) -> None:
+def test_resolved_jobs_are_restored_from_toml(path: Path, override: str) -> None:
     job = load(path, [override])
     assert job != load(path)
     assert Job.from_toml(job.to_toml()) == job
@@ -131,7 +131,7 @@ def test_resolved_jobs_come_back_equal(path: Path, override: str) -> None:
 
 
 @given(seed=st.integers(0, 2**63 - 1), lr=st.floats(1e-300, 1e300), low=st.integers(0, 99), more=st.integers(0, 99))
-def test_numbers_come_back_exactly(seed: int, lr: float, low: int, more: int) -> None:
+def test_numbers_are_restored_exactly(seed: int, lr: float, low: int, more: int) -> None:
     table = {
         "name": "x",
         "seed": seed,
@@ -201,7 +201,7 @@ def test_later_overrides_win(path: Path) -> None:
     assert load(path, ["seed=2", "seed=3"]).seed == 3
 
 
-def test_an_override_cannot_smuggle_in_another_key(path: Path) -> None:
+def test_an_override_sets_only_its_key(path: Path) -> None:
     assert error(path, "seed=3\nname=4") == 'seed = "3\\nname=4": must be a whole number'
 
 
@@ -215,7 +215,7 @@ def test_an_override_goes_into_tables_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["paradigm.name=bsp", 'paradigm.name="bsp"', "paradigm=bsp"])
-def test_another_paradigm_drops_the_keys_that_it_does_not_have_and_says_so(path: Path, override: str) -> None:
+def test_another_paradigm_drops_and_reports_foreign_keys(path: Path, override: str) -> None:
     assert load(path, [override]) == load(path, ['paradigm={name="bsp"}'])
     path.write_text(TOML.replace('name = "dssp"', 'name = "dssp"\nmode = "paper"'))
     dropped = "paradigm.name changed from dssp to bsp: mode, staleness_min, staleness_max dropped"
@@ -223,7 +223,7 @@ def test_another_paradigm_drops_the_keys_that_it_does_not_have_and_says_so(path:
     assert remarks(path, ["paradigm.name=dssp", "seed=3"]) == remarks(path, ['paradigm={name="bsp"}']) == []
 
 
-def test_what_an_override_names_is_not_dropped(path: Path) -> None:
+def test_keys_set_by_an_override_are_not_dropped(path: Path) -> None:
     for overrides in (["paradigm.name=ssp", "paradigm.staleness=2"], ["paradigm.staleness=2", "paradigm=ssp"]):
         assert load(path, overrides).paradigm == SspOptions(name="ssp", staleness=2)
     says = 'paradigm.mode = "paper": unknown key; must be one of name'
@@ -402,7 +402,7 @@ def test_long_values_are_cut(path: Path) -> None:
     assert error(path, "seed=" + "x" * 1000) == f'seed = "{"x" * 76}...: must be a whole number'
 
 
-def test_files_that_are_no_jobs(tmp_path: Path) -> None:
+def test_files_that_are_not_jobs(tmp_path: Path) -> None:
     assert error(tmp_path / "no.toml") == f"{tmp_path}/no.toml: No such file or directory"
     assert error(tmp_path) == f"{tmp_path}: Is a directory"
     path = tmp_path / "broken.toml"
@@ -414,7 +414,7 @@ def test_files_that_are_no_jobs(tmp_path: Path) -> None:
         Job.from_toml("=")
 
 
-def test_a_script_s_job_is_for_traces_only(path: Path) -> None:
+def test_the_job_of_a_script_cannot_be_loaded(path: Path) -> None:
     job = Job.from_table({**load_table(), "workload": {"name": "script"}, "stop": {}})
     assert Job.from_toml(job.to_toml()) == job
 

@@ -1,4 +1,4 @@
-"""Figures of small traces: three files each, and in the CSV exactly what a count by hand gives."""
+"""Figures of small traces: three files each, with the values computed by hand in the CSV."""
 
 import builtins
 import dataclasses
@@ -30,13 +30,13 @@ ROUNDS = ("bsp", (1.0, 2.0), 3)
 
 
 def run_attributes(trace):
-    """Those that are not the writer's own."""
+    """Return the attributes that the writer does not set."""
     own = ("status", "format", "format_version")
     return {name: value for name, value in trace.attributes.items() if name not in own}
 
 
 def write(folder, trace, name="run"):
-    """A trace in memory as the folder of a run."""
+    """Write a trace in memory to the folder of a run."""
     run = folder / name
     run.mkdir(parents=True)
     names = trace.tables["decisions"].dtype.names[len(TABLES["decisions"].names) :]
@@ -59,7 +59,7 @@ def hpcsync(*arguments) -> Result:
 
 
 def draw(name, folder, *arguments, stem=None):
-    """Run `hpcsync figure`; what its CSV holds."""
+    """Run `hpcsync figure`; return the contents of its CSV."""
     out = folder / "figures"
     result = hpcsync("figure", name, *arguments, "--out", out / name)
     assert (result.exit_code, result.stderr) == (0, ""), result.exception
@@ -132,14 +132,14 @@ def test_waiting_sums_each_worker_and_all(tmp_path):
     assert np.allclose(shares, seconds / [[11.0], [5.0], [6.0]], rtol=1e-15)
 
 
-def test_waiting_says_how_many_workers_it_shows(tmp_path):
+def test_waiting_names_the_number_of_workers_shown(tmp_path):
     frame = draw("waiting", tmp_path, write(tmp_path, record("asp", (1.0,) * 9)), "--workers", 3)
     assert frame["worker"].tolist() == ["all", "0", "4", "8"]
     assert frame["trace"].unique().tolist() == ["ASP (3 of 9 workers)"]
     assert frame["compute_s"][0] == 0.75 * 48  # of all nine: five rounds, and three have begun the sixth at update 40
 
 
-def test_timeline_draws_what_was_recorded(tmp_path):
+def test_timeline_draws_the_recorded_times(tmp_path):
     frame = draw("timeline", tmp_path, write(tmp_path, counted(*ROUNDS)), "--to", 10)
     bars = frame[frame["worker"] == 0][["activity", "iteration", "begin_s", "end_s"]].values.tolist()
     assert bars == [
@@ -172,7 +172,7 @@ def bars(begin_s):
     return frame[["activity", "iteration", "begin_s", "end_s"]].values.tolist()
 
 
-def test_half_of_the_transfers_lies_on_either_side():
+def test_transfers_are_drawn_half_before_and_half_after():
     assert bars(2.0) == [
         ["wait", 1, 0.0, 0.125],
         ["transfer", 1, 0.125, 0.25],
@@ -216,7 +216,7 @@ def test_accuracy_is_averaged_over_seeds_as_far_as_all_reach(tmp_path):
     ]
 
 
-def test_other_jobs_are_other_lines_and_unknown_accuracies_are_left_out(tmp_path):
+def test_each_job_is_a_line_and_unknown_accuracies_are_left_out(tmp_path):
     bsp = record("bsp", updates=20)
     for row in range(len(bsp.tables["evaluations"])):
         bsp = edit(bsp, "evaluations", row, accuracy=math.nan)
@@ -268,9 +268,9 @@ def test_adaptive_shows_k_alone_where_batches_are_equal(tmp_path):
     assert frame.loc[frame["trace"] == "k-sync, k = 2", "k"].tolist() == [2, 2]
 
 
-def test_where_nothing_is_chosen_adaptive_has_nothing_to_show(tmp_path):
+def test_adaptive_refuses_runs_without_choices(tmp_path):
     run = write(tmp_path, record("ssp"))
-    assert refused("adaptive", run).endswith("nothing is chosen in this run, SSP, s = 2\n")
+    assert refused("adaptive", run).endswith("this run chooses neither k nor batch sizes, SSP, s = 2\n")
 
 
 # ---- without servers ----
@@ -370,9 +370,9 @@ def test_accuracy_of_workers_with_weights_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("script", ["staleness", "gaps", "controller"])
-def test_without_a_server_nothing_was_pushed_and_nobody_decided(script, tmp_path, gossip):
+def test_figures_of_servers_refuse_runs_without_servers(script, tmp_path, gossip):
     run = write(tmp_path, gossip)
-    what = "no controller decided" if script == "controller" else "no server, and no pushes,"
+    what = "no decision of a controller" if script == "controller" else "no servers and no pushes"
     says = f"{run}/trace.h5: nothing to draw: {what} in this run, gossip, push-sum, every 2\n"
     assert refused(script, run) == says
 
@@ -415,14 +415,14 @@ def test_thinning_keeps_few_rows_in_their_order():
     assert set(worker[thin["n"]]) == set(range(10))
 
 
-def test_no_extreme_falls_out_of_a_bin():
+def test_bins_keep_the_extremes():
     frame = pd.DataFrame({"now_s": np.arange(12_345.0), "y": np.zeros(12_345)})
     frame.loc[7_777, "y"] = 5.0
     bins = plotting.binned(frame, "y")
     assert len(bins) == 200 and bins["largest"].max() == 5 and bins["mean"].max() < 0.1
 
 
-def test_names_tell_traces_apart_and_say_no_more(tmp_path):
+def test_labels_distinguish_traces_with_few_words(tmp_path):
     asp, dssp, paper = (record(paradigm) for paradigm in ("asp", "dssp", "paper"))
     assert plotting.labels([asp, dssp, paper]) == ["ASP", "DSSP, s = 1 to 5", "DSSP, s = 1 to 5, paper mode"]
     assert plotting.labels([asp, dssp, with_seed(asp, 7)]) == ["ASP, seed 0", "DSSP, s = 1 to 5", "ASP, seed 7"]
@@ -432,7 +432,7 @@ def test_names_tell_traces_apart_and_say_no_more(tmp_path):
     assert plotting.labels(copies) == ["ASP, a", "ASP, b"]
 
 
-def test_a_paradigm_has_one_colour_and_its_traces_several_dashes():
+def test_traces_of_a_paradigm_share_a_colour_and_differ_in_dashes():
     looks = plotting.styles([record(paradigm) for paradigm in ("dssp", "bsp", "paper")])
     assert looks[0]["color"] == looks[2]["color"] != looks[1]["color"]
     assert looks[0]["linestyle"] != looks[2]["linestyle"]
@@ -461,19 +461,19 @@ def test_bad_input_is_one_line_that_names_the_file(script, tmp_path, monkeypatch
     assert not (tmp_path / "figures").exists()
 
 
-def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+def test_a_folder_that_cannot_be_created_is_named(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
     assert str(run / "trace.h5") in refused("waiting", run, "--out", run / "trace.h5" / "f.png")
 
 
-def test_a_window_without_anything_is_refused(tmp_path):
+def test_an_empty_window_is_refused(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
     assert "nothing to draw in this window" in refused("timeline", run, "--from", 100)
 
 
-def test_controllers_are_asked_of_dssp_only(tmp_path):
+def test_controller_is_a_figure_of_dssp(tmp_path):
     run = write(tmp_path, record("ssp"))
-    assert refused("controller", run).endswith("no controller decided in this run, SSP, s = 2\n")
+    assert refused("controller", run).endswith("no decision of a controller in this run, SSP, s = 2\n")
 
 
 def test_without_out_files_are_in_the_folder_figures(tmp_path, monkeypatch):
@@ -494,12 +494,12 @@ def test_the_suffix_of_out_is_the_kind_of_the_file(tmp_path):
     assert len(list(new.glob("waiting.*"))) == 3
 
 
-def test_what_is_asked_for_wrongly_is_refused_in_one_line(tmp_path):
+def test_wrong_arguments_are_refused_in_one_line(tmp_path):
     run = write(tmp_path, counted(*ROUNDS))
     assert refused("acuracy", run).startswith("figure acuracy: unknown; must be one of accuracy, adaptive,")
     assert refused("accuracy").startswith("figure accuracy: RUN is missing")
     assert refused("accuracy", run, "--out", "x.jpeg").startswith("--out x.jpeg: must end in .png, .svg, .pdf or .csv")
-    line = "figure accuracy: --from: must be left out; these figures take it: timeline\n"
+    line = "figure accuracy: --from: must be left out; figures with this option: timeline\n"
     assert refused("accuracy", run, "--from", 1) == line
     assert "NAME is missing" in hpcsync("figure").stderr
 
@@ -529,7 +529,7 @@ def test_a_missing_package_is_one_line_with_the_command(package, tmp_path, monke
     assert refused("waiting", write(tmp_path, counted(*ROUNDS))) == says
 
 
-def test_the_caller_s_own_figures_keep_their_settings(tmp_path):
+def test_settings_of_the_caller_are_kept(tmp_path):
     before = dict(matplotlib.rcParams)
     draw("waiting", tmp_path, write(tmp_path, counted(*ROUNDS)))
     assert dict(matplotlib.rcParams) == before
@@ -542,7 +542,7 @@ def title(drawing):
     return drawing.figure.axes[0].get_title(loc="left")
 
 
-def test_timeline_says_which_part_of_the_run_it_shows(tmp_path):
+def test_timeline_names_the_part_of_the_run_shown(tmp_path):
     trace = counted(*ROUNDS)  # its last computation ends at 6 s
     (whole,) = figures.draw("timeline", [trace], to_s=6.0)
     (part,) = figures.draw("timeline", [trace], from_s=1.5, to_s=2.25)

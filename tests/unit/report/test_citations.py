@@ -1,4 +1,4 @@
-"""References: every paradigm and codec has one, and each run names those of its own parts."""
+"""References: every paradigm and codec has one, and a run names those of its parts."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_a_run_names_the_papers_of_its_parts():
     }
 
 
-def test_variants_name_papers_of_their_own():
+def test_variants_have_their_own_papers():
     assert cited(paradigm={"name": "local-sgd", "steps": 4}) == {"paradigm local-sgd": ["stich2019local"]}
     diloco = {"name": "local-sgd", "steps": 4, "outer_lr": 0.7, "outer_momentum": 0.9}
     assert cited(paradigm=diloco)["paradigm local-sgd"] == ["stich2019local", "douillard2023diloco"]

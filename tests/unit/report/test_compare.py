@@ -1,4 +1,4 @@
-"""Two traces side by side."""
+"""Comparison of two traces."""
 
 import io
 
@@ -14,7 +14,7 @@ from tests.unit.trace.recorder import make_job
 
 
 def trace(grants, *, step_s=1.0, wait_s=0.25, updates=4, n_workers=2, engine="mpi", samples=8) -> Trace:
-    """Grants as pairs of worker and iteration; an update of so many samples each second, and a push with each."""
+    """Make a trace with these grants (worker, iteration), and with an update and a push every second."""
     tables = {
         "grants": np.zeros(len(grants), TABLES["grants"]),
         "updates": np.zeros(updates, TABLES["updates"]),
@@ -38,7 +38,7 @@ def test_the_same_trace_twice():
     assert (comparison.common_grants, comparison.same_grants) == (5, 5)
 
 
-def test_order_is_that_of_the_pairs_of_grants():
+def test_order_of_pairs_of_grants():
     swapped = [(0, 2), (0, 3), (1, 2), (1, 3), (0, 4)]
     comparison = compare(trace(ORDER), trace(swapped))
     assert comparison.same_order == pytest.approx(9 / 10)
@@ -46,20 +46,20 @@ def test_order_is_that_of_the_pairs_of_grants():
     assert compare(trace(ORDER), trace(ORDER[::-1])).same_order == 0.0
 
 
-def test_grants_that_only_one_has_do_not_count():
+def test_only_common_grants_count():
     comparison = compare(trace([*ORDER, (1, 4)]), trace([(0, 2), (5, 2), *ORDER[1:]], n_workers=6))
     assert comparison.common_grants == 5
     assert comparison.same_order == 1.0
     assert comparison.same_grants == 1
 
 
-def test_stops_are_no_grants():
+def test_stops_are_not_counted_as_grants():
     one = trace(ORDER)
     one.tables["grants"]["local_steps"][-1] = 0
     assert compare(one, trace(ORDER)).common_grants == 4
 
 
-def test_both_are_looked_at_up_to_the_samples_that_both_have():
+def test_traces_are_compared_up_to_their_common_samples():
     comparison = compare(trace(ORDER, updates=4), trace(ORDER, updates=9, step_s=1.5))
     assert comparison.samples == 32
     assert [side.time_s for side in comparison.sides] == [4.0, 6.0]
@@ -67,7 +67,7 @@ def test_both_are_looked_at_up_to_the_samples_that_both_have():
 
 
 def test_updates_of_different_size_are_compared_by_their_samples():
-    """Of a barrier's mean of two gradients and of gradients one by one: 32 samples are two of those, four of these."""
+    """With updates of two gradients and of one gradient, 32 samples are two updates and four updates."""
     one_by_one, barrier = trace(ORDER, updates=4), trace(ORDER, updates=2, step_s=3.0, samples=16)
     comparison = compare(one_by_one, barrier)
     assert (comparison.samples, comparison.time_ratio) == (32, 1.5)
@@ -79,7 +79,7 @@ def test_waiting_is_a_share_of_the_workers_time():
     assert (a.wait_share, b.wait_share) == (0.25, 0.5)
 
 
-def test_without_servers_iterations_count_and_nothing_was_granted():
+def test_without_servers_there_are_no_grants():
     one, other = peer_recorder.record("allreduce"), peer_recorder.record("pull")
     comparison = compare(one, other)
     assert (comparison.common_grants, comparison.same_order) == (0, None)
@@ -91,17 +91,17 @@ def test_without_servers_iterations_count_and_nothing_was_granted():
     assert side.comm_share == pytest.approx(rows["comm_s"].sum() / total_s)
 
 
-def test_nothing_can_be_compared_with_nothing():
+def test_empty_traces_can_be_compared():
     comparison = compare(trace([], updates=0), trace(ORDER))
     assert (comparison.samples, comparison.time_ratio, comparison.same_order) == (0, None, None)
     assert comparison.sides[0].wait_share is None
 
 
-def test_people_see_both():
+def test_table_has_both_sides():
     text = io.StringIO()
     Console(file=text, width=100).print(table(compare(trace(ORDER), trace(ORDER, step_s=2.0, engine="simulator"))))
     assert "time of 32 samples  4.000 s    8.000 s  2.000" in text.getvalue()
     assert (
-        "5 grants that both have: 100.00% of the pairs are in the same order, the first 5 are the same"
+        "5 common grants: 100.00% of the pairs are in the same order, the first 5 grants are the same"
         in text.getvalue()
     )

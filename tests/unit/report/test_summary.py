@@ -1,4 +1,4 @@
-"""The numbers of a summary, on a trace small enough to do by hand."""
+"""Numbers of a summary, on a trace that is small enough to compute them by hand."""
 
 import dataclasses
 import json
@@ -111,19 +111,19 @@ def test_time_to_target(target, words, time_s):
     assert (summary.target, summary.time_to_target_s) == (words, time_s)
 
 
-def test_what_is_unknown_is_none():
+def test_unknown_fields_are_none():
     summary = summarize(trace(evaluations=[(1.0, 1, 8, math.nan, math.nan, math.nan)]))
     assert summary.final_loss is summary.best_loss is summary.final_accuracy is summary.best_accuracy is None
 
 
-def test_a_run_that_did_nothing():
+def test_empty_run():
     summary = summarize(trace(tables=False, evaluations=[]))
     assert (summary.duration_s, summary.samples_per_s, summary.staleness_mean) == (0.0, None, None)
     assert [worker.wait_share for worker in summary.workers] == [None, None]
     assert text(summary)
 
 
-def test_it_is_json():
+def test_summary_is_json():
     summary = summarize(trace(target="target_accuracy = 0.9"))
     read_back = json.loads(json.dumps(summary.as_dict(), allow_nan=False))
     assert read_back["time_to_target_s"] == 2.0
@@ -138,7 +138,7 @@ def text(summary):
     return capture.get()
 
 
-def test_the_table_tells_the_story():
+def test_table():
     shown = text(summarize(trace(target="target_accuracy = 0.9")))
     for words in ("made-up", "ssp", "2 workers", "accuracy 0.9 after 2.00 s", "4 updates, 32 samples", "12.5 %", "(2)"):
         assert words in shown
@@ -156,7 +156,7 @@ def test_the_table_fits_80_columns():
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
-def test_a_summary_agrees_with_itself(paradigm):
+def test_numbers_of_a_summary_are_consistent(paradigm):
     summary = summarize(record(paradigm, jitter=0.5, leave={1: 5}))
     assert sum(worker.pushes for worker in summary.workers) == summary.pushes
     assert sum(worker.dropped for worker in summary.workers) == summary.dropped
@@ -164,7 +164,7 @@ def test_a_summary_agrees_with_itself(paradigm):
         assert worker.compute_share + worker.wait_share + worker.comm_share == pytest.approx(1.0)
 
 
-def test_of_very_many_workers_the_extremes_are_shown():
+def test_table_shows_the_extremes_of_many_workers():
     summary = summarize(trace())
     one = summary.workers[0]
     workers = tuple(
@@ -179,7 +179,7 @@ def test_of_very_many_workers_the_extremes_are_shown():
     assert len([line for line in text(summary).splitlines() if line[:1].isdigit()]) == 2
 
 
-def test_every_row_counts_for_its_own_worker():
+def test_rows_count_for_their_worker():
     summary = summarize(record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}))
     pushes = record("asp", (1.0, 1.3, 2.1, 0.7, 0.9), jitter=0.5, leave={1: 5}).tables["pushes"]
     assert [w.pushes for w in summary.workers] == [int((pushes["worker"] == w).sum()) for w in range(5)]
@@ -193,7 +193,7 @@ def drops(trace):
     return summary.late, summary.discarded, summary.cancelled, summary.dropped
 
 
-def test_what_is_dropped_is_told_by_its_reason():
+def test_reasons_of_drops():
     seconds, k_sync = (1.0, 1.3, 2.1, 3.7), 'name = "k-sync"\nk = 2\ncancel = '
     for paradigm, reasons in ((k_sync + '"drop"', {"late"}), (k_sync + '"abort"', {"late", "cancelled"})):
         trace = record(paradigm, seconds, jitter=0.2)
@@ -214,14 +214,14 @@ def test_what_is_dropped_is_told_by_its_reason():
     assert drops(record("ssp"))[:3] == (None, None, None)
 
 
-def test_half_of_a_batch_is_half_in_vain():
+def test_a_cancelled_share_of_a_batch_counts_as_dropped():
     dropped = trace()
     assert summarize(dropped).dropped_share == 1 / 5
     assert summarize(edit(dropped, "pushes", 4, share=0.5)).dropped_share == 0.5 / 4.5
     assert summarize(trace(tables=False)).dropped_share is None
 
 
-def test_the_course_of_k():
+def test_k_last_least_and_most():
     adaptive = record('name = "k-sync"\nk = "state"', (1.0, 1.1, 3.0, 3.2), updates=100)
     chosen = adaptive.tables["decisions"]["chosen"]
     summary = summarize(adaptive)
@@ -233,8 +233,8 @@ def test_the_course_of_k():
     assert summarize(trace()).k_last is None
 
 
-def test_deaths_are_told():
-    """A worker that has left the run is not there any more either; one that joins again is."""
+def test_deaths():
+    """A worker that has left does not count as remaining; one that joins again does."""
     changes = [
         (11, 1.5, 2, schema.Change.DIED),
         (12, 2.0, 0, schema.Change.LEFT),
@@ -263,7 +263,7 @@ def test_the_last_batch_sizes():
     assert [worker.batch_size for worker in summarize(trace()).workers] == [None, None]
 
 
-def test_why_is_in_the_table_and_fits():
+def test_reasons_of_drops_fit_into_the_table():
     summary = summarize(record('name = "k-sync"\nk = 2\ncancel = "abort"', (1.0, 1.3, 2.1, 3.7), jitter=0.2))
     shown = text(summary)
     for words in ("k         2\n", f"{summary.dropped} contributions", "% of all samples", "late", "cancelled"):
@@ -292,7 +292,7 @@ HOWS = [
 
 
 def played(paradigm, cut=None, status="finished", **how):
-    """A run's job, its rows up to the `cut`-th, its paradigm's own columns, and its status."""
+    """Write a trace of the run with its rows up to the `cut`-th and this status."""
     job, rows = make_job(paradigm), Rows()
     fields = play(job, rows, (1.0, 1.3, 2.1), **how)
     return job, rows.rows[:cut], fields, status
@@ -307,7 +307,7 @@ def write(path, job, rows, fields, status):
 
 
 def counted_gaps(trace):
-    """The largest push gap of each worker, by the counts that the audit makes of a trace in memory."""
+    """Return the largest push gap of each worker, from the recount of the audit in memory."""
     recount, largest = Recount(trace), np.zeros(trace.n_workers, np.int64)
     np.maximum.at(largest, recount.pushes["worker"], recount.push_lead)
     return largest.tolist()
@@ -319,14 +319,14 @@ def summed_gaps(trace):
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 @pytest.mark.parametrize("how", HOWS, ids=str)
-def test_push_gaps_are_those_of_another_count(paradigm, how):
+def test_push_gaps_equal_those_of_the_audit(paradigm, how):
     assert summed_gaps(as_trace(*played(paradigm, **how))) == counted_gaps(record(paradigm, **how))
     for cut in range(0, 100, 13):  # as if killed there: pushes that waited for a barrier are missing
         trace = as_trace(*played(paradigm, cut, "failed", **how))
         assert summed_gaps(trace) == counted_gaps(trace)
 
 
-def test_what_the_push_gap_rests_on_is_seen_to_matter():
+def test_control_of_the_push_gaps():
     trace = record("asp", leave={2: 4})
     departures = trace.tables["membership"]
     at_once = edit(trace, "membership", departures["worker"].tolist().index(2), seq=1)
@@ -334,13 +334,13 @@ def test_what_the_push_gap_rests_on_is_seen_to_matter():
         assert counted_gaps(wrong) == summed_gaps(wrong) != summed_gaps(trace)
 
 
-def test_of_a_run_that_did_not_finish_the_gaps_end_at_the_first_missing_row():
+def test_gaps_of_an_unfinished_run_end_at_the_first_missing_row():
     cut = remove(with_status(record("asp"), "failed"), "grants", 20)
     assert summed_gaps(cut) == counted_gaps(cut)
     assert max(summed_gaps(cut)) < max(summed_gaps(with_status(cut, "finished")))
 
 
-def test_the_order_of_pushes_in_the_file_does_not_matter_to_gaps():
+def test_gaps_do_not_depend_on_the_order_of_pushes_in_the_file():
     trace = record("asp", jitter=0.5, leave={1: 5})
     shuffled = np.random.default_rng(1).permutation(trace.tables["pushes"])
     other = dataclasses.replace(trace, tables={**trace.tables, "pushes": shuffled})
@@ -359,7 +359,7 @@ def test_a_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_ro
 
 
 @pytest.mark.parametrize("iteration", [-1, 0, 2**40])
-def test_iterations_that_count_nothing_are_told(iteration):
+def test_iterations_that_do_not_count_pushes_are_refused(iteration):
     with pytest.raises(TraceError, match=r"in-memory\.h5: a damaged trace: the iterations in pushes"):
         summarize(edit(record("asp"), "pushes", 5, iteration=iteration))
 
@@ -367,7 +367,7 @@ def test_iterations_that_count_nothing_are_told(iteration):
 # ---- workers that commit, and compression ----------------------------------------------------------------------------
 
 
-def test_what_ashl_planned():
+def test_plan_of_ashl():
     trace = record("ashl", jitter=0.3, updates=60)
     summary, decisions = summarize(trace), trace.tables["decisions"]
     begun = decisions[decisions["controller"] == b"stage"]
@@ -382,31 +382,31 @@ def test_what_ashl_planned():
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_of_a_profile_alone_nothing_is_planned():
+def test_no_plan_while_ashl_profiles():
     summary = summarize(record("ashl", updates=5))
     assert (summary.coarse_s, summary.fine_s, summary.workers[0].local_steps) == (None, None, None)
 
 
-def test_how_often_adsp_wanted_commits_and_got_them():
+def test_commits_of_adsp():
     trace = record("adsp", jitter=0.3, updates=60)
     decisions, pushes = trace.tables["decisions"], trace.tables["pushes"]
     summary = summarize(trace)
     assert summary.commits == decisions["chosen"][decisions["controller"] == b"commits"][-1]
     counts = np.bincount(pushes["worker"])
     assert summary.commits_apart == counts.max() - counts.min()
-    assert f"{summary.commits} a period wanted, workers {summary.commits_apart} apart" in text(summary)
+    assert f"{summary.commits} per period planned, workers {summary.commits_apart} apart" in text(summary)
     fixed = summarize(record('name = "adsp"\ncheck_period_s = 12\ncommits = 3'))
     assert fixed.commits == 3
     assert summarize(record("asp", updates=12)).commits is None
 
 
-def test_what_compression_leaves_and_takes():
+def test_bytes_and_time_of_compression():
     compressed = record('name = "asp"\n[compression]\nname = "sign"', updates=12)
     pushes = compressed.tables["pushes"]
     shares = [pushes[name].sum() for name in ("encode_s", "compute_s", "wait_s", "comm_s")]
     summary = summarize(compressed)
     assert summary.encode_share == pytest.approx(shares[0] / sum(shares))
-    assert f"2.5 kB a push, reading included; takes {100 * summary.encode_share:.1f} % of the time" in text(summary)
+    assert f"2.5 kB per push, including the read; takes {100 * summary.encode_share:.1f} % of the time" in text(summary)
     assert summarize(record("asp", updates=12)).encode_share is None
     assert "compression" not in text(summarize(record("asp", updates=12)))
 
@@ -447,7 +447,7 @@ def test_a_run_without_servers():
         assert side.start_gap_max_iters is side.push_gap_max_iters is None
 
 
-def test_its_table():
+def test_table_of_a_run_without_servers():
     shown = text(summarize(gossip()))
     for words in ("gossip (push), 2 workers", "0.25 apart at the end", "iterations", "exchanges", "10.0 %", "kB moved"):
         assert words in shown
@@ -470,7 +470,7 @@ def test_a_run_with_separated_layers():
     assert "layers" not in text(summarize(gossip()))
 
 
-def test_one_that_did_nothing():
+def test_empty_run_without_servers():
     summary = summarize(gossip(exchanges=[], updates=[], evaluations=[]))
     assert (summary.iterations, summary.exchanges, summary.consensus_distance) == (0, 0, None)
     assert text(summary)
@@ -479,7 +479,7 @@ def test_one_that_did_nothing():
 
 @pytest.mark.parametrize("paradigm", peer_recorder.PARADIGMS)
 @pytest.mark.parametrize("slice_rows", [1, 7])
-def test_its_file_read_in_slices_has_the_same_summary(tmp_path, paradigm, slice_rows):
+def test_exchanges_read_in_slices_have_the_same_summary(tmp_path, paradigm, slice_rows):
     job = peer_recorder.peer_job(paradigm, leave={1: 5})
     path = write(tmp_path / "trace.h5", job, peer_recorder.simulated(job), (), "finished")
     with reader.opened(path, slice_rows) as file:

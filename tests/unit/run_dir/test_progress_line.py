@@ -1,4 +1,4 @@
-"""The progress line: now and then, and what is known by then."""
+"""Progress line: intervals and contents."""
 
 import io
 import math
@@ -21,7 +21,7 @@ def text() -> io.StringIO:
 
 
 class Clock:
-    """Shows what it was last set to."""
+    """Clock that shows the time it was last set to."""
 
     now_s = 0.0
 
@@ -49,19 +49,19 @@ def test_a_line_at_most_every_two_seconds(progress, clock, text):
     assert said == [2.0, 4.0, 6.0, 8.0, 10.0]
 
 
-def test_after_a_long_pause_the_next_line_is_two_seconds_later(progress, clock, text):
+def test_interval_after_a_long_pause(progress, clock, text):
     for clock.now_s in (7.0, 8.0, 8.9, 9.0):
         progress.show(clock.now_s, coordinator())
     assert [float(line.split()[0]) for line in text.getvalue().splitlines()] == [7.0, 9.0]
 
 
-def test_the_line_says_how_far_the_run_is(progress, clock, text):
+def test_contents_of_the_line(progress, clock, text):
     clock.now_s = 2.5
     progress.show(2.5, coordinator())
     assert text.getvalue().split() == "2.5 s 1234 samples 56 updates loss 0.25".split()
 
 
-def test_on_a_terminal_one_line_changes_and_is_gone_in_the_end(text, clock):
+def test_on_a_terminal_one_line_changes_and_is_removed_at_the_end(text, clock):
     progress = Progress(Console(file=text, width=120, force_terminal=True, color_system=None), clock=clock)
     for tenths in range(11):
         clock.now_s = tenths / 10
@@ -74,7 +74,7 @@ def test_on_a_terminal_one_line_changes_and_is_gone_in_the_end(text, clock):
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_share_rate_and_time_left(text, clock, terminal):
-    """A run whose own time passes at half the speed, from a checkpoint on; its first second was slow."""
+    """A resumed run whose own time passes at half the speed of the clock; its first second was slow."""
     console = Console(file=text, width=120, force_terminal=terminal, color_system=None, highlight=False)
     progress = Progress(console, Stop(samples=10_000), clock=clock)
     for clock.now_s in range(101):

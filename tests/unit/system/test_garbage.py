@@ -1,4 +1,4 @@
-"""What is looked for when a process ends, in processes of their own: nothing, but where nanobind would complain."""
+"""Garbage collection at the end of a process, in separate processes: none, unless nanobind would complain."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ NANOBIND = "kind = type('nb_meta', (type,), {'__module__': 'nanobind'})\n"
 
 
 def ended(code: str) -> str:
-    """What a process says, of which nothing may be a complaint."""
+    """Run a process; return its output, which must not contain a complaint."""
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stderr == ""
     return result.stdout
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_what_nanobind_would_miss_is_collected(end: str) -> None:
+def test_objects_are_collected_if_nanobind_is_loaded(end: str) -> None:
     assert "collected" in ended(KEPT + NANOBIND + ENDS[end])
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_nothing_is_looked_for_elsewhere(end: str) -> None:
-    """Looking through torch takes a third of a second, or more, on every rank."""
+def test_objects_are_not_collected_otherwise(end: str) -> None:
+    """A collection over torch takes a third of a second, or more, on every rank."""
     assert "collected" not in ended(KEPT + ENDS[end])
 
 
 @pytest.mark.parametrize("end", ENDS)
 def test_triton_does_not_complain(end: str) -> None:
-    """As torch for CUDA loads it."""
+    """Triton is loaded as torch for CUDA loads it."""
     pytest.importorskip("triton")
     ended("import torch._dynamo\n" + ENDS[end])

@@ -1,4 +1,4 @@
-"""What is chosen where there are GPUs and where there are none. Nothing here needs one."""
+"""Choice of the device with and without GPUs. No test needs a GPU."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ UNUSABLE = Found(2, "CuPy is not installed")
 
 
 class CuPy(ModuleType):
-    """In place of the package: this many GPUs, or a failure."""
+    """Replacement of CuPy with this many GPUs, or with a failure."""
 
     __version__ = "14.2.0"
 
@@ -37,7 +37,7 @@ class CuPy(ModuleType):
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> CuPy:
-    """A machine with two GPUs."""
+    """Simulate a machine with two GPUs."""
     cupy = CuPy(2)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -59,9 +59,9 @@ def test_torch_has_no_gpu(two: CuPy, monkeypatch: pytest.MonkeyPatch, built_for:
     assert gpu_selection.found() == Found(0, why)
 
 
-@pytest.mark.parametrize(("found", "told"), [(NONE, ""), (TWO, ""), (UNUSABLE, f"GPUs are not used: {UNUSABLE.why}\n")])
-def test_gpus_that_stay_unused_are_told_of(found: Found, told: str) -> None:
-    assert found.unused == told
+@pytest.mark.parametrize(("found", "line"), [(NONE, ""), (TWO, ""), (UNUSABLE, f"GPUs are not used: {UNUSABLE.why}\n")])
+def test_unused_gpus_are_reported(found: Found, line: str) -> None:
+    assert found.unused == line
 
 
 def test_torch_that_fails(two: CuPy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_torch_that_fails(two: CuPy, monkeypatch: pytest.MonkeyPatch) -> None:
         (CuPy(2, OSError()), "CuPy 14.2.0 does not work: OSError"),
     ],
 )
-def test_cupy_that_does_not_serve(two: CuPy, monkeypatch: pytest.MonkeyPatch, cupy: CuPy | None, why: str) -> None:
+def test_cupy_that_does_not_work(two: CuPy, monkeypatch: pytest.MonkeyPatch, cupy: CuPy | None, why: str) -> None:
     if cupy is None:
         monkeypatch.delitem(sys.modules, "cupy")
         monkeypatch.setattr(sys, "path", [])
@@ -94,13 +94,13 @@ def test_cupy_that_does_not_serve(two: CuPy, monkeypatch: pytest.MonkeyPatch, cu
     assert gpu_selection.found() == (2, why)
 
 
-def test_looking_needs_neither_gpu_nor_cupy() -> None:
-    """On this machine, whatever it is."""
+def test_found_needs_neither_gpu_nor_cupy() -> None:
+    """Runs on any machine."""
     found = gpu_selection.found()
     assert (found.devices > 0) or found.why.startswith("torch ")
 
 
-def test_importing_is_light() -> None:
+def test_import_loads_neither_torch_nor_cupy() -> None:
     code = (
         "import sys, hpcsync.system.gpu_selection, hpcsync.mpi.transport.subprocess_probe;"
         "sys.exit(bool({'torch', 'cupy', 'mpi4py'} & sys.modules.keys()))"
@@ -142,14 +142,14 @@ def test_the_device_of_a_run(device: str, window: str, found: Found, chosen: str
         ("auto", "staged", NONE, 'cluster.window = "staged": must be "auto" or "host" here: torch sees no GPU'),
     ],
 )
-def test_what_needs_a_gpu_is_refused_without_one(device: str, window: str, found: Found, message: str) -> None:
+def test_a_job_that_needs_a_gpu_is_refused_without_one(device: str, window: str, found: Found, message: str) -> None:
     assert gpu_selection.needed(device, window)
     with pytest.raises(JobError) as caught:
         gpu_selection.choose(device, window, found)
     assert str(caught.value) == message
 
 
-def test_what_needs_no_gpu() -> None:
+def test_values_that_need_no_gpu() -> None:
     assert not any(
         gpu_selection.needed(*asked) for asked in [("auto", "auto"), ("auto", "host"), ("cpu", "auto"), ("cpu", "host")]
     )
@@ -173,7 +173,7 @@ def test_a_claimed_gpu_is_current_for_both(two: CuPy, monkeypatch: pytest.Monkey
     assert gpu_selection.describe(device) == Gpu("GPU of cuda:1", "0000:01:00.0")
 
 
-def test_the_cpu_is_nobody_s() -> None:
+def test_claiming_the_cpu_changes_nothing() -> None:
     assert gpu_selection.claim("cpu") == torch.device("cpu")
 
 
@@ -215,7 +215,7 @@ NOTHING, HERE = Found(0, "torch sees no GPU"), Found(2, "")
 
 
 @pytest.mark.parametrize(
-    ("everybody", "common"),
+    ("all_ranks", "common"),
     [
         ([HERE, HERE], HERE),
         ([HERE, Found(4, "")], Found(4, "")),
@@ -224,5 +224,5 @@ NOTHING, HERE = Found(0, "torch sees no GPU"), Found(2, "")
         ([Found(2, "CuPy is not installed"), HERE], Found(2, "rank 0 on n0: CuPy is not installed")),
     ],
 )
-def test_what_one_rank_lacks_none_uses(everybody: list[Found], common: Found) -> None:
-    assert gpu_selection.common([(rank, f"n{rank}", found) for rank, found in enumerate(everybody)]) == common
+def test_gpus_are_used_only_if_all_ranks_can(all_ranks: list[Found], common: Found) -> None:
+    assert gpu_selection.common([(rank, f"n{rank}", found) for rank, found in enumerate(all_ranks)]) == common

@@ -12,7 +12,7 @@ BUILD = "from setuptools.build_meta import build_editable; build_editable({!r})"
 IMPORT = "import site; site.addsitedir({!r}); import hpcsync; print(hpcsync.__version__, hpcsync.__file__)"
 
 
-def test_a_clone_in_the_current_folder_is_no_namespace_package(tmp_path: Path) -> None:
+def test_a_clone_in_the_current_folder_is_not_a_namespace_package(tmp_path: Path) -> None:
     clone = tmp_path / "hpcsync"
     for name in USED:
         (clone / name).parent.mkdir(parents=True, exist_ok=True)

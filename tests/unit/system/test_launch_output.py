@@ -1,4 +1,4 @@
-"""Notices of the MPI: held back whole, however they arrive, and written where they are all that is said."""
+"""Notices of MPI: buffered whole, however they arrive, and written unless they are redundant."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ TOLD = b"hpcsync: interrupted; use --resume to resume from checkpoint 1\n"
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_notices_are_held_back_and_the_rest_passes(size: int) -> None:
+def test_notices_are_buffered_and_other_text_passes(size: int) -> None:
     text, found = TOLD + ABORT + b"between\n" + EXITED + MPICH + KILLED + b"loss 0.25", NoticeFilter()
     passed = b"".join(found.feed(text[i : i + size]) for i in range(0, len(text), size)) + found.end()
     assert passed == TOLD + b"between\nloss 0.25"
@@ -33,7 +33,7 @@ def test_notices_are_held_back_and_the_rest_passes(size: int) -> None:
 @pytest.mark.parametrize(
     "text", [b"  1.0 s\r  2.0 s", RULE + b"a table\n" + RULE + RULE + b"another\n" + RULE, b"a\0b\n", b"Abort(no)\n"]
 )
-def test_what_only_looks_like_a_notice_passes(text: bytes) -> None:
+def test_text_that_resembles_a_notice_passes(text: bytes) -> None:
     found = NoticeFilter()
     assert (found.feed(text) + found.end(), found.notices, found.explained) == (text, [], False)
 
@@ -58,7 +58,7 @@ def test_a_part_of_a_line_passes_at_once() -> None:
         (TOLD + KILLED, False, TOLD + KILLED),
     ],
 )
-def test_notices_are_written_where_they_say_something_new(
+def test_redundant_notices_are_dropped(
     err: bytes, stopped: bool, expected: bytes, capfd: pytest.CaptureFixture[str]
 ) -> None:
     code = f"import os; os.write(2, {err!r})"

@@ -1,4 +1,4 @@
-"""Command, environment, and ends of a launch; with a launcher of our own in place of an MPI's."""
+"""Command line, environment and ends of a launch, with a replacement of the MPI launcher."""
 
 import os
 import re
@@ -28,8 +28,10 @@ def _no_launcher_around_us(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A launcher that starts its ranks, passes SIGTERM on, and ends with the largest status. Given "stubborn" in its
-    environment it ignores SIGTERM."""
+    """Launcher that starts its ranks, forwards SIGTERM and ends with the largest status.
+
+    With "stubborn" in its environment it ignores SIGTERM.
+    """
     path = tmp_path / "mpiexec"
     path.write_text(
         f"#!{sys.executable}\n"
@@ -77,14 +79,14 @@ def test_the_launcher_beside_this_python_comes_first(tmp_path: Path, monkeypatch
     assert launcher.mpiexec() == ["/opt/my mpi/mpiexec", "--hostfile", "h"]
 
 
-def test_no_launcher_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(LaunchError, match="^mpiexec: not found beside this Python nor on the PATH; "):
+    with pytest.raises(LaunchError, match="^mpiexec: found neither beside this Python nor on the PATH; "):
         launcher.mpiexec()
 
 
-def test_python_is_the_python_that_asks(mpiexec: Path) -> None:
+def test_python_is_the_running_python(mpiexec: Path) -> None:
     expected = [str(mpiexec), "-n", "3", sys.executable, "-m", "x", "python"]
     assert launcher.command(3, ["python", "-m", "x", "python"]) == expected
     assert launcher.command(2, ["train.sh", "python"]) == [str(mpiexec), "-n", "2", "train.sh", "python"]
@@ -95,18 +97,20 @@ def test_python_is_the_python_that_asks(mpiexec: Path) -> None:
     [("mpirun (Open MPI) 5.0.11", True), ("mpirun (Open MPI) 4.1.4", False), ("HYDRA build details:", False)],
     ids=str,
 )
-def test_ranks_that_go_on_without_the_dead(mpiexec: Path, version: str, can: bool) -> None:
+def test_tolerant_launch_needs_open_mpi_5(mpiexec: Path, version: str, can: bool) -> None:
     mpiexec.write_text(f"#!/bin/sh\necho '{version}'\n")
     mpiexec.chmod(0o755)
     if can:
         command = launcher.command(3, ["train.sh"], tolerant=True)
         assert command == [str(mpiexec), *launcher.TOLERANT, "-n", "3", "train.sh"]
     else:
-        with pytest.raises(LaunchError, match="mpiexec: cannot go on when a rank dies; Open MPI can, from version 5"):
+        with pytest.raises(
+            LaunchError, match="mpiexec: cannot continue when a rank dies; Open MPI can, from version 5"
+        ):
             launcher.command(3, ["train.sh"], tolerant=True)
 
 
-def test_the_environment_yields_to_the_user() -> None:
+def test_variables_of_the_user_are_kept() -> None:
     environ = launcher.environment({"OMP_NUM_THREADS": "4", "HOME": "/h"})
     assert (environ["OMP_NUM_THREADS"], environ["OPENBLAS_NUM_THREADS"], environ["HOME"]) == ("4", "1", "/h")
     assert environ["OMPI_MCA_osc"] == "^ucx"
@@ -125,12 +129,12 @@ def test_the_environment_yields_to_the_user() -> None:
         ({"PBS_NODEFILE": "/var/nodes"}, False),
     ],
 )
-def test_shared_memory_only_where_all_ranks_are_on_one_node(given: dict[str, str], one_node: bool) -> None:
+def test_ob1_only_with_all_ranks_on_one_node(given: dict[str, str], one_node: bool) -> None:
     assert launcher.on_one_node(given) is one_node
     assert launcher.environment(given).get("OMPI_MCA_pml") == ("ob1" if one_node else None)
 
 
-def test_one_node_s_ranks_need_not_be_here() -> None:
+def test_one_node_may_be_another_node() -> None:
     """A shell on a login node may hold an allocation of one other node."""
     allocation = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1"}
     assert launcher.on_this_node({})
@@ -143,7 +147,9 @@ def test_one_node_s_ranks_need_not_be_here() -> None:
 # ---- ends ----
 
 
-def test_a_launch_prints_its_line_and_ends_as_its_ranks_do(mpiexec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_launch_prints_its_command_line_and_ends_like_its_ranks(
+    mpiexec: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     ended = launcher.launch(2, ["python", "-c", "import os; print('r' + os.environ['PMI_RANK'])"])
     line, _, out = capfd.readouterr().out.partition("\n")
     assert line.startswith(f"starting 2 ranks: {mpiexec} -n 2 {sys.executable} -c ")
@@ -152,13 +158,13 @@ def test_a_launch_prints_its_line_and_ends_as_its_ranks_do(mpiexec: Path, capfd:
     assert launcher.launch(2, ["python", "-c", "import os; exit(3 * int(os.environ['PMI_RANK']))"]).status == 3
 
 
-def test_output_can_be_kept(mpiexec: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_can_be_written_to_a_file(mpiexec: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with open(tmp_path / "out", "wb") as file:
         launcher.launch(1, ["python", "-c", "print('hello')"], output=file)
     assert ((tmp_path / "out").read_text(), capfd.readouterr().out) == ("hello\n", "")
 
 
-def test_every_launch_has_a_folder_of_its_own(mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_launch_has_its_own_folder(mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = f"import os; folder = os.environ[{launcher.SESSION_FOLDER!r}]; print(folder, os.path.isdir(folder))"
 
@@ -187,15 +193,15 @@ def test_the_time_limit_ends_every_rank(mpiexec: Path) -> None:
     assert not sleepers("4321")
 
 
-def test_what_does_not_end_is_killed(mpiexec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_ignores_sigterm_is_killed(mpiexec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("stubborn", "1")
     ended = launcher.launch(2, ["sleep", "4322"], timeout_s=0.3, grace_s=0.3)
     assert ended.timed_out
     assert not sleepers("4322")
 
 
-def test_ranks_that_a_dead_launcher_left_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only those: the same program outside the launch lives on."""
+def test_leftover_processes_of_a_dead_launcher_are_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same program outside of the launch is not killed."""
     path = tmp_path / "mpiexec"
     path.write_text('#!/bin/sh\nshift 2\nsetsid "$@" &\nexit 9\n')
     path.chmod(0o755)
@@ -240,7 +246,7 @@ FRONT = "import sys; from hpcsync.system.launcher import launch; print(launch(2,
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found on Linux only")
 @pytest.mark.parametrize(("suspends", "listens"), [(True, True), (True, False), (False, True)])
-def test_rank_0_alone_is_told_to_end_where_it_does_so_in_order(
+def test_sigterm_goes_to_rank_0_alone_once_it_listens(
     mpiexec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suspends: bool, listens: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -257,7 +263,7 @@ def test_rank_0_alone_is_told_to_end_where_it_does_so_in_order(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells the launcher on Linux only")
-def test_a_killed_front_takes_its_ranks_along(mpiexec: Path) -> None:
+def test_ranks_end_when_the_launching_process_is_killed(mpiexec: Path) -> None:
     front = start(2, "sleep", "4325")
     await_sleepers("4325", 2)
     front.kill()
@@ -267,10 +273,8 @@ def test_a_killed_front_takes_its_ranks_along(mpiexec: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are found on Linux only")
 @pytest.mark.parametrize("guards", [True, False])
-def test_what_a_killed_front_s_launcher_leaves_is_killed(
-    mpiexec: Path, monkeypatch: pytest.MonkeyPatch, guards: bool
-) -> None:
-    """This launcher ends without its ranks when it is told to."""
+def test_guard_kills_leftover_processes(mpiexec: Path, monkeypatch: pytest.MonkeyPatch, guards: bool) -> None:
+    """This launcher ends on SIGTERM without ending its ranks."""
     mpiexec.write_text('#!/bin/sh\nshift 2\nsetsid "$@" &\nexec sleep 4329\n')
     front = start(1, "sleep", "4328")
     await_sleepers("4328", 1)
@@ -288,7 +292,7 @@ def test_what_a_killed_front_s_launcher_leaves_is_killed(
     assert len(left) == (0 if guards else 1)
 
 
-def test_signals_are_the_caller_s_again_afterwards(mpiexec: Path) -> None:
+def test_signal_handlers_are_restored(mpiexec: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     launcher.launch(1, ["true"])
     assert signal.getsignal(signal.SIGTERM) is before
@@ -317,7 +321,7 @@ def await_sleepers(seconds: str, n: int) -> None:
 
 
 @pytest.mark.parametrize(("n_cores", "most"), [(1, 16), (2, 16), (64, 512)])
-def test_a_crowd_is_refused_where_the_ranks_will_be_here(
+def test_many_more_ranks_than_cores_of_this_node_are_refused(
     n_cores: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(n_cores)))
@@ -355,7 +359,7 @@ SCRIPT = {**STEP, "SLURM_STEP_ID": "4294967291"}
         ({**STEP, **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "5"}, 5, True),
     ],
 )
-def test_ranks_know_what_started_them(environ: dict[str, str], size: int | None, under: bool) -> None:
+def test_expected_size_and_under_launcher(environ: dict[str, str], size: int | None, under: bool) -> None:
     assert launcher.expected_size(environ) == size
     assert launcher.under_launcher(environ) is under
     if under:
@@ -376,7 +380,7 @@ def test_ranks_know_what_started_them(environ: dict[str, str], size: int | None,
         ({"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}, 1),
     ],
 )
-def test_ranks_of_a_node_are_numbered(environ: dict[str, str], rank: int) -> None:
+def test_local_rank(environ: dict[str, str], rank: int) -> None:
     assert launcher.local_rank(environ) == rank
 
 
@@ -418,13 +422,13 @@ OF_THE_LAUNCHER = {
 }
 
 
-def test_outside_there_is_no_launcher() -> None:
+def test_outside_removes_the_variables_of_launchers() -> None:
     assert launcher.outside({**OF_THE_USER, **OF_THE_LAUNCHER}) == OF_THE_USER
     assert "MPIEXEC" not in launcher.outside({"MPIEXEC": "mpiexec --hostfile h"})
     assert launcher.on_this_node(launcher.outside(STEP))
 
 
-def test_a_rank_launches_from_outside(
+def test_a_rank_launches_outside_of_its_job(
     mpiexec: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {**OPEN_MPI, **STEP, "OMPI_MCA_pml": "x"}.items():
@@ -438,8 +442,8 @@ def test_a_rank_launches_from_outside(
     assert launcher.command(1, ["true"], launcher.environment()) == [str(mpiexec), "-n", "1", "true"]
 
 
-def test_a_launch_finds_what_launches_within_it_left(mpiexec: Path) -> None:
-    """The inner launch's front and launcher are killed: nobody but the outer one is there to find its ranks."""
+def test_a_launch_kills_leftover_processes_of_inner_launches(mpiexec: Path) -> None:
+    """The process and the launcher of the inner launch are killed; only the outer launch can find its ranks."""
     code = (
         "import os, signal; from hpcsync.system import launcher; from pathlib import Path\n"
         "path = Path(os.environ['MPIEXEC']).with_name('deserter')\n"
@@ -461,7 +465,7 @@ def test_a_launch_finds_what_launches_within_it_left(mpiexec: Path) -> None:
         ({"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}, "7[2]"),
     ],
 )
-def test_a_batch_job_has_the_name_that_its_system_knows(environ: dict[str, str], name: str) -> None:
+def test_batch_job(environ: dict[str, str], name: str) -> None:
     assert launcher.batch_job(environ) == name
 
 
@@ -471,7 +475,7 @@ def test_nodes_of_several_kinds_are_several_nodes() -> None:
     assert not launcher.on_one_node({**one, "SLURM_HET_SIZE": "2"})
 
 
-def test_srun_is_known_by_the_job_that_it_names() -> None:
+def test_pmi2_of_srun_is_recognised() -> None:
     assert launcher.under_pmi2_of_slurm({**STEP, "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"})
     for environ in (STEP, OPEN_MPI, MPICH, {**MPICH, **STEP}, {}):
         assert not launcher.under_pmi2_of_slurm(environ)
@@ -487,7 +491,7 @@ def test_srun_is_known_by_the_job_that_it_names() -> None:
         (MPICH, "Open MPI v5.0.11", "{}, which belongs to this Python's MPI library"),
     ],
 )
-def test_many_worlds_of_one_are_refused(
+def test_several_worlds_of_one_rank_are_refused(
     environ: dict[str, str], library: str, remedy: str, mpiexec: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environ.items():
@@ -500,9 +504,7 @@ def test_many_worlds_of_one_are_refused(
 
 
 @pytest.mark.parametrize("environ", [{}, {**MPICH, "PMI_SIZE": "1"}, SHELL, BATCH])
-def test_a_world_of_one_is_fine_where_one_was_asked_for(
-    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_world_of_one_rank_is_accepted(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     launcher.refuse_singletons(1)

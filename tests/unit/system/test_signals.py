@@ -1,4 +1,4 @@
-"""What is left to rank 0, in processes of their own: early signals, second ones, and those at the very end."""
+"""Signals left to rank 0, in separate processes: early ones, second ones, and those at the end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LISTENING = {
 
 
 def ended(code: str, *numbers: int) -> tuple[int, str]:
-    """Status and output of a process that gets these signals once it says that it is up."""
+    """Return status and output of a process that receives these signals once it has started."""
     argv = [sys.executable, "-c", HEAD + code]
     process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None and process.stdout is not None
@@ -31,14 +31,14 @@ def ended(code: str, *numbers: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("listening", LISTENING)
-def test_what_comes_before_anybody_listens_is_heard(listening: str) -> None:
+def test_signals_before_the_listener_are_not_lost(listening: str) -> None:
     code = "left_to_rank_0()\nprint('up', flush=True)\ninput()\n" + LISTENING[listening]
     code += LISTENING[listening].replace("heard", "again") + "print(*map(int, heard), len(again))\n"
     assert ended(code, signal.SIGTERM, signal.SIGUSR1) == (0, f"{signal.SIGTERM:d} {signal.SIGUSR1:d} 0")
 
 
-def test_without_that_a_signal_kills() -> None:
-    """The control."""
+def test_without_a_handler_a_signal_kills() -> None:
+    """Control of the test above."""
     assert ended("print('up', flush=True)\ninput()\n", signal.SIGTERM) == (-signal.SIGTERM, "")
 
 
@@ -62,6 +62,6 @@ late = Late()
 @pytest.mark.parametrize(
     ("first", "status"), [("left_to_rank_0()\n", 0), ("signal.signal(signal.SIGTERM, print)\n", -15)]
 )
-def test_who_ends_by_itself_is_not_killed_meanwhile(first: str, status: int) -> None:
-    """The control is a handler that Python takes back at its end."""
+def test_a_process_that_is_ending_is_not_killed(first: str, status: int) -> None:
+    """The control is a handler that Python removes at its end."""
     assert ended(first + ENDING, signal.SIGTERM)[0] == status
