@@ -1,10 +1,11 @@
-"""Does a simulation say what real ranks do? Every paradigm on ranks, then in virtual time from what was measured there.
+"""Compare simulations with real ranks: every paradigm on ranks, then in virtual time with the times measured there.
 
     python analysis/beside_real.py [--seeds 3] [-o FOLDER]
 
-First each run from its own trace: the same order of grants, the same time? Then every paradigm from the trace of the
-asynchronous run, which knew of no bound, beside what that paradigm really did. Writes FOLDER/beside_real.csv (a folder
-is used once); the exit status is 1 if a total time from the run's own trace is off by more than 5 %.
+Each run is first simulated from its own trace, to compare the order of grants and the total time. Then every paradigm
+is simulated from the trace of the asynchronous run, which has no bound, and compared with its own run. The results are
+written to FOLDER/beside_real.csv (a new folder each time). The exit status is 1 if a total time simulated from the
+run's own trace is off by more than 5 %.
 """
 
 from __future__ import annotations

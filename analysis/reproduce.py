@@ -1,6 +1,6 @@
-"""Published claims about synchronisation, tried in virtual time: what was claimed, what comes out, whether it holds.
+"""Test published claims about synchronisation in virtual time: the claim, the result, and whether it holds.
 
-What has been run stays in the folder and is not run again: an interrupted command continues.
+Finished simulations stay in the folder and are not repeated, so an interrupted command can be continued.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Published claims, each a table of jobs to simulate and what is to be seen in their results."""
+"""Published claims: the jobs to simulate for each of them, and the expected results."""
 
 import matplotlib
 

@@ -1,9 +1,9 @@
-"""ASHL against ADSP, and both against those who wait: who is sooner where computing and links are unlike?
+"""ASHL against ADSP, and both against paradigms with waiting: time to a target with uneven workers and links.
 
-Shen et al. (ASHL, IEEE Transactions on Computers 73(1), 2024) find at least 35 % less time than with ADSP, and a
-better model; Hu, Wang and Wu (ADSP, AAAI 2020) up to 62.4 % less than with what they call existing schemes, and hardly
-any waiting. Clusters of the same mean speed in virtual time, more or less uneven, whose links are uneven too; what the
-methods have of their own, and the cluster, is then varied one at a time.
+Shen et al. (ASHL, IEEE Transactions on Computers 73(1), 2024) report at least 35 % less time than ADSP, and a better
+model. Hu, Wang and Wu (ADSP, AAAI 2020) report up to 62.4 % less time than "existing schemes", and hardly any waiting.
+The clusters are simulated; they have the same mean speed and more or less uneven workers and links. The parameters of
+the methods and of the cluster are then varied one at a time.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def setting_of(workers: int, unevenness: float) -> str:
 
 
 def arm_of(varied: str, value: float) -> str:
-    """What is as it is in "main" anyway is run once."""
+    """Return the arm of a varied value; a value equal to that of "main" is not run again."""
     return "main" if value == {"links": SLOWEST, "period": PERIOD_S}[varied] else f"{varied}-{value:g}"
 
 
@@ -318,7 +318,7 @@ def claims() -> list[Claim]:
 
 
 def variations() -> list[Claim]:
-    """What happens where one thing is another: all ours."""
+    """Vary one parameter at a time; the variants are not in the papers."""
     found = []
     for slowest in LINKS:
         arm, words = arm_of("links", slowest), f"slowest link {slowest:g} iterations a push, by the loss"
@@ -484,7 +484,7 @@ def draw_where(results: pd.DataFrame, folder: Path) -> None:
 
 
 def draw_parts(results: pd.DataFrame, folder: Path) -> None:
-    """Of ASHL with one thing another, the time to the loss and the error at the end; its own as lines."""
+    """Plot time to the loss and final error of ASHL with one parameter varied; lines mark ASHL unchanged."""
     labels = {f"ASHL, {name}": f"{part}: {name}" for part, parts in PARTS.items() for name in parts}
     rows = ["ASHL", *labels][::-1]
     runs = results[(results["setting"] == BASE) & (results["arm"] == "main") & results["paradigm"].isin(rows)]

@@ -1,4 +1,4 @@
-"""A claim: what was published, what a simulation says, and whether every seed says the same."""
+"""Claims: the published statement, the simulated result, and whether all seeds agree."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def conclude(claims: Iterable[Claim], results: pd.DataFrame, out: Path, console:
 
 
 def settled_s(evaluations: pd.DataFrame, target: float) -> float:
-    """From when on the accuracy is never below the target: one lucky evaluation is not enough. NaN for never."""
+    """Return the time from which on the accuracy stays at or above the target; NaN if it never does.
+
+    A single lucky evaluation does not count.
+    """
     below = np.flatnonzero(~(evaluations["accuracy"].to_numpy() >= target))
     first = below[-1] + 1 if len(below) else 0
     return float(evaluations["now_s"].iloc[first]) if first < len(evaluations) else np.nan
@@ -130,5 +133,5 @@ def apart(*each: Of) -> Of:
 
 
 def largest(column: str, paradigm: str) -> Of:
-    """Of all settings and arms."""
+    """Return the table of all settings and arms."""
     return lambda results: results[results["paradigm"] == paradigm].groupby("seed")[column].max()

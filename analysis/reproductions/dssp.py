@@ -1,7 +1,8 @@
-"""Dynamic stale synchronous parallel: does it do what its paper says?
+"""Dynamic stale synchronous parallel (DSSP): test of the claims of its paper.
 
-Zhao, An, Liu, Chen: "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning", ICDCS 2019. Its
-settings in virtual time, with the learning rate on both clocks, and one in which a bound that moves should win.
+Zhao, An, Liu, Chen: "Dynamic Stale Synchronous Parallel Distributed Training for Deep Learning", ICDCS 2019. The
+settings of the paper are simulated with the learning rate on both clocks, and one more setting in which a dynamic bound
+should win.
 """
 
 from __future__ import annotations
@@ -227,12 +228,12 @@ def claims() -> list[Claim]:
 
 
 def sooner(a: str, others: Sequence[str], setting: str, arm: str, other_arm: str | None = None) -> Of:
-    """How many times as long the others take to the target as `a`."""
+    """Return the ratio of the others' times to the target to that of `a`."""
     return ratio(of("target_s", setting, other_arm or arm, *others), of("target_s", setting, arm, a))
 
 
 def faster(a: str, others: Sequence[str], setting: str) -> Of:
-    """How many times as many samples a second `a` trains on as the others."""
+    """Return the ratio of the samples per second of `a` to those of the others."""
     return ratio(of("samples_per_s", setting, "samples", a), of("samples_per_s", setting, "samples", *others))
 
 

@@ -1,9 +1,9 @@
-"""Waiting for the first k, adaptive k and batch sizes by speed: do they take the stragglers' effect away?
+"""First k, adaptive k and batch sizes by speed: do they remove the effect of stragglers?
 
 Yu et al. ("Accelerating Distributed Training in Heterogeneous Clusters via a Straggler-Aware Parameter Server", HPCC
-2019, and the thesis it belongs to) choose k by the workers' state and batch sizes by their predicted speeds, and find
-both faster than BSP and ASP; Dutta, Wang and Joshi (AdaSync, 2020) choose k by the loss. Clusters of the same total
-speed in virtual time: of equal workers, of unlike ones, of equal ones whose nodes others use too.
+2019, and the thesis it belongs to) choose k by the workers' state and batch sizes by their predicted speeds, and report
+that both are faster than BSP and ASP. Dutta, Wang and Joshi (AdaSync, 2020) choose k by the loss. The clusters are
+simulated and have the same total speed: equal workers, unequal workers, and equal workers on shared nodes.
 """
 
 from __future__ import annotations
@@ -321,12 +321,12 @@ def claims() -> list[Claim]:
 
 
 def sooner(a: str, b: str, where: str, rate: str, by: str) -> Of:
-    """How many times as long b takes to the target as a, or has been given without reaching it."""
+    """Return the ratio of the times of b and a to the target; at least that if b does not reach it."""
     return ratio(of(f"{by}_at_least_s", where, rate, b), of(f"{by}_s", where, rate, a))
 
 
 def effect(method: str, where: str, rate: str, by: str) -> Of:
-    """How many times as long it takes as BSP on as many equal workers of the same total speed."""
+    """Return the ratio of the time to that of BSP on as many equal workers of the same total speed."""
     return ratio(of(f"{by}_even_s", where, rate, method), of_bsp(f"{by}_even_s", rate))
 
 
@@ -335,8 +335,10 @@ def of_bsp(column: str, rate: str) -> Of:
 
 
 def envelope(method: str, task: str) -> Of:
-    """How many times as long it takes to the errors as the soonest of the fixed k, each of which is in the mean over
-    seeds: the soonest of a single seed would be so by luck too. The geometric mean over the errors."""
+    """Return the ratio of the time to an error to that of the fastest fixed k; geometric mean over the errors.
+
+    The fastest k is chosen by the mean over seeds: in a single seed a k may be the fastest by chance.
+    """
 
     def number(results: pd.DataFrame) -> pd.Series:
         runs = results[(results["setting"] == task) & (results["arm"] == "published")]
@@ -403,7 +405,7 @@ AT_S = (1.0, 3.0, 6.0, 12.0)
 
 
 def draw_frontier(evaluations: pd.DataFrame, folder: Path) -> None:
-    """Of k-sync, left the error against time for every k, right against k at some times, AdaSync as a k of its own."""
+    """Plot the error of k-sync: left against time for every k, right against k at some times, with AdaSync as one k."""
     greens = ("#c7e9c0", "#8fd08a", "#41ab5d", "#1b7837", "#00331a")
     colours = dict(zip((*FIXED, "k-sync loss"), (*greens, "#D55E00"), strict=True))
     labels = dict(zip(colours, (*(f"k = {k}" for k in (*KS, WORKERS)), "AdaSync"), strict=True))

@@ -1,4 +1,4 @@
-"""The first k, adaptive k and batch sizes by speed on real ranks: a few methods of `first_k`, padded iterations."""
+"""First k, adaptive k and batch sizes by speed on real ranks: some methods of `first_k`, with padded iterations."""
 
 from __future__ import annotations
 

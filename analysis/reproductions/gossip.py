@@ -1,7 +1,7 @@
-"""Gossip, elastic averaging and all-reduce at many workers: do they do what the paper says?
+"""Gossip, elastic averaging and all-reduce with many workers: test of the claims of a paper.
 
-Jin, Yuan, Iandola, Keutzer: "How to scale distributed deep learning?", 2016. From 4 to 128 workers in virtual time, at
-three steps, with and without stragglers; and how many samples a second a model of its size would get.
+Jin, Yuan, Iandola, Keutzer: "How to scale distributed deep learning?", 2016. The simulations have 4 to 128 workers,
+three learning rates, with and without stragglers; others measure the samples per second of a model of the paper's size.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def claims() -> list[Claim]:
 
 
 def sooner(a: str, b: str, setting: str, step: str) -> Of:
-    """How many times as long b takes to the target as a, or has been given without reaching it."""
+    """Return the ratio of the times of b and a to the target; at least that if b does not reach it."""
     return ratio(of("at_least_s", setting, step, *parts(b)), of("target_s", setting, step, *parts(a)))
 
 
@@ -236,7 +236,7 @@ def higher(a: str, b: str, setting: str, step: str) -> Of:
 
 
 def less_even(method: str) -> Of:
-    """By how many points more than all-reduce's the method's final accuracies are apart at all numbers of workers."""
+    """Return the spread of the final accuracies over the numbers of workers, less that of all-reduce, in points."""
     of_method, of_all_reduce = (
         apart(*(of("accuracy", f"even-{workers}", "small", *parts(name)) for workers in WORKERS))
         for name in (method, "all-reduce")
@@ -245,13 +245,13 @@ def less_even(method: str) -> Of:
 
 
 def scaling(method: str, link: str) -> Of:
-    """How many times as many samples a second the many workers train on as those at the limit."""
+    """Return the ratio of samples per second of the largest number of workers to that at the limit."""
     many, limit = (of("samples_per_s", f"{link}-{workers}", "timing", *parts(method)) for workers in (MANY, LIMIT))
     return ratio(many, limit)
 
 
 def slower(method: str, workers: int) -> Of:
-    """How many times as many samples a second they train on without stragglers as with them."""
+    """Return the ratio of samples per second without and with stragglers."""
     even, uneven = (of("samples_per_s", f"{cluster}-{workers}", "medium", *parts(method)) for cluster in CLUSTERS)
     return ratio(even, uneven)
 

@@ -1,6 +1,7 @@
-"""The link between two hosts: python -m mpi4py link_speed.py OUT.json
+"""Measure the link between two hosts: python -m mpi4py link_speed.py OUT.json
 
-Half of a round trip of a few bytes, and Gbit/s of large messages, one way at a time and both at once; medians.
+The results are medians: half of the round-trip time of a few bytes, and the bandwidth of large messages in Gbit/s, in
+one direction at a time and in both at once.
 """
 
 from __future__ import annotations

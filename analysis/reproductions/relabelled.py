@@ -1,7 +1,7 @@
-"""The digits with a share of the training labels drawn anew at every read, so that gradients stay noisy to the end.
+"""Digits with a share of the training labels redrawn at every read, so that gradients stay noisy until the end.
 
-On the digits as they are the network fits every sample long before a learning rate decays, and the decay changes
-nothing. Here, as on CIFAR-100, accuracy rises when it decays. Held-out labels are the true ones.
+On the original digits the network fits every sample long before the learning rate decays, and the decay has no effect.
+Here, as on CIFAR-100, accuracy rises when the learning rate decays. Held-out labels are not changed.
 """
 
 import dataclasses
@@ -35,6 +35,6 @@ def digits(share: float) -> Workload:
 
 
 def perceptron(share: float) -> Workload:
-    """The same with 64 hidden units in place of convolutions, for runs of a hundred workers: a fourth of the time."""
+    """Return the same data with 64 hidden units instead of convolutions: a fourth of the time, for many workers."""
     layers = Standardised(), nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES)
     return dataclasses.replace(digits(share), model=nn.Sequential(*layers))

@@ -1,4 +1,4 @@
-"""Many jobs simulated, several at a time, each once: what is finished in the folder is not simulated again."""
+"""Simulate many jobs, several at a time; jobs that are finished in the folder are not simulated again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def simulate_all(jobs: Mapping[str, Job], out: Path, processes: int, console: Co
 
 
 def finished(folder: Path, job: Job) -> bool:
-    """Whether this very job has come to its end in the folder."""
+    """Return True if the folder has the finished run of exactly this job."""
     if not (folder / layout.SUMMARY).exists():
         return False
     return Job.from_toml((folder / layout.JOB).read_text(encoding="utf-8")) == job

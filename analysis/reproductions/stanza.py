@@ -1,8 +1,8 @@
-"""Stanza against parameter servers and all-reduce: how many times as many samples a second, for which model?
+"""Stanza against parameter servers and all-reduce: ratio of samples per second for each model.
 
-Wu, Xu, Li and Xiong (Stanza, arXiv 1812.10624) find 1.34 to 13.9 times a parameter server's on EC2, Tesla V100s and
-10 Gbit/s, for common models; only their abstract and introduction could be read, so that layouts, batches and models
-are ours. Every model in virtual time, with what a V100 has been measured to take, on 4 to 16 nodes.
+Wu, Xu, Li and Xiong (Stanza, arXiv 1812.10624) report 1.34 to 13.9 times the samples per second of a parameter server
+for common models, on EC2 with Tesla V100s and 10 Gbit/s. Only their abstract and introduction could be read, so the
+layouts, batches and models were chosen here. Every model is simulated with times measured on a V100, on 4 to 16 nodes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Point(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of an iteration of the whole model. With another batch a sample takes as long."""
+        """Seconds of an iteration of the whole model, in proportion to the batch size."""
         speed = SPEEDS[self.model]
         return self.batch / (speed.fast if self.arm == "fast" else speed.rate)
 
@@ -109,7 +109,7 @@ class Point(NamedTuple):
 
     @property
     def n_fc(self) -> int:
-        """As many fully-connected workers as the planner chooses."""
+        """Number of fully-connected workers that the planner chooses."""
         return stanza_planner.choose(self.profile, self.links, self.nodes).best.n_fc
 
 
@@ -266,7 +266,7 @@ PLAUSIBLE = 0.25  # of its links a parameter server may well get no more than th
 
 
 def speed_up(point: Point, other: str, ours: str = CHOSEN) -> Of:
-    """How many times as many samples a second."""
+    """Return the ratio of samples per second."""
     a, b = (of("samples_per_s", point.setting, point.arm, method) for method in (ours, other))
     return ratio(a, b)
 
@@ -343,27 +343,26 @@ def batch_for(model: str, layout: str, aim: float) -> Of:
 
 
 def with_share(point: Point, share: float) -> Of:
-    """Times the samples a second of a server in shards that gets this share of its links; Stanza gets all of them."""
+    """Return the speed-up over a sharded server that gets this share of its links; Stanza gets all of them."""
     per_s = of("samples_per_s", point.setting, point.arm, CHOSEN)
     their_s = (point.profile.times.batch_s + transfers_s(point) / share) / (point.nodes * point.batch)
     return _times(per_s, their_s)
 
 
 def link_share(point: Point, aim: float) -> Of:
-    """The share with which that is so many times."""
+    """Return the share of the links with which that speed-up is `aim`."""
     per_s = of("samples_per_s", point.setting, point.arm, CHOSEN)
     samples, batch_s = point.nodes * point.batch, point.profile.times.batch_s
     return lambda results: transfers_s(point) / (samples * aim / per_s(results) - batch_s)
 
 
 def transfers_s(point: Point) -> float:
-    """Of an iteration with a server in shards."""
+    """Return the seconds of transfers in an iteration with a sharded server."""
     return stanza_planner.sharded_server_s(point.profile, point.links, point.nodes) - point.profile.times.batch_s
 
 
 def volumes(title: str, point: Point) -> list[Claim]:
-    """What traces say that all nodes have sent in an iteration, less what the formula says: nothing, but for a ring's
-    part of a byte at each node."""
+    """Claim that the bytes in the traces equal the formula's, except for a ring's part of a byte at each node."""
     profile, nodes = point.profile, point.nodes
     groups = Groups(nodes, 1)
     expected = {
@@ -467,7 +466,7 @@ def draw_speed_ups(results: pd.DataFrame, folder: Path) -> None:
 
 
 def draw_where(results: pd.DataFrame, folder: Path) -> None:
-    """What the speed-up depends on, with 10 nodes at 10 Gbit/s: how many servers there are, and the batch."""
+    """Plot the speed-up against the number of servers and the batch size, with 10 nodes at 10 Gbit/s."""
     servers = [f"{SERVER} {n}" for n in range(1, BASE[1] // 2 + 1)]
     layouts, varied = [*servers, COLOCATED, RING], (servers[0], SERVERS, RING)
     figure, axes = plotting.panels(1, 1 + len(varied), height=2.9, sharey=True)

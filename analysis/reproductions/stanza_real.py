@@ -1,6 +1,6 @@
-"""Stanza beside a parameter server and all-reduce on four hosts, and beside what the simulator says of the same links.
+"""Stanza, a parameter server and all-reduce on four hosts, compared with simulations of the same links.
 
-Hosts are network namespaces of this machine, whose links are made slow; iterations are padded. Needs root on Linux.
+The hosts are network namespaces of this machine with slowed links; iterations are padded. Needs root on Linux.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def sent_bytes(hosts: Any) -> int:
 
 
 def succeed(hosts: Any, line: list[str], environ: Mapping[str, str]) -> str:
-    """What the program has written."""
+    """Return the output of the program."""
     done = hosts.run(line, ROOT, environ, TIMEOUT_S)
     if done.returncode != 0:
         raise subprocess.CalledProcessError(done.returncode, line, done.stdout, done.stderr)
@@ -119,7 +119,7 @@ def succeed(hosts: Any, line: list[str], environ: Mapping[str, str]) -> str:
 
 
 def computing(folder: Path) -> dict[str, float]:
-    """How long the slowest worker's iteration has computed, of what it had to: 1, where the machine keeps up."""
+    """Return measured over intended compute time of the slowest worker: 1 if the machine keeps up."""
     trace = load(folder / layout.TRACE)
     rows = trace.frame("pushes" if trace.job.has_servers else "exchanges")
     compute_s = rows[rows["iteration"] > LEFT_OUT].groupby("worker")["compute_s"].median()
@@ -127,7 +127,7 @@ def computing(folder: Path) -> dict[str, float]:
 
 
 def max_s(asked: Job) -> float:
-    """What the worker with most to compute has to."""
+    """Return the compute time of the worker with the most work."""
     if not isinstance(asked.paradigm, StanzaOptions):
         return SECONDS
     share = asked.paradigm.fc_share or 0.0

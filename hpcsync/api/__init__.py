@@ -1,0 +1,1 @@
+"""Public interface of a training script."""

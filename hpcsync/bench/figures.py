@@ -41,7 +41,7 @@ class Figure:
 
     @property
     def is_rate(self) -> bool:
-        """Whether more is better."""
+        """True if larger values are better."""
         return self.unit.endswith("/s")
 
     @property
@@ -51,7 +51,7 @@ class Figure:
 
     @property
     def reached(self) -> bool | None:
-        """Whether the aim is reached; None without an aim."""
+        """True if the aim is reached; None without an aim."""
         if self.aim is None or self.ratio is None:
             return None
         return self.ratio >= self.aim if self.is_rate else self.ratio <= self.aim

@@ -39,7 +39,7 @@ TracePath = Annotated[
 
 Oversubscribe = Annotated[
     bool,
-    typer.Option("--oversubscribe", help="Allow many more ranks than this machine has cores.", show_default=False),
+    typer.Option("--oversubscribe", help="Allow more than 8 ranks per core of this machine.", show_default=False),
 ]
 
 
@@ -265,7 +265,7 @@ def stanza(
         float | None,
         typer.Option(
             metavar="X",
-            help="Speed of one node with the whole model. Without this option and --profile it is measured here.",
+            help="Samples per second of one node with the whole model. Measured here without it and --profile.",
             show_default=False,
         ),
     ] = None,

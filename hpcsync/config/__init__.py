@@ -1,1 +1,1 @@
-"""The job file: tables, defaults and messages for mistakes."""
+"""The job file: tables, defaults and error messages."""

@@ -7,7 +7,7 @@ which the two come closest, so that the unavoidable wait is short.
 
 As printed, Algorithm 1 does not enforce s_U: credits are granted again without a test against it. Hence two modes::
 
-    bounded  the start gap never exceeds s_U and the push gap never s_U + 1 (required by the paper's Theorem 2)
+    bounded  the start lead never exceeds s_U and the push lead never s_U + 1 (required by the paper's Theorem 2)
     paper    Algorithms 1 and 2 as printed wherever they are clear; the lead has no bound
 
 Notes
@@ -154,7 +154,7 @@ class DSSP(SSP):
         """Return the most credits that may be granted at this lead.
 
         (c) Lines 11 to 14 never test the lead against s_U and can grant without end. Bounded: what s_U leaves. The
-        iteration granted now starts at this lead, so n credits reach a start gap of gap_iters + n - 1. At the first
+        iteration granted now starts at this lead, so n credits reach a start lead of gap_iters + n - 1. At the first
         excess, a lead of s_L + 1, the result is r_max; beyond s_U it is 0 or less and the controller is not consulted.
         """
         return self.staleness_max - gap_iters + 1 if self.bounded else self.r_max

@@ -3,8 +3,8 @@
 Every push is applied on arrival as an update of its own. The worker continues if it is at most `staleness` pushes ahead
 of the slowest active worker; otherwise it is blocked until the slowest has caught up that far. Hence::
 
-    lead when an iteration starts (start gap)                  <= staleness
-    lead at any instant, including the last push (push gap)    <= staleness + 1
+    lead when an iteration starts (start lead)                  <= staleness
+    lead at any instant, including the last push (push lead)    <= staleness + 1
 
 which is the guarantee of the paper's reads: iteration c (from 0) sees every update of the first c - staleness
 iterations of every active worker, and all of its own.

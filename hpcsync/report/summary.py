@@ -408,11 +408,11 @@ _PUSHING: dict[str, Callable[[WorkerSummary], str]] = {
     "dropped": lambda row: f"{row.dropped:,}",
     **_SHARES,
     "staleness": lambda row: _staleness(row.staleness_mean, row.staleness_max),
-    "start gap": lambda row: str(row.start_gap_max_iters),
-    "push gap": lambda row: str(row.push_gap_max_iters),
+    "start lead": lambda row: str(row.start_gap_max_iters),
+    "push lead": lambda row: str(row.push_gap_max_iters),
 }
 _COMMITTING: dict[str, Callable[[WorkerSummary], str]] = {
-    **{name: cell for name, cell in _PUSHING.items() if name not in ("start gap", "push gap")},
+    **{name: cell for name, cell in _PUSHING.items() if name not in ("start lead", "push lead")},
     "steps": lambda row: "-" if row.local_steps is None else f"{row.local_steps:,}",
     "of data": lambda row: _percent(row.data_share),
     "sent": lambda row: _percent(row.ratio),
@@ -429,7 +429,7 @@ _SEPARATED: dict[str, Callable[[WorkerSummary], str]] = {
     "layers": lambda row: row.layers or "-",
     **{name: cell for name, cell in _EXCHANGING.items() if name not in ("worker", "exchanges")},
 }
-_ABOUT_PUSHING = "staleness: mean (largest), in updates; gaps: largest lead, in pushes"
+_ABOUT_PUSHING = "staleness: mean (largest), in updates; leads: the largest, in pushes"
 _ABOUT_COMMITTING = "staleness: mean (largest), in updates; steps, of data, sent: as last planned"
 _ABOUT_EXCHANGING = "exchanges: with another worker or with all of them"
 _ABOUT_SEPARATED = "wait: for the other side of the cut or the own group; comm: sums of gradients"

@@ -139,13 +139,13 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {**SPEED, "paradigm": {"name": "local-sgd", "steps": 4}},
-        'batches.policy = "proportional": must be "equal" with paradigm.name = "local-sgd": servers give batches out, '
-        "or all workers together under allreduce",
+        'batches.policy = "proportional": must be "equal" with paradigm.name = "local-sgd": batches are allocated by '
+        'servers, or by all workers together under "allreduce"',
     ),
     (
         {"policy": "equal-finish", "paradigm": {"name": "gossip", "mode": "pull"}},
-        'batches.policy = "equal-finish": must be "equal" with paradigm.name = "gossip": servers give batches out, '
-        "or all workers together under allreduce",
+        'batches.policy = "equal-finish": must be "equal" with paradigm.name = "gossip": batches are allocated by '
+        'servers, or by all workers together under "allreduce"',
     ),
 ]
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from hpcsync import figures
 from hpcsync.cli.app import app
 from hpcsync.config.job import KINDS
-from hpcsync.figures import accuracy, gaps, plotting, staleness, timeline
+from hpcsync.figures import accuracy, leads, plotting, staleness, timeline
 from hpcsync.report.summary import summarize
 from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import TraceWriter
@@ -95,8 +95,8 @@ def test_wide_histograms_have_bins_of_whole_updates():
     assert bars[bars["share"] > 0].values.tolist() == [[0.5, 2, 0.4], [2.5, 2, 0.4], [118.5, 2, 0.2]]
 
 
-def test_gaps_are_counted_from_all_pushes(tmp_path):
-    frame = draw("gaps", tmp_path, write(tmp_path, counted(*UNEVEN)))
+def test_leads_are_counted_from_all_pushes(tmp_path):
+    frame = draw("leads", tmp_path, write(tmp_path, counted(*UNEVEN)))
     points = frame[frame["drawn"] == "point"]
     assert points["now_s"].tolist() == [1.0, 2.0, 2.5, 3.0, 5.0]
     assert points["push_gap_iters"].tolist() == [1, 2, 0, 2, 0]
@@ -118,8 +118,8 @@ def test_gaps_are_counted_from_all_pushes(tmp_path):
 )
 def test_the_bound_is_that_of_the_paradigm(paradigm, bound_iters):
     trace = record(paradigm, (1.0, 1.0, 5.0), updates=60)
-    assert gaps.push_gap_bound(trace.job.paradigm) == bound_iters
-    largest = gaps.Recount(trace).push_lead.max()
+    assert leads.push_lead_bound(trace.job.paradigm) == bound_iters
+    largest = leads.Recount(trace).push_lead.max()
     assert largest > 6 if bound_iters is None else largest == bound_iters  # and the runs reach it, or exceed them all
 
 
@@ -369,7 +369,7 @@ def test_accuracy_of_workers_with_weights_of_their_own(tmp_path):
     assert frame["quantity"].unique().tolist() == ["loss"]
 
 
-@pytest.mark.parametrize("script", ["staleness", "gaps", "controller"])
+@pytest.mark.parametrize("script", ["staleness", "leads", "controller"])
 def test_figures_of_servers_refuse_runs_without_servers(script, tmp_path, gossip):
     run = write(tmp_path, gossip)
     what = "no decision of a controller" if script == "controller" else "no servers and no pushes"

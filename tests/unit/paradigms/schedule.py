@@ -24,7 +24,7 @@ PROPERTY = settings(deadline=None, derandomize=True, max_examples=80)
 class Referee:
     """Recount of a run from its events and answers, which asserts the invariants of every paradigm.
 
-    bound_iters: largest start gap that is allowed; the push gap may be one more.
+    bound_iters: largest start lead that is allowed; the push lead may be one more.
     grants_first: whether a worker reads the weights before its own contribution is applied.
     slowest_waits: whether the worker with the fewest pushes may be blocked.
     """
@@ -75,7 +75,7 @@ class Referee:
                 self._see_settled(action.worker, action)
             elif isinstance(action, Grant):
                 self._see_grant(action, event.now_s)
-        assert self.largest_push_gap <= self.bound_iters + 1, f"push gap {self.largest_push_gap} at {event}"
+        assert self.largest_push_gap <= self.bound_iters + 1, f"push lead {self.largest_push_gap} at {event}"
         if self.active:
             assert self.active - self.blocked_since_s.keys(), f"deadlock: every worker is blocked after {event}"
             slowest = [worker for worker in self.blocked_since_s if self.lead(worker) == 0]

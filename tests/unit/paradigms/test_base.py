@@ -52,7 +52,7 @@ def state(paradigm):
     return repr({**vars(paradigm), "_progress": vars(paradigm._progress)})
 
 
-BOUNDS = {"bsp": 0, "ssp-0": 0, "ssp-2": 2, "dssp-bounded": 4, "easgd-synchronous": 0}  # of start gaps
+BOUNDS = {"bsp": 0, "ssp-0": 0, "ssp-2": 2, "dssp-bounded": 4, "easgd-synchronous": 0}  # of start leads
 
 
 @every_paradigm

@@ -86,7 +86,7 @@ def test_the_workers():
     assert first.wait_share == pytest.approx(0.5 / 4.0)
     assert first.comm_share == pytest.approx(1.25 / 4.0)
     assert (first.staleness_mean, first.staleness_max) == (0.0, 0)
-    # The stop grant starts nothing: its gap of 2 is no start gap.
+    # The stop grant starts nothing: its gap of 2 is no start lead.
     assert (first.start_gap_max_iters, first.push_gap_max_iters) == (1, 2)
     assert (second.worker, second.pushes, second.dropped) == (1, 2, 1)
     assert (second.compute_share, second.wait_share, second.comm_share) == (0.8, 0.0, 0.2)
@@ -306,45 +306,45 @@ def write(path, job, rows, fields, status):
     return path
 
 
-def counted_gaps(trace):
-    """Return the largest push gap of each worker, from the recount of the audit in memory."""
+def counted_leads(trace):
+    """Return the largest push lead of each worker, from the recount of the audit in memory."""
     recount, largest = Recount(trace), np.zeros(trace.n_workers, np.int64)
     np.maximum.at(largest, recount.pushes["worker"], recount.push_lead)
     return largest.tolist()
 
 
-def summed_gaps(trace):
+def summed_leads(trace):
     return [worker.push_gap_max_iters for worker in summarize(trace).workers]
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)
 @pytest.mark.parametrize("how", HOWS, ids=str)
-def test_push_gaps_equal_those_of_the_audit(paradigm, how):
-    assert summed_gaps(as_trace(*played(paradigm, **how))) == counted_gaps(record(paradigm, **how))
+def test_push_leads_equal_those_of_the_audit(paradigm, how):
+    assert summed_leads(as_trace(*played(paradigm, **how))) == counted_leads(record(paradigm, **how))
     for cut in range(0, 100, 13):  # as if killed there: pushes that waited for a barrier are missing
         trace = as_trace(*played(paradigm, cut, "failed", **how))
-        assert summed_gaps(trace) == counted_gaps(trace)
+        assert summed_leads(trace) == counted_leads(trace)
 
 
-def test_control_of_the_push_gaps():
+def test_control_of_the_push_leads():
     trace = record("asp", leave={2: 4})
     departures = trace.tables["membership"]
     at_once = edit(trace, "membership", departures["worker"].tolist().index(2), seq=1)
     for wrong in (with_rows(trace, "membership", departures[:0]), at_once):
-        assert counted_gaps(wrong) == summed_gaps(wrong) != summed_gaps(trace)
+        assert counted_leads(wrong) == summed_leads(wrong) != summed_leads(trace)
 
 
-def test_gaps_of_an_unfinished_run_end_at_the_first_missing_row():
+def test_leads_of_an_unfinished_run_end_at_the_first_missing_row():
     cut = remove(with_status(record("asp"), "failed"), "grants", 20)
-    assert summed_gaps(cut) == counted_gaps(cut)
-    assert max(summed_gaps(cut)) < max(summed_gaps(with_status(cut, "finished")))
+    assert summed_leads(cut) == counted_leads(cut)
+    assert max(summed_leads(cut)) < max(summed_leads(with_status(cut, "finished")))
 
 
-def test_gaps_do_not_depend_on_the_order_of_pushes_in_the_file():
+def test_leads_do_not_depend_on_the_order_of_pushes_in_the_file():
     trace = record("asp", jitter=0.5, leave={1: 5})
     shuffled = np.random.default_rng(1).permutation(trace.tables["pushes"])
     other = dataclasses.replace(trace, tables={**trace.tables, "pushes": shuffled})
-    assert summed_gaps(other) == summed_gaps(trace)
+    assert summed_leads(other) == summed_leads(trace)
 
 
 @pytest.mark.parametrize("paradigm", PARADIGMS)

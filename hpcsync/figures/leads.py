@@ -1,4 +1,4 @@
-"""Figure `gaps`: lead of each worker over the slowest one after its push, and the bound of the paradigm.
+"""Figure `leads`: lead of each worker over the slowest one after its push, and the bound of the paradigm.
 
 Points are pushes, at most a few thousand, sampled at random; the line is the largest of consecutive pushes, over all
 pushes. Leads are counted from the pushes, not read from the grants.
@@ -35,7 +35,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
         largest = largest[["now_s", "largest"]].rename(columns={"largest": "push_gap_iters"}).assign(drawn="largest")
         axis.plot(points["now_s"], points["push_gap_iters"], ".", ms=2.5, color=look["color"], alpha=0.5, mew=0)
         axis.plot(largest["now_s"], largest["push_gap_iters"], color=look["color"], lw=1, drawstyle="steps-mid")
-        title, bound_iters = name, push_gap_bound(trace.job.paradigm)
+        title, bound_iters = name, push_lead_bound(trace.job.paradigm)
         if bound_iters is None:
             title = f"{name}: no bound"
         else:
@@ -52,8 +52,8 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     return [Drawing(figure, frame[columns])]
 
 
-def push_gap_bound(paradigm: ParadigmOptions) -> int | None:
-    """Return the largest push gap that the paradigm allows, one more than at the start of an iteration; None: any."""
+def push_lead_bound(paradigm: ParadigmOptions) -> int | None:
+    """Return the largest push lead that the paradigm allows, one more than at the start of an iteration; None: any."""
     match paradigm.name:
         case "bsp":
             return 1
