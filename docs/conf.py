@@ -28,7 +28,10 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"(torch|numpy|np|mpi4py|MPI|h5py|cupy|pandas|pydantic|typer|rich|pathlib|Path|collections|Job|Evaluate)\b.*",
     ),
-    (r"py:class", r"optional|iterator|callable|mapping|path|sequence|Action|Event"),  # words of NumPy-style types; unions without a class
+    (
+        r"py:class",
+        r"optional|iterator|callable|mapping|path|sequence|Action|Event",
+    ),  # words of NumPy-style types; unions without a class
 ]
 
 html_theme = "pydata_sphinx_theme"

@@ -84,13 +84,8 @@ def test_times_are_measured_without_profile_and_speed(monkeypatch: pytest.Monkey
 
 def test_the_table(recorded: str) -> None:
     lines = plan(profile=recorded, nodes="4").output.splitlines()
-    assert [line.split()[0] for line in lines[5:]] == ["stanza,"] * 2 + [
-        "dedicated",
-        "sharded",
-        "ring",
-        "*",
-        "samples/s:",
-    ]
+    names = ["stanza,"] * 2 + ["dedicated", "sharded", "ring", "*", "samples/s:"]
+    assert [line.split()[0] for line in lines[5:]] == names
     assert [line for line in lines if " FC *" in line] == [lines[5]], "the choice is marked"
     assert all(len(line) <= 80 for line in lines[4:10])
     assert lines[-2].startswith("* 1 fully-connected worker (FC) and 3 convolution workers, ")
