@@ -146,7 +146,7 @@ class TraceFile(_Described):
 
 
 def trace_path(path: str | Path) -> Path:
-    """The trace's own file: `path`, or the trace in it where `path` is the folder of a run."""
+    """Return the trace file: `path`, or the trace in it if `path` is the folder of a run."""
     path = Path(path)
     return path / "trace.h5" if path.is_dir() else path
 
