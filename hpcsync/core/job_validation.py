@@ -56,7 +56,7 @@ def optimizer_spec(job: Job) -> OptimizerSpec:
 
 
 def _unlike(value: Any, default: Any) -> str | None:
-    """Return what an option must be if its value is of another kind than the default; None if it is of the same kind."""
+    """Return what an option must be if its value is of another kind than its default, else None."""
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
     if isinstance(default, int | float):
