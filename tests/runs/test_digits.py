@@ -74,7 +74,7 @@ def test_it_tells_how_it_was_started_and_where_the_trace_is(trained: Trained) ->
     lines = trained.program.out.splitlines()
     assert lines[-1] == f"trace: {trained.folder / 'trace.h5'}"
     command = " ".join(launcher.command(3, ["python", "-m", "mpi4py", "-m", "hpcsync", "run"]))
-    assert lines[0].startswith(command) == (trained.paradigm in BY_HPCSYNC)
+    assert lines[0].startswith(f"starting 3 ranks: {command}") == (trained.paradigm in BY_HPCSYNC)
     assert sum(line.startswith("trace: ") for line in lines) == 1, "only one rank speaks"
 
 
