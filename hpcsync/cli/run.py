@@ -134,8 +134,8 @@ def simulate(path: Path, overrides: Sequence[str], out: Path | None, times_from:
         raise launcher.LaunchError("simulate: must be started as one process, without an MPI launcher")
     if times_from is not None:
         overrides = [*overrides, f"cluster.times_from={json.dumps(str(times_from.absolute()), ensure_ascii=False)}"]
-    job = jobs.load(path, overrides)
     _print_remarks(path, overrides)
+    job = jobs.load(path, overrides)
     from hpcsync.run_dir.progress_line import console
     from hpcsync.simulator import simulate as run
     from hpcsync.workloads.registry import import_beside
@@ -157,8 +157,8 @@ def _settle(trace: Path, status: str) -> None:
 
 def show(path: Path, overrides: Sequence[str]) -> None:
     """Print what a job resolves to. Raises JobError if it is not valid."""
-    job = jobs.load(path, overrides)
     _print_remarks(path, overrides)
+    job = jobs.load(path, overrides)
     from hpcsync.cli.show import print_job
     from hpcsync.workloads.registry import import_beside
 

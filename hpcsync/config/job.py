@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Self, get_args
 
 import tomli_w
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from hpcsync.config import compression as job_compression
 from hpcsync.config.base import Count, Positive, Table, matching
@@ -475,14 +476,24 @@ def _without_foreign_keys(
     if not isinstance(now, str) or now not in fields or before in (None, now):
         return []
     others = [name for name in table if name != key and (*path, name) not in given]
-    dropped = [name for name in others if name not in fields[now]]
-    kept = [name for name in others if name in fields[now]]
+    kept = [name for name in others if name in fields[now] and _accepts(fields[now][name], table[name])]
+    dropped = [name for name in others if name not in kept]
     for name in dropped:
         del table[name]
     if not dropped:
         return []
     line = f"{'.'.join((*path, key))} changed from {before} to {now}: {', '.join(dropped)} dropped"
     return [line + (f"; {', '.join(kept)} kept" if kept else "")]
+
+
+def _accepts(field: FieldInfo, value: Any) -> bool:
+    """Return whether a value is valid for this field. Several kinds have a `mode`, each with values of its own."""
+    kind: Any = Annotated[field.annotation, *(field.metadata or [None])]
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except (ValidationError, JobError):
+        return False
+    return True
 
 
 def _at(table: Any, path: tuple[str, ...]) -> Any:

@@ -78,7 +78,7 @@ def draw(name: str, traces: Sequence[Trace], **options: Any) -> list[Drawing]:
         if error.name not in EXTRA:
             raise
         raise FigureError(
-            f"figure {name}: needs {error.name}, which is not installed: pip install 'hpcsync[analysis]'"
+            f"figure {name}: needs {error.name}, which is not installed: pip install matplotlib pandas"
         ) from None
     with plotting.style():
         drawings: list[Drawing] = module.draw(list(traces), **given)

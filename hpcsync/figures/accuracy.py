@@ -1,9 +1,10 @@
 """Figure `accuracy`: accuracy and loss on held-out data, against time and against samples.
 
 Traces of one job with different seeds are drawn as one line: their mean, in a band from the smallest to the largest
-value. It ends where the shortest of these runs ends; values between evaluations are interpolated linearly. A dot marks
-the last evaluation of each run, a thin line a target, a circle the evaluation at which a run first reached the target,
-and a tick its time.
+value. It ends where the longest of these runs ends: a run that has ended keeps its last value, and the line is dashed
+from the end of the shortest run on. Values between evaluations are interpolated linearly. A dot marks the last
+evaluation of each run, a thin line a target, a circle the evaluation at which a run first reached the target, and a
+tick its time.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def draw(traces: list[Trace]) -> list[Drawing]:
     axes[0, 1].xaxis.set_major_formatter(EngFormatter())
     seeds = {len(group) for group in groups}
     n_seeds = " or ".join(map(str, sorted(seeds)))
-    how = f"mean and range of {n_seeds} seeds, up to the end of the shortest run; " if max(seeds) > 1 else ""
+    how = f"mean and range of {n_seeds} seeds, dashed: some have ended; " if max(seeds) > 1 else ""
     circles = "; circles: target reached" if (frame["drawn"] == "target").any() else ""
     figure.legend(
         *axes[0, 0].get_legend_handles_labels(),
@@ -79,7 +80,10 @@ def draw_panel(axis: Axes, panel: pd.DataFrame, x: str, looks: dict[str, Any], t
             panel[(panel["trace"] == name) & (panel["drawn"] == drawn)] for drawn in ("line", "dot", "target")
         )
         at = line[x].to_numpy(float)
-        axis.plot(at, line["mean"], label=name, **look)
+        complete = (line["runs"] == line["runs"].max()).to_numpy()
+        n_complete = int(complete.sum())
+        axis.plot(at[:n_complete], line["mean"][:n_complete], label=name, **look)
+        axis.plot(at[max(0, n_complete - 1) :], line["mean"][max(0, n_complete - 1) :], **(look | {"linestyle": "--"}))
         axis.fill_between(at, line["smallest"], line["largest"], color=look["color"], alpha=0.18, lw=0)
         axis.plot(dots[x], dots["mean"], ".", ms=5, color=look["color"])
         axis.plot(reached[x], reached["mean"], "o", ms=6.5, mfc="none", mew=0.8, color=look["color"])
@@ -136,14 +140,15 @@ def panel_data(group: list[Trace], quantity: str, x: str) -> pd.DataFrame:
     if not runs:
         return pd.DataFrame()
     at = np.unique(np.concatenate([run[:, 0] for run in runs]))
-    at = at[(at >= max(run[0, 0] for run in runs)) & (at <= min(run[-1, 0] for run in runs))]
+    at = at[at >= max(run[0, 0] for run in runs)]
     at = at[plotting.pick(range(len(at)), POINTS)]
-    values = np.array([np.interp(at, *run.T) for run in runs])
+    values = np.array([np.interp(at, *run.T) for run in runs])  # beyond the end of a run its last value
+    n_running = np.sum([at <= run[-1, 0] for run in runs], axis=0)
     spread = {"mean": values.mean(axis=0), "smallest": values.min(axis=0), "largest": values.max(axis=0)}
     last_at, last = np.array([run[-1] for run in runs]).T
-    line = pd.DataFrame({x: at, **spread}).assign(drawn="line")
-    dots = pd.DataFrame({x: last_at, **dict.fromkeys(spread, last)}).assign(drawn="dot")
+    line = pd.DataFrame({x: at, **spread, "runs": n_running}).assign(drawn="line")
+    dots = pd.DataFrame({x: last_at, **dict.fromkeys(spread, last)}).assign(drawn="dot", runs=len(runs))
     reached_x, reached = np.concatenate([reached_at(run, quantity, target(group[0], quantity)) for run in runs]).T
-    circles = pd.DataFrame({x: reached_x, **dict.fromkeys(spread, reached)}).assign(drawn="target")
+    circles = pd.DataFrame({x: reached_x, **dict.fromkeys(spread, reached)}).assign(drawn="target", runs=len(runs))
     frames = [part for part in (line, dots, circles) if len(part)]
-    return pd.concat(frames).assign(quantity=quantity, runs=len(runs))
+    return pd.concat(frames).assign(quantity=quantity)

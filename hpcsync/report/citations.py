@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import FirstKOptions, GossipOptions, LocalSgdOptions
@@ -388,10 +389,18 @@ def _parts(job: Job) -> dict[str, tuple[str, ...]]:
     return parts
 
 
-def software(version: str) -> Reference:
-    """Return the entry of hpcsync itself, in this version."""
+_VERSIONS = {"python_version": "Python", "torch_version": "PyTorch", "numpy_version": "NumPy"}
+
+
+def software(attributes: Mapping[str, Any]) -> Reference:
+    """Return the entry of hpcsync itself, with the versions that the root attributes of a trace record."""
     title = "hpcsync: PyTorch training under many synchronisation paradigms on MPI ranks and in virtual time"
-    fields = {"howpublished": "Computer software", "note": f"Version {version}"}
+    commit = attributes.get("git_commit") or ""
+    version = f"Version {attributes.get('hpcsync_version', 'unknown')}" + (f", commit {commit}" if commit else "")
+    parts = [f"{name} {found}" for key, name in _VERSIONS.items() if (found := attributes.get(key))]
+    if library := str(attributes.get("mpi_library") or ""):
+        parts.append(library.partition(",")[0])
+    fields = {"howpublished": "Computer software", "note": version + (f"; with {', '.join(parts)}" if parts else "")}
     return Reference("hpcsync", "misc", ("{The hpcsync developers}",), title, None, fields)
 
 

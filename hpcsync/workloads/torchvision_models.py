@@ -89,7 +89,7 @@ def _torchvision_models(name: str) -> Any:
     try:
         return importlib.import_module("torchvision.models")
     except ModuleNotFoundError:
-        raise JobError(f"--model {shown(name)}: needs torchvision: pip install 'hpcsync[models]'") from None
+        raise JobError(f"--model {shown(name)}: needs torchvision: pip install torchvision") from None
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise

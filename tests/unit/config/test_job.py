@@ -242,6 +242,13 @@ def test_keys_that_both_kinds_have_are_kept_and_named(path: Path) -> None:
     assert load(path, overrides).compression.name == "top-k"
 
 
+def test_a_key_of_both_kinds_is_dropped_if_its_value_is_not_valid_any_more(path: Path) -> None:
+    path.write_text(path.read_text().replace("staleness_max = 15", 'staleness_max = 15\nmode = "bounded"'))
+    assert remarks(path, ["paradigm=gossip"]) == [
+        "paradigm.name changed from dssp to gossip: staleness_min, staleness_max, mode dropped"
+    ]
+
+
 def test_without_servers_all_ranks_are_workers(path: Path) -> None:
     allreduce = 'paradigm={name="allreduce"}'
     assert load(path, [allreduce]).cluster.servers == 0

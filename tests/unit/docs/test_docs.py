@@ -31,7 +31,7 @@ from hpcsync.core.job_validation import check
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").rglob("*.md") if "_" not in p.parts[-2][:1])]
 RUN = {"show", "simulate", "audit", "cite", "figure", "plan", "slurm"}  # in console blocks
-OTHERS = {"git", "make", "module", "mpirun", "pip", "python", "python3", "sbatch", "scancel", "source", "srun"}
+OTHERS = {"cd", "git", "make", "module", "mpirun", "pip", "python", "python3", "sbatch", "scancel", "source", "srun"}
 SHELL = {"$paradigm": "bsp", "$seed": "1"}  # variables of the loops in bash blocks
 
 
@@ -204,11 +204,15 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
         assert target.startswith("https:") or (ROOT / target).is_file(), target
 
 
-def test_every_message_of_the_troubleshooting_page_is_one_that_hpcsync_says() -> None:
-    said = [text for path in (ROOT / "hpcsync").rglob("*.py") for text in strings(ast.parse(path.read_text()))]
-    page = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
-    messages = re.findall(r"^\| `([^`]+)` \|", page, flags=re.MULTILINE)
-    assert len(messages) > 40
+@pytest.mark.parametrize(
+    ("page", "pattern", "folder", "least"),
+    [("troubleshooting", r"^\| `([^`]+)` \|", "hpcsync", 40), ("audit", r"[|;] `([^`]+)`", "hpcsync/audit", 20)],
+)
+def test_every_message_and_check_of_a_page_is_one_of_hpcsync(page: str, pattern: str, folder: str, least: int) -> None:
+    said = [text for path in (ROOT / folder).rglob("*.py") for text in strings(ast.parse(path.read_text()))]
+    text = (ROOT / f"docs/how-to/{page}.md").read_text(encoding="utf-8")
+    messages = re.findall(pattern, text, flags=re.MULTILINE)
+    assert len(messages) > least
     for message in messages:
         parts = [part.strip(" :=;,") for part in message.split("...")]
         parts = [part for part in parts if len(part) > 3]

@@ -194,19 +194,19 @@ def test_transfers_that_do_not_fit_are_shortened_and_the_wait_is_not():
     )
 
 
-def test_accuracy_is_averaged_over_seeds_as_far_as_all_reach(tmp_path):
+def test_accuracy_is_averaged_over_seeds_up_to_the_end_of_the_longest_run(tmp_path):
     runs = [
         write(tmp_path, with_seed(record("asp", (seconds,), updates=10), seed), f"seed{seed}")
         for seed, seconds in ((1, 2.0), (2, 3.0))
     ]
     frame = draw("accuracy", tmp_path, *runs)
     assert frame["trace"].unique().tolist() == ["ASP"]
-    assert frame["runs"].unique().tolist() == [2]
     frame = frame[frame["quantity"] == "accuracy"]
     time = frame[frame["time_s"].notna()]
     line, dots = (time[time["drawn"] == drawn] for drawn in ("line", "dot"))
-    # Accuracies 0.8 and 0.9 at 10 and 20 s, and at 15 and 30 s: both are known from 15 to 20 s.
-    expected = [[15, 0.825, 0.8, 0.85], [20, (0.9 + 0.8 + 0.1 / 3) / 2, 0.8 + 0.1 / 3, 0.9]]
+    # Accuracies 0.8 and 0.9 at 10 and 20 s, and at 15 and 30 s: both are known from 15 s on, the first ends at 20 s.
+    expected = [[15, 0.825, 0.8, 0.85], [20, (0.9 + 0.8 + 0.1 / 3) / 2, 0.8 + 0.1 / 3, 0.9], [30, 0.9, 0.9, 0.9]]
+    assert line["runs"].tolist() == [2, 2, 1]
     assert np.allclose(line[["time_s", "mean", "smallest", "largest"]].values, expected, rtol=1e-15)
     assert dots[["time_s", "mean"]].values.tolist() == [[20, 0.9], [30, 0.9]]
     samples = frame[frame["samples"].notna() & (frame["drawn"] == "line")]
@@ -525,7 +525,7 @@ def test_a_missing_package_is_one_line_with_the_command(package, tmp_path, monke
     for name in [name for name in sys.modules if name.startswith("hpcsync.figures.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without)
-    says = f"figure waiting: needs {package}, which is not installed: pip install 'hpcsync[analysis]'\n"
+    says = f"figure waiting: needs {package}, which is not installed: pip install matplotlib pandas\n"
     assert refused("waiting", write(tmp_path, counted(*ROUNDS))) == says
 
 
@@ -571,5 +571,5 @@ def test_accuracy_marks_when_each_run_reached_the_target(tmp_path):
     (never,) = accuracy.draw([with_target(trace, target_accuracy=0.99999) for trace in runs])
     assert not (never.data["drawn"] == "target").any()
     assert "circles" not in never.figure.legends[0].get_title().get_text()
-    shortest = "mean and range of 2 seeds, up to the end of the shortest run"
+    shortest = "mean and range of 2 seeds, dashed: some have ended"
     assert shortest in never.figure.legends[0].get_title().get_text()

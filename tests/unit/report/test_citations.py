@@ -54,6 +54,13 @@ def test_variants_have_their_own_papers():
     assert push_sum["paradigm gossip"] == ["assran2019stochastic", "jin2016how"]
 
 
-def test_the_software_is_cited_with_its_version():
-    text = bibtex(software("1.2.3"))
+def test_the_software_is_cited_with_the_versions_of_the_run():
+    text = bibtex(software({"hpcsync_version": "1.2.3"}))
     assert "author = {{The hpcsync developers}}," in text and "note = {Version 1.2.3}," in text
+    versions = {
+        "python_version": "3.11.7",
+        "torch_version": "2.13.0+cpu",
+        "mpi_library": "Open MPI v5.0.11, package: x",
+    }
+    text = bibtex(software({"hpcsync_version": "1.2.3", "git_commit": "abc", **versions}))
+    assert "Version 1.2.3, commit abc; with Python 3.11.7, PyTorch 2.13.0+cpu, Open MPI v5.0.11}" in text

@@ -63,7 +63,7 @@ def test_without_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchvision.models", None)
     with pytest.raises(JobError) as mistake:
         build("alexnet")
-    assert str(mistake.value) == "--model \"alexnet\": needs torchvision: pip install 'hpcsync[models]'"
+    assert str(mistake.value) == '--model "alexnet": needs torchvision: pip install torchvision'
 
 
 def test_other_mistakes_of_torchvision_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
