@@ -153,13 +153,15 @@ class Output:
             thread.start()
             self._threads.append(thread)
 
-    def end(self, stopped: bool) -> None:
+    def end(self, stopped: bool, on_terminal: bool) -> None:
         """Write the rest of the streams and the notices that are not redundant.
 
         Parameters
         ----------
         stopped : bool
             True if hpcsync has ended the ranks.
+        on_terminal : bool
+            True if the standard output is a user's terminal, on which ranks may have shown a progress bar.
         """
         for thread in self._threads:
             thread.join(DRAIN_S)
@@ -167,7 +169,7 @@ class Output:
         for notice in (notice for found in self._filters for notice in found.notices):
             if not (explained if notice.on_purpose else stopped):
                 _write(2, notice.text)
-        if os.isatty(1):
+        if on_terminal:
             _write(1, SHOW_CURSOR)  # ranks that were killed while they showed a bar have left it hidden
 
 

@@ -325,7 +325,7 @@ def launch(
         if stopped:
             _stop(process, STARTING_GRACE_S if suspends and not listening.exists() else grace_s)
         process_cleanup.kill(mark)
-        written.end(stopped)
+        written.end(stopped, os.isatty(1) and not under_launcher())  # Open MPI gives each rank a terminal
     if timed_out:
         return Ended(TIMED_OUT, None, True)
     signum = next((signum for signum in signums if signum != signal.SIGUSR1), None)

@@ -67,5 +67,5 @@ def test_redundant_notices_are_dropped(
     output = Output()
     output.forward(process.stdout, process.stderr)
     assert process.wait(20) == 0
-    output.end(stopped)
+    output.end(stopped, on_terminal=False)
     assert os.fsencode(capfd.readouterr().err) == expected
