@@ -113,6 +113,10 @@ class Checkpointer:
             self._missing.discard(rank)
             self._spoiled = True
 
+    def forget(self, worker: int) -> None:
+        """Drop the deferred push infos of a worker that died: a run that resumes must not handle them."""
+        self.unheard = deque(record for record in self.unheard if record[1] != worker)
+
     def commit_if_complete(self) -> bool:
         """Commit the checkpoint if all ranks have saved; return whether it was committed.
 

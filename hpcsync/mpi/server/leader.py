@@ -173,6 +173,8 @@ class Leader:
 
     def _remove(self, now_s: float, worker: int) -> None:
         self._dead.add(worker)
+        if self._saver is not None:
+            self._saver.forget(worker)
         self._command([CommandRecord(messages.CommandKind.DISCARD, worker)])
         if worker in self._coordinator.active:
             self._carry_out(self._coordinator.left(now_s, worker, Change.DIED))

@@ -97,9 +97,9 @@ class WorkerSession(LinkedSession):
             self._restore(state)
             self._continue()
         if self._comes_back:
-            self._comes_back = False
             if self._leave(0.0):
                 self._iterations.skip((self._engine.iteration - 1) * self._job.local_steps)
+            self._comes_back = False  # only now: a checkpoint may be made while this worker waits for its first grant
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
     def cancelled(self, share: float) -> bool:
@@ -148,6 +148,7 @@ class WorkerSession(LinkedSession):
     def _state(self) -> dict[str, Any]:
         """Return the worker's state while it waits for a grant."""
         return {
+            "comes_back": self._comes_back,
             "engine": self._engine.state(),
             "iterations": self._iterations.state(),
             "generators": rng_state.state(self.flat.weights.device),
@@ -156,6 +157,7 @@ class WorkerSession(LinkedSession):
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state; the grant that was waited for has not arrived yet."""
+        self._comes_back = state["comes_back"]
         self._iterations.restore(state["iterations"])
         rng_state.restore(state["generators"], self.flat.weights.device)
         for name, buffer in self._model.named_buffers():

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from hpcsync.config.checkpoint import Checkpoint
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
-from hpcsync.run_dir.checkpoint import Checkpoints, newest
+from hpcsync.mpi.transport.messages import InfoKind
+from hpcsync.run_dir.checkpoint import RUN, Checkpoints, newest
 
 
 def make_saver(folder: Path) -> Checkpointer:
@@ -36,3 +37,22 @@ def test_a_death_while_saving_abandons_this_checkpoint_only(tmp_path):
     saver.saved(1)
     assert saver.commit_if_complete()
     assert newest(tmp_path) == tmp_path / "checkpoints" / str(number)
+
+
+def test_a_push_of_a_worker_that_died_during_a_checkpoint_is_not_in_the_next(tmp_path):
+    """A resumed run, in which that worker joins again, would handle it before the worker takes part."""
+    saver = make_saver(tmp_path)
+    saver.hold_if_due(11.0, 5)
+    for worker in (0, 1):
+        assert saver.keeps_back((InfoKind.PUSHED, worker))
+    saver.begin([1, 2])
+    saver.saved(2)
+    saver.lost(1)
+    assert not saver.commit_if_complete() and not saver.holding
+    saver.forget(0)
+    saver.hold_if_due(11.1, 5)
+    number = saver.begin([2])
+    saver.saved(2)
+    assert saver.commit_if_complete()
+    resumed = Checkpoints(tmp_path, 2, tmp_path / "checkpoints" / str(number), True)
+    assert resumed.state(RUN)["unheard"] == [(InfoKind.PUSHED, 1)]
