@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpcsync.config.job import Job
-from hpcsync.core.batches import Iterations
+from hpcsync.core.iterations import Iterations
 from hpcsync.core.session import Session
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
 from hpcsync.workloads.registry import Evaluate

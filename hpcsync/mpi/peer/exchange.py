@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduceOptions, GossipOptions, LocalSgdOptions, StanzaOptions
-from hpcsync.core.batches import Iterations
+from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_peer_selection
 from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer

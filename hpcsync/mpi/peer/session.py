@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hpcsync.core.batches import Iterations
+from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import Lockstep, StepInfo, create_batch_division, intake_info
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import ExchangeResult

@@ -24,7 +24,7 @@ import torch
 from hpcsync.config.errors import JobError, shown
 from hpcsync.config.job import Job, Script
 from hpcsync.config.paradigms import StanzaOptions
-from hpcsync.core.batches import Iterations
+from hpcsync.core.iterations import Iterations
 from hpcsync.mpi.collectives.allreduce import Agreed
 from hpcsync.mpi.collectives.model_parts import SeparatedLayers
 from hpcsync.mpi.peer.activation_exchange import ActivationExchange, Rows

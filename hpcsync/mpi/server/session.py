@@ -13,8 +13,8 @@ import torch
 
 from hpcsync.config.paradigms import EasgdOptions
 from hpcsync.core.assignments import create_assignments, create_paradigm
-from hpcsync.core.batches import Iterations
 from hpcsync.core.coordinator import coordinate
+from hpcsync.core.iterations import Iterations
 from hpcsync.core.roles import Roles
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.rank0.run_recorder import RunRecorder

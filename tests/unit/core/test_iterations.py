@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from hpcsync.core.batches import CALL_S, Iterations
+from hpcsync.core.iterations import CALL_S, Iterations
 from hpcsync.training.sampler import batches, sequence_indices
 from tests.unit.jobs import make_job
 
