@@ -17,7 +17,7 @@ import tomli_w
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
-from hpcsync.config import compression as job_compression
+from hpcsync.config import compression as compression_options
 from hpcsync.config.base import Count, Positive, Table, matching
 from hpcsync.config.batches import Batches
 from hpcsync.config.checkpoint import Checkpoint
@@ -116,7 +116,7 @@ class Job(Table):
         if isinstance(cluster, dict):
             found["cluster"] = {"servers": default_servers(paradigm), **cluster}
         if "compression" in table:
-            found["compression"] = job_compression.with_defaults(table["compression"], paradigm)
+            found["compression"] = compression_options.with_defaults(table["compression"], paradigm)
         return found
 
     @model_validator(mode="after")
@@ -156,7 +156,7 @@ class Job(Table):
             self.paradigm.check(self.cluster.workers)
         if isinstance(self.paradigm, StanzaOptions):
             self.paradigm.check(self.workload, self.cluster)
-        job_compression.check(self.compression, self.paradigm.name, self.optimizer.options.get("momentum", 0))
+        compression_options.check(self.compression, self.paradigm.name, self.optimizer.options.get("momentum", 0))
         return self
 
     @model_validator(mode="after")

@@ -290,7 +290,7 @@ SCHEMA: dict[str, TableSchema] = {
     ),
     "membership": TableSchema(
         "One row per change of membership; all workers are active at first. left: the worker leaves at the end of its "
-        "data or of the run, or because the job says so; a worker that joins late leaves instead of its first push. "
+        "data or of the run, or by an event of the job; a worker that joins late leaves instead of its first push. "
         "died: its process died. joined: it is active again and counts as far as the slowest active worker, if it is "
         "not farther; its iterations continue where they were, so the grant that answers its return may repeat one "
         "from before.",

@@ -27,10 +27,10 @@ from hpcsync.mpi.transport.tensor_window import HOST, NodeWindow, Transport
 
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin at a cache line, so that no two ranks write to the same one
-WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line per counter, and one for its `Said`
+WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line per counter, and one for its `StepCounts`
 
 
-class Said(NamedTuple):
+class StepCounts(NamedTuple):
     """Information that a rank contributes to a mean beside its vector.
 
     Attributes
@@ -109,13 +109,13 @@ class MeanVector(ABC):
         return ring_bytes(self.vector.nbytes, self.n_ranks)
 
     @abstractmethod
-    def mean(self, begin: int, end: int, said: Said) -> Agreed:
+    def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
         """Replace a slice of every rank's vector by its sum over ranks divided by the number of contributing ranks.
 
         Parameters
         ----------
         begin, end
-            The slice. With an empty slice ranks only exchange `said`.
+            The slice. With an empty slice ranks only exchange `own_counts`.
         said
             Information of this rank. A rank that contributes no steps has zeros in its vector.
 
@@ -146,8 +146,8 @@ def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: T
 class MpiMean(MeanVector):
     """Mean by MPI's all-reduce, in private host memory, on a communicator of its own.
 
-    Ranks first exchange `Said` with backoff. Once that is complete all ranks have arrived, so the all-reduce of the
-    vector does not wait long.
+    Ranks first exchange `StepCounts` with backoff. Once that is complete all ranks have arrived, so the all-reduce of
+    the vector does not wait long.
     """
 
     def __init__(
@@ -159,12 +159,12 @@ class MpiMean(MeanVector):
             self._image = torch.zeros(size, dtype=dtype, pin_memory=self.vector.is_cuda)
         self._comm = comm.Dup()
 
-    def mean(self, begin: int, end: int, said: Said) -> Agreed:
-        """Exchange `said` by a non-blocking all-reduce, then reduce the slice."""
+    def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
+        """Exchange `own_counts` by a non-blocking all-reduce, then reduce the slice."""
         if self.n_ranks == 1:
-            return Agreed(int(said.n_steps > 0), *said)
+            return Agreed(int(own_counts.n_steps > 0), *own_counts)
         begin_s = time.perf_counter()
-        words = np.array([said.n_steps > 0, *said], np.int64)
+        words = np.array([own_counts.n_steps > 0, *own_counts], np.int64)
         request = self._comm.Iallreduce(MPI.IN_PLACE, words)
         self._backoff.until(lambda: request.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
@@ -212,22 +212,22 @@ class SharedMean(MeanVector):
         words = [tensor.numpy() for tensor in self._counters.of]
         self._arrived = [word[:1] for word in words]
         self._left = [word[WORD:][:1] for word in words]
-        self._said = [word[2 * WORD :][: len(Said._fields)] for word in words]
+        self._own_counts = [word[2 * WORD :][: len(StepCounts._fields)] for word in words]
         self._turn = 0
         words[comm.rank][:] = 0
         self._window.release(0, size)
         self._counters.sync()
         comm.Barrier()
 
-    def mean(self, begin: int, end: int, said: Said) -> Agreed:
+    def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
         """Compute this rank's part of the mean and write it to all vectors."""
         self._turn += 1
         self._window.release(begin, end)
         begin_s = time.perf_counter()
-        self._said[self._rank][:] = said
+        self._own_counts[self._rank][:] = own_counts
         self._meet(self._arrived)
         self.absent_s += time.perf_counter() - begin_s
-        together = agreed(np.array(self._said))
+        together = agreed(np.array(self._own_counts))
         self._memory.sync()
         self._mean_part(begin, end, together.n_contributing)
         self._memory.sync()
@@ -287,7 +287,7 @@ class SharedMean(MeanVector):
 
     def free(self) -> None:
         """Free the windows."""
-        self._arrived, self._left, self._said = [], [], []
+        self._arrived, self._left, self._own_counts = [], [], []
         self._views.clear()
         self.vector = self.vector.new_empty(0)
         self._counters.free()

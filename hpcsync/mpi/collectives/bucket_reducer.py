@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
-from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
+from hpcsync.mpi.collectives.allreduce import Agreed, StepCounts, mean_vector
 from hpcsync.mpi.collectives.compressed_allreduce import compressed_mean
 from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.background_thread import Background
@@ -165,14 +165,14 @@ class BucketReducer:
         begin, end = self._buckets[self._launched]
         self._launched += 1
         assert self._background is not None
-        call = cuda.after_this(lambda: self._reduce(begin, end, Said()), self._flat.gradient.device, self._stream)
+        call = cuda.after_this(lambda: self._reduce(begin, end, StepCounts()), self._flat.gradient.device, self._stream)
         self._background.submit(call)
 
-    def _reduce(self, begin: int, end: int, said: Said) -> Agreed:
+    def _reduce(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
         begin_s = time.perf_counter()
         if self.weight != 1.0:
             self._flat.gradient[begin:end].mul_(self.weight)
-        agreed = self._mean.mean(begin, end, said)
+        agreed = self._mean.mean(begin, end, own_counts)
         self._comm_s += time.perf_counter() - begin_s
         self._n_reduced += 1
         return agreed
@@ -221,7 +221,7 @@ class BucketReducer:
         if self._launched and self._background is not None:
             self._background.wait()
         for begin, end in self._buckets[self._launched :]:
-            agreed = self._reduce(begin, end, Said(int(contributing), n_samples, stop, halt))
+            agreed = self._reduce(begin, end, StepCounts(int(contributing), n_samples, stop, halt))
         waited_s = time.perf_counter() - begin_s
         absent_s = min(waited_s, self._mean.absent_s - absent_s)
         self.reduced = Reduced(waited_s, absent_s, self._comm_s, self._mean.sent_bytes)

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from hpcsync.compression import ErrorFeedback
 from hpcsync.compression.codec import Array
 from hpcsync.core.peer_coordinator import broadcast_bytes, ring_bytes
-from hpcsync.mpi.collectives.allreduce import LINE_BYTES, Agreed, MeanVector, Said, agreed, mean_vector
+from hpcsync.mpi.collectives.allreduce import LINE_BYTES, Agreed, MeanVector, StepCounts, agreed, mean_vector
 from hpcsync.mpi.transport import cuda
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.tensor_window import Transport
@@ -22,7 +22,7 @@ from hpcsync.training.compressor import Compression, as_array, as_tensor
 class CompressedMean(MeanVector):
     """Base class of compressed means; a slice is the whole vector or empty.
 
-    Ranks first compress, then exchange `Said` with backoff. Once that is complete all ranks have arrived, so the
+    Ranks first compress, then exchange `StepCounts` with backoff. Once that is complete all ranks have arrived, so the
     exchange of the payloads does not wait long.
     """
 
@@ -35,18 +35,18 @@ class CompressedMean(MeanVector):
         self._comm = comm.Dup()
         self._backoff = Backoff(self._comm)
 
-    def mean(self, begin: int, end: int, said: Said) -> Agreed:
-        """Compress the vector, exchange `said`, then form the mean."""
+    def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
+        """Compress the vector, exchange `own_counts`, then form the mean."""
         forming = end > begin
-        n_bytes = self._prepare() if forming and said.n_steps else 0
+        n_bytes = self._prepare() if forming and own_counts.n_steps else 0
         begin_s = time.perf_counter()
-        own, words = np.array([*said, n_bytes], np.int64), np.empty((self.n_ranks, len(said) + 1), np.int64)
+        own, words = np.array([*own_counts, n_bytes], np.int64), np.empty((self.n_ranks, len(own_counts) + 1), np.int64)
         request = self._comm.Iallgather(own, words)
         self._backoff.until(lambda: request.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
         together = agreed(words[:, :-1])
         if forming and together.n_contributing:
-            self._form(words[:, -1], said.n_steps > 0)
+            self._form(words[:, -1], own_counts.n_steps > 0)
         return together
 
     @abstractmethod
@@ -128,12 +128,12 @@ class FactorsMean(CompressedMean):
 
     def _form(self, sizes: np.ndarray, contributing: bool) -> None:
         """Average the factors; a rank that does not contribute has zeros and keeps its error feedback."""
-        codec, vector, said = self.memory, as_array(self.vector), Said(int(contributing))
+        codec, vector, own_counts = self.memory, as_array(self.vector), StepCounts(int(contributing))
         if not contributing and isinstance(codec, ErrorFeedback):
             codec = codec.codec
         left, right = self._means
-        lefts = _mean_of(left, codec.left_factors(vector), said)
-        codec.product(_mean_of(right, codec.right_factors(lefts), said), vector)
+        lefts = _mean_of(left, codec.left_factors(vector), own_counts)
+        codec.product(_mean_of(right, codec.right_factors(lefts), own_counts), vector)
 
     def free(self) -> None:
         """Free the factors' means and the communicator."""
@@ -142,11 +142,11 @@ class FactorsMean(CompressedMean):
         super().free()
 
 
-def _mean_of(mean: MeanVector, factors: Array, said: Said) -> Array:
+def _mean_of(mean: MeanVector, factors: Array, own_counts: StepCounts) -> Array:
     """Return the mean of each rank's factors, which may be empty."""
     n = len(factors)
     mean.vector[:n].copy_(as_tensor(factors))
-    mean.mean(0, n, said)
+    mean.mean(0, n, own_counts)
     return as_array(mean.vector[:n].clone())
 
 

@@ -18,7 +18,7 @@ from hpcsync.config.job import Job
 from hpcsync.config.paradigms import AllReduceOptions, GossipOptions, LocalSgdOptions, StanzaOptions
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_peer_selection
-from hpcsync.mpi.collectives.allreduce import Agreed, Said, mean_vector
+from hpcsync.mpi.collectives.allreduce import Agreed, StepCounts, mean_vector
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.transport import messages
@@ -339,7 +339,7 @@ class _Rounds(Exchange):
             self._n_samples += n_samples
         if exchanging:
             begin_s = time.perf_counter()
-            announcement = Said(self._n_steps, self._n_samples, stop, self._link.halt_requested)
+            announcement = StepCounts(self._n_steps, self._n_samples, stop, self._link.halt_requested)
             self.agreed = self._mean.mean(0, 0, announcement)
             self._agreement_s = time.perf_counter() - begin_s
 
@@ -376,7 +376,7 @@ class Averaging(_Rounds):
         vector = self._mean.vector
         with self.peer.exchanging() as x:
             vector.copy_(x) if self._n_steps else vector.zero_()
-            agreed = self._mean.mean(0, len(vector), Said(self._n_steps))
+            agreed = self._mean.mean(0, len(vector), StepCounts(self._n_steps))
             x.copy_(vector)
             self._outer.step(x)
         sent = self._mean.sent_bytes

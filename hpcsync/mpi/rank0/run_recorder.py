@@ -119,7 +119,7 @@ class RunRecorder(Generic[C]):
         }
 
     def begin(self) -> None:
-        """Training begins, and rank 0 hears signals from now on."""
+        """Announce that training begins and that rank 0 handles signals from now on."""
         say("training")
         tell_listening()
 

@@ -162,7 +162,7 @@ class Leader:
         return [worker for rank in self._link.deaths.look() if (worker := roles.worker(rank)) not in self._dead]
 
     def _remove_dead(self, now_s: float) -> None:
-        """Continue without the workers that died; their earlier push infos have been handled and count."""
+        """Continue without the workers that died. Their earlier push infos count, unless a checkpoint deferred them."""
         for worker in self._newly_dead():
             rank = self._link.roles.rank_of(worker)
             if self._saver is not None and self._saver.holding:

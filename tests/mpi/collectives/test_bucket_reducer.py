@@ -11,7 +11,7 @@ from mpi4py import MPI
 from torch import nn
 
 from hpcsync.mpi.collectives import allreduce, bucket_reducer
-from hpcsync.mpi.collectives.allreduce import Agreed, MpiMean, Said, SharedMean
+from hpcsync.mpi.collectives.allreduce import Agreed, MpiMean, SharedMean, StepCounts
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.transport import shm_budget
 from hpcsync.mpi.transport.backoff import Backoff
@@ -396,7 +396,7 @@ def test_both_synchronisations_are_needed(comm, needs, broken, way, monkeypatch)
         if comm.rank == 0:
             time.sleep(0.02)
         mean.vector[:] = comm.rank + step
-        mean.mean(0, 1000, Said())
+        mean.mean(0, 1000, StepCounts())
         wrong += not (mean.vector == step + (comm.size - 1) / 2).all()
     comm.Barrier()
     assert (comm.allreduce(wrong) > 0) == (broken is not None)

@@ -14,7 +14,7 @@ from torch import nn
 
 from hpcsync.config.job import Job
 from hpcsync.mpi.collectives import compressed_allreduce as module
-from hpcsync.mpi.collectives.allreduce import Agreed, MpiMean, Said
+from hpcsync.mpi.collectives.allreduce import Agreed, MpiMean, StepCounts
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.collectives.compressed_allreduce import CompressedMean, FactorsMean, GatheredMean
 from hpcsync.mpi.transport.backoff import Backoff
@@ -76,7 +76,7 @@ def means(comm: MPI.Intracomm, of: Compression, dtype: torch.dtype = torch.float
     found, mean = [], make(comm, of, dtype)
     for step in range(STEPS):
         mean.vector.copy_(vector(comm.rank, step, dtype))
-        assert mean.mean(0, SIZE, Said(1, 4, False)) == Agreed(comm.size, comm.size, 4 * comm.size, False)
+        assert mean.mean(0, SIZE, StepCounts(1, 4, False)) == Agreed(comm.size, comm.size, 4 * comm.size, False)
         found.append(mean.vector.clone())
     rest = rest_of(codec_of(mean))
     mean.free()
@@ -152,7 +152,7 @@ def test_half_precision_is_exact_for_values_it_can_represent(comm):
     mean = make(comm, compression("fp16"))
     known = torch.arange(SIZE, dtype=torch.float64)
     mean.vector.copy_(known + comm.rank)
-    mean.mean(0, SIZE, Said())
+    mean.mean(0, SIZE, StepCounts())
     assert torch.equal(mean.vector, known + (comm.size - 1) / 2)
     assert mean.sent_bytes == (comm.size - 1) * (2 * SIZE + -2 * SIZE % 8)
     mean.free()
@@ -163,7 +163,7 @@ def test_all_of_the_elements_are_the_mean_without_compression(comm):
     dense = MpiMean(comm, SIZE, torch.float64, HOST, Backoff(comm))
     for step in range(STEPS):
         dense.vector.copy_(vector(comm.rank, step))
-        dense.mean(0, SIZE, Said())
+        dense.mean(0, SIZE, StepCounts())
         np.testing.assert_allclose(found[step], dense.vector, rtol=1e-12, atol=1e-15)
     assert not rest.any()
     dense.free()
@@ -200,7 +200,7 @@ def test_a_mean_of_low_rank_is_exact_whatever_the_ranks_of_its_terms(comm, feedb
     mean = make(comm, of)
     assert isinstance(mean, FactorsMean)
     mean.vector.copy_(own)
-    mean.mean(0, SIZE, Said())
+    mean.mean(0, SIZE, StepCounts())
     np.testing.assert_allclose(mean.vector, low, rtol=1e-9, atol=1e-12)
     assert mean.sent_bytes == 2 * (comm.size - 1) * (8 * (2 * (24 + 20) + 24 + 72 + 3)) // comm.size
     mean.free()
@@ -215,7 +215,7 @@ def test_without_factors_the_second_mean_is_empty(comm):
     mean = module.compressed_mean(comm, 9, torch.float64, HOST, Compression(job("powersgd", 2), [(9,)], torch.float64))
     for step in range(2):
         mean.vector.fill_(step + comm.rank)
-        mean.mean(0, 9, Said())
+        mean.mean(0, 9, StepCounts())
         np.testing.assert_allclose(mean.vector, step + (comm.size - 1) / 2)
     mean.free()
 
@@ -234,22 +234,22 @@ def test_a_rank_that_does_not_contribute_sends_nothing_and_keeps_its_state(comm,
         before = rest_of(codec_of(mean))
         if comm.rank in contributing:
             mean.vector.copy_(vector(comm.rank, step))
-            said = mean.mean(0, SIZE, Said(1, 2, comm.rank == 0))
+            own_counts = mean.mean(0, SIZE, StepCounts(1, 2, comm.rank == 0))
             assert before is None or not np.array_equal(rest_of(codec_of(mean)), before)
         else:
             mean.vector.zero_()
-            said = mean.mean(0, SIZE, Said(0))
+            own_counts = mean.mean(0, SIZE, StepCounts(0))
             assert np.array_equal(rest_of(codec_of(mean)), before) and before.any()
             assert name == "powersgd" or mean.sent_bytes == 0
-        assert said == Agreed(len(contributing), len(contributing), 2 * len(contributing), True)
+        assert own_counts == Agreed(len(contributing), len(contributing), 2 * len(contributing), True)
         assert equal_everywhere(comm, [mean.vector])
         vectors = [vector(rank, step) for rank in contributing]
         alike.form(contributing, vectors)
         assert torch.equal(mean.vector, vectors[0]) or (step == 2 and name == "powersgd")  # alike's has the older Q
     mean.vector.zero_()
-    assert mean.mean(0, SIZE, Said(0)).n_contributing == 0
+    assert mean.mean(0, SIZE, StepCounts(0)).n_contributing == 0
     assert not mean.vector.any()
-    assert mean.mean(0, 0, Said(3, 1)) == Agreed(comm.size, 3 * comm.size, comm.size, False)  # only to agree
+    assert mean.mean(0, 0, StepCounts(3, 1)) == Agreed(comm.size, 3 * comm.size, comm.size, False)  # only to agree
     mean.free()
 
 
@@ -312,7 +312,7 @@ def test_other_transports_are_staged_in_host_memory(comm):
         for transport in (HOST, Transport("staged")):
             mean = module.compressed_mean(comm, SIZE, torch.float64, transport, of)
             mean.vector.copy_(vector(comm.rank, 0))
-            mean.mean(0, SIZE, Said())
+            mean.mean(0, SIZE, StepCounts())
             found.append(mean.vector.clone())
             mean.free()
         assert torch.equal(*found)

@@ -45,23 +45,23 @@ class Cuda:
     """Stub of CUDA IPC: records the calls in order and fabricates other ranks' memory."""
 
     def __init__(self, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.rank, self.said = rank, []
+        self.rank, self.own_counts = rank, []
         self.refused: bytes | None = None
         for name in ("exported", "opened", "close"):
             monkeypatch.setattr(cuda, name, getattr(self, name))
 
     def exported(self, tensor):
-        self.said.append("export")
+        self.own_counts.append("export")
         return f"rank {self.rank}".encode()
 
     def opened(self, handle, count, dtype, device):
         if handle == self.refused:
             raise RuntimeError("cudaErrorPeerAccessUnsupported")
-        self.said.append(f"open {handle.decode()}")
+        self.own_counts.append(f"open {handle.decode()}")
         return torch.full((count,), 5.0, dtype=dtype)
 
     def close(self, tensor, device):
-        self.said.append("close")
+        self.own_counts.append("close")
 
 
 def test_all_ranks_open_each_others_memory_and_close_it_before_it_is_freed(comm, monkeypatch):
@@ -69,16 +69,18 @@ def test_all_ranks_open_each_others_memory_and_close_it_before_it_is_freed(comm,
     memory = DeviceMemory(comm, 3 + comm.rank, torch.float32, torch.device("cpu"))
     assert [len(tensor) for tensor in memory.of] == [3 + rank for rank in range(comm.size)]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
-    assert made.said == ["export", *(f"open rank {rank}" for rank in others)]
+    assert made.own_counts == ["export", *(f"open rank {rank}" for rank in others)]
     assert all((memory.of[rank] == 5).all() for rank in others) and (memory.of[comm.rank] == 0).all()
-    closed = len(made.said) + len(others)
+    closed = len(made.own_counts) + len(others)
     barrier = comm.allreduce
     monkeypatch.setattr(memory, "_comm", type("Comm", (), {
-        "rank": comm.rank, "Barrier": lambda self: made.said.append("all have closed") or barrier(0)
+        "rank": comm.rank, "Barrier": lambda self: made.own_counts.append("all have closed") or barrier(0)
     })())  # fmt: skip
     memory.free()
     memory.free()
-    assert made.said[closed:] == ["all have closed"] and set(made.said[closed - len(others) : closed]) <= {"close"}
+    assert made.own_counts[closed:] == ["all have closed"] and set(made.own_counts[closed - len(others) : closed]) <= {
+        "close"
+    }
 
 
 def test_gpu_memory_that_one_rank_cannot_open_is_given_up_by_all(comm, needs, monkeypatch):
@@ -87,5 +89,5 @@ def test_gpu_memory_that_one_rank_cannot_open_is_given_up_by_all(comm, needs, mo
     made.refused = b"rank 0" if comm.rank == comm.size - 1 else None
     with pytest.raises(MemoryUnreachable, match=f"rank {comm.size - 1} cannot open rank 0's memory: cudaErrorPeer"):
         DeviceMemory(comm, 5, torch.float32, torch.device("cpu"))
-    opened = sum(word.startswith("open") for word in made.said)
-    assert made.said.count("close") == opened, "what was opened is closed"
+    opened = sum(word.startswith("open") for word in made.own_counts)
+    assert made.own_counts.count("close") == opened, "what was opened is closed"
