@@ -63,13 +63,14 @@ class Device(Stateful):
         self._away = absences(events)
         self._joins_s: float | None = None  # time to join again after a departure; None if the worker has not left
         self._leave_iteration = min((e.at_iteration for e in leaving if e.at_iteration is not None), default=math.inf)
+        self._may_leave = bool(leaving or self._away)
 
     def leaves(self, begin_s: float) -> bool:
         """Return True if the worker leaves instead of beginning its next iteration at this time.
 
         It is then away until `join`.
         """
-        if self._joins_s is None:
+        if self._joins_s is None and self._may_leave:
             away = (until_s for since_s, until_s in self._away if since_s <= begin_s < until_s)
             self._joins_s = next(away, math.inf if self._iteration >= self._leave_iteration else None)
         return self._joins_s is not None
@@ -98,7 +99,9 @@ class Device(Stateful):
         A change of speed during the iteration applies to the rest of it: the remaining work takes `factor` times as
         long.
         """
-        self._begin(begin_s)
+        if self._by_time or self._by_iteration:
+            self._change_speed(begin_s)
+        self._iteration += 1
         left_s = 0.0 if self._times is None else next(self._times)  # remaining, in seconds of a device that is not slow
         left_s *= self._fixed_share + (1.0 - self._fixed_share) * load  # exactly 1 for a load of 1
         since_s, factor = begin_s, self._factor
@@ -115,13 +118,12 @@ class Device(Stateful):
         if self._times is not None:
             self._times = islice(self._times, self._iteration - 1, None)
 
-    def _begin(self, begin_s: float) -> None:
+    def _change_speed(self, begin_s: float) -> None:
         """Apply the changes due by now; changes for this iteration come last, since they happen as it begins."""
         while self._by_time and self._by_time[0][0] <= begin_s:
             self._factor = self._by_time.popleft()[-1]
         while self._by_iteration and self._by_iteration[0][0] <= self._iteration:
             self._factor = self._by_iteration.popleft()[-1]
-        self._iteration += 1
 
 
 def _factor(event: ClusterEvent) -> float:

@@ -258,7 +258,8 @@ class PeerCoordinator(Stateful):
             if len(infos) >= len(self.active):  # otherwise a step info is missing
                 self._end_rounds(now_s)
         else:
-            self._update(now_s, [r])
+            lr = self._rate(self._own_samples[r.worker], r.iteration - 1)
+            self._update(now_s, lr, [r])
         if not self.stopping:
             self.stalls.began(r.worker, r.iteration + 1, now_s)
 
@@ -314,17 +315,12 @@ class PeerCoordinator(Stateful):
         """End the common iterations that every active worker has reported; each is an update."""
         for iteration in sorted(self._round):
             if all(self.done[worker] >= iteration for worker in self.active):
-                self._update(now_s, self._round.pop(iteration))
+                infos = [info for info in self._round.pop(iteration) if info.worker in self._counting]
+                self._update(now_s, self._lr(self.samples, self.version, self._n_workers), infos)
 
-    def _update(self, now_s: float, infos: list[StepInfo]) -> None:
-        worker, iteration = infos[0].worker, infos[0].iteration
-        if self._one_model:
-            lr = self._lr(self.samples, self.version, self._n_workers)
-        else:
-            lr = self._rate(self._own_samples[worker], iteration - 1)
+    def _update(self, now_s: float, lr: float, counted: Sequence[StepInfo]) -> None:
         self.version += 1
         self.updated_s = now_s
-        counted = [step_info for step_info in infos if step_info.worker in self._counting]
         for step_info in counted:
             self.samples += step_info.batch_size
             self._own_samples[step_info.worker] += step_info.batch_size

@@ -19,6 +19,7 @@ from hpcsync.paradigms.peer_method import (
     PeerMethod,
     StepCounts,
     Transport,
+    without_exchange,
 )
 from hpcsync.paradigms.records import StepInfo
 from hpcsync.state import Stateful
@@ -117,16 +118,6 @@ class PeerMachine(Stateful):
         Actions
             Coroutine to be resumed until it returns the result of the exchange.
         """
-        if self.method.synchronous:
-            return self._advance_together(n_samples, stop, halt)
-        lr = self._rate(self.samples, self.iteration)
-        self.iteration += 1
-        self.samples += n_samples
-        self.stopped = stop or (self._n_workers == 1 and self._done_alone(n_samples))
-        round, since = divmod(self.iteration, self.method.period)
-        return self.method.iterate(self, lr, None if since else round)
-
-    def _advance_together(self, n_samples: int, stop: bool, halt: bool) -> Actions:
         method, lockstep = self.method, self.lockstep
         if method.one_model:
             lr = self._lr(lockstep.samples, lockstep.updates, self._n_workers)
@@ -134,16 +125,22 @@ class PeerMachine(Stateful):
             lr = self._rate(self.samples, self.iteration)
         self.iteration += 1
         self.samples += n_samples
+        round, since = divmod(self.iteration, method.period)
+        if not method.synchronous:
+            self.stopped = stop or (self._n_workers == 1 and self._done_alone(n_samples))
+            return method.iterate(self, lr, None if since else round)
         if n_samples:
             self.n_steps += 1
             self._n_samples += n_samples
             if not method.one_model:
                 self.transport.step(self.worker, lr)
-        round, since = divmod(self.iteration, method.period)
         if since:
             self.stopped = lockstep.enough(since)
-            return NO_EXCHANGE
-        counts, result = StepCounts(self.n_steps, self._n_samples, stop, halt), NO_EXCHANGE
+            return without_exchange()
+        return self._exchange_together(round, lr, StepCounts(self.n_steps, self._n_samples, stop, halt))
+
+    def _exchange_together(self, round: int, lr: float, counts: StepCounts) -> Actions:
+        method, lockstep, result = self.method, self.lockstep, NO_EXCHANGE
         if method.one_model:
             agreed, result = yield self.transport.sum(self.worker, counts, lr)
         else:

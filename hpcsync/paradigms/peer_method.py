@@ -94,6 +94,12 @@ NO_EXCHANGE = ExchangeResult()
 PENDING = object()  # result of a call that is not over
 
 
+def without_exchange() -> Actions:
+    """End an iteration at once."""
+    yield from ()
+    return NO_EXCHANGE
+
+
 class Transport:
     """What an engine does for a worker; a transport implements what its method calls."""
 
@@ -269,7 +275,7 @@ class PeerMethod:
         """End an asynchronous worker's iteration; `round` is None if no exchange is due."""
         # Published with this step, but without the coming exchange.
         worker.transport.step(worker.worker, lr, worker.serial)
-        return NO_EXCHANGE if round is None else (yield from self.exchange(worker, round))
+        return without_exchange() if round is None else self.exchange(worker, round)
 
     def absorb_rest(self, update: LocalUpdate, received: Any) -> float:
         """Absorb what has arrived since the last iteration; return the number to record with the weights."""

@@ -52,6 +52,18 @@ class _PeerWorker:
         self.actions: Actions
 
 
+def _carry_on(actions: Actions, value: Any) -> ExchangeResult | None:
+    """Resume a coroutine until a call is pending; return the result if the iteration ends."""
+    send = actions.send
+    try:
+        while value is not PENDING:
+            value = send(value)
+    except StopIteration as end:
+        result: ExchangeResult = end.value
+        return result
+    return None
+
+
 class PeerSimulation(Transport, ABC):
     """Simulation of one run of a job without servers; a subclass is the transport of its method.
 
@@ -146,22 +158,21 @@ class PeerSimulation(Transport, ABC):
             self._leave(worker)
         else:
             state.begin_s = now_s
-            load = self._n_samples(worker) / self._batch_size
-            self._loop.after(state.device.seconds(now_s, load), self._computed, worker)
+            n_samples = state.n_samples = self._n_samples(worker)
+            self._loop.after(state.device.seconds(now_s, n_samples / self._batch_size), self._computed, worker)
 
     def _computed(self, worker: int) -> None:
         state = self._workers[worker]
         state.end_s = state.exchange_s = self._loop.now_s
         state.loss = self._compute(worker)
-        n_samples = state.n_samples = self._n_samples(worker)
-        state.actions = state.machine.advance(n_samples, stop=self.coordinator.stopping)
+        state.actions = state.machine.advance(state.n_samples, stop=self.coordinator.stopping)
         self._resume(worker)
 
     def _resume(self, worker: int, value: Any = None) -> None:
         """Resume a worker with the result of its call; if its iteration ends, send the step info and continue."""
-        result = self._carry_on(worker, value)
+        state = self._workers[worker]
+        result = _carry_on(state.actions, value)
         if result is not None:
-            state = self._workers[worker]
             if state.has_left:
                 self._participate(worker)
                 return
@@ -178,27 +189,16 @@ class PeerSimulation(Transport, ABC):
         values
             Workers and the results of their calls.
         """
+        states = self._workers
         ended: dict[int, ExchangeResult] = {}
         for worker, value in values:
-            if (result := self._carry_on(worker, value)) is not None:
+            if (result := _carry_on(states[worker].actions, value)) is not None:
                 ended[worker] = result
-        states = self._workers
         self._reported(
             [self._report(worker, result) for worker, result in ended.items() if not states[worker].has_left]
         )
         for worker in ended:
             self._continue(worker)
-
-    def _carry_on(self, worker: int, value: Any) -> ExchangeResult | None:
-        """Resume a worker's coroutine until a call is pending; return the result if the iteration ends."""
-        send = self._workers[worker].actions.send
-        try:
-            while value is not PENDING:
-                value = send(value)
-        except StopIteration as end:
-            result: ExchangeResult = end.value
-            return result
-        return None
 
     def publish_for_evaluation(self, worker: int, serial: int) -> None:
         """Evaluate once all synchronous workers have published the same iteration."""
@@ -245,7 +245,7 @@ class PeerSimulation(Transport, ABC):
         state = self._workers[worker]
         while state.machine.in_step:
             state.actions = state.machine.advance(0, stop=self.coordinator.stopping)
-            if self._carry_on(worker, None) is None:
+            if _carry_on(state.actions, None) is None:
                 return
 
     # ---- the run ----

@@ -128,7 +128,8 @@ class StanzaSimulation(PeerSimulation):
     # ---- an iteration ----
 
     def _begin(self, worker: int) -> None:
-        self._workers[worker].begin_s = self._loop.now_s
+        state = self._workers[worker]
+        state.begin_s, state.n_samples = self._loop.now_s, self._n_samples(worker)
         if self._group_of[worker].is_fc:
             self._pieces[worker].ready = True
             self._start_next_piece(worker)
@@ -139,8 +140,8 @@ class StanzaSimulation(PeerSimulation):
 
     def _draw_duration(self, worker: int) -> None:
         """Draw the duration of the worker's computation, which begins now."""
-        load = self._n_samples(worker) / self._batch_size
-        self._pieces[worker].device_s = self._workers[worker].device.seconds(self._loop.now_s, load)
+        state = self._workers[worker]
+        self._pieces[worker].device_s = state.device.seconds(self._loop.now_s, state.n_samples / self._batch_size)
 
     def _forward(self, worker: int, piece: int) -> None:
         """Compute the forward pass of a piece, counted from 1, on a convolution worker."""

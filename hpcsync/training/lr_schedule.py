@@ -32,8 +32,8 @@ def learning_rate(job: Job) -> LearningRate:
     optimizer, workers = job.optimizer, job.cluster.workers
     by_samples = optimizer.lr_clock == "samples"
     scaled = optimizer.async_lr_scale == "1/workers"
-    constant = float(optimizer.lr)
     if optimizer.schedule is None and not scaled:
+        constant = float(optimizer.lr)
         return lambda samples, updates, n_contributions: constant
 
     def lr(samples: int, updates: int, n_contributions: int) -> float:
@@ -82,9 +82,10 @@ class EvaluationSchedule(Stateful):
 
     def begin_if_due(self, samples: int) -> bool:
         """Return True if an evaluation is due, and then record that it has begun."""
-        if due := self.due(samples):
-            self.begun(samples)
-        return due
+        if self._every_samples == 0 or not self.due(samples):
+            return False
+        self.begun(samples)
+        return True
 
     def begun(self, samples: int) -> None:
         """Record that an evaluation after so many samples has begun; the next is due at the next multiple."""
