@@ -125,7 +125,8 @@ def troubled(program: Program, dice: random.Random, folder: Path) -> None:
 
 
 def saved(folder: Path) -> set[Path]:
-    return set(folder.glob("*/checkpoints/[0-9]*"))
+    """The finished checkpoints."""
+    return {path for path in folder.glob("*/checkpoints/*") if path.name.isdigit()}
 
 
 def finished(folder: Path) -> set[Path]:
