@@ -104,7 +104,11 @@ def reproduced_jobs(times: Path) -> Jobs:
         "stanza": stanza.jobs(1),
         "stanza_real": {name: stanza_real.job(name, 1, NETWORK) for name in stanza_real.METHODS},
     }
-    return {f"{of}/{name}": tomllib.loads(job.to_toml()) for of, jobs in found.items() for name, job in jobs.items()}
+    return {
+        f"{of}/{name}": job.model_dump(exclude_none=True, exclude_defaults=True)  # BEFORE may lack keys with defaults
+        for of, jobs in found.items()
+        for name, job in jobs.items()
+    }
 
 
 def left_out(name: str, job: dict[str, Any]) -> str:

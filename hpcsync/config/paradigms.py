@@ -76,6 +76,9 @@ def _options(table: Any) -> ParadigmOptions:
 
 def _table(options: ParadigmOptions, info: SerializationInfo) -> dict[str, Any]:
     table = {each.name: getattr(options, each.name) for each in fields(options)}
+    if info.exclude_defaults:
+        at_default = {each.name for each in fields(options) if table[each.name] == each.default} - {"name"}
+        table = {key: value for key, value in table.items() if key not in at_default}
     table = {key: _table(value, info) if isinstance(value, ParadigmOptions) else value for key, value in table.items()}
     return {key: value for key, value in table.items() if not (info.exclude_none and value is None)}
 
