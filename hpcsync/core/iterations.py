@@ -1,4 +1,7 @@
-"""Iterations of one worker as its training loop sees them: batches, and begin and end of each computation."""
+"""Iterations of one worker as its training loop sees them: batches, and begin and end of each computation.
+
+An iteration is what one step uses: usually one batch, or several batches whose gradients accumulate.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +42,12 @@ class Iterations(Stateful):
     Attributes
     ----------
     batch_size
-        Samples of the current batch.
+        Samples of the iteration under way so far, or of the last one.
     computed_s
         Seconds of computation of the iteration that has ended.
     """
 
-    state_types = {"_ended": int, "_device": Device}
+    state_types = {"_used": int, "_device": Device}
 
     def __init__(
         self,
@@ -64,10 +67,11 @@ class Iterations(Stateful):
         self._while_padding = while_padding
         self._allocated = allocated
         self._training_epochs = 0
-        self._ended = 0  # iterations that have ended
+        self._drawn = 0  # batches of the iteration under way
+        self._used = 0  # batches of the iterations that have ended
         self._skip = 0  # next batches to skip, trained on before the run was resumed
-        self._begin_s: float | None = None  # begin of the batch under way
-        self._device_s = 0.0  # seconds that the device takes for it
+        self._begin_s: float | None = None  # begin of the iteration under way
+        self._device_s = 0.0  # seconds that the device takes for its batches so far
         self._resumed_s: float | None = None  # begin of the part of the computation under way
         self._in_parts = False
         self._device = device(job, worker)
@@ -96,36 +100,47 @@ class Iterations(Stateful):
         )
         while not stopped():
             begin_s = self._now()
-            if self._device.leaves(begin_s):
+            if self._begin_s is None and self._device.leaves(begin_s):
                 if not self._leave(self._device.joins_s):
                     return
                 self._device.join()
                 continue
             try:
-                self.batch_size, batch = next(own)
+                n_samples, batch = next(own)
             except StopIteration:
                 return
-            self._begin_s = begin_s
-            self._in_parts, self.computed_s = False, 0.0
-            self._device_s = self._device.seconds(begin_s, self.batch_size / batch_size)
+            if self._begin_s is None or self._allocated is not None:  # an allocated batch without a step comes again
+                self._begin(begin_s)
+                self.batch_size = self._drawn = 0
+            self.batch_size += n_samples
+            self._drawn += 1
+            self._device_s += self._device.seconds(begin_s, n_samples / batch_size)
             yield batch
 
+    def begin_again(self) -> None:
+        """Begin another iteration with the samples of the last one, such as the step of a second optimizer."""
+        self._begin(self._now())
+
+    def _begin(self, begin_s: float) -> None:
+        self._begin_s = begin_s
+        self._in_parts, self.computed_s, self._device_s = False, 0.0, 0.0
+
     def skip(self, n_iterations: int) -> None:
-        """Start after `n_iterations` iterations of which nothing else is known."""
-        self._ended = self._skip = n_iterations
+        """Start after `n_iterations` iterations of one batch each, of which nothing else is known."""
+        self._used = self._skip = n_iterations
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from a state: the next loaders skip the batches that were trained on."""
         super().restore(state)
-        self._skip = self._ended
+        self._skip = self._used
 
     @property
     def under_way(self) -> bool:
-        """True while a batch has been yielded whose computation has not ended."""
+        """True while an iteration has begun and not ended."""
         return self._begin_s is not None
 
     def pad(self, share: float) -> None:
-        """Wait until the device would have computed this share of the batch.
+        """Wait until the device would have computed this share of the iteration.
 
         Raises
         ------
@@ -163,7 +178,8 @@ class Iterations(Stateful):
         self.pad(0.0 if self._in_parts else share)
         assert self._begin_s is not None
         begin_s, self._begin_s = self._begin_s, None
-        self._ended += 1
+        self._used += self._drawn
+        self._drawn = 0
         end_s = self._now()
         if not self._in_parts:
             self.computed_s = end_s - begin_s

@@ -68,8 +68,26 @@ def test_an_iteration_knows_its_batch_size():
     iterations = make_iterations()
     next(iterations.shard(DATA, 4, 1, never))
     assert iterations.batch_size == 4
+    iterations.end()
     next(iterations.shard(DATA, 5, 1, never))
     assert iterations.batch_size == 5
+
+
+def test_batches_between_two_steps_are_one_iteration():
+    times = iter([1.0, 3.0, 4.0, 6.0, 7.0, 7.0, 7.0, 9.0])
+    iterations = make_iterations(now=lambda: next(times))
+    loader = iterations.shard(DATA, 4, None, never)
+    next(loader)
+    next(loader)
+    assert (iterations.batch_size, iterations.end()) == (8, (1.0, 4.0))
+    iterations.begin_again()
+    assert (iterations.batch_size, iterations.end()) == (8, (6.0, 7.0))
+    next(loader)
+    iterations.end()
+    resumed = make_iterations()
+    resumed.restore(iterations.state())
+    assert samples(resumed.shard(DATA, 4, 2, never)) == expected(range(2))[3:]
+    assert expected(range(2))[3:] != expected(range(2))[2:]
 
 
 def test_an_iteration_begins_when_its_batch_is_requested_and_ends_unpadded():
