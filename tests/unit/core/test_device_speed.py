@@ -289,7 +289,8 @@ class OnlyAtItsBeginning(Device):
     """Reads the factor only when an iteration begins."""
 
     def seconds(self, begin_s):
-        self._begin(begin_s)
+        self._change_speed(begin_s)
+        self._iteration += 1
         return next(self._times) * self._factor
 
 

@@ -263,7 +263,7 @@ def test_synchronous_workers_end_together(paradigm, leaves, stop):
 
 def test_a_worker_that_miscounts_is_noticed(monkeypatch):
     """The control: a machine which believes that those that have left still contribute ends before the others."""
-    advance = PeerMachine._advance_together
+    advance = PeerMachine._exchange_together
 
     def miscounting(self: PeerMachine, *of: Any) -> Any:
         result = yield from advance(self, *of)
@@ -271,7 +271,7 @@ def test_a_worker_that_miscounts_is_noticed(monkeypatch):
             self.lockstep._n_contributing = 3
         return result
 
-    monkeypatch.setattr(PeerMachine, "_advance_together", miscounting)
+    monkeypatch.setattr(PeerMachine, "_exchange_together", miscounting)
     with pytest.raises(AssertionError, match="has ended is waited for"):
         together(local(4), 3, {0: 3, 2: 8}, stop={"updates": 35})
 
