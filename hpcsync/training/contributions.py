@@ -20,9 +20,8 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.state import Stateful
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.training.local_update import LocalOptimizer
 from hpcsync.training.lr_schedule import worker_rate
-from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.optimizers import OptimizerFactory, WorkerOptimizer
 from hpcsync.training.update_rules import towards
 
 
@@ -108,12 +107,12 @@ class LocalSteps(Contribution):
         Gradients used so far, and their samples.
     """
 
-    state_types = {"_optimizer": LocalOptimizer, "steps": int, "samples": int, "_lr": float}
+    state_types = {"_optimizer": WorkerOptimizer, "steps": int, "samples": int, "_lr": float}
 
-    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec, rate: Callable[[int, int], float]) -> None:
+    def __init__(self, weights: torch.Tensor, spec: OptimizerFactory, rate: Callable[[int, int], float]) -> None:
         super().__init__(weights)
         self.steps = self.samples = 0
-        self._optimizer = LocalOptimizer(weights, spec)
+        self._optimizer = spec.on_worker(weights)
         self._rate = rate
         self._lr = 0.0  # of the last gradient
 
@@ -140,7 +139,7 @@ class Change(LocalSteps):
     commits_rest = True
 
     def __init__(
-        self, weights: torch.Tensor, spec: OptimizerSpec, rate: Callable[[int, int], float], vector: torch.Tensor
+        self, weights: torch.Tensor, spec: OptimizerFactory, rate: Callable[[int, int], float], vector: torch.Tensor
     ) -> None:
         super().__init__(weights, spec, rate)
         self.vector = vector
@@ -182,7 +181,7 @@ class Position(LocalSteps):
     def __init__(
         self,
         weights: torch.Tensor,
-        spec: OptimizerSpec,
+        spec: OptimizerFactory,
         rate: Callable[[int, int], float],
         gradient: torch.Tensor,
         alpha: float,
@@ -235,7 +234,7 @@ class NoContribution(Contribution):
         return math.nan
 
 
-def on_rank(job: Job, flat: FlatModel, spec: OptimizerSpec) -> tuple[Contribution, torch.Tensor]:
+def on_rank(job: Job, flat: FlatModel, spec: OptimizerFactory) -> tuple[Contribution, torch.Tensor]:
     """Return the contribution of a worker that has a model of its own, and the vector for the servers' weights."""
     if not job.steps_on_workers:
         return Contribution(flat.weights, flat.gradient), flat.weights
@@ -243,7 +242,7 @@ def on_rank(job: Job, flat: FlatModel, spec: OptimizerSpec) -> tuple[Contributio
     return _local(job, flat.weights, spec, lambda: torch.empty_like(read), lambda: flat.gradient), read
 
 
-def in_turn(job: Job, weights: torch.Tensor, spec: OptimizerSpec) -> list[Contribution]:
+def in_turn(job: Job, weights: torch.Tensor, spec: OptimizerFactory) -> list[Contribution]:
     """Return the contributions of all workers that compute on one model in turn, from these initial weights."""
     n_workers = job.cluster.workers
     if not job.steps_on_workers:
@@ -257,7 +256,7 @@ def in_turn(job: Job, weights: torch.Tensor, spec: OptimizerSpec) -> list[Contri
 def _local(
     job: Job,
     weights: torch.Tensor,
-    spec: OptimizerSpec,
+    spec: OptimizerFactory,
     change: Callable[[], torch.Tensor],
     gradient: Callable[[], torch.Tensor],
 ) -> LocalSteps:

@@ -1,4 +1,4 @@
-"""A model's trainable parameters, and their gradients, as views into one contiguous buffer each.
+"""A model's parameters, and their gradients, as views into one contiguous buffer each.
 
 Weights and gradients are transferred as one flat vector, without packing or unpacking: autograd accumulates directly
 into the gradient buffer, and a transfer into the weight buffer is the model's new state.
@@ -6,12 +6,14 @@ into the gradient buffer, and a transfer into the weight buffer is the model's n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 DTYPES = (torch.float32, torch.float64)
+NARROW = (torch.bfloat16, torch.float16)
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -35,58 +37,93 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return parameters
 
 
-class FlatModel:
-    """A module whose trainable parameters are views into `weights` and their gradients views into `gradient`.
+def flat_dtype(parameters: Sequence[nn.Parameter]) -> torch.dtype:
+    """Return the type of a flat vector that holds these parameters exactly: float32, or float64 if one of them is.
 
-    The module's buffers (running statistics) are left alone.
+    Raises
+    ------
+    ValueError
+        If there are no parameters, or one is of another type than float32, float64, bfloat16 and float16.
+    """
+    dtypes = {p.dtype for p in parameters}
+    if not dtypes or not dtypes <= {*DTYPES, *NARROW}:
+        found = ", ".join(sorted(map(str, dtypes))) or "no trainable parameters"
+        raise ValueError(f"the model has {found}: allowed are float32, float64, bfloat16 and float16")
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+class FlatModel:
+    """A module whose parameters are views into `weights` and their gradients views into `gradient`.
+
+    Parameters of another type than the flat vectors, such as bfloat16, cannot be views: they are copies, which
+    `spread` and `collect` keep equal. Rounding such a parameter's elements changes nothing, since they were written by
+    it, so the flat vector holds it exactly. The module's buffers (running statistics) are left alone.
 
     Parameters
     ----------
     model
         The module; its parameters are rebound.
+    parameters
+        Those of its parameters that the vectors hold; by default the `trainable` ones, all of one type, whose gradients
+        are then 0. Otherwise gradients stay as they are.
 
     Attributes
     ----------
     weights, gradient
-        1-D tensors of `size` elements, in the order of `trainable`.
+        1-D tensors of `size` elements, in the order of `parameters`.
     size
         Number of elements.
+    spans
+        Slice of the vectors for each parameter.
 
     Raises
     ------
     ValueError
-        From `trainable`.
+        From `trainable` or `flat_dtype`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter] | None = None) -> None:
         self.model = model
-        self._parameters = trainable(model)
-        self.size = sum(p.numel() for p in self._parameters)
-        self.weights = torch.empty(self.size, dtype=self._parameters[0].dtype, device=self._parameters[0].device)
+        self._parameters = trainable(model) if parameters is None else list(parameters)
+        dtype = flat_dtype(self._parameters)
+        ends = list(itertools.accumulate(p.numel() for p in self._parameters))
+        self.spans = [slice(end - p.numel(), end) for end, p in zip(ends, self._parameters, strict=True)]
+        self.size = ends[-1]
+        self.weights = torch.empty(self.size, dtype=dtype, device=self._parameters[0].device)
         self.gradient = torch.zeros_like(self.weights)
         self._weight_views = self._views(self.weights)
         self._gradient_views = self._views(self.gradient)
-        for parameter, weights, gradient in zip(
-            self._parameters, self._weight_views, self._gradient_views, strict=True
-        ):
+        self._copied = [index for index, p in enumerate(self._parameters) if p.dtype != dtype]
+        for weights, parameter in zip(self._weight_views, self._parameters, strict=True):
             weights.copy_(parameter.detach())
-            parameter.data = weights
-            parameter.grad = gradient
+        for index in set(range(len(self._parameters))) - set(self._copied):
+            self._parameters[index].data = self._weight_views[index]
+        if parameters is None:
+            self.zero_gradient()
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
-        """The trainable parameters, in the order of the buffers."""
+        """The parameters, in the order of the vectors."""
         return self._parameters
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        sizes = [p.numel() for p in self._parameters]
-        return [part.view(p.shape) for part, p in zip(flat.split(sizes), self._parameters, strict=True)]
+        return [flat[span].view(p.shape) for span, p in zip(self.spans, self._parameters, strict=True)]
+
+    def spread(self) -> None:
+        """Make the parameters equal to `weights`, which have changed."""
+        for index in self._copied:
+            self._parameters[index].data.copy_(self._weight_views[index])
+
+    def collect(self) -> None:
+        """Make `weights` equal to the parameters, which have changed."""
+        for index in self._copied:
+            self._weight_views[index].copy_(self._parameters[index].data)
 
     def zero_gradient(self) -> None:
         """Zero the gradient and keep the views, which `zero_grad(set_to_none=True)` would drop."""
         self.gradient.zero_()
-        for parameter, gradient in zip(self._parameters, self._gradient_views, strict=True):
-            parameter.grad = gradient
+        for parameter, view in zip(self._parameters, self._gradient_views, strict=True):
+            parameter.grad = view
 
     def drop_gradient(self) -> None:
         """Set every parameter's gradient to None, as `zero_grad(set_to_none=True)` does, before a later `gather`.
@@ -101,7 +138,7 @@ class FlatModel:
         """Make `gradient` hold every parameter's gradient.
 
         This is free when autograd wrote into the views, as it does unless `parameter.grad` was replaced; a replaced
-        gradient is copied and the view restored. The gradient of a parameter that does not enter the loss is zero.
+        gradient is copied and the view restored. Where a parameter has no gradient it is zero, and stays None.
         """
         for index in range(len(self._parameters)):
             self.gather(index)
@@ -113,14 +150,26 @@ class FlatModel:
             return
         if parameter.grad is None:
             view.zero_()
-        else:
-            view.copy_(parameter.grad)
-        parameter.grad = view
+            return
+        view.copy_(parameter.grad)
+        if parameter.dtype == view.dtype:
+            parameter.grad = view
+
+    def return_gradient(self, present: Sequence[bool]) -> None:
+        """Give the parameters for which `present` is true their gradients, which were changed in `gradient`."""
+        for index, (parameter, view) in enumerate(zip(self._parameters, self._gradient_views, strict=True)):
+            if not present[index]:
+                parameter.grad = None
+            elif parameter.dtype == view.dtype:
+                parameter.grad = view
+            else:
+                parameter.grad = view.to(parameter.dtype)
 
     def move_gradient(self, buffer: torch.Tensor) -> None:
         """Move the gradient into `buffer`, a 1-D tensor of `size` elements of the same type."""
         self.gather_gradient()
-        self.gradient = buffer.copy_(self.gradient)
+        before, self.gradient = self._gradient_views, buffer.copy_(self.gradient)
         self._gradient_views = self._views(self.gradient)
-        for parameter, view in zip(self._parameters, self._gradient_views, strict=True):
-            parameter.grad = view
+        for parameter, old, view in zip(self._parameters, before, self._gradient_views, strict=True):
+            if parameter.grad is old:
+                parameter.grad = view

@@ -13,59 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hpcsync.state import Stateful
-from hpcsync.training.optimizers import OptimizerSpec, OptimizerState
-
-
-class LocalOptimizer(Stateful):
-    """An optimizer that steps on a worker.
-
-    Parameters
-    ----------
-    weights
-        The worker's flat weights, shape (size,), changed in place.
-    spec
-        The optimizer.
-    """
-
-    state_types = {"_optimizer_state": OptimizerState, "_lr": float}
-
-    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
-        self._parameter = torch.nn.Parameter(weights)  # shares the memory
-        self._optimizer = spec.build(self._parameter)
-        self._optimizer_state = OptimizerState(self._optimizer)
-        nesterov, momentum = spec.options.get("nesterov", False), spec.options.get("momentum", 0.0)
-        self._ahead = float(momentum) if nesterov else 0.0  # mu
-        self._lr = 0.0
-
-    def step(self, gradient: torch.Tensor, lr: float) -> None:
-        """Make one step with learning rate `lr` from the gradient at the weights, shape (size,)."""
-        self._parameter.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = self._lr = lr
-        self._optimizer.step()
-
-    def drop_look_ahead(self) -> None:
-        """Change the weights from theta + mu v to theta, until `look_ahead`. No-op without Nesterov momentum."""
-        self._move(-1.0)
-
-    def look_ahead(self) -> None:
-        """Change the weights from theta to theta + mu v."""
-        self._move(1.0)
-
-    def without_look_ahead(self) -> torch.Tensor:
-        """Return theta: the weights themselves if there is no look-ahead, otherwise a new tensor."""
-        buffer, scale = self._buffer(), self._scale()
-        return self._parameter.data if buffer is None else torch.add(self._parameter.data, buffer, alpha=-scale)
-
-    def _move(self, direction: float) -> None:
-        if (buffer := self._buffer()) is not None:
-            self._parameter.data.add_(buffer, alpha=direction * self._scale())
-
-    def _buffer(self) -> torch.Tensor | None:
-        return self._optimizer.state[self._parameter].get("momentum_buffer") if self._ahead else None
-
-    def _scale(self) -> float:
-        """Return mu v over torch's momentum buffer (if torch maximizes, the buffer has the negated gradient)."""
-        return -self._lr * self._ahead
+from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec, OptimizerState, WorkerOptimizer
 
 
 class Received(NamedTuple):
@@ -116,13 +64,13 @@ class Peer(Stateful):
     anything has a small w, and a step on x would then be a step on x / w that is 1 / w times as long.
     """
 
-    state_types = {"_weights": torch.Tensor, "weight": float, "_optimizer": LocalOptimizer}
+    state_types = {"_weights": torch.Tensor, "weight": float, "_optimizer": WorkerOptimizer}
 
-    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
+    def __init__(self, weights: torch.Tensor, spec: OptimizerFactory) -> None:
         self.n_bytes = weights.nbytes
         self.weight = 1.0
         self._weights = weights
-        self._optimizer = LocalOptimizer(weights, spec)
+        self._optimizer = spec.on_worker(weights)
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
         """Make a local step with learning rate `lr` from the gradient at the weights, shape (size,)."""

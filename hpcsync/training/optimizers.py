@@ -8,9 +8,10 @@ loss again), SparseAdam (sparse gradients), Adafactor and Muon (need the shape o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -76,6 +77,14 @@ class OptimizerSpec:
         form: dict[str, Any] = {"fused": True} if has_fused else {}
         return cls([parameter], lr=self.lr, **self.options, **form)  # type: ignore[call-arg]
 
+    def on_worker(self, weights: torch.Tensor) -> WorkerOptimizer:
+        """Return the optimizer of a worker's flat weights, shape (size,), which it changes in place."""
+        return LocalOptimizer(weights, self)
+
+    def on_server(self, weights: torch.nn.Parameter) -> ServerOptimizer:
+        """Return the optimizer of a server's row of weights; the parameter's `data` may be replaced between steps."""
+        return FlatOptimizer(weights, self)
+
     @staticmethod
     def of_job(job: Job) -> OptimizerSpec:
         """Return the optimizer that a job names, not yet checked."""
@@ -133,3 +142,131 @@ class OptimizerState(Stateful):
     def kept(self, kept: dict[int, dict[str, Any]]) -> None:
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": kept, "param_groups": groups})
+
+
+class OptimizerFactory(Protocol):
+    """What creates the optimizers of a run: a job's `OptimizerSpec`, or a script's optimizers."""
+
+    def on_worker(self, weights: torch.Tensor) -> WorkerOptimizer: ...  # noqa: D102
+
+    def on_server(self, weights: torch.nn.Parameter) -> ServerOptimizer: ...  # noqa: D102
+
+
+class WorkerOptimizer(Stateful, ABC):
+    """An optimizer that steps on a worker's flat weights, shape (size,).
+
+    With Nesterov momentum, torch's SGD keeps a parameter at theta + mu v, the point at which the gradient is taken;
+    mu v is the look-ahead.
+    """
+
+    @abstractmethod
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """Make one step from the gradient at the weights, shape (size,).
+
+        Parameters
+        ----------
+        gradient
+            The gradient.
+        lr
+            Learning rate; of a script's optimizers a factor of their own rates.
+        """
+
+    @abstractmethod
+    def drop_look_ahead(self) -> None:
+        """Change the weights from theta + mu v to theta, until `look_ahead`. No-op without Nesterov momentum."""
+
+    @abstractmethod
+    def look_ahead(self) -> None:
+        """Change the weights from theta to theta + mu v."""
+
+    @abstractmethod
+    def without_look_ahead(self) -> torch.Tensor:
+        """Return theta: the weights themselves if there is no look-ahead, otherwise a new tensor."""
+
+
+class ServerOptimizer(Stateful, ABC):
+    """An optimizer that steps on a server's row of weights."""
+
+    @abstractmethod
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """Make one step from the gradient, of the row's shape; `lr` is as for `WorkerOptimizer.step`."""
+
+    @abstractmethod
+    def set_momentum(self, momentum: float) -> None:
+        """Change the momentum from now on; its buffers stay."""
+
+    def follow(self, stated: Sequence[np.ndarray]) -> None:
+        """Prepare the next step as the contributors' scripts have stated it; without scripts nothing is stated."""
+
+
+class FlatOptimizer(ServerOptimizer):
+    """A spec's optimizer of one flat parameter, whose `data` may be replaced between steps."""
+
+    state_types = {"_state": OptimizerState}
+
+    def __init__(self, weights: torch.nn.Parameter, spec: OptimizerSpec) -> None:
+        self._weights = weights
+        self._optimizer = spec.build(weights)
+        self._state = OptimizerState(self._optimizer)
+
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """Make one step."""
+        self._weights.grad = gradient
+        self._optimizer.param_groups[0]["lr"] = lr
+        self._optimizer.step()
+
+    def set_momentum(self, momentum: float) -> None:
+        """Change the momentum."""
+        self._optimizer.param_groups[0]["momentum"] = momentum
+
+
+class LocalOptimizer(WorkerOptimizer):
+    """An optimizer that steps on a worker.
+
+    Parameters
+    ----------
+    weights
+        The worker's flat weights, shape (size,), changed in place.
+    spec
+        The optimizer.
+    """
+
+    state_types = {"_optimizer_state": OptimizerState, "_lr": float}
+
+    def __init__(self, weights: torch.Tensor, spec: OptimizerSpec) -> None:
+        self._parameter = torch.nn.Parameter(weights)  # shares the memory
+        self._optimizer = spec.build(self._parameter)
+        self._optimizer_state = OptimizerState(self._optimizer)
+        nesterov, momentum = spec.options.get("nesterov", False), spec.options.get("momentum", 0.0)
+        self._ahead = float(momentum) if nesterov else 0.0  # mu
+        self._lr = 0.0
+
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """Make one step with learning rate `lr` from the gradient at the weights, shape (size,)."""
+        self._parameter.grad = gradient
+        self._optimizer.param_groups[0]["lr"] = self._lr = lr
+        self._optimizer.step()
+
+    def drop_look_ahead(self) -> None:
+        """Change the weights from theta + mu v to theta, until `look_ahead`. No-op without Nesterov momentum."""
+        self._move(-1.0)
+
+    def look_ahead(self) -> None:
+        """Change the weights from theta to theta + mu v."""
+        self._move(1.0)
+
+    def without_look_ahead(self) -> torch.Tensor:
+        """Return theta: the weights themselves if there is no look-ahead, otherwise a new tensor."""
+        buffer, scale = self._buffer(), self._scale()
+        return self._parameter.data if buffer is None else torch.add(self._parameter.data, buffer, alpha=-scale)
+
+    def _move(self, direction: float) -> None:
+        if (buffer := self._buffer()) is not None:
+            self._parameter.data.add_(buffer, alpha=direction * self._scale())
+
+    def _buffer(self) -> torch.Tensor | None:
+        return self._optimizer.state[self._parameter].get("momentum_buffer") if self._ahead else None
+
+    def _scale(self) -> float:
+        """Return mu v over torch's momentum buffer (if torch maximizes, the buffer has the negated gradient)."""
+        return -self._lr * self._ahead

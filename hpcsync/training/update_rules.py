@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcsync.config.job import Job
 from hpcsync.state import Stateful
-from hpcsync.training.optimizers import OptimizerSpec, OptimizerState
+from hpcsync.training.optimizers import OptimizerFactory, ServerOptimizer
 
 EPSILON = 1e-7  # is added to a mean square before its root is taken
 
@@ -61,6 +62,9 @@ class Rule(Stateful, ABC):
             Weights from which it was computed, of the same shape; they may be the present weights.
         """
 
+    def follow(self, stated: Sequence[np.ndarray]) -> None:
+        """Prepare the next update as its contributors have stated it (`training.script_optimizers`)."""
+
     def set_momentum(self, momentum: float) -> None:
         """Change the momentum of the rule's optimizer. Raises TypeError if the rule has none."""
         raise TypeError(f"{type(self).__name__} has no momentum")
@@ -69,16 +73,19 @@ class Rule(Stateful, ABC):
 class Descent(Rule):
     """A step of a torch optimizer with the weighted mean of gradients; the rate is its learning rate."""
 
-    state_types = {"_optimizer_state": OptimizerState}
+    state_types = {"_optimizer": ServerOptimizer}
 
-    def __init__(self, optimizer: OptimizerSpec) -> None:
+    def __init__(self, optimizer: OptimizerFactory) -> None:
         self._spec = optimizer
 
     def bind(self, weights: torch.nn.Parameter) -> None:
         """Create the optimizer for these weights."""
         self._weights = weights
-        self._optimizer = self._spec.build(weights)
-        self._optimizer_state = OptimizerState(self._optimizer)
+        self._optimizer = self._spec.on_server(weights)
+
+    def follow(self, stated: Sequence[np.ndarray]) -> None:
+        """Pass on what the contributors' scripts have stated."""
+        self._optimizer.follow(stated)
 
     def update(
         self, contributions: Sequence[torch.Tensor], rate: float, weights: Sequence[float], divisor: float
@@ -87,13 +94,11 @@ class Descent(Rule):
         gradient = weighted_sum(contributions, weights)
         if divisor != 1.0:
             gradient.div_(divisor)
-        self._weights.grad = gradient
-        self._optimizer.param_groups[0]["lr"] = rate
-        self._optimizer.step()
+        self._optimizer.step(gradient, rate)
 
     def set_momentum(self, momentum: float) -> None:
         """Change the optimizer's momentum; its buffer stays."""
-        self._optimizer.param_groups[0]["momentum"] = momentum
+        self._optimizer.set_momentum(momentum)
 
 
 class DelayCompensated(Descent):
@@ -115,7 +120,7 @@ class DelayCompensated(Descent):
     corrects = True
     state_types = {"_mean_squares": dict[int, torch.Tensor]}
 
-    def __init__(self, optimizer: OptimizerSpec, strength: float, decay: float | None = None) -> None:
+    def __init__(self, optimizer: OptimizerFactory, strength: float, decay: float | None = None) -> None:
         super().__init__(optimizer)
         self._strength = strength
         self._decay = decay
@@ -237,7 +242,7 @@ class DelayedNesterov(Rule):
         self._weights.data.add_(gradient, alpha=-rate)
 
 
-def of_job(job: Job, optimizer: OptimizerSpec) -> Rule:
+def of_job(job: Job, optimizer: OptimizerFactory) -> Rule:
     """Return the update rule of a job's servers; `optimizer` is used by rules that apply gradients."""
     match job.paradigm.contribution:
         case "change":

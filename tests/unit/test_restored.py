@@ -43,9 +43,9 @@ from hpcsync.state import Stateful
 from hpcsync.training import rng_state
 from hpcsync.training.compressor import Compressor
 from hpcsync.training.contributions import Change, Position
-from hpcsync.training.local_update import LocalOptimizer, NullPeer, Outer, Peer
+from hpcsync.training.local_update import NullPeer, Outer, Peer
 from hpcsync.training.lr_schedule import EvaluationSchedule
-from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
+from hpcsync.training.optimizers import ELEMENTWISE, LocalOptimizer, OptimizerSpec
 from hpcsync.training.parameter_store import Store, row_size
 from hpcsync.training.speed_models import predictor
 from hpcsync.training.update_rules import Commit, DelayCompensated, DelayedNesterov, Descent, Elastic

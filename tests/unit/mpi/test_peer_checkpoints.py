@@ -20,7 +20,8 @@ from hpcsync.planning.batch_allocation import Estimate
 from hpcsync.state import Stateful
 from hpcsync.trace.reader import load
 from hpcsync.trace.schema import Change
-from hpcsync.training.local_update import LocalOptimizer, Outer, Peer
+from hpcsync.training.local_update import Outer, Peer
+from hpcsync.training.optimizers import LocalOptimizer
 from tests.mpi.training import failures, on_some, one_process, resume_run
 from tests.plain import on_batches
 from tests.unit.mpi.test_checkpoints import ADAM, NESTEROV, SGD, TOP_K, both, killed

@@ -21,7 +21,7 @@ from hpcsync.simulator.factory import PeerSimulation, simulation
 from hpcsync.simulator.peer_transfers import build as build_workers
 from hpcsync.simulator.simulate import prepare
 from hpcsync.trace.schema import TABLES
-from hpcsync.training.local_update import LocalOptimizer
+from hpcsync.training.optimizers import LocalOptimizer
 from hpcsync.training.sampler import batches
 from hpcsync.workloads.registry import Workload, build
 from tests.plain import on_samples, sequence, whole_batches

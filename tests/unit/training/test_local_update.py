@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcsync.training.local_update import LocalOptimizer, Mean, Outer, Peer, absorb, average
-from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.local_update import Mean, Outer, Peer, absorb, average
+from hpcsync.training.optimizers import LocalOptimizer, OptimizerSpec
 
 SIZE = 7
 NESTEROV = {"momentum": 0.9, "nesterov": True}
