@@ -248,7 +248,7 @@ def first_s(now_s: pd.Series, reached: pd.Series) -> float:
 
 
 def share_of(column: str, rows: np.ndarray) -> float:
-    spent_s = sum(float(rows[name].sum()) for name in ("compute_s", "wait_s", "comm_s"))
+    spent_s = sum(float(rows[name].sum()) for name in ("load_s", "compute_s", "wait_s", "comm_s"))
     return float(rows[column].sum()) / spent_s if spent_s else np.nan
 
 

@@ -91,7 +91,7 @@ class Stages:
         profiled = mine[mine["seq"] < self.begins[0]]
         sparse = self.is_sparse(profiled["iteration"])
         columns = (
-            mine["compute_s"] / mine["share"] / mine["local_steps"],
+            (mine["load_s"] + mine["compute_s"] / mine["share"]) / mine["local_steps"],
             (profiled["comm_s"] - profiled["pull_s"])[~sparse],
             mine["pull_s"],
             profiled["encode_s"][sparse],

@@ -19,7 +19,7 @@ from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import Change, Outcome
 
 NUMBERED = ("pushes", "grants", "decisions", "membership")  # tables with a `seq`
-DURATIONS = ("compute_s", "wait_s", "comm_s")
+DURATIONS = ("load_s", "compute_s", "wait_s", "comm_s")
 OUTCOME_CODES, CHANGE_CODES = list(Outcome), list(Change)
 SAME_TIME_S = 1e-6  # far above the rounding of float64 seconds, below any difference that matters
 

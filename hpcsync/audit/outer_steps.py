@@ -132,7 +132,7 @@ class _Account:
         worker = row["worker"]
         if "outcome" in row:
             self._waiting.add(worker)
-            step_s = row["compute_s"] / row["share"] / row["local_steps"]
+            step_s = (row["load_s"] + row["compute_s"] / row["share"]) / row["local_steps"]
             if 0 < step_s < math.inf:
                 self._step_s[worker] = step_s
             if len(self._waiting) == self.options.quorum:

@@ -25,7 +25,7 @@ from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 OF_SERVERS = ("pushes", "grants")
 TIMES = ("now_s", "begin_s", "end_s")
-DURATIONS = ("compute_s", "wait_s", "comm_s")
+DURATIONS = ("load_s", "compute_s", "wait_s", "comm_s")
 SAME_WEIGHT = 1e-9
 
 
@@ -97,14 +97,15 @@ def iterations_count_steps(run: PeerRecount) -> Check:
 def times_are_in_order(run: PeerRecount) -> Check:
     """Check the order of times.
 
-    A worker computes, sends its step info and only then begins again; rows are in the order of `now_s`. A worker
-    waits between `begin_s` and `end_s` only under layer separation.
+    A worker loads and computes, sends its step info and only then begins again; rows are in the order of `now_s`. A
+    worker waits between `begin_s` and `end_s` only under layer separation.
     """
     steps, rows = run.steps, run.rows
     before = previous(steps["worker"])
     begun = steps["begin_s"] < np.append(steps["end_s"], -np.inf)[before] - SAME_TIME_S  # row -1, none before, is -inf
     took_s = steps["end_s"] - steps["begin_s"]
-    idle_s = took_s - steps["compute_s"]
+    spent_s = steps["load_s"] + steps["compute_s"]
+    idle_s = took_s - spent_s
     return check_all(
         "times are in order",
         (
@@ -113,7 +114,7 @@ def times_are_in_order(run: PeerRecount) -> Check:
         ),
         (
             (took_s < 0) | (idle_s <= -SAME_TIME_S) | ((idle_s >= SAME_TIME_S) & (run.groups is None)),
-            lambda i: f"{run.step_name(i)} computes for {steps['compute_s'][i]} s in {took_s[i]} s",
+            lambda i: f"{run.step_name(i)} loads and computes for {spent_s[i]} s in {took_s[i]} s",
         ),
         (
             steps["end_s"] > steps["now_s"] + run.uncertain_s,

@@ -76,14 +76,16 @@ def losses_are_known_above(run: PeerRecount) -> Check:
 
 
 def parts_fit(run: PeerRecount) -> Check:
-    """Check that an iteration lasts at least as long as its computation, waiting and transfers together."""
+    """Check that an iteration lasts at least as long as loading, computation, waiting and transfers together."""
     steps = run.steps
-    spent_s = steps["compute_s"] + steps["wait_s"] + steps["comm_s"]
+    spent_s = steps["load_s"] + steps["compute_s"] + steps["wait_s"] + steps["comm_s"]
     room_s = steps["now_s"] - steps["begin_s"]
     return check_rows(
         "iterations last at least as long as their parts",
         spent_s > room_s + run.uncertain_s,
-        lambda i: f"{run.step_name(i)} computes, waits and transfers for {spent_s[i]} s, but lasts {room_s[i]} s",
+        lambda i: (
+            f"{run.step_name(i)} loads, computes, waits and transfers for {spent_s[i]} s, but lasts {room_s[i]} s"
+        ),
     )
 
 

@@ -43,8 +43,8 @@ class Iterations(Stateful):
     ----------
     batch_size
         Samples of the iteration under way so far, or of the last one.
-    computed_s
-        Seconds of computation of the iteration that has ended.
+    computed_s, load_s
+        Seconds of computation, and of waiting for its batches, of the iteration that has ended.
     """
 
     state_types = {"_used": int, "_device": Device}
@@ -59,7 +59,7 @@ class Iterations(Stateful):
         allocated: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
         self.batch_size = 0
-        self.computed_s = 0.0
+        self.computed_s = self.load_s = 0.0
         self._job = job
         self._worker = worker
         self._now = now
@@ -71,7 +71,7 @@ class Iterations(Stateful):
         self._used = 0  # batches of the iterations that have ended
         self._skip = 0  # next batches to skip, trained on before the run was resumed
         self._begin_s: float | None = None  # begin of the iteration under way
-        self._device_s = 0.0  # seconds that the device takes for its batches so far
+        self._device_s = 0.0  # seconds that the device takes to compute its batches so far
         self._resumed_s: float | None = None  # begin of the part of the computation under way
         self._in_parts = False
         self._device = device(job, worker)
@@ -112,9 +112,11 @@ class Iterations(Stateful):
             if self._begin_s is None or self._allocated is not None:  # an allocated batch without a step comes again
                 self._begin(begin_s)
                 self.batch_size = self._drawn = 0
+            loaded_s = self._now()
             self.batch_size += n_samples
             self._drawn += 1
-            self._device_s += self._device.seconds(begin_s, n_samples / batch_size)
+            self.load_s += loaded_s - begin_s
+            self._device_s += self._device.seconds(loaded_s, n_samples / batch_size)
             yield batch
 
     def begin_again(self) -> None:
@@ -123,7 +125,7 @@ class Iterations(Stateful):
 
     def _begin(self, begin_s: float) -> None:
         self._begin_s = begin_s
-        self._in_parts, self.computed_s, self._device_s = False, 0.0, 0.0
+        self._in_parts, self.computed_s, self.load_s, self._device_s = False, 0.0, 0.0, 0.0
 
     def skip(self, n_iterations: int) -> None:
         """Start after `n_iterations` iterations of one batch each, of which nothing else is known."""
@@ -150,7 +152,7 @@ class Iterations(Stateful):
         if self._begin_s is None:
             raise RuntimeError("step was called without a batch: call it once for each batch of the session's shard")
         if self._device_s:
-            self._pad(self._begin_s + share * self._device_s)
+            self._pad(self._begin_s + self.load_s + share * self._device_s)
 
     def resume(self) -> None:
         """Begin a part of the computation, in an iteration that is computed in parts and waits between them."""
@@ -182,7 +184,7 @@ class Iterations(Stateful):
         self._drawn = 0
         end_s = self._now()
         if not self._in_parts:
-            self.computed_s = end_s - begin_s
+            self.computed_s = max(0.0, end_s - begin_s - self.load_s)
         return begin_s, end_s
 
     def _pad(self, end_s: float) -> None:

@@ -58,7 +58,7 @@ class WorkerMachine(Stateful):
         self._read_bytes = read_bytes
         self._waiting_since_s = 0.0
         self._wait_s = self._pull_s = self._read_s = 0.0
-        self._begin_s = self._end_s = 0.0
+        self._begin_s = self._end_s = self._load_s = 0.0
         self.n_samples = 0
         self.share = 1.0
         self._cancelled = -1  # work based on this version or an earlier one is cancelled
@@ -89,20 +89,23 @@ class WorkerMachine(Stateful):
         """Note that work based on `version` or an earlier one may be abandoned."""
         self._cancelled = max(self._cancelled, version)
 
-    def computed(self, begin_s: float, end_s: float, n_samples: int, share: float = 1.0) -> bool:
+    def computed(self, begin_s: float, end_s: float, n_samples: int, share: float = 1.0, load_s: float = 0.0) -> bool:
         """Note that a local step has been computed; return True if a push follows.
 
         Parameters
         ----------
         begin_s, end_s
-            Begin and end of the computation.
+            Begin and end of the step, which begins with loading its batch.
         n_samples
             Samples of the step.
         share
             Share of them that was computed; below 1 if the step was cancelled, whose contribution is not sent.
+        load_s
+            Seconds of waiting for batches in between.
         """
         if self.n_steps == 0:
-            self._begin_s = begin_s
+            self._begin_s, self._load_s = begin_s, 0.0
+        self._load_s += load_s
         self.n_steps += 1
         self.n_samples += n_samples
         self._end_s, self.share = end_s, share
@@ -127,7 +130,7 @@ class WorkerMachine(Stateful):
             self.grant.version,
             begin_s=self._begin_s,
             end_s=self._end_s,
-            compute_s=self._end_s - self._begin_s,
+            compute_s=max(0.0, self._end_s - self._begin_s - self._load_s),
             wait_s=self._wait_s,
             comm_s=self._pull_s + put_s,
             batch_size=self.n_samples,
@@ -137,6 +140,7 @@ class WorkerMachine(Stateful):
             share=self.share,
             pull_s=self._pull_s,
             encode_s=encode_s,
+            load_s=self._load_s,
         )
         self.n_steps = 0
         return push_info if self.estimator is None else with_prediction(push_info, self.estimator)

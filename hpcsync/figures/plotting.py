@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ POINTS = 2000  # points of a scatter plot, at most
 # Okabe and Ito's colours (and some of Tol's), which colour-blind readers can tell apart, the same in every figure. No
 # figure shows both paradigms and activities.
 PARADIGM_COLOURS = {name: options.colour for name, options in OPTIONS.items()}
-ACTIVITY_COLOURS = {"compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
+ACTIVITY_COLOURS = {"load": "#009E73", "compute": "#56B4E9", "wait": "#E69F00", "transfer": "#000000"}
 GREY = "#767676"
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))  # for the first, second, ... trace of a paradigm
 
@@ -140,9 +140,10 @@ def panels(n_rows: int, n_columns: int = 1, *, height: float, width: float = PAG
     return figure, figure.subplots(n_rows, n_columns, squeeze=False, **how)
 
 
-def legend_of_activities(figure: Figure) -> None:
-    """Add a legend of the colours of compute, wait and transfer."""
-    patches = [Patch(color=colour, label=activity) for activity, colour in ACTIVITY_COLOURS.items()]
+def legend_of_activities(figure: Figure, drawn: Collection[str]) -> None:
+    """Add a legend of the colours of the activities; loading only if it is drawn."""
+    shown = {name: colour for name, colour in ACTIVITY_COLOURS.items() if name != "load" or name in drawn}
+    patches = [Patch(color=colour, label=activity) for activity, colour in shown.items()]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), handlelength=1.2)
 
 

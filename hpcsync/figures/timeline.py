@@ -1,8 +1,9 @@
-"""Figure `timeline`: compute, wait and transfer of each worker over time.
+"""Figure `timeline`: loading, compute, wait and transfer of each worker over time.
 
 Computation and waits are drawn as recorded. With servers the trace holds one transfer time per iteration, the sum of
 reading the weights before it and pushing the gradient after it. Both move the model once, so half of the time is drawn
-on either side of the computation, or less if it does not fit. Without servers the exchange follows the computation:
+on either side of the computation, or less if it does not fit. Loading is drawn at the begin of an iteration, although
+local steps and accumulated batches are loaded one by one. Without servers the exchange follows the computation:
 first the wait for others, then the transfer. With separated layers workers also wait within the computation: for a
 convolution worker this wait is drawn after its forward pass, whose share the job sets, for a fully-connected worker
 before its computation, whatever the number of micro-batches. Time that the trace does not describe stays white: a
@@ -70,7 +71,7 @@ def draw(traces: list[Trace], workers: int = 16, from_s: float = 0.0, to_s: floa
         axis.set_yticks(list(place.values()), list(place))
         axis.tick_params(axis="y", length=0)
     axes[-1, 0].set_xlabel("time (s)")
-    plotting.legend_of_activities(figure)
+    plotting.legend_of_activities(figure, pd.concat(frames)["activity"].unique())
     columns = ["trace", "worker", "iteration", "activity", "begin_s", "end_s"]
     return [Drawing(figure, pd.concat(frames)[columns], notes=tuple(notes))]
 
@@ -91,7 +92,8 @@ def bars(pushes: pd.DataFrame) -> pd.DataFrame:
         ("transfer", pushes["iteration"] - 1, put_begin_s, wait_begin_s),
         ("wait", pushes["iteration"], wait_begin_s, np.minimum(wait_begin_s + wait_s, begin_s - read_s)),
         ("transfer", pushes["iteration"], begin_s - read_s, begin_s),
-        ("compute", pushes["iteration"], begin_s, pushes["end_s"]),
+        ("load", pushes["iteration"], begin_s, begin_s + pushes["load_s"]),
+        ("compute", pushes["iteration"], begin_s + pushes["load_s"], pushes["end_s"]),
         ("transfer", pushes["iteration"], pushes["end_s"], (pushes["end_s"] + pushes["comm_s"] / 2)[last]),
     ]
     return in_order(pushes["worker"], parts)
@@ -104,7 +106,8 @@ def bars_of_exchanges(rows: pd.DataFrame) -> pd.DataFrame:
     waited_s = np.minimum(rows["end_s"] + rows["wait_s"], next_s)
     moved_s = np.minimum(waited_s + rows["comm_s"], next_s)
     parts = [
-        ("compute", rows["iteration"], rows["begin_s"], rows["end_s"]),
+        ("load", rows["iteration"], rows["begin_s"], rows["begin_s"] + rows["load_s"]),
+        ("compute", rows["iteration"], rows["begin_s"] + rows["load_s"], rows["end_s"]),
         ("wait", rows["iteration"], rows["end_s"], waited_s),
         ("transfer", rows["iteration"], waited_s, moved_s),
     ]
@@ -119,13 +122,14 @@ def first_shares(trace: Trace) -> np.ndarray:
 
 def bars_of_halves(rows: pd.DataFrame, first: np.ndarray) -> pd.DataFrame:
     """Return the bars of workers that wait within their computation, after a share `first`, shape (n_workers,)."""
-    within_s = rows["end_s"] - rows["begin_s"] - rows["compute_s"]
+    loaded_s = rows["begin_s"] + rows["load_s"]
+    within_s = rows["end_s"] - loaded_s - rows["compute_s"]
     others = bars_of_exchanges(rows.assign(wait_s=(rows["wait_s"] - within_s).clip(lower=0)))
     share = first[rows["worker"]]
-    waits_s = rows["begin_s"] + share * rows["compute_s"]
+    waits_s = loaded_s + share * rows["compute_s"]
     continues_s = rows["end_s"] - (1 - share) * rows["compute_s"]
     parts = [
-        ("compute", rows["iteration"], rows["begin_s"], waits_s),
+        ("compute", rows["iteration"], loaded_s, waits_s),
         ("wait", rows["iteration"], waits_s, continues_s),
         ("compute", rows["iteration"], continues_s, rows["end_s"]),
     ]

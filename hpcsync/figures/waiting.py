@@ -1,4 +1,4 @@
-"""Figure `waiting`: shares of compute, wait and transfer in the time of each worker and of all workers.
+"""Figure `waiting`: shares of loading, compute, wait and transfer in the time of each worker and of all workers.
 
 Workers wait for grants, or for each other in a run without servers.
 """
@@ -14,7 +14,7 @@ from hpcsync.figures import plotting
 from hpcsync.figures.plotting import Drawing
 from hpcsync.trace.reader import Trace, TraceError
 
-COLUMNS = {"compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
+COLUMNS = {"load": "load_s", "compute": "compute_s", "wait": "wait_s", "transfer": "comm_s"}
 INK = {"transfer": "white"}  # colour of the text on a bar; black elsewhere
 
 
@@ -55,8 +55,8 @@ def draw(traces: list[Trace], workers: int = 16) -> list[Drawing]:
         axis.set_xticks([0, 0.25, 0.5, 0.75, 1])
     figure.supxlabel("share of the workers' time", fontsize=8)
     figure.supylabel("worker", fontsize=8)
-    plotting.legend_of_activities(figure)
     frame = pd.concat(frames)
+    plotting.legend_of_activities(figure, [name for name, column in COLUMNS.items() if frame[column].any()])
     seconds = list(COLUMNS.values())
     columns = ["trace", "worker", *seconds, *(f"{activity}_share" for activity in COLUMNS)]
     return [Drawing(figure, frame[columns])]

@@ -72,10 +72,13 @@ class PushInfo(NamedTuple):
             "towards which the worker moved, under ASHL and ADSP the one from which its local steps began.",
         ),
     ] = 0
-    begin_s: Annotated[float, Stored("<f8", "s", "Time at which the worker's computation began.")] = math.nan
+    begin_s: Annotated[
+        float, Stored("<f8", "s", "Time at which the worker's iteration began: it asked for its batch.")
+    ] = math.nan
     end_s: Annotated[float, Stored("<f8", "s", "Time at which the worker's computation ended.")] = math.nan
     compute_s: Annotated[
-        float, Stored("<f8", "s", "Duration of the computation, including padding to the job's times.")
+        float,
+        Stored("<f8", "s", "Duration of the computation, without load_s, including padding to the job's times."),
     ] = math.nan
     wait_s: Annotated[float, Stored("<f8", "s", "Time the worker waited for the grant of this iteration.")] = math.nan
     comm_s: Annotated[
@@ -116,11 +119,15 @@ class PushInfo(NamedTuple):
     encode_s: Annotated[
         float, Stored("<f8", "s", "Duration of the compression after the computation; in no other column.")
     ] = 0.0
+    load_s: Annotated[
+        float,
+        Stored("<f8", "s", "Time the worker waited for its batches between begin_s and end_s; in no other column."),
+    ] = 0.0
 
     @property
     def iteration_s(self) -> float:
-        """Seconds of computation of the whole iteration, extrapolated if it was cancelled."""
-        return self.compute_s / self.share
+        """Seconds of loading and computing the whole iteration, extrapolated if it was cancelled."""
+        return self.load_s + self.compute_s / self.share
 
     @property
     def push_s(self) -> float:
@@ -226,15 +233,17 @@ class StepInfo(NamedTuple):
         Stored(
             "<f8",
             "s",
-            "Duration of the computation between begin_s and end_s, including padding to the job's times; with "
-            "layer separation a part of that interval, in which the worker also waits.",
+            "Duration of the computation between begin_s and end_s, without load_s, including padding to the job's "
+            "times; with layer separation a part of that interval, in which the worker also waits.",
         ),
     ] = 0.0
     wait_s: Annotated[float, Stored("<f8", "s", "Time the worker waited for others.")] = 0.0
     comm_s: Annotated[float, Stored("<f8", "s", "Duration of the transfers.")] = 0.0
     loss: Annotated[float, Stored("<f8", "1", "Mean training loss of the samples; NaN without arithmetic.")] = math.nan
     batch_size: Annotated[int, Stored("<i4", "samples", "Samples of the iteration.")] = 0
-    begin_s: Annotated[float, Stored("<f8", "s", "Time at which the worker's computation began.")] = math.nan
+    begin_s: Annotated[
+        float, Stored("<f8", "s", "Time at which the worker's iteration began: it asked for its batch.")
+    ] = math.nan
     end_s: Annotated[float, Stored("<f8", "s", "Time at which the worker's computation ended.")] = math.nan
     n_received: Annotated[
         int, Stored("<i4", "models", "Models (or gradients) of others merged into the worker's own.")
@@ -247,3 +256,12 @@ class StepInfo(NamedTuple):
             "Push-sum weight of the worker afterwards; under AD-PSGD the count of steps that its weights contain.",
         ),
     ] = 1.0
+    load_s: Annotated[
+        float,
+        Stored("<f8", "s", "Time the worker waited for its batches between begin_s and end_s; in no other column."),
+    ] = 0.0
+
+    @property
+    def iteration_s(self) -> float:
+        """Seconds of loading and computing."""
+        return self.load_s + self.compute_s

@@ -26,7 +26,7 @@ class Tally:
     start_gap_max
         Largest lead at the start of an iteration, in pushes.
     parts_s
-        Seconds of compute, wait and comm.
+        Seconds of load, compute, wait and comm.
     outdated
         Number of pushes that were computed to the end and dropped before the last update.
     ks
@@ -74,7 +74,7 @@ class Tally:
         self.commits = self.paradigm.commits_at_first
         self.encode_s = np.zeros(n_workers) if self.served and trace.job.compresses else None
         self.steps_max = 0
-        self.parts_s = {part: np.zeros(n_workers) for part in ("compute", "wait", "comm")}
+        self.parts_s = {part: np.zeros(n_workers) for part in ("load", "compute", "wait", "comm")}
         for table, add in (
             ("updates", self._add_updates),
             ("pushes", self._add_pushes),

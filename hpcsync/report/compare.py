@@ -85,8 +85,8 @@ def _side(trace: Trace, samples: int) -> Side:
     rows, updates = trace.tables["pushes" if trace.job.has_servers else "exchanges"], trace.tables["updates"]
     time_s = float(updates["now_s"][np.searchsorted(updates["samples"], samples)]) if samples else 0.0
     rows = rows[rows["now_s"] <= time_s]
-    compute_s, wait_s, comm_s = (float(rows[column].sum()) for column in ("compute_s", "wait_s", "comm_s"))
-    total_s = compute_s + wait_s + comm_s
+    wait_s, comm_s = (float(rows[column].sum()) for column in ("wait_s", "comm_s"))
+    total_s = sum(float(rows[column].sum()) for column in ("load_s", "compute_s")) + wait_s + comm_s
     return Side(
         engine=str(trace.attributes.get("engine")),
         paradigm=trace.job.paradigm.name,

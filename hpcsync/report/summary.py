@@ -26,6 +26,7 @@ from hpcsync.trace.reader import Trace, TraceFile
 MANY_WORKERS = 20  # largest number of workers shown
 MANY_DEATHS = 5  # largest number of deaths shown
 EVENTS_NAMED = 3  # largest number of events that did not occur shown by name
+LOAD_SHOWN = 0.01  # share of a worker's time from which on loading has a column
 
 
 class WorkerSummary(BaseModel):
@@ -39,8 +40,8 @@ class WorkerSummary(BaseModel):
         Number of pushes, and of those dropped; only with servers.
     exchanges
         Number of exchanges with other workers; only without servers.
-    compute_share, wait_share, comm_share
-        Shares of compute, wait and communication in their sum; None before the first iteration.
+    load_share, compute_share, wait_share, comm_share
+        Shares of loading, compute, wait and communication in their sum; None before the first iteration.
     staleness_mean, staleness_max
         Staleness of the applied pushes, in updates.
     start_gap_max_iters, push_gap_max_iters
@@ -60,6 +61,7 @@ class WorkerSummary(BaseModel):
     dropped: int | None
     exchanges: int | None
     wire_bytes: int
+    load_share: float | None
     compute_share: float | None
     wait_share: float | None
     comm_share: float | None
@@ -227,7 +229,7 @@ def _workers(tally: Tally, push_leads: np.ndarray | None) -> Iterator[WorkerSumm
             push_gap_max_iters=int(push_leads[worker]) if push_leads is not None else None,
             batch_size=tally.last_batch_size(worker),
             **tally.plan(worker),
-            **tally.about(slice(worker, worker + 1), "compute", "wait", "comm"),
+            **tally.about(slice(worker, worker + 1), "load", "compute", "wait", "comm"),
         )
 
 
@@ -374,6 +376,8 @@ def _worker_table(summary: Summary) -> Table:
         columns, caption = _SEPARATED, _ABOUT_SEPARATED
     if summary.coarse_s is not None:
         columns, caption = _COMMITTING, _ABOUT_COMMITTING
+    if not any((worker.load_share or 0.0) >= LOAD_SHOWN for worker in summary.workers):
+        columns = {name: cell for name, cell in columns.items() if name != "load"}
     for name in columns:
         workers.add_column(name, justify="left" if name in ("worker", "layers") else "right", no_wrap=True)
     for row in _shown(summary.workers):
@@ -398,6 +402,7 @@ def _tiny(seconds: float) -> str:
 
 
 _SHARES: dict[str, Callable[[WorkerSummary], str]] = {
+    "load": lambda row: _percent(row.load_share),
     "compute": lambda row: _percent(row.compute_share),
     "wait": lambda row: _percent(row.wait_share),
     "comm": lambda row: _percent(row.comm_share),

@@ -3,9 +3,9 @@
 The trace holds when each computation began and ended, when the server received the push, and when it granted the next
 iteration. Each iteration thus has three durations that do not depend on blocking: grant to begin (delivery of
 the grant and reading), begin to end, and end to arrival at the server (the put and the push info). If a push consists
-of several local steps, they are taken to be equal. `comm_s` is the part of the first and the last duration together
-that was transfer; half of it is attributed to each, as far as each has room. The split only separates waiting from
-transfer.
+of several local steps, they are taken to be equal. Loading counts as computation. `comm_s` is the part of the first and
+the last duration together that was transfer; half of it is attributed to each, as far as each has room. The split only
+separates waiting from transfer.
 
 An iteration that was cancelled early is extrapolated to its full length, and its put is taken to last as long as its
 read. An iteration with another batch size than the job's is scaled in proportion, because the part of its time that did
@@ -163,7 +163,7 @@ def _columns(pushes: np.ndarray, grants: np.ndarray, batch_size: int) -> Sequenc
     grant_s = np.array([granted_s[iteration] for iteration in range(1, n + 1)])
     load = pushes["batch_size"] / (batch_size * pushes["local_steps"])
     return (
-        pushes["compute_s"] / (pushes["share"] * load),
+        pushes["load_s"] / load + pushes["compute_s"] / (pushes["share"] * load),
         pushes["begin_s"] - grant_s,
         pushes["now_s"] - pushes["end_s"],
         pushes["comm_s"],

@@ -135,7 +135,9 @@ class AllReduceSimulation(_SynchronousPeers):
         for step_info in infos:
             estimator = self._estimators[step_info.worker]
             assert estimator is not None
-            estimates[step_info.worker] = estimator.observe(step_info.batch_size, step_info.compute_s, step_info.comm_s)
+            estimates[step_info.worker] = estimator.observe(
+                step_info.batch_size, step_info.iteration_s, step_info.comm_s
+            )
         if allocated := self._division.exchanged(len(self._contributing), lambda: estimates):
             self.coordinator.allocated(self._loop.now_s, machine.lockstep.updates, allocated)
 

@@ -26,7 +26,7 @@ import numpy as np
 from hpcsync.paradigms.records import Column, Grant, PushInfo, StepInfo, columns
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 
 class Outcome(IntEnum):

@@ -111,14 +111,14 @@ class PeerSession(RankSession):
     def _end_iteration(self, loss: float) -> None:
         assert self._times is not None
         times, self._times = self._times, None
-        n_samples, exchange = self._iterations.batch_size, self._exchange
+        n_samples, exchange, spent = self._iterations.batch_size, self._exchange, self._iterations
         result = self._advance(n_samples)
         step_info = self._machine.step_info(
-            result, *times, self._iterations.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss
+            result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s
         )
         self._link.step_info(step_info)
         if self._estimator is not None:
-            self._divide_batches(self._estimator.observe(n_samples, step_info.compute_s, step_info.comm_s))
+            self._divide_batches(self._estimator.observe(n_samples, step_info.iteration_s, step_info.comm_s))
         self._halt_if_requested()
 
     def _end_of_backward(self) -> None:

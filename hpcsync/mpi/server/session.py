@@ -142,7 +142,7 @@ class WorkerSession(LinkedSession):
         begin_s, end_s = self._iterations.end(self._computed)
         self._engine.cancelled()  # receive pending cancellations even if the script never asks
         n_samples = self._iterations.batch_size
-        last = self._machine.computed(begin_s, end_s, n_samples, self._computed)
+        last = self._machine.computed(begin_s, end_s, n_samples, self._computed, self._iterations.load_s)
         self._computed = 1.0
         self._contribution.step(self.flat.gradient, n_samples, loss, last=last)
         if last:

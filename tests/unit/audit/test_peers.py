@@ -197,10 +197,16 @@ def test_a_worker_does_not_continue_after_its_end_and_only_pushes_arrive_late(tr
     assert failing(with_rows(push, "exchanges", np.concatenate([rows[:at], late, rows[at:]]))) == {ITERATIONS}
 
 
-@pytest.mark.parametrize("column", ["begin_s", "end_s", "compute_s"])
+@pytest.mark.parametrize("column", ["begin_s", "end_s", "compute_s", "load_s"])
 def test_a_computation_lasts_from_its_begin_to_its_end(trace, column):
     row = find(trace, iteration=2, worker=0)
     assert failing(edit(trace, "exchanges", row, **{column: trace.tables["exchanges"][column][row] + 1e-3})) == {TIMES}
+
+
+def test_loading_and_computing_fill_an_iteration(trace):
+    row = find(trace, iteration=2, worker=0)
+    compute_s = trace.tables["exchanges"]["compute_s"][row]
+    assert failing(edit(trace, "exchanges", row, load_s=compute_s / 4, compute_s=0.75 * compute_s)) == set()
 
 
 def test_no_iteration_is_recorded_before_its_end(trace):

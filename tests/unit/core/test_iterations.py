@@ -74,14 +74,16 @@ def test_an_iteration_knows_its_batch_size():
 
 
 def test_batches_between_two_steps_are_one_iteration():
-    times = iter([1.0, 3.0, 4.0, 6.0, 7.0, 7.0, 7.0, 9.0])
+    times = iter([1.0, 1.5, 3.0, 3.25, 4.0, 6.0, 7.0, 7.0, 7.0, 9.0])
     iterations = make_iterations(now=lambda: next(times))
     loader = iterations.shard(DATA, 4, None, never)
     next(loader)
     next(loader)
     assert (iterations.batch_size, iterations.end()) == (8, (1.0, 4.0))
+    assert (iterations.load_s, iterations.computed_s) == (0.75, 2.25)
     iterations.begin_again()
     assert (iterations.batch_size, iterations.end()) == (8, (6.0, 7.0))
+    assert (iterations.load_s, iterations.computed_s) == (0.0, 1.0)
     next(loader)
     iterations.end()
     resumed = make_iterations()
@@ -91,13 +93,27 @@ def test_batches_between_two_steps_are_one_iteration():
 
 
 def test_an_iteration_begins_when_its_batch_is_requested_and_ends_unpadded():
-    times = iter([1.0, 4.0, 6.0, 9.0])
+    times = iter([1.0, 1.5, 4.0, 6.0, 6.0, 9.0])
     iterations = make_iterations(now=lambda: next(times))
     loader = iterations.shard(DATA, 4, 1, never)
     next(loader)
-    assert iterations.end() == (1.0, 4.0)
+    assert (iterations.end(), iterations.load_s, iterations.computed_s) == ((1.0, 4.0), 0.5, 2.5)
     next(loader)
-    assert iterations.end() == (6.0, 9.0)
+    assert (iterations.end(), iterations.load_s, iterations.computed_s) == ((6.0, 9.0), 0.0, 3.0)
+
+
+class Slow(torch.utils.data.Dataset):
+    """A data set that takes a time to load a sample."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(self.seconds)
+        return index
 
 
 @pytest.fixture
@@ -114,6 +130,15 @@ def test_an_iteration_is_padded_up_to_its_time(clock, computed_s, slept_s):
     next(iterations.shard(DATA, 4, 1, never))
     clock[0] += computed_s
     assert iterations.end() == (10.0, pytest.approx(10.0 + computed_s + slept_s))
+
+
+def test_loading_is_not_padded(clock):
+    """The times of a device are those of computing."""
+    iterations = make_iterations(compute={"model": "constant", "seconds": 0.5}, now=lambda: clock[0])
+    next(iterations.shard(Slow(0.25), 4, 1, never))
+    clock[0] += 0.125
+    assert iterations.end() == (10.0, 11.5)
+    assert (iterations.load_s, iterations.computed_s) == (1.0, 0.5)
 
 
 def test_padding_leaves_time_for_calls(clock):

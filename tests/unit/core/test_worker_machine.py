@@ -53,6 +53,20 @@ def test_a_push_covers_the_local_steps_of_its_grant():
     assert (info.local_steps, info.batch_size) == (3, 24)
 
 
+def test_loading_is_no_part_of_the_computation():
+    estimator = Fixed()
+    machine = granted(2, estimator=estimator)
+    machine.computed(2.0, 3.0, 8, load_s=0.25)
+    machine.computed(3.5, 4.0, 8, share=0.5, load_s=0.125)
+    info = machine.delivered(1.0, 0.0, 0.0, 0)
+    assert (info.load_s, info.compute_s) == (0.375, 1.625)
+    assert info.iteration_s == 0.375 + 1.625 / 0.5, "a cancelled iteration is loaded whole"
+    assert estimator.observed == [(8, info.iteration_s / 2, 0.25)], "it takes time from the next batch too"
+    machine.read(5.0, 5.0)
+    machine.computed(5.0, 6.0, 8)
+    assert machine.delivered(1.0, 0.0, 0.0, 0).load_s == 0.0
+
+
 @pytest.mark.parametrize(("commit_s", "steps"), [(0.4, 1), (0.5, 1), (0.6, 2), (1.5, 3)])
 def test_or_as_many_as_fit_into_the_granted_time_after_the_read(commit_s, steps):
     machine, n = granted(UNTIL, commit_s=commit_s), 0

@@ -163,8 +163,8 @@ def test_timeline_cuts_at_its_window(tmp_path):
 
 
 def two_pushes(begin_s):
-    columns = ["worker", "iteration", "begin_s", "end_s", "wait_s", "comm_s"]
-    return pd.DataFrame([[0, 1, 0.25, 1.0, 0.125, 0.25], [0, 2, begin_s, 3.0, 0.5, 0.5]], columns=columns)
+    columns = ["worker", "iteration", "begin_s", "end_s", "wait_s", "comm_s", "load_s"]
+    return pd.DataFrame([[0, 1, 0.25, 1.0, 0.125, 0.25, 0.0], [0, 2, begin_s, 3.0, 0.5, 0.5, 0.0]], columns=columns)
 
 
 def bars(begin_s):
@@ -182,6 +182,13 @@ def test_transfers_are_drawn_half_before_and_half_after():
         ["transfer", 2, 1.75, 2.0],
         ["compute", 2, 2.0, 3.0],
         ["transfer", 2, 3.0, 3.25],
+    ]
+
+
+def test_loading_is_drawn_before_the_computation():
+    assert timeline.bars(two_pushes(2.0).assign(load_s=[0.0, 0.25])).values.tolist()[-3:-1] == [
+        [0, "load", 2, 2.0, 2.25],
+        [0, "compute", 2, 2.25, 3.0],
     ]
 
 
@@ -315,13 +322,13 @@ def test_waiting_sums_exchanges(tmp_path):
 
 
 def test_timeline_draws_the_exchange_after_the_computation(tmp_path, gossip):
-    # now_s w it peer bytes comp wait comm loss b begin end n weight
+    # now_s w it peer bytes comp wait comm loss b begin end n weight load
     rows = [
-        (2.0, 0, 1, 1, 8, 1.0, 0.5, 0.5, 1.0, 4, 0.0, 1.0, 1, 1.0),
-        (4.5, 0, 2, -2, 0, 2.0, 0.0, 0.0, 1.0, 4, 2.5, 4.5, 0, 1.0),
-        (5.0, 0, 3, 1, 8, 0.25, 0.0, 1.0, 1.0, 4, 4.5, 4.75, 1, 1.0),
-        (6.0, 0, 4, 1, 8, 0.5, 0.0, 0.0, 1.0, 4, 5.0, 5.5, 1, 1.0),
-        (9.0, 0, 4, -2, 0, 0.0, 0.0, 0.0, math.nan, 0, 9.0, 9.0, 1, 1.0),
+        (2.0, 0, 1, 1, 8, 1.0, 0.5, 0.5, 1.0, 4, 0.0, 1.0, 1, 1.0, 0.0),
+        (4.5, 0, 2, -2, 0, 2.0, 0.0, 0.0, 1.0, 4, 2.5, 4.5, 0, 1.0, 0.0),
+        (5.0, 0, 3, 1, 8, 0.25, 0.0, 1.0, 1.0, 4, 4.5, 4.75, 1, 1.0, 0.0),
+        (6.0, 0, 4, 1, 8, 0.5, 0.0, 0.0, 1.0, 4, 5.0, 5.5, 1, 1.0, 0.0),
+        (9.0, 0, 4, -2, 0, 0.0, 0.0, 0.0, math.nan, 0, 9.0, 9.0, 1, 1.0, 0.0),
     ]
     trace = with_rows(gossip, "exchanges", np.array(rows, TABLES["exchanges"]))
     frame = draw("timeline", tmp_path, write(tmp_path, trace), "--to", 20)
@@ -340,10 +347,10 @@ def test_timeline_draws_waits_across_the_cut_within_the_computation(tmp_path):
     layers = {"name": "stanza", "cut": "classifier", "fc_share": 0.5}
     sizes = {"name": "timing", "parameters": 10, "classifier": 5, "activations": 1}
     separated = peer_recorder.record(layers, (1.0, 1.0), workload=sizes, samples=8)
-    # now_s w it peer bytes comp wait comm loss b begin end n weight
+    # now_s w it peer bytes comp wait comm loss b begin end n weight load
     rows = [
-        (4.0, 0, 1, -1, 8, 1.0, 2.5, 0.5, 1.0, 4, 0.0, 3.0, 0, 1.0),
-        (5.0, 1, 1, 0, 8, 3.0, 1.25, 0.25, math.nan, 4, 0.0, 4.0, 0, 1.0),
+        (4.0, 0, 1, -1, 8, 1.0, 2.5, 0.5, 1.0, 4, 0.0, 3.0, 0, 1.0, 0.0),
+        (5.0, 1, 1, 0, 8, 3.0, 1.25, 0.25, math.nan, 4, 0.0, 4.0, 0, 1.0, 0.0),
     ]
     run = write(tmp_path, with_rows(separated, "exchanges", np.array(rows, TABLES["exchanges"])))
     frame = draw("timeline", tmp_path, run, "--to", 20)

@@ -31,14 +31,14 @@ from tests.unit.trace.recorder import (
     with_status,
 )
 
-#        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes share predicted pull encode weight outcome
+#        seq now_s w it vr st begin end  comp wait comm  b ls loss bytes share predicted pull encode load weight outcome
 NAN, INF = math.nan, math.inf
 PUSHES = [
-    (1, 1.0, 0, 1, 0, 0, 0.0, 0.75, 0.75, 0.0, 0.25, 8, 1, 2.0, 100, 1.0, NAN, NAN, NAN, 0.0, 1.0, 0),
-    (3, 2.0, 0, 2, 1, 0, 1.0, 1.75, 0.75, 0.0, 0.25, 8, 1, 1.5, 100, 1.0, NAN, NAN, NAN, 0.0, 1.0, 0),
-    (4, 2.5, 1, 1, 0, 2, 0.0, 2.0, 2.0, 0.0, 0.5, 8, 1, 1.8, 100, 1.0, NAN, NAN, NAN, 0.0, 1.0, 0),
-    (7, 4.0, 0, 3, 3, 0, 2.5, 3.25, 0.75, 0.5, 0.75, 8, 1, 1.2, 100, 1.0, NAN, NAN, NAN, 0.0, 1.0, 0),
-    (9, 5.0, 1, 2, 3, 1, 2.5, 4.5, 2.0, 0.0, 0.5, 8, 1, 1.1, 100, 1.0, NAN, NAN, NAN, 0.0, 0.0, 1),
+    (1, 1.0, 0, 1, 0, 0, 0.0, 0.75, 0.75, 0.0, 0.25, 8, 1, 2.0, 100, 1.0, NAN, NAN, NAN, 0.0, 0.0, 1.0, 0),
+    (3, 2.0, 0, 2, 1, 0, 1.0, 1.75, 0.75, 0.0, 0.25, 8, 1, 1.5, 100, 1.0, NAN, NAN, NAN, 0.0, 0.0, 1.0, 0),
+    (4, 2.5, 1, 1, 0, 2, 0.0, 2.0, 2.0, 0.0, 0.5, 8, 1, 1.8, 100, 1.0, NAN, NAN, NAN, 0.0, 0.0, 1.0, 0),
+    (7, 4.0, 0, 3, 3, 0, 2.5, 3.25, 0.75, 0.5, 0.75, 8, 1, 1.2, 100, 1.0, NAN, NAN, NAN, 0.0, 0.0, 1.0, 0),
+    (9, 5.0, 1, 2, 3, 1, 2.5, 4.5, 2.0, 0.0, 0.5, 8, 1, 1.1, 100, 1.0, NAN, NAN, NAN, 0.0, 0.0, 0.0, 1),
 ]
 #         seq now_s w it v gap credits held first b ls commit ratio
 GRANTS = [
@@ -411,16 +411,24 @@ def test_bytes_and_time_of_compression():
     assert "compression" not in text(summarize(record("asp", updates=12)))
 
 
+def test_loading_has_a_share_and_a_column_where_it_takes_time():
+    summary = summarize(edit(trace(), "pushes", 2, load_s=0.5, compute_s=1.5))
+    assert (summary.workers[1].load_share, summary.workers[1].compute_share) == (0.5 / 5.0, 3.5 / 5.0)
+    assert summary.wait_share == 0.5 / 9.0
+    assert "load" in text(summary) and "10.0 %" in text(summary)
+    assert "load" not in text(summarize(trace()))
+
+
 # ---- without servers -------------------------------------------------------------------------------------------------
 
 GOSSIP = 'name = "gossip"\nmode = "push"\nperiod = 2'
-#            now_s w it peer bytes comp wait comm loss b begin end n weight
+#            now_s w it peer bytes comp wait comm loss b begin end n weight load
 EXCHANGES = [
-    (1.0, 0, 1, NO_PEER, 0, 1.0, 0.0, 0.0, 2.0, 8, 0.0, 1.0, 0, 1.0),
-    (2.0, 1, 1, NO_PEER, 0, 2.0, 0.0, 0.0, 2.0, 8, 0.0, 2.0, 0, 1.0),
-    (2.5, 0, 2, 1, 400, 1.0, 0.25, 0.25, 1.5, 8, 1.0, 2.0, 0, 1.0),
-    (5.0, 1, 2, 1, 0, 2.0, 0.0, 0.0, 1.0, 8, 2.0, 4.0, 1, 1.0),
-    (6.0, 0, 2, NO_PEER, 0, 0.0, 0.0, 0.0, math.nan, 0, 6.0, 6.0, 1, 1.0),
+    (1.0, 0, 1, NO_PEER, 0, 1.0, 0.0, 0.0, 2.0, 8, 0.0, 1.0, 0, 1.0, 0.0),
+    (2.0, 1, 1, NO_PEER, 0, 2.0, 0.0, 0.0, 2.0, 8, 0.0, 2.0, 0, 1.0, 0.0),
+    (2.5, 0, 2, 1, 400, 1.0, 0.25, 0.25, 1.5, 8, 1.0, 2.0, 0, 1.0, 0.0),
+    (5.0, 1, 2, 1, 0, 2.0, 0.0, 0.0, 1.0, 8, 2.0, 4.0, 1, 1.0, 0.0),
+    (6.0, 0, 2, NO_PEER, 0, 0.0, 0.0, 0.0, math.nan, 0, 6.0, 6.0, 1, 1.0, 0.0),
 ]
 STEPS = [(version, row[0], 1, 0.1, 8 * version) for version, row in enumerate(EXCHANGES[:4], 1)]
 JUDGED = [(2.5, 3, 24, 0.4, 0.9, 0.5), (6.0, 4, 32, 0.3, 0.95, 0.25)]
