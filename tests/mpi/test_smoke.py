@@ -122,7 +122,7 @@ def test_workers_that_leave_and_join(comm, needs, folder):
     events = [
         {"worker": 0, "change": "leave", "at_s": 0.02},
         {"worker": 0, "change": "join", "at_s": 0.1},
-        {"worker": last, "change": "leave", "at_iteration": 120},  # an active worker is left when worker 0 joins
+        {"worker": last, "change": "leave", "at_iteration": 300},  # an active worker is left when worker 0 joins
     ]
     compute = {"model": "constant", "seconds": 0.002}
     cluster = {"servers": 1, "workers": last + 1, "compute": compute, "events": events}
