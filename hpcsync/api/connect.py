@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,7 @@ from hpcsync.system import garbage, gpu_selection, launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.script_optimizers import REFUSED, describe, parameters_of
 from hpcsync.workloads.registry import Evaluate
 
 if TYPE_CHECKING:
@@ -66,8 +67,8 @@ def device() -> torch.device:
 
 
 def connect(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     paradigm: str = "bsp",
     *,
     servers: int | None = None,
@@ -76,6 +77,7 @@ def connect(
     schedule: Mapping[str, Any] | None = None,
     lr_clock: str = "samples",
     async_lr_scale: float | str = 1.0,
+    clip_norm: float | None = None,
     evaluate: Evaluate | None = None,
     every_samples: int = 5000,
     compute: Mapping[str, Any] | None = None,
@@ -98,19 +100,29 @@ def connect(
 
     Parameters
     ----------
-    model : torch.nn.Module
-        The same model on every rank; all ranks start from the initial weights of rank 0. Its trainable parameters must
-        be all float32 or all float64, and all on the CPU or all on this rank's GPU (see `hpcsync.device`).
-    optimizer : torch.optim.Optimizer
-        Any element-wise optimizer of torch.optim, with all trainable parameters of the model in one group. It runs on
-        the servers; with "easgd", "ashl", "adsp" and without servers it runs on every worker. Its learning rate is the
-        initial rate of `schedule`; the script must not change it.
+    model : torch.nn.Module, or several
+        The same model on every rank; all ranks start from rank 0's weights and buffers. It must be on the CPU or on
+        this rank's GPU as a whole (see `hpcsync.device`); parameters are float32, float64, bfloat16 or float16. Several
+        models, such as a generator and a discriminator, are given in a list.
+    optimizer : torch.optim.Optimizer, or several
+        The script's optimizer, with any number of parameter groups, or a list of several. It may have a state already
+        (`load_state_dict`). Of the model's parameters those in its groups are trained, also those that are frozen at
+        first and trained later; the others keep their values. Its `step` is the step of the session until the end of
+        the `with` block.
+
+        It runs on the servers: any optimizer of torch.optim, or one like them, that needs no closure and no sparse
+        gradients. If it is not element-wise (such as Muon), shards are cut between whole parameters. With "easgd",
+        "ashl", "adsp", "async-diloco" and without servers the script's own optimizer runs on every worker.
+
+        Learning rates and other numbers of its groups may be changed in the loop, for example by a scheduler: those at
+        a step are the ones that its gradient is used with. Where an update uses several gradients, it takes the mean.
     paradigm : str
         Name of the synchronisation paradigm, as [paradigm] of the job file has it; `options` are the other keys of that
         table, such as staleness=3.
 
-        With "allreduce" the gradients are the mean over all workers as soon as `backward` returns; call `backward` once
-        for each step. With cancel = "abort" the loop may call `Session.cancelled` between the pieces of a batch.
+        With "allreduce" the gradients are the mean over all workers as soon as `backward` returns; call all but the
+        last `backward` of a step in `Session.no_sync`. With cancel = "abort" the loop may call `Session.cancelled`
+        between the pieces of a batch.
     servers : int, optional
         Number of servers; by default 1, or 0 for a paradigm without servers.
     seed : int
@@ -119,7 +131,11 @@ def connect(
         As [stop] of the job file: samples, updates, seconds, target_accuracy, target_loss. The targets need `evaluate`.
         By default the run ends when every worker has left its `with` block.
     schedule, lr_clock, async_lr_scale
-        As [optimizer.schedule] and [optimizer] of the job file.
+        As [optimizer.schedule] and [optimizer] of the job file. The schedule's factor multiplies the rates of the
+        optimizer.
+    clip_norm : float, optional
+        Largest norm of the gradient that the optimizer gets, as of `torch.nn.utils.clip_grad_norm_`. On servers it is
+        the norm of the mean over workers, which a script cannot clip.
     evaluate : callable, optional
         ``evaluate(model) -> (loss, accuracy)``. It is called every `every_samples` samples, concurrently with the
         servers, or with the training of worker 0 if there are no servers.
@@ -199,19 +215,21 @@ def connect(
     else:
         before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
-    spec = _spec(optimizer, model)
+    models = [model] if isinstance(model, torch.nn.Module) else [*model]
+    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
+    parameters = _parameters(optimizers, model)
     job = Job.from_table(
         {
             "name": name or _script_name(),
             "seed": seed,
             "workload": {"name": "script"},
             "optimizer": {
-                "name": spec.name,
-                "lr": spec.lr,
+                **describe(optimizers),
                 "lr_clock": lr_clock,
                 "async_lr_scale": async_lr_scale,
                 **({"schedule": dict(schedule)} if schedule else {}),
-                **spec.options,
+                **({} if clip_norm is None else {"clip_norm": clip_norm}),
             },
             "stop": dict(stop or {}),
             "evaluation": {"every_samples": every_samples},
@@ -233,17 +251,22 @@ def connect(
     if evaluate is None:
         _refuse_targets(job)
     if comm is None:
-        check_model(job, model, "model", evaluated=False)  # a single process has all running statistics
+        check_model(
+            job, model, "model", evaluated=False, parameters=parameters
+        )  # a single process has all running statistics
         if job.paradigm.separates_layers:  # a single process trains all layers
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduceOptions(), "cluster": one})
-        return LocalSession(job, model, optimizer, evaluate)
+        return LocalSession(job, model, optimizers, evaluate)
     from hpcsync.mpi.transport.node_topology import arranged
 
     if resume and before is None:
         agree(comm, lambda: layout.put_aside(out))
-    session = join(arranged(comm, job.cluster), job, model, spec, evaluate, out, before)
-    session.take_over(optimizer)
+    trained = {id(p) for p in parameters}
+    if comm.rank == 0 and (n_left_out := sum(p.requires_grad and id(p) not in trained for p in model.parameters())):
+        say(f"{n_left_out} trainable parameters are in no optimizer and keep their values")
+    session = join(arranged(comm, job.cluster), job, model, optimizers, evaluate, out, before)
+    session.take_over()
     return session
 
 
@@ -251,7 +274,7 @@ def join(
     comm: MPI.Intracomm,
     job: Job,
     model: torch.nn.Module,
-    optimizer: OptimizerSpec,
+    optimizer: OptimizerSpec | tuple[torch.optim.Optimizer, ...],
     evaluate: Evaluate | None,
     out: str | Path | None,
     before: Resumed | None = None,
@@ -291,7 +314,8 @@ def join(
             f"--resume: {comm.size} ranks were started; must be at most {before.n_peers}, as {before.checkpoint} has "
             "workers"
         )
-    check_model(job, model, "model", evaluated=evaluate is not None)
+    parameters = None if isinstance(optimizer, OptimizerSpec) else _parameters(optimizer, model)
+    check_model(job, model, "model", evaluated=evaluate is not None, parameters=parameters)
     _refuse_differences(comm, job, model)
     if evaluate is not None and not takes_several_threads(comm):
         raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE: rank 0 evaluates while the run continues")
@@ -315,7 +339,7 @@ def join(
         print(*(f"{line}\n" for line in lines), sep="", end="", flush=True)
     try:
         with aborting(comm, but=(MemoryUnreachable, JobError)):
-            if job.steps_on_workers or comm.rank < job.cluster.servers:
+            if isinstance(optimizer, OptimizerSpec) and (job.steps_on_workers or comm.rank < job.cluster.servers):
                 _warm_up(optimizer, device_of(model))
             garbage.freeze()  # before the session exists: sessions are garbage once they have ended
             given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate)
@@ -508,15 +532,29 @@ def _script_name() -> str:
     return re.sub(r"[^A-Za-z0-9._+-]+", "-", Path(sys.argv[0]).stem).strip("._+-") or "script"
 
 
-def _spec(optimizer: torch.optim.Optimizer, model: torch.nn.Module) -> OptimizerSpec:
-    try:
-        spec = OptimizerSpec.of(optimizer)
-    except ValueError as error:
-        raise JobError(str(error)) from None
-    given = {id(p) for p in optimizer.param_groups[0]["params"] if p.requires_grad}
-    if given != {id(p) for p in model.parameters() if p.requires_grad}:
-        raise JobError("optimizer: must have exactly the model's trainable parameters: all of them are trained")
-    return spec
+def _parameters(optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Return the parameters that the optimizers have, in the order of the model.
+
+    Raises
+    ------
+    JobError
+        If an optimizer cannot run, or has a parameter that is not the model's or that another one has.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, tuple(REFUSED)):
+            raise JobError(f"optimizer {type(optimizer).__name__}: must be one without {REFUSED[type(optimizer)]}")
+    given = [p for optimizer in optimizers for p in parameters_of(optimizer)]
+    own = {id(p) for p in model.parameters()}
+    if any(id(p) not in own for p in given):
+        raise JobError(
+            "optimizer: must have parameters of the model only; a parameter in its groups is not the model's"
+        )
+    if len({id(p) for p in given}) < len(given):
+        raise JobError("optimizer: must have each parameter once; several optimizers have the same")
+    if not given:
+        raise JobError("optimizer: must have a parameter")
+    chosen = {id(p) for p in given}
+    return [p for p in model.parameters() if id(p) in chosen]
 
 
 def _for_single_process(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -13,6 +13,7 @@ from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.session import Session
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
+from hpcsync.training.script_optimizers import parameters_of
 from hpcsync.workloads.registry import Evaluate
 
 
@@ -24,7 +25,11 @@ class LocalSession(Session):
     """
 
     def __init__(
-        self, job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, evaluate: Evaluate | None
+        self,
+        job: Job,
+        model: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        evaluate: Evaluate | None,
     ) -> None:
         super().__init__(rank=0, n_workers=1, worker=0)
         started_s = time.perf_counter()
@@ -38,33 +43,56 @@ class LocalSession(Session):
         self._iterations = Iterations(job, 0, self._now, allocated=allocated)
         self._lr = learning_rate(job)
         self._model = model
-        self._optimizer = optimizer
+        self._optimizers = optimizers
+        self._given: list[Any] = []  # learning rates of the groups, while a step with the schedule's is under way
+        self._hooks = [
+            hook
+            for optimizer in optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
         self._evaluate = evaluate
         self._evaluating_s = 0.0  # not training time
-        self._rate = job.optimizer.lr
+        self._clip_norm = job.optimizer.clip_norm
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         """Return an iterator over all batches of the next training epochs."""
         self._refuse_outside()
         return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
 
-    def step(self, loss: torch.Tensor | float) -> bool:
-        """Apply the gradients with the script's optimizer; return False once the run is over."""
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
+        """Step with the script's optimizer; return False once the run is over."""
         self._refuse_step()
+        if len(self._optimizers) > 1:
+            raise RuntimeError("step: the session has several optimizers; call the step of each of them instead")
+        self._optimizers[0].step()
+        return not self.stopped
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Clip the gradient, and multiply the rates by the schedule's factor."""
+        self._refuse_step()
+        if not self._iterations.under_way and len(self._optimizers) > 1:
+            self._iterations.begin_again()
         self._iterations.end()
-        self._update()
+        self._losses.clear()
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), self._clip_norm)
+        self._given = [group["lr"] for group in optimizer.param_groups]
+        factor = self._lr(self._samples, self._updates, 1)
+        for group in optimizer.param_groups if factor != 1.0 else ():
+            group["lr"] = group["lr"] * factor
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group, lr in zip(optimizer.param_groups, self._given, strict=True):
+            group["lr"] = lr
         self._samples += self._iterations.batch_size
         self._updates += 1
         trained_s = self._now() - self._evaluating_s
         self.stopped = self._stop.reached(samples=self._samples, updates=self._updates, seconds=trained_s)
         if self._evaluate is not None and self._schedule.begin_if_due(self._samples):
             self.stopped |= self._stop.satisfied(*self._judge(self._evaluate))
-        return not self.stopped
-
-    def _update(self) -> None:
-        self._refuse_other_rate(self._optimizer, self._rate)
-        self._optimizer.param_groups[0]["lr"] = self._rate = self._lr(self._samples, self._updates, 1)
-        self._optimizer.step()
 
     def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
         begin_s, was_training = self._now(), self._model.training
@@ -77,3 +105,5 @@ class LocalSession(Session):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Return at once: there is no other process to wait for."""
+        for hook in self._hooks:
+            hook.remove()

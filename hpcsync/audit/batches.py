@@ -38,17 +38,21 @@ def weights_follow_sizes(recount: Recount) -> Check:
 
     In an update of one version, a contribution's weight is its share of the samples; the weights add up to 1. In other
     updates it is 1 / n_contributions, times the ratio of its batch size to the mean one (if that is known), divided by
-    its staleness (if the job requires it). A dropped push has weight 0.
+    its staleness (if the job requires it). A dropped push has weight 0, and so has one whose step its script skipped,
+    which does not count.
     """
     job, pushes = recount.job, recount.pushes
     n_complete = len(recount.complete_seq)
     complete = recount.applied_version <= n_complete
     rows, version = recount.applied[complete], recount.applied_version[complete] - 1
-    size = pushes["batch_size"][rows]
+    skips = "skipped" in (pushes.dtype.names or ())  # not in traces of earlier releases
+    used = pushes["skipped"][rows] == 0 if skips else np.ones(len(rows), bool)
+    size = pushes["batch_size"][rows] * used
     if job.paradigm.of_one_version:
-        expected = size / np.bincount(version, size, n_complete)[version]
+        expected = size / np.maximum(np.bincount(version, size, n_complete)[version], 1)
     else:
-        expected = 1 / recount.updates["n_contributions"][version]
+        n_skipped = np.bincount(version, ~used, n_complete)[version]
+        expected = used / np.maximum(recount.updates["n_contributions"][version] - n_skipped, 1)
         if job.batch_total is not None and not job.steps_on_workers:
             expected *= size * (recount.n_workers / job.batch_total)
         if job.paradigm.discounts:

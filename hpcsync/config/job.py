@@ -123,6 +123,13 @@ class Job(Table):
         return self
 
     @model_validator(mode="after")
+    def _scripts_have_their_own_optimizers(self) -> Self:
+        for key in ("clip_norm", "groups"):
+            if getattr(self.optimizer, key) is not None and not isinstance(self.workload, Script):
+                raise JobError(f"optimizer.{key}: must be left out: only a training script has it (`hpcsync.connect`)")
+        return self
+
+    @model_validator(mode="after")
     def _servers_let_join(self) -> Self:
         for i, event in enumerate(self.cluster.events):
             if event.change == "join" and not self.has_servers:

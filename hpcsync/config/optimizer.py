@@ -62,6 +62,10 @@ class Optimizer(Table):
         Factor of the learning rate of each update: 1, or "1/workers", the share of workers that contribute to it.
     schedule
         Learning rate schedule; by default the rate is constant.
+    clip_norm
+        Largest norm of the gradient that the optimizer gets; only of a training script.
+    groups
+        Options of all parameter groups of a training script, if there are several.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -71,6 +75,8 @@ class Optimizer(Table):
     lr_clock: Literal["samples", "updates"] = "samples"
     async_lr_scale: float | Literal["1/workers"] = 1.0
     schedule: Schedule | None = None
+    clip_norm: Positive | None = None
+    groups: list[dict[str, Any]] | None = None
 
     @field_validator("async_lr_scale", mode="before")
     @classmethod

@@ -34,6 +34,7 @@ from hpcsync.paradigms import (
     Paradigm,
     PushInfo,
 )
+from hpcsync.paradigms.records import StepInfo
 from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.state import Stateful
@@ -110,7 +111,8 @@ class Coordinator(Stateful):
     lr
         Rate of the next update as a function of samples, updates and contributions: the learning rate
         (`hpcsync.training.lr_schedule`); where workers have optimizers and the servers a centre, the share of the
-        distance that the centre moves; where workers push the change of their weights, 1 or an outer learning rate.
+        distance that the centre moves; where workers push the change of their weights, 1 or an outer learning rate. Of
+        the rates that scripts state with their pushes it is a factor.
     stop
         Stopping rule.
     batch_total
@@ -122,10 +124,10 @@ class Coordinator(Stateful):
 
     Notes
     -----
-    A contribution is the mean gradient of a worker's batch. In a synchronous paradigm an update is the mean over all
-    its samples. Otherwise each contribution is weighted by its batch size over the mean batch size of all initial
-    workers, so that a sample counts the same throughout the run, times the paradigm's weight. With equal batches both
-    are the mean over contributions.
+    A contribution is the mean gradient of a worker's batch; if the script has skipped the step, it does not count. In a
+    synchronous paradigm an update is the mean over all its samples. Otherwise each contribution is weighted by its
+    batch size over the mean batch size of all initial workers, so that a sample counts the same throughout the run,
+    times the paradigm's weight. With equal batches both are the mean over contributions.
     """
 
     state_types = {
@@ -334,11 +336,13 @@ class Coordinator(Stateful):
         for worker, weight in zip(workers, weights, strict=True):
             weighted.append(self._weigh(worker, weight))
             taken.append((self._pending.pop(worker), weighted[-1]))
-        divisor = float(len(taken))
-        if self._paradigm.synchronous and self._per_sample is not None:
+        used = [push_info for (_, push_info), _ in taken if not push_info.skipped]
+        divisor = float(len(used) or 1)
+        if used and self._paradigm.synchronous and self._per_sample is not None:
             per, samples = self._per_sample
-            divisor = sum(push_info.batch_size for (_, push_info), _ in taken) * per / samples
-        lr = self._lr(self.samples, self.version, len(taken))
+            divisor = sum(push_info.batch_size for push_info in used) * per / samples
+        rate = self._lr(self.samples, self.version, len(taken))
+        lr = rate * own_rate([push_info for (_, push_info), _ in taken])
         self.version += 1
         self.updated_s = now_s
         for (_, push_info), _ in taken:
@@ -348,11 +352,14 @@ class Coordinator(Stateful):
             self._record_push(contribution, weight / divisor, Outcome.APPLIED)
         enough = self._stop.reached(samples=self.samples, updates=self.version, seconds=now_s)
         self.stopping = self.stopping or enough
-        return UpdateCommand(workers, tuple(weighted), divisor, lr, self._paradigm.momentum)
+        return UpdateCommand(workers, tuple(weighted), divisor, rate, self._paradigm.momentum)
 
     def _weigh(self, worker: int, weight: float) -> float:
         """Return the weight of this worker's contribution, given its weight in the paradigm."""
-        batch_size = self._pending[worker][1].batch_size
+        push_info = self._pending[worker][1]
+        if push_info.skipped:
+            return 0.0
+        batch_size = push_info.batch_size
         if not (self._knows_mean or self._paradigm.synchronous):
             return weight
         if self._per_sample is None:
@@ -407,6 +414,14 @@ class Coordinator(Stateful):
     def _next_seq(self) -> int:
         self._seq += 1
         return self._seq
+
+
+def own_rate(infos: Sequence[PushInfo | StepInfo]) -> float:
+    """Return the mean learning rate of the scripts that contribute, of which a schedule is a factor; 1 for a job."""
+    rates = [info.lr for info in infos]
+    if math.isnan(rates[0]):
+        return 1.0
+    return rates[0] if len(set(rates)) == 1 else sum(rates) / len(rates)
 
 
 def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:

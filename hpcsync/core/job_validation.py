@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from hpcsync.config.job import Job, Script
 from hpcsync.config.workloads import Timing
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.training import compressor
-from hpcsync.training.flat_model import trainable
+from hpcsync.training.flat_model import flat_dtype, trainable
 from hpcsync.training.model_split import ModelSplit, check_cut, cut
 from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, OptimizerSpec
 from hpcsync.training.sampler import fetch, whole_batches
@@ -111,7 +111,14 @@ def check(job: Job) -> Workload:
     return workload
 
 
-def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool) -> ModelSplit | None:
+def check_model(
+    job: Job,
+    model: torch.nn.Module,
+    name: str,
+    *,
+    evaluated: bool,
+    parameters: Sequence[torch.nn.Parameter] | None = None,
+) -> ModelSplit | None:
     """Check that the model can be trained in flat shards, one per server, and evaluated if required.
 
     Parameters
@@ -124,6 +131,8 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
         Name of the model's source in messages.
     evaluated
         Whether the model is evaluated during the run.
+    parameters
+        Parameters of a script's optimizers; None for a workload, of which all trainable ones are trained.
 
     Returns
     -------
@@ -136,8 +145,9 @@ def check_model(job: Job, model: torch.nn.Module, name: str, *, evaluated: bool)
         If the model does not fit the job.
     """
     try:
-        size = sum(parameter.numel() for parameter in trainable(model))
-        compressor.of_job(job, trainable(model))  # raises if its gradients cannot be compressed
+        trained = trainable(model) if parameters is None else parameters
+        size = sum(parameter.numel() for parameter in trained)
+        compressor.of_job(job, trained, flat_dtype(trained))  # raises if its gradients cannot be compressed
     except ValueError as error:
         raise JobError(f"{name}: {error}") from None
     halves = None

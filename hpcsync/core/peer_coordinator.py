@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_allocator
-from hpcsync.core.coordinator import Recorder
+from hpcsync.core.coordinator import Recorder, own_rate
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.paradigms.records import StepInfo
 from hpcsync.planning.batch_allocation import Allocated, Allocator, Estimate
@@ -259,7 +259,7 @@ class PeerCoordinator(Stateful):
                 self._end_rounds(now_s)
         else:
             lr = self._rate(self._own_samples[r.worker], r.iteration - 1)
-            self._update(now_s, lr, [r])
+            self._update(now_s, lr * own_rate([r]), [r])
         if not self.stopping:
             self.stalls.began(r.worker, r.iteration + 1, now_s)
 
@@ -316,7 +316,8 @@ class PeerCoordinator(Stateful):
         for iteration in sorted(self._round):
             if all(self.done[worker] >= iteration for worker in self.active):
                 infos = [info for info in self._round.pop(iteration) if info.worker in self._counting]
-                self._update(now_s, self._lr(self.samples, self.version, self._n_workers), infos)
+                lr = self._lr(self.samples, self.version, self._n_workers) * own_rate(infos)
+                self._update(now_s, lr, infos)
 
     def _update(self, now_s: float, lr: float, counted: Sequence[StepInfo]) -> None:
         self.version += 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +33,7 @@ class Session(ABC):
         self.n_workers = n_workers
         self.stopped = False
         self._entered = False
+        self._losses: list[torch.Tensor | float] = []  # of the step under way
 
     @abstractmethod
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
@@ -97,19 +100,45 @@ class Session(ABC):
         return False
 
     @abstractmethod
-    def step(self, loss: torch.Tensor | float) -> bool:
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Send the gradient that `backward` has computed, and continue with new weights in the model.
+
+        The script's optimizer may be stepped instead: `optimizer.step()` does the same.
 
         Parameters
         ----------
         loss
-            Mean loss of the batch, for the trace.
+            Mean loss of the batch, for the trace; see `record`.
 
         Returns
         -------
         bool
             False once the run is over: leave the loop; loaders end.
         """
+
+    def record(self, loss: torch.Tensor | float) -> None:
+        """Record a loss of the step under way; the trace gets the mean of those recorded before the step.
+
+        Parameters
+        ----------
+        loss
+            Mean loss of a batch.
+        """
+        self._losses.append(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which backward passes only accumulate gradients, without their mean over the workers.
+
+        It matters to "allreduce" only, which otherwise forms the mean at the end of every backward pass.
+        """
+        return nullcontext()
+
+    def _take_loss(self, loss: torch.Tensor | float | None) -> float:
+        """Return the mean of the recorded losses and this one; NaN if there is none."""
+        if loss is not None:
+            self.record(loss)
+        losses, self._losses = [float(each) for each in self._losses], []
+        return sum(losses) / len(losses) if losses else math.nan
 
     def __enter__(self) -> Self:
         self._entered = True
@@ -125,14 +154,6 @@ class Session(ABC):
         self._refuse_outside()
         if self.stopped:
             raise RuntimeError("step was called after the end of the run: leave the loop when step returns False")
-
-    def _refuse_other_rate(self, optimizer: torch.optim.Optimizer, rate: float) -> None:
-        """Raise if the script has changed the learning rate of its optimizer, which would have no effect."""
-        if (given := optimizer.param_groups[0]["lr"]) != rate:
-            raise RuntimeError(
-                f"the script changed the optimizer's learning rate from {rate} to {given}: "
-                "pass a schedule to connect instead"
-            )
 
     def _leave(self, joins_s: float) -> bool:
         """Leave before the next batch; return True if the worker joins again at `joins_s`.

@@ -111,7 +111,16 @@ class WorkerMachine(Stateful):
         self._end_s, self.share = end_s, share
         return self.is_cancelled or self.grant.is_done(self.n_steps, end_s - self._read_s)
 
-    def delivered(self, loss: float, encode_s: float, put_s: float, put_bytes: int) -> PushInfo:
+    def delivered(
+        self,
+        loss: float,
+        encode_s: float,
+        put_s: float,
+        put_bytes: int,
+        lr: float = math.nan,
+        *,
+        skipped: bool = False,
+    ) -> PushInfo:
         """Note that the contribution is in its slots; return the push info to send.
 
         Parameters
@@ -122,6 +131,10 @@ class WorkerMachine(Stateful):
             Seconds of compressing and of putting the contribution.
         put_bytes
             Bytes of the contribution.
+        lr
+            Learning rate of the script's optimizer; NaN: the job's.
+        skipped
+            Whether the contribution must change nothing.
         """
         push_info = PushInfo(
             math.nan,
@@ -141,6 +154,8 @@ class WorkerMachine(Stateful):
             pull_s=self._pull_s,
             encode_s=encode_s,
             load_s=self._load_s,
+            lr=lr,
+            skipped=int(skipped),
         )
         self.n_steps = 0
         return push_info if self.estimator is None else with_prediction(push_info, self.estimator)

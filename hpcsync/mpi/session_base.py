@@ -9,6 +9,8 @@ import sys
 import time
 import traceback
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -28,7 +30,8 @@ from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
-from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec
+from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
@@ -62,8 +65,8 @@ class Given(NamedTuple):
         Transport of the tensors.
     checkpoints : Checkpoints
         Checkpoints of the run, and the run's folder.
-    optimizer : OptimizerSpec
-        Optimizer of the gradients, wherever they are applied.
+    optimizer : OptimizerSpec or tuple of torch.optim.Optimizer
+        Optimizer of the gradients, wherever they are applied; or the optimizers of a script.
     evaluate : Evaluate or None
         Evaluation of the model.
     """
@@ -73,8 +76,21 @@ class Given(NamedTuple):
     model: torch.nn.Module
     placement: WindowSelection
     checkpoints: Checkpoints
-    optimizer: OptimizerSpec
+    optimizer: OptimizerSpec | tuple[torch.optim.Optimizer, ...]
     evaluate: Evaluate | None
+
+    def parameters(self, module: torch.nn.Module) -> list[torch.nn.Parameter] | None:
+        """Return the parameters of a module, or of a copy of the model, that the run trains; None: all trainable ones.
+
+        They are those of a script's optimizers, frozen or not.
+        """
+        if isinstance(self.optimizer, OptimizerSpec):
+            return None
+        given = {id(p) for optimizer in self.optimizer for p in parameters_of(optimizer)}
+        if not any(id(p) in given for p in module.parameters()):  # a copy
+            pairs = zip(self.model.parameters(), module.parameters(), strict=True)
+            return [copy for original, copy in pairs if id(original) in given]
+        return [p for p in module.parameters() if id(p) in given]
 
 
 class RankSession(Session):
@@ -91,9 +107,15 @@ class RankSession(Session):
         self._checkpoints = given.checkpoints
         self._tolerant = job.cluster.on_death == "continue"
         self._layers, self._model = layers, layers.model
-        self.flat = FlatModel(layers.trained)
+        self._script: ScriptOptimizers | None = None
+        self._optimizer: OptimizerFactory
+        if isinstance(given.optimizer, OptimizerSpec):
+            self.flat = FlatModel(layers.trained)
+            self._optimizer = given.optimizer
+        else:
+            self.flat = FlatModel(layers.trained, given.parameters(layers.trained))
+            self._optimizer = self._script = ScriptOptimizers(given.optimizer, self.flat, job.optimizer.clip_norm)
         self.flat.model = layers.model  # the forward pass calls the whole model
-        self._optimizer: torch.optim.Optimizer | None = None
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
         self._excepthook = sys.excepthook
@@ -110,29 +132,62 @@ class RankSession(Session):
         """Return the function that a job's loop computes on this rank with the model, if its loss is `loss`."""
         return loss
 
-    def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the optimizer's `zero_grad` and `step`, and the model's `zero_grad`, until the end of the session.
+    def take_over(self) -> None:
+        """Let the `step` of the script's optimizers be that of the session, until its end."""
+        assert self._script is not None
+        self._taken = [optimizer.__dict__.get("step") for optimizer in self._script.optimizers]
+        for index, optimizer in enumerate(self._script.optimizers):
+            step = partial(self._optimizer_step, index)
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
+            optimizer.step = step  # type: ignore[method-assign]
+            optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler leaves it to `step`
 
-        The script's calls must neither undo what is set up here nor appear to do what the session does.
-        """
+    def _optimizer_step(self, index: int, closure: Callable[[], Any] | None = None) -> Any:
+        """Make the step of an optimizer of the script; as its own `step`, it returns what the closure returns."""
+        script, loss = self._script, None
+        assert script is not None
+        optimizer: Any = script.optimizers[index]
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.record(loss)
+        optimizer._opt_called = True  # what a scheduler looks for
+        script.stepping = index
+        script.skips = bool(getattr(optimizer, "found_inf", 0.0))  # set by a GradScaler
+        if (scale := getattr(optimizer, "grad_scale", None)) is not None and not script.skips:
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None:
+                    parameter.grad.div_(float(scale))
+        optimizer.grad_scale = optimizer.found_inf = None  # what has been dealt with
+        try:
+            self.step()
+        finally:
+            script.stepping, script.skips = script.only, False
+        return loss
 
-        def zero_grad(set_to_none: bool = True) -> None:
-            self.flat.zero_gradient()
+    @property
+    def _may_begin_again(self) -> bool:
+        """True if a step may use the samples of the step before: the script has several optimizers."""
+        return self._script is not None and len(self._script.optimizers) > 1
 
-        def step(closure: Any = None) -> None:
-            raise RuntimeError("optimizer.step: the session runs the optimizer; call the session's step(loss) instead")
+    def _refuse_step(self) -> None:
+        super()._refuse_step()
+        if self._script is not None and self._script.stepping is None:
+            raise RuntimeError("step: the session has several optimizers; call the step of each of them instead")
 
-        self._optimizer = optimizer
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-        self._model.zero_grad = zero_grad  # type: ignore[method-assign]
-        optimizer.step = step  # type: ignore[method-assign, assignment]
+    @property
+    def _skips(self) -> bool:
+        """True if the step under way must change nothing."""
+        return self._script is not None and self._script.skips
 
     def _give_back(self) -> None:
         self._heed_signals()
         sys.excepthook = self._excepthook
-        if self._optimizer is not None:
-            del self._optimizer.zero_grad, self._optimizer.step, self._model.zero_grad
-            self._optimizer = None
+        if self._script is not None:
+            for optimizer, step in zip(self._script.optimizers, self._taken, strict=True):
+                del optimizer.step, optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+                if step is not None:
+                    optimizer.step = step  # type: ignore[method-assign]
 
     @abstractmethod
     def _part(self) -> None:

@@ -30,12 +30,15 @@ class StepCounts(NamedTuple):
         Whether to stop.
     halt : bool
         Whether to halt, for a checkpoint.
+    n_absent : int
+        Number of parameters for which the worker has no gradient.
     """
 
     n_steps: int = 1
     n_samples: int = 0
     stop: bool = False
     halt: bool = False
+    n_absent: int = 0
 
 
 class Agreed(NamedTuple):
@@ -53,6 +56,8 @@ class Agreed(NamedTuple):
         Whether any worker requests a stop.
     halt : bool
         Whether any worker requests a halt.
+    n_absent : int
+        Sum of their numbers of parameters without a gradient.
     """
 
     n_contributing: int
@@ -60,12 +65,14 @@ class Agreed(NamedTuple):
     n_samples: int
     stop: bool
     halt: bool = False
+    n_absent: int = 0
 
     @classmethod
     def of(cls, counts: Sequence[StepCounts]) -> Agreed:
         """Combine the information of all workers."""
-        n_steps, n_samples, stop, halt = map(sum, zip(*counts, strict=True))
-        return cls(sum(of_worker.n_steps > 0 for of_worker in counts), n_steps, n_samples, stop > 0, halt > 0)
+        n_steps, n_samples, stop, halt, n_absent = map(sum, zip(*counts, strict=True))
+        n_contributing = sum(of_worker.n_steps > 0 for of_worker in counts)
+        return cls(n_contributing, n_steps, n_samples, stop > 0, halt > 0, n_absent)
 
 
 class ExchangeResult(NamedTuple):

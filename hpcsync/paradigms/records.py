@@ -123,6 +123,21 @@ class PushInfo(NamedTuple):
         float,
         Stored("<f8", "s", "Time the worker waited for its batches between begin_s and end_s; in no other column."),
     ] = 0.0
+    lr: Annotated[
+        float,
+        Stored(
+            "<f8",
+            "1",
+            "Learning rate of the first parameter group of the script's optimizer, with which the push is used; NaN in "
+            "jobs without a script.",
+        ),
+    ] = math.nan
+    skipped: Annotated[
+        int,
+        Stored(
+            "<i1", "", "1: the script left the step out because a gradient was not finite (GradScaler), 0: it did not."
+        ),
+    ] = 0
 
     @property
     def iteration_s(self) -> float:
@@ -260,6 +275,21 @@ class StepInfo(NamedTuple):
         float,
         Stored("<f8", "s", "Time the worker waited for its batches between begin_s and end_s; in no other column."),
     ] = 0.0
+    lr: Annotated[
+        float,
+        Stored(
+            "<f8",
+            "1",
+            "Learning rate of the first parameter group of the script's optimizer in this step; NaN in jobs without a "
+            "script.",
+        ),
+    ] = math.nan
+    skipped: Annotated[
+        int,
+        Stored(
+            "<i1", "", "1: the script left the step out because a gradient was not finite (GradScaler), 0: it did not."
+        ),
+    ] = 0
 
     @property
     def iteration_s(self) -> float:

@@ -115,11 +115,14 @@ class Compression:
         return compression.create(self._name, self._layout, _numpy_dtype(self._dtype), seed=seed, **self._options)
 
 
-def of_job(job: Job, parameters: Sequence[torch.nn.Parameter]) -> Compression | None:
-    """Return the compression for a model with these trainable parameters; None if the job does not compress."""
+def of_job(job: Job, parameters: Sequence[torch.nn.Parameter], dtype: torch.dtype | None = None) -> Compression | None:
+    """Return the compression for a flat model with these parameters; None if the job does not compress.
+
+    `dtype` is the type of the flat vector, by default that of the parameters.
+    """
     if not job.compresses:
         return None
-    return Compression(job, [tuple(p.shape) for p in parameters], parameters[0].dtype)
+    return Compression(job, [tuple(p.shape) for p in parameters], dtype or parameters[0].dtype)
 
 
 def as_array(tensor: torch.Tensor) -> Any:

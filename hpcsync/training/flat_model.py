@@ -123,7 +123,7 @@ class FlatModel:
         """Zero the gradient and keep the views, which `zero_grad(set_to_none=True)` would drop."""
         self.gradient.zero_()
         for parameter, view in zip(self._parameters, self._gradient_views, strict=True):
-            parameter.grad = view
+            parameter.grad = view if parameter.dtype == view.dtype else None
 
     def drop_gradient(self) -> None:
         """Set every parameter's gradient to None, as `zero_grad(set_to_none=True)` does, before a later `gather`.
@@ -157,13 +157,9 @@ class FlatModel:
 
     def return_gradient(self, present: Sequence[bool]) -> None:
         """Give the parameters for which `present` is true their gradients, which were changed in `gradient`."""
-        for index, (parameter, view) in enumerate(zip(self._parameters, self._gradient_views, strict=True)):
-            if not present[index]:
-                parameter.grad = None
-            elif parameter.dtype == view.dtype:
-                parameter.grad = view
-            else:
-                parameter.grad = view.to(parameter.dtype)
+        for parameter, view, changed in zip(self._parameters, self._gradient_views, present, strict=True):
+            if changed:
+                parameter.grad = view if parameter.dtype == view.dtype else view.to(parameter.dtype)
 
     def move_gradient(self, buffer: torch.Tensor) -> None:
         """Move the gradient into `buffer`, a 1-D tensor of `size` elements of the same type."""

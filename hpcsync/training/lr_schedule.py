@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from hpcsync.config.job import Job
+from hpcsync.config.job import Job, Script
 from hpcsync.state import Stateful
 
 LearningRate = Callable[[int, int, int], float]
@@ -26,20 +26,22 @@ def learning_rate(job: Job) -> LearningRate:
 
     Notes
     -----
+    The optimizers of a script have rates of their own (`training.script_optimizers`), of which this is a factor.
+
     The schedule counts what `optimizer.lr_clock` names. With `async_lr_scale = "1/workers"` an update of n of P
     contributions is scaled by n/P, so that a pass over the data makes the same total step under every paradigm.
     """
     optimizer, workers = job.optimizer, job.cluster.workers
     by_samples = optimizer.lr_clock == "samples"
     scaled = optimizer.async_lr_scale == "1/workers"
+    base = 1.0 if isinstance(job.workload, Script) else float(optimizer.lr)
     if optimizer.schedule is None and not scaled:
-        constant = float(optimizer.lr)
-        return lambda samples, updates, n_contributions: constant
+        return lambda samples, updates, n_contributions: base
 
     def lr(samples: int, updates: int, n_contributions: int) -> float:
         clock = samples if by_samples else updates
         share = n_contributions / workers if scaled else 1.0
-        return optimizer.lr * share * factor(optimizer.schedule, clock)
+        return base * share * factor(optimizer.schedule, clock)
 
     return lr
 

@@ -90,22 +90,6 @@ class OptimizerSpec:
         """Return the optimizer that a job names, not yet checked."""
         return OptimizerSpec(job.optimizer.name, job.optimizer.lr, job.optimizer.options)
 
-    @staticmethod
-    def of(optimizer: torch.optim.Optimizer) -> OptimizerSpec:
-        """Return the spec of a user's optimizer. Raises ValueError if it cannot run on pieces of flat weights."""
-        name = type(optimizer).__name__.lower()
-        if ELEMENTWISE.get(name) is not type(optimizer):
-            raise ValueError(f"optimizer {type(optimizer).__name__}: allowed is one of {', '.join(ELEMENTWISE)}")
-        if len(optimizer.param_groups) != 1:
-            raise ValueError(f"optimizer with {len(optimizer.param_groups)} parameter groups: allowed is one")
-        accepted = inspect.signature(type(optimizer)).parameters
-        options = {
-            key: value.item() if isinstance(value, np.generic) else value
-            for key, value in optimizer.param_groups[0].items()
-            if key in accepted and key not in ("params", "lr", *IMPLEMENTATION)
-        }
-        return OptimizerSpec(name, float(optimizer.param_groups[0]["lr"]), options)
-
 
 class OptimizerState(Stateful):
     """What a checkpoint holds of an optimizer: its learning rate, and what it keeps of each parameter.

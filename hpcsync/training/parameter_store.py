@@ -68,6 +68,7 @@ class SavedStore(NamedTuple):
     version: int
     weights: torch.Tensor
     accumulated: torch.Tensor | None
+    stated: list[list[float]]
     rule: Any
     read: list[SavedRead]
 
@@ -87,6 +88,9 @@ class Store(Stateful):
         The rule of updates.
     size
         Elements of the shard.
+    stated
+        float64 array of shape (n_workers, n_stated); row w holds what worker w has stated with its contribution
+        (`training.script_optimizers`), nothing in jobs without a script.
 
     Attributes
     ----------
@@ -96,8 +100,17 @@ class Store(Stateful):
         Index of the buffer that holds the current version.
     """
 
-    def __init__(self, buffers: torch.Tensor, slots: torch.Tensor, done: np.ndarray, rule: Rule, size: int) -> None:
+    def __init__(
+        self,
+        buffers: torch.Tensor,
+        slots: torch.Tensor,
+        done: np.ndarray,
+        rule: Rule,
+        size: int,
+        stated: np.ndarray | None = None,
+    ) -> None:
         self._size = size
+        self._stated = stated
         self._buffers = buffers
         self._slots = list(slots)  # views of the rows, made once rather than for every update
         self._done = done
@@ -112,6 +125,7 @@ class Store(Stateful):
         self._contributing: set[int] = set()  # workers whose contributions arrived before their promises
         self._accumulated: torch.Tensor | None = None  # sum for the next update
         self._has_accumulated = False
+        self._accumulated_stated: list[np.ndarray] = []  # of the accumulated contributions
 
     @property
     def weights(self) -> torch.Tensor:
@@ -156,6 +170,8 @@ class Store(Stateful):
         else:
             torch.mul(self._slots[worker], weight, out=self._accumulated)
         self._has_accumulated = True
+        if self._stated is not None:
+            self._accumulated_stated.append(self._stated[worker].copy())
 
     def apply(
         self,
@@ -193,6 +209,9 @@ class Store(Stateful):
             assert self._accumulated is not None
             contributions, weights = [self._accumulated, *contributions], (1.0, *weights)
             self._has_accumulated = False
+        if self._stated is not None:
+            self._rule.follow([*self._accumulated_stated, *(self._stated[worker] for worker in workers)])
+            self._accumulated_stated.clear()
         if not math.isnan(momentum):
             self._rule.set_momentum(momentum)
         self._rule.update(contributions, lr, weights, divisor)
@@ -212,6 +231,7 @@ class Store(Stateful):
             "version": self.version,
             "weights": self._buffers[self.current].clone(),
             "accumulated": self._accumulated if self._has_accumulated else None,
+            "stated": [row.tolist() for row in self._accumulated_stated],
             "rule": self._rule.state(),
             "read": [{"weights": self._buffers[buffer].clone(), "workers": used_by[buffer]} for buffer in used_by],
         }
@@ -224,6 +244,7 @@ class Store(Stateful):
         self._accumulated, self._has_accumulated = None, saved.accumulated is not None
         if saved.accumulated is not None:
             self._accumulated = built(torch.Tensor, saved.accumulated, torch.zeros_like(self._slots[0]))
+        self._accumulated_stated = [np.array(row) for row in saved.stated]
         self._rule.restore(saved.rule)
         for buffer, read in enumerate(saved.read, 1):
             built(torch.Tensor, read.weights, self._buffers[buffer])

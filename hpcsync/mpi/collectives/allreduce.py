@@ -32,9 +32,9 @@ WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line p
 
 
 def agreed(words: np.ndarray) -> Agreed:
-    """Combine the information of all ranks, shape (n_ranks, 4)."""
-    n_steps, n_samples, stop, halt = words.sum(0).tolist()
-    return Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0, halt > 0)
+    """Combine the information of all ranks, shape (n_ranks, number of fields of `StepCounts`)."""
+    n_steps, n_samples, stop, halt, n_absent = words.sum(0).tolist()
+    return Agreed(int(np.count_nonzero(words[:, 0])), n_steps, n_samples, stop > 0, halt > 0, n_absent)
 
 
 class MeanVector(ABC):
@@ -124,10 +124,10 @@ class MpiMean(MeanVector):
         request = self._comm.Iallreduce(MPI.IN_PLACE, words)
         self._backoff.until(lambda: request.Test() or None)
         self.absent_s += time.perf_counter() - begin_s
-        n_contributing, n_steps, n_samples, stop, halt = words.tolist()
+        n_contributing, n_steps, n_samples, stop, halt, n_absent = words.tolist()
         if end > begin:
             self._mean(self.vector[begin:end], self._image[begin:end], n_contributing)
-        return Agreed(n_contributing, n_steps, n_samples, stop > 0, halt > 0)
+        return Agreed(n_contributing, n_steps, n_samples, stop > 0, halt > 0, n_absent)
 
     def _mean(self, part: torch.Tensor, image: torch.Tensor, n_contributing: int) -> None:
         if self._image is not self.vector:

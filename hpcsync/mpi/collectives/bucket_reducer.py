@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -99,6 +99,7 @@ class BucketReducer:
         transport: Transport = HOST,
         compression: Compression | None = None,
     ) -> None:
+        self._comm = comm
         self._flat = flat
         self._at_end = at_end_of_backward
         self._can_overlap = compression is None and comm.size > 1 and takes_several_threads(comm)
@@ -118,10 +119,7 @@ class BucketReducer:
         else:
             self._mean = compressed_mean(comm, flat.size, flat.gradient.dtype, transport, compression)
         flat.move_gradient(self._mean.vector)
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._computed(index))
-            for index, parameter in enumerate(flat.parameters)
-        ]
+        self._hooks = [self._hooked(index, parameter) for index, parameter in enumerate(flat.parameters)]
         self._closed = False
 
     @property
@@ -134,6 +132,14 @@ class BucketReducer:
         self._overlap = wanted
 
     # ---- during the backward pass ----
+
+    def _hooked(self, index: int, parameter: torch.nn.Parameter) -> torch.utils.hooks.RemovableHandle:
+        """Let autograd call `_computed` for this parameter; for one that is frozen, once it is trained."""
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)
+        hook = parameter.register_post_accumulate_grad_hook(lambda _: self._computed(index))
+        parameter.requires_grad_(trained)
+        return hook
 
     def _computed(self, index: int) -> None:
         """Launch the buckets that are complete, now that autograd has completed this parameter's gradient."""
@@ -223,13 +229,24 @@ class BucketReducer:
             self._flat.zero_gradient()
         if self._launched and self._background is not None:
             self._background.wait()
+        absent = [p.grad is None for p in self._flat.parameters] if contributing else []
+        own_counts = StepCounts(int(contributing), n_samples, stop, halt, sum(absent))
         for begin, end in self._buckets[self._launched :]:
-            agreed = self._reduce(begin, end, StepCounts(int(contributing), n_samples, stop, halt))
+            agreed = self._reduce(begin, end, own_counts)
+        self._flat.return_gradient(self._present(agreed, absent))
         waited_s = time.perf_counter() - begin_s
         absent_s = min(waited_s, self._mean.absent_s - absent_s)
         self.reduced = Reduced(waited_s, absent_s, self._comm_s, self._mean.sent_bytes)
         self._reset()
         return agreed
+
+    def _present(self, agreed: Agreed, absent: Sequence[bool]) -> Sequence[bool]:
+        """Return for each parameter whether any rank has a gradient, and so all have their mean; collective."""
+        n = len(self._flat.parameters)
+        if agreed.n_absent == 0:
+            return [agreed.n_steps > 0] * n
+        found = self._comm.allgather(absent or [True] * n)
+        return [not all(each) for each in zip(*found, strict=True)]
 
     def _gather_rest(self) -> None:
         for index, complete in enumerate(self._complete):

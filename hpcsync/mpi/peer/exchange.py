@@ -30,7 +30,7 @@ from hpcsync.training import compressor
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
-from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.training.optimizers import OptimizerFactory
 
 
 class Setup(NamedTuple):
@@ -61,7 +61,7 @@ class Setup(NamedTuple):
     method: PeerMethod
     link: PeerChannel
     flat: FlatModel
-    optimizer: OptimizerSpec
+    optimizer: OptimizerFactory
     layers: Layers
     at_end_of_backward: Callable[[], None] | None = None
     division: BatchDivision | None = None
@@ -141,6 +141,9 @@ class Exchange(Transport):
         """Begin an iteration; return the batch from which the gradient is computed."""
         return batch
 
+    def let_overlap(self, wanted: bool) -> None:
+        """Let backward passes overlap with the exchange, if they may, or not."""
+
     def end_computation(self, n_samples: int, stop: bool) -> None:
         """End the computation of the gradient of `n_samples` samples, padding included."""
 
@@ -205,7 +208,7 @@ class Summing(Exchange):
         self._reducer = BucketReducer(
             comm, flat, max(1, int(setup.method.bucket_mb * 1e6)),
             setup.at_end_of_backward, overlap=False, transport=setup.link.transport,
-            compression=compressor.of_job(job, flat.parameters),
+            compression=compressor.of_job(job, flat.parameters, flat.weights.dtype),
         )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
 
@@ -237,10 +240,14 @@ class AllReducing(Summing):
 
     def begin(self, batch: Any) -> Any:
         """Set this worker's weight in the mean; return the batch."""
-        self._reducer.overlap = self._may_overlap
+        self.let_overlap(True)
         if self._division is not None:
             self._reducer.weight = self._division.weight(self._link.comm.rank)
         return batch
+
+    def let_overlap(self, wanted: bool) -> None:
+        """Let backward passes overlap with the all-reduce, unless computations are padded."""
+        self._reducer.overlap = wanted and self._may_overlap
 
     def end_computation(self, n_samples: int, stop: bool) -> None:
         """Finish the all-reduce."""

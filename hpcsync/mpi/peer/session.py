@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -50,7 +51,7 @@ class PeerSession(RankSession):
             built(Estimator | None, self._resumed["estimator"], self._estimator)
         self._exchange = exchange(
             Setup(
-                job, method, self._link, self.flat, given.optimizer, self._layers, self._end_of_backward, self._division
+                job, method, self._link, self.flat, self._optimizer, self._layers, self._end_of_backward, self._division
             )
         )
         self._exchange.on_published = self._on_published
@@ -66,6 +67,7 @@ class PeerSession(RankSession):
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
         allocated = None if self._division is None else partial(self._division.work, self.worker)
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, allocated)
+        self._reduces = True  # the mean of the gradients is formed at the end of the next backward pass
         self._times: tuple[float, float] | None = None  # begin and end of the last computation, until its step
         if run is not None and self._resumed is not None:
             self._machine.restore(self._resumed["machine"])
@@ -73,7 +75,8 @@ class PeerSession(RankSession):
 
     def _hook(self, poll: Callable[[], None]) -> list[torch.utils.hooks.RemovableHandle]:
         """Let every computed gradient drive the progress of other workers' transfers."""
-        return [p.register_post_accumulate_grad_hook(lambda _: poll()) for p in self.flat.parameters]
+        parameters = [p for p in self.flat.parameters if p.requires_grad]
+        return [p.register_post_accumulate_grad_hook(lambda _: poll()) for p in parameters]
 
     # ---- training ----
 
@@ -96,13 +99,13 @@ class PeerSession(RankSession):
     def _describe(self, attributes: Mapping[str, int]) -> None:
         """Add attributes to the trace; on rank 0 only."""
 
-    def step(self, loss: torch.Tensor | float) -> bool:
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """End an iteration: apply the step and exchange; return False after the last one."""
         self._refuse_step()
-        if self._optimizer is not None:
-            self._refuse_other_rate(self._optimizer, self._job.optimizer.lr)
-        loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
+        loss = self._take_loss(loss)
         if self._times is None:
+            if not self._iterations.under_way and self._may_begin_again:
+                self._iterations.begin_again()
             self._end_computation()
         self._end_iteration(loss)
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
@@ -113,9 +116,11 @@ class PeerSession(RankSession):
         times, self._times = self._times, None
         n_samples, exchange, spent = self._iterations.batch_size, self._exchange, self._iterations
         result = self._advance(n_samples)
+        lr = math.nan if self._script is None else self._script.lr
         step_info = self._machine.step_info(
-            result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s
-        )
+            result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s, lr,
+            self._skips,
+        )  # fmt: skip
         self._link.step_info(step_info)
         if self._estimator is not None:
             self._divide_batches(self._estimator.observe(n_samples, step_info.iteration_s, step_info.comm_s))
@@ -124,12 +129,24 @@ class PeerSession(RankSession):
     def _end_of_backward(self) -> None:
         """End the computation at the end of `backward`: from here on the gradient is the mean."""
         if self._iterations.under_way:
-            self._end_computation()
+            if self._reduces:
+                self._end_computation()
         elif self._times is not None:
             raise RuntimeError(
                 "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
-                "add the losses and call backward once"
+                "add the losses, or call all but the last backward in `with session.no_sync():`"
             )
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients without their mean."""
+        self._reduces = False
+        self._exchange.let_overlap(False)
+        try:
+            yield
+        finally:
+            self._reduces = True
+            self._exchange.let_overlap(True)
 
     def _end_computation(self) -> None:
         cuda.ready(self.flat.gradient)  # the gradient is complete only then
@@ -144,6 +161,7 @@ class PeerSession(RankSession):
         link = self._link
         actions = self._machine.advance(n_samples, stop=link.stop_requested, halt=link.halt_requested)
         result = self._exchange.run(actions)
+        self.flat.spread()
         self.stopped = self.stopped or self._machine.stopped
         return result
 

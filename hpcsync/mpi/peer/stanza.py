@@ -213,8 +213,8 @@ class StanzaExchange(Summing):
             raise RuntimeError("step: with separated layers it must follow a backward pass through the model")
         self._batch = ()
         is_fc = self._layers.is_fc
-        n_samples, stop, halt = counts[1:]
-        agreed = self._reducer.finish(n_samples=n_samples, stop=stop and is_fc, halt=halt and is_fc)
+        stop, halt = counts.stop and is_fc, counts.halt and is_fc
+        agreed = self._reducer.finish(n_samples=counts.n_samples, stop=stop, halt=halt)
         self.peer.step(self._flat.gradient, lr)
         last, halt = (self._stop, self._halt) if is_fc else (self._activations.last, self._activations.halt)
         self._stop = self._stop or agreed.stop

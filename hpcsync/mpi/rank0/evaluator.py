@@ -6,7 +6,6 @@ evaluation that becomes due while the previous one is running is skipped.
 
 from __future__ import annotations
 
-import copy
 import queue
 import threading
 from collections.abc import Callable
@@ -23,15 +22,15 @@ Read = Callable[[int, torch.Tensor], float | None]
 
 
 class Evaluator:
-    """Background evaluation of a copy of `model`.
+    """Background evaluation of a copy of the model.
 
     Parameters
     ----------
     read
         `read(version, into)` fills the flat weights, shape (size,), and returns the replicas' consensus distance, NaN
         if there are no replicas. It returns None if the version is no longer available, which ends that evaluation.
-    model
-        Model to copy.
+    flat
+        Copy of the model to evaluate.
     evaluate
         Evaluation of a model: returns loss and accuracy.
     every_samples
@@ -43,8 +42,8 @@ class Evaluator:
         Whether an evaluation is running.
     """
 
-    def __init__(self, read: Read, model: torch.nn.Module, evaluate: Evaluate, every_samples: int) -> None:
-        self._flat = FlatModel(copy.deepcopy(model))
+    def __init__(self, read: Read, flat: FlatModel, evaluate: Evaluate, every_samples: int) -> None:
+        self._flat = flat
         cuda.ready(self._flat.weights)
         self._evaluate = evaluate
         self._schedule = EvaluationSchedule(every_samples)
@@ -105,6 +104,7 @@ class Evaluator:
         while (request := self._requests.get()) is not None:
             try:
                 distance = self._read(request[1], self._flat.weights)
+                self._flat.spread()
                 judged = None if distance is None else (*request, *self._evaluate(self._flat.model), distance)
                 self._results.put(judged)
             except BaseException as error:  # `result` raises it in the main thread

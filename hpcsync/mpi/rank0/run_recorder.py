@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -30,6 +31,7 @@ from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import Interrupted, Suspended, tell_listening
 from hpcsync.trace.provenance import provenance
 from hpcsync.trace.writer import TraceWriter
+from hpcsync.training.flat_model import FlatModel
 
 C = TypeVar("C", Coordinator, PeerCoordinator)
 Clocks = list[tuple[int, str, float, float]]
@@ -73,7 +75,7 @@ class RunRecorder(Generic[C]):
         self.trace = _begin_trace(job, given.checkpoints.folder / layout.TRACE, clocks, measured, resumed)
         self.coordinator: C = decides(self.trace)
         self.evaluator = (
-            Evaluator(read, given.model, given.evaluate, job.evaluation.every_samples)
+            Evaluator(read, _copy_of(given), given.evaluate, job.evaluation.every_samples)
             if given.evaluate is not None
             else None
         )
@@ -174,6 +176,11 @@ class RunRecorder(Generic[C]):
 
     def _save(self, model: torch.nn.Module) -> None:
         layout.save_weights(self._given.checkpoints.folder, model)
+
+
+def _copy_of(given: Given) -> FlatModel:
+    model = copy.deepcopy(given.model)
+    return FlatModel(model, given.parameters(model))
 
 
 def _begin_trace(

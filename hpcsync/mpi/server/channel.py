@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from operator import attrgetter
 
@@ -45,6 +46,10 @@ class ServerChannel:
         Time at which the clock starts, in seconds.
     tolerant
         Whether the run continues when workers die.
+    shards
+        Every server's slice of the flat vector; by default as equal as possible.
+    n_stated
+        Length of what a worker states with a push (`training.script_optimizers`).
 
     Attributes
     ----------
@@ -52,6 +57,8 @@ class ServerChannel:
         On a server: its buffers of weights, each one row, followed by one slot per worker for contributions.
     done : Window
         On a server: one word per reader; see `parameter_store`.
+    stated : Window or None
+        On a server: one row per worker of what it states with a push; None if it states nothing.
     """
 
     def __init__(
@@ -66,18 +73,23 @@ class ServerChannel:
         compression: Compression | None = None,
         begin_s: float = 0.0,
         tolerant: bool = False,
+        shards: list[slice] | None = None,
+        n_stated: int = 0,
     ) -> None:
         self.comm = comm.Dup()
         self.roles = roles
         self.deaths = Deaths(self.comm, tolerated=tolerant, vital=range(roles.n_servers))
         self.size = size
-        self.shards = roles.shards(self.size)
+        self.shards = shards or roles.shards(self.size)
         is_server = roles.is_server(comm.rank)
         self.n_buffers = n_buffers(roles.n_workers, contributors_read)
         self.compression = compression
         elements = self._slots_begin(comm.rank) + roles.n_workers * self.slot_size(comm.rank) if is_server else 0
         self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
+        self.n_stated = n_stated
+        self.stated = Window(self.comm, roles.n_workers * n_stated * is_server, np.float64) if n_stated else None
+        self._servers = self.comm.Split(int(is_server)) if n_stated and roles.n_servers > 1 else None
         self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
         self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock = Clock(self.comm, begin_s)
@@ -117,6 +129,10 @@ class ServerChannel:
         """Create an outbox."""
         return Outbox(self.comm, tag, dtype, self.deaths)
 
+    def sum_over_servers(self, number: float) -> float:
+        """Return the sum of a number over all servers, in their order; they all call it at the same update."""
+        return number if self._servers is None else math.fsum(self._servers.allgather(number))
+
     def say(self, kind: int) -> None:
         """Notify server 0 that this rank has failed, or has saved its part of a checkpoint."""
         infos = self.outbox(messages.TAG_INFO, messages.PUSH_INFO)
@@ -132,10 +148,13 @@ class ServerChannel:
         """Free windows, inboxes and the communicator; collective, and harmless when repeated."""
         if self.comm == MPI.COMM_NULL:
             return
-        for window in (self.tensors, self.done, self.phases):
-            window.free()
+        for window in (self.tensors, self.done, self.stated, self.phases):
+            if window is not None:
+                window.free()
         for inbox in self._inboxes:
             inbox.free()
+        if self._servers is not None:
+            self._servers.Free()
         self.comm.Free()
 
 

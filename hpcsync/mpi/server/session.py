@@ -27,6 +27,8 @@ from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.state import built, restore_arrays
 from hpcsync.system.signals import interrupt, on_signals
 from hpcsync.training import compressor, contributions, rng_state, update_rules
+from hpcsync.training.optimizers import OptimizerFactory
+from hpcsync.training.script_optimizers import OfShard
 from hpcsync.training.speed_models import estimator
 
 
@@ -54,9 +56,11 @@ class LinkedSession(RankSession):
             weights.dtype,
             given.placement.transport,
             contributors_read=contributors_read,
-            compression=compressor.of_job(job, self.flat.parameters),
+            compression=compressor.of_job(job, self.flat.parameters, weights.dtype),
             begin_s=begin_s,
             tolerant=self._tolerant,
+            shards=None if self._script is None else self._script.cuts(roles.n_servers),
+            n_stated=0 if self._script is None or job.steps_on_workers else self._script.n_stated,
         )
         self._clocks = self._link.clocks()
 
@@ -83,7 +87,7 @@ class WorkerSession(LinkedSession):
         self.worker = worker
         self._resumed = checkpoints.state(self._name)
         self._comes_back = checkpoints.resumed is not None and self._resumed is None  # was absent at the checkpoint
-        self._contribution, self._read = contributions.on_rank(job, self.flat, given.optimizer)
+        self._contribution, self._read = contributions.on_rank(job, self.flat, self._optimizer)
         compression = self._link.compression
         self._engine = Worker(
             self._link,
@@ -95,11 +99,13 @@ class WorkerSession(LinkedSession):
             save=lambda number: checkpoints.write(number, self._name, self._state()),
             state=None if self._resumed is None else self._resumed["engine"],
             away=self._comes_back,
+            statement=None if self._script is None else self._script.statement,
         )
         self._machine = self._engine.machine
         self.stopped = self._machine.stopped
         if self._resumed is None and not (self._comes_back or self.stopped):
             self._contribution.adopt(self._read)
+            self.flat.spread()
         granted = create_assignments(job).first[0].first_sample >= 0
         allocated = (lambda: self._machine.samples) if granted else None
         self._iterations = Iterations(job, worker, self._link.clock.now, self._leave, allocated=allocated)
@@ -131,14 +137,16 @@ class WorkerSession(LinkedSession):
                 self._computed = share
         return self._computed < 1.0
 
-    def step(self, loss: torch.Tensor | float) -> bool:
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Use the gradient, and push if a push is due; return False once the run is over."""
         self._refuse_step()
-        if self._optimizer is not None:
-            self._refuse_other_rate(self._optimizer, self._job.optimizer.lr)
-        loss = float(loss.detach()) if isinstance(loss, torch.Tensor) else loss
+        loss = self._take_loss(loss)
         self.flat.gather_gradient()
+        if self._skips:
+            self.flat.gradient.zero_()
         cuda.ready(self.flat.gradient)  # the computation ends here
+        if not self._iterations.under_way and self._may_begin_again:
+            self._iterations.begin_again()
         begin_s, end_s = self._iterations.end(self._computed)
         self._engine.cancelled()  # receive pending cancellations even if the script never asks
         n_samples = self._iterations.batch_size
@@ -151,13 +159,15 @@ class WorkerSession(LinkedSession):
 
     def _push(self) -> None:
         """Push the contribution, and continue with the weights read after it."""
-        self._engine.push(self._contribution.prepare())
+        lr = math.nan if self._script is None else self._script.lr
+        self._engine.push(self._contribution.prepare(), lr, skipped=self._skips)
         self._continue()
 
     def _continue(self) -> None:
         self.stopped = self._machine.stopped
         if not self.stopped:
             self._contribution.adopt(self._read)
+            self.flat.spread()
 
     def _push_rest(self) -> None:
         """Push the local steps since the last push, where a worker that leaves does."""
@@ -173,6 +183,7 @@ class WorkerSession(LinkedSession):
             self.stopped = self._machine.stopped
         if not self.stopped:
             self._contribution.join(self._read)
+            self.flat.spread()
         return not self.stopped
 
     def _state(self) -> dict[str, Any]:
@@ -209,12 +220,18 @@ class FollowerSession(LinkedSession):
         super().__init__(given, begin_s)
         self._shard = Shard(
             self._link,
-            update_rules.of_job(given.job, given.optimizer),
+            update_rules.of_job(given.job, self._on_shard()),
             self.flat.weights,
             create_assignments(given.job).first,
             self._save_shard,
             given.checkpoints.state(self._name),
         )
+
+    def _on_shard(self) -> OptimizerFactory:
+        """Return the optimizer of this server's shard."""
+        if self._script is None:
+            return self._optimizer
+        return OfShard(self._script, self._link.shards[self.rank], self._link.sum_over_servers)
 
     def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
         """Serve until the run is over; return no batches."""
@@ -223,7 +240,7 @@ class FollowerSession(LinkedSession):
             self._serve()
         return iter(())
 
-    def step(self, loss: torch.Tensor | float) -> bool:
+    def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Raise RuntimeError: a server does not train."""
         raise RuntimeError("step on a server: only workers train")
 
@@ -299,6 +316,7 @@ class LeaderSession(FollowerSession):
             if (judged := recorder.evaluator.result()) is not None:
                 recorder.coordinator.evaluated(*judged)
         leader.read(self._reader, self.flat.weights)
+        self.flat.spread()
         recorder.judge(self._model, math.nan)
 
     def _conclude(self) -> None:

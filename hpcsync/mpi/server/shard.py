@@ -93,11 +93,14 @@ class Shard:
         self._put = put.view(torch.uint8)  # contributions as sent, possibly compressed
         self._slots = put if link.compression is None else buffers.new_zeros(len(put), row_size)
         self._slots[:, len(mine) :] = 0
-        self.store = Store(buffers, self._slots, link.done.local, rule, len(mine))
+        stated = None if link.stated is None else link.stated.local.reshape(-1, link.n_stated)
+        self.store = Store(buffers, self._slots, link.done.local, rule, len(mine), stated)
         self._save = save
         if state is not None:
             self.store.restore(state["store"])
             restore_arrays({"slots": self._put}, {"slots": state["slots"]})
+            if stated is not None:
+                stated[:] = state["stated"]
             for begin, end in self._slot_spans:
                 link.tensors.release(begin, end)
         self._release()
@@ -115,7 +118,8 @@ class Shard:
         """Return the server's state while every worker waits for an answer."""
         for begin, end in self._slot_spans:
             self._link.tensors.acquire(begin, end)
-        return {"store": self.store.state(), "slots": self._put.clone()}
+        stated = [] if self._link.stated is None else self._link.stated.local.reshape(-1, self._link.n_stated).tolist()
+        return {"store": self.store.state(), "slots": self._put.clone(), "stated": stated}
 
     def carry_out(self, command: CommandRecord) -> None:
         """Carry out one command.
@@ -166,6 +170,8 @@ class Shard:
         """Make the worker's contribution visible to this server, and decode it."""
         link = self._link
         link.tensors.acquire(*self._slot_spans[worker])
+        if link.stated is not None:
+            link.stated.sync()
         if link.compression is not None:
             shard = link.shards[self._server]
             link.compression.decode(self._put[worker], self._slots[worker, : shard.stop - shard.start], shard)

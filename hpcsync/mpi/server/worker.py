@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpcsync.core.worker_machine import WorkerMachine
@@ -39,6 +41,8 @@ class Worker(Stateful):
         State to resume from (`state`); None for a new run.
     away
         Whether the run has continued without this worker, which then does not know its own iteration.
+    statement
+        Returns what the worker states with a push, shape (n_stated,); None: nothing.
 
     Attributes
     ----------
@@ -68,6 +72,7 @@ class Worker(Stateful):
         save: Callable[[int], None] = lambda number: None,
         state: Mapping[str, Any] | None = None,
         away: bool = False,
+        statement: Callable[[], np.ndarray] | None = None,
     ) -> None:
         worker = link.roles.worker(link.comm.rank)
         self.machine = WorkerMachine(worker, weights.nbytes, estimator)
@@ -77,6 +82,7 @@ class Worker(Stateful):
         self._contribution = link.pieces(contribution)
         self._compressor = compressor
         self._slots = [link.slot(server, worker) for server in range(len(link.shards))]
+        self._statement, self._stated = statement, np.empty(0)
         self._save = save
         self._reader = Reader(link, worker, self._write)
         self._infos = link.outbox(messages.TAG_INFO, messages.PUSH_INFO)
@@ -103,17 +109,21 @@ class Worker(Stateful):
             self.machine.cancel(*record)
         return self.machine.is_cancelled
 
-    def push(self, loss: float) -> None:
+    def push(self, loss: float, lr: float = math.nan, *, skipped: bool = False) -> None:
         """Push the contribution of the iteration, wait for the grant and read the next weights, if the run goes on.
 
         Parameters
         ----------
         loss
             Mean loss of its local steps.
+        lr
+            Learning rate of the script's optimizer; NaN: the job's.
+        skipped
+            Whether the contribution must change nothing.
         """
         self._link.phases.enter(Phase.PUSHING)
         encode_s, put_s, n_bytes = self._put() if self.machine.share == 1.0 else (0.0, 0.0, 0)
-        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes)
+        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, skipped=skipped)
         self._infos.send(0, (messages.InfoKind.PUSHED, *push_info[1:]))
         self._await(push_info.iteration + 1)
 
@@ -156,9 +166,20 @@ class Worker(Stateful):
             encode_s, begin_s = encoded_s - begin_s, encoded_s
         for server, piece in enumerate(pieces):
             link.tensors.put(piece, server, self._slots[server])
+        self._state()
         for server in range(len(link.shards)):
             link.tensors.flush(server)
         return encode_s, link.clock.now() - begin_s, sum(piece.nbytes for piece in pieces)
+
+    def _state(self) -> None:
+        """State what this push is to be used with, unless it is what was stated before."""
+        link = self._link
+        if self._statement is None or link.stated is None or np.array_equal(stated := self._statement(), self._stated):
+            return
+        self._stated = stated
+        for server in range(len(link.shards)):
+            link.stated.put(stated, server, self.machine.grant.worker * link.n_stated)
+            link.stated.flush(server)
 
     def _await(self, iteration: int) -> None:
         """Wait for the grant of this iteration, or for the end of the run if this worker is away."""

@@ -1,0 +1,544 @@
+"""The optimizers of a training script: where their steps are made, and what of them travels with a push.
+
+A script gives one optimizer with any number of parameter groups, or several optimizers. Where workers step themselves,
+the script's own optimizers step on the model's own parameters (`OwnOptimizer`). On servers, each server has optimizers
+of the same classes and options for the pieces of the parameters in its shard (`PieceOptimizer`).
+
+What a schedule changes on a worker must be what its push is used with. A worker therefore *states* with every push the
+numbers of all groups (learning rates, momenta, ...) and the parameters that have a gradient: a parameter without one is
+left alone by torch's optimizers, and so it is by a server. A statement is a float64 vector::
+
+    the numbers of group 0, 1, ... of all optimizers | 1 or 0 for each parameter
+
+Shards are cut only between parameters, or at multiples of `CUT` elements from the begin of a parameter. Vectorised
+loops then handle every element as they would in the whole parameter, so the number of servers does not change a bit. An
+optimizer that is not element-wise needs whole parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.optimizers import ELEMENTWISE, IMPLEMENTATION, ServerOptimizer, WorkerOptimizer
+
+CUT = 64  # a multiple of the vector width of torch's kernels on any CPU
+REFUSED = {  # and why
+    torch.optim.LBFGS: "a closure: it evaluates the loss several times in a step",
+    torch.optim.SparseAdam: "sparse gradients, which have no place in a flat vector",
+}
+Reduce = Callable[[float], float]  # sums a number over all servers
+
+
+class Number(NamedTuple):
+    """A number, or a tuple of numbers, among the options of a group.
+
+    Parameters
+    ----------
+    optimizer, group
+        Indices of the optimizer and its group.
+    key
+        Key of the option.
+    count
+        Length of the tuple; 0 for a single number.
+    """
+
+    optimizer: int
+    group: int
+    key: str
+    count: int  # type: ignore[assignment]  # the field hides tuple.count, which is not needed here
+
+
+class ScriptOptimizers:
+    """The optimizers of a script.
+
+    Parameters
+    ----------
+    optimizers
+        The optimizers, on parameters of the model.
+    flat
+        Flat view of exactly these parameters.
+    clip_norm
+        Largest norm of the gradient that an optimizer gets; None: any.
+
+    Attributes
+    ----------
+    only
+        0 if there is one optimizer, else None.
+    stepping
+        Index of the optimizer whose step is under way; `only` between the steps.
+    skips
+        True if the step under way must change nothing, because a gradient is not finite (GradScaler).
+    """
+
+    def __init__(
+        self, optimizers: Sequence[torch.optim.Optimizer], flat: FlatModel, clip_norm: float | None = None
+    ) -> None:
+        self.optimizers, self.flat, self.clip_norm = optimizers, flat, clip_norm
+        self.only = 0 if len(optimizers) == 1 else None
+        self.stepping, self.skips = self.only, False
+        self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
+        self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
+        owner = {id(p): index for index, each in enumerate(optimizers) for p in parameters_of(each)}
+        self.owner = [owner[id(p)] for p in flat.parameters]  # index of each parameter's optimizer
+
+    @property
+    def n_stated(self) -> int:
+        """Length of a statement."""
+        return sum(max(1, number.count) for number in self.numbers) + len(self.flat.parameters)
+
+    @property
+    def present(self) -> list[bool]:
+        """Parameters that the step under way changes: those of its optimizer that have a gradient."""
+        return [
+            not self.skips and owner == self.stepping and parameter.grad is not None
+            for owner, parameter in zip(self.owner, self.flat.parameters, strict=True)
+        ]
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first group of the optimizer whose step is under way, or of the first one."""
+        return float(self.optimizers[self.stepping or 0].param_groups[0]["lr"])
+
+    def statement(self) -> np.ndarray:
+        """Return what a worker states with its push, shape (n_stated,)."""
+        stated: list[float] = []
+        for optimizer, group, key, count in self.numbers:
+            value = self.optimizers[optimizer].param_groups[group][key]
+            stated += map(float, value) if count else [float(value)]
+        return np.array([*stated, *map(float, self.present)])
+
+    def cuts(self, n_shards: int) -> list[slice]:
+        """Return the shards of the flat vector, as equal as the places of the cuts allow.
+
+        Raises
+        ------
+        ValueError
+            If there are more shards than pieces.
+        """
+        places = sorted(set(self._places()) - {0, self.flat.size})
+        if n_shards > len(places) + 1:
+            whole = (
+                "" if self._elementwise else f" for {type(self.optimizers[0]).__name__}, which needs whole parameters"
+            )
+            raise ValueError(f"must be at most {len(places) + 1}{whole}: the model has no more pieces")
+        cuts, at = [0], 0
+        for shard in range(1, n_shards):
+            last = len(places) - (n_shards - 1 - shard)  # leave a place for each of the other cuts
+            ideal = self.flat.size * shard / n_shards
+            at = min(range(at, last), key=lambda place: abs(places[place] - ideal))
+            cuts.append(places[at])
+            at += 1
+        return [slice(begin, end) for begin, end in zip(cuts, [*cuts[1:], self.flat.size], strict=True)]
+
+    @property
+    def _elementwise(self) -> bool:
+        return all(ELEMENTWISE.get(type(each).__name__.lower()) is type(each) for each in self.optimizers)
+
+    def _places(self) -> Iterator[int]:
+        for span in self.flat.spans:
+            yield from range(span.start, span.stop, CUT) if self._elementwise else (span.start,)
+
+    def on_worker(self, weights: torch.Tensor) -> OwnOptimizer:
+        """Return the optimizers as they step on this worker; `weights` are those of the flat model."""
+        assert weights is self.flat.weights
+        return OwnOptimizer(self)
+
+    def on_server(self, weights: torch.nn.Parameter) -> ServerOptimizer:
+        """Raise TypeError: a server has a shard, see `OfShard`."""
+        raise TypeError("optimizers of a script are created for a shard")
+
+
+class OfShard(NamedTuple):
+    """The optimizers of a script on one server.
+
+    Parameters
+    ----------
+    script
+        The optimizers.
+    shard
+        The server's slice of the flat vector.
+    reduce
+        Sums a number over all servers; they all call it at the same update.
+    """
+
+    script: ScriptOptimizers
+    shard: slice
+    reduce: Reduce = float
+
+    def on_server(self, weights: torch.nn.Parameter) -> PieceOptimizer:
+        """Return the optimizers of the row of weights that begins with the shard."""
+        return PieceOptimizer(self.script, weights, self.shard, self.reduce)
+
+    def on_worker(self, weights: torch.Tensor) -> OwnOptimizer:
+        """Return the optimizers as they step on a worker."""
+        return self.script.on_worker(weights)
+
+
+def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Return the keys of a job's [optimizer] that these optimizers give."""
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    first, *others = [
+        {"name": type(optimizer).__name__.lower(), **_plain(optimizer, group)} for optimizer, group in groups
+    ]
+    if not others:
+        return first
+    sizes = [len(group["params"]) for _, group in groups]
+    return first | {"groups": [table | {"parameters": n} for table, n in zip([first, *others], sizes, strict=True)]}
+
+
+def _plain(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that a job file can hold, without those that only select an implementation."""
+    kept: dict[str, Any] = {}
+    for key in optimizer.defaults.keys() & group.keys() - {*IMPLEMENTATION}:
+        value = group.get("initial_lr", group[key]) if key == "lr" else group[key]  # a scheduler may begin at 0
+        if isinstance(value, bool | str):
+            kept[key] = value
+        elif _is_number(value):
+            kept[key] = int(value) if isinstance(value, int) else float(value)
+        elif isinstance(value, tuple | list) and all(map(_is_number, value)):
+            kept[key] = [*map(float, value)]
+    return dict(sorted(kept.items()))
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters of all groups."""
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
+def _numbers(index: int, optimizer: torch.optim.Optimizer) -> Iterator[Number]:
+    for at, group in enumerate(optimizer.param_groups):
+        for key in sorted(optimizer.defaults.keys() & group.keys()):  # a scheduler adds keys of its own
+            value = group[key]
+            if isinstance(value, tuple | list) and all(map(_is_number, value)):
+                yield Number(index, at, key, len(value))
+            elif _is_number(value):
+                yield Number(index, at, key, 0)
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and (
+        isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    )
+
+
+def _set(group: dict[str, Any], key: str, values: Sequence[float], count: int) -> None:
+    """Set an option; a whole number stays one."""
+    before = group[key]
+    if count:
+        group[key] = type(before)(values)
+    elif isinstance(before, torch.Tensor):
+        before.fill_(values[0])
+    else:
+        group[key] = int(values[0]) if isinstance(before, int) and values[0] == int(values[0]) else values[0]
+
+
+def clipped(norm: float, limit: float | None) -> float:
+    """Return the factor with which `torch.nn.utils.clip_grad_norm_` clips a gradient of this norm."""
+    return 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
+
+
+# ---- on a worker ----
+
+
+class OwnOptimizer(WorkerOptimizer):
+    """The script's optimizers, as they step on the model's own parameters.
+
+    Parameters
+    ----------
+    script
+        The optimizers.
+    """
+
+    state_types = {"_options": list[list[float]], "_kept": list[dict[int, Any]], "_lr": list[list[float]]}
+
+    def __init__(self, script: ScriptOptimizers) -> None:
+        self._script = script
+        self._lr = [[0.0] * len(each.param_groups) for each in script.optimizers]  # of each group's last step
+
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """Make the script's step; the gradient is in the model's flat vector, `lr` a factor of the script's rates."""
+        script = self._script
+        if script.skips:
+            return
+        at_optimizer = script.stepping or 0
+        optimizer = script.optimizers[at_optimizer]
+        present = script.present
+        script.flat.return_gradient(present)
+        if script.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), script.clip_norm)
+        given = [group["lr"] for group in optimizer.param_groups]
+        for at, group in enumerate(optimizer.param_groups):
+            if lr != 1.0:
+                group["lr"] = group["lr"] * lr
+            self._lr[at_optimizer][at] = float(group["lr"])
+        script.steps[at_optimizer]()
+        for group, rate in zip(optimizer.param_groups, given, strict=True):
+            group["lr"] = rate
+        script.flat.collect()
+
+    def drop_look_ahead(self) -> None:
+        """Change the weights from theta + mu v to theta."""
+        for index, buffer, scale in self._ahead():
+            self._view(self._script.flat.weights, index).add_(buffer, alpha=-scale)
+
+    def look_ahead(self) -> None:
+        """Change the weights from theta to theta + mu v."""
+        for index, buffer, scale in self._ahead():
+            self._view(self._script.flat.weights, index).add_(buffer, alpha=scale)
+
+    def without_look_ahead(self) -> torch.Tensor:
+        """Return theta: the weights themselves if there is no look-ahead, otherwise a new tensor."""
+        ahead, weights = list(self._ahead()), self._script.flat.weights
+        if not ahead:
+            return weights
+        weights = weights.clone()
+        for index, buffer, scale in ahead:
+            self._view(weights, index).add_(buffer, alpha=-scale)
+        return weights
+
+    def _view(self, vector: torch.Tensor, index: int) -> torch.Tensor:
+        return vector[self._script.flat.spans[index]].view(self._script.flat.parameters[index].shape)
+
+    def _ahead(self) -> Iterator[tuple[int, torch.Tensor, float]]:
+        """Yield each parameter that looks ahead, its momentum buffer, and the factor that makes it mu v."""
+        index_of = {id(p): index for index, p in enumerate(self._script.flat.parameters)}
+        for at, optimizer in enumerate(self._script.optimizers):
+            for group, lr in zip(optimizer.param_groups, self._lr[at], strict=True):
+                if isinstance(optimizer, torch.optim.SGD) and group["nesterov"]:
+                    for parameter in group["params"]:
+                        buffer = optimizer.state[parameter].get("momentum_buffer")
+                        if buffer is not None:
+                            yield index_of[id(parameter)], buffer, -lr * group["momentum"]
+
+    @property
+    def _options(self) -> list[list[float]]:
+        return _options(self._script.optimizers, self._script.numbers)
+
+    @_options.setter
+    def _options(self, saved: list[list[float]]) -> None:
+        _set_options(self._script.optimizers, self._script.numbers, saved)
+
+    @property
+    def _kept(self) -> list[dict[int, Any]]:
+        return _kept(self._script.optimizers)
+
+    @_kept.setter
+    def _kept(self, saved: list[dict[int, Any]]) -> None:
+        _restore_kept(self._script.optimizers, saved)
+
+
+# ---- on a server ----
+
+
+class _Piece:
+    """The part of a parameter in a shard.
+
+    Attributes
+    ----------
+    index
+        Index of the parameter in the flat model.
+    span
+        Slice of the server's row.
+    parameter
+        The elements, in the parameter's type: a view of the row if that has the same type.
+    """
+
+    __slots__ = ("index", "parameter", "shape", "span")
+
+    def __init__(self, index: int, span: slice, shape: torch.Size | None, like: torch.nn.Parameter) -> None:
+        self.index, self.span = index, span
+        self.shape = torch.Size([span.stop - span.start]) if shape is None else shape
+        self.parameter = torch.nn.Parameter(like.new_empty(self.shape), requires_grad=True)
+
+    def of(self, row: torch.Tensor) -> torch.Tensor:
+        """Return these elements of a row, in the parameter's type."""
+        return row[self.span].view(self.shape).to(self.parameter.dtype)
+
+
+class PieceOptimizer(ServerOptimizer):
+    """Optimizers like those of the script for the pieces of its parameters in one shard.
+
+    Parameters
+    ----------
+    script
+        The script's optimizers, whose state so far (`load_state_dict`) is taken over.
+    weights
+        The server's row of weights; its `data` may be replaced between steps.
+    shard
+        Slice of the flat vector that the row begins with.
+    reduce
+        See `OfShard`.
+    """
+
+    state_types = {"_options": list[list[float]], "_kept": list[dict[int, Any]], "_momentum": float}
+
+    def __init__(self, script: ScriptOptimizers, weights: torch.nn.Parameter, shard: slice, reduce: Reduce) -> None:
+        self._script, self._weights, self._reduce = script, weights, reduce
+        self._momentum = math.nan  # chosen by the paradigm
+        self._pieces = list(_pieces(script.flat, shard))
+        self._present = [True] * len(script.flat.parameters)
+        by_parameter = {id(script.flat.parameters[piece.index]): piece for piece in self._pieces}
+        self.optimizers = [_twin(optimizer, by_parameter, script.flat, shard) for optimizer in script.optimizers]
+        self._row: torch.Tensor | None = None
+
+    def follow(self, stated: Sequence[np.ndarray]) -> None:
+        """Take over the numbers that the contributors have stated, or their mean, and all gradients that any has."""
+        together = stated[0] if all(np.array_equal(stated[0], each) for each in stated[1:]) else np.mean(stated, axis=0)
+        n = len(self._present)
+        _set_numbers(self.optimizers, self._script.numbers, together[: len(together) - n].tolist())
+        self._present = [bool(each) for each in np.any([each[len(each) - n :] for each in stated], axis=0)]
+        if not math.isnan(self._momentum):
+            self.set_momentum(self._momentum)
+
+    def step(self, gradient: torch.Tensor, lr: float) -> None:
+        """Step with every optimizer of which a parameter has a gradient; `lr` is a factor of the stated rates."""
+        self._place()
+        stepped = [piece for piece in self._pieces if self._present[piece.index]]
+        for piece in self._pieces:
+            piece.parameter.grad = None
+        for piece in stepped:
+            piece.parameter.grad = piece.of(gradient)
+        self._clip(stepped)
+        for index in sorted({self._script.owner[piece.index] for piece in stepped}):
+            groups = self.optimizers[index].param_groups
+            given = [group["lr"] for group in groups]
+            if lr != 1.0:
+                for group in groups:
+                    group["lr"] = group["lr"] * lr
+            self.optimizers[index].step()
+            for group, rate in zip(groups, given, strict=True):
+                group["lr"] = rate
+        for piece in stepped:
+            if piece.parameter.dtype != self._weights.dtype:
+                self._weights.data[piece.span].view(piece.shape).copy_(piece.parameter.data)
+
+    def set_momentum(self, momentum: float) -> None:
+        """Change the momentum of all groups that have one, whatever workers state."""
+        self._momentum = momentum
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                if "momentum" in group:
+                    group["momentum"] = momentum
+
+    def _place(self) -> None:
+        """Let the pieces be views of the row, which may be another one than in the last step."""
+        row = self._weights.data
+        if row is self._row:
+            return
+        self._row = row
+        for piece in self._pieces:
+            piece.parameter.data = piece.of(row)
+
+    def _clip(self, stepped: Sequence[_Piece]) -> None:
+        limit = self._script.clip_norm
+        if limit is None:
+            return
+        gradients = [piece.parameter.grad for piece in stepped if piece.parameter.grad is not None]
+        squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
+        factor = clipped(math.sqrt(self._reduce(squares)), limit)
+        for gradient in gradients:
+            gradient.mul_(factor)
+
+    @property
+    def _options(self) -> list[list[float]]:
+        return _options(self.optimizers, self._script.numbers)
+
+    @_options.setter
+    def _options(self, saved: list[list[float]]) -> None:
+        _set_options(self.optimizers, self._script.numbers, saved)
+
+    @property
+    def _kept(self) -> list[dict[int, Any]]:
+        return _kept(self.optimizers)
+
+    @_kept.setter
+    def _kept(self, saved: list[dict[int, Any]]) -> None:
+        _restore_kept(self.optimizers, saved)
+
+
+def _pieces(flat: FlatModel, shard: slice) -> Iterator[_Piece]:
+    for index, (span, parameter) in enumerate(zip(flat.spans, flat.parameters, strict=True)):
+        begin, end = max(span.start, shard.start), min(span.stop, shard.stop)
+        if begin < end:
+            whole = end - begin == span.stop - span.start
+            part = slice(begin - shard.start, end - shard.start)
+            yield _Piece(index, part, parameter.shape if whole else None, parameter)
+
+
+def _twin(
+    optimizer: torch.optim.Optimizer, pieces: dict[int, _Piece], flat: FlatModel, shard: slice
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the same class and options, with its state, for these pieces of its parameters."""
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler or a session may have replaced it
+    kept = [[p for p in group["params"] if id(p) in pieces] for group in optimizer.param_groups]
+    twin.param_groups = [
+        {**group, "params": [pieces[id(p)].parameter for p in parameters]}
+        for group, parameters in zip(optimizer.param_groups, kept, strict=True)
+    ]
+    twin.state = defaultdict(dict)
+    for parameter in chain.from_iterable(kept):
+        piece = pieces[id(parameter)]
+        span = flat.spans[piece.index]
+        part = slice(piece.span.start + shard.start - span.start, piece.span.stop + shard.start - span.start)
+        if parameter in optimizer.state:
+            twin.state[piece.parameter] = {
+                key: _part(value, parameter, part, piece.shape) for key, value in optimizer.state[parameter].items()
+            }
+    return twin
+
+
+def _part(value: Any, parameter: torch.Tensor, part: slice, shape: torch.Size) -> Any:
+    """Return a piece's part of a value that an optimizer keeps for a whole parameter."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    return value.reshape(-1)[part].view(shape).clone()
+
+
+# ---- checkpoints ----
+
+
+def _options(optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Number]) -> list[list[float]]:
+    found = []
+    for optimizer, group, key, count in numbers:
+        value = optimizers[optimizer].param_groups[group][key]
+        found.append([*map(float, value)] if count else [float(value)])
+    return found
+
+
+def _set_options(
+    optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Number], saved: Sequence[Sequence[float]]
+) -> None:
+    for (optimizer, group, key, count), values in zip(numbers, saved, strict=True):
+        _set(optimizers[optimizer].param_groups[group], key, values, count)
+
+
+def _set_numbers(
+    optimizers: Sequence[torch.optim.Optimizer], numbers: Sequence[Number], stated: Sequence[float]
+) -> None:
+    at = 0
+    for optimizer, group, key, count in numbers:
+        n = max(1, count)
+        _set(optimizers[optimizer].param_groups[group], key, stated[at : at + n], count)
+        at += n
+
+
+def _kept(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[int, Any]]:
+    return [optimizer.state_dict()["state"] for optimizer in optimizers]
+
+
+def _restore_kept(optimizers: Sequence[torch.optim.Optimizer], saved: Sequence[dict[int, Any]]) -> None:
+    for optimizer, kept in zip(optimizers, saved, strict=True):
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": kept, "param_groups": groups})

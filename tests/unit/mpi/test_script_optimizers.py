@@ -1,0 +1,391 @@
+"""Scripts as they are, in float64: the same code trains with plain PyTorch on the batches of all workers together.
+
+Synchronous paradigms must then give the same weights, whatever the script's optimizers, groups and schedules are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import hpcsync
+from hpcsync.audit.trace_audit import audit
+from hpcsync.trace.reader import load
+from hpcsync.training import script_optimizers
+from hpcsync.training.sampler import batches
+
+BATCH, STEPS = 4, 6
+PARADIGMS = {"bsp": {}, "bsp, 2 servers": {"servers": 2}, "allreduce": {}}
+Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.norm, self.head = nn.Linear(6, 40), nn.LayerNorm(40), nn.Linear(40, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.norm(self.body(x))))
+
+
+def data(n: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x @ torch.arange(6.0, dtype=torch.float64)).sin().unsqueeze(1))
+
+
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    x, y = batch
+    return nn.functional.mse_loss(model(x), y)
+
+
+# ---- scripts: each makes STEPS steps with its `batches`; `no_sync` is the session's, if any ----
+
+Script = Callable[[nn.Module, Batches, Any], Any]
+
+
+def two_groups(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}], lr=0.01)
+
+
+def groups_and_schedule(model, optimizer, batches, sync):
+    warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for batch in batches:
+        loss = loss_of(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        warm_up.step()
+        cosine.step()
+
+
+def one_cycle(model, optimizer, batches, sync):
+    """Changes momenta, too."""
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2 * STEPS)
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=False)
+        loss_of(model, batch).backward()
+        optimizer.step()
+        schedule.step()
+
+
+def thawing(model, optimizer, batches, sync):
+    """Two layers are frozen at first; weight decay and momentum must not move them."""
+    for p in (*model.body.parameters(), *model.norm.parameters()):
+        p.requires_grad_(False)
+    for step, batch in enumerate(batches):
+        if step == STEPS // 2:
+            for p in model.norm.parameters():
+                p.requires_grad_(True)
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+
+
+def accumulating(model, optimizer, batches, sync):
+    for number, batch in enumerate(batches):
+        if number % 2 == 0:
+            optimizer.zero_grad()
+            with sync.no_sync() if sync else torch.enable_grad():
+                (loss_of(model, batch) / 2).backward()
+        else:
+            (loss_of(model, batch) / 2).backward()
+            optimizer.step()
+
+
+def sometimes_unused(model, optimizer, batches, sync):
+    """A layer takes part in every other step only; without a gradient momentum must not move it."""
+    for step, (x, y) in enumerate(batches):
+        optimizer.zero_grad()
+        hidden = model.body(x)
+        hidden = model.norm(hidden) if step % 2 else hidden
+        nn.functional.mse_loss(model.head(torch.tanh(hidden)), y).backward()
+        optimizer.step()
+
+
+def with_closure(model, optimizer, batches, sync):
+    for batch in batches:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+def nesterov(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, nesterov=True)
+
+
+def muon(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+
+def loaded(model: nn.Module) -> torch.optim.Optimizer:
+    """With the state of an earlier training."""
+    twin = Net().double()
+    before = torch.optim.Adam(twin.parameters(), lr=0.02)
+    for batch in batches(data(8), 5, 0, n_workers=1, batch_size=4, epochs=range(1)):
+        loss_of(twin, batch).backward()
+        before.step()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.3)
+    optimizer.load_state_dict(before.state_dict())
+    return optimizer
+
+
+class Own(torch.optim.Optimizer):
+    """A script's own optimizer: not known to be element-wise."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad / (p.grad.norm() + 1e-3), alpha=-group["lr"])
+
+
+def own(model: nn.Module) -> torch.optim.Optimizer:
+    return Own(model.parameters(), lr=0.01)
+
+
+CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batches of a step
+    "two groups, scheduled": (groups_and_schedule, two_groups, 1),
+    "one cycle": (one_cycle, sgd, 1),
+    "thawing": (thawing, sgd, 1),
+    "accumulating": (accumulating, two_groups, 2),
+    "sometimes unused": (sometimes_unused, sgd, 1),
+    "closure, Nesterov": (with_closure, nesterov, 1),
+    "whole matrices": (with_closure, muon, 1),
+    "loaded state": (with_closure, loaded, 1),
+    "own class": (thawing, own, 1),
+}
+
+
+def plain(case: str, n_workers: int) -> torch.Tensor:
+    script, make, per_step = CASES[case]
+    model = Net().double()
+    n = BATCH * n_workers * STEPS * per_step
+    of_workers = [
+        batches(data(n), 0, worker, n_workers=n_workers, batch_size=BATCH, epochs=range(1))
+        for worker in range(n_workers)
+    ]
+    together = (tuple(map(torch.cat, zip(*each, strict=True))) for each in zip(*of_workers, strict=True))
+    script(model, make(model), together, None)
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trained(case: str, paradigm: str, comm: Any, folder: Any, **settings: Any) -> torch.Tensor:
+    script, make, per_step = CASES[case]
+    model, servers = Net().double(), settings.get("servers", 1 if paradigm == "bsp" else 0)
+    n_workers = comm.size - servers if comm.size > 1 else 1
+    optimizer = make(model)
+    out = folder / "run"
+    with hpcsync.connect(model, optimizer, paradigm, out=out, comm=comm, **settings) as sync:
+        script(model, optimizer, sync.shard(data(BATCH * n_workers * STEPS * per_step), BATCH), sync)
+    if comm.rank == 0 and comm.size > 1:
+        trace = load(out / "trace.h5")
+        assert [found for found in audit(trace) if not found.passed] == []
+        rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+        assert (rows["batch_size"] == BATCH * per_step).all() and len(rows) == STEPS * n_workers
+        assert trace.tables["updates"]["samples"][-1] == BATCH * n_workers * STEPS * per_step
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("paradigm", PARADIGMS)
+def test_a_script_has_the_weights_of_plain_pytorch(comm, needs, folder, paradigm, case):
+    name, _, _ = paradigm.partition(",")
+    settings = PARADIGMS[paradigm]
+    servers = settings.get("servers", 1 if name == "bsp" else 0)
+    needs(servers + 1)
+    found = trained(case, name, comm, folder, **settings)
+    expected = plain(case, comm.size - servers if comm.size > 1 else 1)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("broken", ["numbers", "presence"])
+def test_a_server_that_ignores_what_workers_state_is_noticed(comm, needs, folder, monkeypatch, broken):
+    needs(2)
+    case = "two groups, scheduled" if broken == "numbers" else "thawing"
+    if broken == "numbers":
+        monkeypatch.setattr(script_optimizers, "_set_numbers", lambda *_: None)
+    else:
+        monkeypatch.setattr(script_optimizers.ScriptOptimizers, "present", [True] * 6)
+    found = trained(case, "bsp", comm, folder)
+    assert not torch.allclose(found, plain(case, comm.size - 1), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", ["two groups, scheduled", "thawing", "closure, Nesterov"])
+def test_the_number_of_servers_changes_no_bit(comm, needs, folder, case):
+    needs(5)
+    weights = []
+    for servers in (1, 2):
+        part = comm.Split(int(comm.rank < servers + 2))
+        if comm.rank < servers + 2:
+            weights.append(trained(case, "bsp", part, folder / str(servers), servers=servers))
+    assert comm.rank >= 3 or torch.equal(*weights)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "easgd", "local-sgd"])
+def test_rates_and_losses_are_recorded(comm, needs, folder, paradigm):
+    needs(2)
+    options = {"easgd": {"period": 1}, "local-sgd": {"steps": 1}}.get(paradigm, {})
+    model = Net().double()
+    optimizer = two_groups(model)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    seen = []
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm, **options) as sync:
+        for batch in sync.shard(data(BATCH * STEPS * comm.size), BATCH):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()
+            sync.record(loss)
+            seen.append((optimizer.param_groups[0]["lr"], loss.item()))
+            optimizer.step()
+            schedule.step()
+    together = [each for each in comm.allgather(seen) if each]
+    if comm.rank == 0:
+        trace = load(folder / "run" / "trace.h5")
+        rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+        for worker, expected in enumerate(together):
+            own_rows = rows[rows["worker"] == worker]
+            np.testing.assert_allclose(own_rows["lr"], [lr for lr, _ in expected])
+            np.testing.assert_allclose(own_rows["loss"], [loss for _, loss in expected])
+        if paradigm in ("bsp", "allreduce"):
+            rates = trace.tables["updates"]["lr"][:STEPS]
+            np.testing.assert_allclose(rates, [lr for lr, _ in together[0]][: len(rates)])
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_narrow_model_steps_in_its_own_type(comm, needs, folder, paradigm, dtype):
+    needs(2)
+    alone = paradigm == "bsp" and comm.size > 2  # with one worker the gradient is not a mean
+    part = comm.Split(int(comm.rank < 2)) if alone or comm.size > 1 else comm
+    if comm.rank >= 2:
+        return
+    model, twin = Net().to(dtype), Net().to(dtype)
+    model.head, twin.head = model.head.float(), twin.head.float()  # several types
+    model.forward = lambda x: model.head(torch.tanh(model.norm(model.body(x.to(dtype)))).float())
+    twin.forward = lambda x: twin.head(torch.tanh(twin.norm(twin.body(x.to(dtype)))).float())
+    for each in (model, twin):
+        each.optimizer = torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9)
+    samples = TensorDataset(*(tensor.float() for tensor in data(BATCH * STEPS).tensors))
+    n_workers = 1 if paradigm == "bsp" else 2
+    with hpcsync.connect(model, model.optimizer, paradigm, out=folder / "run", comm=part) as sync:
+        with_closure(model, model.optimizer, sync.shard(samples, BATCH), sync)
+    assert {p.dtype for p in model.parameters()} == {dtype, torch.float32}
+    if n_workers == 1:
+        own_batches = batches(samples, 0, 0, n_workers=1, batch_size=BATCH, epochs=range(1))
+        with_closure(twin, twin.optimizer, own_batches, None)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    else:
+        mine = [p.detach().clone() for p in model.parameters()]
+        assert all(
+            torch.equal(p, q) for other in part.allgather(mine) for p, q in zip(mine, other, strict=True)
+        )
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_two_models_with_two_optimizers(comm, needs, folder, paradigm):
+    """A generator and a discriminator: each step changes one of them."""
+    needs(2)
+
+    def make():
+        torch.manual_seed(4)
+        models = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6)).double(), Net().double()
+        return models, [torch.optim.Adam(each.parameters(), lr=0.01, betas=(0.5, 0.9)) for each in models]
+
+    def script(models, optimizers, batches):
+        (generator, judge), (of_generator, of_judge) = models, optimizers
+        for x, _ in batches:
+            of_judge.zero_grad()
+            (judge(generator(x).detach()).mean() - judge(x).mean()).backward()
+            of_judge.step()
+            of_generator.zero_grad()
+            judge(generator(x)).square().mean().backward()
+            of_generator.step()
+
+    n_workers = comm.size - (paradigm == "bsp")
+    samples = data(BATCH * n_workers * STEPS)
+    models, optimizers = make()
+    with hpcsync.connect(models, optimizers, paradigm, out=folder / "run", comm=comm) as sync:
+        if sync.worker is not None:
+            with pytest.raises(RuntimeError, match="several optimizers; call the step of each"):
+                sync.step()
+        script(models, optimizers, sync.shard(samples, BATCH))
+    of_workers = [
+        batches(samples, 0, worker, n_workers=n_workers, batch_size=BATCH, epochs=range(1))
+        for worker in range(n_workers)
+    ]
+    twins, theirs = make()
+    script(twins, theirs, (tuple(map(torch.cat, zip(*each, strict=True))) for each in zip(*of_workers, strict=True)))
+    for mine, twin in zip(models, twins, strict=True):
+        for p, q in zip(mine.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(p, q, rtol=0, atol=1e-10)
+    if comm.rank == 0:
+        assert len(load(folder / "run" / "trace.h5").tables["updates"]) == 2 * STEPS
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_a_step_that_a_scaler_skips_changes_nothing_and_is_recorded(comm, needs, folder, paradigm):
+    needs(2)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    samples = TensorDataset(*(tensor.float() for tensor in data(BATCH * STEPS * comm.size).tensors))
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm) as sync:
+        for step, batch in enumerate(sync.shard(samples, BATCH)):
+            optimizer.zero_grad()
+            scaler.scale(loss_of(model, batch) * (float("inf") if step == 2 else 1.0)).backward()
+            before = model.head.weight.detach().clone()
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, model.head.weight) == (step == 2)
+    if comm.rank == 0:
+        trace = load(folder / "run" / "trace.h5")
+        rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+        assert set(rows["iteration"][rows["skipped"] > 0]) == {3}
+        assert [found for found in audit(trace) if not found.passed] == []
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_the_servers_clip_the_mean(comm, needs, folder, servers):
+    needs(servers + 1)
+    model, twin, n_workers = Net().double(), Net().double(), comm.size - servers
+    samples, optimizer = data(BATCH * n_workers * STEPS), sgd(model)
+    with hpcsync.connect(
+        model, optimizer, "bsp", servers=servers, clip_norm=0.1, out=folder / "run", comm=comm
+    ) as sync:
+        with_closure(model, optimizer, sync.shard(samples, BATCH), sync)
+    theirs = sgd(twin)
+    of_workers = [
+        batches(samples, 0, worker, n_workers=n_workers, batch_size=BATCH, epochs=range(1))
+        for worker in range(n_workers)
+    ]
+    for each in zip(*of_workers, strict=True):
+        theirs.zero_grad()
+        loss_of(twin, tuple(map(torch.cat, zip(*each, strict=True)))).backward()
+        assert torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1) > 0.1
+        theirs.step()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=0, atol=1e-10)
