@@ -299,7 +299,7 @@ def rates_are_of_the_schedule(run: PeerRecount) -> Check:
     begins = np.searchsorted(steps["worker"][order], np.arange(run.n_workers))
     own[order] = summed - np.append(summed, 0)[begins][steps["worker"][order]]
     clocks = zip(own[first].tolist(), (run.count[first] - 1).tolist(), strict=True)
-    expected = np.array([rate(samples, iterations) for samples, iterations in clocks]) * _own_rates(steps[first])
+    expected = np.array([rate(samples, iterations) for samples, iterations in clocks]) * _own_rates(run, steps[first])
     return _same_rates(run.updates["lr"][: len(expected)], expected)
 
 
@@ -307,14 +307,20 @@ def _rates_are_of_one_model(run: PeerRecount) -> Check:
     rate, samples = learning_rate(run.job), np.append(0, run.updates["samples"])[:-1].tolist()
     expected = [rate(before, version, run.n_workers) for version, before in enumerate(samples)]
     first = run.first_step_of[: len(run.updates)]
-    return _same_rates(run.updates["lr"][: len(first)], np.array(expected)[: len(first)] * _own_rates(run.steps[first]))
+    return _same_rates(
+        run.updates["lr"][: len(first)], np.array(expected)[: len(first)] * _own_rates(run, run.steps[first])
+    )
 
 
-def _own_rates(steps: np.ndarray) -> np.ndarray:
-    """Return the rates of the scripts' optimizers, of which the schedule gives a factor; 1 without a script."""
-    if "lr" not in (steps.dtype.names or ()):  # traces of earlier releases
+def _own_rates(run: PeerRecount, steps: np.ndarray) -> np.ndarray:
+    """Return the rates of the scripts' optimizers, of which the schedule gives a factor; 1 without a script.
+
+    In traces of earlier releases, and where it is not recorded, it is the rate at the begin.
+    """
+    if not isinstance(run.job.workload, Script):
         return np.ones(len(steps))
-    return np.where(np.isnan(steps["lr"]), 1.0, steps["lr"])
+    recorded = steps["lr"] if "lr" in (steps.dtype.names or ()) else np.full(len(steps), np.nan)
+    return np.where(np.isnan(recorded), run.job.optimizer.lr, recorded)
 
 
 def _same_rates(lr: np.ndarray, expected: np.ndarray) -> Check:

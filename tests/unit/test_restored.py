@@ -43,10 +43,12 @@ from hpcsync.state import Stateful
 from hpcsync.training import rng_state
 from hpcsync.training.compressor import Compressor
 from hpcsync.training.contributions import Change, Position
+from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.local_update import NullPeer, Outer, Peer
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.optimizers import ELEMENTWISE, LocalOptimizer, OptimizerSpec
 from hpcsync.training.parameter_store import Store, row_size
+from hpcsync.training.script_optimizers import OfShard, OwnOptimizer, PieceOptimizer, ScriptOptimizers
 from hpcsync.training.speed_models import predictor
 from hpcsync.training.update_rules import Commit, DelayCompensated, DelayedNesterov, Descent, Elastic
 from tests.unit.jobs import make_job
@@ -119,6 +121,7 @@ def play_peers(coordinator: Any, dice: random.Random, steps: int) -> list[Any]:
         worker = dice.choice([w for w in sorted(coordinator.active) if coordinator.done[w] <= slowest])
         info = dict.fromkeys(StepInfo._fields, 1.0) | {"worker": worker, "iteration": coordinator.done[worker] + 1}
         info |= {"peer": 0, "batch_size": 4, "wire_bytes": 8, "loss": dice.random(), "wait_s": 0.1, "n_received": 1}
+        info |= {"skipped": 0}
         coordinator.exchanged(now_s, StepInfo(**info))
         if dice.random() < 0.1:
             coordinator.evaluated(now_s, 1, 2, dice.random(), dice.random(), 0.0)
@@ -301,6 +304,47 @@ def play_vectors(it: Any, dice: random.Random, steps: int) -> list[Any]:
     return answers
 
 
+def script() -> ScriptOptimizers:
+    """Two optimizers, one with two groups, for 20 elements."""
+    model = torch.nn.Linear(4, 4)
+    torch.nn.init.ones_(model.weight)
+    model.extra = torch.nn.Parameter(torch.ones(4))
+    groups = [{"params": [model.weight]}, {"params": [model.extra], "lr": 0.3}]
+    optimizers = [torch.optim.SGD(groups, 0.1, 0.9, nesterov=True), torch.optim.Adam([model.bias], 0.1)]
+    return ScriptOptimizers(optimizers, FlatModel(model, list(model.parameters())))
+
+
+def play_script(own: Any, dice: random.Random, steps: int) -> list[Any]:
+    answers, made = [], own._script
+    for _ in range(steps):
+        made.flat.gradient.copy_(torch.cat([drawn(dice), torch.ones(4)]))
+        made.flat.return_gradient([True] * 3)
+        made.stepping = dice.randrange(2)
+        made.optimizers[0].param_groups[1]["lr"] = dice.random()
+        own.step(made.flat.gradient, dice.random())
+        answers.append(own.without_look_ahead().clone())
+    return answers
+
+
+def script_store() -> Store:
+    made = script()
+    store = make_store(Descent(OfShard(made, slice(2, 22))))
+    store._stated = np.zeros((2, made.n_stated))
+    store.made = made
+    return store
+
+
+def play_script_store(store: Any, dice: random.Random, steps: int) -> list[Any]:
+    made = store.made
+    if steps > 40:
+        store._rule.set_momentum(dice.random())
+    for worker in range(2):
+        made.optimizers[0].param_groups[1]["lr"] = dice.random()
+        store._stated[worker] = made.statement()
+        store._stated[worker, -3:] = 1.0
+    return play_store(store, dice, steps)
+
+
 def play_store(store: Any, dice: random.Random, steps: int) -> list[Any]:
     answers = []
     for _ in range(steps):
@@ -445,6 +489,8 @@ def cases() -> dict[str, Case]:
     found["change"] = lambda: Change(torch.ones(20), nesterov, falling, torch.empty(20)), play_contribution
     found["position"] = lambda: Position(torch.ones(20), nesterov, falling, torch.zeros(20), 0.3), play_contribution
     found["peer"] = lambda: Peer(torch.ones(20), nesterov), play_vectors
+    found["script on a worker"] = lambda: OwnOptimizer(script()), play_script
+    found["script on a server"] = script_store, play_script_store
     found["outer"] = lambda: Outer(torch.ones(20), 0.7, 0.9), play_vectors
     return found
 
@@ -521,6 +567,10 @@ def through_files(state: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def settled(it: Any) -> Any:
     """Return what is compared: of a store, whose buffers are windows, its state and its rule."""
+    script = it._rule._optimizer if hasattr(it, "made") else it
+    if isinstance(script, OwnOptimizer | PieceOptimizer):
+        own = script._lr if isinstance(script, OwnOptimizer) else script._momentum
+        return [script._options, script._kept, own, it.weights.clone() if hasattr(it, "made") else 0]
     return [it.state(), it._rule] if isinstance(it, Store) else it
 
 
@@ -528,6 +578,8 @@ def restored_from(make: Callable[[], Any], original: Any, state: dict[str, Any])
     it = make()
     if isinstance(it, LocalOptimizer):  # its weights are those of another object
         it._parameter.data.copy_(original._parameter.data)
+    if isinstance(it, OwnOptimizer):
+        it._script.flat.weights.copy_(original._script.flat.weights)
     if isinstance(it, Change):  # the next read replaces both
         it.weights.copy_(original.weights)
         it._read = original._read

@@ -126,17 +126,29 @@ def test_schedule_sets_the_learning_rate(model):
     assert torch.equal(model.weight, train_plainly(twin, 7, rates=rates))
 
 
-def test_changing_the_learning_rate_is_an_error(model):
-    optimizer = sgd(model)
-    with connect(model, optimizer) as sync:
-        for i, batch in enumerate(sync.shard(DATA, 8)):
-            loss = step(model, optimizer, batch)
-            if i < 2:
-                sync.step(loss)
-                continue
-            optimizer.param_groups[0]["lr"] = 0.05
-            with pytest.raises(RuntimeError, match=r"learning rate from 0\.1 to 0\.05: pass a schedule to connect"):
-                sync.step(loss)
+@pytest.mark.parametrize("own_step", [True, False])
+def test_a_script_s_scheduler_and_groups_are_its_own(model, own_step):
+    """The optimizer's own `step` is the session's."""
+    twin = torch.nn.Linear(3, 1)
+    twin.load_state_dict(model.state_dict())
+    weights = []
+    for each, alone in ((model, False), (twin, True)):
+        groups = [{"params": [each.weight], "lr": 0.2}, {"params": [each.bias]}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        if alone:
+            for batch in batches(DATA, 0, 0, n_workers=1, batch_size=8, epochs=range(1)):
+                step(each, optimizer, batch)
+                optimizer.step()
+                schedule.step()
+        else:
+            with connect(each, optimizer) as sync:
+                for batch in sync.shard(DATA, 8):
+                    loss = step(each, optimizer, batch)
+                    optimizer.step() if own_step else sync.step(loss)
+                    schedule.step()
+        weights.append(torch.cat([p.detach().flatten() for p in each.parameters()]))
+    assert torch.equal(*weights)
 
 
 def test_single_process_trains_all_allocated_samples(model):
@@ -197,12 +209,8 @@ def test_evaluation_interval_and_target(model):
 # ---- refused settings ----
 
 
-def two_groups(model):
-    return torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=0.1)
-
-
-def some(model):
-    return torch.optim.SGD([model.weight], lr=0.1)
+def twice(model):
+    return [sgd(model), sgd(model)]
 
 
 def foreign(model):
@@ -216,10 +224,10 @@ def lbfgs(model):
 @pytest.mark.parametrize(
     ("make", "settings", "message"),
     [
-        (two_groups, {}, "optimizer with 2 parameter groups: "),
-        (some, {}, "optimizer: must have exactly the model's trainable parameters"),
-        (foreign, {}, "optimizer: must have exactly the model's trainable parameters"),
-        (lbfgs, {}, "optimizer LBFGS: "),
+        (foreign, {}, "optimizer: must have parameters of the model only"),
+        (lbfgs, {}, "optimizer LBFGS: must be one without a closure"),
+        (twice, {}, "optimizer: must have each parameter once"),
+        (sgd, {"clip_norm": 0.0}, "optimizer.clip_norm = 0.0: must be"),
         (sgd, {"paradigm": "bps"}, 'paradigm.name = "bps": must be one of .*; did you mean bsp?'),
         (sgd, {"staleness": 3}, "paradigm.staleness = 3: unknown key"),
         (sgd, {"paradigm": "ssp"}, "paradigm.staleness: missing"),
@@ -265,7 +273,7 @@ def test_device(monkeypatch):
 
 def test_frozen_parameters_may_be_in_the_optimizer_or_not(model):
     model.bias.requires_grad = False
-    for optimizer in (sgd(model), some(model)):
+    for optimizer in (sgd(model), torch.optim.SGD([model.weight], lr=0.1)):
         connect(model, optimizer)
 
 

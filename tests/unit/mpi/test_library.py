@@ -62,22 +62,6 @@ def test_running_statistics_end_equal_everywhere(comm, folder):
     assert model[1].num_batches_tracked > 0
 
 
-def test_calls_that_the_servers_replace_are_refused(comm, needs, folder):
-    needs(2)
-    model, data = problem()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm) as sync:
-        for x, y in sync.shard(data, batch_size=16):
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            with pytest.raises(RuntimeError, match="the session runs the optimizer"):
-                optimizer.step()
-            optimizer.param_groups[0]["lr"] = 0.01
-            with pytest.raises(RuntimeError, match="learning rate from 0.05 to 0.01"):
-                sync.step(loss)
-            break
-
-
 @pytest.mark.parametrize("servers", [1, 2])
 def test_an_evaluation_that_falls_due_as_the_last_worker_leaves(comm, needs, folder, servers):
     """All servers must mean the same promise, also when one evaluation follows another at once."""

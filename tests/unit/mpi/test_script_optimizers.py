@@ -300,9 +300,7 @@ def test_a_narrow_model_steps_in_its_own_type(comm, needs, folder, paradigm, dty
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     else:
         mine = [p.detach().clone() for p in model.parameters()]
-        assert all(
-            torch.equal(p, q) for other in part.allgather(mine) for p, q in zip(mine, other, strict=True)
-        )
+        assert all(torch.equal(p, q) for other in part.allgather(mine) for p, q in zip(mine, other, strict=True))
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
