@@ -122,6 +122,10 @@ KEYS = {
     "over the data takes "
     "the same total step as under BSP. Must be 1.0 where the optimizer runs on the workers.",
     "optimizer.schedule": "A table, see below.",
+    "optimizer.clip_norm": "Largest norm of the gradient that the optimizer gets. Only the run of a training script has "
+    "it (`clip_norm` of `connect`).",
+    "optimizer.groups": "Options of each parameter group, and its number of parameters, if a training script has "
+    "several. Written by `connect`.",
     "optimizer.schedule.multistep.milestones": "Samples or updates (`lr_clock`) at which the rate changes.",
     "optimizer.schedule.multistep.gamma": "Factor at each milestone.",
     "optimizer.schedule.warmup": "Samples or updates over which the rate rises to `lr`.",
@@ -199,6 +203,7 @@ DEFAULTS = {  # in words, where the schema has none, or one that it computes
 
 ALLOWED = {  # in words, where the schema checks with a function
     "optimizer.async_lr_scale": '1.0 or `"1/workers"`',
+    "optimizer.groups": "a list of tables",
     "batches.maximum": "a whole number of at least 1, or a list of them, one per worker",
     "compression.dgc.warmup_ratios": "a list of numbers greater than 0 and at most 1",
     "cluster.network.bandwidth_gbit": "a number greater than 0, or a list of them, one per worker",

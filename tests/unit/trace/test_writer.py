@@ -19,7 +19,33 @@ from hpcsync.trace.schema import TABLES
 from hpcsync.trace.writer import FLUSH_INTERVAL_S, TraceWriter
 
 ATTRIBUTES = {"paradigm": "asp", "n_workers": 2, "job": "", "seed": 3, "hosts": ["a", "b"], "git_commit": None}
-PUSH = (1, 0.5, 1, 1, 0, 0, 0.1, 0.4, 0.3, 0.0, 0.1, 32, 1, 2.5, 4096, 1.0, 0.01, 0.001, 0.05, 0.0, 0.02, 1.0, 0)
+PUSH = (
+    1,
+    0.5,
+    1,
+    1,
+    0,
+    0,
+    0.1,
+    0.4,
+    0.3,
+    0.0,
+    0.1,
+    32,
+    1,
+    2.5,
+    4096,
+    1.0,
+    0.01,
+    0.001,
+    0.05,
+    0.0,
+    0.02,
+    0.1,
+    0,
+    1.0,
+    0,
+)
 FIELDS = {"gap_iters": ("iterations", "Lead."), "limit": ("1", "Its bound.")}
 GRANT = (2, 0.5, 1, 2, 1, 0, 0, 0.0, -1, 32, 1, math.inf, 0.5)
 
@@ -40,7 +66,7 @@ def test_rows_come_back_as_they_were_appended(path):
         "grants": GRANT,
         "updates": (1, 0.5, 1, 0.1, 32),
         "decisions": (3, 0.6, "dssp", 1, 4.0, 2.0, float("inf")),
-        "exchanges": (0.6, 1, 1, 0, 4096, 0.3, 0.0, 0.1, 2.5, 32, 0.1, 0.4, 1, 1.0, 0.02),
+        "exchanges": (0.6, 1, 1, 0, 4096, 0.3, 0.0, 0.1, 2.5, 32, 0.1, 0.4, 1, 1.0, 0.02, 0.1, 0),
         "evaluations": (0.5, 1, 32, 0.7, 0.9, 0.25),
         "membership": (4, 0.7, 0, 0),
         "starts": (0, 0.0, 0, "2026-01-01T00:00:00+00:00", ""),
