@@ -122,8 +122,8 @@ KEYS = {
     "over the data takes "
     "the same total step as under BSP. Must be 1.0 where the optimizer runs on the workers.",
     "optimizer.schedule": "A table, see below.",
-    "optimizer.clip_norm": "Largest norm of the gradient that the optimizer gets. Only the run of a training script has "
-    "it (`clip_norm` of `connect`).",
+    "optimizer.clip_norm": "Largest norm of the gradient that the optimizer gets. Only the run of a training script "
+    "has it (`clip_norm` of `connect`).",
     "optimizer.groups": "Options of each parameter group, and its number of parameters, if a training script has "
     "several. Written by `connect`.",
     "optimizer.schedule.multistep.milestones": "Samples or updates (`lr_clock`) at which the rate changes.",

@@ -100,11 +100,11 @@ def connect(
 
     Parameters
     ----------
-    model : torch.nn.Module, or several
+    model : torch.nn.Module or list of torch.nn.Module
         The same model on every rank; all ranks start from rank 0's weights and buffers. It must be on the CPU or on
         this rank's GPU as a whole (see `hpcsync.device`); parameters are float32, float64, bfloat16 or float16. Several
         models, such as a generator and a discriminator, are given in a list.
-    optimizer : torch.optim.Optimizer, or several
+    optimizer : torch.optim.Optimizer or list of torch.optim.Optimizer
         The script's optimizer, with any number of parameter groups, or a list of several. It may have a state already
         (`load_state_dict`). Of the model's parameters those in its groups are trained, also those that are frozen at
         first and trained later; the others keep their values. Its `step` is the step of the session until the end of

@@ -324,11 +324,11 @@ def test_waiting_sums_exchanges(tmp_path):
 def test_timeline_draws_the_exchange_after_the_computation(tmp_path, gossip):
     # now_s w it peer bytes comp wait comm loss b begin end n weight load
     rows = [
-        (2.0, 0, 1, 1, 8, 1.0, 0.5, 0.5, 1.0, 4, 0.0, 1.0, 1, 1.0, 0.0),
-        (4.5, 0, 2, -2, 0, 2.0, 0.0, 0.0, 1.0, 4, 2.5, 4.5, 0, 1.0, 0.0),
-        (5.0, 0, 3, 1, 8, 0.25, 0.0, 1.0, 1.0, 4, 4.5, 4.75, 1, 1.0, 0.0),
-        (6.0, 0, 4, 1, 8, 0.5, 0.0, 0.0, 1.0, 4, 5.0, 5.5, 1, 1.0, 0.0),
-        (9.0, 0, 4, -2, 0, 0.0, 0.0, 0.0, math.nan, 0, 9.0, 9.0, 1, 1.0, 0.0),
+        (2.0, 0, 1, 1, 8, 1.0, 0.5, 0.5, 1.0, 4, 0.0, 1.0, 1, 1.0, 0.0, math.nan, 0),
+        (4.5, 0, 2, -2, 0, 2.0, 0.0, 0.0, 1.0, 4, 2.5, 4.5, 0, 1.0, 0.0, math.nan, 0),
+        (5.0, 0, 3, 1, 8, 0.25, 0.0, 1.0, 1.0, 4, 4.5, 4.75, 1, 1.0, 0.0, math.nan, 0),
+        (6.0, 0, 4, 1, 8, 0.5, 0.0, 0.0, 1.0, 4, 5.0, 5.5, 1, 1.0, 0.0, math.nan, 0),
+        (9.0, 0, 4, -2, 0, 0.0, 0.0, 0.0, math.nan, 0, 9.0, 9.0, 1, 1.0, 0.0, math.nan, 0),
     ]
     trace = with_rows(gossip, "exchanges", np.array(rows, TABLES["exchanges"]))
     frame = draw("timeline", tmp_path, write(tmp_path, trace), "--to", 20)
@@ -349,8 +349,8 @@ def test_timeline_draws_waits_across_the_cut_within_the_computation(tmp_path):
     separated = peer_recorder.record(layers, (1.0, 1.0), workload=sizes, samples=8)
     # now_s w it peer bytes comp wait comm loss b begin end n weight load
     rows = [
-        (4.0, 0, 1, -1, 8, 1.0, 2.5, 0.5, 1.0, 4, 0.0, 3.0, 0, 1.0, 0.0),
-        (5.0, 1, 1, 0, 8, 3.0, 1.25, 0.25, math.nan, 4, 0.0, 4.0, 0, 1.0, 0.0),
+        (4.0, 0, 1, -1, 8, 1.0, 2.5, 0.5, 1.0, 4, 0.0, 3.0, 0, 1.0, 0.0, math.nan, 0),
+        (5.0, 1, 1, 0, 8, 3.0, 1.25, 0.25, math.nan, 4, 0.0, 4.0, 0, 1.0, 0.0, math.nan, 0),
     ]
     run = write(tmp_path, with_rows(separated, "exchanges", np.array(rows, TABLES["exchanges"])))
     frame = draw("timeline", tmp_path, run, "--to", 20)
