@@ -71,7 +71,8 @@ def run(
 
             if expected_rank() == 0:
                 say("loading libraries")
-            from hpcsync.cli import rank_main
+            with garbage.loading():
+                from hpcsync.cli import rank_main
 
             sys.exit(rank_main.main(job, overrides or [], ranks, out, resume))
         from hpcsync.cli import run as commands

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hpcsync.config import job as jobs
 from hpcsync.config.job import Job
-from hpcsync.system import gpu_selection, launcher
+from hpcsync.system import garbage, gpu_selection, launcher
 from hpcsync.system.signals import TO_BE_RESUMED, ending_at_once
 
 
@@ -97,8 +97,9 @@ def _check(path: Path, job: Job, overrides: Sequence[str]) -> None:
     """Raise JobError for a job that cannot run on this machine."""
     jobs.refuse_simulated(job)
     _print_remarks(path, overrides)
-    from hpcsync.core.job_validation import check
-    from hpcsync.workloads.registry import import_beside
+    with garbage.loading():
+        from hpcsync.core.job_validation import check
+        from hpcsync.workloads.registry import import_beside
 
     import_beside(path)
     check(job)

@@ -11,6 +11,7 @@ ENDS = {
     "the command line": "import sys\nfrom hpcsync.cli.app import main\nsys.argv = ['hpcsync', '--version']\nmain()\n",
     "a script": "from hpcsync.system.garbage import freeze\nfreeze()\n",
     "a script twice": "from hpcsync.system.garbage import freeze\nfreeze()\nfreeze()\n",
+    "what was loaded": "from hpcsync.system.garbage import loading\nwith loading(): pass\n",
     "a rank": "import sys\nfrom hpcsync.cli.app import main\nfrom hpcsync.system.garbage import freeze\nfreeze()\n"
     "sys.argv = ['hpcsync', '--version']\nmain()\n",
 }
@@ -48,3 +49,12 @@ def test_triton_does_not_complain(end: str) -> None:
     """Triton is loaded as torch for CUDA loads it."""
     pytest.importorskip("triton")
     ended("import torch._dynamo\n" + ENDS[end])
+
+
+def test_nothing_is_collected_while_modules_are_loaded() -> None:
+    """Nor later what they have made; what is made afterwards is."""
+    code = "from hpcsync.system.garbage import loading\nimport gc\nwith loading():\n" + "".join(
+        f"    {line}\n" for line in [*KEPT.splitlines(), "del kept", "others = [[] for _ in range(10**5)]"]
+    )
+    made = "kept = Kept(); kept.itself = kept; del kept\n"
+    assert ended(f"{code}gc.collect()\nprint('loaded', flush=True)\n{made}gc.collect()\n") == "loaded\ncollected\n"
