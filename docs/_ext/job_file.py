@@ -136,6 +136,10 @@ KEYS = {
     "stop.target_accuracy": "Accuracy of an evaluation, or more.",
     "stop.target_loss": "Loss of an evaluation, or less.",
     "evaluation.every_samples": "Samples between two evaluations; 0: only at the end.",
+    "evaluation.buffers": "Buffers, such as BatchNorm's running statistics, with which the model is evaluated and with "
+    "which it ends: those of the first active worker, the mean over the active workers, or the first worker's with "
+    "BatchNorm's statistics recomputed from 32 batches of the training data. "
+    "See [Models with BatchNorm](../how-to/workload.md#models-with-batchnorm).",
     "checkpoint.seconds": "Seconds between two checkpoints; 0: only by `updates` and signals.",
     "checkpoint.updates": "Updates between two checkpoints, if that is sooner.",
     "checkpoint.keep": "Newest checkpoints that are kept.",

@@ -29,6 +29,7 @@ from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
 from hpcsync.system import garbage, gpu_selection, launcher
 from hpcsync.system.atomic_files import NotWritten
+from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.script_optimizers import REFUSED, describe, parameters_of
@@ -80,6 +81,8 @@ def connect(
     clip_norm: float | None = None,
     evaluate: Evaluate | None = None,
     every_samples: int = 5000,
+    buffers: str = "worker",
+    calibrate: Calibrate | None = None,
     compute: Mapping[str, Any] | None = None,
     batches: Mapping[str, Any] | None = None,
     compression: Mapping[str, Any] | None = None,
@@ -141,6 +144,12 @@ def connect(
         servers, or with the training of worker 0 if there are no servers.
     every_samples : int
         Samples between two evaluations.
+    buffers : str
+        As evaluation.buffers of the job file: "worker", "mean" or "recompute". It chooses the buffers, such as
+        BatchNorm's running statistics, with which the model is evaluated and with which it ends.
+    calibrate : callable, optional
+        With "recompute", ``calibrate(model)`` passes data through a model to recompute its statistics, such as
+        ``lambda model: torch.optim.swa_utils.update_bn(loader, model)``.
     compute : mapping, optional
         As [cluster.compute] of the job file: lengthens each iteration, to emulate an uneven cluster.
     batches : mapping, optional
@@ -232,7 +241,7 @@ def connect(
                 **({} if clip_norm is None else {"clip_norm": clip_norm}),
             },
             "stop": dict(stop or {}),
-            "evaluation": {"every_samples": every_samples},
+            "evaluation": {"every_samples": every_samples, "buffers": buffers},
             "checkpoint": dict(checkpoint or {}),
             "paradigm": options,
             **({"batches": dict(batches)} if batches else {}),
@@ -250,14 +259,14 @@ def connect(
     )
     if evaluate is None:
         _refuse_targets(job)
+    if (buffers == "recompute") != (calibrate is not None):
+        raise JobError(f'buffers = "{buffers}": "recompute" needs calibrate, and no other choice takes it')
     if comm is None:
-        check_model(
-            job, model, "model", evaluated=False, parameters=parameters
-        )  # a single process has all running statistics
+        check_model(job, model, "model", parameters=parameters)
         if job.paradigm.separates_layers:  # a single process trains all layers
             one = job.cluster.model_copy(update={"workers": 1})
             job = job.model_copy(update={"paradigm": AllReduceOptions(), "cluster": one})
-        return LocalSession(job, model, optimizers, evaluate)
+        return LocalSession(job, model, optimizers, evaluate, calibrate)
     from hpcsync.mpi.transport.node_topology import arranged
 
     if resume and before is None:
@@ -265,7 +274,7 @@ def connect(
     trained = {id(p) for p in parameters}
     if comm.rank == 0 and (n_left_out := sum(p.requires_grad and id(p) not in trained for p in model.parameters())):
         say(f"{n_left_out} trainable parameters are in no optimizer and keep their values")
-    session = join(arranged(comm, job.cluster), job, model, optimizers, evaluate, out, before)
+    session = join(arranged(comm, job.cluster), job, model, optimizers, evaluate, out, before, calibrate)
     session.take_over()
     return session
 
@@ -278,6 +287,7 @@ def join(
     evaluate: Evaluate | None,
     out: str | Path | None,
     before: Resumed | None = None,
+    calibrate: Calibrate | None = None,
 ) -> RankSession:
     """Return this rank's session of a job. Collective.
 
@@ -289,6 +299,8 @@ def join(
         As resolved from the arguments of `connect`.
     before : Resumed, optional
         State to resume from.
+    calibrate : callable, optional
+        As for `connect`.
 
     Raises
     ------
@@ -315,7 +327,7 @@ def join(
             "workers"
         )
     parameters = None if isinstance(optimizer, OptimizerSpec) else _parameters(optimizer, model)
-    check_model(job, model, "model", evaluated=evaluate is not None, parameters=parameters)
+    check_model(job, model, "model", parameters=parameters)
     _refuse_differences(comm, job, model)
     if evaluate is not None and not takes_several_threads(comm):
         raise JobError("evaluate: needs an MPI with MPI_THREAD_MULTIPLE: rank 0 evaluates while the run continues")
@@ -342,7 +354,7 @@ def join(
             if isinstance(optimizer, OptimizerSpec) and (job.steps_on_workers or comm.rank < job.cluster.servers):
                 _warm_up(optimizer, device_of(model))
             garbage.freeze()  # before the session exists: sessions are garbage once they have ended
-            given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate)
+            given = Given(comm, job, model, placement, checkpoints, optimizer, evaluate, calibrate)
             with checkpoints.restoring(Roles(job.cluster.servers, job.cluster.workers).name(comm.rank)):
                 return _session_class(job, comm.rank)(given)
     except (MemoryUnreachable, JobError) as error:
@@ -445,7 +457,8 @@ def agree(comm: MPI.Intracomm, on_rank_0: Callable[[], T]) -> T:
 
 def _refuse_differences(comm: MPI.Intracomm, job: Job, model: torch.nn.Module) -> None:
     """Raise JobError unless every rank has the same model, device and settings."""
-    state = [(key, tuple(value.shape), str(value.dtype)) for key, value in model.state_dict().items()]
+    tensors = {**model.state_dict(), **dict(model.named_buffers())}  # buffers need not be in the state
+    state = [(key, tuple(value.shape), str(value.dtype)) for key, value in tensors.items()]
     trained = [p.requires_grad for p in model.parameters()]
     all_ranks = comm.allgather((job.to_toml(), device_of(model).type, state, trained))
     for rank, (job_toml, device, *its_model) in enumerate(all_ranks):

@@ -12,6 +12,7 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.session import Session
+from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
 from hpcsync.training.script_optimizers import parameters_of
 from hpcsync.workloads.registry import Evaluate
@@ -30,6 +31,7 @@ class LocalSession(Session):
         model: torch.nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         evaluate: Evaluate | None,
+        calibrate: Calibrate | None = None,
     ) -> None:
         super().__init__(rank=0, n_workers=1, worker=0)
         started_s = time.perf_counter()
@@ -54,6 +56,7 @@ class LocalSession(Session):
             )
         ]
         self._evaluate = evaluate
+        self._calibrate = calibrate
         self._evaluating_s = 0.0  # not training time
         self._clip_norm = job.optimizer.clip_norm
 
@@ -96,7 +99,14 @@ class LocalSession(Session):
 
     def _judge(self, evaluate: Evaluate) -> tuple[float, float]:
         begin_s, was_training = self._now(), self._model.training
-        judged = evaluate(self._model)
+        if self._calibrate is None:
+            judged = evaluate(self._model)
+        else:
+            buffers = Buffers(self._model)
+            own = buffers.packed()
+            self._calibrate(self._model)
+            judged = evaluate(self._model)
+            buffers.adopt([own])
         self._model.train(was_training)
         self._evaluating_s += self._now() - begin_s
         return judged
@@ -104,6 +114,8 @@ class LocalSession(Session):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Return at once: there is no other process to wait for."""
+        """Recompute the model's statistics, if asked for; there is no other process to wait for."""
         for hook in self._hooks:
             hook.remove()
+        if error is None and self._calibrate is not None:
+            self._calibrate(self._model)

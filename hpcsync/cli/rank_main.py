@@ -25,6 +25,7 @@ from hpcsync.run_dir.progress_line import say
 from hpcsync.system import gpu_selection
 from hpcsync.training.gradient import Replica, worker_seed
 from hpcsync.training.optimizers import OptimizerSpec
+from hpcsync.workloads.calibration import calibration
 from hpcsync.workloads.registry import build, import_beside
 
 if TYPE_CHECKING:
@@ -103,7 +104,8 @@ def train(comm: MPI.Intracomm, job: Job, out: str | Path | None, before: Resumed
     assert not isinstance(job.workload, Script), "such a job has no workload"
     optimizer = OptimizerSpec.of_job(job)
     torch.manual_seed(worker_seed(job.seed, max(0, comm.rank - job.cluster.servers)))
-    with join(comm, job, workload.model, optimizer, workload.evaluate, out, before) as sync:
+    calibrate = calibration(job, workload)
+    with join(comm, job, workload.model, optimizer, workload.evaluate, out, before, calibrate) as sync:
         replica, n_pieces = Replica(sync.flat, sync.loss_here(workload.loss)), job.n_pieces_of(sync.worker or 0)
         for batch in sync.shard(workload.train, job.workload.batch_size, epochs=None):
             sync.step(replica.compute_in_pieces(batch, n_pieces, sync.cancelled))

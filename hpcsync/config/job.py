@@ -11,7 +11,7 @@ import math
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 import tomli_w
 from pydantic import Field, TypeAdapter, ValidationError, model_validator
@@ -70,9 +70,14 @@ class Stop(Table):
 
 
 class EvaluationOptions(Table):
-    """Number of samples between two evaluations of the weights; 0: evaluate only at the end."""
+    """Evaluations of the weights.
+
+    `every_samples` is the number of samples between two of them; 0: evaluate only at the end. `buffers` chooses the
+    model's buffers, such as running statistics, for evaluations and for the final model.
+    """
 
     every_samples: Annotated[int, Field(ge=0)] = 5000
+    buffers: Literal["worker", "mean", "recompute"] = "worker"
 
 
 # ---- the whole job ----

@@ -147,6 +147,7 @@ class Coordinator(Stateful):
         "_accumulated": list[tuple[Contribution, float]],
         "_blocked": dict[int, float],
         "_computing": set[int],
+        "_left_since": set[int],
         "stalls": StragglerDetector,
     }
 
@@ -190,6 +191,7 @@ class Coordinator(Stateful):
         self._blocked: dict[int, float] = {}  # blocked workers, and since when
         self._cuts_short = cuts_short
         self._computing = set(range(n_workers))
+        self._left_since: set[int] = set()  # workers that have left since the latest update
         self.stalls = StragglerDetector()
 
     def pushed(self, now_s: float, push_info: PushInfo) -> list[Command]:
@@ -219,6 +221,7 @@ class Coordinator(Stateful):
         self.stalls.left(worker)
         self._trace.append("membership", (self._next_seq(), now_s, worker, change))
         self._progress.leave(worker)
+        self._left_since.add(worker)
         if self.stopping:
             return []
         if self._allocator is not None:
@@ -298,6 +301,11 @@ class Coordinator(Stateful):
         return self._progress.pushes
 
     @property
+    def trained_by(self) -> list[int]:
+        """Workers that took part when the current version was made, or joined since, and have pushed."""
+        return [worker for worker in sorted(self.active | self._left_since) if self.done[worker]]
+
+    @property
     def computing(self) -> set[int]:
         """Active workers that are not blocked."""
         return self._computing
@@ -345,6 +353,7 @@ class Coordinator(Stateful):
         lr = rate * own_rate([push_info for (_, push_info), _ in taken])
         self.version += 1
         self.updated_s = now_s
+        self._left_since.clear()
         for (_, push_info), _ in taken:
             self.samples += push_info.batch_size
         self._trace.append("updates", (self.version, now_s, len(taken), lr, self.samples))

@@ -91,7 +91,7 @@ def check(job: Job) -> Workload:
     optimizer_spec(job)
     workload = build(job)
     name = f"workload.name = {shown(job.workload.name)}"
-    halves = check_model(job, workload.model, name, evaluated=workload.evaluate is not None)
+    halves = check_model(job, workload.model, name)
     assert not isinstance(job.workload, Script), "such a job has no workload"
     if workload.train is not None:
         batch_size, samples = job.workload.batch_size, len(workload.train)  # type: ignore[arg-type]
@@ -116,10 +116,9 @@ def check_model(
     model: torch.nn.Module,
     name: str,
     *,
-    evaluated: bool,
     parameters: Sequence[torch.nn.Parameter] | None = None,
 ) -> ModelSplit | None:
-    """Check that the model can be trained in flat shards, one per server, and evaluated if required.
+    """Check that the model can be trained in flat shards, one per server, and that its buffers can be sent.
 
     Parameters
     ----------
@@ -129,8 +128,6 @@ def check_model(
         The model of the workload or script.
     name
         Name of the model's source in messages.
-    evaluated
-        Whether the model is evaluated during the run.
     parameters
         Parameters of a script's optimizers; None for a workload, of which all trainable ones are trained.
 
@@ -159,10 +156,13 @@ def check_model(
         raise JobError(f"{name}: must be on the CPU or on one GPU as a whole, not on {', '.join(sorted(devices))}")
     if job.cluster.servers > size:
         raise JobError(f"cluster.servers = {job.cluster.servers}: must be at most the model's {size} parameters")
-    if evaluated and has_running_statistics(model):
+    for buffer_name, buffer in model.named_buffers():
+        if buffer.layout != torch.strided or buffer.is_quantized:
+            raise JobError(f"{name}: the buffer {buffer_name} must be a dense tensor")
+    if job.paradigm.separates_layers and job.evaluation.buffers == "mean" and any(True for _ in model.buffers()):
         raise JobError(
-            f"{name}: the model must have no running statistics to be evaluated during the run (GroupNorm instead of "
-            "BatchNorm): they live on the workers, evaluation is on the servers' weights or the mean of the workers'"
+            f'evaluation.buffers = "mean": must be another with paradigm.name = "{job.paradigm.name}", where no worker '
+            "trains the whole model"
         )
     return halves
 
@@ -175,8 +175,3 @@ def _of_the_cut(job: Job) -> Iterator[str]:
         yield name
     except ValueError as error:
         raise JobError(f"paradigm.cut = {shown(name)}: {error}") from None
-
-
-def has_running_statistics(model: torch.nn.Module) -> bool:
-    """Return True if a layer of the model tracks running statistics."""
-    return any(isinstance(m, torch.nn.modules.batchnorm._NormBase) and m.track_running_stats for m in model.modules())

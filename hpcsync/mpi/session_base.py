@@ -28,6 +28,7 @@ from hpcsync.state import StateError
 from hpcsync.system import launcher
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.system.signals import TO_BE_RESUMED, Terminated, left_to_rank_0
+from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec
@@ -69,6 +70,8 @@ class Given(NamedTuple):
         Optimizer of the gradients, wherever they are applied; or the optimizers of a script.
     evaluate : Evaluate or None
         Evaluation of the model.
+    calibrate : Calibrate or None
+        Recomputes the running statistics before an evaluation and at the end; None if they are the workers'.
     """
 
     comm: MPI.Intracomm
@@ -78,6 +81,7 @@ class Given(NamedTuple):
     checkpoints: Checkpoints
     optimizer: OptimizerSpec | tuple[torch.optim.Optimizer, ...]
     evaluate: Evaluate | None
+    calibrate: Calibrate | None = None
 
     def parameters(self, module: torch.nn.Module) -> list[torch.nn.Parameter] | None:
         """Return the parameters of a module, or of a copy of the model, that the run trains; None: all trainable ones.
@@ -96,8 +100,8 @@ class Given(NamedTuple):
 class RankSession(Session):
     """Session common to all ranks: one model at the beginning and the end, and an end that no rank leaves early.
 
-    All of rank 0's model is broadcast to the ranks, for the layers that each rank trains. Running statistics are not
-    synchronised during the run.
+    All of rank 0's model is broadcast to the ranks, for the layers that each rank trains. Buffers, such as running
+    statistics, are each worker's own during the run; at the end rank 0 chooses them.
     """
 
     def __init__(self, given: Given, layers: Layers) -> None:
@@ -116,6 +120,7 @@ class RankSession(Session):
             self.flat = FlatModel(layers.trained, given.parameters(layers.trained))
             self._optimizer = self._script = ScriptOptimizers(given.optimizer, self.flat, job.optimizer.clip_norm)
         self.flat.model = layers.model  # the forward pass calls the whole model
+        self._buffers = Buffers(layers.model, job.evaluation.buffers)
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
         self._excepthook = sys.excepthook
@@ -220,7 +225,7 @@ class RankSession(Session):
                 self._part()
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size
-                self._layers.share(self._layers.first, together)
+                self._layers.share(together)
                 if complete:
                     self._free()
                     self._layers.free()

@@ -101,6 +101,8 @@ class Summary(BaseModel):
         Number of the events of the job, and descriptions of those that did not occur before the run ended.
     wait_share
         Share of all workers' time.
+    buffers
+        Choice of the buffers, such as running statistics, of models that have any: `evaluation.buffers` of the job.
     consensus_distance
         Distance of the workers' weights from their mean, at the end.
     dropped, dropped_share
@@ -140,6 +142,7 @@ class Summary(BaseModel):
     best_accuracy: float | None
     final_loss: float | None
     best_loss: float | None
+    buffers: str
     consensus_distance: float | None
     iterations: int
     pushes: int | None
@@ -207,6 +210,7 @@ def summarize(trace: Trace | TraceFile) -> Summary:
         best_accuracy=max(accuracies, default=None),
         final_loss=losses[-1] if losses else None,
         best_loss=min(losses, default=None),
+        buffers=trace.job.evaluation.buffers,
         consensus_distance=distances[-1] if distances else None,
         tracing_overhead_s=float(trace.attributes.get("tracing_overhead_s", 0.0)),
         deaths=tuple(_deaths(trace)),
@@ -316,10 +320,14 @@ def _head(summary: Summary) -> RenderableType:
         ("loss", summary.final_loss, summary.best_loss),
     ):
         if final is not None:
-            head.add_row(name, f"{final:.4g} at the end, best {best:.4g}")
+            head.add_row(name, f"{final:.4g} at the end, best {best:.4g}{_BUFFERS[summary.buffers]}")
     if summary.consensus_distance is not None:
         head.add_row("weights", f"{summary.consensus_distance:.4g} apart at the end (consensus distance)")
     return head
+
+
+# Appended to the result of evaluations, by `evaluation.buffers`.
+_BUFFERS = {"worker": "", "mean": " (mean of the workers' buffers)", "recompute": " (recomputed statistics)"}
 
 
 def _missed(missed: Sequence[str], n_events: int) -> str:

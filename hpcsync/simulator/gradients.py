@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hpcsync.config.job import Job, Script
+from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Replica, worker_seed
 from hpcsync.training.sampler import batches, fetch, sequence_indices
@@ -67,6 +68,7 @@ class Gradients:
         n_workers = job.cluster.workers
         self.flat = FlatModel(workload.model)
         self._dataset, self._seed = workload.train, job.seed
+        self._buffers = Buffers(workload.model)
         self._replica = Replica(self.flat, workload.loss)
         self._contexts = [WorkerContext(workload.model, job.seed, worker) for worker in range(n_workers)]
         self._batches = [worker_batches(job, workload, worker) for worker in range(n_workers)]
@@ -99,10 +101,18 @@ class Gradients:
         size = len(self._dataset)  # type: ignore[arg-type]
         return fetch(self._dataset, sequence_indices(self._seed, work.first_sample, work.n_samples, size=size))
 
-    def finish(self, weights: torch.Tensor) -> None:
-        """Write these weights into the workload's model; running statistics are worker 0's, as on real ranks."""
-        self.flat.weights.copy_(weights)
-        self._contexts[0].leave()
+    def buffers(self, worker: int) -> torch.Tensor:
+        """Return a copy of a worker's buffers, shape (n_words,)."""
+        return self._buffers.packed(self._contexts[worker].buffers)
+
+    def all_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers of all workers."""
+        return [self.buffers(worker) for worker in range(len(self._contexts))] if self.has_buffers else []
+
+    @property
+    def has_buffers(self) -> bool:
+        """Whether the model has buffers."""
+        return self._buffers.n_words > 0
 
 
 def worker_batches(job: Job, workload: Workload, worker: int) -> Iterator[Any]:
@@ -114,34 +124,34 @@ def worker_batches(job: Job, workload: Workload, worker: int) -> Iterator[Any]:
 
 
 class WorkerContext:
-    """Random generator and running statistics of one worker, where one model serves all workers."""
+    """Random generator and buffers of one worker, where one model serves all workers."""
 
     def __init__(self, model: nn.Module, seed: int, worker: int) -> None:
         self._model = model
         self._generator = torch.Generator().manual_seed(worker_seed(seed, worker)).get_state()
         clones: dict[int, torch.Tensor] = {}
-        self._statistics = {name: clones.setdefault(id(b), b.clone()) for name, b in _buffers(model).items()}
+        self.buffers = {name: clones.setdefault(id(b), b.clone()) for name, b in _buffers(model).items()}
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Install the worker's generator and running statistics.
+        """Install the worker's generator and buffers.
 
         The worker's own tensors become the model's buffers. Copies into shared buffers would modify tensors that
         another worker's pending backward pass needs.
         """
         torch.set_rng_state(self._generator)
         others = _buffers(self._model)
-        _put(self._statistics, self._model)
+        _put(self.buffers, self._model)
         yield
-        self._statistics = _buffers(self._model)  # a forward pass may replace the tensors
+        self.buffers = _buffers(self._model)  # a forward pass may replace the tensors
 
         _put(others, self._model)
         self._generator = torch.get_rng_state()
 
     def leave(self) -> None:
-        """Copy the worker's running statistics into the model."""
+        """Copy the worker's buffers into the model."""
         for name, buffer in _buffers(self._model).items():
-            buffer.copy_(self._statistics[name])
+            buffer.copy_(self.buffers[name])
 
 
 def _buffers(model: nn.Module) -> dict[str, torch.Tensor]:

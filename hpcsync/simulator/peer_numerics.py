@@ -6,7 +6,6 @@ model in transit is a copy made when it was sent.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -16,9 +15,10 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.core.peer_machine import create_method
 from hpcsync.simulator.compressed_mean import compressed_mean
+from hpcsync.simulator.evaluation import Evaluation
 from hpcsync.simulator.gradients import NEXT, Gradients, Work
 from hpcsync.training import compressor
-from hpcsync.training.flat_model import FlatModel, trainable
+from hpcsync.training.flat_model import trainable
 from hpcsync.training.local_update import Mean, NullPeer, Outer, Peer, PushSumPeer
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.update_rules import Descent
@@ -98,20 +98,6 @@ class NullNumerics:
         """Do nothing."""
 
 
-class MeanEvaluation:
-    """Evaluation of flat weights on a separate copy of the workload's model."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._evaluate = workload.evaluate
-        self._flat = FlatModel(copy.deepcopy(workload.model))
-
-    def __call__(self, weights: torch.Tensor) -> tuple[float, float]:
-        """Return loss and accuracy at these weights."""
-        assert self._evaluate is not None
-        self._flat.weights.copy_(weights)
-        return self._evaluate(self._flat.model)
-
-
 class OneReplica:
     """Numerics of all-reduce on a single replica.
 
@@ -120,7 +106,7 @@ class OneReplica:
     """
 
     def __init__(self, job: Job, workload: Workload) -> None:
-        self._evaluation = MeanEvaluation(workload)
+        self._evaluation = Evaluation(job, workload)
         self._gradients = Gradients(job, workload)
         start = self._gradients.flat.weights
         self._weights = torch.nn.Parameter(start.clone())
@@ -153,11 +139,12 @@ class OneReplica:
 
     def evaluate(self) -> tuple[float, float, float]:
         """Return loss and accuracy; the consensus distance is 0."""
-        return (*self._evaluation(self._weights.data), 0.0)
+        return (*self._evaluation(self._weights.data, self._gradients.all_buffers()), 0.0)
 
     def finish(self) -> None:
-        """Write the weights into the workload's model."""
-        self._gradients.finish(self._weights.data)
+        """Write weights and buffers into the workload's model."""
+        self._gradients.flat.weights.copy_(self._weights.data)
+        self._evaluation.finish(self._gradients.all_buffers())
 
 
 class Replicas:
@@ -168,7 +155,7 @@ class Replicas:
 
     def __init__(self, job: Job, workload: Workload) -> None:
         spec = OptimizerSpec.of_job(job)
-        self._evaluation = MeanEvaluation(workload)
+        self._evaluation = Evaluation(job, workload)
         self._gradients = Gradients(job, workload)
         start = self._gradients.flat.weights
         self._weights = [start.clone() for _ in range(job.cluster.workers)]
@@ -209,11 +196,12 @@ class Replicas:
     def evaluate(self) -> tuple[float, float, float]:
         """Return loss and accuracy of the mean weights, and the consensus distance."""
         mean = self._mean()
-        return (*self._evaluation(mean.values), mean.distance)
+        return (*self._evaluation(mean.values, self._gradients.all_buffers()), mean.distance)
 
     def finish(self) -> None:
-        """Write the mean weights into the workload's model."""
-        self._gradients.finish(self._mean().values)
+        """Write the mean weights, and buffers, into the workload's model."""
+        self._gradients.flat.weights.copy_(self._mean().values)
+        self._evaluation.finish(self._gradients.all_buffers())
 
     def _mean(self) -> Mean:
         mean = Mean(torch.empty_like(self._weights[0]))

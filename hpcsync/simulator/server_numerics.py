@@ -7,7 +7,6 @@ all servers, because the number of servers changes no bit.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 
@@ -17,9 +16,10 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.core.coordinator import AccumulateCommand, UpdateCommand
 from hpcsync.core.roles import Roles
+from hpcsync.simulator.evaluation import Evaluation
 from hpcsync.simulator.gradients import Gradients, Work
 from hpcsync.training import compressor, contributions, update_rules
-from hpcsync.training.flat_model import FlatModel, trainable
+from hpcsync.training.flat_model import trainable
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store, n_buffers, row_size
 from hpcsync.workloads.registry import Workload
@@ -82,7 +82,7 @@ class ContributionEncoder:
 class Numerics:
     """Numerics of a run with servers, in the order in which the simulation calls them.
 
-    Memory: at most two rows of the flat weights per worker, and what its contribution keeps.
+    Memory: at most two rows of the flat weights per worker, what its contribution keeps, and its buffers twice.
 
     Parameters
     ----------
@@ -94,8 +94,7 @@ class Numerics:
 
     def __init__(self, job: Job, workload: Workload) -> None:
         n_workers, spec = job.cluster.workers, OptimizerSpec.of_job(job)
-        self._evaluate = workload.evaluate
-        self._evaluated = FlatModel(copy.deepcopy(workload.model))
+        self._evaluation = Evaluation(job, workload)
         self._gradients = Gradients(job, workload)
         self._flat = self._gradients.flat
         size = self._flat.size
@@ -108,6 +107,8 @@ class Numerics:
         self._store = Store(buffers, slots, np.zeros(n_workers + 1, np.int64), rule, size)
         self.contributions = contributions.in_turn(job, self._versions[0], spec)
         self._copy = torch.empty_like(self._flat.weights)
+        self._has_buffers = self._gradients.has_buffers
+        self._buffers: dict[int, torch.Tensor] = {}  # worker -> its buffers as of its latest push
 
     def grant(self, worker: int) -> None:
         """Let the worker read the current version and continue with it."""
@@ -149,15 +150,22 @@ class Numerics:
         """Apply an update to the store."""
         self._store.apply(update.workers, update.lr, update.weights, update.divisor, update.momentum)
 
-    def evaluate(self) -> tuple[float, float]:
-        """Return loss and accuracy of the current version."""
-        assert self._evaluate is not None
-        self._evaluated.weights.copy_(self._store.weights)
-        return self._evaluate(self._evaluated.model)
+    def delivered(self, worker: int) -> None:
+        """Keep the worker's buffers: its push has arrived."""
+        if self._has_buffers:
+            self._buffers[worker] = self._gradients.buffers(worker)
 
-    def finish(self) -> None:
-        """Write the final weights into the workload's model."""
-        self._gradients.finish(self._store.weights)
+    def evaluate(self, workers: Sequence[int]) -> tuple[float, float]:
+        """Return loss and accuracy of the current version, with the buffers of these workers."""
+        return self._evaluation(self._store.weights, self._buffers_of(workers))
+
+    def finish(self, workers: Sequence[int]) -> None:
+        """Write the final weights, and the buffers of these workers, into the workload's model."""
+        self._flat.weights.copy_(self._store.weights)
+        self._evaluation.finish(self._buffers_of(workers))
+
+    def _buffers_of(self, workers: Sequence[int]) -> list[torch.Tensor]:
+        return [self._buffers[worker] for worker in workers] if self._has_buffers else []
 
     def _read(self, worker: int) -> torch.Tensor:
         """Return the current version, which stays unchanged as long as the worker's contribution needs it."""
@@ -189,11 +197,14 @@ class NoNumerics(Numerics):
     def apply(self, update: UpdateCommand) -> None:
         """Do nothing."""
 
-    def evaluate(self) -> tuple[float, float]:
+    def delivered(self, worker: int) -> None:
+        """Do nothing."""
+
+    def evaluate(self, workers: Sequence[int]) -> tuple[float, float]:
         """Raise RuntimeError: there is nothing to evaluate."""
         raise RuntimeError("a workload without arithmetic cannot be evaluated")
 
-    def finish(self) -> None:
+    def finish(self, workers: Sequence[int]) -> None:
         """Do nothing."""
 
 

@@ -124,7 +124,7 @@ class ServerSimulation:
             self.coordinator.close()
         if self.coordinator.active:
             raise RuntimeError(f"workers {sorted(self.coordinator.active)} are blocked forever: no events are left")
-        self._numerics.finish()
+        self._numerics.finish(self.coordinator.trained_by)
         if self._evaluated:
             self._evaluate(self.coordinator.updated_s)
 
@@ -238,6 +238,7 @@ class ServerSimulation:
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
         push_info = state.machine.delivered(state.loss, encode_s, duration_s, state.wire_bytes)
         state.machine.waits(put_s)
+        self._numerics.delivered(worker)
         self._carry_out(self.coordinator.pushed(now_s, push_info))
         self._check_periodically()
         self._evaluate_if_due()
@@ -286,7 +287,7 @@ class ServerSimulation:
     def _evaluate(self, now_s: float) -> None:
         """Evaluate in zero virtual time; if the version reaches the target, the run ends with it."""
         coordinator = self.coordinator
-        loss, accuracy = self._numerics.evaluate()
+        loss, accuracy = self._numerics.evaluate(coordinator.trained_by)
         self._carry_out(coordinator.evaluated(now_s, coordinator.version, coordinator.samples, loss, accuracy))
 
     def _time_has_come(self) -> None:

@@ -13,8 +13,9 @@ from torch import nn
 
 from hpcsync.config.job import Job
 from hpcsync.paradigms.stanza import StanzaOptions
+from hpcsync.simulator.evaluation import Evaluation
 from hpcsync.simulator.gradients import WorkerContext, worker_batches
-from hpcsync.simulator.peer_numerics import MeanEvaluation
+from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel, trainable
 from hpcsync.training.gradient import Replica
 from hpcsync.training.local_update import NullPeer
@@ -57,7 +58,8 @@ class TwoHalves:
     def __init__(self, job: Job, workload: Workload, halves: ModelSplit) -> None:
         self._groups, self._n_pieces = job.groups, cast("StanzaOptions", job.paradigm).micro_batches
         self._parameters = trainable(workload.model)
-        self._evaluation = MeanEvaluation(workload)
+        self._evaluation = Evaluation(job, workload)
+        self._buffers = Buffers(workload.model)
         self._below = _Half(halves.below, job, self._groups.convolution)
         self._above = _Half(halves.above, job, self._groups.fc)
         self._replica = Replica(self._above.flat, workload.loss)
@@ -107,9 +109,15 @@ class TwoHalves:
 
     def evaluate(self) -> tuple[float, float, float]:
         """Return loss and accuracy of the whole model; the consensus distance is 0."""
-        return (*self._evaluation(nn.utils.parameters_to_vector(self._parameters).detach()), 0.0)
+        weights = nn.utils.parameters_to_vector(self._parameters).detach()
+        return (*self._evaluation(weights, self._first_buffers()), 0.0)
 
     def finish(self) -> None:
-        """Set the running statistics to those of each group's first worker; the weights are in the workload's model."""
+        """Set the buffers of the workload's model, which has the weights."""
+        self._evaluation.finish(self._first_buffers())
+
+    def _first_buffers(self) -> list[torch.Tensor]:
+        """Return the buffers of the whole model, of which each group's first worker has one part."""
         for half in (self._below, self._above):
             next(iter(half.contexts.values())).leave()
+        return [self._buffers.packed()]

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from torch import nn
 
 from hpcsync.planning.layer_groups import Groups
+from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel, trainable
 from hpcsync.training.local_update import Mean
 from hpcsync.training.model_split import cut, positions
@@ -16,9 +17,9 @@ from hpcsync.training.model_split import cut, positions
 BCAST_BYTES = 1 << 30
 
 
-# Read a worker's published replica into a tensor, shape (size,), and its weight into another, shape (1,). False if it
-# cannot be read.
-Read = Callable[[int, torch.Tensor, torch.Tensor | None], bool]
+# Read a worker's published replica into a tensor, shape (size,), its weight into another, shape (1,), and its model's
+# buffers into a third, shape (n_words,). False if it cannot be read.
+Read = Callable[[int, torch.Tensor, torch.Tensor | None, torch.Tensor | None], bool]
 
 
 class Layers:
@@ -30,8 +31,6 @@ class Layers:
         Communicator of all ranks that train.
     model
         The whole model.
-    first
-        First rank that trains the input layers; its running statistics become the final ones.
 
     Attributes
     ----------
@@ -41,30 +40,34 @@ class Layers:
         Ranks that no longer publish a replica.
     """
 
-    def __init__(self, comm: MPI.Intracomm, model: nn.Module, first: int = 0) -> None:
+    def __init__(self, comm: MPI.Intracomm, model: nn.Module) -> None:
         self._comm = comm
         self.model = model
         self.trained = model
-        self.first = first
         self.dead: set[int] = set()
 
-    def share(self, statistics_of: int = 0, comm: MPI.Intracomm | None = None) -> None:
-        """Broadcast rank 0's weights and the running statistics of rank `statistics_of`; collective.
+    def share(self, comm: MPI.Intracomm | None = None) -> None:
+        """Broadcast rank 0's weights and buffers; collective.
 
         Parameters
         ----------
-        statistics_of
-            Rank in `comm` whose running statistics are broadcast.
         comm
-            Communicator of the surviving ranks, in which the rank 0 is the same; if others precede `first` in it, these
-            survive too.
+            Communicator of the surviving ranks, in which the rank 0 is the same; by default of all.
         """
         comm = comm or self._comm
-        share([p.detach() for p in self.model.parameters()], comm, 0)
-        share(self.model.buffers(), comm, statistics_of)
+        share([*(p.detach() for p in self.model.parameters()), *self.model.buffers()], comm)
 
-    def read(self, into: torch.Tensor, read: Read) -> float | None:
+    def read(self, into: torch.Tensor, read: Read, buffers: Buffers) -> float | None:
         """Average all ranks' published replicas into a flat vector of the whole model, shape (size,).
+
+        Parameters
+        ----------
+        into
+            Output.
+        read
+            Reads one of the replicas.
+        buffers
+            Buffers of the model that is to have these weights; they adopt those of these ranks.
 
         Returns
         -------
@@ -72,15 +75,20 @@ class Layers:
             Consensus distance of the replicas; None if one of them cannot be read.
         """
         mean, replica, weight = Mean(into), torch.empty_like(into), into.new_empty(1)
+        vectors: list[torch.Tensor] = []
         for worker in sorted(set(range(self._comm.size)) - self.dead):
-            if not read(worker, replica, weight):
+            wanted = buffers.new() if buffers.needs_all or not vectors else None
+            if not read(worker, replica, weight, wanted):
                 return None
             mean.add(replica, float(weight[0]))
+            if wanted is not None:
+                vectors.append(wanted)
+        buffers.adopt(vectors)
         return mean.distance
 
-    def complete(self, flat: FlatModel, read: Read) -> float:
+    def complete(self, flat: FlatModel, read: Read, buffers: Buffers) -> float:
         """Set the model, whose trained part is `flat`, to that mean at the end; return the consensus distance."""
-        distance = self.read(flat.weights, read)
+        distance = self.read(flat.weights, read, buffers)
         assert distance is not None
         return distance
 
@@ -111,30 +119,36 @@ class SeparatedLayers(Layers):
     """
 
     def __init__(self, comm: MPI.Intracomm, model: nn.Module, name: str, groups: Groups) -> None:
-        super().__init__(comm, model, groups.n_fc)
+        super().__init__(comm, model)
         self.groups = groups
+        self.first = groups.n_fc  # first rank that trains the layers below the cut
         self.is_fc = groups.is_fc(comm.rank)
         self.below, self.above = cut(model, name)
         self.trained = self.above if self.is_fc else self.below
+        above = {id(buffer) for buffer in self.above.buffers()}
+        self._owners = [int(id(buffer) not in above) for buffer in model.buffers()]
         self.group: MPI.Intracomm = comm.Split(int(self.is_fc))  # type: ignore[assignment]
 
-    def share(self, statistics_of: int = 0, comm: MPI.Intracomm | None = None) -> None:
+    def share(self, comm: MPI.Intracomm | None = None) -> None:
         """Broadcast the layers below the cut to all ranks, and those above it to the fully-connected workers."""
-        share([p.detach() for p in self.below.parameters()], self._comm, 0)
-        share(self.below.buffers(), self._comm, statistics_of)
+        share([*(p.detach() for p in self.below.parameters()), *self.below.buffers()], self._comm)
         if self.is_fc:
-            share([*(p.detach() for p in self.above.parameters()), *self.above.buffers()], self.group, 0)
+            share([*(p.detach() for p in self.above.parameters()), *self.above.buffers()], self.group)
 
-    def read(self, into: torch.Tensor, read: Read) -> float | None:
+    def read(self, into: torch.Tensor, read: Read, buffers: Buffers) -> float | None:
         """Read each part from the first worker of its group: all workers of a group have equal weights."""
-        for worker, half in ((0, self.above), (self.first, self.below)):
-            if not _read_parts([into[part] for part in positions(self.model, half)], worker, read):
+        vectors = buffers.new(), buffers.new()
+        for worker, half, vector in ((0, self.above, vectors[0]), (self.first, self.below, vectors[1])):
+            if not _read_parts([into[part] for part in positions(self.model, half)], worker, read, vector):
                 return None
+        buffers.adopt(vectors, self._owners)
         return 0.0
 
-    def complete(self, flat: FlatModel, read: Read) -> float:
+    def complete(self, flat: FlatModel, read: Read, buffers: Buffers) -> float:
         """Read the layers below the cut; on rank 0, which has those above it."""
-        assert _read_parts([p.detach().view(-1) for p in trainable(self.below)], self.first, read)
+        vectors = buffers.packed(), buffers.new()
+        assert _read_parts([p.detach().view(-1) for p in trainable(self.below)], self.first, read, vectors[1])
+        buffers.adopt(vectors, self._owners)
         return 0.0
 
     def free(self) -> None:
@@ -143,22 +157,22 @@ class SeparatedLayers(Layers):
             self.group.Free()
 
 
-def _read_parts(parts: Sequence[torch.Tensor], worker: int, read: Read) -> bool:
+def _read_parts(parts: Sequence[torch.Tensor], worker: int, read: Read, buffers: torch.Tensor) -> bool:
     """Fill these tensors, in this order, from the worker's published replica; return whether it could be read."""
     vector = torch.cat(list(parts))
-    if not read(worker, vector, None):
+    if not read(worker, vector, None, buffers):
         return False
     for part, values in zip(parts, vector.split([len(part) for part in parts]), strict=True):
         part.copy_(values)
     return True
 
 
-def share(tensors: Iterable[torch.Tensor], comm: MPI.Intracomm, root: int) -> None:
-    """Broadcast the root's values, of any type, through host memory, because MPI collectives get no device pointers."""
+def share(tensors: Iterable[torch.Tensor], comm: MPI.Intracomm) -> None:
+    """Broadcast rank 0's values, of any type, through host memory, because MPI collectives get no device pointers."""
     for tensor in tensors:
         values = tensor.detach().cpu().contiguous()  # shares the tensor's memory if possible
         octets = values.reshape(-1).view(torch.uint8).numpy()
         for begin in range(0, len(octets), BCAST_BYTES):  # Open MPI takes fewer than 2^31 elements
-            comm.Bcast(octets[begin : begin + BCAST_BYTES], root)
+            comm.Bcast(octets[begin : begin + BCAST_BYTES], 0)
         if values.data_ptr() != tensor.data_ptr():
             tensor.copy_(values)

@@ -18,6 +18,7 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.ulfm import Deaths, survivors
 from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.paradigms.records import StepInfo
+from hpcsync.training.buffers import WORD_BYTES
 
 
 class PeerChannel:
@@ -36,6 +37,8 @@ class PeerChannel:
         Kind of the tensor windows.
     tolerant
         True if the run continues after the death of a worker.
+    buffer_words
+        Words of the model's buffers, which are published with the weights.
 
     Attributes
     ----------
@@ -51,6 +54,7 @@ class PeerChannel:
         transport: Transport = HOST,
         *,
         tolerant: bool = False,
+        buffer_words: int = 0,
     ) -> None:
         self.comm = comm.Dup()
         self.transport = transport
@@ -58,7 +62,8 @@ class PeerChannel:
         self.died: list[int] = []  # workers, until the session removes them from its exchange
         self._tolerant = tolerant
         self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
-        self.published = PublishedReplica(self.comm, size, dtype, transport)
+        extra = buffer_words * WORD_BYTES // dtype.itemsize
+        self.published = PublishedReplica(self.comm, size, dtype, transport, extra=extra)
         self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock: Clock
         self.stop_requested = False

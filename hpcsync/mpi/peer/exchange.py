@@ -27,6 +27,7 @@ from hpcsync.paradigms.peer_method import Actions, Agreed, ExchangeResult, PeerM
 from hpcsync.paradigms.records import ALL_PEERS
 from hpcsync.trace.schema import Phase
 from hpcsync.training import compressor
+from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
@@ -89,6 +90,7 @@ class Exchange(Transport):
 
     def __init__(self, setup: Setup) -> None:
         self._link, self._flat = setup.link, setup.flat
+        self._buffers = Buffers(setup.flat.model)
         self.wait_s = self.comm_s = 0.0
         self.peer = (PushSumPeer if setup.method.push_sum else Peer)(setup.flat.weights, setup.optimizer)
         self.on_published: Callable[[], None] = lambda: None
@@ -147,9 +149,17 @@ class Exchange(Transport):
     def end_computation(self, n_samples: int, stop: bool) -> None:
         """End the computation of the gradient of `n_samples` samples, padding included."""
 
-    def publish(self, serial: int) -> bool:
-        """Publish the worker's weights; return False if no row is free (see `PublishedReplica.publish`)."""
-        return self._link.published.publish(self.peer.shown(), serial, self.peer.weight)
+    def publish(self, serial: int, buffers: Mapping[str, torch.Tensor] | None = None) -> bool:
+        """Publish the worker's weights, with its model's buffers or with those given.
+
+        Return False if no row is free (see `PublishedReplica.publish`).
+        """
+        weights = self._published_weights()
+        extra = self._buffers.packed(buffers).view(weights.dtype) if self._buffers.n_words else None
+        return self._link.published.publish(weights, serial, self.peer.weight, extra)
+
+    def _published_weights(self) -> torch.Tensor:
+        return self.peer.shown()
 
     def end(self, *, early: bool) -> bool:
         """End the loop of this worker.
@@ -212,9 +222,9 @@ class Summing(Exchange):
         )  # fmt: skip
         self._may_overlap = job.cluster.compute is None
 
-    def publish(self, serial: int) -> bool:
-        """Publish the model's weights as they are: all replicas are one model, evaluated as in any synchronous SGD."""
-        return self._link.published.publish(self._flat.weights, serial)
+    def _published_weights(self) -> torch.Tensor:
+        """Return the model's weights as they are: all replicas are one model, evaluated as in any synchronous SGD."""
+        return self._flat.weights
 
     def state(self) -> dict[str, Any]:
         """Return the state, with that of the reducer."""

@@ -19,6 +19,7 @@ from hpcsync.planning.batch_allocation import Allocated
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.system.signals import SignalListener, interrupt, on_signals
 from hpcsync.trace.schema import Change
+from hpcsync.training.buffers import Buffers
 
 
 class Rank0Session(PeerSession):
@@ -80,19 +81,21 @@ class Rank0Session(PeerSession):
     def _allocated(self, allocated: Sequence[Allocated]) -> None:
         self._monitor.allocated(self._machine.iteration, allocated)
 
-    def _read(self, version: int, into: torch.Tensor) -> float | None:
+    def _read(self, version: int, into: torch.Tensor, buffers: Buffers) -> float | None:
         """Read the mean of all workers' published replicas for the evaluator; of this version if synchronous."""
         serial = 2 + version if self._machine.method.synchronous else None
-        return self._layers.read(into, self._reading(self._link.comm.size, serial))
+        return self._layers.read(into, self._reading(self._link.comm.size, serial), buffers)
 
     def _reading(self, reader: int, serial: int | None = None) -> Read:
         """Return a function that reads a worker's published replica for this reader.
 
         It returns False, without waiting, if the replica is newer than `serial`.
         """
+        published = self._link.published
 
-        def read(worker: int, into: torch.Tensor, weight: torch.Tensor | None) -> bool:
-            while (found := self._link.published.read(worker, into, reader, weight)) != (serial or found):
+        def read(worker: int, into: torch.Tensor, weight: torch.Tensor | None, buffers: torch.Tensor | None) -> bool:
+            extra = None if buffers is None else buffers.view(into.dtype)
+            while (found := published.read(worker, into, reader, weight, extra)) != (serial or found):
                 if found > (serial or 0):
                     return False
                 time.sleep(1e-3)  # about to be published; at the end, if not before, a later one is published
@@ -107,7 +110,7 @@ class Rank0Session(PeerSession):
         self._recorder.stop_showing()
         with on_signals(interrupt):
             self._recorder.trace.flush()
-            distance = self._layers.complete(self.flat, self._reading(self.rank))
+            distance = self._layers.complete(self.flat, self._reading(self.rank), self._buffers)
             self._recorder.judge(self._model, distance)
 
     def _conclude(self) -> None:

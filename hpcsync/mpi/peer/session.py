@@ -40,7 +40,14 @@ class PeerSession(RankSession):
         super().__init__(given, layers(comm, job, given.model))
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
-        self._link = PeerChannel(comm, self.flat.size, self.flat.weights.dtype, transport, tolerant=self._tolerant)
+        self._link = PeerChannel(
+            comm,
+            self.flat.size,
+            self.flat.weights.dtype,
+            transport,
+            tolerant=self._tolerant,
+            buffer_words=self._buffers.n_words,
+        )
         self._division = create_batch_division(job)
         method = create_method(job)
         if not method.synchronous:  # if the run was resumed with fewer workers, the last ones are missing
@@ -58,7 +65,7 @@ class PeerSession(RankSession):
         self._machine = PeerMachine(job, self.worker, method, self._exchange.peer, self._exchange)
         if self._resumed is not None:
             self._exchange.restore(self._resumed["exchange"])
-        self._exchange.publish(1)
+        self._exchange.publish(1, None if self._resumed is None else self._resumed["buffers"])
         # In the other paradigms all workers are inside MPI during transfers; only an evaluation may have to wait there.
         one_sided = self._exchange.one_sided
         self._progression = choose(self._link.comm, transport=transport) if one_sided else None

@@ -247,9 +247,9 @@ class StanzaExchange(Summing):
         super().restore(state)
         self._stop = built(bool, state["stop"])
 
-    def publish(self, serial: int) -> bool:
+    def publish(self, serial: int, buffers: Mapping[str, torch.Tensor] | None = None) -> bool:
         """Publish this part of the model, on the first worker of each group only; it is equal within the group."""
-        return self._layers.group.rank > 0 or super().publish(serial)
+        return self._layers.group.rank > 0 or super().publish(serial, buffers)
 
     def end(self, *, early: bool) -> bool:
         """End the loop; no worker can continue without the others."""

@@ -13,12 +13,13 @@ from collections.abc import Callable
 import torch
 
 from hpcsync.mpi.transport import cuda
+from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.workloads.registry import Evaluate
 
 Judged = tuple[float, int, int, float, float, float]
-Read = Callable[[int, torch.Tensor], float | None]
+Read = Callable[[int, torch.Tensor, Buffers], float | None]
 
 
 class Evaluator:
@@ -27,14 +28,19 @@ class Evaluator:
     Parameters
     ----------
     read
-        `read(version, into)` fills the flat weights, shape (size,), and returns the replicas' consensus distance, NaN
-        if there are no replicas. It returns None if the version is no longer available, which ends that evaluation.
+        `read(version, into, buffers)` fills the flat weights, shape (size,), lets the model's buffers adopt the
+        workers', and returns the replicas' consensus distance, NaN if there are no replicas. It returns None if the
+        version is no longer available, which ends that evaluation.
     flat
         Copy of the model to evaluate.
     evaluate
         Evaluation of a model: returns loss and accuracy.
     every_samples
         Number of samples between evaluations; 0 for none.
+    choice
+        Whose buffers are evaluated.
+    calibrate
+        Recomputes the running statistics before each evaluation; None if they are the workers'.
 
     Attributes
     ----------
@@ -42,8 +48,18 @@ class Evaluator:
         Whether an evaluation is running.
     """
 
-    def __init__(self, read: Read, flat: FlatModel, evaluate: Evaluate, every_samples: int) -> None:
+    def __init__(
+        self,
+        read: Read,
+        flat: FlatModel,
+        evaluate: Evaluate,
+        every_samples: int,
+        choice: str,
+        calibrate: Calibrate | None,
+    ) -> None:
         self._flat = flat
+        self._buffers = Buffers(self._flat.model, choice)
+        self._calibrate = calibrate
         cuda.ready(self._flat.weights)
         self._evaluate = evaluate
         self._schedule = EvaluationSchedule(every_samples)
@@ -103,8 +119,10 @@ class Evaluator:
     def _judge_requests(self) -> None:
         while (request := self._requests.get()) is not None:
             try:
-                distance = self._read(request[1], self._flat.weights)
+                distance = self._read(request[1], self._flat.weights, self._buffers)
                 self._flat.spread()
+                if distance is not None and self._calibrate is not None:
+                    self._calibrate(self._flat.model)
                 judged = None if distance is None else (*request, *self._evaluate(self._flat.model), distance)
                 self._results.put(judged)
             except BaseException as error:  # `result` raises it in the main thread

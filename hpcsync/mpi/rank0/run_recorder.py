@@ -75,7 +75,14 @@ class RunRecorder(Generic[C]):
         self.trace = _begin_trace(job, given.checkpoints.folder / layout.TRACE, clocks, measured, resumed)
         self.coordinator: C = decides(self.trace)
         self.evaluator = (
-            Evaluator(read, _copy_of(given), given.evaluate, job.evaluation.every_samples)
+            Evaluator(
+                read,
+                _copy_of(given),
+                given.evaluate,
+                job.evaluation.every_samples,
+                job.evaluation.buffers,
+                given.calibrate,
+            )
             if given.evaluate is not None
             else None
         )
@@ -133,15 +140,19 @@ class RunRecorder(Generic[C]):
         self._progress.close()
 
     def judge(self, model: torch.nn.Module, distance: float) -> None:
-        """Save and evaluate the final weights, if there is an evaluation, while other ranks still wait.
+        """Save and evaluate the final model, if there is an evaluation, while other ranks still wait.
+
+        Its statistics are recomputed first, if the job wants that.
 
         Parameters
         ----------
         model
-            Model with the final weights.
+            Model with the final weights and the workers' buffers.
         distance
             Consensus distance of the replicas.
         """
+        if self._given.calibrate is not None:
+            self._given.calibrate(model)
         if self._given.evaluate is None:
             return
         self._save(model)
@@ -150,10 +161,7 @@ class RunRecorder(Generic[C]):
         coordinator.evaluated(coordinator.updated_s, coordinator.version, coordinator.samples, loss, accuracy, distance)
 
     def conclude(self, model: torch.nn.Module) -> None:
-        """Close the trace and finish the outputs.
-
-        Without an evaluation the weights are saved only now: running statistics are complete once all ranks have ended.
-        """
+        """Close the trace and finish the outputs. Without an evaluation the weights are saved only now."""
         if self._given.evaluate is None:
             self._save(model)
         self.trace.close("finished")

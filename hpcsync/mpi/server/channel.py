@@ -12,6 +12,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.core.roles import Roles
+from hpcsync.mpi.server.buffer_rows import BufferRows
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.clock import Clock
@@ -50,6 +51,8 @@ class ServerChannel:
         Every server's slice of the flat vector; by default as equal as possible.
     n_stated
         Length of what a worker states with a push (`training.script_optimizers`).
+    buffer_words
+        Words of the model's buffers.
 
     Attributes
     ----------
@@ -59,6 +62,8 @@ class ServerChannel:
         On a server: one word per reader; see `parameter_store`.
     stated : Window or None
         On a server: one row per worker of what it states with a push; None if it states nothing.
+    buffers : BufferRows
+        On server 0: the workers' buffers.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class ServerChannel:
         tolerant: bool = False,
         shards: list[slice] | None = None,
         n_stated: int = 0,
+        buffer_words: int = 0,
     ) -> None:
         self.comm = comm.Dup()
         self.roles = roles
@@ -90,6 +96,7 @@ class ServerChannel:
         self.n_stated = n_stated
         self.stated = Window(self.comm, roles.n_workers * n_stated * is_server, np.float64) if n_stated else None
         self._servers = self.comm.Split(int(is_server)) if n_stated and roles.n_servers > 1 else None
+        self.buffers = BufferRows(self.comm, roles.n_workers, buffer_words)
         self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
         self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock = Clock(self.comm, begin_s)
@@ -148,7 +155,7 @@ class ServerChannel:
         """Free windows, inboxes and the communicator; collective, and harmless when repeated."""
         if self.comm == MPI.COMM_NULL:
             return
-        for window in (self.tensors, self.done, self.stated, self.phases):
+        for window in (self.tensors, self.done, self.stated, self.buffers, self.phases):
             if window is not None:
                 window.free()
         for inbox in self._inboxes:

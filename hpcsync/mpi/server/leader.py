@@ -40,6 +40,9 @@ class Leader:
         Coordination of checkpoints; None if the ranks share no folder.
     watch
         Called as `chores`, but not while push infos are deferred for a checkpoint.
+    about_to_evaluate
+        Called before an evaluation of the current version begins. None: what is evaluated does not change between
+        updates. Otherwise an evaluation begins only right after an update.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Leader:
         chores: Callable[[float], None],
         saver: Checkpointer | None = None,
         watch: Callable[[float], None] = lambda now_s: None,
+        about_to_evaluate: Callable[[], None] | None = None,
     ) -> None:
         self._link = link
         self._shard = shard
@@ -59,6 +63,8 @@ class Leader:
         self._chores = chores
         self._saver = saver
         self._watch = watch
+        self._about_to_evaluate = about_to_evaluate
+        self._seen = coordinator.version  # when an evaluation was last considered
         self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
@@ -196,7 +202,12 @@ class Leader:
 
     def _evaluate_if_due(self, now_s: float) -> None:
         coordinator, evaluator = self._coordinator, self._evaluator
+        updated, self._seen = coordinator.version > self._seen, coordinator.version
+        if self._about_to_evaluate is not None and not updated:
+            return
         if evaluator is not None and not coordinator.stopping and evaluator.due(coordinator.samples):
+            if self._about_to_evaluate is not None:
+                self._about_to_evaluate()
             evaluator.begin(now_s, coordinator.version, coordinator.samples)
             self._promise_evaluator()
 

@@ -27,6 +27,7 @@ from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.state import built, restore_arrays
 from hpcsync.system.signals import interrupt, on_signals
 from hpcsync.training import compressor, contributions, rng_state, update_rules
+from hpcsync.training.buffers import Buffers
 from hpcsync.training.optimizers import OptimizerFactory
 from hpcsync.training.script_optimizers import OfShard
 from hpcsync.training.speed_models import estimator
@@ -46,7 +47,7 @@ class LinkedSession(RankSession):
     def __init__(self, given: Given, begin_s: float = 0.0) -> None:
         comm, job = given.comm, given.job
         roles = Roles(job.cluster.servers, job.cluster.workers)
-        super().__init__(given, Layers(comm, given.model, roles.rank_of(0)))
+        super().__init__(given, Layers(comm, given.model))
         contributors_read = job.paradigm.grants_first
         weights = self.flat.weights
         self._link = ServerChannel(
@@ -61,6 +62,7 @@ class LinkedSession(RankSession):
             tolerant=self._tolerant,
             shards=None if self._script is None else self._script.cuts(roles.n_servers),
             n_stated=0 if self._script is None or job.steps_on_workers else self._script.n_stated,
+            buffer_words=self._buffers.n_words,
         )
         self._clocks = self._link.clocks()
 
@@ -96,6 +98,7 @@ class WorkerSession(LinkedSession):
             speed,
             cancellable=job.aborts or job.commits,
             compressor=None if compression is None else compression.compressor(worker),
+            buffers=self._buffers if self._buffers.n_words else None,
             save=lambda number: checkpoints.write(number, self._name, self._state()),
             state=None if self._resumed is None else self._resumed["engine"],
             away=self._comes_back,
@@ -218,14 +221,17 @@ class FollowerSession(LinkedSession):
 
     def __init__(self, given: Given, begin_s: float = 0.0) -> None:
         super().__init__(given, begin_s)
+        state = given.checkpoints.state(self._name)
         self._shard = Shard(
             self._link,
             update_rules.of_job(given.job, self._on_shard()),
             self.flat.weights,
             create_assignments(given.job).first,
             self._save_shard,
-            given.checkpoints.state(self._name),
+            state,
         )
+        if state is not None:
+            self._link.buffers.restore(state["buffers"])
 
     def _on_shard(self) -> OptimizerFactory:
         """Return the optimizer of this server's shard."""
@@ -248,7 +254,7 @@ class FollowerSession(LinkedSession):
         follow(self._link, self._shard)
 
     def _save_shard(self, number: int) -> None:
-        self._checkpoints.write(number, self._name, self._shard.state())
+        self._checkpoints.write(number, self._name, {**self._shard.state(), "buffers": self._link.buffers.state()})
         if self.rank > 0:
             self._link.say(messages.InfoKind.SAVED)
 
@@ -265,6 +271,7 @@ class LeaderSession(FollowerSession):
         job, resumed = given.job, given.checkpoints.state(RUN)
         super().__init__(given, 0.0 if resumed is None else resumed["now_s"])
         assert self._clocks is not None
+        self._latest: list[torch.Tensor] = []  # the workers' buffers for the evaluation under way
         self._reader = Reader(self._link, self._link.roles.evaluator)
         self._recorder = RunRecorder(
             given,
@@ -288,6 +295,7 @@ class LeaderSession(FollowerSession):
             recorder.chores,
             saver,
             recorder.watch.look,
+            self._take_buffers if self._buffers.n_words else None,
         )
         switch_s = sys.getswitchinterval()
         recorder.begin()
@@ -301,9 +309,15 @@ class LeaderSession(FollowerSession):
             self._finish_training(leader)
         leader.finish()
 
-    def _read(self, version: int, into: torch.Tensor) -> float:
+    def _take_buffers(self) -> None:
+        """Copy the workers' buffers as of the pushes handled so far."""
+        coordinator = self._recorder.coordinator
+        self._latest = self._link.buffers.latest(coordinator.trained_by, coordinator.done)
+
+    def _read(self, version: int, into: torch.Tensor, buffers: Buffers) -> float:
         """Read a version for the evaluator; all servers have promised it, or are about to."""
         self._reader.read(self._reader.wait(version=version), self._link.pieces(into))
+        buffers.adopt(self._latest)
         return math.nan
 
     def _finish_training(self, leader: Leader) -> None:
@@ -317,6 +331,8 @@ class LeaderSession(FollowerSession):
                 recorder.coordinator.evaluated(*judged)
         leader.read(self._reader, self.flat.weights)
         self.flat.spread()
+        self._take_buffers()
+        self._buffers.adopt(self._latest)
         recorder.judge(self._model, math.nan)
 
     def _conclude(self) -> None:

@@ -15,6 +15,7 @@ from hpcsync.mpi.transport import cuda, messages
 from hpcsync.planning.speed_estimator import Estimator
 from hpcsync.state import Stateful
 from hpcsync.trace.schema import Phase
+from hpcsync.training.buffers import Buffers
 from hpcsync.training.compressor import Compressor
 
 
@@ -35,6 +36,8 @@ class Worker(Stateful):
         Whether server 0 may cancel an iteration.
     compressor
         Compressor of the contribution; None to send it uncompressed.
+    buffers
+        Buffers of the model, if it has any; they go with every push.
     save
         Called with the number of a checkpoint, to save this worker's part of it.
     state
@@ -69,6 +72,7 @@ class Worker(Stateful):
         *,
         cancellable: bool = False,
         compressor: Compressor | None = None,
+        buffers: Buffers | None = None,
         save: Callable[[int], None] = lambda number: None,
         state: Mapping[str, Any] | None = None,
         away: bool = False,
@@ -81,6 +85,7 @@ class Worker(Stateful):
         self._whole = contribution
         self._contribution = link.pieces(contribution)
         self._compressor = compressor
+        self._buffers = buffers
         self._slots = [link.slot(server, worker) for server in range(len(link.shards))]
         self._statement, self._stated = statement, np.empty(0)
         self._save = save
@@ -124,6 +129,8 @@ class Worker(Stateful):
         self._link.phases.enter(Phase.PUSHING)
         encode_s, put_s, n_bytes = self._put() if self.machine.share == 1.0 else (0.0, 0.0, 0)
         push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, skipped=skipped)
+        if self._buffers is not None:
+            self._link.buffers.put(push_info.worker, push_info.iteration, self._buffers.packed())
         self._infos.send(0, (messages.InfoKind.PUSHED, *push_info[1:]))
         self._await(push_info.iteration + 1)
 

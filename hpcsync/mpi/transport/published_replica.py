@@ -55,6 +55,8 @@ class PublishedReplica:
         Type of the elements.
     transport
         Transport of the replicas.
+    extra
+        Elements published with each replica, which only some readers want; as many on every rank.
 
     Notes
     -----
@@ -62,14 +64,17 @@ class PublishedReplica:
     evaluator's thread). Readers may be threads beside the publishing one, if MPI supports that.
     """
 
-    def __init__(self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST, *, extra: int = 0
+    ) -> None:
         self._rank, self._readers = comm.rank, comm.size + 1
         self._sizes, self._n_rows = comm.allgather(size), min(comm.size + 2, ROWS)
-        self._size = size
-        self._rows = transport.window(comm, self._n_rows * (size + 1), dtype)  # the weight comes last
+        self._size, self._extra = size, extra
+        self._length = size + extra + 1  # of a row; the weight comes last
+        self._rows = transport.window(comm, self._n_rows * self._length, dtype)
         self._words = Window(comm, 1 + self._readers, np.int64)
-        self._rows.local[: size + 1] = 0  # first row only: memory of rows that are never used is never committed
-        self._rows.release(0, size + 1)
+        self._rows.local[: self._length] = 0  # first row only: memory of rows that are never used is never committed
+        self._rows.release(0, self._length)
         self._words.local[:] = 0
         self._words.sync()
         self._dead: set[int] = set()
@@ -80,7 +85,9 @@ class PublishedReplica:
         """Serial number of this rank's latest publication."""
         return self._unpack(self._words.local[CURRENT])[0]
 
-    def publish(self, vector: torch.Tensor, serial: int | None = None, weight: float = 1.0) -> bool:
+    def publish(
+        self, vector: torch.Tensor, serial: int | None = None, weight: float = 1.0, extra: torch.Tensor | None = None
+    ) -> bool:
         """Publish a copy of `vector`, shape (size,).
 
         Parameters
@@ -91,6 +98,8 @@ class PublishedReplica:
             Serial number, greater than that of the latest publication; by default the next number.
         weight
             Scalar published with the replica: its push-sum weight.
+        extra
+            Elements published with it, shape (extra,), if there are any.
 
         Returns
         -------
@@ -110,9 +119,11 @@ class PublishedReplica:
             raise ValueError(f"serial number {serial} after {self.serial}")
         if row is None:
             return False
-        self._row(row)[:-1] = vector
+        self._row(row)[: self._size] = vector
+        if extra is not None:
+            self._row(row)[self._size : -1] = extra
         self._row(row)[-1] = weight
-        self._rows.release(row * (self._size + 1), (row + 1) * (self._size + 1))
+        self._rows.release(row * self._length, (row + 1) * self._length)
         self._words.local[CURRENT] = serial * self._n_rows + row
         self._words.sync()
         return True
@@ -121,7 +132,14 @@ class PublishedReplica:
         """Ignore the pins of a rank that died, so that the rows it was reading can be filled."""
         self._dead.add(rank)
 
-    def read(self, peer: int, into: torch.Tensor, reader: int | None = None, weight: torch.Tensor | None = None) -> int:
+    def read(
+        self,
+        peer: int,
+        into: torch.Tensor,
+        reader: int | None = None,
+        weight: torch.Tensor | None = None,
+        extra: torch.Tensor | None = None,
+    ) -> int:
         """Copy the publication of `peer` into `into`.
 
         Parameters
@@ -134,6 +152,8 @@ class PublishedReplica:
             Number of the reader, by default this rank's. One reader must not read the same peer in two threads at once.
         weight
             Destination of the published scalar, shape (1,).
+        extra
+            Destination of the elements published with the replica, shape (extra,).
 
         Returns
         -------
@@ -151,12 +171,14 @@ class PublishedReplica:
             raise ValueError(f"reader {reader}: must be one of 0 to {self._readers - 1}")
         if peer == self._rank == reader:  # no pin is needed in the thread that publishes
             serial, row = self._unpack(self._words.local[CURRENT])
-            into[:] = self._row(row)[:-1]
+            into[:] = self._row(row)[: self._size]
+            if extra is not None:
+                extra[:] = self._row(row)[self._size : -1]
             if weight is not None:
                 weight[:] = self._row(row)[-1]
             return serial
         serial, row = self._pin(peer, reader)
-        self._copy(peer, row, into, weight)
+        self._copy(peer, row, into, weight, extra)
         self._set_pin(peer, reader, 0)
         return serial
 
@@ -175,7 +197,7 @@ class PublishedReplica:
         return pins
 
     def _row(self, row: int) -> torch.Tensor:
-        return self._rows.local[row * (self._size + 1) : (row + 1) * (self._size + 1)]
+        return self._rows.local[row * self._length : (row + 1) * self._length]
 
     # ---- the reader's side; scratch memory is allocated in each call, since readers may be threads ----
 
@@ -208,11 +230,21 @@ class PublishedReplica:
         self._words.put(word, peer, 1 + reader)
         self._words.flush(peer)
 
-    def _copy(self, peer: int, row: int, into: torch.Tensor, weight: torch.Tensor | None = None) -> None:
+    def _copy(
+        self,
+        peer: int,
+        row: int,
+        into: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        extra: torch.Tensor | None = None,
+    ) -> None:
         size = self._sizes[peer]
-        self._rows.get(into, peer, row * (size + 1))
+        begin = row * (size + self._extra + 1)
+        self._rows.get(into, peer, begin)
+        if extra is not None and self._extra:
+            self._rows.get(extra, peer, begin + size)
         if weight is not None:
-            self._rows.get(weight, peer, row * (size + 1) + size)
+            self._rows.get(weight, peer, begin + size + self._extra)
         self._rows.flush(peer)
 
     # ---- both ----

@@ -95,6 +95,26 @@ def test_reads_are_mixed_when_the_current_row_is_filled(comm, transport, monkeyp
     assert hammer(comm, torch.float32, transport, until_mixed=True)[2] > 0
 
 
+def test_extra_elements_are_of_the_same_publication(comm, transport):
+    """Their bits arrive, whatever numbers they are; readers that do not want them get the replica alone."""
+    words = torch.tensor([-1, 2**62 + comm.rank, 0x7FF0000000000001], dtype=torch.int64, device=transport.device)
+    with PublishedReplica(comm, 3, torch.float32, transport, extra=6) as exposed:
+        comm.Barrier()
+        vector = torch.full((3,), float(comm.rank), device=transport.device)
+        for serial in (1, 2, 3):
+            assert exposed.publish(vector + serial, serial, 0.5 * serial, (words + serial).view(torch.float32))
+        comm.Barrier()
+        for peer in range(comm.size):
+            for reader in {comm.rank, comm.size if comm.rank == 0 else comm.rank}:
+                into, weight = torch.empty_like(vector), vector.new_empty(1)
+                found = torch.zeros_like(words)
+                assert exposed.read(peer, into, reader, weight, found.view(torch.float32)) == 3
+                assert (into == peer + 3).all() and weight == 1.5
+                assert found.tolist() == [2, 2**62 + peer + 3, 0x7FF0000000000004]
+                assert exposed.read(peer, into, reader) == 3 and (into == peer + 3).all()
+        comm.Barrier()
+
+
 # ---- the protocol step by step ----
 
 

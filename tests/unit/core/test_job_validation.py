@@ -8,13 +8,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from hpcsync.config.errors import JobError
-from hpcsync.core.job_validation import check, check_model, has_running_statistics, optimizer_spec
+from hpcsync.core.job_validation import check, check_model, optimizer_spec
 from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.workloads.registry import Workload
 from tests.unit.jobs import LINEAR, make_job
 
 ALL = ", ".join(sorted(ELEMENTWISE))
-STATISTICS = "the model must have no running statistics to be evaluated during the run"
 
 
 def refused(**tables) -> str:
@@ -55,6 +54,7 @@ def module(monkeypatch) -> None:
         {"workload": {"name": "timing", "batch_size": 10**6}},
         {"stop": {"target_loss": 0.1}},
         {"workload": {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": False}}},
+        {"workload": {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": True}}},
     ],
 )
 def test_valid_jobs_pass(tables):
@@ -161,32 +161,35 @@ def test_impossible_combinations(tables, message):
 )
 def test_a_model_is_on_one_device_that_ranks_can_compute_on(layers, found):
     with pytest.raises(JobError, match=f"mine: must be on the CPU or on one GPU as a whole, not on {found}$"):
-        check_model(make_job(), torch.nn.Sequential(*layers), "mine", evaluated=False)
+        check_model(make_job(), torch.nn.Sequential(*layers), "mine")
 
 
 def test_a_model_of_more_elements_than_positions_is_not_made_sparse():
     model = torch.nn.Linear(2**16, 2**15, device="meta")
     with pytest.raises(JobError, match="mine: the vector must have fewer than 2147483648 elements, got 2147516416"):
-        check_model(make_job(compression={"name": "top-k"}), model, "mine", evaluated=False)
+        check_model(make_job(compression={"name": "top-k"}), model, "mine")
     with pytest.raises(JobError, match="not on meta"):
-        check_model(make_job(compression={"name": "fp16"}), model, "mine", evaluated=False)
+        check_model(make_job(compression={"name": "fp16"}), model, "mine")
 
 
-def test_running_statistics_cannot_be_evaluated():
-    workload = {"name": "mine:normalised", "batch_size": 4, "options": {"evaluate": True}}
-    assert refused(workload=workload).startswith(f'workload.name = "mine:normalised": {STATISTICS}')
+def test_buffers_are_dense():
+    model = torch.nn.Linear(2, 3)
+    check_model(make_job(), model, "mine")
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+    with pytest.raises(JobError, match="^mine: the buffer mask must be a dense tensor$"):
+        check_model(make_job(), model, "mine")
 
 
-@pytest.mark.parametrize(
-    ("layer", "expected"),
-    [
-        (torch.nn.BatchNorm2d(4), True),
-        (torch.nn.InstanceNorm1d(4, track_running_stats=True), True),
-        (torch.nn.InstanceNorm1d(4), False),
-        (torch.nn.BatchNorm1d(4, track_running_stats=False), False),
-        (torch.nn.GroupNorm(2, 4), False),
-        (torch.nn.LayerNorm(4), False),
-    ],
-)
-def test_which_layers_have_running_statistics(layer, expected):
-    assert has_running_statistics(torch.nn.Sequential(torch.nn.ReLU(), layer)) == expected
+@pytest.mark.parametrize(("choice", "allowed"), [("worker", True), ("mean", False)])
+def test_separated_layers_have_no_mean_of_the_buffers(choice, allowed):
+    tables = {"paradigm": {"name": "stanza", "cut": "2", "fc_workers": 1}, "evaluation": {"buffers": choice}}
+    layers = torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    this = make_job(**tables)
+    check_model(this, torch.nn.Sequential(layers[0], torch.nn.ReLU(), layers[2]), "mine")
+    if allowed:
+        check_model(this, torch.nn.Sequential(*layers), "mine")
+    else:
+        with pytest.raises(
+            JobError, match='^evaluation.buffers = "mean": must be another with paradigm.name = "stanza"'
+        ):
+            check_model(this, torch.nn.Sequential(*layers), "mine")

@@ -34,7 +34,7 @@ def gradient_alone(job, worker: int, weights: torch.Tensor, iteration: int = 1) 
 
 
 def weights_of(numbers: Numerics, workload: Workload) -> torch.Tensor:
-    numbers.finish()
+    numbers.finish(())
     return next(workload.model.parameters()).detach().flatten().clone()
 
 
@@ -108,12 +108,14 @@ def test_every_worker_draws_from_its_own_generator(order):
 
 
 @pytest.mark.parametrize("in_place", [True, False])
-def test_running_statistics_end_as_those_of_worker_0(in_place):
+def test_running_statistics_end_as_those_of_worker_0s_latest_push(in_place):
     job, workload = noisy(2, in_place)
     numbers = Numerics(job, workload)
     for worker in (0, 1, 1, 0):
         numbers.contribute(worker, NEXT)
-    numbers.finish()
+        numbers.delivered(worker)
+    numbers.contribute(0, NEXT)  # its push does not arrive
+    numbers.finish([0, 1])
     mine = batches(workload.train, job.seed, 0, n_workers=2, batch_size=4, epochs=range(9))
     of_worker_0 = sum(x.sum() for x, _ in itertools.islice(mine, 2))
     assert torch.allclose(workload.model.seen.double(), of_worker_0, atol=1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -149,9 +151,9 @@ class IgnoresAny(SteppedReplica):
 
 
 class ClearsItsPinTooEarly(SteppedReplica):
-    def _copy(self, peer: int, row: int, into: torch.Tensor, weight: torch.Tensor | None) -> None:
+    def _copy(self, peer: int, *row_and_destinations: Any) -> None:
         self._set_pin(peer, self._rank, 0)
-        super()._copy(peer, row, into, weight)
+        super()._copy(peer, *row_and_destinations)
 
 
 class AnnouncesTooEarly(SteppedReplica):
