@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -27,7 +28,7 @@ from hpcsync.run_dir import layout
 from hpcsync.run_dir.checkpoint import Checkpoints, Resumed
 from hpcsync.run_dir.progress_line import say
 from hpcsync.state import StateError
-from hpcsync.system import garbage, gpu_selection, launcher
+from hpcsync.system import garbage, gpu_selection, launcher, loader_processes
 from hpcsync.system.atomic_files import NotWritten
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
@@ -213,6 +214,9 @@ def connect(
     Start it with ``hpcsync launch -n 4 -- python train.py``: one server and three workers.
     """
     _print_user_errors_in_one_line()
+    loader_processes.refuse_within()
+    if comm is None and launcher.under_launcher():
+        loader_processes.start(chain(model.parameters(), model.buffers()))
     comm = comm or world()
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers

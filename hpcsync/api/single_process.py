@@ -60,10 +60,12 @@ class LocalSession(Session):
         self._evaluating_s = 0.0  # not training time
         self._clip_norm = job.optimizer.clip_norm
 
-    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+    def shard(
+        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+    ) -> Iterator[Any]:
         """Return an iterator over all batches of the next training epochs."""
         self._refuse_outside()
-        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
+        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded)
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's optimizer; return False once the run is over."""

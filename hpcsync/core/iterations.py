@@ -8,13 +8,20 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import islice, repeat
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from hpcsync.config.job import Job
+from torch.utils.data import DataLoader
+
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, Script
 from hpcsync.core.device_speed import Device, device
 from hpcsync.state import Stateful
-from hpcsync.training.sampler import batches, fetch, n_batches, sequence_indices, whole_batches
+from hpcsync.system import loader_processes
+from hpcsync.training.loading import Batch, Ordered, Part, Source, refuse, set_epoch, source
+from hpcsync.training.sampler import whole_batches
 
 CALL_S = 5e-4  # seconds between two calls while padding
 
@@ -47,7 +54,7 @@ class Iterations(Stateful):
         Seconds of computation, and of waiting for its batches, of the iteration that has ended.
     """
 
-    state_types = {"_used": int, "_device": Device}
+    state_types = {"_used": int, "_lengths": dict[int, int], "_device": Device}
 
     def __init__(
         self,
@@ -70,34 +77,49 @@ class Iterations(Stateful):
         self._drawn = 0  # batches of the iteration under way
         self._used = 0  # batches of the iterations that have ended
         self._skip = 0  # next batches to skip, trained on before the run was resumed
+        self._lengths: dict[int, int] = {}  # batches of training epochs, where only reading tells
+        self._sources: WeakKeyDictionary[DataLoader[Any], Source] = WeakKeyDictionary()
+        self._said: set[str] = set()
         self._begin_s: float | None = None  # begin of the iteration under way
         self._device_s = 0.0  # seconds that the device takes to compute its batches so far
         self._resumed_s: float | None = None  # begin of the part of the computation under way
         self._in_parts = False
         self._device = device(job, worker)
 
-    def shard(self, dataset: Any, batch_size: int, epochs: int | None, stopped: Callable[[], bool]) -> Iterator[Any]:
+    def shard(
+        self,
+        data: Any,
+        batch_size: int | None,
+        epochs: int | None,
+        stopped: Callable[[], bool],
+        *,
+        sharded: bool = False,
+    ) -> Iterator[Any]:
         """Yield the batches of the next training epochs, until `stopped` or the worker leaves.
 
         Parameters
         ----------
-        dataset
-            Data set; None: batches are ().
+        data
+            Data set or data loader; None: batches are ().
         batch_size
-            Samples of every batch, or with allocated batches the size that the device's times refer to.
+            Samples of every batch of a data set, or with allocated batches the size that the device's times refer to.
         epochs
             Number of training epochs; None: no end.
         stopped
             Returns True once the run is over for this worker.
+        sharded
+            True if the data are a part of the worker's own already.
         """
+        batches = self.source(data, batch_size, sharded)
         first = self._training_epochs
         self._training_epochs += epochs or 0
         epoch_range = range(first, sys.maxsize if epochs is None else first + epochs)
-        own = (
-            self._equal_batches(dataset, batch_size, epoch_range)
-            if self._allocated is None
-            else self._allocated_batches(dataset, epoch_range)
-        )
+        if batches is None:
+            unit = batch_size or 0
+            own = self._empty_batches(unit)
+        else:
+            unit = batches.batch_size
+            own = (self._batches_in_step if self._in_step else self._batches)(data, batches, epoch_range)
         while not stopped():
             begin_s = self._now()
             if self._begin_s is None and self._device.leaves(begin_s):
@@ -116,7 +138,8 @@ class Iterations(Stateful):
             self.batch_size += n_samples
             self._drawn += 1
             self.load_s += loaded_s - begin_s
-            self._device_s += self._device.seconds(loaded_s, n_samples / batch_size)
+            unit = unit or n_samples
+            self._device_s += self._device.seconds(loaded_s, n_samples / unit)
             yield batch
 
     def begin_again(self) -> None:
@@ -195,36 +218,92 @@ class Iterations(Stateful):
                 self._while_padding()
                 time.sleep(min(left_s, CALL_S))
 
-    def _equal_batches(self, dataset: Any, batch_size: int, epochs: range) -> Iterator[tuple[int, Any]]:
-        if dataset is None:
-            return iter(lambda: (batch_size, ()), None)  # without end
-        job, takers = self._job, self._job.takers
-        n_takers, takes = len(takers), self._worker in takers
-        number = takers.index(self._worker) if takes else 0
-        sizes: dict[str, Any] = {"n_workers": n_takers, "batch_size": batch_size, "epochs": epochs}
-        n_iterations = n_batches(number, size=len(dataset), **sizes)
-        if n_takers < job.cluster.workers:  # all make equally many iterations: an incomplete last one is left out
-            n_iterations = len(epochs) * whole_batches(batch_size, len(dataset)) // n_takers
-        skip = min(self._skip, n_iterations)
-        self._skip -= skip
-        n_left = min(n_iterations - skip, sys.maxsize)
-        if not takes:  # the worker computes with the batches of others
-            return repeat((batch_size * len(job.groups.served(self._worker)), ()), n_left)
-        own = batches(dataset, job.seed, number, skip=skip, **sizes)
-        return ((batch_size, batch) for batch in islice(own, n_left))
+    # ---- the batches ----
 
-    def _allocated_batches(self, dataset: Any, epochs: range) -> Iterator[tuple[int, Any]]:
-        """Yield allocated batches.
+    def source(self, data: Any, batch_size: int | None, sharded: bool = False) -> Source | None:
+        """Return the worker's batches of a data set or data loader (`hpcsync.training.loading`); None without data.
 
-        A batch that extends over the end of a training epoch belongs to the epoch in which it begins.
+        Raises
+        ------
+        JobError
+            If they cannot be used.
         """
-        assert self._allocated is not None
+        refuse(data, batch_size, sharded=sharded)
+        if data is None or (isinstance(data, DataLoader) and data in self._sources):  # its processes may be persistent
+            return None if data is None else self._sources[data]
+        job, takers = self._job, self._job.takers
+        number = takers.index(self._worker) if self._takes else 0
+        found = source(
+            data,
+            batch_size,
+            Part(job.seed, number, len(takers)),
+            sharded=sharded,
+            settings=partial(loader_processes.settings, say=self._say),
+            at_once=self._allocated is not None,
+        )
+        if self._in_step and not isinstance(found, Ordered):
+            raise JobError(
+                f'shard: paradigm.name = "{job.paradigm.name}" needs samples with indices in the run\'s order: give a '
+                "data set with len(data) and data[i], or a DataLoader of one without samplers of your own"
+            )
+        if isinstance(data, DataLoader):
+            self._sources[data] = found
+        if self._allocated is None:  # otherwise every sample is used
+            self._say(found.notice())
+        return found
+
+    @property
+    def _takes(self) -> bool:
+        """True if the worker takes batches; else it computes with those of others."""
+        return self._worker in self._job.takers
+
+    @property
+    def _in_step(self) -> bool:
+        """True if some workers compute with the batches of others, so that all make equally many iterations."""
+        return self._allocated is None and len(self._job.takers) < self._job.cluster.workers
+
+    def _say(self, line: str | None) -> None:
+        """Tell the user of a script something once, on worker 0."""
+        if line is not None and self._worker == 0 and line not in self._said and isinstance(self._job.workload, Script):
+            self._said.add(line)
+            print(f"shard: {line}", flush=True)
+
+    def _empty_batches(self, batch_size: int) -> Iterator[Batch]:
         while True:
-            first, n_samples = self._allocated()
-            if dataset is None:
-                yield n_samples, ()
+            yield batch_size if self._allocated is None else self._allocated()[1], ()
+
+    def _batches(self, data: Any, batches: Source, epochs: range) -> Iterator[Batch]:
+        """Yield the worker's batches of training epochs, without those used before the run was resumed."""
+        if self._allocated is not None:
+            assert isinstance(batches, Ordered)
+            yield from batches.allocated(self._allocated, epochs)
+            return
+        for epoch in epochs:
+            if len(epochs) > 1:
+                set_epoch(data, epoch)
+            length = batches.length(epoch)
+            known = self._lengths.get(epoch) if length is None else length
+            if known is not None and known <= self._skip:
+                self._skip -= known
+                batches.pass_over(epoch)
                 continue
-            size = len(dataset)
-            if first >= epochs.stop * size:
-                return
-            yield n_samples, fetch(dataset, sequence_indices(self._job.seed, first, n_samples, size=size))
+            skip, self._skip = self._skip, 0
+            yield from batches.read(epoch, skip)
+            if length is None:
+                self._lengths[epoch] = batches.counted()
+                self._skip = max(0, skip - batches.counted())
+                self._say(batches.ended())
+
+    def _batches_in_step(self, data: Any, batches: Source, epochs: range) -> Iterator[Batch]:
+        """Yield equally many batches on all workers: an incomplete last iteration is left out."""
+        assert isinstance(batches, Ordered)
+        n_iterations = len(epochs) * whole_batches(batches.batch_size, batches.size) // len(self._job.takers)
+        if self._skip >= n_iterations:
+            self._skip -= n_iterations
+            return
+        n_left = min(n_iterations - self._skip, sys.maxsize)
+        if self._takes:
+            yield from islice(self._batches(data, batches, epochs), n_left)
+        else:
+            self._skip = 0
+            yield from repeat((batches.batch_size * len(self._job.groups.served(self._worker)), ()), n_left)

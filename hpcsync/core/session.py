@@ -36,26 +36,39 @@ class Session(ABC):
         self._losses: list[torch.Tensor | float] = []  # of the step under way
 
     @abstractmethod
-    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+    def shard(
+        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+    ) -> Iterator[Any]:
         """Return an iterator over this worker's batches of the next training epochs.
 
-        All workers together use every whole batch of a training epoch once, in an order that follows from the seed
-        alone.
+        All workers together use every batch of a training epoch once.
 
         Parameters
         ----------
         dataset
-            Map-style PyTorch data set. Batches of a TensorDataset are tuples of tensors; those of other data sets are
-            made by PyTorch's default collation.
+            A data set with ``len(dataset)`` and ``dataset[i]``, an iterable data set, or a DataLoader of either. Data
+            with indices are used in whole batches, in an order that follows from the seed alone; only the worker's own
+            batches are loaded. Batches of a TensorDataset are tuples of tensors; those of other data sets are made by
+            PyTorch's default collation, and those of a DataLoader by its `collate_fn`.
+
+            A DataLoader with a sampler of its own draws the same batches on every worker, and each worker loads every
+            P-th of P workers. Of an iterable data set every worker reads all batches and uses every P-th.
         batch_size
-            Samples per batch.
+            Samples per batch of a data set; a DataLoader has its own.
         epochs
             Number of training epochs; None: until the run is stopped.
+        sharded
+            True if the data are another part on each worker already: the worker then uses all of them.
 
         Returns
         -------
         iterator
             The batches. On a server it is empty: the server serves here until the run is over.
+
+        Raises
+        ------
+        JobError
+            If the data cannot be used; the message says what to give instead.
 
         Notes
         -----

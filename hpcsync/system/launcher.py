@@ -360,10 +360,10 @@ def _passing_on(process: subprocess.Popen[bytes], mark: str, suspends: bool, lis
         if signum == signal.SIGUSR1:
             process.send_signal(signum)  # both MPI launchers forward it to all ranks
             return True
-        if signum != signal.SIGTERM or suspended or not listening.exists():
+        if signum != signal.SIGTERM or suspended or not (listeners := _listeners(listening)):
             return False
         suspended = True
-        for pid in (pids := _rank_0(mark)):
+        for pid in (pids := _rank_0(mark) & listeners):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
         return bool(pids)
@@ -410,13 +410,20 @@ def _stop(process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.wait()
 
 
-def _rank_0(mark: str) -> list[int]:
-    """Return the process id of rank 0 of this launch, if it is on this node."""
-    return [
+def _listeners(listening: Path) -> set[int]:
+    """Return the processes that have said that they end in order on a signal."""
+    with contextlib.suppress(FileNotFoundError):
+        return {int(pid) for pid in listening.read_text().split()}
+    return set()
+
+
+def _rank_0(mark: str) -> set[int]:
+    """Return the processes of rank 0 of this launch, if it is on this node, with those that it has started."""
+    return {
         pid
         for pid, environ in process_cleanup.find(mark).items()
         if environ[MARK] == mark and under_launcher(environ) and expected_rank(environ) == 0
-    ]
+    }
 
 
 def _end_with_parent() -> Callable[[], None] | None:

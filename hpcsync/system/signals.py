@@ -15,7 +15,7 @@ from typing import Any
 SAVING = signal.SIGUSR1  # write a checkpoint and continue
 HEARD = (signal.SIGINT, signal.SIGTERM, SAVING)
 
-LISTENING = "HPCSYNC_LISTENING"  # environment variable of ranks: file that exists once rank 0 listens for signals
+LISTENING = "HPCSYNC_LISTENING"  # environment variable of ranks: file with rank 0's process id once it listens
 
 TO_BE_RESUMED = 75  # exit status: EX_TEMPFAIL of sysexits.h
 
@@ -106,8 +106,11 @@ def left_to_rank_0() -> Callable[[], None]:
 def tell_listening() -> None:
     """Tell the process that launched the ranks that rank 0 now ends the run in order on a signal."""
     if LISTENING in os.environ:
-        with suppress(OSError):  # on another host
-            Path(os.environ[LISTENING]).touch()
+        with (
+            suppress(OSError),
+            Path(os.environ[LISTENING]).open("a") as file,
+        ):  # on another host
+            file.write(f"{os.getpid()}\n")
 
 
 class SignalListener:

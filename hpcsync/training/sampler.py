@@ -2,9 +2,9 @@
 
 With equal batches they are a pure function of seed, worker and iteration. Batches are numbered consecutively: batch j
 of the run is batch j mod B of training epoch j div B, where B is the number of whole batches in the data set, and each
-training epoch is a random permutation of its own. Iteration i (from 1) of worker w of P takes batch (i - 1) P + w. The
-i-th iterations of all workers are therefore the next P batches of one sequence under every paradigm, and under BSP they
-are what one process would use with a batch P times as large.
+training epoch is a random permutation of its own (without a seed, the samples in their own order). Iteration i (from
+1) of worker w of P takes batch (i - 1) P + w. The i-th iterations of all workers are therefore the next P batches of
+one sequence under every paradigm, and under BSP they are what one process would use with a batch P times as large.
 
 With allocated batches the samples are one endless sequence of training epochs, each a permutation as above and without
 a remainder. The next worker to start takes as many of the next samples as its batch has: every sample of a training
@@ -24,7 +24,9 @@ from torch.utils.data import Dataset, TensorDataset, default_collate
 
 # The workers of a simulation are in many training epochs at once; a rank is in one or two.
 @lru_cache(maxsize=64)
-def _permutation(seed: int, training_epoch: int, size: int) -> np.ndarray:
+def _permutation(seed: int | None, training_epoch: int, size: int) -> np.ndarray:
+    if seed is None:
+        return np.arange(size)
     # The 0 separates this stream from others of the same seed. A trailing zero would not: [seed, 2] is [seed, 2, 0].
     return np.random.default_rng([seed, 0, training_epoch]).permutation(size)
 
@@ -36,13 +38,13 @@ def whole_batches(batch_size: int, size: int) -> int:
     return size // batch_size
 
 
-def batch_indices(seed: int, batch: int, *, batch_size: int, size: int) -> np.ndarray:
+def batch_indices(seed: int | None, batch: int, *, batch_size: int, size: int) -> np.ndarray:
     """Return the sample indices of a batch.
 
     Parameters
     ----------
     seed
-        The job's seed.
+        The job's seed; None: the samples in their own order.
     batch
         Number of the batch in the run, from 0.
     batch_size
@@ -64,13 +66,13 @@ def batch_indices(seed: int, batch: int, *, batch_size: int, size: int) -> np.nd
     return _permutation(seed, training_epoch, size)[k * batch_size : (k + 1) * batch_size]
 
 
-def sequence_indices(seed: int, first: int, n_samples: int, *, size: int) -> np.ndarray:
+def sequence_indices(seed: int | None, first: int, n_samples: int, *, size: int) -> np.ndarray:
     """Return the sample indices at consecutive positions of the run's endless sequence.
 
     Parameters
     ----------
     seed
-        The job's seed.
+        The job's seed; None: the samples in their own order.
     first
         Position of the first sample, from 0.
     n_samples
@@ -99,7 +101,9 @@ def fetch(dataset: Dataset[Any], indices: np.ndarray) -> Any:
     if isinstance(dataset, TensorDataset):
         at = torch.from_numpy(indices)
         return tuple(tensor[at] for tensor in dataset.tensors)
-    return default_collate([dataset[int(i)] for i in indices])
+    if hasattr(dataset, "__getitems__"):
+        return default_collate(dataset.__getitems__(indices.tolist()))
+    return default_collate([dataset[i] for i in indices.tolist()])
 
 
 def n_batches(worker: int, *, n_workers: int, batch_size: int, size: int, epochs: range) -> int:

@@ -76,6 +76,7 @@ class Program:
         own = f"{MARK}={self._mark}".encode()
         pids = [pid for pid, environ in _environments() if own in environ and needles & set(environ)]
         ranks = [process for pid in pids if "python" in (process := psutil.Process(pid)).name()]
+        ranks = [process for process in ranks if process.ppid() not in pids]  # not what the rank has started
         assert len(ranks) == 1, f"rank {rank}: {ranks}"
         return ranks[0]
 

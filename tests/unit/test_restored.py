@@ -202,8 +202,24 @@ def clock() -> Iterator[float]:
     yield from itertools.count(1.0, 2.0**-8)
 
 
+class Stream:
+    """Batches whose number only reading tells."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(14).reshape(7, 2)
+
+
 def play_iterations(it: Any, dice: random.Random, steps: int) -> list[Any]:
     it.loop = getattr(it, "loop", None) or it.shard(range(50), 4, None, lambda: False)
+    return play_loop(it, steps)
+
+
+def play_stream(it: Any, dice: random.Random, steps: int) -> list[Any]:
+    it.loop = getattr(it, "loop", None) or it.shard(Stream(), None, None, lambda: False)
+    return play_loop(it, steps)
+
+
+def play_loop(it: Any, steps: int) -> list[Any]:
     answers = []
     for _ in range(steps):
         answers.append(next(it.loop))
@@ -441,6 +457,7 @@ def cases() -> dict[str, Case]:
     found["division"] = lambda: BatchDivision(Allocator(N, 40, maxima=[12] * N, interval=2)), play_division
     shared = job({"name": "allreduce"})
     found["iterations"] = lambda: Iterations(shared, 0, lambda: 0.0), play_iterations
+    found["iterations of a stream"] = lambda: Iterations(shared, 0, lambda: 0.0), play_stream
     found["lockstep"] = (
         lambda: Lockstep(shared),
         lambda it, dice, n: [(it.exchanged(3, 3, dice.randrange(9)), it.enough()) for _ in range(n)],

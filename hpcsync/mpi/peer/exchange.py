@@ -30,6 +30,7 @@ from hpcsync.training import compressor
 from hpcsync.training.buffers import Buffers
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
+from hpcsync.training.loading import Source
 from hpcsync.training.local_update import Outer, Peer, PushSumPeer, Received
 from hpcsync.training.optimizers import OptimizerFactory
 
@@ -125,8 +126,8 @@ class Exchange(Transport):
         self.publish(serial)
         self.on_published()
 
-    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
-        """Prepare a loop over a data set; the first call is collective.
+    def prepare(self, source: Source | None, iterations: Iterations) -> Mapping[str, int]:
+        """Prepare a loop over the batches of a source; the first call is collective.
 
         Returns
         -------

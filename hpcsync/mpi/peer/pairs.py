@@ -14,6 +14,7 @@ from hpcsync.mpi.transport.pair_exchange import PairExchange
 from hpcsync.paradigms.peer_method import Actions, ExchangeResult
 from hpcsync.state import built
 from hpcsync.trace.schema import Phase
+from hpcsync.training.loading import Source
 from hpcsync.training.local_update import Received
 
 
@@ -38,7 +39,7 @@ class Pairing(Exchange):
             self._start = flat.weights.clone()
             self._pairs.store(self._start)
 
-    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
+    def prepare(self, source: Source | None, iterations: Iterations) -> Mapping[str, int]:
         """Share what the script has changed since, too; others may have averaged already."""
         start, self._start = self._start, None
         if start is not None and not torch.equal(start, self._flat.weights):
@@ -46,7 +47,7 @@ class Pairing(Exchange):
                 found = self._pairs.load()
                 vector = found.vector + (self._flat.weights - start) if found.n_averaged else self._flat.weights
                 self._pairs.store(vector, found.scalar, found.n_averaged)
-        return super().prepare(dataset, batch_size, iterations)
+        return super().prepare(source, iterations)
 
     def run(self, actions: Actions) -> ExchangeResult:
         """Carry out the actions of an iteration; waiting for a lock is waiting for others."""

@@ -91,16 +91,19 @@ class PeerSession(RankSession):
         """Return the loss that the job's loop computes on this rank."""
         return self._exchange.loss_here(loss)
 
-    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+    def shard(
+        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+    ) -> Iterator[Any]:
         """Yield this worker's batches of the data set."""
         self._refuse_outside()
         if self._resumed is not None:  # not earlier: the script's setup may draw numbers and change the model, too
             with self._checkpoints.restoring(self._name):
                 self._restore(self._resumed)
             self._resumed = None
-        self._describe(self._exchange.prepare(dataset, batch_size, self._iterations))
+        source = self._iterations.source(dataset, batch_size, sharded)
+        self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
-        for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped):
+        for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded):
             yield self._exchange.begin(batch)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:

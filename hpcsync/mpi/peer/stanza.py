@@ -18,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from hpcsync.config.errors import JobError, shown
@@ -35,8 +34,8 @@ from hpcsync.planning.split_cost import Shape
 from hpcsync.state import built
 from hpcsync.training.flat_model import trainable
 from hpcsync.training.gradient import Loss
+from hpcsync.training.loading import Ordered, Source
 from hpcsync.training.model_split import ModelSplit, activation_shape, check_halves, tensors_of, without_values
-from hpcsync.training.sampler import fetch
 
 
 class StanzaExchange(Summing):
@@ -72,7 +71,7 @@ class StanzaExchange(Summing):
         # Agreed on by the fully-connected workers: the next iteration is the last one, or all workers halt after it.
         self._stop = self._halt = False
 
-    def prepare(self, dataset: Any, batch_size: int, iterations: Iterations) -> Mapping[str, int]:
+    def prepare(self, source: Source | None, iterations: Iterations) -> Mapping[str, int]:
         """Create the activation exchange from the shapes of the samples, in the first loop.
 
         Raises
@@ -82,7 +81,8 @@ class StanzaExchange(Summing):
         RuntimeError
             If a later loop has batches of another shape.
         """
-        sample = self._sample(dataset)
+        assert isinstance(source, Ordered)
+        sample, batch_size = self._sample(source), source.batch_size
         batch = [(batch_size, *tensor.shape[1:], tensor.dtype) for tensor in sample]
         if self._prepared is not None:
             if batch != self._prepared:
@@ -102,11 +102,11 @@ class StanzaExchange(Summing):
         label_bytes = sum(label.n_bytes for label in labels)
         return Shape(n_below, n_above, activations.size, label_bytes, dtype.itemsize).attributes()
 
-    def _sample(self, dataset: Any) -> Sequence[torch.Tensor]:
+    def _sample(self, source: Ordered) -> Sequence[torch.Tensor]:
         """Return one sample, used to check the two parts; raise JobError if they are not the whole model."""
         layers = self._layers
         with torch.random.fork_rng(devices=[]):  # its random numbers do not belong to the run
-            batch = fetch(dataset, np.zeros(1, np.int64))
+            batch = source.first()
             try:
                 sample = tensors_of(batch)
                 if self._is_script and self._prepared is None:

@@ -26,7 +26,7 @@ from hpcsync.mpi.transport import cuda, messages
 from hpcsync.run_dir.checkpoint import RUN
 from hpcsync.state import built, restore_arrays
 from hpcsync.system.signals import interrupt, on_signals
-from hpcsync.training import compressor, contributions, rng_state, update_rules
+from hpcsync.training import compressor, contributions, loading, rng_state, update_rules
 from hpcsync.training.buffers import Buffers
 from hpcsync.training.optimizers import OptimizerFactory
 from hpcsync.training.script_optimizers import OfShard
@@ -114,7 +114,9 @@ class WorkerSession(LinkedSession):
         self._iterations = Iterations(job, worker, self._link.clock.now, self._leave, allocated=allocated)
         self._computed = 1.0  # share of the batch that is computed when it is pushed
 
-    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+    def shard(
+        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+    ) -> Iterator[Any]:
         """Return this worker's batches; restore the state of a resumed run first."""
         self._refuse_outside()
         if self._resumed is not None:  # only now: the script's preparations may use the generators too
@@ -128,7 +130,7 @@ class WorkerSession(LinkedSession):
             if self._leave(0.0):
                 self._iterations.skip((self._machine.grant.iteration - 1) * self._job.local_steps)
             self._comes_back = False  # only now: a checkpoint may be made while this worker waits for its first grant
-        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped)
+        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded)
 
     def cancelled(self, share: float) -> bool:
         """Return whether server 0 has cancelled the current iteration."""
@@ -239,9 +241,12 @@ class FollowerSession(LinkedSession):
             return self._optimizer
         return OfShard(self._script, self._link.shards[self.rank], self._link.sum_over_servers)
 
-    def shard(self, dataset: Any, batch_size: int, epochs: int | None = 1) -> Iterator[Any]:
+    def shard(
+        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+    ) -> Iterator[Any]:
         """Serve until the run is over; return no batches."""
         self._refuse_outside()
+        loading.refuse(dataset, batch_size, sharded=sharded)
         if not self._shard.finished:
             self._serve()
         return iter(())

@@ -1,11 +1,13 @@
 """A worker's iterations: batches in the job's order, padded to the job's times, until the run is stopped."""
 
 import itertools
+import os
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from hpcsync.core.iterations import CALL_S, Iterations
 from hpcsync.training.sampler import batches, sequence_indices
@@ -167,6 +169,127 @@ def test_a_share_of_an_iteration_takes_that_share_of_its_time(clock):
 def test_a_share_without_a_batch_is_refused():
     with pytest.raises(RuntimeError, match="step was called without a batch"):
         make_iterations().pad(0.5)
+
+
+# ---- what a script may give ----
+
+
+class Counting(torch.utils.data.Dataset):
+    """Samples that are their indices, and a list of those that were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded.append(index)
+        return index
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(22))
+
+
+def shuffled() -> DataLoader:
+    return DataLoader(Counting(), 4, shuffle=True, collate_fn=list)
+
+
+def drawn() -> DataLoader:
+    generator = torch.Generator().manual_seed(2)
+    sampler = torch.utils.data.RandomSampler(range(22), True, 30, generator=generator)
+    return DataLoader(Counting(), 4, sampler=sampler, collate_fn=list)
+
+
+def streamed() -> DataLoader:
+    return DataLoader(Stream(), 4, collate_fn=list)
+
+
+def trained(iterations: Iterations, loader: DataLoader, epochs: list[int]) -> Iterator[list[int]]:
+    for n_epochs in epochs:
+        for batch in iterations.shard(loader, None, n_epochs, never):
+            yield batch
+            iterations.end()
+
+
+@pytest.mark.parametrize("epochs", [[1, 1, 1], [3]], ids=["one-by-one", "at-once"])
+@pytest.mark.parametrize("make", [shuffled, drawn, streamed])
+def test_a_resumed_worker_continues_with_its_next_batch(make, epochs):
+    whole = list(trained(make_iterations(), make(), epochs))
+    assert len(whole) == {shuffled: 8, drawn: 12, streamed: 9}[make]
+    for n_used in range(len(whole)):
+        iterations, loader = make_iterations(), make()
+        before = list(itertools.islice(trained(iterations, loader, epochs), n_used + 1))  # the last one is not stepped
+        resumed, loader = make_iterations(), make()
+        resumed.restore(iterations.state())
+        after = list(trained(resumed, loader, epochs))
+        assert before[:n_used] + after == whole
+        if make is not streamed:
+            assert loader.dataset.loaded == [i for batch in after for i in batch], "what was used is not loaded"
+
+
+def test_the_lengths_of_streams_are_part_of_the_state():
+    """The control: without them a resumed worker reads its used batches from the wrong training epoch."""
+    iterations = make_iterations()
+    whole = list(trained(make_iterations(), streamed(), [1, 1]))
+    list(itertools.islice(trained(iterations, streamed(), [1, 1]), 5))
+    assert iterations.state()["lengths"] == {0: 3}
+    resumed = make_iterations()
+    resumed.restore({**iterations.state(), "lengths": {0: 1}})
+    assert list(trained(resumed, streamed(), [1, 1])) != whole[4:]
+
+
+class Processes(Stream):
+    def __iter__(self):
+        return iter([os.getpid()] * 4)
+
+
+def test_a_loader_keeps_its_persistent_processes():
+    for persistent in (True, False):
+        loader = DataLoader(Processes(), 4, num_workers=1, persistent_workers=persistent, collate_fn=list)
+        found = list(trained(make_iterations(workers=1), loader, [1, 1]))
+        assert (found[0] == found[1]) == persistent
+
+
+def of_script(worker: int, workers: int) -> Iterations:
+    job = make_job(cluster={"workers": workers}, seed=9, workload={"name": "script"})
+    return Iterations(job, worker, time.perf_counter)
+
+
+def test_what_is_left_out_is_said_once_by_one_worker_of_a_script(capsys):
+    for worker in range(2):
+        iterations = of_script(worker, 2)
+        list(trained(iterations, shuffled(), [1, 1]))
+        list(trained(iterations, streamed(), [1, 1]))
+    assert capsys.readouterr().out == (
+        "shard: 2 of 22 samples are left out in each training epoch, because whole batches of 4 are used\n"
+    )
+    list(trained(make_iterations(), shuffled(), [1, 1]))
+    assert capsys.readouterr().out == "", "a job says nothing"
+
+
+def test_streams_that_end_apart_are_said_once(capsys):
+    list(trained(of_script(0, 4), streamed(), [1, 1]))
+    assert capsys.readouterr().out == (
+        "shard: 6 batches in a training epoch for 4 workers: workers 0 to 1 use one more than the others\n"
+    )
+
+
+def test_the_batch_size_of_a_loader_is_known():
+    for worker, expected in enumerate([[4, 4, 4], [4, 4, 2]]):
+        iterations = make_iterations(worker)
+        assert [iterations.batch_size for _ in trained(iterations, streamed(), [1])] == expected
+
+
+def test_allocated_batches_have_the_scripts_collate_fn():
+    iterations = allocated(WORK)
+    found = []
+    for batch in iterations.shard(shuffled(), None, 3, never):
+        found.append(batch)
+        iterations.end()
+    assert found == [sequence(*work) for work in WORK[:-1]]
 
 
 # ---- allocated batches ----

@@ -1,0 +1,617 @@
+"""The batches of one worker, from a data set or a data loader as the script has it.
+
+Four kinds of data are told apart (`source`):
+
+- a data set with ``len(data)`` and ``data[i]``, and a data loader with torch's default samplers: the batches are those
+  of `hpcsync.training.sampler`, and only the worker's own are loaded;
+- a data loader with a sampler or batch sampler of the script: every worker draws the same batches of indices from it,
+  and loads batch j if j mod P is its number among P workers;
+- data that can only be read from the beginning: every worker reads all batches and uses every P-th;
+- data of which every worker has another part already (`sharded`): the worker uses all batches.
+
+Workers must draw the same batches. Where a sampler or iterable data draw from the global random generators, they draw
+from generators that are seeded for them.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from hpcsync.config.errors import JobError
+from hpcsync.training.sampler import batch_indices, fetch, n_batches, sequence_indices, whole_batches
+
+STREAM, PROCESSES_STREAM = 7, 8  # random streams of a job's seed
+
+T = TypeVar("T")
+Batch = tuple[int, Any]  # number of samples, and what the script gets
+Load = Callable[[Iterable[Any], int], Iterator[Batch]]  # loads batches given by their indices, of a training epoch
+Settings = Callable[[DataLoader[Any]], Mapping[str, Any]]
+
+
+class Part(NamedTuple):
+    """The part of one worker.
+
+    Attributes
+    ----------
+    seed
+        The job's seed.
+    worker, n_workers
+        Number of the worker among those that use batches, and how many they are.
+    """
+
+    seed: int
+    worker: int
+    n_workers: int
+
+    def of(self, n_batches: int) -> int:
+        """Return how many of so many batches the worker uses."""
+        return len(range(self.worker, n_batches, self.n_workers))
+
+    def uneven(self, n_batches: int) -> str | None:
+        """Return which workers use one of so many batches more than the others; None if there are none."""
+        if not (n_more := n_batches % self.n_workers):
+            return None
+        who = "worker 0 uses" if n_more == 1 else f"workers 0 to {n_more - 1} use"
+        return f"{n_batches} batches in a training epoch for {self.n_workers} workers: {who} one more than the others"
+
+
+class Source(ABC):
+    """Batches of one worker.
+
+    Attributes
+    ----------
+    batch_size
+        Samples of a batch; 0 where it is not known beforehand.
+    """
+
+    batch_size = 0
+
+    @abstractmethod
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """Yield the worker's batches of a training epoch, without the first `skip` ones."""
+
+    def length(self, epoch: int) -> int | None:
+        """Return the number of the worker's batches in a training epoch; None if only reading tells it."""
+        return None
+
+    def pass_over(self, epoch: int) -> None:
+        """Do as if a training epoch had been read, all of which was used before the run was resumed."""
+        return
+
+    def notice(self) -> str | None:
+        """Return what the user should know of the division into batches, before they are read."""
+        return None
+
+    def counted(self) -> int:
+        """Return the number of the worker's batches in the training epoch that has been read to its end."""
+        raise NotImplementedError
+
+    def ended(self) -> str | None:
+        """Return what the user should know of the training epoch that has been read to its end."""
+        return None
+
+
+# ---- data with indices, in the job's order ----
+
+
+class Ordered(Source):
+    """Data with indices, in the job's order.
+
+    Parameters
+    ----------
+    size
+        Samples of the data.
+    batch_size
+        Samples of a batch.
+    part
+        Part of the worker.
+    load
+        Loads batches, each given by an array of indices.
+    first
+        Returns a batch of the first sample.
+    shuffled
+        False: the samples are used in their own order.
+    drops_last
+        True if the script wants the samples of an incomplete last batch to be left out.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch_size: int,
+        part: Part,
+        load: Load,
+        first: Callable[[], Any],
+        *,
+        shuffled: bool = True,
+        drops_last: bool = False,
+    ) -> None:
+        self.size, self.batch_size, self.first = size, batch_size, first
+        self._part, self._load, self._drops_last = part, load, drops_last
+        self._seed = part.seed if shuffled else None
+
+    def length(self, epoch: int) -> int:
+        """Return the number of the worker's batches in a training epoch."""
+        epochs = range(epoch, epoch + 1)
+        worker, n_workers = self._part.worker, self._part.n_workers
+        return n_batches(worker, n_workers=n_workers, batch_size=self.batch_size, size=self.size, epochs=epochs)
+
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """Yield the worker's batches of a training epoch, without the first `skip` ones."""
+        per_epoch, n_workers = whole_batches(self.batch_size, self.size), self._part.n_workers
+        begin = epoch * per_epoch
+        first = begin + (self._part.worker - begin) % n_workers + skip * n_workers
+        numbers = range(first, begin + per_epoch, n_workers)
+        sizes = {"batch_size": self.batch_size, "size": self.size}
+        return self._load((batch_indices(self._seed, number, **sizes) for number in numbers), epoch)
+
+    def allocated(self, allocated: Callable[[], tuple[int, int]], epochs: range) -> Iterator[Batch]:
+        """Yield batches of the sizes that are allocated, each only when it is requested.
+
+        A batch that extends over the end of a training epoch belongs to the epoch in which it begins.
+
+        Parameters
+        ----------
+        allocated
+            Returns position and number of the next batch's samples in the run's endless sequence.
+        epochs
+            Training epochs.
+        """
+
+        def indices() -> Iterator[np.ndarray]:
+            while True:
+                first, n_samples = allocated()
+                if first >= epochs.stop * self.size:
+                    return
+                yield sequence_indices(self._seed, first, n_samples, size=self.size)
+
+        return self._load(indices(), epochs.start)
+
+    def notice(self) -> str | None:
+        """Return how many samples are left out."""
+        n_left_out = self.size - whole_batches(self.batch_size, self.size) * self.batch_size
+        if not n_left_out or self._drops_last:
+            return None
+        return (
+            f"{n_left_out} of {self.size} samples are left out in each training epoch, because whole batches of "
+            f"{self.batch_size} are used"
+        )
+
+
+# ---- data with indices, in the order of the script's sampler ----
+
+
+class Drawn(Source):
+    """Batches whose indices come from a sampler of the script.
+
+    Parameters
+    ----------
+    sampler
+        Sampler of batches, or of single items that are batches; the same on all workers.
+    part
+        Part of the worker.
+    load
+        Loads batches, each given by what the sampler yields.
+    batch_size
+        Samples of a batch; 0 if it is not known.
+    """
+
+    def __init__(self, sampler: Iterable[Any], part: Part, load: Load, batch_size: int) -> None:
+        self._sampler, self._part, self._load, self.batch_size = sampler, part, load, batch_size
+        self._n_drawn = 0
+
+    def _draw(self, epoch: int) -> Iterator[Any]:
+        self._n_drawn = 0
+        for batch in drawn_alike(self._sampler, self._part.seed, STREAM, epoch):
+            self._n_drawn += 1
+            yield batch
+
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """Yield the worker's batches of a training epoch, without the first `skip` ones."""
+        worker, n_workers = self._part.worker, self._part.n_workers
+        return self._load(islice(self._draw(epoch), worker + skip * n_workers, None, n_workers), epoch)
+
+    def pass_over(self, epoch: int) -> None:
+        """Draw the batches, because the sampler may have a generator of its own."""
+        for _ in self._draw(epoch):
+            pass
+
+    def counted(self) -> int:
+        """Return the number of the worker's batches in the training epoch that has been read to its end."""
+        return self._part.of(self._n_drawn)
+
+    def ended(self) -> str | None:
+        """Return which workers use a batch more than the others."""
+        return self._part.uneven(self._n_drawn)
+
+
+# ---- data without indices ----
+
+
+class Read(Source):
+    """Data that are read from the beginning.
+
+    Parameters
+    ----------
+    read
+        Returns an iterator over all batches of a training epoch.
+    part
+        Part of the worker.
+    batch_size
+        Samples of a batch; 0 if it is not known.
+    sharded
+        True if the data of other workers are others.
+    """
+
+    def __init__(self, read: Callable[[int], Iterator[Batch]], part: Part, batch_size: int, *, sharded: bool) -> None:
+        self._read, self._part, self.batch_size, self._sharded = read, part, batch_size, sharded
+        self._n_read = 0
+
+    def _count(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        self._n_read = 0
+        for batch in batches:
+            self._n_read += 1
+            yield batch
+
+    def read(self, epoch: int, skip: int = 0) -> Iterator[Batch]:
+        """Yield the worker's batches of a training epoch; the first `skip` ones are read, but not used."""
+        worker, n_workers = self._part.worker, self._part.n_workers
+        return islice(self._count(self._read(epoch)), worker + skip * n_workers, None, n_workers)
+
+    def counted(self) -> int:
+        """Return the number of the worker's batches in the training epoch that has been read to its end."""
+        return self._part.of(self._n_read)
+
+    def ended(self) -> str | None:
+        """Return that workers do not end together."""
+        if self._sharded:
+            return f"worker 0's data ended after {self._n_read} batches; those of others may end earlier or later"
+        return self._part.uneven(self._n_read)
+
+
+# ---- what the script gave ----
+
+
+def refuse(data: Any, batch_size: int | None, *, sharded: bool = False) -> None:
+    """Raise if `shard` cannot use these data.
+
+    Raises
+    ------
+    JobError
+        If so; the message says what to give instead.
+    """
+    name = type(data).__name__
+    if isinstance(data, Iterator):
+        raise JobError(
+            f"shard: a {name} can be read only once: give a data set with len(data) and data[i], an IterableDataset, "
+            "or a DataLoader"
+        )
+    if isinstance(data, Mapping):
+        first = next(iter(data), "train")
+        raise JobError(f"shard: a {name} is several data sets: give one of them, such as data[{first!r}]")
+    if isinstance(data, DataLoader):
+        if batch_size is not None:
+            raise JobError(f"shard: batch_size = {batch_size}: must be left out with a DataLoader, which has its own")
+        if not sharded and any(isinstance(each, DistributedSampler) for each in _samplers(data)):
+            raise JobError(
+                "shard: a DistributedSampler has a part for each process already: leave it out, or give sharded=True"
+            )
+    elif not (_has_indices(data) or isinstance(data, Iterable) or data is None):
+        raise JobError(f"shard: a {name} is no data: give a data set, an IterableDataset or a DataLoader")
+    elif batch_size is None and (_has_indices(data) or isinstance(data, IterableDataset) or data is None):
+        raise JobError("shard: batch_size: must be given with a data set")
+
+
+def set_epoch(data: Any, epoch: int) -> None:
+    """Tell data set and samplers the training epoch, if they have `set_epoch`."""
+    for each in [data.dataset, *_samplers(data)] if isinstance(data, DataLoader) else [data]:
+        if hasattr(each, "set_epoch"):
+            each.set_epoch(epoch)
+
+
+def source(
+    data: Any,
+    batch_size: int | None,
+    part: Part,
+    *,
+    sharded: bool = False,
+    settings: Settings = lambda loader: {},
+    at_once: bool = False,
+) -> Source:
+    """Return the worker's batches of a data set or data loader.
+
+    Parameters
+    ----------
+    data
+        What the script gave.
+    batch_size
+        Samples of a batch; for a data set only.
+    part
+        Part of the worker.
+    sharded
+        True if the data are a part of the worker's own already.
+    settings
+        Returns the arguments with which a data loader starts its processes.
+    at_once
+        True if a batch is known only when it is requested, so that none can be loaded in advance.
+
+    Raises
+    ------
+    JobError
+        If the data cannot be used (`refuse`), or not in this way.
+    """
+    refuse(data, batch_size, sharded=sharded)
+    number = part.worker
+    if sharded:
+        part = Part(part.seed, 0, 1)
+    if not isinstance(data, DataLoader) and _has_indices(data):
+        assert batch_size is not None
+        return Ordered(len(data), batch_size, part, partial(_fetched, data), lambda: fetch(data, np.zeros(1, np.int64)))
+    if not isinstance(data, DataLoader) and batch_size is not None:
+        data = DataLoader(data if isinstance(data, IterableDataset) else _Wrapped(data), batch_size)
+    if at_once and not (_is_torchs(data) and _is_default(data) and data.batch_sampler is not None):
+        raise JobError(
+            "shard: batches of allocated sizes need samples with indices in the run's order: give a data set with "
+            "len(data) and data[i], or a DataLoader of one, with a batch_size and without samplers of your own"
+        )
+    if not _is_torchs(data):
+        return Read(lambda epoch: _sized(drawn_alike(data, part.seed, STREAM, epoch)), part, 0, sharded=sharded)
+    is_iterable, batches = isinstance(data.dataset, IterableDataset), data.batch_sampler
+    seed = (_seed(data, part), number if sharded or not is_iterable else 0)
+    loader = _Loader(data, seed, _processes(data, settings, at_once=at_once))
+    if is_iterable:
+        alike = not sharded and loader.in_this_process
+        return Read(partial(_read, loader, part.seed, alike), part, _batch_size(data), sharded=sharded)
+    if not _is_default(data):
+        return Drawn(data.sampler if batches is None else batches, part, loader.load, _batch_size(data))
+    return Ordered(
+        len(data.dataset),
+        data.batch_size or 1,
+        part,
+        loader.load_indices if batches is not None else loader.load_items,
+        lambda: data.collate_fn([data.dataset[0]] if batches is not None else data.dataset[0]),
+        shuffled=type(data.sampler) is RandomSampler,
+        drops_last=data.drop_last,
+    )
+
+
+def _has_indices(data: Any) -> bool:
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, IterableDataset)
+
+
+def _samplers(loader: DataLoader[Any]) -> list[Any]:
+    """Return the samplers of a data loader."""
+    return [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+
+
+def _is_torchs(data: Any) -> bool:
+    """Return whether this is a data loader that iterates as torch's does."""
+    return isinstance(data, DataLoader) and type(data).__iter__ is DataLoader.__iter__
+
+
+def _is_default(loader: DataLoader[Any]) -> bool:
+    """Return whether a data loader uses every sample once, in order or shuffled, in batches of one size."""
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if batches is not None and (type(batches) is not BatchSampler or batches.sampler is not sampler):
+        return False
+    if type(sampler) is RandomSampler:
+        return not sampler.replacement and sampler.num_samples == len(loader.dataset)  # type: ignore[arg-type]
+    return type(sampler) is SequentialSampler
+
+
+def _batch_size(loader: DataLoader[Any]) -> int:
+    found = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 0)
+    return found if isinstance(found, int) else 0
+
+
+def _seed(loader: DataLoader[Any], part: Part) -> int:
+    return part.seed if loader.generator is None else loader.generator.initial_seed()
+
+
+def _processes(loader: DataLoader[Any], settings: Settings, *, at_once: bool) -> Mapping[str, Any]:
+    """Return the arguments of a data loader about its processes."""
+    if loader.num_workers == 0 or at_once:
+        return {}
+    return {
+        "num_workers": loader.num_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "persistent_workers": loader.persistent_workers,
+        "timeout": loader.timeout,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "worker_init_fn": loader.worker_init_fn,
+        **settings(loader),
+    }
+
+
+def _fetched(data: Any, batches: Iterable[np.ndarray], _: int) -> Iterator[Batch]:
+    return ((len(indices), fetch(data, indices)) for indices in batches)
+
+
+def _read(loader: _Loader, seed: int, alike: bool, epoch: int) -> Iterator[Batch]:
+    batches = loader.load((), epoch)
+    return drawn_alike(batches, seed, STREAM, epoch) if alike else batches
+
+
+# ---- data loaders ----
+
+
+class _Loader:
+    """A data loader like the script's, with batches as requested.
+
+    Parameters
+    ----------
+    like
+        The script's data loader.
+    seed
+        Seed of the processes, with the number of the worker.
+    processes
+        Arguments about its processes.
+    """
+
+    def __init__(self, like: DataLoader[Any], seed: tuple[int, int], processes: Mapping[str, Any]) -> None:
+        self._seed, self._n_processes = seed, processes.get("num_workers", 0)
+        self._generator, self._plan = torch.Generator(), _Plan()
+        self._counts = like.batch_sampler is not None
+        settings = {
+            "collate_fn": _Counted(like.collate_fn) if self._counts else like.collate_fn,
+            "pin_memory": like.pin_memory,
+            "generator": self._generator,
+            **processes,
+        }
+        if isinstance(like.dataset, IterableDataset):
+            settings |= {"batch_size": like.batch_size, "drop_last": like.drop_last}
+        else:
+            settings |= {"batch_sampler": self._plan} if self._counts else {"batch_size": None, "sampler": self._plan}
+        self._loader: DataLoader[Any] = DataLoader(like.dataset, **settings)
+
+    @property
+    def in_this_process(self) -> bool:
+        """True if there are no other processes."""
+        return self._n_processes == 0
+
+    def load(self, plan: Iterable[Any], epoch: int) -> Iterator[Batch]:
+        """Yield the batches of a plan: what a sampler of the data loader yields."""
+        self._plan.entries = plan
+        seed = np.random.SeedSequence([self._seed[0], PROCESSES_STREAM, self._seed[1], epoch])
+        self._generator.manual_seed(int(seed.generate_state(1)[0]))
+        batches = self._begin()
+        return ((n_samples, batch) for n_samples, batch in batches) if self._counts else _sized(batches)
+
+    def load_indices(self, plan: Iterable[np.ndarray], epoch: int) -> Iterator[Batch]:
+        """Yield batches given by arrays of indices."""
+        return self.load((indices.tolist() for indices in plan), epoch)
+
+    def load_items(self, plan: Iterable[np.ndarray], epoch: int) -> Iterator[Batch]:
+        """Yield items, which are batches, each given by an array of one index."""
+        return self.load((int(index) for (index,) in plan), epoch)
+
+    def _begin(self) -> Iterator[Any]:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Got pickle error")
+                return iter(self._loader)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            if self.in_this_process:
+                raise
+            raise JobError(
+                f"shard: num_workers = {self._n_processes}: data set, collate_fn and worker_init_fn must be picklable, "
+                f"because they go to other processes: {error}"
+            ) from None
+
+
+class _Plan(Sampler[Any]):
+    """A sampler that yields what it is given."""
+
+    def __init__(self) -> None:
+        self.entries: Iterable[Any] = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.entries)
+
+
+class _Counted:
+    """A `collate_fn` that also returns the number of samples."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        return len(samples), self._collate(samples)
+
+
+class _Wrapped(IterableDataset[Any]):
+    """An iterable of another library as torch's kind of data set."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self._data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._data)
+
+
+def _sized(batches: Iterable[Any]) -> Iterator[Batch]:
+    return ((n_samples(batch), batch) for batch in batches)
+
+
+def n_samples(batch: Any) -> int:
+    """Return the number of samples in a batch: the length of its first tensor or array.
+
+    Raises
+    ------
+    JobError
+        If there is none.
+    """
+    if (found := _first_length(batch)) is None:
+        raise JobError(
+            f"shard: a batch that is a {type(batch).__name__} without a tensor has no number of samples: "
+            "give a DataLoader with a batch_size"
+        )
+    return found
+
+
+def _first_length(batch: Any) -> int | None:
+    if hasattr(batch, "shape"):
+        return int(batch.shape[0]) if len(batch.shape) else None
+    if isinstance(batch, Mapping):
+        parts: Iterable[Any] = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    else:
+        parts = vars(batch).values() if hasattr(batch, "__dict__") else ()
+    return next((found for part in parts if (found := _first_length(part)) is not None), None)
+
+
+# ---- random numbers ----
+
+
+def drawn_alike(items: Iterable[T], *seed: int) -> Iterator[T]:
+    """Yield from an iterable whose global random generators are its own while it runs.
+
+    Parameters
+    ----------
+    items
+        Iterable that may draw from the generators of Python, NumPy and torch (CPU).
+    *seed
+        Seed of its generators.
+    """
+    python, numpy, torchs = (int(each) for each in np.random.SeedSequence(seed).generate_state(3))
+    outside = _generators()
+    random.seed(python)
+    np.random.seed(numpy)
+    torch.random.default_generator.manual_seed(torchs)
+    own, iterator = _generators(), None
+    _set_generators(outside)
+    while True:
+        outside = _generators()
+        _set_generators(own)
+        try:
+            iterator = iter(items) if iterator is None else iterator
+            item = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            own = _generators()
+            _set_generators(outside)
+        yield item
+
+
+def _generators() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+
+
+def _set_generators(states: tuple[Any, Any, torch.Tensor]) -> None:
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
