@@ -215,8 +215,9 @@ def connect(
     """
     _print_user_errors_in_one_line()
     loader_processes.refuse_within()
+    models = [model] if isinstance(model, torch.nn.Module) else [*model]
     if comm is None and launcher.under_launcher():
-        loader_processes.start(chain(model.parameters(), model.buffers()))
+        loader_processes.start(tensor for each in models for tensor in chain(each.parameters(), each.buffers()))
     comm = comm or world()
     options = {"name": paradigm, **options}
     servers = default_servers(options) if servers is None else servers
@@ -228,7 +229,6 @@ def connect(
     else:
         before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
-    models = [model] if isinstance(model, torch.nn.Module) else [*model]
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     parameters = _parameters(optimizers, model)
