@@ -15,7 +15,6 @@ from generators that are seeded for them.
 
 from __future__ import annotations
 
-import pickle
 import random
 import warnings
 from abc import ABC, abstractmethod
@@ -502,8 +501,8 @@ class _Loader:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Got pickle error")
                 return iter(self._loader)
-        except (pickle.PicklingError, AttributeError, TypeError) as error:
-            if self.in_this_process:
+        except Exception as error:
+            if self.in_this_process or isinstance(error, OSError | RuntimeError):
                 raise
             raise JobError(
                 f"shard: num_workers = {self._n_processes}: data set, collate_fn and worker_init_fn must be picklable, "

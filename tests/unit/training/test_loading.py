@@ -166,7 +166,7 @@ def test_allocated_batches_are_loaded_when_they_are_known():
     ]
 
 
-@pytest.mark.parametrize("loader", [DataLoader(Stream(), 4), DataLoader(Data(), 4, sampler=[1, 2]), Batches()], ids=str)
+@pytest.mark.parametrize("loader", [DataLoader(Stream(), 4), DataLoader(Data(), 4, sampler=[1, 2]), Batches()])
 def test_allocated_batches_need_samples_in_the_runs_order(loader):
     with pytest.raises(JobError, match="batches of allocated sizes need samples with indices"):
         source(loader, None, Part(SEED, 0, 2), at_once=True)
@@ -338,7 +338,6 @@ def test_workers_that_do_not_end_together_are_said(data, given, said):
         (Stream(), None, "batch_size: must be given with a data set"),
         (3, 4, "a int is no data"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_used_is_refused_in_one_line(data, batch_size, message):
     with pytest.raises(JobError, match=message) as found:
