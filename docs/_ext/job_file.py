@@ -135,6 +135,8 @@ KEYS = {
     "stop.seconds": "Seconds of training.",
     "stop.target_accuracy": "Accuracy of an evaluation, or more.",
     "stop.target_loss": "Loss of an evaluation, or less.",
+    "stop.on_nan": "What happens when a loss or a gradient is not finite: a line that says so once, or the end of the "
+    "run as failed.",
     "evaluation.every_samples": "Samples between two evaluations; 0: only at the end.",
     "evaluation.buffers": "Buffers, such as BatchNorm's running statistics, with which the model is evaluated and with "
     "which it ends: those of the first active worker, the mean over the active workers, or the first worker's with "

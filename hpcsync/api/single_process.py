@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -11,10 +12,13 @@ import torch
 
 from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
+from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.session import Session
 from hpcsync.training.buffers import Buffers, Calibrate
+from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
 from hpcsync.training.script_optimizers import parameters_of
+from hpcsync.training.step_checks import StepChecks
 from hpcsync.workloads.registry import Evaluate
 
 
@@ -46,15 +50,13 @@ class LocalSession(Session):
         self._lr = learning_rate(job)
         self._model = model
         self._optimizers = optimizers
-        self._given: list[Any] = []  # learning rates of the groups, while a step with the schedule's is under way
-        self._hooks = [
-            hook
-            for optimizer in optimizers
-            for hook in (
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
-            )
-        ]
+        self._checks = StepChecks(model, optimizers)
+        self._report = ProblemReport(job.stop.on_nan)
+        self._taken = [optimizer.__dict__.get("step") for optimizer in optimizers]
+        for optimizer in optimizers:
+            step = partial(self._optimizer_step, optimizer, optimizer.step)
+            step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
+            optimizer.step = step  # type: ignore[method-assign]
         self._evaluate = evaluate
         self._calibrate = calibrate
         self._evaluating_s = 0.0  # not training time
@@ -72,26 +74,48 @@ class LocalSession(Session):
         self._refuse_step()
         if len(self._optimizers) > 1:
             raise RuntimeError("step: the session has several optimizers; call the step of each of them instead")
+        if loss is not None:
+            self.record(loss)
         self._optimizers[0].step()
         return not self.stopped
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Clip the gradient, and multiply the rates by the schedule's factor."""
+    def _optimizer_step(
+        self, optimizer: Any, own_step: Callable[[], Any], closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """Make a step of the script: clip the gradient, and multiply the rates by the schedule's factor."""
         self._refuse_step()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self.record(loss)
         if not self._iterations.under_way and len(self._optimizers) > 1:
             self._iterations.begin_again()
         self._iterations.end()
-        self._losses.clear()
+        self._check(optimizer)
         if self._clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(list(parameters_of(optimizer)), self._clip_norm)
-        self._given = [group["lr"] for group in optimizer.param_groups]
+        optimizer._opt_called = True  # what a scheduler looks for
+        given = [group["lr"] for group in optimizer.param_groups]
         factor = self._lr(self._samples, self._updates, 1)
         for group in optimizer.param_groups if factor != 1.0 else ():
             group["lr"] = group["lr"] * factor
-
-    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        for group, lr in zip(optimizer.param_groups, self._given, strict=True):
+        own_step()
+        for group, lr in zip(optimizer.param_groups, given, strict=True):
             group["lr"] = lr
+        self._count()
+        return loss
+
+    def _check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Say what is wrong with the step, or raise JobError."""
+        losses = self._take_losses(None)
+        gradients = [p.grad.flatten() for p in parameters_of(optimizer) if p.grad is not None]
+        gradient = torch.cat(gradients) if gradients and not losses else torch.zeros(0)
+        problem = self._checks.problem(losses, gradient)
+        self._report.see(PushInfo(0.0, 0, self._updates + 1, self._updates, problem=problem))
+
+    def _count(self) -> None:
+        """Count an update, and evaluate if that is due."""
         self._samples += self._iterations.batch_size
         self._updates += 1
         trained_s = self._now() - self._evaluating_s
@@ -117,7 +141,10 @@ class LocalSession(Session):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Recompute the model's statistics, if asked for; there is no other process to wait for."""
-        for hook in self._hooks:
-            hook.remove()
+        for optimizer, step in zip(self._optimizers, self._taken, strict=True):
+            del optimizer.step
+            if step is not None:
+                optimizer.step = step  # type: ignore[method-assign]
+        self._checks.ended()
         if error is None and self._calibrate is not None:
             self._calibrate(self._model)

@@ -17,6 +17,7 @@ from hpcsync.audit.phases import by_phase
 from hpcsync.audit.server_recount import Recount
 from hpcsync.config.job import Job, Script
 from hpcsync.core.batch_sizes import sizes_at_first
+from hpcsync.paradigms.records import UNUSED
 from hpcsync.planning.batch_allocation import Allocator
 from hpcsync.trace.schema import Outcome
 
@@ -38,15 +39,15 @@ def weights_follow_sizes(recount: Recount) -> Check:
 
     In an update of one version, a contribution's weight is its share of the samples; the weights add up to 1. In other
     updates it is 1 / n_contributions, times the ratio of its batch size to the mean one (if that is known), divided by
-    its staleness (if the job requires it). A dropped push has weight 0, and so has one whose step its script skipped,
-    which does not count.
+    its staleness (if the job requires it). A dropped push has weight 0, and so has one with a problem because of which
+    it does not count.
     """
     job, pushes = recount.job, recount.pushes
     n_complete = len(recount.complete_seq)
     complete = recount.applied_version <= n_complete
     rows, version = recount.applied[complete], recount.applied_version[complete] - 1
-    skips = "skipped" in (pushes.dtype.names or ())  # not in traces of earlier releases
-    used = pushes["skipped"][rows] == 0 if skips else np.ones(len(rows), bool)
+    known = "problem" in (pushes.dtype.names or ())  # not in traces of earlier releases
+    used = ~np.isin(pushes["problem"][rows], [*UNUSED]) if known else np.ones(len(rows), bool)
     size = pushes["batch_size"][rows] * used
     if job.paradigm.of_one_version:
         expected = size / np.maximum(np.bincount(version, size, n_complete)[version], 1)

@@ -36,7 +36,8 @@ from hpcsync.planning.layer_groups import Groups
 class Stop(Table):
     """Stopping rule: the first limit or target that is reached ends the run.
 
-    Only the run of a training script may have none; it ends when the workers have left.
+    Only the run of a training script may have none; it ends when the workers have left. With on_nan = "stop" the run
+    fails when a loss or a gradient is not finite.
     """
 
     samples: Count | None = None
@@ -44,6 +45,7 @@ class Stop(Table):
     seconds: Positive | None = None
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None
     target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    on_nan: Literal["warn", "stop"] = "warn"
 
     def reached(self, *, samples: int = 0, updates: int = 0, seconds: float = 0.0) -> bool:
         """Return True if a limit is reached."""

@@ -34,7 +34,7 @@ from hpcsync.paradigms import (
     Paradigm,
     PushInfo,
 )
-from hpcsync.paradigms.records import StepInfo
+from hpcsync.paradigms.records import UNUSED, StepInfo
 from hpcsync.paradigms.worker_counts import WorkerCounts
 from hpcsync.planning.batch_allocation import Allocated, Estimate
 from hpcsync.state import Stateful
@@ -124,7 +124,7 @@ class Coordinator(Stateful):
 
     Notes
     -----
-    A contribution is the mean gradient of a worker's batch; if the script has skipped the step, it does not count. In a
+    A contribution is the mean gradient of a worker's batch; one with a problem in UNUSED does not count. In a
     synchronous paradigm an update is the mean over all its samples. Otherwise each contribution is weighted by its
     batch size over the mean batch size of all initial workers, so that a sample counts the same throughout the run,
     times the paradigm's weight. With equal batches both are the mean over contributions.
@@ -344,7 +344,7 @@ class Coordinator(Stateful):
         for worker, weight in zip(workers, weights, strict=True):
             weighted.append(self._weigh(worker, weight))
             taken.append((self._pending.pop(worker), weighted[-1]))
-        used = [push_info for (_, push_info), _ in taken if not push_info.skipped]
+        used = [push_info for (_, push_info), _ in taken if push_info.problem not in UNUSED]
         divisor = float(len(used) or 1)
         if used and self._paradigm.synchronous and self._per_sample is not None:
             per, samples = self._per_sample
@@ -366,7 +366,7 @@ class Coordinator(Stateful):
     def _weigh(self, worker: int, weight: float) -> float:
         """Return the weight of this worker's contribution, given its weight in the paradigm."""
         push_info = self._pending[worker][1]
-        if push_info.skipped:
+        if push_info.problem in UNUSED:
             return 0.0
         batch_size = push_info.batch_size
         if not (self._knows_mean or self._paradigm.synchronous):

@@ -188,13 +188,13 @@ class PeerMachine(Stateful):
         loss: float,
         load_s: float = 0.0,
         lr: float = math.nan,
-        skipped: int = 0,
+        problem: int = 0,
     ) -> StepInfo:
         """Return the step info of the iteration that has ended, from what the engine has measured."""
         peer, wire_bytes, n_received, weight = result
         return StepInfo(
             self.worker, self.iteration, peer, wire_bytes, compute_s, wait_s, comm_s, loss, n_samples, begin_s, end_s,
-            n_received, self.update.weight if weight is None else weight, load_s, lr, skipped,
+            n_received, self.update.weight if weight is None else weight, load_s, lr, problem,
         )  # fmt: skip
 
     def absorb_rest(self, received: Any, now_s: float) -> StepInfo | None:

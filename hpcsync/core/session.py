@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -146,12 +145,12 @@ class Session(ABC):
         """
         return nullcontext()
 
-    def _take_loss(self, loss: torch.Tensor | float | None) -> float:
-        """Return the mean of the recorded losses and this one; NaN if there is none."""
+    def _take_losses(self, loss: torch.Tensor | float | None) -> list[float]:
+        """Return the losses of the step under way, with this one."""
         if loss is not None:
             self.record(loss)
         losses, self._losses = [float(each) for each in self._losses], []
-        return sum(losses) / len(losses) if losses else math.nan
+        return losses
 
     def __enter__(self) -> Self:
         self._entered = True

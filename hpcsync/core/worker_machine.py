@@ -118,8 +118,7 @@ class WorkerMachine(Stateful):
         put_s: float,
         put_bytes: int,
         lr: float = math.nan,
-        *,
-        skipped: bool = False,
+        problem: int = 0,
     ) -> PushInfo:
         """Note that the contribution is in its slots; return the push info to send.
 
@@ -133,8 +132,8 @@ class WorkerMachine(Stateful):
             Bytes of the contribution.
         lr
             Learning rate of the script's optimizer; NaN: the job's.
-        skipped
-            Whether the contribution must change nothing.
+        problem
+            What is wrong with the step (`records.Problem`).
         """
         push_info = PushInfo(
             math.nan,
@@ -155,7 +154,7 @@ class WorkerMachine(Stateful):
             encode_s=encode_s,
             load_s=self._load_s,
             lr=lr,
-            skipped=int(skipped),
+            problem=problem,
         )
         self.n_steps = 0
         return push_info if self.estimator is None else with_prediction(push_info, self.estimator)

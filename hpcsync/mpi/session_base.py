@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -19,10 +19,12 @@ from mpi4py import MPI
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
+from hpcsync.core.problem_report import WRONG
 from hpcsync.core.session import Session
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import WindowSelection
+from hpcsync.paradigms.records import Problem
 from hpcsync.run_dir.checkpoint import Checkpoints
 from hpcsync.state import StateError
 from hpcsync.system import launcher
@@ -33,6 +35,7 @@ from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec
 from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of
+from hpcsync.training.step_checks import StepChecks, problem_of_job
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
@@ -121,6 +124,8 @@ class RankSession(Session):
             self._optimizer = self._script = ScriptOptimizers(given.optimizer, self.flat, job.optimizer.clip_norm)
         self.flat.model = layers.model  # the forward pass calls the whole model
         self._buffers = Buffers(layers.model, job.evaluation.buffers)
+        self._checks: StepChecks | None = None  # of a worker that runs a script
+        self._problem = Problem.NONE  # the worst since the last push
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
         self._excepthook = sys.excepthook
@@ -140,6 +145,8 @@ class RankSession(Session):
     def take_over(self) -> None:
         """Let the `step` of the script's optimizers be that of the session, until its end."""
         assert self._script is not None
+        if self.worker is not None:
+            self._checks = StepChecks(self._model, self._script.optimizers, self.flat)
         self._taken = [optimizer.__dict__.get("step") for optimizer in self._script.optimizers]
         for index, optimizer in enumerate(self._script.optimizers):
             step = partial(self._optimizer_step, index)
@@ -179,6 +186,19 @@ class RankSession(Session):
         super()._refuse_step()
         if self._script is not None and self._script.stepping is None:
             raise RuntimeError("step: the session has several optimizers; call the step of each of them instead")
+
+    def _check_step(self, losses: Sequence[float], loss: float) -> None:
+        """Note what is wrong with the step under way, whose gradient has been gathered."""
+        if self._checks is None:
+            found = problem_of_job(self._job, loss)
+        else:
+            found = self._checks.problem(losses, self.flat.gradient)
+        self._problem = max(self._problem, Problem.SKIPPED if self._skips else found)
+
+    def _take_problem(self) -> Problem:
+        """Return the worst problem since the last call."""
+        found, self._problem = self._problem, Problem.NONE
+        return found
 
     @property
     def _skips(self) -> bool:
@@ -222,6 +242,8 @@ class RankSession(Session):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             try:
+                if self._checks is not None and self._checks.ended():
+                    raise JobError(f"worker {self.worker}: {WRONG[Problem.MODEL_CHANGED]}")
                 self._part()
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size

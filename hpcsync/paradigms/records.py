@@ -8,12 +8,27 @@ the fields.
 from __future__ import annotations
 
 import math
+from enum import IntEnum
 from functools import cache
 from typing import Annotated, NamedTuple, get_type_hints
 
 UNTIL = -1  # Grant.local_steps: as many steps as fit into commit_s
 OF_THE_JOB = -2  # Grant.local_steps: as many as the job file says
 ALL_PEERS, NO_PEER = -1, -2  # StepInfo.peer
+
+
+class Problem(IntEnum):
+    """What is wrong with a step."""
+
+    NONE = 0
+    SKIPPED = 1  # the script left it out because a gradient was not finite (GradScaler)
+    LOSS_NOT_FINITE = 2
+    GRADIENT_NOT_FINITE = 3  # of a step without a recorded loss
+    NO_GRADIENT = 4  # none has been computed since the last step
+    MODEL_CHANGED = 5  # the model's parameters were moved, cast, replaced or added to since `connect`
+
+
+UNUSED = frozenset({Problem.SKIPPED, Problem.NO_GRADIENT, Problem.MODEL_CHANGED})  # such a contribution does not count
 
 
 class Stored(NamedTuple):
@@ -132,12 +147,7 @@ class PushInfo(NamedTuple):
             "jobs without a script.",
         ),
     ] = math.nan
-    skipped: Annotated[
-        int,
-        Stored(
-            "<i1", "", "1: the script left the step out because a gradient was not finite (GradScaler), 0: it did not."
-        ),
-    ] = 0
+    problem: Annotated[int, Stored("<i1", "", "What was wrong with the step, if anything.")] = 0
 
     @property
     def iteration_s(self) -> float:
@@ -284,12 +294,7 @@ class StepInfo(NamedTuple):
             "script.",
         ),
     ] = math.nan
-    skipped: Annotated[
-        int,
-        Stored(
-            "<i1", "", "1: the script left the step out because a gradient was not finite (GradScaler), 0: it did not."
-        ),
-    ] = 0
+    problem: Annotated[int, Stored("<i1", "", "What was wrong with the step, if anything.")] = 0
 
     @property
     def iteration_s(self) -> float:

@@ -18,11 +18,13 @@ from hpcsync.core.coordinator import Recorder
 from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.peer_machine import PeerMachine, create_method
+from hpcsync.core.problem_report import ProblemReport
 from hpcsync.paradigms.peer_method import PENDING, Actions, ExchangeResult, Transport
-from hpcsync.paradigms.records import StepInfo
+from hpcsync.paradigms.records import Problem, StepInfo
 from hpcsync.simulator.peer_numerics import NullNumerics, Numerics, Replicas
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.training.lr_schedule import EvaluationSchedule
+from hpcsync.training.step_checks import problem_of_job
 from hpcsync.workloads.registry import Workload
 
 Watch = Callable[[float, PeerCoordinator], None]
@@ -112,6 +114,7 @@ class PeerSimulation(Transport, ABC):
         ]
         every_samples = job.evaluation.every_samples if self._evaluated and not method.synchronous else 0
         self._evaluations = EvaluationSchedule(every_samples)
+        self._look_at = ProblemReport(job.stop.on_nan).see
         self._asynchronous = not method.synchronous  # then a worker hears at once that the run is over
         self._n_published = 0  # of an iteration of synchronous workers
 
@@ -213,10 +216,12 @@ class PeerSimulation(Transport, ABC):
         compute_s, waited_s = self._spent(worker)
         begin_s, end_s, exchange_s = state.begin_s, state.end_s, state.exchange_s
         wait_s, comm_s = waited_s + (exchange_s - end_s), now_s - exchange_s
+        problem = Problem.NONE if math.isfinite(state.loss) else problem_of_job(self._job, state.loss)
         step_info = state.machine.step_info(
-            result, begin_s, end_s, compute_s, wait_s, comm_s, state.n_samples, state.loss
+            result, begin_s, end_s, compute_s, wait_s, comm_s, state.n_samples, state.loss, problem=problem
         )
         self.coordinator.exchanged(now_s, step_info)
+        self._look_at(step_info)
         self._watch(now_s, self.coordinator)
         return step_info
 

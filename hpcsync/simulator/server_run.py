@@ -22,14 +22,17 @@ from hpcsync.core.coordinator import (
     coordinate,
 )
 from hpcsync.core.device_speed import Device, encode_s
+from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.paradigms import Elapsed, Grant, Paradigm
+from hpcsync.paradigms.records import Problem
 from hpcsync.simulator.cluster import SimulatedCluster
 from hpcsync.simulator.gradients import Work
 from hpcsync.simulator.server_numerics import numerics
 from hpcsync.training.gradient import piece_shares
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.speed_models import estimator, nominal_clock
+from hpcsync.training.step_checks import problem_of_job
 from hpcsync.workloads.registry import Workload
 
 
@@ -110,6 +113,7 @@ class ServerSimulation:
             for worker, device in enumerate(cluster.devices)
         ]
         self._numerics = numerics(job, workload)
+        self._look_at = ProblemReport(job.stop.on_nan).see
         self._evaluated = workload.evaluate is not None
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
         self._n_pushes = 0
@@ -236,7 +240,9 @@ class ServerSimulation:
         """Handle a push at the server."""
         now_s, state = self._loop.now_s, self._workers[worker]
         encode_s, duration_s = state.sent_s - state.end_s, put_s - state.sent_s
-        push_info = state.machine.delivered(state.loss, encode_s, duration_s, state.wire_bytes)
+        problem = Problem.NONE if math.isfinite(state.loss) else problem_of_job(self._job, state.loss)
+        push_info = state.machine.delivered(state.loss, encode_s, duration_s, state.wire_bytes, problem=problem)
+        self._look_at(push_info)
         state.machine.waits(put_s)
         self._numerics.delivered(worker)
         self._carry_out(self.coordinator.pushed(now_s, push_info))

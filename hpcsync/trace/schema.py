@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hpcsync.paradigms.records import Column, Grant, PushInfo, StepInfo, columns
+from hpcsync.paradigms.records import Column, Grant, Problem, PushInfo, StepInfo, columns
 
 FORMAT = "hpcsync-trace"
 FORMAT_VERSION = 6
@@ -54,7 +54,12 @@ class Phase(IntEnum):
     PUSHING = 4
 
 
-ENUMS: dict[str, type[IntEnum]] = {"outcome": Outcome, "change": Change, "phase": Phase}  # by column
+ENUMS: dict[str, type[IntEnum]] = {  # by column
+    "outcome": Outcome,
+    "change": Change,
+    "phase": Phase,
+    "problem": Problem,
+}
 
 STATUSES = ("running", "finished", "failed", "interrupted")
 

@@ -94,6 +94,7 @@ class FlatModel:
         self._weight_views = self._views(self.weights)
         self._gradient_views = self._views(self.gradient)
         self._copied = [index for index, p in enumerate(self._parameters) if p.dtype != dtype]
+        self._kinds = [(p.dtype, p.device) for p in self._parameters]
         for weights, parameter in zip(self._weight_views, self._parameters, strict=True):
             weights.copy_(parameter.detach())
         for index in set(range(len(self._parameters))) - set(self._copied):
@@ -118,6 +119,17 @@ class FlatModel:
         """Make `weights` equal to the parameters, which have changed."""
         for index in self._copied:
             self._weight_views[index].copy_(self._parameters[index].data)
+
+    def is_detached(self) -> bool:
+        """Return True if a parameter is no longer what it was made: it was moved, cast, or given other memory."""
+        kinds, views = self._kinds, self._weight_views
+        copied = set(self._copied)
+        for index, (parameter, kind, view) in enumerate(zip(self._parameters, kinds, views, strict=True)):
+            if (parameter.dtype, parameter.device) != kind:
+                return True
+            if index not in copied and parameter.data_ptr() != view.data_ptr():
+                return True
+        return False
 
     def zero_gradient(self) -> None:
         """Zero the gradient and keep the views, which `zero_grad(set_to_none=True)` would drop."""

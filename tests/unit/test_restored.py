@@ -121,7 +121,7 @@ def play_peers(coordinator: Any, dice: random.Random, steps: int) -> list[Any]:
         worker = dice.choice([w for w in sorted(coordinator.active) if coordinator.done[w] <= slowest])
         info = dict.fromkeys(StepInfo._fields, 1.0) | {"worker": worker, "iteration": coordinator.done[worker] + 1}
         info |= {"peer": 0, "batch_size": 4, "wire_bytes": 8, "loss": dice.random(), "wait_s": 0.1, "n_received": 1}
-        info |= {"skipped": 0}
+        info |= {"problem": 0}
         coordinator.exchanged(now_s, StepInfo(**info))
         if dice.random() < 0.1:
             coordinator.evaluated(now_s, 1, 2, dice.random(), dice.random(), 0.0)

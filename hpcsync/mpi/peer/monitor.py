@@ -51,6 +51,8 @@ class Monitor:
         Like `chores`, but not called while workers have halted.
     dead
         Set to which workers that have died are added.
+    look_at
+        Called with every step info that has been handled; may raise to end the run.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Monitor:
         saver: Checkpointer | None = None,
         watch: Callable[[float], None] = lambda now_s: None,
         dead: set[int] | None = None,
+        look_at: Callable[[StepInfo], None] = lambda step_info: None,
     ) -> None:
         self._link = link
         self._coordinator = coordinator
@@ -75,6 +78,7 @@ class Monitor:
         self._saver = saver
         self._watch = watch
         self._dead = set() if dead is None else dead
+        self._look_at = look_at
         self._halted: set[int] = set()  # workers that wait for the checkpoint to be written or abandoned
         self._in_step = in_step
         self._infos = link.infos()
@@ -157,6 +161,7 @@ class Monitor:
             return  # its message was in transit when the worker was removed
         if kind == messages.StepInfoKind.STEPPED:
             self._coordinator.exchanged(now_s, exchanged)
+            self._look_at(exchanged)
         elif kind == messages.StepInfoKind.ENDED:
             self._left(now_s, exchanged.worker, Change.LEFT)
         elif kind == messages.StepInfoKind.SETTLED:

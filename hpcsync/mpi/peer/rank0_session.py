@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hpcsync.core.peer_coordinator import PeerCoordinator
+from hpcsync.core.problem_report import ProblemReport
 from hpcsync.mpi.collectives.model_parts import Read
 from hpcsync.mpi.peer.monitor import Monitor
 from hpcsync.mpi.peer.session import PeerSession
@@ -56,6 +57,7 @@ class Rank0Session(PeerSession):
             recorder.saver(self._run_state, (), now_s),
             recorder.watch.look,
             self._layers.dead,
+            ProblemReport(given.job.stop.on_nan).see,
         )
         self._monitor.start()
         recorder.begin()

@@ -112,12 +112,15 @@ class PeerSession(RankSession):
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """End an iteration: apply the step and exchange; return False after the last one."""
         self._refuse_step()
-        loss = self._take_loss(loss)
+        losses = self._take_losses(loss)
+        mean_loss = sum(losses) / len(losses) if losses else math.nan
         if self._times is None:
             if not self._iterations.under_way and self._may_begin_again:
                 self._iterations.begin_again()
             self._end_computation()
-        self._end_iteration(loss)
+        self.flat.gather_gradient()
+        self._check_step(losses, mean_loss)
+        self._end_iteration(mean_loss)
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         return not self.stopped
 
@@ -129,7 +132,7 @@ class PeerSession(RankSession):
         lr = math.nan if self._script is None else self._script.lr
         step_info = self._machine.step_info(
             result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s, lr,
-            self._skips,
+            self._take_problem(),
         )  # fmt: skip
         self._link.step_info(step_info)
         if self._estimator is not None:

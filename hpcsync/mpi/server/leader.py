@@ -43,6 +43,8 @@ class Leader:
     about_to_evaluate
         Called before an evaluation of the current version begins. None: what is evaluated does not change between
         updates. Otherwise an evaluation begins only right after an update.
+    look_at
+        Called with every push info that has been handled; may raise to end the run.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Leader:
         saver: Checkpointer | None = None,
         watch: Callable[[float], None] = lambda now_s: None,
         about_to_evaluate: Callable[[], None] | None = None,
+        look_at: Callable[[PushInfo], None] = lambda push_info: None,
     ) -> None:
         self._link = link
         self._shard = shard
@@ -65,6 +68,7 @@ class Leader:
         self._watch = watch
         self._about_to_evaluate = about_to_evaluate
         self._seen = coordinator.version  # when an evaluation was last considered
+        self._look_at = look_at
         self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
@@ -125,6 +129,7 @@ class Leader:
             return  # sent both before and after a checkpoint
         if kind == messages.InfoKind.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, push_info))
+            self._look_at(push_info)
         elif kind == messages.InfoKind.LEFT:
             self._carry_out(self._coordinator.left(now_s, push_info.worker))
         elif kind == messages.InfoKind.JOINED:

@@ -14,6 +14,7 @@ import torch
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.iterations import Iterations
+from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.roles import Roles
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
@@ -145,8 +146,11 @@ class WorkerSession(LinkedSession):
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Use the gradient, and push if a push is due; return False once the run is over."""
         self._refuse_step()
-        loss = self._take_loss(loss)
+        losses = self._take_losses(loss)
+        mean_loss = sum(losses) / len(losses) if losses else math.nan
         self.flat.gather_gradient()
+        if self._computed == 1.0:
+            self._check_step(losses, mean_loss)
         if self._skips:
             self.flat.gradient.zero_()
         cuda.ready(self.flat.gradient)  # the computation ends here
@@ -157,7 +161,7 @@ class WorkerSession(LinkedSession):
         n_samples = self._iterations.batch_size
         last = self._machine.computed(begin_s, end_s, n_samples, self._computed, self._iterations.load_s)
         self._computed = 1.0
-        self._contribution.step(self.flat.gradient, n_samples, loss, last=last)
+        self._contribution.step(self.flat.gradient, n_samples, mean_loss, last=last)
         if last:
             self._push()
         return not self.stopped
@@ -165,7 +169,7 @@ class WorkerSession(LinkedSession):
     def _push(self) -> None:
         """Push the contribution, and continue with the weights read after it."""
         lr = math.nan if self._script is None else self._script.lr
-        self._engine.push(self._contribution.prepare(), lr, skipped=self._skips)
+        self._engine.push(self._contribution.prepare(), lr, self._take_problem())
         self._continue()
 
     def _continue(self) -> None:
@@ -301,6 +305,7 @@ class LeaderSession(FollowerSession):
             saver,
             recorder.watch.look,
             self._take_buffers if self._buffers.n_words else None,
+            ProblemReport(self._job.stop.on_nan).see,
         )
         switch_s = sys.getswitchinterval()
         recorder.begin()

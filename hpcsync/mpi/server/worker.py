@@ -114,7 +114,7 @@ class Worker(Stateful):
             self.machine.cancel(*record)
         return self.machine.is_cancelled
 
-    def push(self, loss: float, lr: float = math.nan, *, skipped: bool = False) -> None:
+    def push(self, loss: float, lr: float = math.nan, problem: int = 0) -> None:
         """Push the contribution of the iteration, wait for the grant and read the next weights, if the run goes on.
 
         Parameters
@@ -123,12 +123,12 @@ class Worker(Stateful):
             Mean loss of its local steps.
         lr
             Learning rate of the script's optimizer; NaN: the job's.
-        skipped
-            Whether the contribution must change nothing.
+        problem
+            What is wrong with the step (`records.Problem`).
         """
         self._link.phases.enter(Phase.PUSHING)
         encode_s, put_s, n_bytes = self._put() if self.machine.share == 1.0 else (0.0, 0.0, 0)
-        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, skipped=skipped)
+        push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, problem)
         if self._buffers is not None:
             self._link.buffers.put(push_info.worker, push_info.iteration, self._buffers.packed())
         self._infos.send(0, (messages.InfoKind.PUSHED, *push_info[1:]))

@@ -159,7 +159,7 @@ def test_single_process_trains_all_allocated_samples(model):
         for _ in range(2):
             for batch in sync.shard(DATA, batch_size=99):
                 seen.append(batch[0])
-                sync.step(step(model, sync._optimizer, batch))
+                sync.step(step(model, sync._optimizers[0], batch))
     order = sequence_indices(7, 0, 7 * 16, size=50)
     assert [len(x) for x in seen] == [16] * 7
     assert torch.equal(torch.cat(seen), DATA.tensors[0][torch.from_numpy(order)])

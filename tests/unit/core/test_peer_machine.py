@@ -326,7 +326,7 @@ def test_a_step_info_has_what_both_know():
     assert info._asdict() == {
         "worker": 0, "iteration": 1, "peer": 1, "wire_bytes": 40, "compute_s": 0.75, "wait_s": 0.25, "comm_s": 0.125,
         "loss": 0.5, "batch_size": N_SAMPLES, "begin_s": 1.0, "end_s": 2.0, "n_received": 2,
-        "weight": this.update.weight, "load_s": 0.0625, "lr": 0.3, "skipped": 1,
+        "weight": this.update.weight, "load_s": 0.0625, "lr": 0.3, "problem": 1,
     }  # fmt: skip
 
 

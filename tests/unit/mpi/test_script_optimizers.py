@@ -16,6 +16,9 @@ from torch.utils.data import TensorDataset
 
 import hpcsync
 from hpcsync.audit.trace_audit import audit
+from hpcsync.config.errors import JobError
+from hpcsync.core.problem_report import ProblemReport
+from hpcsync.paradigms.records import Problem, PushInfo
 from hpcsync.trace.reader import load
 from hpcsync.training import script_optimizers
 from hpcsync.training.sampler import batches
@@ -362,7 +365,7 @@ def test_a_step_that_a_scaler_skips_changes_nothing_and_is_recorded(comm, needs,
     if comm.rank == 0:
         trace = load(folder / "run" / "trace.h5")
         rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
-        assert set(rows["iteration"][rows["skipped"] > 0]) == {3}
+        assert set(rows["iteration"][rows["problem"] > 0]) == {3}
         assert [found for found in audit(trace) if not found.passed] == []
 
 
@@ -387,3 +390,85 @@ def test_the_servers_clip_the_mean(comm, needs, folder, servers):
         theirs.step()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=0, atol=1e-10)
+
+
+# ---- what is said ----
+
+
+def mistaken(mistake: str, model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches, sync: Any) -> None:
+    for step, batch in enumerate(batches):
+        if step == 1 and mistake == "double":
+            model.float()
+        if step == 1 and mistake == "layer":
+            model.head = nn.Linear(40, 1, dtype=torch.float64)
+        if step == 1 and mistake == "group":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1, dtype=torch.float64))]})
+        if mistake == "layer" and step == 0:
+            model.extra = nn.Linear(1, 1, dtype=torch.float64)
+        x, y = batch
+        loss = loss_of(model, (x.to(model.body.weight.dtype), y))
+        if mistake in ("nan", "nan, not recorded"):
+            loss = loss * float("nan")
+        optimizer.zero_grad(set_to_none=mistake != "backward")
+        if mistake != "backward" or step == 0:
+            loss.backward()
+        optimizer.step() if mistake == "nan, not recorded" else sync.step(loss)
+
+
+MISTAKES = {
+    "backward": "worker 0, iteration 2.*: step without a gradient",
+    "double": "the model or the optimizer has changed since connect",
+    "layer": "the model or the optimizer has changed since connect",
+    "group": "the model or the optimizer has changed since connect",
+    "nan": "iteration 1.*: the loss is not finite",
+    "nan, not recorded": "iteration 1.*: the gradient is not finite",
+}
+
+
+@pytest.mark.parametrize("mistake", sorted(MISTAKES.keys() - {"double"}))  # alone a model may be cast
+def test_alone_a_mistake_is_one_line(mistake):
+    model = Net().double()
+    optimizer = sgd(model)
+    with (
+        pytest.raises(JobError, match=MISTAKES[mistake]) as caught,
+        hpcsync.connect(model, optimizer, stop={"on_nan": "stop"}) as sync,
+    ):
+        mistaken(mistake, model, optimizer, sync.shard(data(40), BATCH), sync)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "gossip"])
+@pytest.mark.parametrize("mistake", ["backward", "nan", "nan, not recorded"])
+def test_a_mistake_is_recorded(comm, needs, folder, monkeypatch, paradigm, mistake):
+    needs(2)
+    monkeypatch.setattr(ProblemReport, "see", lambda self, info: None)  # the ranks go on
+    model = Net().double()
+    optimizer, options = sgd(model), {"mode": "pull"} if paradigm == "gossip" else {}
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm, **options) as sync:
+        mistaken(mistake, model, optimizer, sync.shard(data(BATCH * 3 * comm.size), BATCH), sync)
+    if comm.rank == 0:
+        trace = load(folder / "run" / "trace.h5")
+        rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
+        expected = {
+            "backward": Problem.NO_GRADIENT,
+            "nan": Problem.LOSS_NOT_FINITE,
+            "nan, not recorded": Problem.GRADIENT_NOT_FINITE,
+        }[mistake]
+        assert {int(each) for each in rows["problem"][rows["iteration"] == 2]} == {expected}
+
+
+@pytest.mark.parametrize("problem", [each for each in Problem if each > Problem.SKIPPED])
+def test_a_problem_is_said_once_or_ends_the_run(problem, capsys):
+    push = PushInfo(1.0, 3, 7, 5, problem=problem)
+    with pytest.raises(JobError, match="worker 3, iteration 7, version 5: "):
+        ProblemReport("stop").see(push)
+    report = ProblemReport("warn")
+    if problem in (Problem.NO_GRADIENT, Problem.MODEL_CHANGED):
+        with pytest.raises(JobError, match="worker 3, iteration 7, version 5: "):
+            report.see(push)
+    else:
+        report.see(push)
+        report.see(push)
+        assert capsys.readouterr().err.count("worker 3, iteration 7") == 1
+    report.see(push._replace(problem=Problem.SKIPPED))
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,56 @@
+"""What is said of steps with a problem: one line, once, for all workers."""
+
+from __future__ import annotations
+
+import sys
+
+from hpcsync.config.errors import JobError
+from hpcsync.paradigms.records import Problem, PushInfo, StepInfo
+
+NOT_FINITE = {
+    Problem.LOSS_NOT_FINITE: "the loss is not finite",
+    Problem.GRADIENT_NOT_FINITE: "the gradient is not finite",
+}
+WRONG = {
+    Problem.NO_GRADIENT: "step without a gradient: no backward pass has computed one since the last step",
+    Problem.MODEL_CHANGED: "the model or the optimizer has changed since connect: parameters were moved, cast, "
+    "replaced or added",
+}
+
+
+class ProblemReport:
+    """Lines about problems, each kind once.
+
+    Parameters
+    ----------
+    on_nan
+        "stop" to end the run when a loss or a gradient is not finite, "warn" to go on.
+    """
+
+    def __init__(self, on_nan: str) -> None:
+        self._stops = on_nan == "stop"
+        self._said: set[Problem] = set()
+
+    def see(self, info: PushInfo | StepInfo) -> None:
+        """Look at a step.
+
+        Raises
+        ------
+        JobError
+            If the run must end.
+        """
+        if info.problem <= Problem.SKIPPED:
+            return
+        problem = Problem(info.problem)
+        line = describe(info, problem)
+        if problem in WRONG or self._stops:
+            raise JobError(line)
+        if problem not in self._said:
+            self._said.add(problem)
+            print(f'hpcsync: {line}; stop.on_nan = "stop" would end the run', file=sys.stderr, flush=True)
+
+
+def describe(info: PushInfo | StepInfo, problem: Problem) -> str:
+    """Return the problem in words, with its worker, iteration and, on servers, version."""
+    version = f", version {info.version_read}" if isinstance(info, PushInfo) else ""
+    return f"worker {info.worker}, iteration {info.iteration}{version}: {({**NOT_FINITE, **WRONG})[problem]}"

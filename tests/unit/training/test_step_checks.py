@@ -1,0 +1,123 @@
+"""Checks of a script's steps."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from hpcsync.paradigms.records import Problem
+from hpcsync.training.flat_model import FlatModel
+from hpcsync.training.step_checks import StepChecks, problem_of_job
+from tests.unit.jobs import make_job
+
+N_STEPS = 4
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, FlatModel, StepChecks]:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    flat = FlatModel(model, list(model.parameters()))
+    return model, optimizer, flat, StepChecks(model, [optimizer], flat)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.ones(1, 2, dtype=model[0].weight.dtype)).sum().backward()
+
+
+def replace_head(model, optimizer):
+    model[1] = nn.Linear(3, 1)
+
+
+def add_layer(model, optimizer):
+    model.append(nn.Linear(1, 1))
+
+
+def add_group(model, optimizer):
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+
+
+def cast(model, optimizer):
+    model.double()
+
+
+def move(model, optimizer):
+    for p in model.parameters():
+        p.data = p.data.clone()
+
+
+def thaw(model, optimizer):
+    model.requires_grad_(True)
+
+
+def nothing(model, optimizer):
+    pass
+
+
+@pytest.mark.parametrize("change", [replace_head, add_layer, add_group, cast, move])
+@pytest.mark.parametrize("at", [0, 1, N_STEPS])
+def test_a_changed_model_is_noticed_in_the_next_steps_or_at_the_end(change, at):
+    model, optimizer, flat, checks = make()
+    found = []
+    for step in range(N_STEPS):
+        if step == at:
+            change(model, optimizer)
+        backward(model)
+        found.append(checks.problem([1.0], flat.gradient))
+    if at == N_STEPS:
+        change(model, optimizer)
+    assert found[:at] == [Problem.NONE] * at
+    assert Problem.MODEL_CHANGED in found[at:] or checks.ended()
+
+
+@pytest.mark.parametrize("change", [thaw, nothing])
+def test_what_may_change(change):
+    model, optimizer, flat, checks = make()
+    for step in range(N_STEPS):
+        if step == 1:
+            change(model, optimizer)
+        backward(model)
+        assert checks.problem([1.0], flat.gradient) == Problem.NONE
+    assert not checks.ended()
+
+
+def test_a_thawed_parameter_alone_has_a_new_gradient():
+    model, _, flat, checks = make()
+    model[0].requires_grad_(True)
+    model[1].requires_grad_(False)
+    backward(model)
+    assert checks.problem([1.0], flat.gradient) == Problem.NONE
+
+
+def test_a_forgotten_backward_is_noticed():
+    model, _, flat, checks = make()
+    backward(model)
+    assert checks.problem([1.0], flat.gradient) == Problem.NONE
+    assert checks.problem([1.0], flat.gradient) == Problem.NO_GRADIENT
+    backward(model)
+    assert checks.problem([1.0], flat.gradient) == Problem.NONE
+
+
+@pytest.mark.parametrize(
+    ("losses", "gradient", "found"),
+    [
+        ([1.0, 2.0], 0.0, Problem.NONE),
+        ([1.0, math.inf], 0.0, Problem.LOSS_NOT_FINITE),
+        ([math.nan], 0.0, Problem.LOSS_NOT_FINITE),
+        ([], 0.0, Problem.NONE),
+        ([], math.nan, Problem.GRADIENT_NOT_FINITE),
+        ([], math.inf, Problem.GRADIENT_NOT_FINITE),
+    ],
+)
+def test_numbers_that_are_not_finite(losses, gradient, found):
+    model, _, flat, checks = make()
+    backward(model)
+    flat.gradient[3] = gradient
+    assert checks.problem(losses, flat.gradient) == found
+
+
+def test_the_loss_of_a_job():
+    assert problem_of_job(make_job(), 0.5) == Problem.NONE
+    assert problem_of_job(make_job(), math.nan) == Problem.LOSS_NOT_FINITE
+    assert problem_of_job(make_job(workload={"name": "timing"}), math.nan) == Problem.NONE
