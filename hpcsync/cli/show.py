@@ -47,7 +47,7 @@ def rows(job: Job) -> list[tuple[str, str]]:
         *job.paradigm.details(job.cluster.workers),
         ("samples per iteration", _samples(job, job.workload.batch_size)),
         *_cluster_rows(job.cluster),
-        ("ends at", " or ".join(f"{key} = {value:,}" for key, value in job.stop if value is not None)),
+        ("ends at", " or ".join(f"{key} = {value:,}" for key, value in job.stop.conditions.items())),
     ]
 
 

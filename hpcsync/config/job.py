@@ -47,6 +47,11 @@ class Stop(Table):
     target_loss: Annotated[float, Field(allow_inf_nan=False)] | None = None
     on_nan: Literal["warn", "stop"] = "warn"
 
+    @property
+    def conditions(self) -> dict[str, float]:
+        """Limits and targets that are given, by key."""
+        return {key: value for key, value in self if key != "on_nan" and value is not None}
+
     def reached(self, *, samples: int = 0, updates: int = 0, seconds: float = 0.0) -> bool:
         """Return True if a limit is reached."""
         return (
@@ -262,7 +267,7 @@ class Job(Table):
 
     @model_validator(mode="after")
     def _ends(self) -> Self:
-        if not isinstance(self.workload, Script) and all(value is None for _, value in self.stop):
+        if not isinstance(self.workload, Script) and not self.stop.conditions:
             raise JobError(f"stop: empty; must have at least one of {', '.join(Stop.model_fields)}")
         return self
 

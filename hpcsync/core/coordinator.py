@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hpcsync.config.job import Job, Stop
+from hpcsync.config.job import Job, Script, Stop
 from hpcsync.core.assignments import Assignments, create_assignments
 from hpcsync.core.straggler_detector import StragglerDetector
 from hpcsync.paradigms import (
@@ -111,8 +111,7 @@ class Coordinator(Stateful):
     lr
         Rate of the next update as a function of samples, updates and contributions: the learning rate
         (`hpcsync.training.lr_schedule`); where workers have optimizers and the servers a centre, the share of the
-        distance that the centre moves; where workers push the change of their weights, 1 or an outer learning rate. Of
-        the rates that scripts state with their pushes it is a factor.
+        distance that the centre moves; where workers push the change of their weights, 1 or an outer learning rate.
     stop
         Stopping rule.
     batch_total
@@ -121,6 +120,8 @@ class Coordinator(Stateful):
         Batch sizes, samples and local steps.
     cuts_short
         Whether computing workers are sent a cancel command when the run ends, so that they push early.
+    of_own_rates
+        Whether `lr` is a factor of the rates that scripts state with their pushes.
 
     Notes
     -----
@@ -162,6 +163,7 @@ class Coordinator(Stateful):
         batch_total: int | None = None,
         assignments: Assignments | None = None,
         cuts_short: bool = False,
+        of_own_rates: bool = False,
     ) -> None:
         self.version = 0
         self.samples = 0
@@ -190,6 +192,7 @@ class Coordinator(Stateful):
         self._accumulated: list[tuple[Contribution, float]] = []  # in the sum of the next update, with their weights
         self._blocked: dict[int, float] = {}  # blocked workers, and since when
         self._cuts_short = cuts_short
+        self._of_own_rates = of_own_rates
         self._computing = set(range(n_workers))
         self._left_since: set[int] = set()  # workers that have left since the latest update
         self.stalls = StragglerDetector()
@@ -350,7 +353,7 @@ class Coordinator(Stateful):
             per, samples = self._per_sample
             divisor = sum(push_info.batch_size for push_info in used) * per / samples
         rate = self._lr(self.samples, self.version, len(taken))
-        lr = rate * own_rate([push_info for (_, push_info), _ in taken])
+        lr = rate * own_rate([push_info for (_, push_info), _ in taken]) if self._of_own_rates else rate
         self.version += 1
         self.updated_s = now_s
         self._left_since.clear()
@@ -444,6 +447,7 @@ def coordinate(job: Job, paradigm: Paradigm, trace: Recorder) -> Coordinator:
         batch_total=None if job.steps_on_workers else job.batch_total,
         assignments=create_assignments(job),
         cuts_short=job.commits,
+        of_own_rates=isinstance(job.workload, Script) and not job.steps_on_workers,
     )
 
 
