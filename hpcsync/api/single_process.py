@@ -14,11 +14,11 @@ from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.session import Session
+from hpcsync.core.step_checks import StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.lr_schedule import EvaluationSchedule, learning_rate
 from hpcsync.training.script_optimizers import parameters_of
-from hpcsync.training.step_checks import StepChecks
 from hpcsync.workloads.registry import Evaluate
 
 

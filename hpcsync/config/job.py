@@ -268,7 +268,8 @@ class Job(Table):
     @model_validator(mode="after")
     def _ends(self) -> Self:
         if not isinstance(self.workload, Script) and not self.stop.conditions:
-            raise JobError(f"stop: empty; must have at least one of {', '.join(Stop.model_fields)}")
+            conditions = [key for key in Stop.model_fields if key != "on_nan"]
+            raise JobError(f"stop: empty; must have at least one of {', '.join(conditions)}")
         return self
 
     @model_validator(mode="after")

@@ -21,6 +21,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from hpcsync.core.problem_report import WRONG
 from hpcsync.core.session import Session
+from hpcsync.core.step_checks import StepChecks, problem_of_job
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.transport.ulfm import RankFailed, leave_with, survivors, tolerable
 from hpcsync.mpi.transport.window_selection import WindowSelection
@@ -35,7 +36,6 @@ from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec
 from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of
-from hpcsync.training.step_checks import StepChecks, problem_of_job
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job

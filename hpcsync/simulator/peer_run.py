@@ -19,12 +19,12 @@ from hpcsync.core.device_speed import Device
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.peer_machine import PeerMachine, create_method
 from hpcsync.core.problem_report import ProblemReport
+from hpcsync.core.step_checks import problem_of_job
 from hpcsync.paradigms.peer_method import PENDING, Actions, ExchangeResult, Transport
 from hpcsync.paradigms.records import Problem, StepInfo
 from hpcsync.simulator.peer_numerics import NullNumerics, Numerics, Replicas
 from hpcsync.simulator.peer_transfers import Workers
 from hpcsync.training.lr_schedule import EvaluationSchedule
-from hpcsync.training.step_checks import problem_of_job
 from hpcsync.workloads.registry import Workload
 
 Watch = Callable[[float, PeerCoordinator], None]

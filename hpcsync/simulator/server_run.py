@@ -23,6 +23,7 @@ from hpcsync.core.coordinator import (
 )
 from hpcsync.core.device_speed import Device, encode_s
 from hpcsync.core.problem_report import ProblemReport
+from hpcsync.core.step_checks import problem_of_job
 from hpcsync.core.worker_machine import WorkerMachine
 from hpcsync.paradigms import Elapsed, Grant, Paradigm
 from hpcsync.paradigms.records import Problem
@@ -32,7 +33,6 @@ from hpcsync.simulator.server_numerics import numerics
 from hpcsync.training.gradient import piece_shares
 from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.speed_models import estimator, nominal_clock
-from hpcsync.training.step_checks import problem_of_job
 from hpcsync.workloads.registry import Workload
 
 

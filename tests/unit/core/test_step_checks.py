@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from hpcsync.core.step_checks import StepChecks, problem_of_job
 from hpcsync.paradigms.records import Problem
 from hpcsync.training.flat_model import FlatModel
-from hpcsync.training.step_checks import StepChecks, problem_of_job
 from tests.unit.jobs import make_job
 
 N_STEPS = 4
