@@ -297,7 +297,13 @@ class Iterations(Stateful):
     def _batches_in_step(self, data: Any, batches: Source, epochs: range) -> Iterator[Batch]:
         """Yield equally many batches on all workers: an incomplete last iteration is left out."""
         assert isinstance(batches, Ordered)
-        n_iterations = len(epochs) * whole_batches(batches.batch_size, batches.size) // len(self._job.takers)
+        n_batches = len(epochs) * whole_batches(batches.batch_size, batches.size)
+        n_iterations, n_left_out = divmod(n_batches, len(self._job.takers))
+        if n_left_out and epochs.stop < sys.maxsize:
+            self._say(
+                f"{n_left_out} of {n_batches} batches are left out at the end of the loop, because all workers make "
+                "equally many iterations"
+            )
         if self._skip >= n_iterations:
             self._skip -= n_iterations
             return

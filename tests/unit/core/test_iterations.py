@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from hpcsync.config.errors import JobError
 from hpcsync.core.iterations import CALL_S, Iterations
 from hpcsync.training.sampler import batches, sequence_indices
 from tests.unit.jobs import make_job
@@ -275,6 +276,25 @@ def test_streams_that_end_apart_are_said_once(capsys):
     assert capsys.readouterr().out == (
         "shard: 6 batches in a training epoch for 4 workers: workers 0 to 1 use one more than the others\n"
     )
+
+
+def separated(worker: int) -> Iterations:
+    """Return the iterations of one of four workers, of which the first computes with the batches of the others."""
+    paradigm = {"name": "stanza", "cut": "0", "fc_workers": 1, "fc_share": 0.5}
+    cluster = {"workers": 4, "servers": 0}
+    job = make_job(cluster=cluster, seed=9, workload={"name": "script"}, paradigm=paradigm)
+    return Iterations(job, worker, time.perf_counter)
+
+
+def test_workers_with_separated_layers_make_equally_many_iterations(capsys):
+    assert [len(list(trained(separated(worker), shuffled(), [1]))) for worker in range(4)] == [1] * 4
+    assert capsys.readouterr().out == (
+        "shard: 2 of 22 samples are left out in each training epoch, because whole batches of 4 are used\n"
+        "shard: 2 of 5 batches are left out at the end of the loop, because all workers make equally many iterations\n"
+    )
+    for make in (drawn, streamed):
+        with pytest.raises(JobError, match='paradigm.name = "stanza" needs samples with indices in the run'):
+            next(trained(separated(1), make(), [1]))
 
 
 def test_the_batch_size_of_a_loader_is_known():

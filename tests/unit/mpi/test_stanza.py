@@ -145,7 +145,8 @@ def test_evaluations_are_of_both_halves(comm, needs, folder):
             assert workload.evaluate(workload.model)[0] == pytest.approx(evaluation["loss"], rel=1e-9)
 
 
-def test_a_script_trains_its_model_in_two_halves(comm, folder):
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_a_script_trains_its_model_in_two_halves(comm, folder, as_loader):
     """Its loop is unaware of the separation; as a single process it is plain training."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(228, 2, 6, 6, generator=generator, dtype=torch.float64)
@@ -156,9 +157,10 @@ def test_a_script_trains_its_model_in_two_halves(comm, folder):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     expected, seen = _plainly(model, data, n_batches=max(1, comm.size - 1)), 0
     options = {"cut": "classifier"}
+    given = (torch.utils.data.DataLoader(data, 8, shuffle=True),) if as_loader else (data, 8)
     with hpcsync.connect(model, optimizer, "stanza", out=folder / "run", comm=comm, **options) as sync:
         for _ in range(2):
-            for features, targets in sync.shard(data, batch_size=8):
+            for features, targets in sync.shard(*given):
                 loss = torch.nn.functional.cross_entropy(model(features), targets)
                 optimizer.zero_grad()
                 loss.backward()
