@@ -63,9 +63,7 @@ def test_what_travels_is_what_the_trace_counts_and_the_formula_says(comm, needs,
     monkeypatch.setattr(
         model_parts,
         "share",
-        lambda tensors, comm, root: share(
-            [shared.append((comm.size, tensor.numel())) or tensor for tensor in tensors], comm, root
-        ),
+        lambda tensors, comm: share([shared.append((comm.size, tensor.numel())) or tensor for tensor in tensors], comm),
     )
     this, updates = test_stanza.job(comm.size, pieces=2, updates=6), 6
     groups, b = this.groups, 4
