@@ -147,12 +147,28 @@ class RankSession(Session):
         assert self._script is not None
         if self.worker is not None:
             self._checks = StepChecks(self._model, self._script.optimizers, self.flat)
+        self._hooks_of_state: list[torch.utils.hooks.RemovableHandle] = []
+        self._said_where_state_is = False
         self._taken = [optimizer.__dict__.get("step") for optimizer in self._script.optimizers]
         for index, optimizer in enumerate(self._script.optimizers):
             step = partial(self._optimizer_step, index)
             step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # what a scheduler looks for
             optimizer.step = step  # type: ignore[method-assign]
             optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # a GradScaler leaves it to `step`
+            if self._job.has_servers and not self._job.steps_on_workers:
+                self._hooks_of_state.append(optimizer.register_state_dict_pre_hook(self._on_state_dict))
+                self._hooks_of_state.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
+
+    def _on_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.worker == 0 and not self._said_where_state_is:
+            self._said_where_state_is = True
+            line = (
+                "optimizer.state_dict: its state is on the servers until the end of the with block; save it after that"
+            )
+            print(f"hpcsync: {line}, or use checkpoint= of connect", file=sys.stderr, flush=True)
+
+    def _on_load_state_dict(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        raise RuntimeError("optimizer.load_state_dict: its state is on the servers by now; load it before connect")
 
     def _optimizer_step(self, index: int, closure: Callable[[], Any] | None = None) -> Any:
         """Make the step of an optimizer of the script; as its own `step`, it returns what the closure returns."""
@@ -209,6 +225,8 @@ class RankSession(Session):
         self._heed_signals()
         sys.excepthook = self._excepthook
         if self._script is not None:
+            for hook in self._hooks_of_state:
+                hook.remove()
             for optimizer, step in zip(self._script.optimizers, self._taken, strict=True):
                 del optimizer.step, optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
                 if step is not None:
@@ -248,6 +266,7 @@ class RankSession(Session):
                 together = survivors(self._comm) if self._tolerant else self._comm
                 complete = together.size == self._comm.size
                 self._layers.share(together)
+                self._share_kept(together)
                 if complete:
                     self._free()
                     self._layers.free()
@@ -262,6 +281,9 @@ class RankSession(Session):
         sys.stdout.flush()
         sys.stderr.flush()
         end_all(self._comm, error)
+
+    def _share_kept(self, comm: MPI.Intracomm) -> None:
+        """Give the script's optimizers on all ranks what others have kept for them; collective over the survivors."""
 
     def _conclude(self) -> None:
         """Finish the outputs, after the last rank has finished."""

@@ -182,6 +182,10 @@ class ServerOptimizer(Stateful, ABC):
     def follow(self, stated: Sequence[np.ndarray]) -> None:
         """Prepare the next step as the contributors' scripts have stated it; without scripts nothing is stated."""
 
+    def kept_pieces(self) -> list[Any]:
+        """Return what is kept for pieces of a script's parameters; nothing without a script."""
+        return []
+
 
 class FlatOptimizer(ServerOptimizer):
     """A spec's optimizer of one flat parameter, whose `data` may be replaced between steps."""

@@ -217,6 +217,10 @@ class Store(Stateful):
         self._rule.update(contributions, lr, weights, divisor)
         self.version += 1
 
+    def kept_pieces(self) -> list[Any]:
+        """Return what the rule's optimizers keep for pieces of a script's parameters."""
+        return self._rule.kept_pieces()
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint.
 

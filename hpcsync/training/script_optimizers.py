@@ -18,8 +18,8 @@ optimizer that is not element-wise needs whole parameters.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -137,6 +137,20 @@ class ScriptOptimizers:
             cuts.append(places[at])
             at += 1
         return [slice(begin, end) for begin, end in zip(cuts, [*cuts[1:], self.flat.size], strict=True)]
+
+    def adopt(self, pieces: Iterable[tuple[int, slice, dict[str, Any]]]) -> None:
+        """Let the script's optimizers keep what the servers' have kept (`PieceOptimizer.kept_pieces`)."""
+        for index, part, kept in pieces:
+            parameter = self.flat.parameters[index]
+            state = self.optimizers[self.owner[index]].state[parameter]
+            for key, value in kept.items():
+                if isinstance(value, torch.Tensor) and value.numel() == part.stop - part.start != 1:
+                    whole = state.get(key)
+                    if not isinstance(whole, torch.Tensor) or whole.shape != parameter.shape:
+                        state[key] = whole = torch.zeros_like(parameter, dtype=value.dtype)
+                    whole.view(-1)[part] = value.reshape(-1).to(whole.device)
+                else:
+                    state[key] = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
 
     @property
     def _elementwise(self) -> bool:
@@ -381,7 +395,7 @@ class PieceOptimizer(ServerOptimizer):
     state_types = {"_options": list[list[float]], "_kept": list[dict[int, Any]], "_momentum": float}
 
     def __init__(self, script: ScriptOptimizers, weights: torch.nn.Parameter, shard: slice, reduce: Reduce) -> None:
-        self._script, self._weights, self._reduce = script, weights, reduce
+        self._script, self._weights, self._reduce, self._begin = script, weights, reduce, shard.start
         self._momentum = math.nan  # chosen by the paradigm
         self._pieces = list(_pieces(script.flat, shard))
         self._present = [True] * len(script.flat.parameters)
@@ -427,6 +441,17 @@ class PieceOptimizer(ServerOptimizer):
             for group in optimizer.param_groups:
                 if "momentum" in group:
                     group["momentum"] = momentum
+
+    def kept_pieces(self) -> list[tuple[int, slice, dict[str, Any]]]:
+        """Return what is kept for each piece: index of the parameter, the piece's elements in it, values by key."""
+        found = []
+        for piece in self._pieces:
+            state = self.optimizers[self._script.owner[piece.index]].state.get(piece.parameter)
+            if state:
+                begin = self._begin + piece.span.start - self._script.flat.spans[piece.index].start
+                here = {key: value.cpu() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+                found.append((piece.index, slice(begin, begin + piece.parameter.numel()), here))
+        return found
 
     def _place(self) -> None:
         """Let the pieces be views of the row, which may be another one than in the last step."""
@@ -480,6 +505,8 @@ def _twin(
     twin = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.__dict__.pop("step", None)  # a scheduler or a session may have replaced it
+    for key in [key for key in twin.__dict__ if key.startswith("_optimizer_") and key.endswith("_hooks")]:
+        twin.__dict__[key] = OrderedDict()
     kept = [[p for p in group["params"] if id(p) in pieces] for group in optimizer.param_groups]
     twin.param_groups = [
         {**group, "params": [pieces[id(p)].parameter for p in parameters]}

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mpi4py import MPI
 
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
@@ -77,6 +78,19 @@ class LinkedSession(RankSession):
     def _name(self) -> str:
         """Name of this rank's part of a checkpoint."""
         return self._link.roles.name(self.rank)
+
+    def _share_kept(self, comm: MPI.Intracomm) -> None:
+        """Give all ranks' optimizers of the script what the servers' have kept; collective over the survivors."""
+        if self._script is None or self._job.steps_on_workers:
+            return
+        own = self._kept_pieces()
+        for server in range(self._link.roles.n_servers):
+            for i in range(comm.bcast(len(own), server)):  # one by one: together they may be too large for a message
+                self._script.adopt([comm.bcast(own[i] if comm.rank == server else None, server)])
+
+    def _kept_pieces(self) -> list[Any]:
+        """Return what this server's optimizers have kept; on a worker nothing."""
+        return []
 
 
 class WorkerSession(LinkedSession):
@@ -258,6 +272,9 @@ class FollowerSession(LinkedSession):
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Raise RuntimeError: a server does not train."""
         raise RuntimeError("step on a server: only workers train")
+
+    def _kept_pieces(self) -> list[Any]:
+        return self._shard.store.kept_pieces()
 
     def _serve(self) -> None:
         follow(self._link, self._shard)

@@ -248,6 +248,42 @@ def test_the_number_of_servers_changes_no_bit(comm, needs, folder, case):
     assert comm.rank >= 3 or torch.equal(*weights)
 
 
+@pytest.mark.parametrize("servers", [0, 1, 2])
+def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers, capsys):
+    """Whatever ran it: a script saves it, and trains on from it."""
+    needs(servers + 1)
+    model, n_workers = Net().double(), comm.size - servers
+    optimizer = two_groups(model)
+    samples = data(BATCH * n_workers * STEPS)
+    paradigm = "bsp" if servers else "allreduce"
+    with hpcsync.connect(model, optimizer, paradigm, servers=servers, out=folder / "run", comm=comm) as sync:
+        for step, batch in enumerate(sync.shard(samples, BATCH)):
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+            if servers and step == 1:
+                optimizer.state_dict()
+                with pytest.raises(RuntimeError, match="load it before connect"):
+                    optimizer.load_state_dict({})
+    twin = Net().double()
+    theirs = two_groups(twin)
+    of_workers = [
+        batches(samples, 0, worker, n_workers=n_workers, batch_size=BATCH, epochs=range(1))
+        for worker in range(n_workers)
+    ]
+    for each in zip(*of_workers, strict=True):
+        theirs.zero_grad()
+        loss_of(twin, tuple(map(torch.cat, zip(*each, strict=True)))).backward()
+        theirs.step()
+    mine, expected = optimizer.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == expected["param_groups"]
+    assert mine["state"].keys() == expected["state"].keys() and len(mine["state"]) == 6
+    for index, kept in expected["state"].items():
+        assert mine["state"][index].keys() == kept.keys()
+        for key, value in kept.items():
+            assert torch.allclose(mine["state"][index][key], value, rtol=0, atol=1e-10), key
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "easgd", "local-sgd"])
 def test_rates_and_losses_are_recorded(comm, needs, folder, paradigm):
     needs(2)
