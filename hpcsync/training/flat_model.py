@@ -163,7 +163,7 @@ class FlatModel:
         if parameter.grad is None:
             view.zero_()
             return
-        view.copy_(parameter.grad)
+        view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
         if parameter.dtype == view.dtype:
             parameter.grad = view
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from hpcsync.config.errors import JobError
 from hpcsync.core.assignments import create_assignments, create_paradigm
 from hpcsync.core.coordinator import coordinate
 from hpcsync.core.iterations import Iterations
@@ -62,11 +63,18 @@ class LinkedSession(RankSession):
             compression=compressor.of_job(job, self.flat.parameters, weights.dtype),
             begin_s=begin_s,
             tolerant=self._tolerant,
-            shards=None if self._script is None else self._script.cuts(roles.n_servers),
+            shards=self._cuts(roles.n_servers),
             n_stated=0 if self._script is None or job.steps_on_workers else self._script.n_stated,
             buffer_words=self._buffers.n_words,
         )
         self._clocks = self._link.clocks()
+
+    def _cuts(self, n_servers: int) -> list[slice] | None:
+        """Return the shards of a script's parameters."""
+        try:
+            return None if self._script is None else self._script.cuts(n_servers)
+        except ValueError as error:
+            raise JobError(f"cluster.servers = {n_servers}: {error}") from None
 
     def _report_failure(self) -> None:
         self._link.say(messages.InfoKind.FAILED)

@@ -284,6 +284,31 @@ def test_after_the_run_the_optimizer_has_its_state(comm, needs, folder, servers,
             assert torch.allclose(mine["state"][index][key], value, rtol=0, atol=1e-10), key
 
 
+def test_more_servers_than_pieces_are_refused(comm, needs, folder):
+    needs(5)
+    model = nn.Linear(6, 1)
+    with pytest.raises(JobError, match="cluster.servers = 3: must be at most 2"):
+        hpcsync.connect(model, sgd(model), "bsp", servers=3, out=folder / "run", comm=comm)
+    model = nn.Linear(100, 2)
+    with pytest.raises(JobError, match="servers = 3: must be at most 2 for Own, which needs whole"):
+        hpcsync.connect(model, own(model), "bsp", servers=3, out=folder / "run", comm=comm)
+
+
+def test_sparse_gradients(comm, needs, folder):
+    needs(2)
+    torch.manual_seed(1)
+    model = nn.EmbeddingBag(12, 4, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    numbers = TensorDataset(torch.arange(24).view(-1, 1) % 12)
+    before = model.weight.detach().clone()
+    with hpcsync.connect(model, optimizer, "asp", out=folder / "run", comm=comm) as sync:
+        for (x,) in sync.shard(numbers, 2):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    assert torch.allclose(model.weight, before - 0.2)
+
+
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "easgd", "local-sgd"])
 def test_rates_and_losses_are_recorded(comm, needs, folder, paradigm):
     needs(2)
