@@ -63,7 +63,13 @@ class LocalSession(Session):
         self._clip_norm = job.optimizer.clip_norm
 
     def shard(
-        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        *,
+        sharded: bool = False,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """Return an iterator over all batches of the next training epochs."""
         self._refuse_outside()

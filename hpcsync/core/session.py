@@ -36,7 +36,13 @@ class Session(ABC):
 
     @abstractmethod
     def shard(
-        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        *,
+        sharded: bool = False,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """Return an iterator over this worker's batches of the next training epochs.
 
@@ -58,6 +64,9 @@ class Session(ABC):
             Number of training epochs; None: until the run is stopped.
         sharded
             True if the data are another part on each worker already: the worker then uses all of them.
+        accumulate
+            Batches whose gradients accumulate before a step. It matters to "allreduce" only, which forms the mean in
+            the backward pass of the last of them (see `no_sync`).
 
         Returns
         -------

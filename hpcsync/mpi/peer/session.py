@@ -92,7 +92,13 @@ class PeerSession(RankSession):
         return self._exchange.loss_here(loss)
 
     def shard(
-        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        *,
+        sharded: bool = False,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """Yield this worker's batches of the data set."""
         self._refuse_outside()
@@ -104,7 +110,10 @@ class PeerSession(RankSession):
         self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
         for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded):
-            yield self._exchange.begin(batch)
+            batch = self._exchange.begin(batch)
+            self._reduces = self._iterations.drawn % accumulate == 0
+            self._exchange.let_overlap(self._reduces)
+            yield batch
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
         """Add attributes to the trace; on rank 0 only."""
@@ -147,7 +156,7 @@ class PeerSession(RankSession):
         elif self._times is not None:
             raise RuntimeError(
                 "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
-                "add the losses, or call all but the last backward in `with session.no_sync():`"
+                "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync()"
             )
 
     @contextlib.contextmanager

@@ -138,7 +138,13 @@ class WorkerSession(LinkedSession):
         self._computed = 1.0  # share of the batch that is computed when it is pushed
 
     def shard(
-        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        *,
+        sharded: bool = False,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """Return this worker's batches; restore the state of a resumed run first."""
         self._refuse_outside()
@@ -268,7 +274,13 @@ class FollowerSession(LinkedSession):
         return OfShard(self._script, self._link.shards[self.rank], self._link.sum_over_servers)
 
     def shard(
-        self, dataset: Any, batch_size: int | None = None, epochs: int | None = 1, *, sharded: bool = False
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        epochs: int | None = 1,
+        *,
+        sharded: bool = False,
+        accumulate: int = 1,
     ) -> Iterator[Any]:
         """Serve until the run is over; return no batches."""
         self._refuse_outside()

@@ -99,7 +99,7 @@ def accumulating(model, optimizer, batches, sync):
     for number, batch in enumerate(batches):
         if number % 2 == 0:
             optimizer.zero_grad()
-            with sync.no_sync() if sync else torch.enable_grad():
+            with sync.no_sync() if sync and not sync.accumulates else torch.enable_grad():
                 (loss_of(model, batch) / 2).backward()
         else:
             (loss_of(model, batch) / 2).backward()
@@ -196,14 +196,16 @@ def plain(case: str, n_workers: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def trained(case: str, paradigm: str, comm: Any, folder: Any, **settings: Any) -> torch.Tensor:
+def trained(case: str, paradigm: str, comm: Any, folder: Any, accumulate: int = 1, **settings: Any) -> torch.Tensor:
     script, make, per_step = CASES[case]
     model, servers = Net().double(), settings.get("servers", 1 if paradigm == "bsp" else 0)
     n_workers = comm.size - servers if comm.size > 1 else 1
     optimizer = make(model)
     out = folder / "run"
     with hpcsync.connect(model, optimizer, paradigm, out=out, comm=comm, **settings) as sync:
-        script(model, optimizer, sync.shard(data(BATCH * n_workers * STEPS * per_step), BATCH), sync)
+        sync.accumulates = accumulate > 1
+        samples = data(BATCH * n_workers * STEPS * per_step)
+        script(model, optimizer, sync.shard(samples, BATCH, accumulate=accumulate), sync)
     if comm.rank == 0 and comm.size > 1:
         trace = load(out / "trace.h5")
         assert [found for found in audit(trace) if not found.passed] == []
@@ -222,6 +224,14 @@ def test_a_script_has_the_weights_of_plain_pytorch(comm, needs, folder, paradigm
     needs(servers + 1)
     found = trained(case, name, comm, folder, **settings)
     expected = plain(case, comm.size - servers if comm.size > 1 else 1)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_the_session_is_told_how_many_batches_accumulate(comm, needs, folder, paradigm):
+    needs(2)
+    found = trained("accumulating", paradigm, comm, folder, accumulate=2)
+    expected = plain("accumulating", comm.size - (paradigm == "bsp"))
     assert torch.allclose(found, expected, rtol=0, atol=1e-10)
 
 
