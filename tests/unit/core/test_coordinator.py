@@ -312,6 +312,25 @@ def test_a_departure_completes_a_round_and_is_recorded():
     assert run.coordinator.active == {1}
 
 
+def test_a_version_is_trained_by_those_that_took_part_when_it_was_made():
+    """A worker that has not pushed does not count, nor does one that has left, from the next version on."""
+    run = Run("asp", 3)
+    assert run.coordinator.trained_by == []
+    run.push(1.0, 2)
+    assert run.coordinator.trained_by == [2]
+    run.push(2.0, 0)
+    run.push(3.0, 1)
+    run.leave(4.0, 0)
+    assert run.coordinator.trained_by == [0, 1, 2]
+    run.push(5.0, 1)
+    assert run.coordinator.trained_by == [1, 2]
+    run.join(6.0, 0)
+    assert run.coordinator.trained_by == [0, 1, 2]
+    for worker in (2, 0, 1):
+        run.leave(7.0, worker, Change.DIED if worker == 0 else Change.LEFT)
+    assert run.coordinator.trained_by == [0, 1, 2], "as before the first of them left"
+
+
 def test_a_worker_that_joins_is_recorded_and_continues_with_its_iteration():
     run = Run("asp", 2)
     run.push(1.0, 0, batch_size=5)

@@ -186,6 +186,27 @@ def test_evaluated_buffers_are_of_one_moment(comm, needs, folder, name, monkeypa
                 assert n >= seen
 
 
+@pytest.mark.once
+@pytest.mark.parametrize("choice", ["worker", "mean"])
+def test_a_worker_that_has_left_does_not_count(comm, only, folder, choice):
+    """Worker 0 leaves early; in virtual time too."""
+    only(4)
+    this = job(APART["asp"], comm.size, choice)
+    events = [{"worker": 0, "at_iteration": 3, "change": "leave"}]
+    this = job(APART["asp"], comm.size, choice, cluster=this.cluster.model_dump(exclude_none=True) | {"events": events})
+    sync, own = train(comm, this, folder, {}, [])
+    if comm.rank == 0:
+        assert int(own[1]["1.num_batches_tracked"]) == 2 and failures(folder / "trace.h5") == []
+        expected = chosen(this, choice, sync._model, own[2:])
+        for key, value in buffers(sync._model).items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-12, atol=1e-14)
+        of_all = chosen(this, choice, sync._model, own[1:])
+        assert not torch.allclose(of_all["1.running_mean"], expected["1.running_mean"]), "the test can tell"
+        workload = check(this)
+        simulate(this, folder / "simulated.h5", workload)
+        assert int(buffers(workload.model)["1.num_batches_tracked"]) > 2
+
+
 # ---- resume ----
 
 
@@ -246,21 +267,6 @@ def test_rows_that_a_worker_overwrites_are_noticed(comm, only, folder, monkeypat
     rows.free()
 
 
-def test_the_row_of_a_handled_push_stays(comm, needs):
-    needs(2)
-    rows = BufferRows(comm, comm.size - 1, 3)
-    for iteration in (1, 2, 3, 4):
-        if comm.rank > 0:
-            rows.put(comm.rank - 1, iteration, torch.full((3,), 10 * comm.rank + iteration))
-        comm.Barrier()
-        if comm.rank == 0 and iteration > 1:
-            for handled in (iteration - 1, iteration):
-                found = rows.latest(range(comm.size - 1), [handled] * (comm.size - 1))
-                assert [row.tolist() for row in found] == [[10 * rank + handled] * 3 for rank in range(1, comm.size)]
-        comm.Barrier()
-    rows.free()
-
-
 @pytest.mark.once
 def test_models_without_buffers_send_nothing(comm, only, folder, monkeypatch):
     only(2)
@@ -290,6 +296,7 @@ EVERY: list[dict[str, Any]] = [
     {"name": "ad-psgd"},
     {"name": "stanza", "cut": "fc"},
 ]
+IN_STEP = [*TOGETHER.values(), APART["local-sgd"], {"name": "gossip", "mode": "permutation"}, EVERY[-1]]
 
 
 @pytest.mark.once
@@ -310,6 +317,10 @@ def test_a_resnet_can_be_evaluated_under_every_paradigm(comm, only, folder, para
         row = trace.tables["evaluations"][-1]
         assert (float(row["loss"]), float(row["accuracy"])) == (pytest.approx(loss, rel=1e-9), accuracy)
         assert evaluated(this, model, initial)[0] != pytest.approx(loss, rel=1e-6), "the test can tell"
+        simulated = of_trace(simulate(this, folder / "simulated.h5").path)
+        assert all(np.isfinite(results).all() for results in simulated.values())
+        if paradigm in IN_STEP:
+            assert simulated[int(row["version"])] == (pytest.approx(loss, rel=1e-9), accuracy)
 
 
 # ---- scripts ----
