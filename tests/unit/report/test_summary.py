@@ -145,6 +145,14 @@ def test_table():
     assert "not reached" in text(summarize(trace(target="target_accuracy = 0.99")))
 
 
+@pytest.mark.parametrize(("choice", "words"), [("worker", ""), ("mean", " (mean of the workers' buffers)")])
+def test_the_table_names_the_buffers_that_were_evaluated(choice, words):
+    summary = summarize(trace())
+    assert summary.buffers == "worker"
+    lines = text(summary.model_copy(update={"buffers": choice})).splitlines()
+    assert next(line for line in lines if line.startswith("accuracy")).rstrip().endswith(f"best 0.95{words}")
+
+
 def test_the_table_fits_80_columns():
     summary = summarize(with_status(trace(target="target_accuracy = 0.9\ntarget_loss = 0.001"), "interrupted"))
     large = {"pushes": 999_999, "dropped": 9_999, "staleness_mean": 127.25, "staleness_max": 1024}
