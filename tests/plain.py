@@ -121,7 +121,7 @@ def committed(job: Job, trace: Any) -> np.ndarray:
         buffer = optimizer.state[mine].get("momentum_buffer") if job.optimizer.options.get("nesterov") else None
         with torch.no_grad():
             mine.copy_(read if buffer is None else read - ahead * buffer)
-        for rows in _of_steps(job, trace, push, worker, n_steps, taken):
+        for rows in _of_steps(job, len(data[0]), trace, push, worker, n_steps, taken):
             torch.nn.utils.vector_to_parameters(mine.detach(), parameters)
             workload.model.zero_grad()
             workload.loss(workload.model, *(tensor[torch.from_numpy(rows)] for tensor in data)).backward()
@@ -155,13 +155,12 @@ def outer_steps(job: Job) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor
     return step
 
 
-def _of_steps(job: Job, trace: Any, push: Any, worker: int, n_steps: int, taken: dict[int, int]) -> list[np.ndarray]:
-    """The samples of each of a push's steps."""
+def _of_steps(
+    job: Job, size: int, trace: Any, push: Any, worker: int, n_steps: int, taken: dict[int, int]
+) -> list[np.ndarray]:
+    """The samples of each of a push's steps, out of so many."""
     if job.paradigm.name == "ashl":
         return np.split(samples(job, trace, push), n_steps)
     first, taken[worker] = taken[worker], taken[worker] + n_steps
     numbers = [(first + step) * job.cluster.workers + worker for step in range(n_steps)]
-    return [
-        batch_indices(job.seed, number, batch_size=job.workload.batch_size, size=len(check(job).train))
-        for number in numbers
-    ]
+    return [batch_indices(job.seed, number, batch_size=job.workload.batch_size, size=size) for number in numbers]

@@ -163,7 +163,7 @@ def _write_arrays(path: Path, arrays: Mapping[str, Any]) -> Digest:
 
 def _write_json(path: Path, content: Any) -> None:
     with naming(path), removing(path), path.open("x", encoding="utf-8") as file:
-        json.dump(content, file, allow_nan=False)
+        file.write(json.dumps(content, allow_nan=False))  # json.dump encodes in Python, ten times as slow
         file.flush()
         os.fsync(file.fileno())
 

@@ -73,9 +73,9 @@ def test_an_altered_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     assert (status, said.count("\n")) == (2, 1) and said.startswith(f"hpcsync: --resume: {weights}: must have "), said
 
     # The types of a rank's own state are known on the rank only.
-    change(saved / "worker-0.json", lambda state: state["iterations"].update(ended="x"))
+    change(saved / "worker-0.json", lambda state: state["iterations"].update(used="x"))
     status, said = resumed()
-    line = f"hpcsync: rank 1 failed: {saved / 'worker-0.json'}: ended: must be int, got 'x'\n"
+    line = f"hpcsync: rank 1 failed: {saved / 'worker-0.json'}: used: must be int, got 'x'\n"
     assert status == 1 and line in said and "Traceback" not in said, said
 
     assert not touched.exists()

@@ -1,5 +1,7 @@
 """One thread, as on every rank: the bits of a sum must not depend on how many cores a machine has. And no MPI."""
 
+from types import SimpleNamespace
+
 import mpi4py
 import pytest
 import torch
@@ -10,3 +12,14 @@ mpi4py.rc.initialize = False  # unit tests need the names of MPI only; hpcsync/m
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _seeds_without_stacks():
+    """Without a GPU every `torch.manual_seed` keeps the text of the whole stack, three times, for messages about GPUs:
+    several milliseconds below pytest."""
+    nothing = SimpleNamespace(format_stack=list)
+    with pytest.MonkeyPatch.context() as patch:
+        for devices in (torch.cuda, torch.xpu, torch.mtia):
+            patch.setattr(devices, "traceback", nothing)
+        yield

@@ -110,7 +110,8 @@ def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
     written(folder.with_name("first"), 1)  # so that no process loads the modules anew
     dice = random.Random(7)
     for attempt in range(5 * KILLS):
-        if attempt >= KILLS and checkpoint.number_of(checkpoint.newest(folder)) >= 3:
+        lost = any(folder.glob("trace.lost-*.h5"))
+        if attempt >= KILLS and lost and checkpoint.number_of(checkpoint.newest(folder)) >= 3:
             return
         pid = os.fork()
         if pid == 0:
