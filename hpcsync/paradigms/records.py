@@ -66,6 +66,18 @@ def columns(record: type) -> tuple[Column, ...]:
 
 
 Worker = Annotated[int, Stored("<i4", "", "Worker, from 0.")]
+LoadTime = Annotated[
+    float, Stored("<f8", "s", "Time the worker waited for its batches between begin_s and end_s; in no other column.")
+]
+OwnRate = Annotated[
+    float,
+    Stored(
+        "<f8",
+        "1",
+        "Learning rate of the first parameter group of the script's optimizer in this step; NaN without a script.",
+    ),
+]
+StepProblem = Annotated[int, Stored("<i1", "", "What was wrong with the step, if anything.")]
 
 
 class PushInfo(NamedTuple):
@@ -134,20 +146,9 @@ class PushInfo(NamedTuple):
     encode_s: Annotated[
         float, Stored("<f8", "s", "Duration of the compression after the computation; in no other column.")
     ] = 0.0
-    load_s: Annotated[
-        float,
-        Stored("<f8", "s", "Time the worker waited for its batches between begin_s and end_s; in no other column."),
-    ] = 0.0
-    lr: Annotated[
-        float,
-        Stored(
-            "<f8",
-            "1",
-            "Learning rate of the first parameter group of the script's optimizer, with which the push is used; NaN in "
-            "jobs without a script.",
-        ),
-    ] = math.nan
-    problem: Annotated[int, Stored("<i1", "", "What was wrong with the step, if anything.")] = 0
+    load_s: LoadTime = 0.0
+    lr: OwnRate = math.nan
+    problem: StepProblem = 0
 
     @property
     def iteration_s(self) -> float:
@@ -281,20 +282,9 @@ class StepInfo(NamedTuple):
             "Push-sum weight of the worker afterwards; under AD-PSGD the count of steps that its weights contain.",
         ),
     ] = 1.0
-    load_s: Annotated[
-        float,
-        Stored("<f8", "s", "Time the worker waited for its batches between begin_s and end_s; in no other column."),
-    ] = 0.0
-    lr: Annotated[
-        float,
-        Stored(
-            "<f8",
-            "1",
-            "Learning rate of the first parameter group of the script's optimizer in this step; NaN in jobs without a "
-            "script.",
-        ),
-    ] = math.nan
-    problem: Annotated[int, Stored("<i1", "", "What was wrong with the step, if anything.")] = 0
+    load_s: LoadTime = 0.0
+    lr: OwnRate = math.nan
+    problem: StepProblem = 0
 
     @property
     def iteration_s(self) -> float:
