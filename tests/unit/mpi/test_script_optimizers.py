@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -128,6 +129,16 @@ def with_closure(model, optimizer, batches, sync):
         optimizer.step(closure)
 
 
+def checkpointed(model, optimizer, batches, sync):
+    """Activations are computed again in the backward pass."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        below = nn.Sequential(model.body, model.norm, nn.Tanh())
+        hidden = torch.utils.checkpoint.checkpoint(below, x, use_reentrant=False)
+        nn.functional.mse_loss(model.head(hidden), y).backward()
+        optimizer.step()
+
+
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
 
@@ -180,6 +191,7 @@ CASES: dict[str, tuple[Callable, Callable, int]] = {  # script, optimizer, batch
     "whole matrices": (with_closure, muon, 1),
     "loaded state": (with_closure, loaded, 1),
     "own class": (thawing, own, 1),
+    "activation checkpointing": (checkpointed, sgd, 1),
 }
 
 
