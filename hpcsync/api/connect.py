@@ -33,7 +33,7 @@ from hpcsync.system.atomic_files import NotWritten
 from hpcsync.training.buffers import Calibrate
 from hpcsync.training.flat_model import device_of
 from hpcsync.training.optimizers import OptimizerSpec
-from hpcsync.training.script_optimizers import REFUSED, describe, parameters_of
+from hpcsync.training.script_optimizers import REFUSED, describe, holds_another, parameters_of, unwrapped
 from hpcsync.workloads.registry import Evaluate
 
 if TYPE_CHECKING:
@@ -229,7 +229,8 @@ def connect(
     else:
         before = agree(comm, lambda: layout.going_on(out, resume))
         n_workers = comm.size - servers if before is None or before.job.needs_all else before.job.cluster.workers
-    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    optimizers = tuple(map(unwrapped, given))
     model = models[0] if len(models) == 1 else torch.nn.ModuleList(models)
     parameters = _parameters(optimizers, model)
     job = Job.from_table(
@@ -261,6 +262,8 @@ def connect(
             },
         }
     )
+    if servers and not job.steps_on_workers:
+        _refuse_holders(job, optimizers)
     if evaluate is None:
         _refuse_targets(job)
     if (buffers == "recompute") != (calibrate is not None):
@@ -589,3 +592,12 @@ def _refuse_targets(job: Job) -> None:
     for key in ("target_accuracy", "target_loss"):
         if (target := getattr(job.stop, key)) is not None:
             raise JobError(f"stop.{key} = {target}: needs evaluate, which measures it")
+
+
+def _refuse_holders(job: Job, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if holds_another(optimizer):
+            raise JobError(
+                f"optimizer {type(optimizer).__name__}: must not wrap another optimizer with paradigm.name = "
+                f'"{job.paradigm.name}", which steps on servers; "allreduce" and others that step on workers take it'
+            )

@@ -35,7 +35,7 @@ from hpcsync.training.buffers import Buffers, Calibrate
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.gradient import Loss
 from hpcsync.training.optimizers import OptimizerFactory, OptimizerSpec
-from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of
+from hpcsync.training.script_optimizers import ScriptOptimizers, parameters_of, same
 from hpcsync.workloads.registry import Evaluate
 
 FAREWELL_S = 3.0  # time that a failed rank gives rank 0 to close the trace before it ends the job
@@ -126,6 +126,7 @@ class RankSession(Session):
         self._buffers = Buffers(layers.model, job.evaluation.buffers)
         self._checks: StepChecks | None = None  # of a worker that runs a script
         self._problem = Problem.NONE  # the worst since the last push
+        self._stepped = False
         super().__init__(rank=comm.rank, n_workers=job.cluster.workers)
         layers.share()
         self._excepthook = sys.excepthook
@@ -160,7 +161,7 @@ class RankSession(Session):
                 self._hooks_of_state.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
 
     def _on_state_dict(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.worker == 0 and not self._said_where_state_is:
+        if self.worker == 0 and self._stepped and not self._said_where_state_is:
             self._said_where_state_is = True
             line = (
                 "optimizer.state_dict: its state is on the servers until the end of the with block; save it after that"
@@ -168,6 +169,8 @@ class RankSession(Session):
             print(f"hpcsync: {line}, or use checkpoint= of connect", file=sys.stderr, flush=True)
 
     def _on_load_state_dict(self, optimizer: torch.optim.Optimizer, state: Any) -> None:
+        if not self._stepped and same(optimizer.state_dict()["state"], state["state"]):
+            return  # as Accelerate does to move it to a device
         raise RuntimeError("optimizer.load_state_dict: its state is on the servers by now; load it before connect")
 
     def _optimizer_step(self, index: int, closure: Callable[[], Any] | None = None) -> Any:
@@ -205,6 +208,7 @@ class RankSession(Session):
 
     def _check_step(self, losses: Sequence[float], loss: float) -> None:
         """Note what is wrong with the step under way, whose gradient has been gathered."""
+        self._stepped = True
         if self._checks is None:
             found = problem_of_job(self._job, loss)
         else:

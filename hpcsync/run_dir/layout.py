@@ -178,10 +178,16 @@ def _taken(folder: Path, name: str) -> JobError:
 
 
 def save_weights(folder: Path, model: torch.nn.Module) -> None:
-    """Write the model's state dictionary into the folder. Raises NotWritten."""
+    """Write the model's state dictionary into the folder, tied weights under each of their names. Raises NotWritten."""
     from safetensors.torch import save_file
 
-    state = {key: value.cpu().contiguous() for key, value in model.state_dict().items()}
+    state: dict[str, torch.Tensor] = {}
+    written: set[int] = set()
+    for key, value in model.state_dict().items():
+        state[key] = value.cpu().contiguous()
+        if state[key].data_ptr() in written:  # which the format refuses
+            state[key] = state[key].clone()
+        written.add(state[key].data_ptr())
     with whole(folder / WEIGHTS) as path:
         save_file(state, path)
 

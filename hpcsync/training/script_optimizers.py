@@ -34,6 +34,7 @@ REFUSED = {  # and why
     torch.optim.LBFGS: "a closure: it evaluates the loss several times in a step",
     torch.optim.SparseAdam: "sparse gradients, which have no place in a flat vector",
 }
+WRAPPERS = frozenset({"accelerate", "lightning", "lightning_fabric"})  # packages whose optimizers call the script's
 Reduce = Callable[[float], float]  # sums a number over all servers
 
 
@@ -194,6 +195,27 @@ class OfShard(NamedTuple):
     def on_worker(self, weights: torch.Tensor) -> OwnOptimizer:
         """Return the optimizers as they step on a worker."""
         return self.script.on_worker(weights)
+
+
+def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer whose `step` that of a wrapper from Lightning Fabric or Accelerate calls."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if packages & WRAPPERS and isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def holds_another(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if an optimizer has another one, whose parameters a copy of it would step, too."""
+    return any(isinstance(value, torch.optim.Optimizer) for value in vars(optimizer).values())
+
+
+def same(one: Any, other: Any) -> bool:
+    """Return True if two states of optimizers are equal."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other.to(one.device))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return type(one) is type(other) and bool(one == other)
 
 
 def describe(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def train(model, loader, n_steps, autocast=True, paradigm="bsp", **settings):
     scheduler = SequentialLR(optimizer, [warm_up, cosine], milestones=[5])
     losses, parts = [], []
     with hpcsync.connect(model, optimizer, paradigm, clip_norm=0.1, **settings) as sync:  # hpcsync: new
-        for tokens in sync.shard(loader, accumulate=ACCUMULATED):  # hpcsync: was for tokens in loader:
+        for tokens in sync.shard(loader, epochs=None, accumulate=ACCUMULATED):  # hpcsync: was for tokens in loader:
             with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
                 loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
             (loss / ACCUMULATED).backward()
@@ -52,6 +52,8 @@ def train(model, loader, n_steps, autocast=True, paradigm="bsp", **settings):
                 optimizer.zero_grad()
                 losses.append(sum(parts) / ACCUMULATED)
                 parts.clear()
+                if len(losses) == n_steps:
+                    break
     return losses
 
 
@@ -59,5 +61,5 @@ if __name__ == "__main__":
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()[:49500])).clamp(max=127)
     torch.manual_seed(0)
     loader = DataLoader(text.view(-1, CONTEXT + 1), 8, shuffle=True, drop_last=True)
-    losses = train(Model(128), loader, n_steps=46)
+    losses = train(Model(128), loader, n_steps=20)
     print("losses:", *(f"{loss:.3f}" for loss in losses[::10]))

@@ -4,46 +4,81 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
 from hpcsync.trace.reader import load
-from tests.runs.processes import ended, hpcsync, mpiexec
-from tests.scripts_before import FOLDER
+from tests.runs.processes import Program, ended, hpcsync, mpiexec
+from tests.scripts_before import FOLDER, Case, plain, resnet
 
+DRIVER = """
+import sys
+sys.path.insert(0, {root!r})
+import torch
+from torch.utils.data import DataLoader
+from tests.scripts_before import BATCH, RESNET, resnet
+
+(model,), data, others = resnet(RESNET, 2)
+loader = DataLoader(data, BATCH, shuffle=True, num_workers=2)
+RESNET.train(model, loader, paradigm="{paradigm}", out="out", **others)
+"""
+PACKAGES = {"fabric": "lightning_fabric", "trainer": "transformers"}
 SAMPLES = {  # trained on, in whole batches
     "resnet": 2 * 56 * 32,
-    "transformer": 62 // 4 * 4 * 3 * 8,
+    "transformer": 20 * 3 * 4 * 8,
     "finetuning": 56 * 32,
     "iterable": 2400,
     "gan": 2 * 2048,
+    "fabric": 50 * 3 * 32,
+    "trainer": 30 * 3 * 8,
 }
-
-
-BY_HPCSYNC = ("gan",)
 
 
 @pytest.mark.parametrize(
     "name", [name if name == "resnet" else pytest.param(name, marks=pytest.mark.once) for name in SAMPLES]
 )
 def test_a_script_trains_on_four_ranks(tmp_path: Path, name: str) -> None:
-    script = FOLDER / f"{name}.py"
-    command = hpcsync("launch", "-n", "4", "--", "python", script) if name in BY_HPCSYNC else mpiexec(4, script)
-    environ = {**os.environ} if name in BY_HPCSYNC else launcher.environment()
-    check(ended(command, cwd=tmp_path, environ=environ), tmp_path, SAMPLES[name])
+    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+        pytest.skip(f"`make scripts` installs {PACKAGES[name]}")
+    program = ended(mpiexec(4, FOLDER / f"{name}.py"), cwd=tmp_path, environ=launcher.environment())
+    check(program, tmp_path, SAMPLES[name], quiet=name not in PACKAGES)
 
 
-def check(program, folder: Path, n_samples: int) -> None:
-    assert (program.status, program.err) == (0, "")
+def check(program: Program, folder: Path, n_samples: int, *, quiet: bool = True) -> None:
+    assert program.status == 0, program.err
+    assert not (quiet and program.err)
     (run,) = (folder / "runs").iterdir()
     trace = load(run / "trace.h5")
     assert (trace.status, trace.n_workers) == ("finished", 3)
     assert trace.tables["updates"]["samples"][-1] == n_samples
     assert trace.tables["pushes"]["loss"].min() > 0.0
     assert [found for found in audit(trace) if not found.passed] == []
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_loading_with_processes_changes_nothing(tmp_path: Path, paradigm: str) -> None:
+    """In float64, with images changed as their index says."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(DRIVER.format(root=str(FOLDER.parents[1]), paradigm=paradigm))
+    program = ended(mpiexec(2 + (paradigm == "bsp"), driver), cwd=tmp_path, environ=launcher.environment())
+    assert (program.status, program.err) == (0, "")
+    found = load_file(tmp_path / "out" / "weights.safetensors")
+    (before,) = plain("resnet", Case(resnet, epochs=2), 2).models
+    for key, parameter in before.named_parameters():
+        assert torch.allclose(found[key], parameter, rtol=0, atol=1e-10), key
+
+
+@pytest.mark.once
+def test_a_script_trains_with_hpcsync_launch(tmp_path: Path) -> None:
+    command = hpcsync("launch", "-n", "4", "--", "python", FOLDER / "gan.py")
+    check(ended(command, cwd=tmp_path, environ={**os.environ}), tmp_path, SAMPLES["gan"])
 
 
 @pytest.mark.once

@@ -206,7 +206,11 @@ def test_readme_is_short_and_its_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize(
     ("page", "pattern", "folder", "least"),
-    [("troubleshooting", r"^\| `([^`]+)` \|", "hpcsync", 40), ("audit", r"[|;] `([^`]+)`", "hpcsync/audit", 20)],
+    [
+        ("troubleshooting", r"^\| `([^`]+)` \|", "hpcsync", 40),
+        ("scripts", r"^\| `([^`]* [^`]*)` \|", "hpcsync", 15),
+        ("audit", r"[|;] `([^`]+)`", "hpcsync/audit", 20),
+    ],
 )
 def test_every_message_and_check_of_a_page_is_one_of_hpcsync(page: str, pattern: str, folder: str, least: int) -> None:
     said = [text for path in (ROOT / folder).rglob("*.py") for text in strings(ast.parse(path.read_text()))]

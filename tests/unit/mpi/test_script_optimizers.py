@@ -555,3 +555,60 @@ def test_a_problem_is_said_once_or_ends_the_run(problem, capsys):
         assert capsys.readouterr().err.count("worker 3, iteration 7") == 1
     report.see(push._replace(problem=Problem.SKIPPED))
     assert capsys.readouterr().err == ""
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As Lightning Fabric and Accelerate wrap an optimizer."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["optimizer"], name)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Its step is more than that of the optimizer within."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.defaults, self.param_groups, self.state = optimizer.defaults, optimizer.param_groups, optimizer.state
+
+
+Wrapper.__module__ = "accelerate.optimizer"
+
+
+def lookahead(model: nn.Module) -> torch.optim.Optimizer:
+    return Lookahead(sgd(model))
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_a_wrapper_of_accelerate_is_the_optimizer_within(comm, needs, folder, monkeypatch, paradigm):
+    needs(2)
+    monkeypatch.setitem(CASES, "wrapped", (with_closure, lambda model: Wrapper(sgd(model)), 1))
+    found = trained("wrapped", paradigm, comm, folder)
+    assert torch.allclose(found, plain("wrapped", comm.size - (paradigm == "bsp")), rtol=0, atol=1e-10)
+
+
+def test_servers_refuse_other_wrappers(comm, needs, folder):
+    needs(2)
+    model = Net().double()
+    with pytest.raises(JobError, match='Lookahead: must not wrap another optimizer with paradigm.name = "bsp"'):
+        hpcsync.connect(model, lookahead(model), "bsp", out=folder / "run", comm=comm)
+
+
+def test_the_state_that_an_optimizer_has_may_be_loaded_again(comm, needs, folder):
+    """As Accelerate does after `connect`; another state would come too late."""
+    needs(2)
+    model = Net().double()
+    optimizer = loaded(model)
+    with hpcsync.connect(model, optimizer, "bsp", out=folder / "run", comm=comm) as sync:
+        state = optimizer.state_dict()
+        optimizer.load_state_dict(state)
+        state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] + 1.0
+        with pytest.raises(RuntimeError, match="its state is on the servers by now"):
+            optimizer.load_state_dict(state)
+        with_closure(model, optimizer, sync.shard(data(BATCH * STEPS * comm.size), BATCH), sync)

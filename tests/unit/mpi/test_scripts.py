@@ -6,7 +6,7 @@ shows; its samples are the same in both runs, and nothing else is random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,62 +15,30 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from hpcsync.audit.trace_audit import audit
 from hpcsync.mpi.transport.thread_ranks import run
 from hpcsync.system import garbage
 from hpcsync.trace.reader import load
 from hpcsync.training import script_optimizers
-from hpcsync.training.sampler import batch_indices
-from tests.scripts_before import NAMES, changes, module, source, without_hpcsync
+from tests.scripts_before import (
+    BATCH,
+    NAMES,
+    STEPS,
+    Case,
+    PerWorker,
+    changes,
+    digits,
+    module,
+    plain,
+    random_numbers,
+    resnet,
+    source,
+    without_hpcsync,
+)
 
-BATCH, STEPS = 4, 20
 SETTINGS = [("bsp", 1, 2), ("bsp", 2, 3), ("allreduce", 0, 2), ("allreduce", 0, 3)]  # paradigm, servers, workers
-
-
-class Case(NamedTuple):
-    """How a script is called.
-
-    `make(script, n_workers)` returns the models, the data, and what else `train` gets; `train(script, models, loader,
-    **others)` calls it.
-    """
-
-    make: Callable[[Any, int], tuple[list[nn.Module], Any, dict[str, Any]]]
-    shuffle: bool = True
-    epochs: int = 1
-    per_step: int = 1  # batches of a step
-    steps: int = 1  # steps of a batch
-    call: Callable[..., list[float]] = lambda script, models, loader, **others: script.train(*models, loader, **others)
-
-
-def random_numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-
-
-def digits(n: int) -> tuple[torch.Tensor, torch.Tensor]:
-    from sklearn.datasets import load_digits
-
-    x, y = load_digits(return_X_y=True)
-    return torch.tensor(x[:n]) / 16, torch.tensor(y[:n])
-
-
-def resnet(script: Any, n_workers: int) -> Any:
-    torch.manual_seed(1)
-    body = [nn.Conv2d(1, 4, 3, 1, 1), script.Block(4, 6, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
-    model = nn.Sequential(*body, nn.Linear(6, 10)).double()
-
-    class Alike(script.Augmented):
-        """What is drawn follows from the index."""
-
-        def __getitem__(self, index):
-            with torch.random.fork_rng():
-                torch.manual_seed(index)
-                return super().__getitem__(index)
-
-    x, y = digits(BATCH * n_workers * STEPS // 2)
-    return [model], Alike(x.view(-1, 1, 8, 8), y), {"epochs": 2}
 
 
 def transformer(script: Any, n_workers: int) -> Any:
@@ -100,101 +68,74 @@ def gan(script: Any, n_workers: int) -> Any:
     return models, TensorDataset(points[:, :2], points[:, 2:]), {}
 
 
+def fabric(script: Any, n_workers: int) -> Any:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 10)).double()
+    data = TensorDataset(*digits(BATCH * n_workers * STEPS))
+    return [model], data, {"n_steps": STEPS}
+
+
+def on_fabric(script: Any, models: list[nn.Module], loader: Any, **others: Any) -> list[float]:
+    from lightning_fabric.plugins.environments import LightningEnvironment  # otherwise it asks MPI, which is not there
+
+    lightning = script.Fabric(accelerator="cpu", devices=1, precision="64-true", plugins=LightningEnvironment())
+    return script.train(lightning, *models, loader, **others)
+
+
+def trainer(script: Any, n_workers: int) -> Any:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    model = script.GPT2LMHeadModel(script.GPT2Config(**sizes, **dropouts, **ends)).double()
+    model.loss_function = causal_loss
+    return [model], script.Text(BATCH * n_workers * STEPS), {}
+
+
+def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
+    """The loss of GPT-2, which would be float32 otherwise."""
+    found = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+    return found / others["num_items_in_batch"]
+
+
+class Samples(IterableDataset):
+    """The samples of batches, one by one."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = list(batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.batches:
+            yield from ({key: value[i] for key, value in batch.items()} for i in range(len(batch["labels"])))
+
+
+def on_trainer(script: Any, models: list[nn.Module], loader: Any, **others: Any) -> list[float]:
+    losses: list[float] = []
+    handle = models[0].register_forward_hook(lambda module, _, output: losses.append(output.loss.item()))
+    data, size = (loader.dataset, BATCH) if isinstance(loader, DataLoader) else (Samples(loader), 0)
+    size = size or len(data.batches[0]["labels"])
+    script.train(*models, data, script.arguments(n_steps=STEPS, batch_size=size), **others)
+    handle.remove()
+    return losses
+
+
 CASES = {
     "resnet": Case(resnet, epochs=2),
     "transformer": Case(transformer, per_step=4),
     "finetuning": Case(finetuning),
     "iterable": Case(iterable, shuffle=False),
     "gan": Case(gan, steps=2),
+    "fabric": Case(fabric, call=on_fabric),
+    "trainer": Case(trainer, call=on_trainer),
 }
+PACKAGES = {"fabric": "lightning_fabric", "trainer": "transformers"}
 
 
-# ---- the script before hpcsync, with the batches of all workers ----
-
-
-class PerWorker(nn.Module):
-    """BatchNorm whose statistics are those of each worker's part of the batch."""
-
-    def __init__(self, norm: nn.BatchNorm2d, n_workers: int) -> None:
-        super().__init__()
-        self.weight, self.bias = norm.weight, norm.bias
-        self.running = [(torch.zeros_like(norm.weight), torch.ones_like(norm.weight)) for _ in range(n_workers)]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = zip(x.chunk(len(self.running)), self.running, strict=True)
-        normed = [F.batch_norm(part, *running, self.weight, self.bias, training=True) for part, running in parts]
-        return torch.cat(normed)
-
-    def means(self) -> list[torch.Tensor]:
-        return [torch.stack([each.detach() for each in workers]).mean(0) for workers in zip(*self.running, strict=True)]
-
-
-def per_worker(module: nn.Module, n_workers: int) -> None:
-    for name, child in module.named_children():
-        if isinstance(child, nn.BatchNorm2d):
-            setattr(module, name, PerWorker(child, n_workers))
-        else:
-            per_worker(child, n_workers)
-
-
-def joint_batches(data: Any, case: Case, n_workers: int) -> Iterator[Any]:
-    """The batches of all workers, joined: batch j is worker j mod P's."""
-    if isinstance(data, IterableDataset):
-        batches = list(DataLoader(data, BATCH))
-    else:
-        sizes = {"batch_size": BATCH, "size": len(data)}
-        numbers = range(case.epochs * len(data) // BATCH)
-        indices = [batch_indices(0 if case.shuffle else None, number, **sizes) for number in numbers]
-        batches = [default_collate([data[int(i)] for i in batch]) for batch in indices]
-    for begin in range(0, len(batches), n_workers):
-        first, *others = batches[begin : begin + n_workers]
-        yield tree_map(lambda *parts: torch.cat(parts), first, *others)
-
-
-class Loader:
-    """A loader of a plain script, which it iterates once an epoch."""
-
-    def __init__(self, batches: Sequence[Any], n_epochs: int) -> None:
-        per_epoch = len(batches) // n_epochs
-        self._epochs = [batches[begin : begin + per_epoch] for begin in range(0, len(batches), per_epoch)]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._epochs.pop(0))
-
-
-class Plain(NamedTuple):
-    models: list[nn.Module]
-    losses: list[float]
-    rates: list[float]
-    n_samples: int
-
-
-def plain(name: str, n_workers: int, monkeypatch: pytest.MonkeyPatch, *, statistics: bool = True) -> Plain:
-    case, script = CASES[name], module(f"plain_{name}", without_hpcsync(source(name)))
-    models, data, others = case.make(script, n_workers)
-    if statistics:
-        for model in models:
-            per_worker(model, n_workers)
-    batches = list(joint_batches(data, case, n_workers))
-    rates: list[float] = []
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.optim.Optimizer, "__init__", _noting(rates))
-        losses = case.call(script, models, Loader(batches, case.epochs), **others)
-    first = [next(x for x in (batch.values() if isinstance(batch, dict) else batch)) for batch in batches]
-    if isinstance(batches[0], torch.Tensor):
-        first = batches
-    return Plain(models, losses, rates, case.steps * sum(map(len, first)))
-
-
-def _noting(rates: list[float]) -> Callable[..., None]:
-    """An optimizer's constructor, which notes the rate of its first group at every step."""
-    construct = torch.optim.Optimizer.__init__
-
-    def __init__(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        self.register_step_pre_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
-
-    return __init__
+@pytest.fixture
+def installed(name: str) -> None:
+    """Skip a script whose packages are missing."""
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name], reason="`make scripts` installs it")
 
 
 # ---- with hpcsync ----
@@ -225,8 +166,11 @@ def trained(name: str, paradigm: str, servers: int, n_workers: int, folder: Path
 
 
 @pytest.fixture(autouse=True)
-def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def one_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(garbage, "freeze", lambda: None)  # one process is not at an end after a run
+    torch.set_default_dtype(torch.float64)  # of what Fabric's models return
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def distance(found: Sequence[nn.Module], expected: Sequence[nn.Module]) -> float:
@@ -240,8 +184,8 @@ def _parameters(models: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize(("paradigm", "servers", "n_workers"), SETTINGS)
 @pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_before(name, paradigm, servers, n_workers, tmp_path, monkeypatch):
-    case, before = CASES[name], plain(name, n_workers, monkeypatch)
+def test_it_trains_as_before(installed, name, paradigm, servers, n_workers, tmp_path, monkeypatch):
+    case, before = CASES[name], plain(name, CASES[name], n_workers)
     found = trained(name, paradigm, servers, n_workers, tmp_path / "run")
     assert distance(found.models, before.models) < 1e-10
     n_steps = STEPS * case.steps
@@ -262,7 +206,7 @@ def test_it_trains_as_before(name, paradigm, servers, n_workers, tmp_path, monke
 
 
 def test_running_statistics_are_the_mean_of_the_workers(tmp_path, monkeypatch):
-    before = plain("resnet", 2, monkeypatch)
+    before = plain("resnet", CASES["resnet"], 2)
     found = trained("resnet", "bsp", 1, 2, tmp_path / "run")
     theirs = [each for each in before.models[0].modules() if isinstance(each, PerWorker)]
     mine = [each for each in found.models[0].modules() if isinstance(each, nn.BatchNorm2d)]
@@ -284,19 +228,21 @@ BROKEN: dict[str, tuple[str, Any]] = {
     "gan": (PRESENT, property(stepping_all)),
     "iterable": (NUMBERS, lambda *_: None),
     "transformer": ("clipped", lambda norm, limit: 1.0),
+    "fabric": ("clipped", lambda norm, limit: 1.0),
+    "trainer": ("clipped", lambda norm, limit: 1.0),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_server_that_steps_otherwise_is_noticed(name, tmp_path, monkeypatch):
+def test_a_server_that_steps_otherwise_is_noticed(installed, name, tmp_path, monkeypatch):
     what, replacement = BROKEN[name]
-    before = plain(name, 2, monkeypatch)
+    before = plain(name, CASES[name], 2)
     monkeypatch.setattr(f"{script_optimizers.__name__}.{what}", replacement)
     assert distance(trained(name, "bsp", 1, 2, tmp_path / "run").models, before.models) > 1e-6
 
 
 def test_statistics_of_the_joined_batch_are_noticed(tmp_path, monkeypatch):
-    joined = plain("resnet", 2, monkeypatch, statistics=False)
+    joined = plain("resnet", CASES["resnet"], 2, statistics=False)
     assert distance(trained("resnet", "bsp", 1, 2, tmp_path / "run").models, joined.models) > 1e-6
 
 

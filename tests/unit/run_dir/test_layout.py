@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
@@ -132,3 +134,13 @@ def test_a_longer_run_takes_no_more_memory_at_its_end(tmp_path, monkeypatch):
     one, ten = (peak_bytes(functools.partial(conclude, folder)) for folder in (shorter, longer))
     assert ten < 1.5 * one
     assert peak_bytes(functools.partial(load, longer / "trace.h5")) > 3 * ten
+
+
+def test_tied_weights_are_saved_under_each_name(tmp_path):
+    first, last = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+    model = torch.nn.Sequential(first, last)
+    last.weight = first.weight
+    layout.save_weights(tmp_path, model)
+    saved = load_file(tmp_path / layout.WEIGHTS)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, first.weight) for value in saved.values())
