@@ -7,12 +7,17 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP = -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 JOB ?= jobs/digits-dssp.toml
 SIZES ?= 1 2 3 5
+AT_A_TIME ?= 3  # processes of unit tests: one more than cores, since runs wait
 TURNS ?= --take-turns  # some cases at each of these numbers of ranks; all of them with TURNS=
 
 run: .venv/ready
 	.venv/bin/hpcsync run $(JOB)
 
-test: check docs unit ranks
+# Two of these at a time: they wait for the network and the disk, or are one process.
+test: .venv/ready
+	$(MAKE) -j 2 check docs venv
+	$(MAKE) unit
+	$(MAKE) ranks
 
 # ---- the environments: made again when what they are made from changes ----
 
@@ -43,10 +48,11 @@ check: .venv/ready
 	.venv/bin/lint-imports
 
 unit: .venv/ready
-	.venv/bin/python -m pytest -q -n 2 --dist loadfile $(TURNS) tests/unit
+	.venv/bin/python -m pytest -q -n $(AT_A_TIME) --dist loadfile $(TURNS) tests/unit
 
 # Under both MPIs: the same tests at several numbers of ranks, then whole runs, then runs between hosts and under Slurm. What is marked
-# `once`, because it hardly depends on the MPI, is left to the first. (Side by side they take little less on two cores.)
+# `once`, because it hardly depends on the MPI, is left to the first. Whole runs are two files at a time, since many of them wait more
+# than they work; the files that take longest come first. (The two MPIs side by side take little less on two cores.)
 ranks: ranks-.venv ranks-.venv-mpich
 
 ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
@@ -60,18 +66,9 @@ ranks-.venv ranks-.venv-mpich: ranks-%: %/ready
 	if ls tests/gpu/test_*.py >/dev/null 2>&1; then \
 	    $*/bin/python -m hpcsync launch -n 2 --timeout 1200 -- python -m mpi4py -m pytest -x -q -rs --color=no tests/gpu; \
 	fi; \
-	if ls tests/runs/test_*.py >/dev/null 2>&1; then \
-	    echo "$*/bin/python -m pytest -x -q tests/runs"; \
-	    $*/bin/python -m pytest -x -q tests/runs $(if $(filter .venv-mpich,$*),-m "not once"); \
-	fi; \
-	if ls tests/hosts/test_*.py >/dev/null 2>&1; then \
-	    echo "$*/bin/python -m pytest -x -q -rs tests/hosts"; \
-	    $*/bin/python -m pytest -x -q -rs tests/hosts $(if $(filter .venv-mpich,$*),-m "not once"); \
-	fi; \
-	if ls tests/slurm/test_*.py >/dev/null 2>&1; then \
-	    echo "$*/bin/python -m pytest -x -q -rs tests/slurm"; \
-	    $*/bin/python -m pytest -x -q -rs tests/slurm $(if $(filter .venv-mpich,$*),-m "not once"); \
-	fi
+	echo "$*/bin/python -m pytest tests/slurm tests/hosts tests/runs"; \
+	$*/bin/python -m pytest -x -q -rs -n 2 --dist loadfile --no-loadscope-reorder tests/slurm tests/hosts tests/runs \
+	    $(if $(filter .venv-mpich,$*),-m "not once")
 
 # The wheel in an environment of its own, with what it asks for in the pinned versions. (`make test` tries it in one that
 # borrows these.)

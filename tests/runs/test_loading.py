@@ -77,7 +77,7 @@ def check(folder: Path, workers: range) -> None:
     assert [found for found in audit(trace) if not found.passed] == []
 
 
-@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+@pytest.mark.parametrize("paradigm", ["bsp", pytest.param("allreduce", marks=pytest.mark.once)])
 def test_a_script_without_a_guard_loads_with_processes(tmp_path: Path, paradigm: str) -> None:
     program = ended(mpiexec(3, write(tmp_path, paradigm=paradigm)), cwd=tmp_path, environ=launcher.environment())
     assert (program.status, program.err) == (0, "")
@@ -96,6 +96,7 @@ def test_a_script_that_has_imported_mpi_loads_with_new_interpreters(tmp_path: Pa
     check(tmp_path, range(1, 3))
 
 
+@pytest.mark.once
 def test_new_interpreters_must_not_run_the_script(tmp_path: Path) -> None:
     script = write(tmp_path, first="from mpi4py import MPI")
     program = ended(mpiexec(2, script), cwd=tmp_path, environ=launcher.environment())
