@@ -61,6 +61,11 @@ class Program:
         return _text(self._err)
 
     @property
+    def complaints(self) -> list[str]:
+        """The lines of `err` except about stalls, which happen on a busy machine."""
+        return [line for line in self.err.splitlines() if " stalls (" not in line and " continues: " not in line]
+
+    @property
     def status(self) -> int:
         """The exit status; waits for it."""
         return self.process.wait(LIMIT_S)
