@@ -150,14 +150,13 @@ class PeerSession(RankSession):
 
     def _end_of_backward(self) -> None:
         """End the computation at the end of `backward`: from here on the gradient is the mean."""
-        if self._iterations.under_way:
-            if self._reduces:
-                self._end_computation()
-        elif self._times is not None:
+        if self._times is not None:
             raise RuntimeError(
                 "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
                 "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync()"
             )
+        if self._iterations.under_way and self._reduces:
+            self._end_computation()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -612,3 +612,22 @@ def test_the_state_that_an_optimizer_has_may_be_loaded_again(comm, needs, folder
         with pytest.raises(RuntimeError, match="its state is on the servers by now"):
             optimizer.load_state_dict(state)
         with_closure(model, optimizer, sync.shard(data(BATCH * STEPS * comm.size), BATCH), sync)
+
+
+def test_batches_accumulated_without_a_word_are_refused_where_backward_forms_the_mean(comm, needs, folder):
+    """Their samples would not be counted."""
+    needs(2)
+    model = Net().double()
+    optimizer = sgd(model)
+    with hpcsync.connect(model, optimizer, "allreduce", out=folder / "run", comm=comm) as sync:
+        first, second, *_ = sync.shard(data(BATCH * 4 * comm.size), BATCH)  # drawn in advance
+        loss_of(model, first).backward()
+        with pytest.raises(RuntimeError, match="several backward passes in one step"):
+            loss_of(model, second).backward()
+        optimizer.step()
+        batches = sync.shard(data(BATCH * 4 * comm.size), BATCH)
+        loss_of(model, next(batches)).backward()
+        second = next(batches)
+        with pytest.raises(RuntimeError, match="several backward passes in one step"):
+            loss_of(model, second).backward()
+        optimizer.step()
