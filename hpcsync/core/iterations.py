@@ -160,11 +160,6 @@ class Iterations(Stateful):
         self._skip = self._used
 
     @property
-    def drawn(self) -> int:
-        """Batches of the iteration under way so far."""
-        return self._drawn
-
-    @property
     def under_way(self) -> bool:
         """True while an iteration has begun and not ended."""
         return self._begin_s is not None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 
 from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job, Script
 from hpcsync.paradigms.records import Problem, PushInfo, StepInfo
 
 NOT_FINITE = {
@@ -54,3 +57,22 @@ def describe(info: PushInfo | StepInfo, problem: Problem) -> str:
     """Return the problem in words, with its worker, iteration and, on servers, version."""
     version = f", version {info.version_read}" if isinstance(info, PushInfo) else ""
     return f"worker {info.worker}, iteration {info.iteration}{version}: {({**NOT_FINITE, **WRONG})[problem]}"
+
+
+def unequal_steps(job: Job, done: Sequence[int]) -> str:
+    """Return a line if the loops of a script have ended after different numbers of steps; "" if that is as it should.
+
+    It is where the paradigm bounds no worker's lead, or the job itself lets workers leave or allocates their batches.
+
+    Parameters
+    ----------
+    done
+        Iterations (pushes) of each worker.
+    """
+    expected = math.isinf(job.paradigm.lead_bound) or job.cluster.events or job.batches.policy != "equal"
+    if not isinstance(job.workload, Script) or expected or len(set(done)) == 1:
+        return ""
+    fewest, most = min(done), max(done)
+    who = ", ".join(str(worker) for worker, n in enumerate(done) if n == fewest)
+    workers = f"workers {who}" if "," in who else f"worker {who}"
+    return f"{workers} made {fewest} steps, others up to {most}: the updates from step {fewest + 1} on are without {who}"

@@ -65,8 +65,8 @@ class Session(ABC):
         sharded
             True if the data are another part on each worker already: the worker then uses all of them.
         accumulate
-            Batches whose gradients accumulate before a step. It matters to "allreduce" only, which forms the mean in
-            the backward pass of the last of them (see `no_sync`).
+            Backward passes whose gradients accumulate before a step. It matters to "allreduce" only, which forms the
+            mean in the last of them (see `no_sync`).
 
         Returns
         -------
@@ -150,7 +150,8 @@ class Session(ABC):
     def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backward passes only accumulate gradients, without their mean over the workers.
 
-        It matters to "allreduce" only, which otherwise forms the mean at the end of every backward pass.
+        It matters to "allreduce" only, which otherwise forms the mean at the end of every backward pass, or of every
+        `accumulate`-th one of `shard`.
         """
         return nullcontext()
 

@@ -26,7 +26,7 @@ import numpy as np
 from hpcsync.paradigms.records import Column, Grant, Problem, PushInfo, StepInfo, columns
 
 FORMAT = "hpcsync-trace"
-FORMAT_VERSION = 6
+FORMAT_VERSION = 7
 
 
 class Outcome(IntEnum):
@@ -157,6 +157,17 @@ SCHEMA: dict[str, TableSchema] = {
         (
             Column("now_s", "<f8", "s", "Time at which the step info is handled."),
             *columns(StepInfo),
+        ),
+    ),
+    "rates": TableSchema(
+        "One row per change of the learning rate of a parameter group, where the optimizers of a script have several "
+        "groups together. A group's first row after a start of the run has its rate at that time.",
+        (
+            Column("now_s", "<f8", "s", "Time at which the change is handled."),
+            _WORKER,
+            Column("iteration", "<i8", "", "Iteration (push) of the worker from which on the rate holds, from 1."),
+            Column("group", "<i4", "", "Parameter group, from 0 through the groups of all optimizers."),
+            Column("lr", "<f8", "1", "Learning rate of the group."),
         ),
     ),
     "evaluations": TableSchema(

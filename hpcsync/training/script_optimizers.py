@@ -87,6 +87,7 @@ class ScriptOptimizers:
         self.stepping, self.skips = self.only, False
         self.steps = [optimizer.step for optimizer in optimizers]  # before a session takes them over
         self.numbers = tuple(chain.from_iterable(_numbers(index, each) for index, each in enumerate(optimizers)))
+        self._rates: list[float] = []  # of all groups, as last told
         owner = {id(p): index for index, each in enumerate(optimizers) for p in parameters_of(each)}
         self.owner = [owner[id(p)] for p in flat.parameters]  # index of each parameter's optimizer
 
@@ -107,6 +108,15 @@ class ScriptOptimizers:
     def lr(self) -> float:
         """Learning rate of the first group of the optimizer whose step is under way, or of the first one."""
         return float(self.optimizers[self.stepping or 0].param_groups[0]["lr"])
+
+    def changed_rates(self) -> list[tuple[int, float]]:
+        """Return index and learning rate of each group whose rate has changed since the last call.
+
+        The first call returns all groups. With a single group there are none: its rate is `lr`.
+        """
+        rates = [float(group["lr"]) for each in self.optimizers for group in each.param_groups]
+        before, self._rates = self._rates or [math.nan] * len(rates), rates
+        return [] if len(rates) == 1 else [(at, rate) for at, rate in enumerate(rates) if rate != before[at]]
 
     def statement(self) -> np.ndarray:
         """Return what a worker states with its push, shape (n_stated,)."""

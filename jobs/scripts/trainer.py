@@ -38,7 +38,9 @@ def train(model, data, arguments, paradigm="bsp", **settings):
     schedule = get_cosine_schedule_with_warmup(optimizer, 5, arguments.max_steps)
     trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule))
     with hpcsync.connect(model, optimizer, paradigm, clip_norm=0.5, **settings) as sync:  # hpcsync: new
-        trainer.get_train_dataloader = lambda: sync.shard(data, arguments.train_batch_size, None)  # hpcsync: new
+        n = arguments.gradient_accumulation_steps  # hpcsync: new
+        batches = sync.shard(data, arguments.train_batch_size, None, accumulate=n)  # hpcsync: new
+        trainer.get_train_dataloader = lambda: batches  # hpcsync: new
         model.register_forward_hook(lambda module, _, output: sync.record(output.loss))  # hpcsync: new
         return trainer.train()
 

@@ -92,8 +92,10 @@ class PeerChannel:
 
     # ---- every rank ----
 
-    def step_info(self, exchanged: StepInfo) -> None:
-        """Send a step info to rank 0."""
+    def step_info(self, exchanged: StepInfo, rates: Sequence[tuple[int, float]] = ()) -> None:
+        """Send a step info to rank 0, after the parameter groups whose learning rates have changed."""
+        for change in rates:
+            self._infos.send(0, (messages.StepInfoKind.RATE, *messages.rate_change(exchanged, *change)))
         self._infos.send(0, (messages.StepInfoKind.STEPPED, *exchanged))
 
     def send_status(self, kind: int) -> None:

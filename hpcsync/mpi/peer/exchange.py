@@ -251,7 +251,6 @@ class AllReducing(Summing):
 
     def begin(self, batch: Any) -> Any:
         """Set this worker's weight in the mean; return the batch."""
-        self.let_overlap(True)
         if self._division is not None:
             self._reducer.weight = self._division.weight(self._link.comm.rank)
         return batch

@@ -53,6 +53,8 @@ class Monitor:
         Set to which workers that have died are added.
     look_at
         Called with every step info that has been handled; may raise to end the run.
+    rate_changed
+        Called with the time and the info that a parameter group has another learning rate.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Monitor:
         watch: Callable[[float], None] = lambda now_s: None,
         dead: set[int] | None = None,
         look_at: Callable[[StepInfo], None] = lambda step_info: None,
+        rate_changed: Callable[[float, StepInfo], None] = lambda now_s, step_info: None,
     ) -> None:
         self._link = link
         self._coordinator = coordinator
@@ -78,7 +81,7 @@ class Monitor:
         self._saver = saver
         self._watch = watch
         self._dead = set() if dead is None else dead
-        self._look_at = look_at
+        self._look_at, self._rate_changed = look_at, rate_changed
         self._halted: set[int] = set()  # workers that wait for the checkpoint to be written or abandoned
         self._in_step = in_step
         self._infos = link.infos()
@@ -162,6 +165,8 @@ class Monitor:
         if kind == messages.StepInfoKind.STEPPED:
             self._coordinator.exchanged(now_s, exchanged)
             self._look_at(exchanged)
+        elif kind == messages.StepInfoKind.RATE:
+            self._rate_changed(now_s, exchanged)
         elif kind == messages.StepInfoKind.ENDED:
             self._left(now_s, exchanged.worker, Change.LEFT)
         elif kind == messages.StepInfoKind.SETTLED:

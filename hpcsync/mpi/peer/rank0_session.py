@@ -58,6 +58,7 @@ class Rank0Session(PeerSession):
             recorder.watch.look,
             self._layers.dead,
             ProblemReport(given.job.stop.on_nan).see,
+            recorder.rate_changed,
         )
         self._monitor.start()
         recorder.begin()

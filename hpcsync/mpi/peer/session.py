@@ -74,7 +74,9 @@ class PeerSession(RankSession):
         self._clocks = self._link.start(0.0 if run is None else run["now_s"])
         allocated = None if self._division is None else partial(self._division.work, self.worker)
         self._iterations = Iterations(job, self.worker, self._link.clock.now, self._leave, poll, allocated)
-        self._reduces = True  # the mean of the gradients is formed at the end of the next backward pass
+        self._accumulate = 1  # backward passes of a step
+        self._n_passes = 0  # made since the last step
+        self._may_reduce = True  # outside of `no_sync`
         self._times: tuple[float, float] | None = None  # begin and end of the last computation, until its step
         if run is not None and self._resumed is not None:
             self._machine.restore(self._resumed["machine"])
@@ -109,11 +111,10 @@ class PeerSession(RankSession):
         source = self._iterations.source(dataset, batch_size, sharded)
         self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
+        self._accumulate = accumulate
+        self._exchange.let_overlap(self._reduces)
         for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded):
-            batch = self._exchange.begin(batch)
-            self._reduces = self._iterations.drawn % accumulate == 0
-            self._exchange.let_overlap(self._reduces)
-            yield batch
+            yield self._exchange.begin(batch)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:
         """Add attributes to the trace; on rank 0 only."""
@@ -137,37 +138,49 @@ class PeerSession(RankSession):
         assert self._times is not None
         times, self._times = self._times, None
         n_samples, exchange, spent = self._iterations.batch_size, self._exchange, self._iterations
+        self._n_passes = 0
         result = self._advance(n_samples)
-        lr = math.nan if self._script is None else self._script.lr
+        self._exchange.let_overlap(self._reduces)
+        lr, rates = (math.nan, []) if self._script is None else (self._script.lr, self._script.changed_rates())
         step_info = self._machine.step_info(
             result, *times, spent.computed_s, exchange.wait_s, exchange.comm_s, n_samples, loss, spent.load_s, lr,
             self._take_problem(),
         )  # fmt: skip
-        self._link.step_info(step_info)
+        self._link.step_info(step_info, rates)
         if self._estimator is not None:
             self._divide_batches(self._estimator.observe(n_samples, step_info.iteration_s, step_info.comm_s))
         self._halt_if_requested()
 
     def _end_of_backward(self) -> None:
-        """End the computation at the end of `backward`: from here on the gradient is the mean."""
+        """End the computation at the end of the step's last `backward`: from here on the gradient is the mean."""
         if self._times is not None:
             raise RuntimeError(
                 "several backward passes in one step: the first one's gradient is already the mean of all workers'; "
                 "add the losses, pass accumulate to shard, or call all but the last backward in session.no_sync()"
             )
-        if self._iterations.under_way and self._reduces:
+        if not self._iterations.under_way:
+            return
+        if self._reduces:
             self._end_computation()
+        else:
+            self._n_passes += 1
+            self._exchange.let_overlap(self._reduces)
+
+    @property
+    def _reduces(self) -> bool:
+        """True if the mean of the gradients is formed at the end of the next backward pass."""
+        return self._may_reduce and self._n_passes + 1 >= self._accumulate
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients without their mean."""
-        self._reduces = False
+        self._may_reduce = False
         self._exchange.let_overlap(False)
         try:
             yield
         finally:
-            self._reduces = True
-            self._exchange.let_overlap(True)
+            self._may_reduce = True
+            self._exchange.let_overlap(self._reduces)
 
     def _end_computation(self) -> None:
         cuda.ready(self.flat.gradient)  # the gradient is complete only then

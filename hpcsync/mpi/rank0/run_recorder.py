@@ -18,12 +18,14 @@ from hpcsync.config.job import Job
 from hpcsync.core.assignments import decision_fields
 from hpcsync.core.coordinator import Coordinator
 from hpcsync.core.peer_coordinator import PeerCoordinator
+from hpcsync.core.problem_report import unequal_steps
 from hpcsync.mpi.rank0.checkpointing import Checkpointer
 from hpcsync.mpi.rank0.evaluator import Evaluator, Read
 from hpcsync.mpi.rank0.straggler_report import StragglerReport
 from hpcsync.mpi.session_base import Given
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.mpi.transport.worker_state import WorkerStates
+from hpcsync.paradigms.records import PushInfo, StepInfo
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress, console, say
 from hpcsync.system import launcher
@@ -135,6 +137,10 @@ class RunRecorder(Generic[C]):
         self.trace.flush_if_due(now_s)
         self._progress.show(now_s, self.coordinator)
 
+    def rate_changed(self, now_s: float, info: PushInfo | StepInfo) -> None:
+        """Record that a parameter group has another learning rate (`messages.rate_change`)."""
+        self.trace.append("rates", (now_s, info.worker, info.iteration, info.batch_size, info.lr))
+
     def stop_showing(self) -> None:
         """Close the progress line at the end of training."""
         self._progress.close()
@@ -164,6 +170,9 @@ class RunRecorder(Generic[C]):
         """Close the trace and finish the outputs. Without an evaluation the weights are saved only now."""
         if self._given.evaluate is None:
             self._save(model)
+        coordinator = self.coordinator
+        if not coordinator.stopping and (line := unequal_steps(self._given.job, coordinator.done)):
+            print(f"hpcsync: {line}", file=sys.stderr, flush=True)
         self.trace.close("finished")
         layout.conclude(self._given.checkpoints.folder, self._console)
 

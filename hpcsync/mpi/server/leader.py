@@ -45,6 +45,8 @@ class Leader:
         updates. Otherwise an evaluation begins only right after an update.
     look_at
         Called with every push info that has been handled; may raise to end the run.
+    rate_changed
+        Called with the time and the info that a parameter group has another learning rate.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Leader:
         watch: Callable[[float], None] = lambda now_s: None,
         about_to_evaluate: Callable[[], None] | None = None,
         look_at: Callable[[PushInfo], None] = lambda push_info: None,
+        rate_changed: Callable[[float, PushInfo], None] = lambda now_s, push_info: None,
     ) -> None:
         self._link = link
         self._shard = shard
@@ -68,7 +71,7 @@ class Leader:
         self._watch = watch
         self._about_to_evaluate = about_to_evaluate
         self._seen = coordinator.version  # when an evaluation was last considered
-        self._look_at = look_at
+        self._look_at, self._rate_changed = look_at, rate_changed
         self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
         self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
@@ -130,6 +133,8 @@ class Leader:
         if kind == messages.InfoKind.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, push_info))
             self._look_at(push_info)
+        elif kind == messages.InfoKind.RATE:
+            self._rate_changed(now_s, push_info)
         elif kind == messages.InfoKind.LEFT:
             self._carry_out(self._coordinator.left(now_s, push_info.worker))
         elif kind == messages.InfoKind.JOINED:

@@ -196,8 +196,8 @@ class WorkerSession(LinkedSession):
 
     def _push(self) -> None:
         """Push the contribution, and continue with the weights read after it."""
-        lr = math.nan if self._script is None else self._script.lr
-        self._engine.push(self._contribution.prepare(), lr, self._take_problem())
+        lr, rates = (math.nan, []) if self._script is None else (self._script.lr, self._script.changed_rates())
+        self._engine.push(self._contribution.prepare(), lr, self._take_problem(), rates)
         self._continue()
 
     def _continue(self) -> None:
@@ -343,6 +343,7 @@ class LeaderSession(FollowerSession):
             recorder.watch.look,
             self._take_buffers if self._buffers.n_words else None,
             ProblemReport(self._job.stop.on_nan).see,
+            recorder.rate_changed,
         )
         switch_s = sys.getswitchinterval()
         recorder.begin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,9 @@ class Worker(Stateful):
             self.machine.cancel(*record)
         return self.machine.is_cancelled
 
-    def push(self, loss: float, lr: float = math.nan, problem: int = 0) -> None:
+    def push(
+        self, loss: float, lr: float = math.nan, problem: int = 0, rates: Sequence[tuple[int, float]] = ()
+    ) -> None:
         """Push the contribution of the iteration, wait for the grant and read the next weights, if the run goes on.
 
         Parameters
@@ -125,12 +127,16 @@ class Worker(Stateful):
             Learning rate of the script's optimizer; NaN: the job's.
         problem
             What is wrong with the step (`records.Problem`).
+        rates
+            Parameter groups whose learning rates have changed, and these rates.
         """
         self._link.phases.enter(Phase.PUSHING)
         encode_s, put_s, n_bytes = self._put() if self.machine.share == 1.0 else (0.0, 0.0, 0)
         push_info = self.machine.delivered(loss, encode_s, put_s, n_bytes, lr, problem)
         if self._buffers is not None:
             self._link.buffers.put(push_info.worker, push_info.iteration, self._buffers.packed())
+        for change in rates:
+            self._infos.send(0, (messages.InfoKind.RATE, *messages.rate_change(push_info, *change)[1:]))
         self._infos.send(0, (messages.InfoKind.PUSHED, *push_info[1:]))
         self._await(push_info.iteration + 1)
 

@@ -38,13 +38,14 @@ def stored(record: type) -> list[tuple[str, str]]:
 
 
 class InfoKind(IntEnum):
-    """Kinds of PUSH_INFO. In FAILED and SAVED, `worker` is the rank."""
+    """Kinds of PUSH_INFO. In FAILED and SAVED, `worker` is the rank; RATE is made by `rate_change`."""
 
     PUSHED = 0
     LEFT = 1
     FAILED = 2
     SAVED = 3
     JOINED = 4
+    RATE = 5
 
 
 class CommandKind(IntEnum):
@@ -66,7 +67,7 @@ class CommandKind(IntEnum):
 
 
 class StepInfoKind(IntEnum):
-    """Kinds of STEP_INFO."""
+    """Kinds of STEP_INFO; RATE is made by `rate_change`."""
 
     STEPPED = 0
     ENDED = 1
@@ -74,6 +75,7 @@ class StepInfoKind(IntEnum):
     FAILED = 3
     HALTED = 4
     SAVED = 5
+    RATE = 6
 
 
 class PeerCommandKind(IntEnum):
@@ -123,6 +125,12 @@ def brief(dtype: np.dtype, kind: int, number: int) -> tuple[int, ...]:
 
 
 STEP_INFO = np.dtype([("kind", "i1"), *stored(StepInfo)])
+
+
+def rate_change(info: PushInfo | StepInfo, group: int, lr: float) -> PushInfo | StepInfo:
+    """Return the info that says: from the iteration of `info` on, a parameter group (`batch_size`) has the rate `lr`."""
+    return info._replace(batch_size=group, lr=lr)
+
 
 PEER_COMMAND = np.dtype([("kind", "i1"), ("number", "i4")])
 

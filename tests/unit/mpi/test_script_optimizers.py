@@ -107,6 +107,16 @@ def accumulating(model, optimizer, batches, sync):
             optimizer.step()
 
 
+def drawing_ahead(model, optimizer, batches, sync):
+    """As the Hugging Face Trainer: the batches of a step are drawn before its first backward pass."""
+    for first in batches:
+        second = next(batches)
+        optimizer.zero_grad()
+        for batch in (first, second):
+            (loss_of(model, batch) / 2).backward()
+        optimizer.step()
+
+
 def sometimes_unused(model, optimizer, batches, sync):
     """A layer takes part in every other step only; without a gradient momentum must not move it."""
     for step, (x, y) in enumerate(batches):
@@ -240,10 +250,12 @@ def test_a_script_has_the_weights_of_plain_pytorch(comm, needs, folder, paradigm
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
-def test_the_session_is_told_how_many_batches_accumulate(comm, needs, folder, paradigm):
+@pytest.mark.parametrize("case", ["accumulating", "drawing ahead"])
+def test_the_session_is_told_how_many_backward_passes_accumulate(comm, needs, folder, monkeypatch, paradigm, case):
     needs(2)
-    found = trained("accumulating", paradigm, comm, folder, accumulate=2)
-    expected = plain("accumulating", comm.size - (paradigm == "bsp"))
+    monkeypatch.setitem(CASES, "drawing ahead", (drawing_ahead, two_groups, 2))
+    found = trained(case, paradigm, comm, folder, accumulate=2)
+    expected = plain(case, comm.size - (paradigm == "bsp"))
     assert torch.allclose(found, expected, rtol=0, atol=1e-10)
 
 
@@ -345,7 +357,7 @@ def test_rates_and_losses_are_recorded(comm, needs, folder, paradigm):
             loss = loss_of(model, batch)
             loss.backward()
             sync.record(loss)
-            seen.append((optimizer.param_groups[0]["lr"], loss.item()))
+            seen.append((*(group["lr"] for group in optimizer.param_groups), loss.item()))
             optimizer.step()
             schedule.step()
     together = [each for each in comm.allgather(seen) if each]
@@ -354,11 +366,16 @@ def test_rates_and_losses_are_recorded(comm, needs, folder, paradigm):
         rows = trace.tables["pushes" if trace.job.has_servers else "exchanges"]
         for worker, expected in enumerate(together):
             own_rows = rows[rows["worker"] == worker]
-            np.testing.assert_allclose(own_rows["lr"], [lr for lr, _ in expected])
-            np.testing.assert_allclose(own_rows["loss"], [loss for _, loss in expected])
+            np.testing.assert_allclose(own_rows["lr"], [lr for lr, _, _ in expected])
+            np.testing.assert_allclose(own_rows["loss"], [loss for _, _, loss in expected])
+            for group in range(2):
+                changes = trace.tables["rates"]
+                changes = changes[(changes["worker"] == worker) & (changes["group"] == group)]
+                assert list(changes["iteration"]) == list(range(1, len(expected) + 1, 2))  # of StepLR
+                np.testing.assert_allclose(changes["lr"], [each[group] for each in expected[::2]])
         if paradigm in ("bsp", "allreduce"):
             rates = trace.tables["updates"]["lr"][:STEPS]
-            np.testing.assert_allclose(rates, [lr for lr, _ in together[0]][: len(rates)])
+            np.testing.assert_allclose(rates, [lr for lr, _, _ in together[0]][: len(rates)])
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
@@ -496,6 +513,29 @@ def mistaken(mistake: str, model: nn.Module, optimizer: torch.optim.Optimizer, b
         if mistake != "backward" or step == 0:
             loss.backward()
         optimizer.step() if mistake == "nan, not recorded" else sync.step(loss)
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "asp"])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_worker_that_makes_fewer_steps_is_named(comm, needs, folder, capsys, paradigm, early):
+    needs(3)
+    model = Net().double()
+    optimizer = sgd(model)
+    with hpcsync.connect(model, optimizer, paradigm, out=folder / "run", comm=comm) as sync:
+        for step, batch in enumerate(sync.shard(data(BATCH * STEPS * sync.n_workers), BATCH)):
+            if early and sync.worker == 1 and step == 2:
+                break
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+    comm.Barrier()
+    if comm.rank == 0:
+        said = [line for line in capsys.readouterr().err.splitlines() if "steps" in line]
+        without = "the updates from step 3 on are without 1"
+        if early and paradigm != "asp":
+            assert said == [f"hpcsync: worker 1 made 2 steps, others up to {STEPS}: {without}"]
+        else:
+            assert said == []
 
 
 MISTAKES = {
