@@ -73,6 +73,7 @@ class StragglerReport:
         if stalls := self._run.stalls.look(now_s, blocked):
             for stall in stalls:
                 self._record(now_s, stall, phases[stall.worker], len(blocked))
+            self._trace.flush()  # a run that stalls is often killed
             print("\n".join(self._report(now_s, stalls, phases, blocked)), file=sys.stderr, flush=True)
 
     def _see_waiting(self, now_s: float, iterations: Mapping[int, int]) -> dict[int, float]:
