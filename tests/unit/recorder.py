@@ -22,6 +22,9 @@ class Recorder:
     def append(self, table: str, row: tuple[Any, ...]) -> None:
         self.rows.append((table, row))
 
+    def flush(self) -> None:
+        pass
+
     def of(self, table: str) -> list[tuple[Any, ...]]:
         """Return the rows of a table."""
         return [row for name, row in self.rows if name == table]
