@@ -23,7 +23,7 @@ from hpcsync.system.atomic_files import naming, removing, sync
 from hpcsync.version import __version__
 
 FORMAT = "hpcsync checkpoint"
-FORMAT_VERSION = 2  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
+FORMAT_VERSION = 3  # raise it with every change of what a checkpoint holds: tests/unit/run_dir/checkpoint_format.txt
 
 MANIFEST = "manifest.json"
 ARRAY = "$array"
