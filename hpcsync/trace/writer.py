@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import errno
 import os
-import struct
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import IO, Any, Self
 import h5py
 import numpy as np
 
+from hpcsync.paradigms.records import layout
 from hpcsync.system.atomic_files import aside, naming
 from hpcsync.trace.schema import (
     ENUMS,
@@ -47,7 +47,6 @@ FLUSH_INTERVAL_S = 2.0
 COPIED_ROWS = 100_000  # copied at once
 SETTLE_S = 10.0  # time limit of a process that imports h5py and changes one attribute, on a busy machine
 
-_STRUCT_CODES = {"<i1": "b", "<i4": "i", "<i8": "q", "<f8": "d", "|i1": "b"}
 _ENUMS = {column: {code.name.lower(): int(code) for code in codes} for column, codes in ENUMS.items()}
 
 
@@ -58,13 +57,12 @@ class _Ring:
         self.rows = np.zeros(RING_ROWS, dtype)
         self.used = 0
         columns = [dtype[name].str for name in dtype.names or ()]
-        codes = [_STRUCT_CODES.get(column) or f"{column[2:]}s" for column in columns]
-        packer = struct.Struct("<" + "".join(codes))
+        packer = layout(columns)
         assert packer.size == dtype.itemsize
         self._pack_into = packer.pack_into
         self._row_bytes = packer.size
         self._buffer = self.rows.view(np.uint8).data
-        self._has_text = any(code.endswith("s") for code in codes)
+        self._has_text = any("S" in column for column in columns)
 
     def append(self, row: Sequence[Any]) -> None:
         """Pack one row; text is encoded."""

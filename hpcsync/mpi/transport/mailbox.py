@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from hpcsync.mpi.transport.ulfm import Deaths
+from hpcsync.paradigms.records import layout
 
 DEPTH = 64
 
@@ -34,11 +36,11 @@ class Inbox:
 
     def __init__(self, comm: MPI.Intracomm, tag: int, dtype: np.dtype, deaths: Deaths | None = None) -> None:
         self._deaths = deaths or Deaths(comm)
-        self._records = np.zeros(DEPTH, dtype)
+        records = np.zeros(DEPTH, dtype)
+        self._unpack_from, self._bytes, self._size = _layout(dtype).unpack_from, _bytes(records), dtype.itemsize
         self._head = 0
         self._requests = [
-            comm.Recv_init([self._records[i : i + 1].view(np.uint8), MPI.BYTE], MPI.ANY_SOURCE, tag)
-            for i in range(DEPTH)
+            comm.Recv_init([records[i : i + 1].view(np.uint8), MPI.BYTE], MPI.ANY_SOURCE, tag) for i in range(DEPTH)
         ]
         for request in self._requests:
             request.Start()
@@ -58,7 +60,7 @@ class Inbox:
         except MPI.Exception as error:
             self._deaths.heard(error)
             return None
-        record: tuple[Any, ...] = self._records[self._head].item()
+        record: tuple[Any, ...] = self._unpack_from(self._bytes, self._head * self._size)
         request.Start()
         self._head = (self._head + 1) % DEPTH
         return record
@@ -92,8 +94,9 @@ class Outbox:
         self._comm = comm
         self._deaths = deaths or Deaths(comm)
         self._tag = tag
-        self._records = np.zeros(DEPTH, dtype)
-        self._buffers = [[self._records[i : i + 1].view(np.uint8), MPI.BYTE] for i in range(DEPTH)]
+        records = np.zeros(DEPTH, dtype)
+        self._pack_into, self._bytes, self._size = _layout(dtype).pack_into, _bytes(records), dtype.itemsize
+        self._buffers = [[records[i : i + 1].view(np.uint8), MPI.BYTE] for i in range(DEPTH)]
         self._requests: list[Any] = [None] * DEPTH
         self._next = 0
 
@@ -101,7 +104,7 @@ class Outbox:
         """Send a copy of `record` to `rank`; return at once."""
         i = self._next
         self._settle(i)  # returns at once unless the receiver is DEPTH messages behind
-        self._records[i] = record
+        self._pack_into(self._bytes, i * self._size, *record)
         try:
             self._requests[i] = self._comm.Isend(self._buffers[i], rank, self._tag)
         except MPI.Exception as error:
@@ -121,3 +124,13 @@ class Outbox:
             request.Wait()
         except MPI.Exception as error:
             self._deaths.heard(error)
+
+
+def _layout(dtype: np.dtype) -> struct.Struct:
+    packing = layout(dtype[name].str for name in dtype.names or ())
+    assert packing.size == dtype.itemsize
+    return packing
+
+
+def _bytes(records: np.ndarray) -> memoryview:
+    return records.view(np.uint8).data
