@@ -40,28 +40,51 @@ SAMPLES = {  # trained on, in whole batches
 }
 
 
-BY_HPCSYNC = ("gan",)
+TOGETHER = ("transformer", "finetuning", "iterable")  # on the same ranks, to save starts
+ONE_BY_ONE = """
+import os, runpy, sys
+for script in sys.argv[1:]:
+    folder = os.path.basename(script).removesuffix(".py")
+    os.makedirs(folder, exist_ok=True)
+    os.chdir(folder)
+    runpy.run_path(script, run_name="__main__")
+    os.chdir("..")
+"""
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "resnet" else pytest.param(name, marks=pytest.mark.once) for name in SAMPLES]
-)
-def test_a_script_trains_on_four_ranks(tmp_path: Path, name: str) -> None:
-    if name in PACKAGES and find_spec(PACKAGES[name]) is None:
+def test_a_script_trains_on_four_ranks(tmp_path: Path) -> None:
+    check(ended(mpiexec(4, FOLDER / "resnet.py"), tmp_path, launcher.environment()), tmp_path, "resnet")
+
+
+@pytest.mark.once
+def test_a_script_is_launched_on_four_ranks(tmp_path: Path) -> None:
+    check(ended(hpcsync("launch", "-n", "4", "--", "python", FOLDER / "gan.py"), tmp_path), tmp_path, "gan")
+
+
+@pytest.mark.once
+def test_scripts_train_on_four_ranks(tmp_path: Path) -> None:
+    (tmp_path / "one_by_one.py").write_text(ONE_BY_ONE)
+    scripts = [FOLDER / f"{name}.py" for name in TOGETHER]
+    program = ended(mpiexec(4, "one_by_one.py", *scripts), tmp_path, launcher.environment())
+    for name in TOGETHER:
+        check(program, tmp_path / name, name)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_script_with_packages_trains_on_four_ranks(tmp_path: Path, name: str) -> None:
+    if find_spec(PACKAGES[name]) is None:
         pytest.skip(f"`make scripts` installs {PACKAGES[name]}")
-    script = FOLDER / f"{name}.py"
-    command = hpcsync("launch", "-n", "4", "--", "python", script) if name in BY_HPCSYNC else mpiexec(4, script)
-    environ = {**os.environ} if name in BY_HPCSYNC else launcher.environment()
-    check(ended(command, cwd=tmp_path, environ=environ), tmp_path, SAMPLES[name], quiet=name not in PACKAGES)
+    check(ended(mpiexec(4, FOLDER / f"{name}.py"), tmp_path, launcher.environment()), tmp_path, name)
 
 
-def check(program: Program, folder: Path, n_samples: int, *, quiet: bool = True) -> None:
+def check(program: Program, folder: Path, name: str) -> None:
     assert program.status == 0, program.err
-    assert not (quiet and program.complaints)
+    assert name in PACKAGES or not program.complaints
     (run,) = (folder / "runs").iterdir()
     trace = load(run / "trace.h5")
     assert (trace.status, trace.n_workers) == ("finished", 3)
-    assert trace.tables["updates"]["samples"][-1] == n_samples
+    assert trace.tables["updates"]["samples"][-1] == SAMPLES[name]
     assert trace.tables["pushes"]["loss"].min() > 0.0
     assert [found for found in audit(trace) if not found.passed] == []
 
