@@ -21,6 +21,9 @@ WRONG = {
 }
 
 
+UNEVEN = 0.05  # part of the steps by which workers may differ without a word
+
+
 class ProblemReport:
     """Lines about problems, each kind once.
 
@@ -62,7 +65,8 @@ def describe(info: PushInfo | StepInfo, problem: Problem) -> str:
 def unequal_steps(job: Job, done: Sequence[int]) -> str:
     """Return a line if the loops of a script have ended after different numbers of steps; "" if that is as it should.
 
-    It is where the paradigm bounds no worker's lead, or the job itself lets workers leave or allocates their batches.
+    It is where the paradigm bounds no worker's lead, or the job itself lets workers leave or allocates their batches,
+    and for differences of a step or 5 %, as of data that do not divide evenly.
 
     Parameters
     ----------
@@ -70,9 +74,10 @@ def unequal_steps(job: Job, done: Sequence[int]) -> str:
         Iterations (pushes) of each worker.
     """
     expected = math.isinf(job.paradigm.lead_bound) or job.cluster.events or job.batches.policy != "equal"
-    if not isinstance(job.workload, Script) or expected or len(set(done)) == 1:
-        return ""
     fewest, most = min(done), max(done)
+    if not isinstance(job.workload, Script) or expected or most - fewest <= max(1, UNEVEN * most):
+        return ""
     who = ", ".join(str(worker) for worker, n in enumerate(done) if n == fewest)
     workers = f"workers {who}" if "," in who else f"worker {who}"
-    return f"{workers} made {fewest} steps, others up to {most}: the updates from step {fewest + 1} on are without {who}"
+    since = f"the updates from step {fewest + 1} on are without {who}"
+    return f"{workers} made {fewest} steps, others up to {most}: {since}"

@@ -153,12 +153,14 @@ def test_whatever_happens_all_runs_end_and_their_traces_audit(tmp_path: Path) ->
     (tmp_path / "train.py").write_text(SCRIPT)
     argv = [sys.executable, "-c", START.format(n=N_RANKS), "train.py", on_death(), str(UPDATES)]
     interrupted = 0
+    launches = []  # what each has left, to be shown
     while len(finished(tmp_path)) < N_PARADIGMS:
         is_troubled, before = interrupted < INTERRUPTIONS, saved(tmp_path) | finished(tmp_path)
         with started(argv, tmp_path) as program:
             if is_troubled:
                 program.wait_for(lambda _, before=before: bool((saved(tmp_path) | finished(tmp_path)) - before))
                 troubled(program, dice, tmp_path)
+        launches.append((program.status, sorted(p.name for p in finished(tmp_path)), sorted(map(str, saved(tmp_path)))))
         if is_troubled:
             interrupted += len(to_be_resumed(tmp_path))
         else:
@@ -170,4 +172,5 @@ def test_whatever_happens_all_runs_end_and_their_traces_audit(tmp_path: Path) ->
         assert not [found for found in audit(trace) if not found.passed], trace.path
         assert np.array_equal(trace.tables["updates"]["version"], np.arange(1, UPDATES + 1)), trace.path
     assert interrupted
-    assert sum(len(trace.tables["starts"]) for trace in traces) == N_PARADIGMS + interrupted
+    starts = {trace.path.parent.name: len(trace.tables["starts"]) for trace in traces}
+    assert sum(starts.values()) == N_PARADIGMS + interrupted, (starts, launches)

@@ -128,7 +128,7 @@ STEP_INFO = np.dtype([("kind", "i1"), *stored(StepInfo)])
 
 
 def rate_change(info: PushInfo | StepInfo, group: int, lr: float) -> PushInfo | StepInfo:
-    """Return the info that says: from the iteration of `info` on, a parameter group (`batch_size`) has the rate `lr`."""
+    """Return the info that from its iteration on a parameter group, in `batch_size`, has the rate `lr`."""
     return info._replace(batch_size=group, lr=lr)
 
 

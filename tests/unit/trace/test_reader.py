@@ -198,7 +198,7 @@ def _cut_short(path):
         (_empty, "not an HDF5 file"),
         (_other_hdf5, "not a trace"),
         (_newer, "format version 99"),
-        (_older, "a trace of format version 3; this hpcsync reads version 6"),
+        (_older, "a trace of format version 3; this hpcsync reads version 7"),
         (_without_a_table, "damaged.*grants"),
         (_without_an_attribute, "damaged.*n_workers"),
         (_cut_short, "cannot be opened"),

@@ -67,6 +67,7 @@ def test_rows_come_back_as_they_were_appended(path):
         "updates": (1, 0.5, 1, 0.1, 32),
         "decisions": (3, 0.6, "dssp", 1, 4.0, 2.0, float("inf")),
         "exchanges": (0.6, 1, 1, 0, 4096, 0.3, 0.0, 0.1, 2.5, 32, 0.1, 0.4, 1, 1.0, 0.02, 0.1, 0),
+        "rates": (0.6, 1, 3, 1, 0.01),
         "evaluations": (0.5, 1, 32, 0.7, 0.9, 0.25),
         "membership": (4, 0.7, 0, 0),
         "starts": (0, 0.0, 0, "2026-01-01T00:00:00+00:00", ""),
@@ -88,7 +89,7 @@ def test_attributes(path):
     with TraceWriter(path, ATTRIBUTES):
         assert reader.load(path).attributes == {
             "format": "hpcsync-trace",
-            "format_version": 6,
+            "format_version": 7,
             "status": "running",
             "tracing_overhead_s": 0.0,
             "paradigm": "asp",
