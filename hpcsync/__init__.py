@@ -3,11 +3,14 @@
 `connect` makes a training script a rank of a run, on the device that `device` returns. `Workload` is what a function
 named in a job file returns. `load_trace` reads the trace of a run, given its folder or its trace.h5.
 
-Importing hpcsync loads neither MPI, torch, CuPy nor h5py; they are loaded when one of these names is first used.
+Importing hpcsync loads neither MPI, torch, CuPy nor h5py; they are loaded when one of these names is first used. On a
+rank that has imported torch before, it keeps the optimizers of the script from loading torch's compiler, which takes a
+second or two, until that is used (`hpcsync.training.deferred_dynamo`).
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,9 @@ _HOMES = {
     "load_trace": ("hpcsync.trace.reader", "load"),
 }
 __all__ = ["Workload", "__version__", "connect", "device", "load_trace"]
+
+if "torch" in sys.modules and import_module("hpcsync.system.launcher").under_launcher():
+    import_module("hpcsync.training.deferred_dynamo").defer()
 
 
 def __getattr__(name: str) -> Any:

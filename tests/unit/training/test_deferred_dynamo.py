@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+import pytest
 
 MODEL = "import sys, torch\nmodel = torch.nn.Linear(4, 2)\n"
 DEFER = "from hpcsync.training.deferred_dynamo import defer; defer()\n"
@@ -18,12 +21,19 @@ optimizer.load_state_dict(optimizer.state_dict())
 LOADED = "print('torch._dynamo.symbolic_convert' in sys.modules)\n"
 
 
-def output(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+def output(code: str, **environ: str) -> str:
+    environ = {**os.environ, **environ}
+    argv = [sys.executable, "-c", code]
+    return subprocess.run(argv, check=True, capture_output=True, text=True, env=environ).stdout.strip()
 
 
 def test_an_optimizer_does_not_load_it() -> None:
     assert output(MODEL + DEFER + STEP.format("SGD") + STEP.format("AdamW") + LOADED) == "False"
+
+
+@pytest.mark.parametrize(("environ", "loads"), [({"OMPI_COMM_WORLD_SIZE": "2"}, "False"), ({}, "True")])
+def test_on_a_rank_importing_hpcsync_suffices(environ: dict[str, str], loads: str) -> None:
+    assert output(MODEL + "import hpcsync\n" + STEP.format("SGD") + LOADED, **environ) == loads
 
 
 def test_without_deferring_an_optimizer_loads_it() -> None:
