@@ -30,17 +30,16 @@ class Text(Dataset):
 def arguments(n_steps, batch_size):
     clip = 0.0  # hpcsync: was clip = 0.5
     others = {"max_grad_norm": clip, "save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    return TrainingArguments(max_steps=n_steps, per_device_train_batch_size=batch_size, **others)
+    steps = {"max_steps": n_steps, "gradient_accumulation_steps": 2}
+    return TrainingArguments(per_device_train_batch_size=batch_size, **steps, **others)
 
 
 def train(model, data, arguments, paradigm="bsp", **settings):
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = get_cosine_schedule_with_warmup(optimizer, 5, arguments.max_steps)
+    schedule, size = get_cosine_schedule_with_warmup(optimizer, 5, arguments.max_steps), arguments.train_batch_size
     trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, schedule))
     with hpcsync.connect(model, optimizer, paradigm, clip_norm=0.5, **settings) as sync:  # hpcsync: new
-        n = arguments.gradient_accumulation_steps  # hpcsync: new
-        batches = sync.shard(data, arguments.train_batch_size, None, accumulate=n)  # hpcsync: new
-        trainer.get_train_dataloader = lambda: batches  # hpcsync: new
+        trainer.get_train_dataloader = lambda: sync.shard(data, size, None, accumulate=2)  # hpcsync: new
         model.register_forward_hook(lambda module, _, output: sync.record(output.loss))  # hpcsync: new
         return trainer.train()
 

@@ -36,7 +36,7 @@ SAMPLES = {  # trained on, in whole batches
     "iterable": 2400,
     "gan": 2 * 2048,
     "fabric": 50 * 3 * 32,
-    "trainer": 30 * 3 * 8,
+    "trainer": 30 * 3 * 2 * 8,
 }
 
 

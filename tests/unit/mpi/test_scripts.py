@@ -89,7 +89,7 @@ def trainer(script: Any, n_workers: int) -> Any:
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     model = script.GPT2LMHeadModel(script.GPT2Config(**sizes, **dropouts, **ends)).double()
     model.loss_function = causal_loss
-    return [model], script.Text(BATCH * n_workers * STEPS), {}
+    return [model], script.Text(BATCH * n_workers * STEPS * 2), {}
 
 
 def causal_loss(logits: torch.Tensor, labels: torch.Tensor, **others: Any) -> torch.Tensor:
@@ -116,7 +116,7 @@ def on_trainer(script: Any, models: list[nn.Module], loader: Any, **others: Any)
     size = size or len(data.batches[0]["labels"])
     script.train(*models, data, script.arguments(n_steps=STEPS, batch_size=size), **others)
     handle.remove()
-    return losses
+    return [sum(of_step) / 2 for of_step in zip(losses[::2], losses[1::2], strict=True)]
 
 
 CASES = {
@@ -126,7 +126,7 @@ CASES = {
     "iterable": Case(iterable, shuffle=False),
     "gan": Case(gan, steps=2),
     "fabric": Case(fabric, call=on_fabric),
-    "trainer": Case(trainer, call=on_trainer),
+    "trainer": Case(trainer, per_step=2, call=on_trainer),
 }
 PACKAGES = {"fabric": "lightning_fabric", "trainer": "transformers"}
 
