@@ -13,7 +13,7 @@ import torch
 from hpcsync.config.job import Job
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.problem_report import ProblemReport
-from hpcsync.core.session import Session
+from hpcsync.core.session import Asked, Session
 from hpcsync.core.step_checks import StepChecks
 from hpcsync.paradigms.records import PushInfo
 from hpcsync.training.buffers import Buffers, Calibrate
@@ -62,18 +62,8 @@ class LocalSession(Session):
         self._evaluating_s = 0.0  # not training time
         self._clip_norm = job.optimizer.clip_norm
 
-    def shard(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        epochs: int | None = 1,
-        *,
-        sharded: bool = False,
-        accumulate: int = 1,
-    ) -> Iterator[Any]:
-        """Return an iterator over all batches of the next training epochs."""
-        self._refuse_outside()
-        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded)
+    def _batches(self, asked: Asked) -> Iterator[Any]:
+        return self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded)
 
     def step(self, loss: torch.Tensor | float | None = None) -> bool:
         """Step with the script's optimizer; return False once the run is over."""

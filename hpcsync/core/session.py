@@ -6,9 +6,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
+
+
+class Asked(NamedTuple):
+    """Arguments of `Session.shard`, which describes them."""
+
+    dataset: Any
+    batch_size: int | None
+    epochs: int | None
+    sharded: bool
+    accumulate: int
 
 
 class Session(ABC):
@@ -34,7 +44,6 @@ class Session(ABC):
         self._entered = False
         self._losses: list[torch.Tensor | float] = []  # of the step under way
 
-    @abstractmethod
     def shard(
         self,
         dataset: Any,
@@ -85,6 +94,12 @@ class Session(ABC):
         all together use every sample of a training epoch once, including the last ones; a batch that extends over the
         end belongs to the epoch in which it begins.
         """
+        self._refuse_outside()
+        return self._batches(Asked(dataset, batch_size, epochs, sharded, accumulate))
+
+    @abstractmethod
+    def _batches(self, asked: Asked) -> Iterator[Any]:
+        """Return the batches that `shard` returns."""
 
     def cancelled(self, share: float) -> bool:
         """Return True if the gradient of the current batch will not be used.

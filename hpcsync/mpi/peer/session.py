@@ -14,6 +14,7 @@ import torch
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.peer_coordinator import BatchDivision, create_batch_division
 from hpcsync.core.peer_machine import PeerMachine, create_method
+from hpcsync.core.session import Asked
 from hpcsync.mpi.peer.channel import PeerChannel
 from hpcsync.mpi.peer.exchange import Setup
 from hpcsync.mpi.peer.factory import exchange, layers
@@ -93,27 +94,18 @@ class PeerSession(RankSession):
         """Return the loss that the job's loop computes on this rank."""
         return self._exchange.loss_here(loss)
 
-    def shard(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        epochs: int | None = 1,
-        *,
-        sharded: bool = False,
-        accumulate: int = 1,
-    ) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Iterator[Any]:
         """Yield this worker's batches of the data set."""
-        self._refuse_outside()
         if self._resumed is not None:  # not earlier: the script's setup may draw numbers and change the model, too
             with self._checkpoints.restoring(self._name):
                 self._restore(self._resumed)
             self._resumed = None
-        source = self._iterations.source(dataset, batch_size, sharded)
+        source = self._iterations.source(asked.dataset, asked.batch_size, asked.sharded)
         self._describe(self._exchange.prepare(source, self._iterations))
         self._link.phases.enter(Phase.COMPUTING, self._machine.iteration + 1)
-        self._accumulate = accumulate
+        self._accumulate = asked.accumulate
         self._exchange.let_overlap(self._reduces)
-        for batch in self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded):
+        for batch in self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded):
             yield self._exchange.begin(batch)
 
     def _describe(self, attributes: Mapping[str, int]) -> None:

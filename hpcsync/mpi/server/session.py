@@ -18,6 +18,7 @@ from hpcsync.core.coordinator import coordinate
 from hpcsync.core.iterations import Iterations
 from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.roles import Roles
+from hpcsync.core.session import Asked
 from hpcsync.mpi.collectives.model_parts import Layers
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.server.channel import Reader, ServerChannel
@@ -137,17 +138,8 @@ class WorkerSession(LinkedSession):
         self._iterations = Iterations(job, worker, self._link.clock.now, self._leave, allocated=allocated)
         self._computed = 1.0  # share of the batch that is computed when it is pushed
 
-    def shard(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        epochs: int | None = 1,
-        *,
-        sharded: bool = False,
-        accumulate: int = 1,
-    ) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Iterator[Any]:
         """Return this worker's batches; restore the state of a resumed run first."""
-        self._refuse_outside()
         if self._resumed is not None:  # only now: the script's preparations may use the generators too
             state, self._resumed = self._resumed, None
             with self._checkpoints.restoring(self._name):
@@ -159,7 +151,7 @@ class WorkerSession(LinkedSession):
             if self._leave(0.0):
                 self._iterations.skip((self._machine.grant.iteration - 1) * self._job.local_steps)
             self._comes_back = False  # only now: a checkpoint may be made while this worker waits for its first grant
-        return self._iterations.shard(dataset, batch_size, epochs, lambda: self.stopped, sharded=sharded)
+        return self._iterations.shard(*asked[:3], lambda: self.stopped, sharded=asked.sharded)
 
     def cancelled(self, share: float) -> bool:
         """Return whether server 0 has cancelled the current iteration."""
@@ -273,18 +265,9 @@ class FollowerSession(LinkedSession):
             return self._optimizer
         return OfShard(self._script, self._link.shards[self.rank], self._link.sum_over_servers)
 
-    def shard(
-        self,
-        dataset: Any,
-        batch_size: int | None = None,
-        epochs: int | None = 1,
-        *,
-        sharded: bool = False,
-        accumulate: int = 1,
-    ) -> Iterator[Any]:
+    def _batches(self, asked: Asked) -> Iterator[Any]:
         """Serve until the run is over; return no batches."""
-        self._refuse_outside()
-        loading.refuse(dataset, batch_size, sharded=sharded)
+        loading.refuse(asked.dataset, asked.batch_size, sharded=asked.sharded)
         if not self._shard.finished:
             self._serve()
         return iter(())
