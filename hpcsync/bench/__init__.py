@@ -12,7 +12,7 @@ import importlib
 import json
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,12 @@ class BenchError(Exception):
     """A benchmark's own job failed."""
 
 
-def main(targets: Sequence[str], path: str | Path | None = None, device: str = "cpu") -> int:
+def main(
+    targets: Sequence[str],
+    path: str | Path | None = None,
+    device: str = "cpu",
+    compared: str | Path | None = None,
+) -> int:
     """Run benchmarks and print a table for each.
 
     Parameters
@@ -80,6 +85,8 @@ def main(targets: Sequence[str], path: str | Path | None = None, device: str = "
         File for all results, as JSON.
     device
         "cpu" or "cuda".
+    compared
+        File of earlier results, with which these are compared.
 
     Returns
     -------
@@ -89,9 +96,11 @@ def main(targets: Sequence[str], path: str | Path | None = None, device: str = "
     Raises
     ------
     JobError
-        Before any measurement, for an unknown target, a GPU that cannot be used, or a file that cannot be written.
+        Before any measurement, for an unknown target, a GPU that cannot be used, or a file that cannot be written or
+        read.
     """
     chosen = parse(targets, device)
+    earlier = None if compared is None else read(compared)
     if device == "cuda" and (why := gpu_selection.found().why):
         raise JobError(f"--device cuda: {why}")
     if path is not None:
@@ -102,20 +111,56 @@ def main(targets: Sequence[str], path: str | Path | None = None, device: str = "
     console = Console(highlight=False)
     about = {"machine": machine(device), "versions": versions(device), "device": device}
     console.print(f"hpcsync {__version__} on {about['machine']}\n{about['versions']}")
+    if earlier is not None:
+        line = f"compared with {compared}: hpcsync {earlier.hpcsync} on {earlier.machine}"
+        console.print(line, markup=False, soft_wrap=True)
     kinds = ["host"]
     if device == "cuda":
         kinds, about["windows"] = windows()
         console.print(f"windows: {about['windows']}", markup=False)
     measured: dict[str, Any] = {**about, "hpcsync": __version__, "targets": {}}
     for name in chosen:
-        if found := _measured(name, device, kinds, console):
+        before = None if earlier is None else earlier.figures.get(name, [])
+        if found := _measured(name, device, kinds, console, before):
             measured["targets"][name] = found
     if path is not None:
         Path(path).write_text(json.dumps(measured, indent=2) + "\n", encoding="utf-8")
     return int(len(measured["targets"]) < len(chosen))
 
 
-def _measured(name: str, device: str, kinds: Sequence[str], console: Console) -> dict[str, Any]:
+class Results(NamedTuple):
+    """Results in a file that `main` has written: version, machine, and the figures of each target."""
+
+    hpcsync: str
+    machine: str
+    figures: dict[str, list[Figure]]
+
+
+def read(path: str | Path) -> Results:
+    """Return the results in a file.
+
+    Raises
+    ------
+    JobError
+        If the file cannot be read, or holds no such results.
+    """
+    names = {each.name for each in fields(Figure)}
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        figures = {
+            name: [Figure(**{key: each[key] for key in names}) for each in target["figures"]]
+            for name, target in found["targets"].items()
+        }
+        return Results(str(found["hpcsync"]), str(found["machine"]), figures)
+    except OSError as error:
+        raise JobError(f"--compare {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise JobError(f"--compare {path}: must be a file that hpcsync bench --json has written") from None
+
+
+def _measured(
+    name: str, device: str, kinds: Sequence[str], console: Console, earlier: Sequence[Figure] | None = None
+) -> dict[str, Any]:
     """Measure one target and print its table; return the results for the file, empty if nothing could be measured.
 
     The failure of one kind of window among several is a result.
@@ -132,7 +177,7 @@ def _measured(name: str, device: str, kinds: Sequence[str], console: Console) ->
     if not figures:
         return {}
     console.print()
-    console.print(table(f"{name}: {target.title}" + (f" ({library})" if library else ""), figures))
+    console.print(table(f"{name}: {target.title}" + (f" ({library})" if library else ""), figures, earlier))
     return {"library": library, "figures": [figure.as_dict() for figure in figures], "failed": failed}
 
 

@@ -1,11 +1,11 @@
-"""Benchmark figures: values, the limits they are compared with, and their table."""
+"""Benchmark figures: values, the limits and earlier values they are compared with, and their table."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 from rich.text import Text
@@ -79,26 +79,62 @@ def in_turn(repetitions: int, *measure: Callable[[], float]) -> list[list[float]
     return [list(values) for values in zip(*rounds[1:], strict=True)]
 
 
-def table(title: str, figures: Sequence[Figure]) -> Table:
-    """Return a table of figures for the console."""
+class Change(NamedTuple):
+    """Values over earlier values of the same quantity: of the medians, and the least and largest of two repetitions."""
+
+    ratio: float
+    least: float
+    largest: float
+
+
+def change(values: Sequence[float], earlier: Sequence[float]) -> Change | None:
+    """Return the change between two measurements; None if one of them has no values."""
+    if not (values and earlier):
+        return None
+    ratio = statistics.median(values) / statistics.median(earlier)
+    return Change(ratio, min(values) / max(earlier), max(values) / min(earlier))
+
+
+def table(title: str, figures: Sequence[Figure], earlier: Sequence[Figure] | None = None) -> Table:
+    """Return a table of figures for the console, 80 columns wide: each has the reference in the row below.
+
+    Parameters
+    ----------
+    title
+        Title of the table.
+    figures
+        The figures.
+    earlier
+        Figures of an earlier measurement, with which those of the same name and unit are compared; None: there is none.
+    """
     result = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    for column in ("measured", "median (best)", "reference, in the same job", "median (best)", "ratio", "aim"):
-        if column in ("measured", "reference, in the same job"):
-            result.add_column(column, overflow="fold")
-        else:
-            result.add_column(column, justify="right", no_wrap=True)
+    result.add_column("measured, and its reference", overflow="fold", ratio=1)
+    for column in ["median (best)", "ratio", "aim"] + ["to earlier"] * (earlier is not None):
+        result.add_column(column, justify="right", no_wrap=True)
+    known = {(figure.what, figure.unit): figure for figure in earlier or ()}
     for figure in figures:
-        result.add_row(*_row(figure))
+        before = known.get((figure.what, figure.unit))
+        for row in _rows(figure, before):
+            result.add_row(*(row if earlier is not None else row[:-1]))
     return result
 
 
-def _row(figure: Figure) -> list[str | Text]:
-    row: list[str | Text] = [figure.what, _shown(figure, figure.values)]
-    if figure.ratio is None:
-        return [*row, figure.limit, "", "", ""]
+def _rows(figure: Figure, before: Figure | None) -> Iterator[list[str | Text]]:
+    """Yield the row of a figure and that of its reference."""
     style = {None: "", True: "green", False: "yellow"}[figure.reached]
+    ratio = "" if figure.ratio is None else Text(f"{figure.ratio:.2f}", style)
     aim = "" if figure.aim is None else f"{'>=' if figure.is_rate else '<='} {figure.aim:g}"
-    return [*row, figure.limit, _shown(figure, figure.limits), Text(f"{figure.ratio:.2f}", style), aim]
+    changed = _changed(figure.values, before.values if before else ())
+    yield [figure.what, _shown(figure, figure.values), ratio, aim, changed]
+    if figure.limits:
+        same = before is not None and before.limit == figure.limit
+        changed = _changed(figure.limits, before.limits if before and same else ())
+        yield [Text(f"  {figure.limit}", "dim"), Text(_shown(figure, figure.limits), "dim"), "", "", changed]
+
+
+def _changed(values: Sequence[float], earlier: Sequence[float]) -> str:
+    found = change(values, earlier)
+    return "" if found is None else f"{found.ratio:.2f} ({found.least:.2f}-{found.largest:.2f})"
 
 
 def _shown(figure: Figure, values: Sequence[float]) -> str:

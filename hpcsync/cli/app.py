@@ -176,12 +176,16 @@ def bench(
         Path | None,
         typer.Option(metavar="FILE", help="Also write every repetition to this file.", show_default=False),
     ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare with earlier results, written by --json.", show_default=False),
+    ] = None,
 ) -> None:
     """Measure each primitive beside the limit of the machine, in the same job."""
     from hpcsync import bench as benchmark
 
     with user_errors_in_one_line():
-        sys.exit(benchmark.main(targets or [], json, device))
+        sys.exit(benchmark.main(targets or [], json, device, compare))
 
 
 @app.command()

@@ -189,3 +189,31 @@ def test_an_interrupted_job_ends_the_benchmark(monkeypatch):
 def test_importing_it_loads_no_mpi():
     code = "import sys, hpcsync.bench; sys.exit('mpi4py.MPI' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_results_are_compared_with_earlier_ones(tmp_path, capsys):
+    path = tmp_path / "figures.json"
+    assert bench.main(["tracing"], path) == 0
+    earlier = bench.read(path)
+    assert [figure.what for figure in earlier.figures["tracing"]]
+    assert bench.main(["tracing"], compared=path) == 0
+    out = capsys.readouterr().out
+    assert f"compared with {path}: hpcsync {earlier.hpcsync}" in " ".join(out.split())
+    assert "to earlier" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (None, "No such file or directory"),
+        ("{", "must be a file that hpcsync bench --json has written"),
+        ('{"targets": []}', "must be a file that hpcsync bench --json has written"),
+        ('{"targets": {"tracing": {"figures": [{}]}}}', "must be a file that hpcsync bench --json has written"),
+    ],
+)
+def test_a_file_without_results_is_refused_before_anything_is_measured(tmp_path, content, line):
+    path = tmp_path / "earlier.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(JobError, match=f"^--compare .*: {line}$"):
+        bench.main(["tracing"], compared=path)
