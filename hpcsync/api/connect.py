@@ -264,6 +264,11 @@ def connect(
     )
     if servers and not job.steps_on_workers:
         _refuse_holders(job, optimizers)
+    if len(optimizers) > 1 and job.compresses and job.paradigm.contribution == "gradient":
+        raise JobError(
+            f'compression.name = "{job.compression.name}": must be left out with several optimizers: '
+            "a step changes the parameters of one, and what was kept back of the others would be lost"
+        )
     if evaluate is None:
         _refuse_targets(job)
     if (buffers == "recompute") != (calibrate is not None):

@@ -407,6 +407,47 @@ def test_a_narrow_model_steps_in_its_own_type(comm, needs, folder, paradigm, dty
 
 
 @pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
+def test_two_optimizers_refuse_compression(comm, needs, folder, paradigm):
+    needs(2)
+    models = [Net().double(), Net().double()]
+    with pytest.raises(JobError, match='compression.name = "top-k": must be left out with several optimizers'):
+        compression = {"name": "top-k", "ratio": 0.1}
+        hpcsync.connect(
+            models, list(map(sgd, models)), paradigm, compression=compression, out=folder / "run", comm=comm
+        )
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "bsp, 2 servers", "allreduce", "local-sgd"])
+def test_muon_steps_on_whole_matrices(comm, needs, folder, paradigm):
+    """Only it can step on them: it refuses anything else."""
+    name, settings = paradigm.partition(",")[0], PARADIGMS.get(paradigm, {})
+    n_servers = settings.get("servers", 1) if name == "bsp" else 0
+    needs(n_servers + 1)
+
+    def make() -> nn.Module:
+        torch.manual_seed(4)
+        return nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 1, bias=False)).double()
+
+    model, twin, n_workers = make(), make(), comm.size - n_servers
+    samples = data(BATCH * n_workers * STEPS)
+    options = {"steps": 1} if name == "local-sgd" else {}
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.02)
+    with hpcsync.connect(model, optimizer, name, out=folder / "run", comm=comm, **settings, **options) as sync:
+        with_closure(model, optimizer, sync.shard(samples, BATCH), sync)
+    theirs = torch.optim.Muon(twin.parameters(), lr=0.02)
+    of_workers = [
+        batches(samples, 0, worker, n_workers=n_workers, batch_size=BATCH, epochs=range(1))
+        for worker in range(n_workers)
+    ]
+    together = (tuple(map(torch.cat, zip(*each, strict=True))) for each in zip(*of_workers, strict=True))
+    with_closure(twin, theirs, together, None)
+    equal = [
+        torch.allclose(p, q, rtol=0, atol=1e-10) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    ]
+    assert all(equal) or (name == "local-sgd" and n_workers > 1)  # the mean of steps, not the step of the mean
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce"])
 def test_two_models_with_two_optimizers(comm, needs, folder, paradigm):
     """A generator and a discriminator: each step changes one of them."""
     needs(2)
