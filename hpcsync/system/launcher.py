@@ -57,7 +57,10 @@ SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
 # MPICH over UCX gives Slurm's PMI2 long addresses, some of which are lost: ranks do not start or do not find others.
 # The addresses of OFI are short.
 SLURM_PMI2_SETTINGS = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
-ONE_NODE = {"OMPI_MCA_pml": "ob1"}  # fastest in shared memory; between nodes Open MPI chooses better itself
+ONE_NODE = {  # between nodes Open MPI chooses better itself
+    "OMPI_MCA_pml": "ob1",  # fastest in shared memory
+    "OMPI_MCA_btl": "^ofi",  # looking for fabrics takes a second of MPI_Init
+}
 
 # Open MPI's mpirun: ranks continue when others die. Deaths are reported by its daemons, not by the ranks' own detector,
 # which takes a rank that computes for a second for dead.
