@@ -401,8 +401,7 @@ def world() -> MPI.Intracomm | None:
     if not launcher.under_launcher():
         return None
     if "mpi4py.MPI" not in sys.modules:  # MPI reads its settings once
-        under_slurm = launcher.SLURM_PMI2_SETTINGS if launcher.under_pmi2_of_slurm() else {}
-        os.environ.update({**launcher.MPI_SETTINGS, **under_slurm, **os.environ})
+        os.environ.update({**launcher.settings_of_rank(os.environ), **os.environ})
     from mpi4py import MPI
 
     launcher.refuse_singletons(MPI.COMM_WORLD.size, MPI.Get_library_version())

@@ -61,6 +61,12 @@ ONE_NODE = {  # between nodes Open MPI chooses better itself
     "OMPI_MCA_pml": "ob1",  # fastest in shared memory
     "OMPI_MCA_btl": "^ofi",  # looking for fabrics takes a second of MPI_Init
 }
+# Open MPI 5 over TCP: the request for a get is as long as its data, unless the target may answer it by a put. It may
+# where puts arrive in order with the answer that follows them, as on one connection. Version 4 keeps its own flags.
+SEVERAL_NODES = {
+    "OMPI_MCA_btl_tcp_flags": "send,put,inplace,need-ack,need-csum,hetero-rdma,rdma-remote-completion",
+    "OMPI_MCA_btl_tcp_links": "1",
+}
 
 # Open MPI's mpirun: ranks continue when others die. Deaths are reported by its daemons, not by the ranks' own detector,
 # which takes a rank that computes for a second for dead.
@@ -191,8 +197,14 @@ def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     if given is None:
         given = outside(os.environ) if under_launcher() else os.environ
-    settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else {})}
+    settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else SEVERAL_NODES)}
     return {**settings, **given}
+
+
+def settings_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the settings of MPI that a rank, which another launcher may have started, makes before MPI starts."""
+    under_slurm = SLURM_PMI2_SETTINGS if under_pmi2_of_slurm(environ) else {}
+    return {**MPI_SETTINGS, **under_slurm, **({} if on_one_node(environ) else SEVERAL_NODES)}
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
@@ -221,6 +233,8 @@ def on_this_node(environ: Mapping[str, str]) -> bool:
 
 def on_one_node(environ: Mapping[str, str]) -> bool:
     """Return True if all ranks of a launch will be on one node, by the batch system and the options of MPIEXEC."""
+    if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ.get("OMPI_COMM_WORLD_SIZE"):  # of a rank
+        return False
     if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1 or "SLURM_HET_SIZE" in environ:
         return False
     if any(name in environ for name in ("PBS_NODEFILE", "PE_HOSTFILE", "LSB_DJOB_HOSTFILE")):

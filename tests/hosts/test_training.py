@@ -60,7 +60,7 @@ options = {{hidden = 20_000}}
 """
 FC_BYTES = 8 * 800_003
 UPDATES = 120  # so many that what a run begins with is a small part
-WIRE_S = 0.3  # a push and a read of 4 MB each at 1 Gbit/s for two workers at once, and Open MPI sends a read twice
+WIRE_S = 0.3  # a push and a read of 4 MB each at 1 Gbit/s for two workers at once take half of it
 SLOW_S = 0.5
 SLACK_S = 0.5  # the machine's other business
 

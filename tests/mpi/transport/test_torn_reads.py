@@ -16,6 +16,7 @@ from hpcsync.mpi.server.shard import Shard, to
 from hpcsync.mpi.transport import messages
 from hpcsync.mpi.transport.mailbox import Outbox
 from hpcsync.mpi.transport.messages import CommandRecord
+from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.paradigms import Grant
 from hpcsync.training.optimizers import OptimizerSpec
 from hpcsync.training.parameter_store import Store
@@ -64,7 +65,7 @@ def read(link: ServerChannel, *, until_torn: bool) -> int:
 
 
 def torn_reads(comm, transport, *, until_torn: bool) -> int:
-    size = SIZE if transport.passive else SIZE_SLOW
+    size = SIZE if transport.passive and on_one_node(comm) else SIZE_SLOW
     start = torch.zeros(size, dtype=torch.float64, device=transport.device)
     link = ServerChannel(comm, Roles(1, comm.size - 1), size, torch.float64, transport)
     if comm.rank == 1:

@@ -127,11 +127,17 @@ def test_variables_of_the_user_are_kept() -> None:
         ({"SLURM_JOB_NUM_NODES": "2"}, False),
         ({"SLURM_NNODES": "2"}, False),
         ({"PBS_NODEFILE": "/var/nodes"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
     ],
 )
-def test_ob1_only_with_all_ranks_on_one_node(given: dict[str, str], one_node: bool) -> None:
+def test_some_settings_depend_on_the_number_of_nodes(given: dict[str, str], one_node: bool) -> None:
     assert launcher.on_one_node(given) is one_node
-    assert launcher.environment(given).get("OMPI_MCA_pml") == ("ob1" if one_node else None)
+    environ, of_rank = launcher.environment(given), launcher.settings_of_rank(given)
+    assert environ.get("OMPI_MCA_pml") == ("ob1" if one_node else None)
+    for name, value in launcher.SEVERAL_NODES.items():
+        assert environ.get(name) == of_rank.get(name) == (None if one_node else value)
+        assert launcher.environment({**given, name: "the user's"})[name] == "the user's"
 
 
 def test_one_node_may_be_another_node() -> None:

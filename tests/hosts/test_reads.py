@@ -1,0 +1,79 @@
+"""Reads between hosts bring what was promised, and nothing else travels with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcsync.system import launcher
+from tests.hosts.namespaces import Hosts, Unavailable
+
+ROOT = Path(__file__).parents[2]
+DEFAULT_FLAGS = "send,put,inplace,need-ack,need-csum,hetero-rdma"  # Open MPI's own
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Four hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
+    try:
+        hosts = Hosts(4, rate="1gbit")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        yield hosts
+
+
+def run(hosts: Hosts, folder: Path, *program: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """A rank of this program on each host."""
+    line = [*hosts.mpiexec([1, 2, 3, 4]), "-n", "4", sys.executable, "-m", "mpi4py", *program]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MPIEXEC": shlex.join(line), **more}
+    result = hosts.run(line, cwd=folder, environ=launcher.environment(environ), timeout_s=120)
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    return result
+
+
+def counted(hosts: Hosts, folder: Path, servers: int, **more: str) -> tuple[float, float]:
+    """Bytes that a worker receives and sends in an iteration, over the model's."""
+    out = folder / "counted.json"
+    run(hosts, folder, str(Path(__file__).with_name("counted.py")), str(out), str(servers), **more)
+    found = json.loads(out.read_text())
+    assert [wrong for wrong, _ in found] == [0] * 4, "weights that no update made"
+    received, sent, took_s = (sum(each) / (4 - servers) for each in zip(*(of for _, of in found if of), strict=True))
+    print(f"{servers} servers: received {received:.3f}, sent {sent:.3f} of the model, in {took_s * 1e3:.1f} ms")
+    return received, sent
+
+
+def is_open_mpi() -> bool:
+    version = subprocess.run([*launcher.mpiexec(), "--version"], capture_output=True, text=True, check=True).stdout
+    return "HYDRA" not in version
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_an_iteration_moves_its_gradients_and_weights_once(hosts: Hosts, tmp_path: Path, servers: int) -> None:
+    received, sent = counted(hosts, tmp_path, servers)
+    assert 1.0 <= received < 1.05 and 1.0 <= sent < 1.05
+
+
+def test_with_the_flags_of_open_mpi_a_read_sends_its_data_both_ways(hosts: Hosts, tmp_path: Path) -> None:
+    """The negative control of the test above; what the user sets is kept."""
+    if not is_open_mpi():
+        pytest.skip("Open MPI only")
+    received, sent = counted(hosts, tmp_path, 1, OMPI_MCA_btl_tcp_flags=DEFAULT_FLAGS)
+    assert received < 1.05 and sent > 1.5
+
+
+@pytest.mark.parametrize("file", ["test_torn_reads.py", "test_published_replica.py"])
+def test_no_read_is_torn_or_stale(hosts: Hosts, tmp_path: Path, file: str) -> None:
+    """The tests of a node, with their negative controls, under updates and publications without pause."""
+    tests = ROOT / "tests" / "mpi" / "transport" / file
+    result = run(hosts, tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "host", str(tests))
+    print(result.stdout[-200:])
