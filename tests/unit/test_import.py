@@ -36,6 +36,40 @@ def test_light_imports_stay_light(code: str) -> None:
     assert loaded(code) == set()
 
 
+ON_A_RANK = """
+import sys
+import hpcsync.cli.app, hpcsync.cli.rank_main, hpcsync.mpi.server.session, hpcsync.mpi.peer.rank0_session
+import torch
+from hpcsync.config.job import Job
+from hpcsync.training.optimizers import OptimizerSpec, step_flat
+from hpcsync.workloads.registry import build
+
+tables = 'name = "a"\\nworkload = {name = "digits", batch_size = 8}\\noptimizer = {name = "sgd", lr = 0.1}\\n'
+job = Job.from_toml(tables + 'stop = {updates = 1}\\nparadigm = {name = "bsp"}\\n')
+workload, weights = build(job), torch.nn.Parameter(torch.ones(64))
+optimizer = OptimizerSpec.of_job(job).build(weights)
+step_flat(optimizer, weights, torch.ones(64), 0.1)
+{more}
+files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+print(*{name.split(".")[0] for name, file in files.items() if "site-packages" in file})
+print("torch._dynamo.symbolic_convert" in sys.modules)
+"""
+MAY_BE_LOADED = {
+    *("torch", "torchgen", "numpy", "h5py", "mpi4py", "tomli_w", "typer", "annotated_doc", "rich", "shellingham"),
+    *("pydantic", "pydantic_core", "annotated_types", "typing_extensions", "typing_inspection", "_distutils_hack"),
+}
+
+
+@pytest.mark.parametrize(("more", "loaded_too"), [("", set()), ("import sklearn", {"sklearn", "scipy", "joblib"})])
+def test_what_a_rank_imports_until_its_first_step(more: str, loaded_too: set[str]) -> None:
+    """Everything else, such as the compiler of torch, would cost every rank time at its start."""
+    code = ON_A_RANK.replace("{more}", more)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert loaded_too <= set(found[-2].split()) - MAY_BE_LOADED
+    if not more:
+        assert set(found[-2].split()) <= MAY_BE_LOADED and found[-1] == "False"
+
+
 def test_a_script_gets_what_it_asks_for() -> None:
     assert "torch" in loaded("from hpcsync import connect; assert callable(connect)")
     with pytest.raises(AttributeError, match="module 'hpcsync' has no attribute 'conect'"):
