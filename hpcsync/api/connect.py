@@ -488,11 +488,9 @@ def _share_cores(comm: MPI.Intracomm, *, is_server: bool) -> None:
 
     A server updates in one thread: if torch split a tensor between threads, the bits would depend on the shards.
     """
-    from mpi4py import MPI
+    from hpcsync.mpi.transport.node_topology import ranks_here
 
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    share = len(os.sched_getaffinity(0)) // node.size
-    node.Free()
+    share = len(os.sched_getaffinity(0)) // ranks_here(comm)
     if is_server:
         torch.set_num_threads(1)
     elif "OMP_NUM_THREADS" not in os.environ:

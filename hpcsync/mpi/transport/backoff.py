@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,12 +10,13 @@ from typing import TypeVar
 from mpi4py import MPI
 
 from hpcsync.mpi.transport.communicator import pauses
-from hpcsync.mpi.transport.node_topology import on_one_node
+from hpcsync.mpi.transport.node_topology import on_one_node, ranks_here
 from hpcsync.mpi.transport.ulfm import Deaths
 
 T = TypeVar("T")
 
-SPIN_S = 50e-6  # long enough for an answer from an idle peer on the same node
+SPIN_S = 2e-4  # long enough for an answer of a server, where every rank has a core
+CROWDED_SPIN_S = 5e-5
 NODE_CEILING_S = 1e-3
 NETWORK_CEILING_S = 2e-4
 NETWORK_PROBES = 16
@@ -48,6 +50,7 @@ class Backoff:
 
     def __init__(self, comm: MPI.Intracomm, *, passive: bool = True, deaths: Deaths | None = None) -> None:
         self.one_node = on_one_node(comm)
+        self._spin_s = SPIN_S if ranks_here(comm) <= len(os.sched_getaffinity(0)) else CROWDED_SPIN_S
         self._comm = comm
         self._deaths = deaths or Deaths(comm)
         self._helps = not (self.one_node and passive)
@@ -67,7 +70,7 @@ class Backoff:
         if self._helps:
             self._help()
         waited_s = now - self._since
-        self._pause(0.0 if waited_s < SPIN_S else min(self._ceiling_s, waited_s / 8))
+        self._pause(0.0 if waited_s < self._spin_s else min(self._ceiling_s, waited_s / 8))
 
     def _help(self) -> None:
         try:

@@ -52,7 +52,12 @@ def arranged(comm: MPI.Intracomm, cluster: Cluster) -> MPI.Intracomm:
 
 def on_one_node(comm: MPI.Comm) -> bool:
     """Return whether all ranks can share memory; collective."""
+    return bool(comm.allreduce(ranks_here(comm) == comm.size, MPI.LAND))
+
+
+def ranks_here(comm: MPI.Comm) -> int:
+    """Return the number of ranks on this rank's node; collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    one_node: bool = comm.allreduce(node.size == comm.size, MPI.LAND)
+    size: int = node.size
     node.Free()
-    return one_node
+    return size

@@ -1,16 +1,18 @@
-"""Worker states: the activity of every rank, in a window on rank 0 that has one word per rank.
+"""Worker states: the activity of every rank, in memory of rank 0 that has one word per rank.
 
-A rank puts its word and continues without waiting for completion. MPI may read the source of a put until the next
-flush, so words are taken from a ring, and a flush is needed only when the ring wraps around: one wait in `RING` phases.
-Between hosts, Open MPI delays a put until the next MPI call, which may be late during a computation; a probe therefore
-follows the put.
+On one node every rank stores its word there. Between hosts it puts it and continues without waiting for completion. MPI
+may read the source of a put until the next flush, so words are taken from a ring, and a flush is needed only when the
+ring wraps around: one wait in `RING` phases. Open MPI delays a put until the next MPI call, which may be late during a
+computation; a probe therefore follows the put.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
+from hpcsync.mpi.transport.node_memory import HostMemory
 from hpcsync.mpi.transport.window import Window
 
 RING = 256
@@ -34,10 +36,18 @@ class WorkerStates:
 
     def __init__(self, comm: MPI.Intracomm, *, one_node: bool) -> None:
         self._comm, self._rank = comm, comm.rank
-        self._probes = not one_node
-        self._window = Window(comm, comm.size if comm.rank == 0 else 0, np.int64)
-        self._window.local[:] = 0
-        self._window.sync()
+        n_words = comm.size if comm.rank == 0 else 0
+        self._memory: HostMemory | Window
+        self._words: np.ndarray  # of all ranks; empty where they are on another host
+        if one_node:
+            self._memory = HostMemory(comm, n_words, torch.int64)
+            self._words = self._memory.of[0].numpy()
+        else:
+            self._memory = Window(comm, n_words, np.int64)
+            self._words = self._memory.local
+        if comm.rank == 0:
+            self._words[:] = 0
+        self._memory.sync()
         comm.Barrier()
         self._ring = list(np.zeros((RING, 1), np.int64))
         self._next = 0
@@ -47,21 +57,28 @@ class WorkerStates:
         """Set this rank's phase and, if it changes, its iteration."""
         if iteration is not None:
             self._iteration = iteration
+        word = self._iteration * N_PHASES + phase
+        if isinstance(self._memory, HostMemory):
+            self._words[self._rank] = word
+        else:
+            self._put(self._memory, word)
+
+    def _put(self, window: Window, word: int) -> None:
         if self._next == RING:
-            self._window.flush(0)
+            window.flush(0)
             self._next = 0
-        word = self._ring[self._next]
+        source = self._ring[self._next]
         self._next += 1
-        word[0] = self._iteration * N_PHASES + phase
-        self._window.put(word, 0, self._rank)
-        if self._probes:
-            self._comm.Iprobe()
+        source[0] = word
+        window.put(source, 0, self._rank)
+        self._comm.Iprobe()
 
     def seen(self) -> list[tuple[int, int]]:
         """Return (iteration, phase) of every rank; on rank 0 only."""
-        self._window.sync()
-        return [divmod(word, N_PHASES) for word in self._window.local.tolist()]
+        self._memory.sync()
+        return [divmod(word, N_PHASES) for word in self._words.tolist()]
 
     def free(self) -> None:
-        """Free the window; collective, and harmless when repeated."""
-        self._window.free()
+        """Free the memory; collective, and harmless when repeated."""
+        self._words = np.empty(0, np.int64)
+        self._memory.free()

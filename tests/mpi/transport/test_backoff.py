@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import os
 import time
 
 import pytest
 
-from hpcsync.mpi.transport.backoff import NETWORK_PROBES, NODE_CEILING_S, SPIN_S, Backoff
+from hpcsync.mpi.transport.backoff import CROWDED_SPIN_S, NETWORK_PROBES, NODE_CEILING_S, SPIN_S, Backoff
 
 
 @pytest.fixture
@@ -25,11 +26,16 @@ def slept_s(monkeypatch):
     return naps_s
 
 
-def test_it_spins_first_and_then_sleeps_an_eighth_of_the_wait_up_to_the_ceiling(comm, slept_s):
+@pytest.mark.parametrize(("n_cores", "spin_s"), [(64, SPIN_S), (0, CROWDED_SPIN_S)])
+def test_it_spins_first_and_then_sleeps_an_eighth_of_the_wait_up_to_the_ceiling(
+    comm, slept_s, monkeypatch, n_cores, spin_s
+):
+    """It spins longer if every rank has a core."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(n_cores)))
     backoff = Backoff(comm)
     polls = iter(range(1000))
-    assert backoff.until(lambda: 7 if next(polls) == 200 else None) == 7
-    assert slept_s and slept_s[0] >= SPIN_S / 8
+    assert backoff.until(lambda: 7 if next(polls) == 400 else None) == 7
+    assert slept_s and spin_s / 8 <= slept_s[0] < spin_s / 4
     assert slept_s == sorted(slept_s) and slept_s[-1] == NODE_CEILING_S
 
 
