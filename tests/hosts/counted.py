@@ -57,4 +57,5 @@ def main(out: str, servers: str) -> None:
         Path(out).write_text(json.dumps(found))
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

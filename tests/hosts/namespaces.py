@@ -114,14 +114,24 @@ class Hosts:
         for line in lines:
             subprocess.run(line, check=True, capture_output=True)
 
-    def mpiexec(self, numbers: Iterable[int]) -> list[str]:
-        """The launcher of this Python's MPI, for one rank on each of these hosts."""
+    def mpiexec(self, numbers: Iterable[int], per_host: int = 1) -> list[str]:
+        """The launcher of this Python's MPI, for so many ranks on each of these hosts."""
         names = [f"n{i}" for i in numbers]
         line = launcher.mpiexec()
         version = subprocess.run([*line, "--version"], capture_output=True, text=True, check=True).stdout
         if "HYDRA" in version:
-            return [*line, "-launcher", "ssh", "-launcher-exec", str(AGENT), "-hosts", ",".join(names), "-ppn", "1"]
-        hosts = ",".join(f"{name}:1" for name in names)
+            return [
+                *line,
+                "-launcher",
+                "ssh",
+                "-launcher-exec",
+                str(AGENT),
+                "-hosts",
+                ",".join(names),
+                "-ppn",
+                f"{per_host}",
+            ]
+        hosts = ",".join(f"{name}:{per_host}" for name in names)
         given = ("-x", "PYTHONPATH", "-x", "OMP_NUM_THREADS")  # the hosts share this machine's cores
         return [*line, "--prtemca", "plm_ssh_agent", str(AGENT), *given, "--host", hosts]
 

@@ -2,8 +2,13 @@
 
 On one node the vectors are in memory that all ranks address, and nothing is copied there and back: every rank adds up
 its part of all vectors and writes the mean into all of them. With 2 to 4 ranks, in host memory, this took about as long
-as a copy of the vector, and a sixth to two thirds of the time of MPI's own all-reduce, which is used elsewhere. All
-ranks get the same bits.
+as a copy of the vector, and a sixth to two thirds of the time of MPI's own all-reduce. Between nodes chunks of the
+vector travel around a ring (`ring`) of one rank per node, which adds up the vectors of its node first. MPI's
+own all-reduce is used for short slices between nodes, and on a node without room for the memory.
+
+All ranks get the same bits. On one node a sum is formed in the order of ranks. In a ring the parts of a vector begin
+with different nodes, so sums differ from those in the order of ranks by rounding, and with the number of nodes and the
+slices.
 
 Vectors of a GPU are added up there where ranks open each other's memory by CUDA IPC. Elsewhere their images in host
 memory are added up, and slices are copied there and back: MPI's collectives never see a device pointer.
@@ -13,6 +18,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +26,7 @@ import torch
 from mpi4py import MPI
 
 from hpcsync.core.peer_coordinator import ring_bytes
+from hpcsync.mpi.collectives.ring import ring_mean
 from hpcsync.mpi.transport import cuda, shm_budget
 from hpcsync.mpi.transport.backoff import Backoff
 from hpcsync.mpi.transport.node_memory import HostMemory, NodeMemory, node_memory
@@ -28,6 +35,7 @@ from hpcsync.paradigms.peer_method import Agreed, StepCounts
 
 CHUNK_BYTES = {"cpu": 1 << 19, "cuda": 1 << 25}  # on the CPU a partial sum stays in the core's own cache
 LINE_BYTES = 64  # parts begin at a cache line, so that no two ranks write to the same one
+RING_BYTES = 1 << 18  # between nodes, slices from here on are reduced around a ring
 WORD, WORDS = LINE_BYTES // 8, 3 * LINE_BYTES // 8  # a rank's words: one line per counter, and one for its `StepCounts`
 
 
@@ -94,53 +102,135 @@ def mean_vector(comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: T
     """Create a vector of `size` zeros, float32 or float64, with the fastest implementation for `comm`; collective."""
     backoff = Backoff(comm)
     in_shm = 0 if transport.kind == "ipc" else size * dtype.itemsize
-    if comm.size > 1 and backoff.one_node and not shm_budget.lacking(comm, in_shm):
-        return SharedMean(comm, size, dtype, transport, backoff)
-    return MpiMean(comm, size, dtype, transport, backoff)
+    if comm.size > 1 and not shm_budget.lacking(comm, in_shm):
+        if backoff.one_node:
+            return SharedMean(comm, size, dtype, transport, backoff)
+        node: MPI.Intracomm = comm.Split_type(MPI.COMM_TYPE_SHARED)  # type: ignore[assignment]
+        if transport.kind != "ipc" and comm.allreduce(node.size, MPI.MAX) > 1:
+            return NodesMean(comm, size, dtype, transport, backoff, node)
+        node.Free()
+    return (MpiMean if backoff.one_node else RingMean)(comm, size, dtype, transport, backoff)
 
 
-class MpiMean(MeanVector):
-    """Mean by MPI's all-reduce, in private host memory, on a communicator of its own.
+class AgreeingMean(MeanVector):
+    """Base class of means whose ranks first exchange `StepCounts` with backoff, on a communicator of their own.
 
-    Ranks first exchange `StepCounts` with backoff. Once that is complete all ranks have arrived, so the all-reduce of
-    the vector does not wait long.
+    Once that is complete all ranks have arrived, so the exchange of the vector does not wait long.
     """
 
-    def __init__(
-        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, backoff: Backoff
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, backoff: Backoff) -> None:
         self.n_ranks, self._backoff = comm.size, backoff
-        self.vector = self._image = torch.zeros(size, dtype=dtype, device=transport.device)
-        if transport.kind != "host":
-            self._image = torch.zeros(size, dtype=dtype, pin_memory=self.vector.is_cuda)
         self._comm = comm.Dup()
 
     def mean(self, begin: int, end: int, own_counts: StepCounts) -> Agreed:
-        """Exchange `own_counts` by a non-blocking all-reduce, then reduce the slice."""
+        """Exchange `own_counts` by a non-blocking all-reduce, then form the mean of the slice."""
         if self.n_ranks == 1:
             return Agreed(int(own_counts.n_steps > 0), *own_counts)
         begin_s = time.perf_counter()
         words = np.array([own_counts.n_steps > 0, *own_counts], np.int64)
-        request = self._comm.Iallreduce(MPI.IN_PLACE, words)
-        self._backoff.until(lambda: request.Test() or None)
+        self._wait(self._comm.Iallreduce(MPI.IN_PLACE, words))
         self.absent_s += time.perf_counter() - begin_s
         n_contributing, n_steps, n_samples, stop, halt, n_absent = words.tolist()
         if end > begin:
-            self._mean(self.vector[begin:end], self._image[begin:end], n_contributing)
+            self._mean(begin, end, max(1, n_contributing))
         return Agreed(n_contributing, n_steps, n_samples, stop > 0, halt > 0, n_absent)
 
-    def _mean(self, part: torch.Tensor, image: torch.Tensor, n_contributing: int) -> None:
-        if self._image is not self.vector:
-            cuda.copy(image, part)
-        self._comm.Allreduce(MPI.IN_PLACE, image.numpy())
-        if n_contributing > 1:
-            image.div_(n_contributing)
-        if self._image is not self.vector:
-            cuda.copy(part, image)
+    @abstractmethod
+    def _mean(self, begin: int, end: int, divisor: int) -> None:
+        """Replace the slice of every rank's vector by the sum over ranks divided by `divisor`."""
+
+    def _wait(self, request: Any) -> None:
+        self._backoff.until(lambda: request.Test() or None)
 
     def free(self) -> None:
         """Free the communicator."""
         self._comm.Free()
+
+
+def _mean_by_mpi(comm: MPI.Intracomm, array: np.ndarray, divisor: int) -> None:
+    """Replace every rank's array by the sum over ranks, divided."""
+    comm.Allreduce(MPI.IN_PLACE, array)
+    if divisor > 1:
+        np.divide(array, divisor, out=array)
+
+
+class MpiMean(AgreeingMean):
+    """Mean by MPI's all-reduce, in private host memory."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport, backoff: Backoff
+    ) -> None:
+        super().__init__(comm, backoff)
+        self.vector = self._image = torch.zeros(size, dtype=dtype, device=transport.device)
+        if transport.kind != "host":
+            self._image = torch.zeros(size, dtype=dtype, pin_memory=self.vector.is_cuda)
+
+    def _mean(self, begin: int, end: int, divisor: int) -> None:
+        part, image = self.vector[begin:end], self._image[begin:end]
+        if self._image is not self.vector:
+            cuda.copy(image, part)
+        self.mean_of(image.numpy(), divisor)
+        if self._image is not self.vector:
+            cuda.copy(part, image)
+
+    def mean_of(self, array: np.ndarray, divisor: int) -> None:
+        """Replace every rank's array, in host memory, by the sum over ranks divided by `divisor`."""
+        _mean_by_mpi(self._comm, array, divisor)
+
+
+class RingMean(MpiMean):
+    """Mean around a ring of ranks, in private host memory; of a short slice by MPI's all-reduce."""
+
+    def mean_of(self, array: np.ndarray, divisor: int) -> None:
+        """Form the mean around the ring, or by MPI's all-reduce."""
+        if array.nbytes < RING_BYTES:
+            _mean_by_mpi(self._comm, array, divisor)
+        else:
+            ring_mean(self._comm, array, divisor, self._wait)
+
+
+class NodesMean(AgreeingMean):
+    """Mean of several ranks per node: in the memory of each node, then between one rank of each.
+
+    Parameters
+    ----------
+    node
+        Communicator of this rank's node; freed with this.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        size: int,
+        dtype: torch.dtype,
+        transport: Transport,
+        backoff: Backoff,
+        node: MPI.Intracomm,
+    ) -> None:
+        super().__init__(comm, backoff)
+        self._node = node
+        self._shared = SharedMean(node, size, dtype, transport, Backoff(node))
+        self.vector = self._shared.vector
+        leaders: Any = comm.Split(0 if node.rank == 0 else MPI.UNDEFINED, comm.rank)
+        self._between = None if leaders == MPI.COMM_NULL else RingMean(leaders, 0, dtype, HOST, backoff)
+        if leaders != MPI.COMM_NULL:
+            leaders.Free()
+
+    def _mean(self, begin: int, end: int, divisor: int) -> None:
+        def finish(part: torch.Tensor) -> None:
+            assert self._between is not None, "called on the first rank of the node"
+            self._between.mean_of(part.numpy(), divisor)
+
+        self._shared.sum_by(begin, end, finish)
+
+    def free(self) -> None:
+        """Free the windows and the communicators."""
+        self.vector = self.vector.new_empty(0)
+        self._shared.free()
+        if self._between is not None:
+            self._between.free()
+        self._node.Free()
+        super().free()
 
 
 class SharedMean(MeanVector):
@@ -191,6 +281,37 @@ class SharedMean(MeanVector):
         self._window.acquire(begin, end)
         return together
 
+    def sum_by(self, begin: int, end: int, finish: Callable[[torch.Tensor], None]) -> None:
+        """Form the sum of a slice on rank 0, let that `finish` it, and copy the result to all vectors.
+
+        Ranks meet three times: when all have arrived, when the sum is complete, and when the result is; no rank leaves
+        before all have copied that.
+
+        Parameters
+        ----------
+        begin, end
+            The slice.
+        finish
+            Called on rank 0 with the sum, in host memory, which it may change.
+        """
+        self._turn += 1
+        self._window.release(begin, end)
+        self._meet(self._arrived)
+        if self.n_ranks > 1:
+            for total, parts in self._chunks(begin, end):
+                _add(parts, total)
+                parts[0].copy_(total)
+        self._meet(self._left)
+        self._turn += 1
+        result = self._memory.of[0][begin:end]
+        if self._rank == 0:
+            finish(result)
+        self._meet(self._arrived)
+        if self._rank > 0:
+            self._memory.of[self._rank][begin:end].copy_(result)
+        self._meet(self._left)
+        self._window.acquire(begin, end)
+
     def _bound(self, rank: int, begin: int, end: int) -> int:
         """Return the first element of a rank's part of a slice."""
         lines = -(-(end - begin) // self._line)
@@ -217,11 +338,7 @@ class SharedMean(MeanVector):
         exact = n & (n - 1) == 0  # for a power of two, multiplying by the reciprocal is exact, and faster
         self._divisor.fill_(n)
         for total, parts in self._chunks(begin, end):
-            # torch may attribute another GPU's memory to that GPU; it is then copied to this one first.
-            here = [part if part.device == total.device else part.to(total.device) for part in parts]
-            torch.add(here[0], here[1], out=total)
-            for part in here[2:]:
-                total.add_(part)
+            _add(parts, total)
             if exact:
                 total.mul_(1 / n)
             else:
@@ -248,6 +365,15 @@ class SharedMean(MeanVector):
         self.vector = self.vector.new_empty(0)
         self._counters.free()
         self._window.free()
+
+
+def _add(parts: list[torch.Tensor], total: torch.Tensor) -> None:
+    """Add up the parts of several ranks, in their order."""
+    # torch may attribute another GPU's memory to that GPU; it is then copied to this one first.
+    here = [part if part.device == total.device else part.to(total.device) for part in parts]
+    torch.add(here[0], here[1], out=total)
+    for part in here[2:]:
+        total.add_(part)
 
 
 def _memory(

@@ -480,15 +480,19 @@ class MemoryCommunicator:
         self.Send(buffer, dest, tag)
         return Done()
 
+    def Irecv(self, buffer: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> Receive:
+        """Begin to receive a message."""
+        receive = self.Recv_init(buffer, source, tag)
+        receive.Start()
+        return receive
+
     def Recv_init(self, buffer: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> Receive:
         """Return a persistent receive."""
         return Receive(self, _octets(buffer), source, tag)
 
     def Recv(self, buffer: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> None:
         """Wait for a message and copy it into the buffer."""
-        receive = self.Recv_init(buffer, source, tag)
-        receive.Start()
-        receive.Wait()
+        self.Irecv(buffer, source, tag).Wait()
 
     def Sendrecv(
         self, sent: Any, dest: int, sendtag: int = 0, recvbuf: Any = None, source: int = -1, recvtag: int = 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
 from torch import nn
 
-from hpcsync.mpi.collectives import allreduce, bucket_reducer
-from hpcsync.mpi.collectives.allreduce import MpiMean, SharedMean
+from hpcsync.mpi.collectives import allreduce, bucket_reducer, ring
+from hpcsync.mpi.collectives.allreduce import MpiMean, NodesMean, RingMean, SharedMean
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.transport import shm_budget
 from hpcsync.mpi.transport.backoff import Backoff
@@ -24,14 +25,25 @@ SIZE = LAYERS * (5 * 5 + 5)
 TINY, MIDDLE, LARGE = 8, 8 * 17, 1 << 20
 
 
-@pytest.fixture(params=["fastest", "fastest, staged", "mpi"], autouse=True)
+@pytest.fixture(
+    params=["fastest", "fastest, staged", "mpi", "ring", "ring, staged", "nodes", "nodes, staged"], autouse=True
+)
 def way(request, monkeypatch):
-    """Every test, in shared memory where there is such, and by MPI's own all-reduce; from images as well."""
+    """Every test, in shared memory where there is such, by MPI's own all-reduce, around a ring, and as if even and odd
+    ranks were on two nodes; from images as well.
+    """
     way, _, kind = request.param.partition(", ")
 
     def make(comm, size, dtype, _):
         of = size, dtype, Transport(kind or "host")
-        return MpiMean(comm, *of, Backoff(comm)) if way == "mpi" else allreduce.mean_vector(comm, *of)
+        if way == "fastest":
+            return allreduce.mean_vector(comm, *of)
+        if way == "nodes":
+            return NodesMean(comm, *of, Backoff(comm), comm.Split(comm.rank % 2, comm.rank))
+        return {"mpi": MpiMean, "ring": RingMean}[way](comm, *of, Backoff(comm))
+
+    monkeypatch.setattr(allreduce, "RING_BYTES", 0)
+    monkeypatch.setattr(ring, "CHUNK_BYTES", 32)
 
     monkeypatch.setattr(bucket_reducer, "mean_vector", make)
     return way
@@ -377,7 +389,7 @@ def test_shared_memory_is_used_on_one_node_if_there_is_room(comm, monkeypatch):
 def test_both_synchronisations_are_needed(comm, needs, broken, way, monkeypatch):
     """Negative control: a rank that does not wait reads data that is missing, or uses an incomplete mean."""
     needs(2)
-    if way == "mpi":
+    if way != "fastest":
         pytest.skip("shared memory only")
     meet = SharedMean._meet
 
@@ -401,4 +413,19 @@ def test_both_synchronisations_are_needed(comm, needs, broken, way, monkeypatch)
         wrong += not (mean.vector == step + (comm.size - 1) / 2).all()
     comm.Barrier()
     assert (comm.allreduce(wrong) > 0) == (broken is not None)
+    mean.free()
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_every_rank_adds_its_part_in_a_ring(comm, needs, broken, way, monkeypatch):
+    """Negative control: one rank passes on what it receives without adding to it."""
+    needs(2)
+    if way != "ring":
+        pytest.skip("around a ring only")
+    if broken and comm.rank == 1:
+        monkeypatch.setattr(ring.np, "add", lambda part, total, out: np.copyto(out, part))
+    mean = RingMean(comm, 1000, torch.float64, Transport("host"), Backoff(comm))
+    mean.vector[:] = comm.rank
+    mean.mean(0, 1000, StepCounts())
+    assert (comm.allreduce(int((mean.vector != (comm.size - 1) / 2).sum())) > 0) == broken
     mean.free()

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 import hpcsync
 from hpcsync.config.job import Job
 from hpcsync.core.peer_coordinator import BatchDivision
-from hpcsync.mpi.collectives import bucket_reducer
-from hpcsync.mpi.collectives.allreduce import MpiMean, mean_vector
+from hpcsync.mpi.collectives import allreduce, bucket_reducer
+from hpcsync.mpi.collectives.allreduce import MpiMean, RingMean, mean_vector
 from hpcsync.mpi.peer import session
 from hpcsync.mpi.rank0.run_recorder import RunRecorder
 from hpcsync.mpi.transport.backoff import Backoff
@@ -228,11 +228,13 @@ def batch_sizes(folder: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["padded", "overlapping"])
-@pytest.mark.parametrize("way", ["fastest", "mpi"])
+@pytest.mark.parametrize("way", ["fastest", "mpi", "ring"])
 def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, overlap):
-    if way == "mpi":
-        monkeypatch.setattr(bucket_reducer, "mean_vector", lambda comm, *of: MpiMean(comm, *of, Backoff(comm)))
-    assert bucket_reducer.mean_vector is mean_vector or way == "mpi"
+    if way != "fastest":
+        kind = {"mpi": MpiMean, "ring": RingMean}[way]
+        monkeypatch.setattr(allreduce, "RING_BYTES", 0)
+        monkeypatch.setattr(bucket_reducer, "mean_vector", lambda comm, *of: kind(comm, *of, Backoff(comm)))
+    assert bucket_reducer.mean_vector is mean_vector or way != "fastest"
     paradigm = {**ALLREDUCE, "bucket_mb": 0.00004}
     this = sharing(comm.size, slowest_s=0.0 if overlap else 1e-4, paradigm=paradigm)
     weights = on_some(comm, this, folder / "run")
@@ -245,7 +247,9 @@ def test_any_split_is_the_whole_batch(comm, folder, monkeypatch, foretold, way, 
         assert len(set(map(tuple, sizes.tolist()))) >= {1: 1, 8: 2}.get(comm.size, 3)
         expected = on_samples(this, whole_batches(this, 40))
         np.testing.assert_allclose(weights, expected, rtol=1e-12)
-        assert way == "mpi" or comm.size == 1 or not np.allclose(unweighted, expected, rtol=1e-6)  # the test can tell
+        assert (
+            way != "fastest" or comm.size == 1 or not np.allclose(unweighted, expected, rtol=1e-6)
+        )  # the test can tell
         assert failures(folder / "run" / "trace.h5") == []
 
 

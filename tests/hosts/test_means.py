@@ -1,0 +1,51 @@
+"""Means of ranks on several hosts: right, the same bits everywhere, and no byte more on a cable than a ring needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpcsync.system import launcher
+from tests.hosts.namespaces import Hosts, Unavailable
+
+HOSTS = 3
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    """Three hosts with links of 1 Gbit/s; without the means to make them, the tests are skipped."""
+    try:
+        hosts = Hosts(HOSTS, rate="1gbit")
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    with hosts:
+        yield hosts
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_means_between_hosts(hosts: Hosts, tmp_path: Path, per_host: int) -> None:
+    """The control is one ring of all ranks: with two on a host, more than the sum of each host is on its cable."""
+    n_ranks, out = HOSTS * per_host, tmp_path / "seen.json"
+    line = [*hosts.mpiexec(range(1, HOSTS + 1), per_host), "-n", str(n_ranks)]
+    line += [sys.executable, "-m", "mpi4py", str(Path(__file__).with_name("averaging.py")), str(out)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "MPIEXEC": shlex.join(line)}
+    result = hosts.run(line, cwd=tmp_path, environ=launcher.environment(environ))
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    found = json.loads(out.read_text())
+    print(found)
+    (kind, right, received, sent, _), (_, control_right, control_received, control_sent, _) = found
+    assert kind == ("RingMean" if per_host == 1 else "NodesMean")
+    assert right and control_right
+    needed = 2 * (HOSTS - 1) / HOSTS
+    assert needed <= received < 1.05 * needed and needed <= sent < 1.05 * needed
+    of_all = 2 * (n_ranks - 1) / n_ranks
+    assert of_all <= control_received < 1.05 * of_all and of_all <= control_sent < 1.05 * of_all
