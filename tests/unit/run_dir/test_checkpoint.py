@@ -1,12 +1,14 @@
 """Checkpoints on disk: complete or absent, whenever the writing process is killed."""
 
+import itertools
 import os
 import random
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -127,6 +129,33 @@ def kill_often(folder: Path, check: Callable[[Path], None]) -> None:
         check(folder)
 
 
+def kill_unfinished(folder: Path, n_written: int) -> None:
+    """Kill a process that has committed checkpoint 1, and has written so many states of checkpoint 2."""
+    pid = os.fork()
+    if pid == 0:
+        write, commit, number_written = Checkpoints.write, Checkpoints.commit, itertools.count()
+
+        def write_or_die(store: Checkpoints, number: int, name: str, state: Mapping[str, Any]) -> None:
+            if number == 2 and next(number_written) == n_written:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(store, number, name, state)
+
+        def commit_or_die(store: Checkpoints, number: int) -> Path:
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return commit(store, number)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Checkpoints, "write", write_or_die)
+            patch.setattr(Checkpoints, "commit", commit_or_die)
+            try:
+                train(folder)
+            except BaseException:
+                traceback.print_exc()
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+
+
 def complete(folder: Path) -> None:
     """Assert that the newest checkpoint is complete, and that the trace has all rows up to it."""
     if (newest := checkpoint.newest(folder)) is None:
@@ -148,8 +177,18 @@ def test_killed_forty_times_a_run_has_lost_nothing_that_it_saved(tmp_path):
         load(path)
 
 
-def test_without_a_name_of_its_own_a_half_one_is_found(tmp_path, monkeypatch):
+@pytest.mark.parametrize("n_written", [0, 1, 2])
+def test_killed_before_it_is_complete_a_checkpoint_does_not_count(tmp_path, n_written):
+    kill_unfinished(tmp_path, n_written)
+    complete(tmp_path)
+    assert checkpoint.number_of(checkpoint.newest(tmp_path)) == 1
+    assert list(tmp_path.glob("checkpoints/2.unfinished"))
+
+
+@pytest.mark.parametrize("n_written", [0, 1, 2])
+def test_without_a_name_of_its_own_an_unfinished_one_is_found(tmp_path, monkeypatch, n_written):
     """Negative control: checkpoints written under their final name."""
     monkeypatch.setattr(Checkpoints, "_unfinished", lambda self, number: self._folder / str(number))
-    with pytest.raises((AssertionError, JobError)):
-        kill_often(tmp_path, complete)
+    kill_unfinished(tmp_path, n_written)
+    with pytest.raises((AssertionError, JobError, OSError)):
+        complete(tmp_path)
