@@ -173,6 +173,8 @@ KEYS = {
     '`"auto"` measures which is fastest ([GPUs](../how-to/gpus.md)).',
     "cluster.placement": '`"packed"`: the first ranks are the servers. `"spread"`: each server is on a node of its '
     "own, if possible.",
+    "cluster.colocated": "Server i is on the node of worker i, and shares its link; the launcher must start two ranks "
+    "on a node.",
     "cluster.on_death": '`"continue"`: the other ranks continue when a worker\'s process dies ([A process '
     "dies](../how-to/on-death.md)).",
     "cluster.times_from": "Simulation only: trace, or folder of a run, whose times are used.",

@@ -89,6 +89,7 @@ def connect(
     compression: Mapping[str, Any] | None = None,
     window: str = "auto",
     placement: str = "packed",
+    colocated: bool = False,
     name: str | None = None,
     out: str | Path | None = None,
     on_death: str = "end",
@@ -164,6 +165,8 @@ def connect(
     placement : str
         As cluster.placement of the job file. With "spread" servers are on nodes of their own; the session's `rank` then
         differs from the MPI rank, except for rank 0.
+    colocated : bool
+        As cluster.colocated of the job file: server i is on the node of worker i.
     name : str, optional
         Name of the run; by default the name of the script.
     out : path, optional
@@ -258,6 +261,7 @@ def connect(
                 "window": window,
                 "on_death": on_death,
                 "placement": placement,
+                "colocated": colocated and comm is not None,
                 **({"compute": dict(compute)} if compute else {}),
             },
         }

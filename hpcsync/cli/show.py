@@ -64,6 +64,8 @@ def _roles(job: Job, workload: Workload) -> str:
     workers = _ranks("worker", cluster.servers, cluster.workers)
     if cluster.placement == "spread" and cluster.servers > 1:
         workers += "\nranks are numbered so that servers are on different nodes, as far as there are enough nodes"
+    if cluster.colocated:
+        workers += "\nserver i is on the node of worker i"
     return f"{_ranks('server', 0, cluster.servers)}, {workers}" if cluster.servers else workers
 
 
@@ -155,7 +157,7 @@ def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:
     if cluster.times_from is not None:
         found.append(("when simulated", f"iterations and transfers take the times recorded in {cluster.times_from}"))
     elif cluster.network is not None:
-        found.append(("when simulated", _links(cluster.network, cluster.workers)))
+        found.append(("when simulated", _links(cluster.network, cluster)))
     if 0 < len(cluster.events) <= EVENTS_SHOWN:
         found.append(("events", "\n".join(_event(event) for event in cluster.events)))
     elif cluster.events:
@@ -164,10 +166,11 @@ def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:
     return found
 
 
-def _links(network: Network, n_workers: int) -> str:
-    server, *workers = (f"{8e-9 * rate:g}" for rate in network.rates(1, n_workers))
+def _links(network: Network, cluster: Cluster) -> str:
+    server, *workers = (f"{8e-9 * rate:g}" for rate in network.rates(1, cluster.workers))
     given = workers[0] if len(set(workers)) == 1 else ", ".join(workers)
-    return f"links of {given} Gbit/s (server: {server}), {network.latency_us:g} us per message"
+    of_servers = "shared with the servers" if cluster.colocated else f"server: {server}"
+    return f"links of {given} Gbit/s ({of_servers}), {network.latency_us:g} us per message"
 
 
 def _event(event: ClusterEvent) -> str:

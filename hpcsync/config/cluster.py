@@ -183,7 +183,7 @@ class Network(Table):
     latency_us: NotNegative = 50.0
 
     def rates(self, n_servers: int, n_workers: int) -> list[float]:
-        """Return the bytes per second of each rank's links, servers first."""
+        """Return the bytes per second of each rank's links, servers first; of each node's, without servers."""
         given = self.bandwidth_gbit
         workers = [given] * n_workers if isinstance(given, float) else list(given)
         server = self.server_bandwidth_gbit or max(workers)
@@ -214,6 +214,9 @@ class Cluster(Table):
     placement
         "packed": the servers are the first ranks that were started; "spread": each is on a node of its own, as far as
         there are enough nodes.
+    colocated
+        Whether server i is on the node of worker i, and shares its link; the servers are on different nodes, as far as
+        there are enough.
     on_death
         Reaction of the other ranks to the death of a worker's process.
     times_from
@@ -231,6 +234,7 @@ class Cluster(Table):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     window: Literal["auto", "host", "mpi", "ipc", "staged"] = "auto"
     placement: Literal["packed", "spread"] = "packed"
+    colocated: bool = False
     on_death: Literal["end", "continue"] = "end"
     times_from: str | None = None
     compute: Compute | None = None
@@ -245,6 +249,27 @@ class Cluster(Table):
             raise JobError(
                 f"cluster.window = {shown(self.window)}: must be {', '.join(others)} or {last} "
                 f"with cluster.device = {shown(self.device)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _colocation(self) -> Self:
+        if not self.colocated:
+            return self
+        if not 1 <= self.servers <= self.workers:
+            raise JobError(
+                f"cluster.servers = {self.servers}: must be 1 to cluster.workers = {self.workers} "
+                "with cluster.colocated = true: server i is on the node of worker i"
+            )
+        if self.placement != "packed":
+            raise JobError(
+                f"cluster.placement = {shown(self.placement)}: must be omitted with cluster.colocated = true, which "
+                "places the servers"
+            )
+        if self.network is not None and self.network.server_bandwidth_gbit is not None:
+            raise JobError(
+                f"cluster.network.server_bandwidth_gbit = {self.network.server_bandwidth_gbit:g}: must be omitted with "
+                "cluster.colocated = true: servers share the links of workers"
             )
         return self
 

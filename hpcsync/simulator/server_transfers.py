@@ -13,7 +13,7 @@ Their durations follow from a network (`Networked`) or are known in advance (`Ti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hpcsync.config.cluster import Network as NetworkTable
 from hpcsync.core.roles import Roles
@@ -101,7 +101,8 @@ class Networked:
     """Transfers over one up link and one down link per rank, shared by all transfers.
 
     A put takes two latencies and the time of its bytes at their share of the links; so does a read. A message takes one
-    latency.
+    latency. Where servers and workers share nodes, they share the links of these, and bytes between ranks of a node
+    take no time.
 
     Parameters
     ----------
@@ -113,10 +114,15 @@ class Networked:
         Ranks of servers and workers.
     shard_bytes
         Size of the weights on each server in bytes, shape (n_servers,).
+    colocated
+        Whether server i is on the node of worker i.
     """
 
-    def __init__(self, loop: Loop, table: NetworkTable, roles: Roles, shard_bytes: Sequence[int]) -> None:
-        rates = table.rates(roles.n_servers, roles.n_workers)
+    def __init__(
+        self, loop: Loop, table: NetworkTable, roles: Roles, shard_bytes: Sequence[int], *, colocated: bool = False
+    ) -> None:
+        self._first = 0 if colocated else roles.n_servers  # node of worker 0; node of server i is i
+        rates = table.rates(self._first, roles.n_workers)
         self._loop = loop
         self._roles = roles
         self._latency_s = 1e-6 * table.latency_us
@@ -129,10 +135,9 @@ class Networked:
 
     def push(self, worker: int, iteration: int, sizes_bytes: Sequence[int], then: Then) -> None:
         """Put a contribution to all servers, then send the push info."""
-        rank = self._roles.rank_of(worker)
         self._missing[worker] = self._roles.n_servers
         for server, n_bytes in enumerate(sizes_bytes):
-            self._network.send(rank, server, n_bytes, self._put, worker, then)
+            self._send(self._first + worker, server, n_bytes, self._put, worker, then)
 
     def pull(self, worker: int, iteration: int, then: Then) -> None:
         """Read once the grants of all servers have arrived."""
@@ -160,9 +165,15 @@ class Networked:
             self._loop.at(acknowledged_s + self._latency_s, then, worker, acknowledged_s)
 
     def _requested(self, worker: int, then: Then) -> None:
-        rank = self._roles.rank_of(worker)
         for server, n_bytes in enumerate(self._shard_bytes):
-            self._network.send(server, rank, n_bytes, self._read, worker, then)
+            self._send(server, self._first + worker, n_bytes, self._read, worker, then)
+
+    def _send(self, source: int, target: int, n_bytes: int, then: Callable[..., object], *args: Any) -> None:
+        """Send bytes from node to node."""
+        if source == target:
+            self._loop.after(self._latency_s, then, *args)
+        else:
+            self._network.send(source, target, n_bytes, then, *args)
 
     def _read(self, worker: int, then: Then) -> None:
         self._missing[worker] -= 1

@@ -127,6 +127,23 @@ def test_hpcsync_run_works_between_hosts_and_loses_nothing(hosts: Hosts, tmp_pat
         assert apart.read_bytes() == together.read_bytes(), "bit for bit what one host computes"
 
 
+@pytest.mark.once
+def test_a_server_and_a_worker_on_every_host(hosts: Hosts, tmp_path: Path) -> None:
+    """The same bits as with all ranks on one host; and a launcher that starts one rank a host is refused."""
+    job = tmp_path / "job.toml"
+    job.write_text(LINEAR.format(paradigm="bsp").replace("workers = 2", "workers = 2, servers = 2, colocated = true"))
+    program = [sys.executable, "-m", "hpcsync", "run", str(job), "--out"]
+    run(hosts, tmp_path, [*program, "shared"], MPIEXEC=shlex.join(hosts.mpiexec([1, 2], per_host=2)))
+    assert hosts_of(trace_of(tmp_path / "shared")) == ["n1", "n2", "n1", "n2"]
+    subprocess.run([*program, "together"], cwd=tmp_path, env=environ(), check=True, timeout=60, capture_output=True)
+    shared, together = (tmp_path / name / "weights.safetensors" for name in ("shared", "together"))
+    assert shared.read_bytes() == together.read_bytes()
+    line = [*program, "apart", "--set", "cluster.servers=1"]
+    refused = hosts.run(line, cwd=tmp_path, environ=environ(MPIEXEC=shlex.join(hosts.mpiexec([1, 2, 3]))))
+    assert refused.returncode == 2
+    assert "cluster.colocated = true: nodes must have two ranks" in refused.stderr
+
+
 def test_a_peer_that_computes_is_read_meanwhile(hosts: Hosts, tmp_path: Path) -> None:
     """Between hosts a read waits until its target makes MPI calls; in iterations of a second reads take a few tenths,
     and none waits for the end of one.

@@ -1,4 +1,4 @@
-"""Ranks and nodes: whether ranks share a node, and the rank order that spreads servers over nodes.
+"""Ranks and nodes: whether ranks share a node, and the rank orders that spread servers over nodes.
 
 The first ranks of a communicator are its servers, so placing servers means reordering the communicator.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from mpi4py import MPI
 
 from hpcsync.config.cluster import Cluster
+from hpcsync.config.errors import JobError
 
 
 def spread(hosts: Sequence[str], n_servers: int) -> list[int]:
@@ -29,9 +30,7 @@ def spread(hosts: Sequence[str], n_servers: int) -> list[int]:
         Ranks in their new order. Rank 0 stays first. The servers are taken host after host, the first free rank of each
         host that has fewest servers so far; the workers keep their order.
     """
-    free: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        free.setdefault(host, []).append(rank)
+    free = _ranks_of(hosts)
     servers: list[int] = []
     while len(servers) < n_servers:  # one pass over the hosts
         servers += [ranks.pop(0) for ranks in free.values() if ranks]
@@ -39,14 +38,69 @@ def spread(hosts: Sequence[str], n_servers: int) -> list[int]:
     return [*servers, *(rank for rank in range(len(hosts)) if rank not in servers)]
 
 
+def colocated(hosts: Sequence[str], n_servers: int) -> list[int]:
+    """Return a rank order with the servers in front and server i on the host of worker i.
+
+    Parameters
+    ----------
+    hosts
+        Host name of each rank.
+    n_servers
+        Number of servers, at most half of the ranks.
+
+    Returns
+    -------
+    list of int
+        Ranks in their new order. Rank 0 stays first. The servers share hosts among each other as little as possible;
+        the workers without a server keep their order.
+
+    Raises
+    ------
+    JobError
+        If too few hosts have two ranks for a server and its worker.
+    """
+    free = _ranks_of(hosts)
+    pairs: list[tuple[int, int]] = []
+    while len(pairs) < n_servers:  # one pass over the hosts
+        found = [(ranks.pop(0), ranks.pop(0)) for ranks in free.values() if len(ranks) > 1]
+        pairs += found
+        if not found or pairs[0][0] != 0:
+            raise JobError(
+                f"cluster.colocated = true: nodes must have two ranks for each of {n_servers} servers and its worker, "
+                f"one of them rank 0; there are {', '.join(_counted(hosts))}"
+            )
+    servers, workers = ([pair[i] for pair in pairs[:n_servers]] for i in (0, 1))
+    return [*servers, *workers, *(rank for rank in range(len(hosts)) if rank not in (*servers, *workers))]
+
+
+def _ranks_of(hosts: Sequence[str]) -> dict[str, list[int]]:
+    """Return the ranks of each host, that of rank 0 first."""
+    ranks: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(rank)
+    return ranks
+
+
+def _counted(hosts: Sequence[str]) -> list[str]:
+    """Return the number of ranks on each host, as text."""
+    return [f"{len(ranks)} on {host}" for host, ranks in _ranks_of(hosts).items()]
+
+
 def arranged(comm: MPI.Intracomm, cluster: Cluster) -> MPI.Intracomm:
-    """Return a communicator with the ranks in the order of `cluster.placement`; collective.
+    """Return a communicator with the ranks in the order of `cluster.placement` or `cluster.colocated`; collective.
 
     Rank 0 stays the same. `comm` itself is returned where nothing changes.
+
+    Raises
+    ------
+    JobError
+        On all ranks, if servers cannot be on the nodes of workers.
     """
-    if cluster.placement == "packed" or cluster.servers < 2 or cluster.ranks != comm.size:
+    orders = {"packed": None, "spread": spread if cluster.servers > 1 else None}
+    order_of = colocated if cluster.colocated else orders[cluster.placement]
+    if order_of is None or cluster.ranks != comm.size:
         return comm
-    order = spread(comm.allgather(socket.gethostname()), cluster.servers)
+    order = order_of(comm.allgather(socket.gethostname()), cluster.servers)
     return comm.Split(0, order.index(comm.rank))  # type: ignore[return-value]
 
 

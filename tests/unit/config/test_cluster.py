@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcsync.config.cluster import ClusterEvent, Network, absences
+from hpcsync.config.cluster import Cluster, ClusterEvent, Network, absences
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 from tests.unit.jobs import make_job
@@ -272,3 +272,25 @@ def test_workers_that_exchange_together_cannot_leave(paradigm: dict[str, Any], n
 def test_others_go_on(paradigm: dict[str, Any]) -> None:
     job = make_job(paradigm=paradigm, cluster={"workers": 3, "on_death": "continue"})
     assert Job.from_toml(job.to_toml()).cluster.on_death == "continue"
+
+
+def test_servers_on_the_nodes_of_workers() -> None:
+    assert not Cluster().colocated
+    assert Cluster(servers=3, workers=3, colocated=True).colocated
+
+
+@pytest.mark.parametrize(
+    "table, message",
+    [
+        ({"servers": 4}, "cluster.servers = 4: must be 1 to cluster.workers = 3 with cluster.colocated = true"),
+        ({"servers": 0}, "cluster.servers = 0: must be 1 to cluster.workers = 3 with cluster.colocated = true"),
+        ({"placement": "spread"}, 'cluster.placement = "spread": must be omitted with cluster.colocated = true'),
+        (
+            {"network": Network(server_bandwidth_gbit=40)},
+            "cluster.network.server_bandwidth_gbit = 40: must be omitted with cluster.colocated = true",
+        ),
+    ],
+)
+def test_colocation_that_is_not_possible(table, message) -> None:
+    with pytest.raises(JobError, match=message):
+        Cluster(colocated=True, **table)

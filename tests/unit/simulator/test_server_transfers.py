@@ -153,3 +153,43 @@ def test_timed_steps_take_their_durations():
         (0, 0.0, 2.0), (0, 0.0, 2.0), (0, 0.0, 4.0), (0, 1.0, 3.0), (0, 4.0, 12.0),
         (1, 0.0, 0.2), (1, 0.0, 0.2), (1, 0.0, 0.4), (1, 0.1, pytest.approx(0.3)), (1, 0.4, pytest.approx(1.2)),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("nodes", [2, 3, 8])
+def test_servers_share_the_links_of_the_workers_on_their_nodes(nodes):
+    """With a server and a worker on every node, each link carries what all other nodes' shards need, and no more.
+
+    The control is the same number of servers on nodes of their own: every worker's link then carries the whole model.
+    """
+    for step in (put_all, read):
+        ended = {}
+        for colocated in (True, False):
+            loop = Loop()
+            heard = Heard(loop)
+            table = NetworkTable(bandwidth_gbit=1.0, latency_us=1e6 * LATENCY_S)
+            shards = [SIZE // nodes] * nodes
+            transfers = Networked(loop, table, Roles(nodes, nodes), shards, colocated=colocated)
+            for worker in range(nodes):
+                step(transfers, worker, heard)
+            loop.run()
+            ended[colocated] = [now_s for _, _, now_s in heard.at]
+        latencies = (3 if step is put_all else 4) * LATENCY_S
+        share_s = sum(shards[1:]) / RATE
+        assert ended[True] == pytest.approx([latencies + share_s] * nodes)
+        assert ended[False] == pytest.approx([latencies + sum(shards) / RATE] * nodes)
+
+
+def put_all(transfers, worker, then):
+    transfers.push(worker, 1, transfers._shard_bytes, then)
+
+
+def test_a_put_and_a_push_in_the_same_direction_share_a_link():
+    """Worker 0's reads and what worker 1 puts to server 0 both come down node 0's link."""
+    loop = Loop()
+    heard = Heard(loop)
+    table = NetworkTable(bandwidth_gbit=1.0, latency_us=0.0)
+    transfers = Networked(loop, table, Roles(2, 2), [SIZE, SIZE], colocated=True)
+    transfers.push(1, 1, [SIZE, SIZE], heard)
+    transfers.pull(0, 1, heard)
+    loop.run()
+    assert [now_s for _, _, now_s in heard.at] == pytest.approx([2 * TRANSFER_S] * 2)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpcsync.mpi.transport.node_topology import spread
+from hpcsync.config.errors import JobError
+from hpcsync.mpi.transport.node_topology import colocated, spread
 
 Order = Callable[[Sequence[str], int], list[int]]
 
@@ -61,3 +62,64 @@ def test_other_orders_are_caught(order: Order) -> None:
 def test_two_nodes_of_two() -> None:
     assert spread(["n1", "n1", "n2", "n2"], 2) == [0, 2, 1, 3]
     assert spread(["n1", "n2", "n1", "n2"], 3) == [0, 1, 2, 3]
+
+
+# ---- servers on the nodes of workers ----
+
+
+def choices(hosts: Sequence[str], n_servers: int) -> list[tuple[int, ...]]:
+    """Every choice of servers, rank 0 among them, that leaves each a rank of its host for a worker."""
+    each = ((0, *others) for others in itertools.combinations(range(1, len(hosts)), n_servers - 1))
+    ranks = Counter(hosts)
+    return [found for found in each if all(2 * n <= ranks[host] for host, n in count(hosts, found).items())]
+
+
+def count(hosts: Sequence[str], ranks: Sequence[int]) -> Counter[str]:
+    return Counter(hosts[rank] for rank in ranks)
+
+
+def check_pairs(order: Order) -> None:
+    for n in range(2, 7):
+        for hosts in itertools.product("abc", repeat=n):
+            for n_servers in range(1, n // 2 + 1):
+                if not (possible := choices(hosts, n_servers)):
+                    with pytest.raises(JobError, match="nodes must have two ranks"):
+                        order(hosts, n_servers)
+                    continue
+                found = order(hosts, n_servers)
+                servers, workers = found[:n_servers], found[n_servers:]
+                assert sorted(found) == list(range(n))
+                assert found[0] == 0
+                assert all(hosts[a] == hosts[b] for a, b in zip(servers, workers, strict=False))
+                assert loads(hosts, servers) == min(loads(hosts, choice) for choice in possible)
+
+
+def test_every_server_has_a_worker_on_its_host() -> None:
+    check_pairs(colocated)
+
+
+def alone(hosts: Sequence[str], n_servers: int) -> list[int]:
+    """The workers in their order, not in that of the servers."""
+    order = colocated(hosts, n_servers)
+    return [*order[:n_servers], *sorted(order[n_servers:])]
+
+
+def on_as_few_as_possible(hosts: Sequence[str], n_servers: int) -> list[int]:
+    """Pairs from one host as long as it has any."""
+    colocated(hosts, n_servers)
+    ranks = [rank for host in dict.fromkeys(hosts) for rank in range(len(hosts)) if hosts[rank] == host]
+    pairs = [pair for pair in zip(ranks[::2], ranks[1::2], strict=False) if hosts[pair[0]] == hosts[pair[1]]]
+    first = [pair[i] for i in (0, 1) for pair in pairs[:n_servers]]
+    return [*first, *(rank for rank in range(len(hosts)) if rank not in first)]
+
+
+@pytest.mark.parametrize("order", [spread, alone, on_as_few_as_possible])
+def test_servers_without_their_worker_are_caught(order: Order) -> None:
+    """The negative control."""
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check_pairs(order)
+
+
+def test_a_server_and_a_worker_on_each_of_two_nodes() -> None:
+    assert colocated(["n1", "n1", "n2", "n2"], 2) == [0, 2, 1, 3]
+    assert colocated(["n1", "n2", "n1", "n2"], 2) == [0, 1, 2, 3]
