@@ -1,11 +1,16 @@
 """Compare simulations with real ranks: every paradigm on ranks, then in virtual time with the times measured there.
 
     python analysis/beside_real.py [--seeds 3] [-o FOLDER]
+    python analysis/beside_real.py --hosts [--only bsp --only allreduce] [--rate 1gbit]
 
 Each run is first simulated from its own trace, to compare the order of grants and the total time. Then every paradigm
 is simulated from the trace of the asynchronous run, which has no bound, and compared with its own run. The results are
 written to FOLDER/beside_real.csv (a new folder each time). The exit status is 1 if a total time simulated from the
 run's own trace is off by more than 5 %.
+
+With --hosts the ranks are on hosts with shaped links, and the simulation has the link as it was measured
+(`beside_hosts.py`); FOLDER/beside_hosts.csv has the results. The exit status is 1 if samples a second are off by more
+than 5 % or waiting by more than 3 percentage points.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import beside_hosts
 import pandas
 import typer
 from rich.console import Console
@@ -37,7 +43,19 @@ SETTINGS = (  # one worker is half as fast, and nobody stops early
 def main(
     seeds: Annotated[int, typer.Option(help="Runs of each paradigm.")] = 3,
     out: Annotated[Path, typer.Option("-o", help="Folder for the runs and the table.")] = Path("beside_real"),
+    hosts: Annotated[bool, typer.Option("--hosts", help="On four hosts with shaped links; needs root.")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="With --hosts: these paradigms.")] = None,
+    rate: Annotated[list[str] | None, typer.Option(help="With --hosts: links of this rate.")] = None,
 ) -> None:
+    if hosts:
+        frame = beside_hosts.compare_on_hosts(
+            only or list(beside_hosts.METHODS), rate or list(beside_hosts.RATES), range(1, seeds + 1), out
+        )
+        frame.to_csv(out / "beside_hosts.csv", index=False)
+        Console(width=120).print(beside_hosts.table(frame))
+        missed = beside_hosts.misses(frame)
+        print(f"{len(missed)} of {len(frame)} runs miss an aim")
+        raise typer.Exit(int(len(missed) > 0))
     rows = []
     for seed in range(1, seeds + 1):
         for paradigm in PARADIGMS:

@@ -74,14 +74,15 @@ def compare(first: Trace, second: Trace) -> Comparison:
     differ = np.flatnonzero(granted_a[:n] != granted_b[:n])
     return Comparison(
         samples=samples,
-        sides=(_side(first, samples), _side(second, samples)),
+        sides=(side(first, samples), side(second, samples)),
         common_grants=len(common),
         same_grants=int(differ[0]) if len(differ) else n,
         same_order=_same_order(places_a, places_b),
     )
 
 
-def _side(trace: Trace, samples: int) -> Side:
+def side(trace: Trace, samples: int) -> Side:
+    """Return a trace up to the update at which this number of samples has been trained on."""
     rows, updates = trace.tables["pushes" if trace.job.has_servers else "exchanges"], trace.tables["updates"]
     time_s = float(updates["now_s"][np.searchsorted(updates["samples"], samples)]) if samples else 0.0
     rows = rows[rows["now_s"] <= time_s]
