@@ -187,6 +187,8 @@ KEYS = {
     "cluster.compute.exponential.seconds": "Mean seconds of an iteration of the job's batch size.",
     "cluster.compute.table.table": "The file, relative to the job file; worker and iteration count from 0.",
     "cluster.compute.fixed_share": "Share of the time that does not depend on the batch size.",
+    "cluster.compute.backward_share": "Share of the time, at its end, in which the gradient becomes complete, its end "
+    "first; all-reduce sums buckets of `paradigm.bucket_mb` meanwhile.",
     "cluster.network.bandwidth_gbit": "Bandwidth of each worker's link, up and down each, in Gbit/s.",
     "cluster.network.server_bandwidth_gbit": "Bandwidth of each server's link.",
     "cluster.network.latency_us": "Latency of a message in microseconds.",

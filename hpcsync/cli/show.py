@@ -153,6 +153,8 @@ def _cluster_rows(cluster: Cluster) -> list[tuple[str, str]]:
         times = f"{compute.model}, {given} s (real iterations at least that)"
         if compute.fixed_share:
             times += f", {100 * compute.fixed_share:g} % of it independent of the batch size"
+        if compute.backward_share:
+            times += f", {100 * compute.backward_share:g} % of it the backward pass, with which all-reduce overlaps"
     found = [("iterations take", times)]
     if cluster.times_from is not None:
         found.append(("when simulated", f"iterations and transfers take the times recorded in {cluster.times_from}"))

@@ -31,6 +31,7 @@ Seconds = Annotated[float | tuple[float, ...], _one_or_each(lambda x: x >= 0, SE
 
 # Part of an iteration's time, at the job's batch size, that is independent of the number of samples.
 Fraction = Annotated[float, Field(ge=0, le=1)]
+# Part of an iteration's time, at its end, in which the gradient becomes complete from its end to its beginning.
 
 
 class Constant(Table):
@@ -39,6 +40,7 @@ class Constant(Table):
     model: Literal["constant"]
     seconds: Seconds = Field(description=SECONDS)
     fixed_share: Fraction = 0.0
+    backward_share: Fraction = 0.0
 
 
 class LogNormal(Table):
@@ -48,6 +50,7 @@ class LogNormal(Table):
     seconds: Seconds = Field(description=SECONDS)
     jitter: NotNegative = 0.2
     fixed_share: Fraction = 0.0
+    backward_share: Fraction = 0.0
 
 
 class Exponential(Table):
@@ -56,6 +59,7 @@ class Exponential(Table):
     model: Literal["exponential"]
     seconds: Seconds = Field(description=SECONDS)
     fixed_share: Fraction = 0.0
+    backward_share: Fraction = 0.0
 
 
 class RecordedCompute(Table):
@@ -64,6 +68,7 @@ class RecordedCompute(Table):
     model: Literal["table"]
     table: str = Field(description="a CSV file with the columns worker,iteration,seconds")
     fixed_share: Fraction = 0.0
+    backward_share: Fraction = 0.0
 
 
 Compute = Annotated[Constant | LogNormal | Exponential | RecordedCompute, Discriminator("model")]

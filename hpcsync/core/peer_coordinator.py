@@ -26,6 +26,14 @@ from hpcsync.trace.schema import Change
 from hpcsync.training.lr_schedule import learning_rate, worker_rate
 
 
+def gradient_buckets(size: int, step: int) -> list[tuple[int, int]]:
+    """Return the slices (begin, end) of a gradient that are summed at a time, in order: from its end, at most `step`.
+
+    `step` is in the same unit as `size`.
+    """
+    return [(max(0, end - step), end) for end in range(size, 0, -step)]
+
+
 def ring_bytes(n_bytes: int, n_workers: int) -> int:
     """Return the mean number of bytes that each worker sends in a ring all-reduce of `n_bytes` bytes."""
     return 2 * (n_workers - 1) * n_bytes // n_workers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,19 @@ class Links:
     def all_reduce(self, then: Then, *args: Any) -> None:
         """Sum one vector among all workers in a ring; workers that have left forward the others' data."""
         self._loop.after(self._ring_s(self.size_bytes), then, *args)
+
+    def overlapped_all_reduce_s(self, buckets: Sequence[tuple[int, float]]) -> float:
+        """Return the time at which the last of several all-reduces ends, each of which follows the one before.
+
+        Parameters
+        ----------
+        buckets
+            Of each all-reduce, its bytes and the time before which it cannot begin.
+        """
+        end_s = -math.inf
+        for size_bytes, ready_s in buckets:
+            end_s = max(end_s, ready_s) + self._ring_s(size_bytes)
+        return end_s
 
     def all_reduce_twice(self, size_bytes: int, then: Then, *args: Any) -> None:
         """Form two sums one after the other, of `size_bytes` in total."""

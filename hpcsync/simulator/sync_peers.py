@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcsync.core.device_speed import encode_s
-from hpcsync.core.peer_coordinator import broadcast_bytes, create_batch_division, ring_bytes
+from hpcsync.core.peer_coordinator import broadcast_bytes, create_batch_division, gradient_buckets, ring_bytes
 from hpcsync.paradigms.peer_method import PENDING, Agreed, ExchangeResult, StepCounts
 from hpcsync.paradigms.records import ALL_PEERS, StepInfo
 from hpcsync.planning.batch_allocation import Estimate
@@ -70,9 +70,9 @@ class _SynchronousPeers(PeerSimulation):
 
 
 class AllReduceSimulation(_SynchronousPeers):
-    """All-reduce that begins when the last gradient is ready.
+    """All-reduce that begins when the last gradient is ready, or with its first buckets during the backward pass.
 
-    Overlap with the backward pass on real ranks is not modelled, and exchanging the speed estimates takes no time.
+    Exchanging the speed estimates takes no time.
     All workers encode compressed gradients at that moment; payloads are all-gathered in a ring, and for PowerSGD the
     means of two factors are formed.
     """
@@ -85,6 +85,10 @@ class AllReduceSimulation(_SynchronousPeers):
         self._division = create_batch_division(job)
         self._estimators = [estimator(job, worker, nominal_clock()) for worker in range(len(self._workers))]
         self._encode_s = encode_s(job, self._links.size_bytes)
+        assert job.cluster.compute is not None
+        self._backward_share = job.cluster.compute.backward_share
+        bucket_bytes = max(1, int(self._workers[0].machine.method.bucket_mb * 1e6))
+        self._buckets = gradient_buckets(self._links.size_bytes, bucket_bytes)
         self._payload_bytes: dict[int, int] = {}  # worker -> bytes of its compressed gradient
 
     def _create_numerics(self, workload: Workload) -> OneReplica | NullNumerics:
@@ -104,8 +108,19 @@ class AllReduceSimulation(_SynchronousPeers):
         if sizes := self._numerics.compress(self._contributing):
             self._payload_bytes = dict(zip(self._contributing, sizes, strict=True))
             self._loop.after(self._encode_s, self._encoded, agreed)
+        elif self._backward_share and self._contributing:
+            self._loop.at(self._overlapped_s(), self._reduced, agreed)
         else:
             self._links.all_reduce(self._reduced, agreed)
+
+    def _overlapped_s(self) -> float:
+        """Return when the last bucket is reduced; a bucket begins when all workers have computed its gradients."""
+        states = [self._workers[worker] for worker in self._contributing]
+        buckets = []
+        for begin, end in self._buckets:
+            left = self._backward_share * begin / self._links.size_bytes  # of the computation, after this bucket
+            buckets.append((end - begin, max(state.end_s - left * (state.end_s - state.begin_s) for state in states)))
+        return self._links.overlapped_all_reduce_s(buckets)
 
     def _encoded(self, agreed: Agreed) -> None:
         payload_bytes = [self._payload_bytes.get(worker, 0) for worker in range(len(self._workers))]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from mpi4py import MPI
 
+from hpcsync.core.peer_coordinator import gradient_buckets
 from hpcsync.mpi.collectives.allreduce import mean_vector
 from hpcsync.mpi.collectives.compressed_allreduce import compressed_mean
 from hpcsync.mpi.transport import cuda
@@ -107,7 +108,7 @@ class BucketReducer:
         self.weight = 1.0
         self.reduced = Reduced()
         step = max(1, bucket_bytes // flat.gradient.itemsize) if compression is None else flat.size
-        self._buckets = [(max(0, end - step), end) for end in range(flat.size, 0, -step)]
+        self._buckets = gradient_buckets(flat.size, step)
         sizes = torch.tensor([p.numel() for p in flat.parameters])
         self._begins: list[int] = (sizes.cumsum(0) - sizes).tolist()
         self._reset()
@@ -185,6 +186,24 @@ class BucketReducer:
         self._comm_s += time.perf_counter() - begin_s
         self._n_reduced += 1
         return agreed
+
+    # ---- while it is padded ----
+
+    def launch_padded(self, pad: Callable[[float], None]) -> None:
+        """Launch all buckets but the last after a backward pass, as if it were still under way.
+
+        Parameters
+        ----------
+        pad
+            Called with the share of the gradient that must be complete; returns once it is.
+        """
+        if not self._can_overlap:
+            return
+        self._gather_rest()
+        self._complete[:] = [True] * len(self._complete)
+        for begin, _ in self._buckets[self._launched : -1]:
+            pad(1.0 - begin / self._flat.size)
+            self._launch()
 
     # ---- after it ----
 

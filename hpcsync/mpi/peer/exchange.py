@@ -147,6 +147,9 @@ class Exchange(Transport):
     def let_overlap(self, wanted: bool) -> None:
         """Let backward passes overlap with the exchange, if they may, or not."""
 
+    def while_padding(self, pad: Callable[[float], None]) -> None:
+        """Begin what overlaps with the rest of a padded computation; `pad` waits for a share of its time."""
+
     def end_computation(self, n_samples: int, stop: bool) -> None:
         """End the computation of the gradient of `n_samples` samples, padding included."""
 
@@ -247,6 +250,8 @@ class AllReducing(Summing):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, setup.link.comm)
         self._division = setup.division
+        compute = setup.job.cluster.compute
+        self._backward_share = 0.0 if compute is None else compute.backward_share
         self._agreed: Agreed | None = None  # from the end of the computation until the step
 
     def begin(self, batch: Any) -> Any:
@@ -258,6 +263,11 @@ class AllReducing(Summing):
     def let_overlap(self, wanted: bool) -> None:
         """Let backward passes overlap with the all-reduce, unless computations are padded."""
         self._reducer.overlap = wanted and self._may_overlap
+
+    def while_padding(self, pad: Callable[[float], None]) -> None:
+        """Reduce the buckets that are complete before the end of the backward pass."""
+        if self._backward_share:
+            self._reducer.launch_padded(lambda complete: pad(1.0 - self._backward_share * (1.0 - complete)))
 
     def end_computation(self, n_samples: int, stop: bool) -> None:
         """Finish the all-reduce."""

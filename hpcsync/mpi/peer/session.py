@@ -176,6 +176,7 @@ class PeerSession(RankSession):
 
     def _end_computation(self) -> None:
         cuda.ready(self.flat.gradient)  # the gradient is complete only then
+        self._exchange.while_padding(self._iterations.pad)
         self._times = self._iterations.end()
         self._link.phases.enter(self._exchange.phase)
         self._link.poll_commands()

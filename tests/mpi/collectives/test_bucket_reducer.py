@@ -281,6 +281,29 @@ def test_buckets_are_reduced_while_the_backward_pass_runs(comm, needs, overlap):
         assert reducer.reduced.comm_s > 0
 
 
+@pytest.mark.parametrize("padded", [True, False])
+def test_buckets_are_reduced_while_a_computation_is_padded(comm, needs, padded):
+    """All but the last, each once its share is complete; without a call, none: the control."""
+    needs(2)
+    flat, shares, seen = make(), [], []
+    with BucketReducer(comm, flat, MIDDLE, overlap=False) as reducer:
+        n_early = len(range(flat.size, 0, -(MIDDLE // 8))) - 1
+        for step in range(2):
+            flat.drop_gradient()
+            backward(flat, known(comm.rank, step))
+            if padded:
+                reducer.launch_padded(shares.append)
+            deadline = time.monotonic() + (10 if padded else 0.2)
+            while reducer.n_reduced < n_early and time.monotonic() < deadline:
+                time.sleep(0.01)
+            seen.append(reducer.n_reduced)
+            reducer.finish()
+            assert torch.equal(flat.gradient, mean_of([known(rank, step) for rank in range(comm.size)]))
+    assert n_early > 0 and seen == [n_early if padded else 0] * 2
+    each = [(MIDDLE // 8) * bucket / flat.size for bucket in range(1, n_early + 1)]
+    assert shares == (pytest.approx(2 * each) if padded else [])
+
+
 def test_finish_waits_for_the_slowest_and_measures_it(comm, needs):
     needs(2)
     flat = make()

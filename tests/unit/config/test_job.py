@@ -285,7 +285,8 @@ MISTAKES = {
     "paradigm.name=ssp": "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
     "cluster.network.latency=3": "cluster.network.latency = 3: unknown key; must be one of bandwidth_gbit, "
     "server_bandwidth_gbit, latency_us; did you mean latency_us?",
-    "cluster.compute.xyz=3": "cluster.compute.xyz = 3: unknown key; must be one of model, seconds, jitter, fixed_share",
+    "cluster.compute.xyz=3": "cluster.compute.xyz = 3: unknown key; must be one of model, seconds, jitter, "
+    "fixed_share, backward_share",
     'paradigm={name="ssp"}': "paradigm.staleness: missing; must be a whole number of at least 0, or inf",
     "optimizer={}": 'optimizer.name: missing; must be the lower-case name of a torch.optim class, such as "sgd"',
     'optimizer={name="sgd"}': "optimizer.lr: missing; must be a number greater than 0",

@@ -469,6 +469,24 @@ def test_a_round_of_all_reduce(workers):
     assert set(rows["wire_bytes"].tolist()) == {2 * (workers - 1) * 40 // workers}
 
 
+@pytest.mark.parametrize("seconds", [0.01, 1.0])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_all_reduce_overlaps_with_the_backward_pass_bucket_by_bucket(seconds, share):
+    """Four buckets of 1000 bytes, of which the earlier ones are complete earlier; links or computations are slower."""
+    compute = {"model": "constant", "seconds": seconds, "backward_share": share}
+    found = ends(ALLREDUCE | {"bucket_mb": 1e-3}, 4, cluster={"compute": compute, "network": NETWORK})
+    bucket_s = ring_allreduce_s(4, 1000, LATENCY_S, 125e3)
+    early_s = [share * seconds * later / 4 for later in (3, 2, 1, 0)]  # before the end of the computation
+    if share == 0.0:
+        after_s = ring_allreduce_s(4, 4000, LATENCY_S, 125e3)  # at once, as one vector
+    elif seconds * share / 4 > bucket_s:
+        after_s = bucket_s  # of the last bucket alone
+    else:
+        after_s = 4 * bucket_s - early_s[0]
+    expected = np.arange(1, 7) * (seconds + after_s)
+    assert found == pytest.approx(np.array([expected] * 4), rel=1e-9)
+
+
 def test_a_round_of_local_sgd():
     found = ends(local(3), 4)
     averaged = 3.0 + ring_allreduce_s(4, 4000, LATENCY_S, 125e3)
