@@ -30,6 +30,7 @@ LINK_SPEED = Path(__file__).parent / "reproductions" / "link_speed.py"
 HOSTS = 4
 RATES = {"1gbit": 1.0, "200mbit": 0.2}  # of every link in Gbit/s, by its name in tc's words
 PARAMETERS = {"1gbit": 4_000_000, "200mbit": 1_000_000}  # of 4 bytes: transfers of at least a tenth of a second
+CONGESTION = "reno"  # shares a link evenly; BBR, the default of some machines, does not
 TRANSFERS = 40  # a run takes about so many times as long as the transfers of an iteration
 LEFT_OUT = 0.2  # share of the samples at the beginning, while memory and connections are new
 RATIO, POINTS = 0.05, 3.0  # aims
@@ -37,11 +38,27 @@ TIMEOUT_S = 300.0
 
 
 class Method(NamedTuple):
-    """A paradigm: its table of the job file, its servers, and how often the model crosses a link in an iteration."""
+    """A paradigm.
+
+    Attributes
+    ----------
+    paradigm
+        Its table of the job file.
+    servers
+        Number of servers; without `colocated` these hosts have no workers.
+    crossings
+        How often the model crosses the busiest link in an iteration.
+    backward_share
+        Share of the computation during which gradients become ready.
+    colocated
+        Whether servers share the hosts of workers.
+    """
 
     paradigm: dict[str, Any]
     servers: int
     crossings: float
+    backward_share: float = 0.0
+    colocated: bool = False
 
 
 SERVED = 2 * (HOSTS - 1)  # pushes and reads of three workers over the server's link
@@ -55,7 +72,9 @@ METHODS = {
     "k-async": Method({"name": "k-async", "k": 2}, 1, SERVED),
     "easgd": Method({"name": "easgd", "period": 2}, 1, SERVED / 2),
     "bsp, 2 servers": Method({"name": "bsp"}, 2, 2),
+    "bsp, colocated": Method({"name": "bsp"}, HOSTS, RING, colocated=True),
     "allreduce": Method({"name": "allreduce"}, 0, RING),
+    "allreduce, overlapped": Method({"name": "allreduce", "bucket_mb": 1.0}, 0, RING, backward_share=0.6),
     "local-sgd": Method({"name": "local-sgd", "steps": 2}, 0, RING / 2),
     "gossip pull": Method({"name": "gossip", "mode": "pull", "include_self": False}, 0, 1),
     "gossip push": Method({"name": "gossip", "mode": "push", "include_self": False}, 0, 1),
@@ -69,7 +88,12 @@ def job(name: str, rate: str, seed: int, network: Mapping[str, float] | None = N
     method = METHODS[name]
     transfers_s = method.crossings * 4 * PARAMETERS[rate] * 8e-9 / RATES[rate]
     compute = {"model": "lognormal", "seconds": round(transfers_s, 3), "jitter": 0.1}
-    cluster: dict[str, Any] = {"workers": HOSTS - method.servers, "servers": method.servers, "compute": compute}
+    cluster: dict[str, Any] = {
+        "workers": HOSTS - (0 if method.colocated else method.servers),
+        "servers": method.servers,
+        "colocated": method.colocated,
+        "compute": compute | {"backward_share": method.backward_share},
+    }
     return Job.from_table(
         {
             "name": "beside-real",
@@ -91,8 +115,8 @@ def compare_on_hosts(methods: Sequence[str], rates: Sequence[str], seeds: Sequen
     rows = []
     out.mkdir(parents=True, exist_ok=True)
     for rate in rates:
-        with Hosts(HOSTS, rate=rate) as hosts:
-            link = measure_link(hosts, out / f"{rate}.json")
+        with Hosts(HOSTS, rate=rate, congestion=CONGESTION) as hosts:
+            link = measure_link(hosts, out / f"{rate}.json", 4 * PARAMETERS[rate])
             print(f"{rate}: {link['bandwidth_gbit']:.3f} Gbit/s, {link['latency_us']:.0f} us", flush=True)
             network = {key: link[key] for key in ("latency_us", "bandwidth_gbit")}
             for seed in seeds:
@@ -105,8 +129,10 @@ def compare_on_hosts(methods: Sequence[str], rates: Sequence[str], seeds: Sequen
     return pandas.DataFrame(rows)
 
 
-def measure_link(hosts: Any, file: Path) -> dict[str, float]:
-    line = [*hosts.mpiexec([1, 2]), "-n", "2", sys.executable, "-m", "mpi4py", str(LINK_SPEED), str(file.resolve())]
+def measure_link(hosts: Any, file: Path, size_bytes: int) -> dict[str, float]:
+    """Measure the link with messages of the model's size."""
+    program = ["-m", "mpi4py", str(LINK_SPEED), str(file.resolve()), str(size_bytes)]
+    line = [*hosts.mpiexec([1, 2]), "-n", "2", sys.executable, *program]
     succeed(hosts, line, launcher.environment({**os.environ, "MPIEXEC": shlex.join(line)}))
     found: dict[str, float] = json.loads(file.read_text())
     return found
@@ -123,7 +149,8 @@ def hpcsync(command: str, asked: Job, folder: Path, hosts: Any = None) -> None:
     if hosts is None:
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL, env=environ)
     else:
-        succeed(hosts, line, environ | {"MPIEXEC": shlex.join(hosts.mpiexec(range(1, HOSTS + 1)))})
+        per_host = asked.cluster.ranks // HOSTS
+        succeed(hosts, line, environ | {"MPIEXEC": shlex.join(hosts.mpiexec(range(1, HOSTS + 1), per_host))})
 
 
 def succeed(hosts: Any, line: list[str], environ: Mapping[str, str]) -> None:

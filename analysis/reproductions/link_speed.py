@@ -1,7 +1,7 @@
-"""Measure the link between two hosts: python -m mpi4py link_speed.py OUT.json
+"""Measure the link between two hosts: python -m mpi4py link_speed.py OUT.json [BYTES]
 
-The results are medians: half of the round-trip time of a few bytes, and the bandwidth of large messages in Gbit/s, in
-one direction at a time and in both at once.
+The results are medians: half of the round-trip time of a few bytes, and the bandwidth of large messages, of BYTES, in
+Gbit/s, in one direction at a time and in both at once.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def both_ways_s(comm: MPI.Intracomm, n_bytes: int, times: int) -> float:
     return statistics.median(found)
 
 
-def main(out: str) -> None:
-    comm = MPI.COMM_WORLD
+def main(out: str, size: str = str(LARGE)) -> None:
+    comm, large = MPI.COMM_WORLD, int(size)
     latency_s = one_way_s(comm, SMALL, SMALL_TIMES)
-    large_s = one_way_s(comm, LARGE, LARGE_TIMES)
-    both_s = both_ways_s(comm, LARGE, LARGE_TIMES)
+    large_s = one_way_s(comm, large, LARGE_TIMES)
+    both_s = both_ways_s(comm, large, LARGE_TIMES)
     if comm.rank == 0:
-        gbit, both_gbit = (8e-9 * LARGE / (seconds - latency_s) for seconds in (large_s, both_s))
+        gbit, both_gbit = (8e-9 * large / (seconds - latency_s) for seconds in (large_s, both_s))
         found = {"latency_us": 1e6 * latency_s, "bandwidth_gbit": gbit, "both_ways_gbit": both_gbit}
         Path(out).write_text(json.dumps(found))
 

@@ -41,6 +41,7 @@ OWN = """
 mount -t tmpfs tmpfs /dev/shm
 mount -t sysfs sysfs /sys
 """
+CONGESTION = "echo {} > /proc/sys/net/ipv4/tcp_congestion_control"
 BRIDGE = f"""
 ip link add br0 type bridge
 ip address add {NETWORK}.254/24 dev br0
@@ -53,9 +54,19 @@ class Unavailable(Exception):
 
 
 class Hosts:
-    """Hosts n1 to n{n} and head, until `close`. Raises Unavailable."""
+    """Hosts n1 to n{n} and head, until `close`. Raises Unavailable.
 
-    def __init__(self, n: int, rate: str | None = None) -> None:
+    Parameters
+    ----------
+    n
+        Number of hosts.
+    rate
+        What both ends of every cable send at most, in tc's words; None: no limit.
+    congestion
+        TCP's congestion control on the hosts; None: the machine's.
+    """
+
+    def __init__(self, n: int, rate: str | None = None, congestion: str | None = None) -> None:
         if os.geteuid() != 0:
             raise Unavailable("only root may make network namespaces")
         if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
@@ -68,7 +79,8 @@ class Hosts:
         try:
             self._head = self._boot("head", HEAD, BRIDGE)
             for name, address in names.items():
-                self._plug(name, self._boot(name, HOST, OWN), address, rate)
+                own = OWN if congestion is None else f"{OWN}\n{CONGESTION.format(congestion)}"
+                self._plug(name, self._boot(name, HOST, own), address, rate)
         except (OSError, subprocess.CalledProcessError) as error:
             self.close()
             raise Unavailable(f"hosts cannot be made here: {error}") from None
