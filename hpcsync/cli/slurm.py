@@ -19,8 +19,6 @@ import json
 import math
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -187,9 +185,7 @@ def _settings(tasks: Sequence[tuple[str, ...]]) -> list[str]:
 
 def mpi_of_this_python() -> str:
     """Return the value of srun's --mpi for the MPI library of this Python. Raise JobError if it is unknown."""
-    argv = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]  # in a separate process: this one is not a rank
-    found = subprocess.run(argv, capture_output=True, text=True, check=False).stdout
-    kind = next((kind for library, kind in launcher.SRUN_MPI.items() if library in found), None)
+    kind = next((kind for library, kind in launcher.SRUN_MPI.items() if library in launcher.mpi_library()), None)
     if kind is None:
         raise JobError(f"--mpi: missing; must be {ALLOWED['mpi'][1]}: this Python has neither Open MPI nor MPICH")
     return kind

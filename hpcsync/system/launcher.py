@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import re
 import shlex
@@ -54,9 +55,6 @@ MPI_SETTINGS = {
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
 }
 SETTINGS = {**ONE_THREAD, **MPI_SETTINGS}
-# MPICH over UCX gives Slurm's PMI2 long addresses, some of which are lost: ranks do not start or do not find others.
-# The addresses of OFI are short.
-SLURM_PMI2_SETTINGS = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 ONE_NODE = {  # between nodes Open MPI chooses better itself
     "OMPI_MCA_pml": "ob1",  # fastest in shared memory
     "OMPI_MCA_btl": "^ofi",  # looking for fabrics takes a second of MPI_Init
@@ -67,6 +65,10 @@ SEVERAL_NODES = {
     "OMPI_MCA_btl_tcp_flags": "send,put,inplace,need-ack,need-csum,hetero-rdma,rdma-remote-completion",
     "OMPI_MCA_btl_tcp_links": "1",
 }
+# MPICH that has both UCX and OFI, between nodes or under Slurm. Over UCX and TCP a receive whose message arrives while
+# it is posted may never complete (5.0.2: on four hosts with two busy cores, 11 of 22 starts hung; over OFI none of 22).
+# And UCX gives Slurm's PMI2 long addresses, some of which are lost: ranks do not start or do not find others.
+OVER_OFI = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
 # Open MPI's mpirun: ranks continue when others die. Deaths are reported by its daemons, not by the ranks' own detector,
 # which takes a rank that computes for a second for dead.
@@ -197,14 +199,29 @@ def environment(given: Mapping[str, str] | None = None) -> dict[str, str]:
     """
     if given is None:
         given = outside(os.environ) if under_launcher() else os.environ
-    settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else SEVERAL_NODES)}
+    settings = {**SETTINGS, **(ONE_NODE if on_one_node(given) else _between_nodes(given))}
     return {**settings, **given}
 
 
 def settings_of_rank(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the settings of MPI that a rank, which another launcher may have started, makes before MPI starts."""
-    under_slurm = SLURM_PMI2_SETTINGS if under_pmi2_of_slurm(environ) else {}
-    return {**MPI_SETTINGS, **under_slurm, **({} if on_one_node(environ) else SEVERAL_NODES)}
+    on_node = on_one_node(environ) and not under_pmi2_of_slurm(environ)
+    return {**MPI_SETTINGS, **({} if on_node else _between_nodes(environ))}
+
+
+def _between_nodes(environ: Mapping[str, str]) -> dict[str, str]:
+    if OVER_OFI.keys() <= environ.keys():
+        return SEVERAL_NODES
+    device = re.search(r"^MPICH Device: +ch4:(.*)", mpi_library(), re.MULTILINE)
+    has_both = device is not None and {"ofi", "ucx"} <= set(re.split("[ ,]+", device[1]))
+    return SEVERAL_NODES | OVER_OFI if has_both else SEVERAL_NODES
+
+
+@functools.cache
+def mpi_library() -> str:
+    """Return the version text of this Python's MPI library, from another process; "" without mpi4py."""
+    argv = [sys.executable, "-m", "mpi4py", "--mpi-lib-version"]
+    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout
 
 
 def outside(environ: Mapping[str, str]) -> dict[str, str]:
@@ -234,6 +251,8 @@ def on_this_node(environ: Mapping[str, str]) -> bool:
 def on_one_node(environ: Mapping[str, str]) -> bool:
     """Return True if all ranks of a launch will be on one node, by the batch system and the options of MPIEXEC."""
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") != environ.get("OMPI_COMM_WORLD_SIZE"):  # of a rank
+        return False
+    if environ.get("MPI_LOCALNRANKS", environ.get("PMI_SIZE")) != environ.get("PMI_SIZE"):  # of a rank of MPICH
         return False
     if int(environ.get("SLURM_JOB_NUM_NODES", environ.get("SLURM_NNODES", "1"))) > 1 or "SLURM_HET_SIZE" in environ:
         return False

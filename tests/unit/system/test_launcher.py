@@ -129,6 +129,9 @@ def test_variables_of_the_user_are_kept() -> None:
         ({"PBS_NODEFILE": "/var/nodes"}, False),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, True),
         ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, False),
+        ({"PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}, True),
+        ({"PMI_SIZE": "4", "MPI_LOCALNRANKS": "2"}, False),
+        ({"PMI_SIZE": "4"}, True),
     ],
 )
 def test_some_settings_depend_on_the_number_of_nodes(given: dict[str, str], one_node: bool) -> None:
@@ -138,6 +141,26 @@ def test_some_settings_depend_on_the_number_of_nodes(given: dict[str, str], one_
     for name, value in launcher.SEVERAL_NODES.items():
         assert environ.get(name) == of_rank.get(name) == (None if one_node else value)
         assert launcher.environment({**given, name: "the user's"})[name] == "the user's"
+
+
+@pytest.mark.parametrize(
+    ("device", "over_ofi"),
+    [("ch4:ucx ofi", True), ("ch4:ofi,ucx", True), ("ch4:ucx", False), ("ch4:ofi", False), ("ch3:nemesis", False)],
+)
+@pytest.mark.parametrize(
+    "given",
+    [{"MPIEXEC": "mpiexec -f hosts"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "PMI_JOBID": "7.0"}, {}],
+)
+def test_mpich_with_both_netmods_uses_ofi(
+    device: str, over_ofi: bool, given: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "mpi_library", lambda: f"MPICH Version:      5.0.2\nMPICH Device:       {device}\n")
+    found = launcher.settings_of_rank(given).get("MPIR_CVAR_CH4_NETMOD")
+    assert found == ("ofi" if over_ofi and given else None)
+    if "MPIEXEC" in given:
+        assert launcher.environment(given).get("MPIR_CVAR_CH4_NETMOD") == found
+        chosen = {**given, "MPIR_CVAR_CH4_NETMOD": "ucx"}
+        assert launcher.environment(chosen)["MPIR_CVAR_CH4_NETMOD"] == "ucx", "the user's"
 
 
 def test_one_node_may_be_another_node() -> None:
