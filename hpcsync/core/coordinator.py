@@ -293,6 +293,10 @@ class Coordinator(Stateful):
         for contribution in sorted([*pending.values(), *(contribution for contribution, _ in accumulated)]):
             self._record_push(contribution, 0.0, Outcome.DROPPED)
 
+    def is_pending(self, worker: int) -> bool:
+        """Return whether a contribution of this worker is in its slot, neither used nor dropped."""
+        return worker in self._pending
+
     @property
     def blocked(self) -> Mapping[int, float]:
         """Blocked workers, and the time since which each is blocked."""

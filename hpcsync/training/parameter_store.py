@@ -11,6 +11,10 @@ a contribution also completes the promises made to its worker before, since a wo
 most one reader per worker and one for evaluation, `n_workers + 1` buffers always suffice if the contributors of an
 update do not read, and one more if they may.
 
+There may be fewer buffers that readers can reach. If none of these is free, an update is made in private memory, so it
+does not wait. A promise of a version in private memory is kept as soon as a buffer is free, into which that version is
+copied (`expose`): its reader waits until another one has read, never for an update.
+
 Rows are padded to whole vector registers. torch's fused optimizers, which need the fewest passes over memory, round the
 scalar tail of a tensor differently from its vectorised body. Without a tail, the result of an element does not depend
 on where its shard ends, so the number of shards does not change a bit.
@@ -43,7 +47,7 @@ def row_size(shard_size: int) -> int:
 
 
 def n_buffers(n_workers: int, contributors_read: bool = False) -> int:
-    """Return the number of buffers with which no update ever waits.
+    """Return the number of buffers with which no version is ever in private memory.
 
     Parameters
     ----------
@@ -79,9 +83,10 @@ class Store(Stateful):
     Parameters
     ----------
     buffers
-        Tensor of shape (n_buffers, row_size(size)); buffer 0 holds version 0. Padding is zero and stays so.
+        Tensor of shape (at least 1, row_size(size)), which readers can reach; buffer 0 holds version 0. Padding is zero
+        and stays so.
     slots
-        Tensor of shape (n_workers, row_size(size)); row w holds worker w's contribution.
+        Row w, of row_size(size) elements, holds worker w's contribution. A list may be changed between calls.
     done
         int64 array of shape (n_workers + 1,), all zero; the last word is the evaluator's.
     rule
@@ -97,13 +102,15 @@ class Store(Stateful):
     version
         Number of updates made.
     current
-        Index of the buffer that holds the current version.
+        Index of the buffer that holds the current version; those from `n_shared` on are in private memory.
+    n_shared
+        Number of buffers that readers can reach.
     """
 
     def __init__(
         self,
         buffers: torch.Tensor,
-        slots: torch.Tensor,
+        slots: torch.Tensor | list[torch.Tensor],
         done: np.ndarray,
         rule: Rule,
         size: int,
@@ -111,8 +118,9 @@ class Store(Stateful):
     ) -> None:
         self._size = size
         self._stated = stated
-        self._buffers = buffers
-        self._slots = list(slots)  # views of the rows, made once rather than for every update
+        self._buffers = list(buffers)  # views of the rows, made once rather than for every update
+        self.n_shared = len(buffers)
+        self._slots = slots if isinstance(slots, list) else list(slots)
         self._done = done
         self._pinned = [0] * len(done)  # reader -> buffer
         self._serial = [0] * len(done)  # reader -> serial number of its latest promise
@@ -130,7 +138,7 @@ class Store(Stateful):
     @property
     def weights(self) -> torch.Tensor:
         """The current version, shape (size,): a view that later updates change."""
-        return self._buffers[self.current, : self._size]
+        return self._buffers[self.current][: self._size]
 
     def pin(self, reader: int, contributing: bool = False) -> tuple[int, int]:
         """Promise the current version to a reader, which may read until it writes the serial into its word.
@@ -153,6 +161,21 @@ class Store(Stateful):
         self._pinned[reader] = self.current
         self._serial[reader] += 1
         return self.current, self._serial[reader]
+
+    def expose(self, reader: int) -> int | None:
+        """Return the index of a buffer that readers can reach, with the version promised to this reader.
+
+        It is copied there if it is in private memory; None if no buffer is free.
+        """
+        buffer = self._pinned[reader]
+        if buffer < self.n_shared:
+            return buffer
+        shared = self._free_shared()
+        if shared is not None:
+            self._copy_pinned(buffer, shared)
+            if self.current == buffer:
+                self._set_current(shared)
+        return shared
 
     def discard(self, worker: int) -> None:
         """Complete a worker's promises, e.g. after its death; its contribution stays."""
@@ -251,6 +274,8 @@ class Store(Stateful):
         self._accumulated_stated = [np.array(row) for row in saved.stated]
         self._rule.restore(saved.rule)
         for buffer, read in enumerate(saved.read, 1):
+            if buffer == len(self._buffers):
+                self._buffers.append(torch.empty_like(self._buffers[0]))
             built(torch.Tensor, read.weights, self._buffers[buffer])
             for worker in read.workers:
                 self._pinned[worker] = buffer
@@ -265,18 +290,58 @@ class Store(Stateful):
         if self._rule.corrects:
             self._rule.correct(worker, self._slots[worker], self._buffers[self._pinned[worker]])
 
-    def _read_until(self) -> list[int]:
-        """Return the serial number up to which the promises of each reader are complete."""
+    def _pinned_by(self, done: Sequence[int]) -> set[int]:
+        """Return the buffers of promises that are not complete, given the serial numbers up to which they are."""
+        promises = zip(self._pinned, self._serial, done, strict=True)
+        return {buffer for buffer, serial, read in promises if read != serial}
+
+    def _needed(self) -> set[int]:
+        """Return the buffers that must not change: they have readers, or a contribution is to be corrected by them."""
         done: list[int] = self._done.tolist()
-        return [*self._used[:-1], done[-1]] if self._rule.corrects else done
+        return self._pinned_by([*self._used[:-1], done[-1]] if self._rule.corrects else done)
 
     def _make_writable(self) -> None:
         """Switch to a copy in a free buffer if the current one has readers."""
-        promises = zip(self._pinned, self._serial, self._read_until(), strict=True)
-        read = {buffer for buffer, serial, done in promises if done != serial}
-        if self.current not in read:
+        needed = self._needed()
+        if self.current not in needed:
             return
-        free = next(b for b in range(len(self._buffers)) if b not in read)
+        free = self._first_free(needed)
+        if free >= self.n_shared and self._rule.corrects and self.current not in self._pinned_by(self._done.tolist()):
+            self._copy_pinned(self.current, free)  # no reader needs it, only corrections do
+            return
         self._buffers[free].copy_(self._buffers[self.current])
-        self.current = free
-        self._parameter.data = self._buffers[free]
+        self._set_current(free)
+
+    def _free_shared(self) -> int | None:
+        """Return a free buffer that readers can reach; None if all have readers.
+
+        A version without readers moves to private memory, if need be: one that only corrections need, or the current
+        one.
+        """
+        shared, needed = range(self.n_shared), self._needed() | {self.current}
+        free = next((buffer for buffer in shared if buffer not in needed), None)
+        if free is None:
+            read = self._pinned_by(self._done.tolist())
+            free = min(set(shared) - read, key=lambda buffer: (buffer == self.current, buffer), default=None)
+            if free is not None:
+                private = self._first_free(needed)
+                self._copy_pinned(free, private)
+                if free == self.current:
+                    self._set_current(private)
+        return free
+
+    def _first_free(self, needed: set[int]) -> int:
+        """Return the first buffer that is not needed, if need be a new one in private memory."""
+        free = next((buffer for buffer in range(len(self._buffers)) if buffer not in needed), len(self._buffers))
+        if free == len(self._buffers):
+            self._buffers.append(torch.empty_like(self._buffers[0]))
+        return free
+
+    def _copy_pinned(self, buffer: int, to: int) -> None:
+        """Copy a buffer to another one, to which all promises of it move."""
+        self._buffers[to].copy_(self._buffers[buffer])
+        self._pinned = [to if pinned == buffer else pinned for pinned in self._pinned]
+
+    def _set_current(self, buffer: int) -> None:
+        self.current = buffer
+        self._parameter.data = self._buffers[buffer]

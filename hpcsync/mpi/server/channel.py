@@ -25,6 +25,15 @@ from hpcsync.mpi.transport.worker_state import WorkerStates
 from hpcsync.training.compressor import Compression
 from hpcsync.training.parameter_store import n_buffers, row_size
 
+OWN_ROWS_BYTES = 32 << 20  # within this size, every reader has a buffer of its own, and every worker a slot
+ALREADY_READ = -1  # instead of the buffer of a grant
+SHARED_ROWS = 4  # otherwise readers share so many buffers, and workers so many slots
+
+
+def n_rows(n: int, row_bytes: int) -> int:
+    """Return how many of `n` rows of a server's window, of so many bytes each, exist."""
+    return min(n, max(SHARED_ROWS, OWN_ROWS_BYTES // max(1, row_bytes)))
+
 
 class ServerChannel:
     """Communication between servers and workers; the constructor is collective over a private duplicate of `comm`.
@@ -57,7 +66,14 @@ class ServerChannel:
     Attributes
     ----------
     tensors : TensorWindow
-        On a server: its buffers of weights, each one row, followed by one slot per worker for contributions.
+        On a server: `n_buffers` buffers of its weights, each one row, followed by `n_slots` slots for contributions.
+    n_buffers, n_slots : int
+        Rows of a server's window. If there are fewer buffers than `parameter_store.n_buffers`, versions may have to
+        wait in private memory (`parameter_store.Store.expose`).
+    hides : bool
+        Whether there are fewer buffers than that.
+    lends : bool
+        Whether there are fewer slots than workers, so that a worker has to ask for one (`slot_pool`).
     done : Window
         On a server: one word per reader; see `parameter_store`.
     stated : Window or None
@@ -88,9 +104,14 @@ class ServerChannel:
         self.size = size
         self.shards = shards or roles.shards(self.size)
         is_server = roles.is_server(comm.rank)
-        self.n_buffers = n_buffers(roles.n_workers, contributors_read)
         self.compression = compression
-        elements = self._slots_begin(comm.rank) + roles.n_workers * self.slot_size(comm.rank) if is_server else 0
+        servers = range(roles.n_servers)
+        needed = n_buffers(roles.n_workers, contributors_read)
+        self.n_buffers = n_rows(needed, dtype.itemsize * max(map(self.row_size, servers)))
+        self.hides = self.n_buffers < needed
+        self.n_slots = n_rows(roles.n_workers, dtype.itemsize * max(map(self.slot_size, servers)))
+        self.lends = self.n_slots < roles.n_workers
+        elements = self._slots_begin(comm.rank) + self.n_slots * self.slot_size(comm.rank) if is_server else 0
         self.tensors = transport.window(self.comm, elements, dtype)
         self.done = Window(self.comm, roles.n_workers + 1 if is_server else 0, np.int64)
         self.n_stated = n_stated
@@ -108,12 +129,12 @@ class ServerChannel:
         return row_size(shard.stop - shard.start)
 
     def slot_size(self, server: int) -> int:
-        """Return the elements, of the weights' type, from one worker's slot to the next."""
+        """Return the elements, of the weights' type, from one slot to the next."""
         return self.row_size(server) if self.compression is None else self.compression.slot_size(self.shards[server])
 
-    def slot(self, server: int, worker: int) -> int:
-        """Return the first element of a worker's slot."""
-        return self._slots_begin(server) + worker * self.slot_size(server)
+    def slot(self, server: int, number: int) -> int:
+        """Return the first element of a slot; worker w has slot w unless slots are lent."""
+        return self._slots_begin(server) + number * self.slot_size(server)
 
     def _slots_begin(self, server: int) -> int:
         return self.n_buffers * self.row_size(server)
@@ -176,6 +197,11 @@ class Reader:
         Number of the reader.
     save
         Called with a checkpoint's number when one is to be saved while a grant is waited for.
+
+    Attributes
+    ----------
+    granted_s : float
+        When the latest grant arrived, in seconds: all of its records, or the first one if a record may be delayed.
     """
 
     def __init__(self, link: ServerChannel, reader: int, save: Callable[[int], None] = lambda number: None) -> None:
@@ -187,14 +213,26 @@ class Reader:
         self._inbox = link.inbox(tag, messages.COMMAND)
         self._early: list[CommandRecord] = []  # grants that arrived during `idle`
         self._word = np.zeros(1, np.int64)
+        self._reads_at_once = link.hides and len(link.shards) > 1
+        self.granted_s = 0.0
 
-    def wait(self, *, version: int | None = None, iteration: int | None = None) -> list[CommandRecord]:
+    def wait(
+        self,
+        *,
+        version: int | None = None,
+        iteration: int | None = None,
+        into: list[torch.Tensor] | None = None,
+    ) -> list[CommandRecord]:
         """Wait for every server's grant of the next read.
 
         Parameters
         ----------
         version, iteration
             Version and iteration that the grants must be for, where they are known.
+        into
+            Where the weights will be read to, as for `read`. If servers may have no free buffer, each piece is read as
+            soon as its grant arrives: readers that kept one server's buffer while they waited for another server's
+            could wait for each other.
 
         Returns
         -------
@@ -206,7 +244,12 @@ class Reader:
         RuntimeError
             If the grants are for something else, or do not agree.
         """
-        grants = sorted((self._next() for _ in self._link.shards), key=attrgetter("server"))
+        if into is not None and self._reads_at_once:
+            grants = self._read_at_once(into)
+        else:
+            grants = [self._next() for _ in self._link.shards]
+            self.granted_s = self._link.clock.now()
+        grants.sort(key=attrgetter("server"))
         first = grants[0].grant
         due = first._replace(
             iteration=first.iteration if iteration is None else iteration,
@@ -229,6 +272,13 @@ class Reader:
                 self._early.append(promise)
         return not self._early
 
+    def lent(self) -> list[int]:
+        """Wait for the slot that every server lends; return the slots in the order of the servers."""
+        records = sorted((self._next() for _ in self._link.shards), key=attrgetter("server"))
+        if any(record.kind != messages.CommandKind.LENT for record in records):
+            raise RuntimeError(f"{records}: must be slots")
+        return [record.buffer for record in records]
+
     def _next(self) -> CommandRecord:
         if self._early:
             return self._early.pop()
@@ -237,9 +287,23 @@ class Reader:
             self._save(record.grant.version)
         return record
 
+    def _read_at_once(self, into: list[torch.Tensor]) -> list[CommandRecord]:
+        """Wait for every server's grant, and read each piece when it arrives, unless the grant ends the run."""
+        grants: list[CommandRecord] = []
+        while len(grants) < len(self._link.shards):
+            grant = self._next()
+            if not grants:
+                self.granted_s = self._link.clock.now()
+            if grant.grant.local_steps:
+                self.read([grant], into)
+                grant = grant._replace(buffer=ALREADY_READ)
+            grants.append(grant)
+        return grants
+
     def read(self, grants: list[CommandRecord], into: list[torch.Tensor]) -> None:
         """Copy the promised version into the `pieces` of a vector, and release the promises."""
         link = self._link
+        grants = [grant for grant in grants if grant.buffer != ALREADY_READ]
         for *_, server, buffer, _ in grants:
             link.tensors.get(into[server], server, buffer * link.row_size(server))
         for *_, server, _, serial in grants:

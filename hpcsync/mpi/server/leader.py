@@ -14,6 +14,7 @@ from hpcsync.mpi.rank0.run_recorder import CHORES_S
 from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, encode, to
 from hpcsync.mpi.transport import messages, ulfm
+from hpcsync.mpi.transport.mailbox import Inbox
 from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.mpi.transport.ulfm import RankFailed
 from hpcsync.paradigms import Grant, PushInfo
@@ -74,6 +75,7 @@ class Leader:
         self._look_at, self._rate_changed = look_at, rate_changed
         self._dead: set[int] = set()  # workers that died
         self._infos = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
+        self._wanted = link.inbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
         self._commands = link.outbox(messages.TAG_COMMAND, messages.COMMAND)
         self._cancellations = link.outbox(messages.TAG_CANCEL, messages.CANCEL)
 
@@ -95,7 +97,10 @@ class Leader:
             n_present = self._link.comm.size - self._link.roles.n_servers
             for worker in range(n_present, self._link.roles.n_workers):  # absent since the run was resumed
                 self._remove(self._link.clock.now(), worker)
-            while self._coordinator.active:
+            while self._coordinator.active or self._shard.is_hiding:
+                self._shard.poll()
+                if self._wanted is not None and self._lend_slots(self._wanted):
+                    backoff.reset()
                 if received:
                     heed(self._saver, received.pop(0), ending=self._coordinator.stopping)
                 now_s = self._link.clock.now()
@@ -113,7 +118,8 @@ class Leader:
     def read(self, reader: Reader, into: torch.Tensor) -> None:
         """Read the current version into `into`, shape (size,), on behalf of the evaluator, which must be idle."""
         self._promise_evaluator()
-        reader.read(reader.wait(version=self._coordinator.version), self._link.pieces(into))
+        pieces = self._link.pieces(into)
+        reader.read(reader.wait(version=self._coordinator.version, into=pieces), pieces)
 
     def finish(self) -> None:
         """Notify every rank that the run is over."""
@@ -132,6 +138,8 @@ class Leader:
             return  # sent both before and after a checkpoint
         if kind == messages.InfoKind.PUSHED:
             self._carry_out(self._coordinator.pushed(now_s, push_info))
+            if self._link.lends and self._coordinator.is_pending(push_info.worker):
+                self._command([CommandRecord(messages.CommandKind.ARRIVED, to(push_info.worker))])
             self._look_at(push_info)
         elif kind == messages.InfoKind.RATE:
             self._rate_changed(now_s, push_info)
@@ -155,6 +163,8 @@ class Leader:
                 saver.saved(record[1])
             elif record is not None and not saver.keeps_back(record):
                 return record
+            elif record is not None and self._link.lends and record[0] == messages.InfoKind.PUSHED:
+                self._command([CommandRecord(messages.CommandKind.ARRIVED, to(record[1]))])
             self._save(saver)
             return None
         if saver.unheard:
@@ -162,6 +172,19 @@ class Leader:
                 saver.unheard.append(record)
             return saver.unheard.popleft()
         return record
+
+    def _lend_slots(self, wanted: Inbox) -> bool:
+        """Lend slots to workers that wait for them; return whether there were any."""
+        pool, lent = self._shard.pool, False
+        assert pool is not None
+        while (request := wanted.poll()) is not None:
+            if request[0] not in self._dead:
+                pool.ask(*request)
+        while (loan := pool.loan()) is not None:
+            worker, slot = loan
+            self._command([CommandRecord(messages.CommandKind.LEND, to(worker), buffer=slot)])
+            lent = True
+        return lent
 
     def _save(self, saver: Checkpointer) -> None:
         if saver.can_begin(self._coordinator.computing):

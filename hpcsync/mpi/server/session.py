@@ -347,7 +347,8 @@ class LeaderSession(FollowerSession):
 
     def _read(self, version: int, into: torch.Tensor, buffers: Buffers) -> float:
         """Read a version for the evaluator; all servers have promised it, or are about to."""
-        self._reader.read(self._reader.wait(version=version), self._link.pieces(into))
+        pieces = self._link.pieces(into)
+        self._reader.read(self._reader.wait(version=version, into=pieces), pieces)
         buffers.adopt(self._latest)
         return math.nan
 

@@ -9,6 +9,7 @@ import torch
 
 from hpcsync.core.coordinator import AccumulateCommand, Command, UpdateCommand
 from hpcsync.mpi.server.channel import ServerChannel
+from hpcsync.mpi.server.slot_pool import SlotPool
 from hpcsync.mpi.transport import cuda, messages
 from hpcsync.mpi.transport.messages import CommandRecord
 from hpcsync.paradigms import Grant
@@ -67,6 +68,8 @@ class Shard:
     ----------
     store : Store
         The shard's weights.
+    pool : SlotPool or None
+        Slots of the workers; None if every worker has its own.
     finished : bool
         Whether FINISH has been carried out.
     """
@@ -90,15 +93,24 @@ class Shard:
         self._slot_spans = [(begin, begin + slot_size) for begin in range(buffers.numel(), len(local), slot_size)]
         buffers[:, len(mine) :] = 0
         buffers[0, : len(mine)] = mine
-        self._put = put.view(torch.uint8)  # contributions as sent, possibly compressed
-        self._slots = put if link.compression is None else buffers.new_zeros(len(put), row_size)
-        self._slots[:, len(mine) :] = 0
+        self._put = list(put)  # contributions as sent, possibly compressed, by slot
+        n_workers = link.roles.n_workers
+        if link.compression is None:
+            put[:, len(mine) :] = 0
+            self._slots = self._put if not link.lends else [put[0]] * n_workers  # until they are acquired
+        else:
+            self._slots = list(buffers.new_zeros(n_workers, row_size))
+        self.pool = SlotPool(link.n_slots) if link.lends else None
+        self._moved: dict[int, torch.Tensor] = {}  # by worker: contributions in private memory instead of a slot
+        self._spare: list[torch.Tensor] = []  # private memory for further ones
         stated = None if link.stated is None else link.stated.local.reshape(-1, link.n_stated)
+        link.done.local[:] = 0  # before the first promise, hence before any reader's word
+        link.done.sync()
         self.store = Store(buffers, self._slots, link.done.local, rule, len(mine), stated)
         self._save = save
         if state is not None:
             self.store.restore(state["store"])
-            restore_arrays({"slots": self._put}, {"slots": state["slots"]})
+            self._restore_slots(state["slots"])
             if stated is not None:
                 stated[:] = state["stated"]
             for begin, end in self._slot_spans:
@@ -107,6 +119,7 @@ class Shard:
         self._contributors: list[int] = []
         self._weights: list[float] = []  # of the contributors
         self._reserved: dict[int, CommandRecord] = {}  # by worker: grants that the next update sends
+        self._hidden: list[CommandRecord] = []  # grants of versions that are in private memory
         self._dead: set[int] = set()
         self._grants = link.outbox(messages.TAG_GRANT, messages.COMMAND)
         self._evaluation = link.outbox(messages.TAG_EVALUATION, messages.COMMAND)
@@ -119,7 +132,26 @@ class Shard:
         for begin, end in self._slot_spans:
             self._link.tensors.acquire(begin, end)
         stated = [] if self._link.stated is None else self._link.stated.local.reshape(-1, self._link.n_stated).tolist()
-        return {"store": self.store.state(), "slots": self._put.clone(), "stated": stated}
+        slots = torch.stack([self._contribution(worker) for worker in range(self._link.roles.n_workers)])
+        return {"store": self.store.state(), "slots": slots.view(torch.uint8), "stated": stated}
+
+    def _restore_slots(self, saved: torch.Tensor) -> None:
+        """Restore all contributions as sent, into private memory if slots are lent."""
+        rows = torch.stack([self._put[0]] * self._link.roles.n_workers)
+        restore_arrays({"slots": rows.view(torch.uint8)}, {"slots": saved})
+        if self.pool is None:
+            for row, restored in zip(self._put, rows, strict=True):
+                row.copy_(restored)
+        else:
+            self._moved = dict(enumerate(rows))
+
+    def _contribution(self, worker: int) -> torch.Tensor:
+        """Return a worker's contribution as sent; anything if there is none."""
+        if self.pool is None:
+            return self._put[worker]
+        if worker in self._moved:
+            return self._moved[worker]
+        return self._put[self.pool.slot(worker) or 0]
 
     def carry_out(self, command: CommandRecord) -> None:
         """Carry out one command.
@@ -139,16 +171,25 @@ class Shard:
             self._acquire(worker)
             self.store.accumulate(worker, command.weight)
             cuda.ready(self._link.tensors.local)  # the next grant tells the worker that its slot is free
+            self._free_slot(worker)
         elif command.kind in (messages.CommandKind.PROMISE, messages.CommandKind.RESERVE):
             if command.grant.version != self.store.version:
                 raise RuntimeError(
                     f"server {self._server}: version {self.store.version}: must be server 0's, {command.grant.version}"
                 )
             self._promise(command.grant, reserved=command.kind == messages.CommandKind.RESERVE)
+        elif command.kind == messages.CommandKind.LEND:
+            self._lend(worker, command.buffer)
+        elif command.kind == messages.CommandKind.ARRIVED:
+            assert self.pool is not None
+            self.pool.arrived(worker)
         elif command.kind == messages.CommandKind.DISCARD:
             self._dead.add(worker)
             self._reserved.pop(worker, None)
+            self._hidden = [record for record in self._hidden if record.grant.worker != worker]
             self.store.discard(worker)
+            if self.pool is not None:
+                self.pool.discard(worker)
         elif command.kind == messages.CommandKind.SAVE:
             self._save(command.grant.version)
         else:
@@ -161,7 +202,9 @@ class Shard:
             self._acquire(worker)
         self._link.done.sync()
         self.store.apply(self._contributors, command.lr, self._weights, command.divisor, command.momentum)
-        self._release()  # before any reader is granted this version
+        self._release()  # before any reader is granted this version, and any worker another slot
+        for worker in self._contributors:
+            self._free_slot(worker)
         self._contributors.clear()
         self._weights.clear()
         self._send_reserved()
@@ -169,20 +212,72 @@ class Shard:
     def _acquire(self, worker: int) -> None:
         """Make the worker's contribution visible to this server, and decode it."""
         link = self._link
-        link.tensors.acquire(*self._slot_spans[worker])
+        slot = worker if self.pool is None else self.pool.slot(worker)
+        if slot is not None:
+            link.tensors.acquire(*self._slot_spans[slot])
         if link.stated is not None:
             link.stated.sync()
         if link.compression is not None:
             shard = link.shards[self._server]
-            link.compression.decode(self._put[worker], self._slots[worker, : shard.stop - shard.start], shard)
+            sent = self._contribution(worker).view(torch.uint8)
+            link.compression.decode(sent, self._slots[worker][: shard.stop - shard.start], shard)
+        elif self.pool is not None:
+            self._slots[worker] = self._contribution(worker)
+
+    def _free_slot(self, worker: int) -> None:
+        """Free the memory of a worker's contribution, which has been used or dropped, if slots are lent."""
+        if self.pool is not None:
+            self.pool.free(worker)
+            if worker in self._moved:
+                self._spare.append(self._moved.pop(worker))
+
+    def _lend(self, worker: int, slot: int) -> None:
+        """Lend a slot to a worker, after moving the contribution that is there."""
+        assert self.pool is not None
+        tensors, moved = self._link.tensors, self.pool.lend(worker, slot)
+        if moved is not None:
+            tensors.acquire(*self._slot_spans[slot])
+            private = self._spare.pop() if self._spare else torch.empty_like(self._put[slot])
+            self._moved[moved] = private.copy_(self._put[slot])
+            cuda.ready(tensors.local)  # the slot is not read any more
+        record = CommandRecord(messages.CommandKind.LENT, to(worker), server=self._server, buffer=slot)
+        self._grants.send(self._link.roles.rank_of(worker), record.fields())
+
+    @property
+    def is_hiding(self) -> bool:
+        """Whether there are grants that `poll` will send."""
+        return bool(self._hidden)
+
+    def poll(self) -> None:
+        """Send the grants of versions for which there is a buffer now."""
+        if self._hidden:
+            hidden, self._hidden = self._hidden, []
+            for record in hidden:
+                self._send(record)
 
     def _promise(self, grant: Grant, *, reserved: bool = False) -> None:
         reader = grant.worker
-        buffer, serial = self.store.pin(reader, contributing=reserved)
+        buffer, serial = 0, 0  # of a grant that ends a worker's part in the run, with which it reads nothing
+        if grant.local_steps:
+            buffer, serial = self.store.pin(reader, contributing=reserved)
         record = CommandRecord(messages.CommandKind.GRANTED, grant, server=self._server, buffer=buffer, serial=serial)
         if reserved:
             self._reserved[reader] = record
             return
+        self._free_slot(reader)  # its contribution has been dropped, if it is still there
+        self._send(record)
+
+    def _send(self, record: CommandRecord) -> None:
+        """Send a grant, unless its version is in private memory and no buffer is free; then `poll` does."""
+        reader = record.grant.worker
+        if record.buffer >= self.store.n_shared:
+            self._link.done.sync()
+            buffer = self.store.expose(reader)
+            if buffer is None:
+                self._hidden.append(record)
+                return
+            self._link.tensors.release(*self._buffer_spans[buffer])
+            record = record._replace(buffer=buffer)
         outbox = self._evaluation if reader == self._link.roles.evaluator else self._grants
         outbox.send(self._link.roles.rank_of(reader), record.fields())
 
@@ -192,13 +287,14 @@ class Shard:
         self._grants.send(self._link.roles.rank_of(worker), record.fields())
 
     def _send_reserved(self) -> None:
-        for worker, record in self._reserved.items():
-            self._grants.send(self._link.roles.rank_of(worker), record.fields())
+        for record in self._reserved.values():
+            self._send(record)
         self._reserved.clear()
 
     def _release(self) -> None:
-        """Make the current version visible to readers."""
-        self._link.tensors.release(*self._buffer_spans[self.store.current])
+        """Make the current version visible to readers, if they can reach it; all earlier uses of slots are complete."""
+        shared = self.store.current < self.store.n_shared
+        self._link.tensors.release(*self._buffer_spans[self.store.current] if shared else (0, 0))
 
     def free(self) -> None:
         """Wait until every grant has been sent."""
@@ -209,5 +305,10 @@ class Shard:
 def follow(link: ServerChannel, shard: Shard) -> None:
     """Carry out commands until the last one; the main loop of every server but the first."""
     commands = link.inbox(messages.TAG_COMMAND, messages.COMMAND)
+
+    def command() -> tuple[Any, ...] | None:
+        shard.poll()
+        return commands.poll()
+
     while not shard.finished:
-        shard.carry_out(CommandRecord.of(link.backoff.until(commands.poll)))
+        shard.carry_out(CommandRecord.of(link.backoff.until(command)))

@@ -86,7 +86,8 @@ class Worker(Stateful):
         self._contribution = link.pieces(contribution)
         self._compressor = compressor
         self._buffers = buffers
-        self._slots = [link.slot(server, worker) for server in range(len(link.shards))]
+        self._slots = [] if link.lends else [link.slot(server, worker) for server in range(len(link.shards))]
+        self._wanted = link.outbox(messages.TAG_SLOT, messages.SLOT) if link.lends else None
         self._statement, self._stated = statement, np.empty(0)
         self._save = save
         self._reader = Reader(link, worker, self._write)
@@ -168,8 +169,13 @@ class Worker(Stateful):
         self._link.say(messages.InfoKind.SAVED)
 
     def _put(self) -> tuple[float, float, int]:
-        """Put the contribution into its slots; return the seconds of compressing and putting it, and its bytes."""
+        """Put the contribution into its slots; return the seconds of compressing and putting it, and its bytes.
+
+        The time of putting includes that of waiting for a slot, if slots are lent.
+        """
         link, pieces = self._link, self._contribution
+        if self._wanted is not None:
+            self._wanted.send(0, (self.machine.grant.worker,))
         begin_s, encode_s = link.clock.now(), 0.0
         if self._compressor is not None:
             payloads = self._compressor.encode(self._whole, link.shards, self.machine.grant.ratio)
@@ -177,6 +183,8 @@ class Worker(Stateful):
             cuda.ready(self._whole)
             encoded_s = link.clock.now()
             encode_s, begin_s = encoded_s - begin_s, encoded_s
+        if self._wanted is not None:
+            self._slots = [link.slot(server, slot) for server, slot in enumerate(self._reader.lent())]
         for server, piece in enumerate(pieces):
             link.tensors.put(piece, server, self._slots[server])
         self._state()
@@ -199,8 +207,8 @@ class Worker(Stateful):
         now, phases, machine = self._link.clock.now, self._link.phases, self.machine
         phases.enter(Phase.WAITING, iteration)
         machine.waits(now())
-        promises = self._reader.wait(iteration=None if self.is_away else iteration)
-        granted_s, grant = now(), promises[0].grant
+        promises = self._reader.wait(iteration=None if self.is_away else iteration, into=self._weights)
+        granted_s, grant = self._reader.granted_s, promises[0].grant
         if self.is_away and grant.iteration not in (0, iteration or grant.iteration):
             raise RuntimeError(f"{promises}: must be grants of iteration {iteration}, or the end of the run")
         self._finished = grant.iteration == 0

@@ -5,7 +5,8 @@
 | worker, server 0        | PUSH_INFO | a contribution is in the slots, or the worker leaves, joins, failed or saved  |
 | server 0, other servers | COMMAND   | what to carry out, in order                                                   |
 | server 0, worker        | CANCEL    | the worker may abandon work based on `version` or an earlier one              |
-| every server, a reader  | COMMAND   | the reader may read a buffer of this server, or save                          |
+| every server, a reader  | COMMAND   | the reader may read a buffer of this server, put into a slot, or save         |
+| worker, server 0        | SLOT      | a slot is wanted for the next push, if there are fewer slots than workers     |
 
 Without servers, rank 0's monitor takes the place of server 0:
 
@@ -30,6 +31,7 @@ TAG_INFO, TAG_COMMAND, TAG_GRANT, TAG_EVALUATION = 1, 2, 3, 4
 TAG_MODEL = 6  # clock.TAG is 5
 TAG_CANCEL = 7
 TAG_ACTIVATION = 8
+TAG_SLOT = 9
 
 
 def stored(record: type) -> list[tuple[str, str]]:
@@ -64,6 +66,9 @@ class CommandKind(IntEnum):
     SAVE = 6  # write this rank's part of checkpoint `version`; workers hear it while they wait for a grant
     DISCARD = 7  # the worker died: its promises are void, and its slot counts only if a later command names it
     GRANTED = 8  # to a reader: it may read a buffer of this server, as promised
+    ARRIVED = 9  # the worker's contribution is in its slot, and is used later
+    LEND = 10  # lend slot `buffer` to the worker, after moving what is there to private memory
+    LENT = 11  # to a worker: it may put its next contribution into slot `buffer` of this server
 
 
 class StepInfoKind(IntEnum):
@@ -118,6 +123,8 @@ COMMAND = np.dtype(
 
 CANCEL = np.dtype([("version", "i8")])
 
+SLOT = np.dtype([("worker", "i4")])
+
 
 def brief(dtype: np.dtype, kind: int, number: int) -> tuple[int, ...]:
     """Return a record that holds only its kind and the number of a rank or worker; all other fields are 0."""
@@ -153,7 +160,8 @@ class CommandRecord(NamedTuple):
     momentum
         Momentum of the optimizer from an UPDATE on; NaN: as before.
     server, buffer, serial
-        Of GRANTED: the sender, and its promise (`parameter_store.Store.pin`).
+        Of GRANTED: the sender, and its promise (`parameter_store.Store.pin`). Of LENT: the sender, and the slot,
+        which LEND names, too.
     """
 
     kind: int

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
 import torch
 
 from hpcsync.core.roles import Roles
+from hpcsync.mpi.server import channel
 from hpcsync.mpi.server.channel import Reader, ServerChannel
 from hpcsync.mpi.server.shard import Shard, to
 from hpcsync.mpi.transport import messages
@@ -32,8 +34,9 @@ def serve(link: ServerChannel, shard: Shard) -> None:
     """Update as fast as possible; PUSHED is a request to read, and LEFT ends a reader's requests."""
     inbox = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
     readers = link.roles.n_workers - 1
-    while readers:
+    while readers or shard.is_hiding:
         shard.carry_out(CommandRecord(messages.CommandKind.UPDATE, to(0), lr=1.0))
+        shard.poll()
         while (record := inbox.poll()) is not None:
             kind, worker = record[:2]
             if kind == messages.InfoKind.LEFT:
@@ -70,7 +73,7 @@ def torn_reads(comm, transport, *, until_torn: bool) -> int:
     link = ServerChannel(comm, Roles(1, comm.size - 1), size, torch.float64, transport)
     if comm.rank == 1:
         gradient = start - 1.0
-        link.tensors.put(gradient, 0, link.n_buffers * size)
+        link.tensors.put(gradient, 0, link.slot(0, 0))
         link.tensors.flush(0)
     comm.Barrier()
     torn = 0
@@ -88,6 +91,30 @@ def torn_reads(comm, transport, *, until_torn: bool) -> int:
 def test_no_read_is_torn(comm, needs, transport):
     needs(3)
     assert torn_reads(comm, transport, until_torn=False) == 0
+
+
+@pytest.fixture
+def two_buffers(monkeypatch):
+    """Buffers of which readers of two versions have both; they share them also with the current version."""
+    monkeypatch.setattr(channel, "OWN_ROWS_BYTES", 0)
+    monkeypatch.setattr(channel, "SHARED_ROWS", 2)
+
+
+def test_no_read_is_torn_with_fewer_buffers_than_readers(comm, needs, transport, two_buffers):
+    needs(3)
+    assert torn_reads(comm, transport, until_torn=False) == 0
+
+
+def test_a_version_copied_over_one_that_is_read_tears_it(comm, needs, transport, two_buffers, monkeypatch):
+    needs(5)  # so that there are readers of both buffers
+
+    def first(self: Store) -> int | None:
+        found = free(self)
+        return 0 if found is None else found
+
+    free = Store._free_shared
+    monkeypatch.setattr(Store, "_free_shared", first)
+    assert torn_reads(comm, transport, until_torn=True) > 0
 
 
 def test_without_the_protection_reads_are_torn(comm, needs, transport, monkeypatch):

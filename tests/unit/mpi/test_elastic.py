@@ -200,7 +200,7 @@ def test_a_grant_waits_until_its_workers_slot_is_free(comm, needs):
         reader.read(reader.wait(iteration=1), [torch.empty(10, dtype=torch.float64)])
     if comm.rank == 1:
         position = torch.full((10,), 4.0, dtype=torch.float64)
-        link.tensors.put(position, 0, link.n_buffers * link.row_size(0))
+        link.tensors.put(position, 0, link.slot(0, 0))
         link.tensors.flush(0)
     comm.Barrier()
     if shard:

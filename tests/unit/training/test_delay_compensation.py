@@ -158,8 +158,8 @@ def test_the_number_of_servers_changes_no_bit(form, dtype):
 class Forgetful(Store):
     """A store that gives the weights free once they have been read."""
 
-    def _read_until(self):
-        return self._done.tolist()
+    def _needed(self):
+        return self._pinned_by(self._done.tolist())
 
 
 @FORMS

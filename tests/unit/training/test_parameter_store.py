@@ -9,13 +9,20 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch.nn import functional
 
 from hpcsync.core.roles import Roles
 from hpcsync.training.optimizers import ELEMENTWISE, OptimizerSpec
 from hpcsync.training.parameter_store import Store, n_buffers, row_size
-from hpcsync.training.update_rules import Descent
+from hpcsync.training.update_rules import Descent, Rule
 from tests.stateful import STATEFUL, assert_caught
 
 SGD = OptimizerSpec("sgd", 1.0)
@@ -322,10 +329,12 @@ class Readers(RuleBasedStateMachine):
     """Workers, an evaluator and a server around a store, beside a plain model of it.
 
     A worker is granted a version, reads it, contributes, and is granted again once its contribution is taken. Its word
-    of `done` may come later than its contribution. All numbers are exact in float64.
+    of `done` may come later than its contribution. A version that readers cannot reach yet is exposed later. All
+    numbers are exact in float64.
     """
 
     store_class = Store
+    n_shared: int | None = None  # buffers that readers can reach; None: as many as are ever needed
     missing_buffers = 0
     grants_first = False  # whether workers are promised the version from which the update of their contributions starts
 
@@ -339,6 +348,8 @@ class Readers(RuleBasedStateMachine):
         self.idle: set[int] = set()  # workers to be granted
         self.dead: set[int] = set()
         self.promised: dict[int, tuple[int, int, int]] = {}  # by reader that may be reading: buffer, serial, version
+        self.hidden: dict[int, tuple[int, int]] = {}  # by reader that waits for a buffer: serial, version
+        self.version_read = [0] * (n_workers + 1)
         self.done = np.zeros(n_workers + 1, np.int64)
         self.slots = torch.full((n_workers, row_size(2)), torch.nan, dtype=torch.float64)
         self.slots[:, 2:] = 0
@@ -347,18 +358,37 @@ class Readers(RuleBasedStateMachine):
             self.promise(worker)
 
     def new_store(self) -> None:
-        n = n_buffers(self.n_workers, self.grants_first) - self.missing_buffers
+        n = self.n_shared or n_buffers(self.n_workers, self.grants_first) - self.missing_buffers
         self.buffers = torch.full((n, row_size(2)), torch.nan, dtype=torch.float64)
         self.buffers[:, 2:] = 0
         self.buffers[0, :2] = 0
         self.done[:] = 0
-        self.store = self.store_class(self.buffers, self.slots, self.done, Descent(SGD), 2)
+        self.store = self.store_class(self.buffers, self.slots, self.done, self.new_rule(), 2)
+
+    def new_rule(self) -> Rule:
+        return Descent(SGD)
 
     def promise(self, reader: int, contributing: bool = False) -> None:
-        self.promised[reader] = (*self.store.pin(reader, contributing), len(self.history) - 1)
+        _, serial = self.store.pin(reader, contributing)
+        self.version_read[reader] = len(self.history) - 1
+        self.hidden[reader] = (serial, self.version_read[reader])
+        if not contributing:
+            self.expose(reader)
+
+    def expose(self, reader: int) -> None:
+        read = {buffer for buffer, *_ in self.promised.values()}
+        if (buffer := self.store.expose(reader)) is None:
+            assert read == set(range(self.store.n_shared)), "a reader waits only for readers"
+        else:
+            self.promised[reader] = (buffer, *self.hidden.pop(reader))
+
+    @precondition(lambda self: self.hidden)
+    @rule(number=NUMBERS)
+    def polls(self, number: int) -> None:
+        self.expose(pick(self.hidden, number))
 
     def computing(self) -> set[int]:
-        return set(range(self.n_workers)) - self.waiting - self.idle - self.dead
+        return set(range(self.n_workers)) - self.waiting - self.idle - self.dead - self.hidden.keys()
 
     @precondition(lambda self: self.promised)
     @rule(number=NUMBERS)
@@ -404,7 +434,7 @@ class Readers(RuleBasedStateMachine):
         workers = sorted(self.in_slot, key=lambda worker: (worker + number) % self.n_workers)[:n]
         divisor = 2.0 if divisor is None and len(workers) == 3 else divisor  # a third would not be exact
         weights = () if weight is None else [weight] * len(workers)
-        alone = not self.promised and self.in_slot.keys() <= set(workers)
+        alone = not (self.promised or self.hidden or self.new_rule().corrects) and self.in_slot.keys() <= set(workers)
         before = self.store.current
         self.store.apply(workers, lr, weights, divisor)
         assert not alone or self.store.current == before, "without readers an update is in place"
@@ -419,6 +449,8 @@ class Readers(RuleBasedStateMachine):
             self.promise(worker, contributing=True)
         self.store.apply(workers, 1.0, (), 1.0)
         self.model_update(workers, 1.0, 1.0, 1.0)
+        for worker in workers:
+            self.expose(worker)
 
     def model_update(self, workers: list[int], lr: float, weight: float, divisor: float) -> None:
         total = self.sum + sum(weight * self.taken(worker) for worker in workers)
@@ -432,17 +464,21 @@ class Readers(RuleBasedStateMachine):
         self.idle.discard(worker)
         self.promise(worker)
 
-    @precondition(lambda self: self.evaluator not in self.promised)
+    @precondition(lambda self: self.evaluator not in self.promised.keys() | self.hidden.keys())
     @rule()
     def is_evaluated(self) -> None:
         self.promise(self.evaluator)
 
-    @precondition(lambda self: len(self.dead) < self.n_workers)
+    def mortal(self) -> set[int]:
+        return set(range(self.n_workers)) - self.dead
+
+    @precondition(lambda self: self.mortal())
     @rule(number=NUMBERS)
     def dies(self, number: int) -> None:
-        worker = pick(set(range(self.n_workers)) - self.dead, number)
+        worker = pick(self.mortal(), number)
         self.store.discard(worker)
         self.promised.pop(worker, None)
+        self.hidden.pop(worker, None)
         self.waiting.discard(worker)
         self.idle.discard(worker)
         self.dead.add(worker)  # its contribution stays
@@ -454,7 +490,7 @@ class Readers(RuleBasedStateMachine):
         self.dead.discard(worker)
         self.idle.add(worker)
 
-    @precondition(lambda self: not self.promised)
+    @precondition(lambda self: not (self.promised or self.hidden))
     @rule()
     def resumes_from_a_checkpoint(self) -> None:
         state = copy.deepcopy(self.store.state())
@@ -466,7 +502,7 @@ class Readers(RuleBasedStateMachine):
     def the_store_equals_the_model(self) -> None:
         assert self.store.version == len(self.history) - 1, "versions count updates"
         assert self.store.weights.tolist() == self.history[-1].tolist(), "every contribution counts once"
-        assert not self.buffers[self.store.current, 2:].any(), "padding is zero"
+        assert not self.store._buffers[self.store.current][2:].any(), "padding is zero"
 
     @invariant()
     def every_reader_sees_its_version(self) -> None:
@@ -479,14 +515,87 @@ class ContributorsThatRead(Readers):
     grants_first = True
 
 
-TestReaders = Readers.TestCase
-TestContributorsThatRead = ContributorsThatRead.TestCase
-TestReaders.settings = TestContributorsThatRead.settings = STATEFUL
+class FewBuffers(Readers):
+    n_shared = 2
+
+
+class OneBuffer(Readers):
+    n_shared = 1
+
+
+class FewBuffersAndContributorsThatRead(ContributorsThatRead):
+    n_shared = 2
+
+
+class Corrected(Descent):
+    """A rule that adds a number to every contribution, which depends on the weights it was computed from."""
+
+    corrects = True
+
+    def correct(self, worker, contribution, read):
+        contribution.add_(read.round().remainder(16))
+
+
+class Corrections(Readers):
+    """A worker's version must stay until its contribution has been used, which is only used while the worker lives."""
+
+    def new_rule(self) -> Rule:
+        return Corrected(SGD)
+
+    def mortal(self) -> set[int]:
+        return super().mortal() - self.in_slot.keys()
+
+    def taken(self, worker: int) -> np.ndarray:
+        return super().taken(worker) + np.remainder(np.round(self.history[self.version_read[worker]]), 16)
+
+
+class FewBuffersAndCorrections(Corrections):
+    n_shared = 2
+
+
+MACHINES = [
+    Readers,
+    ContributorsThatRead,
+    FewBuffers,
+    OneBuffer,
+    FewBuffersAndContributorsThatRead,
+    Corrections,
+    FewBuffersAndCorrections,
+]
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_any_order_of_events(machine):
+    run_state_machine_as_test(machine, settings=STATEFUL)
 
 
 class OverwritesPinnedVersions(Store):
     def _make_writable(self) -> None:
         pass
+
+
+class OverwritesExposedVersions(Store):
+    def _free_shared(self) -> int | None:
+        found = super()._free_shared()
+        return 0 if found is None else found
+
+
+class LeavesPromisesBehind(Store):
+    def _copy_pinned(self, buffer: int, to: int) -> None:
+        before = self._pinned
+        super()._copy_pinned(buffer, to)
+        self._pinned = before
+
+
+class WaitsForUpdates(Store):
+    def _free_shared(self) -> int | None:
+        needed = self._needed() | {self.current}
+        return next((buffer for buffer in range(self.n_shared) if buffer not in needed), None)
+
+
+class ForgetsCorrections(Store):
+    def _needed(self) -> set[int]:
+        return self._pinned_by(self._done.tolist())
 
 
 class TakesContributorsToHaveRead(Store):
@@ -519,12 +628,34 @@ class ForgetsSums(Store):
         (Readers, IgnoresAccumulated, "every contribution counts once"),
         (Readers, CountsAccumulatedTwice, "every contribution counts once"),
         (Readers, ForgetsSums, "every contribution counts once"),
+        (FewBuffers, OverwritesPinnedVersions, "a version not promised"),
+        (FewBuffers, OverwritesExposedVersions, "a version not promised"),
+        (FewBuffersAndCorrections, LeavesPromisesBehind, "a reader waits only for readers"),
+        (OneBuffer, WaitsForUpdates, "a reader waits only for readers"),
+        (FewBuffersAndCorrections, WaitsForUpdates, "a reader waits only for readers"),
+        (Corrections, ForgetsCorrections, "every contribution counts once"),
+        (FewBuffersAndCorrections, ForgetsCorrections, "every contribution counts once"),
     ],
 )
 def test_a_broken_store_is_caught(machine, broken, message):
     assert_caught(type("Broken", (machine,), {"store_class": broken}), message)
 
 
-@pytest.mark.parametrize("machine", [Readers, ContributorsThatRead])
-def test_one_buffer_less_does_not_suffice(machine):
-    assert_caught(type("Scarce", (machine,), {"missing_buffers": 1}), error=StopIteration)
+class NeedsNoPrivateMemory(Readers):
+    @invariant()
+    def no_version_is_in_private_memory(self) -> None:
+        assert len(self.store._buffers) == self.store.n_shared, "in private memory"
+
+
+class NeedsNoPrivateMemoryForContributors(NeedsNoPrivateMemory):
+    grants_first = True
+
+
+@pytest.mark.parametrize("machine", [NeedsNoPrivateMemory, NeedsNoPrivateMemoryForContributors])
+def test_with_all_buffers_no_version_is_in_private_memory(machine):
+    run_state_machine_as_test(machine, settings=STATEFUL)
+
+
+@pytest.mark.parametrize("machine", [NeedsNoPrivateMemory, NeedsNoPrivateMemoryForContributors])
+def test_one_buffer_less_does_not_suffice_for_that(machine):
+    assert_caught(type("Scarce", (machine,), {"missing_buffers": 1}), "in private memory")

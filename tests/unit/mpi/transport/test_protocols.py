@@ -16,6 +16,9 @@ from tests.mpi.transport.test_push_inbox import (  # noqa: F401
     test_nothing_is_lost_and_nothing_is_counted_twice,
 )
 from tests.mpi.transport.test_torn_reads import (  # noqa: F401
+    test_a_version_copied_over_one_that_is_read_tears_it,
     test_no_read_is_torn,
+    test_no_read_is_torn_with_fewer_buffers_than_readers,
     test_without_the_protection_reads_are_torn,
+    two_buffers,
 )
