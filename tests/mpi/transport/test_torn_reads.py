@@ -34,6 +34,8 @@ def serve(link: ServerChannel, shard: Shard) -> None:
     """Update as fast as possible; PUSHED is a request to read, and LEFT ends a reader's requests."""
     inbox = link.inbox(messages.TAG_INFO, messages.PUSH_INFO)
     readers = link.roles.n_workers - 1
+    if shard.pool is not None:
+        shard.pool.lend(0, 0)
     while readers or shard.is_hiding:
         shard.carry_out(CommandRecord(messages.CommandKind.UPDATE, to(0), lr=1.0))
         shard.poll()
