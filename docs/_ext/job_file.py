@@ -180,6 +180,8 @@ KEYS = {
     "cluster.times_from": "Simulation only: trace, or folder of a run, whose times are used.",
     "cluster.compute": "A table, see below.",
     "cluster.network": "A table, see below.",
+    "cluster.update_gbytes_per_s": "Simulation only: throughput of updates in GB/s, of the contributions that a server "
+    "adds to its weights and of the weights to which a worker without servers adds its step.",
     "cluster.events": "A list of tables, see below.",
     "cluster.compute.constant.seconds": "Seconds of an iteration of the job's batch size.",
     "cluster.compute.lognormal.seconds": "Median seconds of an iteration of the job's batch size.",
@@ -208,6 +210,7 @@ DEFAULTS = {  # in words, where the schema has none, or one that it computes
     "compression.random-k.error_feedback": "`true`; `false` with `ashl`",
     "compression.dgc.warmup_ratios": "five ratios that fall by the same factor",
     "cluster.servers": "1; 0 without servers",
+    "cluster.update_gbytes_per_s": "updates take no time",
     "cluster.network.server_bandwidth_gbit": "the largest of `bandwidth_gbit`",
 }
 

@@ -230,6 +230,9 @@ class Cluster(Table):
         Compute times. Real ranks pad their iterations to them.
     network
         Network of a simulation.
+    update_gbytes_per_s
+        Throughput of updates in a simulation, in 10^9 bytes per second: of the contributions that a server adds to its
+        weights, and of the weights to which a worker without servers adds its step. By default updates take no time.
     events
         Changes during the run.
     """
@@ -244,6 +247,7 @@ class Cluster(Table):
     times_from: str | None = None
     compute: Compute | None = None
     network: Network | None = None
+    update_gbytes_per_s: Positive | None = None
     events: Annotated[tuple[ClusterEvent, ...], BeforeValidator(_tables)] = ()
 
     @model_validator(mode="after")

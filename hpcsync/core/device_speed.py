@@ -146,6 +146,15 @@ def encode_s(job: Job, n_bytes: int) -> float:
     return n_bytes / (1e9 * speed) if speed else 0.0
 
 
+def update_s(job: Job, n_bytes: int) -> float:
+    """Return the seconds of virtual time that a rank takes to add `n_bytes` bytes to weights.
+
+    Times of a recorded run contain its updates.
+    """
+    speed = job.cluster.update_gbytes_per_s
+    return n_bytes / (1e9 * speed) if speed and job.cluster.times_from is None else 0.0
+
+
 def takes_no_time(compute: Compute, worker: int, n_workers: int) -> bool:
     """Return True if every iteration of this worker takes 0 seconds."""
     if isinstance(compute, RecordedCompute):

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpcsync.config.job import Job, Script
 from hpcsync.core.coordinator import Recorder
-from hpcsync.core.device_speed import Device
+from hpcsync.core.device_speed import Device, update_s
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.peer_machine import PeerMachine, create_method
 from hpcsync.core.problem_report import ProblemReport
@@ -115,6 +115,7 @@ class PeerSimulation(Transport, ABC):
         every_samples = job.evaluation.every_samples if self._evaluated and not method.synchronous else 0
         self._evaluations = EvaluationSchedule(every_samples)
         self._look_at = ProblemReport(job.stop.on_nan).see
+        self._update_s = update_s(job, workers.links.size_bytes)  # of all weights
         self._asynchronous = not method.synchronous  # then a worker hears at once that the run is over
         self._n_published = 0  # of an iteration of synchronous workers
 
@@ -146,6 +147,10 @@ class PeerSimulation(Transport, ABC):
     def _n_samples(self, worker: int) -> int:
         """Return the number of samples of the worker's iteration."""
         return self._batch_size
+
+    def _step_s(self, worker: int) -> float:
+        """Return the seconds of the worker's step."""
+        return self._update_s
 
     def _reported(self, infos: Sequence[StepInfo]) -> None:
         """Handle step infos sent at the same time, before these workers continue."""
@@ -231,6 +236,14 @@ class PeerSimulation(Transport, ABC):
         return state.end_s - state.begin_s, 0.0
 
     def _continue(self, worker: int) -> None:
+        """Let a worker go on, once it has made its step."""
+        step_s = self._step_s(worker)
+        if step_s and not self._workers[worker].has_left:
+            self._loop.after(step_s, self._next, worker)
+        else:
+            self._next(worker)
+
+    def _next(self, worker: int) -> None:
         state = self._workers[worker]
         if state.has_left:
             self._participate(worker)

@@ -1,15 +1,17 @@
 """Simulated run with servers: the coordinator's decisions and the workers' numerics in virtual time.
 
 A worker is a chain of events: it receives a grant, reads, computes, puts its contribution and sends its push info; the
-server receives it and answers. The server takes no time. Decisions are those of the same `Coordinator` that drives real
-ranks.
+server receives it and answers. The servers take no time, or that of their updates: then they handle one push after the
+other, and a grant follows the updates before it. Decisions are those of the same `Coordinator` that drives real ranks.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from hpcsync.config.job import Job, Script
 from hpcsync.core.assignments import create_assignments
@@ -21,7 +23,7 @@ from hpcsync.core.coordinator import (
     UpdateCommand,
     coordinate,
 )
-from hpcsync.core.device_speed import Device, encode_s
+from hpcsync.core.device_speed import Device, encode_s, update_s
 from hpcsync.core.problem_report import ProblemReport
 from hpcsync.core.step_checks import problem_of_job
 from hpcsync.core.worker_machine import WorkerMachine
@@ -105,6 +107,9 @@ class ServerSimulation:
         self._loop, self._transfers = cluster.loop, cluster.transfers
         self._shard_bytes = sum(cluster.shard_bytes)
         self._encode_s = encode_s(job, self._shard_bytes)
+        self._update_s = update_s(job, max(cluster.shard_bytes))  # per contribution
+        self._arrived: deque[tuple[int, float]] = deque()  # push infos that wait for the servers: worker, end of put
+        self._free_s = 0.0  # when the servers have made all updates so far
         first = create_assignments(job).first
         self._workers = [
             _Worker(
@@ -195,7 +200,7 @@ class ServerSimulation:
         machine = self._workers[worker].machine
         self._step_ends(worker, share)
         self._contribute(worker)
-        self._transfers.push_info(worker, machine.grant.iteration, self._receive_push)
+        self._transfers.push_info(worker, machine.grant.iteration, self._arrive)
 
     def _computed(self, worker: int, step: int) -> None:
         state = self._workers[worker]
@@ -234,7 +239,24 @@ class ServerSimulation:
     def _push(self, worker: int, sizes_bytes: Sequence[int]) -> None:
         state = self._workers[worker]
         state.sent_s = self._loop.now_s
-        self._transfers.push(worker, state.machine.grant.iteration, sizes_bytes, self._receive_push)
+        self._transfers.push(worker, state.machine.grant.iteration, sizes_bytes, self._arrive)
+
+    def _arrive(self, worker: int, put_s: float) -> None:
+        """Handle a push once the servers have made the updates of earlier ones."""
+        if self._update_s == 0.0:
+            self._receive_push(worker, put_s)
+            return
+        self._arrived.append((worker, put_s))
+        if len(self._arrived) == 1:
+            self._loop.at(max(self._free_s, self._loop.now_s), self._receive_next)
+
+    def _receive_next(self) -> None:
+        if self._free_s > self._loop.now_s:  # updates for another reason, such as a worker that left
+            self._loop.at(self._free_s, self._receive_next)
+            return
+        self._receive_push(*self._arrived.popleft())
+        if self._arrived:
+            self._loop.at(max(self._free_s, self._loop.now_s), self._receive_next)
 
     def _receive_push(self, worker: int, put_s: float) -> None:
         """Handle a push at the server."""
@@ -256,8 +278,10 @@ class ServerSimulation:
                 self._carry_out_grant(command)
             elif isinstance(command, UpdateCommand):
                 self._numerics.apply(command)
+                self._spend(max(1, len(command.workers)) * self._update_s)
             elif isinstance(command, AccumulateCommand):
                 self._numerics.accumulate(command)
+                self._spend(self._update_s)
             else:
                 iteration = self._workers[command.worker].machine.grant.iteration
                 self._transfers.cancel(command.worker, iteration, partial(self._cancelled, command.version))
@@ -266,14 +290,26 @@ class ServerSimulation:
             self._loop.at(due.now_s, self._time_has_come)
         self._due = due
 
+    def _spend(self, seconds: float) -> None:
+        """Let the servers update for so long, from now or from when they are free."""
+        if seconds:
+            self._free_s = max(self._free_s, self._loop.now_s) + seconds
+
     def _carry_out_grant(self, grant: Grant) -> None:
         state = self._workers[grant.worker]
         if not state.machine.granted(grant):
-            self._transfers.stop(grant.worker, grant.iteration, self._stopped)
+            self._once_updated(self._transfers.stop, grant.worker, grant.iteration, self._stopped)
             return
         (self._numerics.join if state.joins else self._numerics.grant)(grant.worker)
         state.joins = False
-        self._transfers.pull(grant.worker, grant.iteration, self._begin)
+        self._once_updated(self._transfers.pull, grant.worker, grant.iteration, self._begin)
+
+    def _once_updated(self, transfer: Callable[..., None], *args: Any) -> None:
+        """Begin a transfer once the servers have made all updates that were commanded before it."""
+        if self._free_s > self._loop.now_s:
+            self._loop.at(self._free_s, transfer, *args)
+        else:
+            transfer(*args)
 
     def _step_samples(self, grant: Grant) -> int:
         return grant.step_samples or self._n_samples

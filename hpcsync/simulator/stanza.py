@@ -125,6 +125,9 @@ class StanzaSimulation(PeerSimulation):
     def _n_samples(self, worker: int) -> int:
         return self._batch_size * (len(self._partners[worker]) if self._group_of[worker].is_fc else 1)
 
+    def _step_s(self, worker: int) -> float:
+        return self._update_s * self._group_of[worker].size_bytes / self._links.size_bytes
+
     # ---- an iteration ----
 
     def _begin(self, worker: int) -> None:

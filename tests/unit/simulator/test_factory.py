@@ -891,3 +891,12 @@ def test_a_run_without_events_left_fails():
     stuck._exchange_all = lambda agreed: None  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"workers \[0, 1\] are blocked forever"):
         stuck.run()
+
+
+@pytest.mark.parametrize("paradigm", [ALLREDUCE, {"name": "gossip", "mode": "pull", "include_self": False}])
+def test_a_step_takes_the_time_of_its_bytes(paradigm):
+    """4000 bytes at 1 MB/s, after every iteration, before the next one; the control is that updates take no time."""
+    (without, *_), (found, *_) = (
+        ends(paradigm, 2, cluster={"network": NETWORK, "update_gbytes_per_s": speed}) for speed in (None, 1e-3)
+    )
+    assert found == pytest.approx(without + 4e-3 * np.arange(6), rel=1e-9)

@@ -322,3 +322,34 @@ def test_a_trace_that_keeps_its_rows_is_detected(monkeypatch):
     short = peak_bytes(800)
     monkeypatch.setattr(Nothing, "append", lambda self, table, row: rows.append(row))
     assert not peak_bytes(3200) < 1.3 * short
+
+
+UPDATES = {"update_gbytes_per_s": 1e-3}  # 4 kB, the model, take 4 ms
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_server_adds_up_the_contributions_before_it_grants(tmp_path, workers, servers):
+    """Each server its shard of all workers' contributions; the control is that updates take no time."""
+    job = timing_job(
+        workers=workers, paradigm={"name": "bsp"}, stop={"updates": 5}, cluster=UPDATES | {"servers": servers}
+    )
+    trace = simulate(job, tmp_path / "trace.h5")
+    update_s = workers * 4e-3 / servers
+    assert trace.tables["updates"]["now_s"] == pytest.approx(1.0 + np.arange(5) * (1.0 + update_s), rel=1e-9)
+    waited_s = trace.tables["pushes"]["wait_s"]
+    assert waited_s[trace.tables["pushes"]["iteration"] > 1] == pytest.approx(update_s)
+    assert failed(trace) == []
+
+
+@pytest.mark.parametrize("paradigm", PARADIGMS, ids=str)
+def test_a_busy_server_handles_one_push_after_the_other(tmp_path, paradigm):
+    """Iterations take a tenth of what the server needs for the pushes of all workers."""
+    job = timing_job(workers=5, seconds=2e-3, paradigm=paradigm, stop={"updates": 60}, cluster=UPDATES)
+    trace = simulate(job, tmp_path / "trace.h5")
+    handled_s = np.unique(trace.tables["pushes"]["now_s"])
+    n_contributions = trace.tables["updates"]["n_contributions"]
+    assert float(handled_s[-1]) >= 4e-3 * (n_contributions.sum() - n_contributions[-1])
+    assert failed(trace) == []
+    if paradigm["name"] == "asp":
+        assert np.diff(handled_s[5:]) == pytest.approx(4e-3)
