@@ -26,7 +26,9 @@ from hpcsync.system import launcher
 from hpcsync.trace.reader import Trace, load
 
 ROOT = Path(__file__).parents[1]
-LINK_SPEED = Path(__file__).parent / "reproductions" / "link_speed.py"
+LINK_SPEED, UPDATE_SPEED = (
+    Path(__file__).parent / "reproductions" / name for name in ("link_speed.py", "update_speed.py")
+)
 HOSTS = 4
 RATES = {"1gbit": 1.0, "200mbit": 0.2}  # of every link in Gbit/s, by its name in tc's words
 PARAMETERS = {"1gbit": 4_000_000, "200mbit": 1_000_000}  # of 4 bytes: transfers of at least a tenth of a second
@@ -83,8 +85,8 @@ METHODS = {
 }
 
 
-def job(name: str, rate: str, seed: int, network: Mapping[str, float] | None = None) -> Job:
-    """Return the job of a real run, or with the network that of its simulation."""
+def job(name: str, rate: str, seed: int, measured: Mapping[str, Any] | None = None) -> Job:
+    """Return the job of a real run, or with what was measured of the hosts that of its simulation."""
     method = METHODS[name]
     transfers_s = method.crossings * 4 * PARAMETERS[rate] * 8e-9 / RATES[rate]
     compute = {"model": "lognormal", "seconds": round(transfers_s, 3), "jitter": 0.1}
@@ -102,7 +104,7 @@ def job(name: str, rate: str, seed: int, network: Mapping[str, float] | None = N
             "optimizer": {"name": "sgd", "lr": 0.1},
             "stop": {"seconds": round(TRANSFERS * max(transfers_s, 0.25), 1)},
             "paradigm": method.paradigm,
-            "cluster": cluster | ({} if network is None else {"network": dict(network)}),
+            "cluster": cluster | dict(measured or {}),
         }
     )
 
@@ -116,26 +118,30 @@ def compare_on_hosts(methods: Sequence[str], rates: Sequence[str], seeds: Sequen
     out.mkdir(parents=True, exist_ok=True)
     for rate in rates:
         with Hosts(HOSTS, rate=rate, congestion=CONGESTION) as hosts:
-            link = measure_link(hosts, out / f"{rate}.json", 4 * PARAMETERS[rate])
-            print(f"{rate}: {link['bandwidth_gbit']:.3f} Gbit/s, {link['latency_us']:.0f} us", flush=True)
-            network = {key: link[key] for key in ("latency_us", "bandwidth_gbit")}
+            measured = measure(hosts, out / rate, 4 * PARAMETERS[rate])
+            print(rate, measured, flush=True)
             for seed in seeds:
                 for name in methods:
                     folder = out / f"{rate}-{name.replace(', ', '-').replace(' ', '-')}-{seed}"
                     hpcsync("run", job(name, rate, seed), folder / "real", hosts)
-                    hpcsync("simulate", job(name, rate, seed, network), folder / "simulated")
+                    hpcsync("simulate", job(name, rate, seed, measured), folder / "simulated")
                     rows.append({"rate": rate, "paradigm": name, "seed": seed} | beside(folder))
                     print(rows[-1], flush=True)
     return pandas.DataFrame(rows)
 
 
-def measure_link(hosts: Any, file: Path, size_bytes: int) -> dict[str, float]:
-    """Measure the link with messages of the model's size."""
-    program = ["-m", "mpi4py", str(LINK_SPEED), str(file.resolve()), str(size_bytes)]
+def measure(hosts: Any, folder: Path, size_bytes: int) -> dict[str, Any]:
+    """Measure the link with messages of the model's size, and updates of such a model; return keys of [cluster]."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link_file, update_file = (folder.resolve() / name for name in ("link.json", "update.json"))
+    program = ["-m", "mpi4py", str(LINK_SPEED), str(link_file), str(size_bytes)]
     line = [*hosts.mpiexec([1, 2]), "-n", "2", sys.executable, *program]
-    succeed(hosts, line, launcher.environment({**os.environ, "MPIEXEC": shlex.join(line)}))
-    found: dict[str, float] = json.loads(file.read_text())
-    return found
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    succeed(hosts, line, launcher.environment({**environ, "MPIEXEC": shlex.join(line)}))
+    succeed(hosts, [sys.executable, str(UPDATE_SPEED), str(update_file), str(size_bytes)], environ)
+    link = json.loads(link_file.read_text())
+    network = {key: link[key] for key in ("latency_us", "bandwidth_gbit")}
+    return {"network": network} | json.loads(update_file.read_text())
 
 
 def hpcsync(command: str, asked: Job, folder: Path, hosts: Any = None) -> None:
