@@ -35,6 +35,7 @@ PARAMETERS = {"1gbit": 4_000_000, "200mbit": 1_000_000}  # of 4 bytes: transfers
 CONGESTION = "reno"  # shares a link evenly; BBR, the default of some machines, does not
 TRANSFERS = 40  # a run takes about so many times as long as the transfers of an iteration
 LEFT_OUT = 0.2  # share of the samples at the beginning, while memory and connections are new
+WINDOW = 4  # iterations: a multiple of the periods of all methods
 RATIO, POINTS = 0.05, 3.0  # aims
 TIMEOUT_S = 300.0
 
@@ -186,10 +187,11 @@ def beside(folder: Path) -> dict[str, float]:
 
 
 def samples_per_s(trace: Trace, first: int, last: int) -> float:
-    updates = trace.tables["updates"]
-    begin, end = np.searchsorted(updates["samples"], (first, last))
-    samples, times = (np.asarray(updates[column][[begin, end]], float) for column in ("samples", "now_s"))
-    return float(np.diff(samples)[0] / np.diff(times)[0])
+    """Return the median over windows of four iterations: other work of the machine delays a few of a real run's."""
+    updates, window = trace.tables["updates"], WINDOW * trace.n_workers
+    begins = np.arange(first, last - window + 1, trace.n_workers)
+    begin_s, end_s = (updates["now_s"][np.searchsorted(updates["samples"], at)] for at in (begins, begins + window))
+    return window / float(np.median(end_s - begin_s))
 
 
 def compute_s(trace: Trace) -> float:

@@ -19,15 +19,17 @@ from hpcsync.training.parameter_store import Store, n_buffers, row_size
 from hpcsync.training.update_rules import Descent
 
 TIMES = 15
+SCRATCH = 64_000_000  # elements: more than any cache holds
 
 
 def update_s(size: int) -> float:
     torch.set_num_threads(1)
     buffers, slots = (torch.zeros(n, row_size(size)) for n in (n_buffers(1), 1))
     store = Store(buffers, slots, np.zeros(2, np.int64), Descent(OptimizerSpec("sgd", 0.1)), size)
-    found = []
+    found, scratch = [], torch.zeros(SCRATCH)
     for _ in range(TIMES):
-        slots.fill_(1.0)  # as a push does, which leaves nothing of the weights in the cache
+        slots.fill_(1.0)
+        scratch.add_(1.0)  # a push and the reads before it leave nothing in the cache
         begin_s = time.perf_counter()
         store.apply([0], 0.1)
         found.append(time.perf_counter() - begin_s)
