@@ -138,6 +138,7 @@ KEYS = {
     "stop.on_nan": "What happens when a loss or a gradient is not finite: a line that says so once, or the end of the "
     "run as failed.",
     "evaluation.every_samples": "Samples between two evaluations; 0: only at the end.",
+    "evaluation.seconds": "Simulation only: duration of an evaluation, which training does not wait for.",
     "evaluation.buffers": "Buffers, such as BatchNorm's running statistics, with which the model is evaluated and with "
     "which it ends: those of the first active worker, the mean over the active workers, or the first worker's with "
     "BatchNorm's statistics recomputed from 32 batches of the training data. "
@@ -210,6 +211,7 @@ DEFAULTS = {  # in words, where the schema has none, or one that it computes
     "compression.random-k.error_feedback": "`true`; `false` with `ashl`",
     "compression.dgc.warmup_ratios": "five ratios that fall by the same factor",
     "cluster.servers": "1; 0 without servers",
+    "evaluation.seconds": "evaluations take no time",
     "cluster.update_gbytes_per_s": "updates take no time",
     "cluster.network.server_bandwidth_gbit": "the largest of `bandwidth_gbit`",
 }

@@ -80,11 +80,13 @@ class EvaluationOptions(Table):
     """Evaluations of the weights.
 
     `every_samples` is the number of samples between two of them; 0: evaluate only at the end. `buffers` chooses the
-    model's buffers, such as running statistics, for evaluations and for the final model.
+    model's buffers, such as running statistics, for evaluations and for the final model. `seconds` is the duration of
+    an evaluation in a simulation, which goes on meanwhile; by default it takes no time.
     """
 
     every_samples: Annotated[int, Field(ge=0)] = 5000
     buffers: Literal["worker", "mean", "recompute"] = "worker"
+    seconds: Positive | None = None
 
 
 # ---- the whole job ----

@@ -28,6 +28,7 @@ from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.workloads.registry import Workload
 
 Watch = Callable[[float, PeerCoordinator], None]
+Judged = tuple[float, int, int, float, float, float]
 
 
 class _PeerWorker:
@@ -117,6 +118,7 @@ class PeerSimulation(Transport, ABC):
         self._look_at = ProblemReport(job.stop.on_nan).see
         self._update_s = update_s(job, workers.links.size_bytes)  # of all weights
         self._asynchronous = not method.synchronous  # then a worker hears at once that the run is over
+        self._evaluating = False  # while an evaluation that takes time is under way
         self._n_published = 0  # of an iteration of synchronous workers
 
     def run(self) -> None:
@@ -132,7 +134,7 @@ class PeerSimulation(Transport, ABC):
         self._absorb_remaining(coordinator.updated_s)
         self._numerics.finish()
         if self._evaluated:
-            self._evaluate(coordinator.version, coordinator.samples, coordinator.updated_s)
+            self._conclude(self._judge(coordinator.version, coordinator.samples, coordinator.updated_s))
 
     # ---- defined by the transport ----
 
@@ -214,7 +216,7 @@ class PeerSimulation(Transport, ABC):
         if self._n_published == len(self._workers):
             self._n_published = 0
             lockstep = self._workers[worker].machine.lockstep
-            self._evaluate(lockstep.updates, lockstep.samples, self._loop.now_s)
+            self._evaluate(lockstep.updates, lockstep.samples)
 
     def _report(self, worker: int, result: ExchangeResult) -> StepInfo:
         now_s, state = self._loop.now_s, self._workers[worker]
@@ -271,12 +273,28 @@ class PeerSimulation(Transport, ABC):
     def _evaluate_if_due(self) -> None:
         """Evaluate asynchronous workers; synchronous ones publish when it is due."""
         coordinator = self.coordinator
-        if not coordinator.stopping and self._evaluations.begin_if_due(coordinator.samples):
-            self._evaluate(coordinator.version, coordinator.samples, self._loop.now_s)
+        if coordinator.stopping or self._evaluating or not self._evaluations.begin_if_due(coordinator.samples):
+            return
+        self._evaluate(coordinator.version, coordinator.samples)
 
-    def _evaluate(self, version: int, samples: int, now_s: float) -> None:
-        """Evaluate in zero virtual time."""
-        self.coordinator.evaluated(now_s, version, samples, *self._numerics.evaluate())
+    def _evaluate(self, version: int, samples: int) -> None:
+        """Evaluate these replicas, unless another evaluation is under way; training goes on while it takes time."""
+        if self._evaluating:
+            return
+        judged, seconds = self._judge(version, samples, self._loop.now_s), self._job.evaluation.seconds
+        if seconds is None:
+            self._conclude(judged)
+        else:
+            self._evaluating = True
+            self._loop.after(seconds, self._conclude, judged)
+
+    def _judge(self, version: int, samples: int, now_s: float) -> Judged:
+        """Return the time, version and samples, and the loss, accuracy and distance of the replicas."""
+        return now_s, version, samples, *self._numerics.evaluate()
+
+    def _conclude(self, judged: Judged) -> None:
+        self._evaluating = False
+        self.coordinator.evaluated(*judged)
 
     def _time_limit_reached(self) -> None:
         self.coordinator.passed(self._loop.now_s)

@@ -37,6 +37,8 @@ from hpcsync.training.lr_schedule import EvaluationSchedule
 from hpcsync.training.speed_models import estimator, nominal_clock
 from hpcsync.workloads.registry import Workload
 
+Judged = tuple[float, int, int, float, float]
+
 
 class _Worker:
     """Event chain of a worker."""
@@ -121,6 +123,7 @@ class ServerSimulation:
         self._look_at = ProblemReport(job.stop.on_nan).see
         self._evaluated = workload.evaluate is not None
         self._evaluations = EvaluationSchedule(job.evaluation.every_samples if self._evaluated else 0)
+        self._evaluating = False  # while an evaluation that takes time is under way
         self._n_pushes = 0
         self._due: Elapsed | None = None  # scheduled latest
 
@@ -135,7 +138,7 @@ class ServerSimulation:
             raise RuntimeError(f"workers {sorted(self.coordinator.active)} are blocked forever: no events are left")
         self._numerics.finish(self.coordinator.trained_by)
         if self._evaluated:
-            self._evaluate(self.coordinator.updated_s)
+            self._conclude(self._judge(self.coordinator.updated_s))
 
     def _start_workers(self) -> None:
         for worker in range(len(self._workers)):
@@ -322,15 +325,28 @@ class ServerSimulation:
         self._evaluate_if_due()
 
     def _evaluate_if_due(self) -> None:
-        coordinator = self.coordinator
-        if not coordinator.stopping and self._evaluations.begin_if_due(coordinator.samples):
-            self._evaluate(self._loop.now_s)
+        """Evaluate the current version, unless another evaluation is under way.
 
-    def _evaluate(self, now_s: float) -> None:
-        """Evaluate in zero virtual time; if the version reaches the target, the run ends with it."""
+        Without a duration, a version that reaches the target ends the run; otherwise training goes on meanwhile.
+        """
+        coordinator, seconds = self.coordinator, self._job.evaluation.seconds
+        if coordinator.stopping or self._evaluating or not self._evaluations.begin_if_due(coordinator.samples):
+            return
+        judged = self._judge(self._loop.now_s)
+        if seconds is None:
+            self._conclude(judged)
+        else:
+            self._evaluating = True
+            self._loop.after(seconds, self._conclude, judged)
+
+    def _judge(self, now_s: float) -> Judged:
+        """Return the time, version, samples, loss and accuracy of the current version."""
         coordinator = self.coordinator
-        loss, accuracy = self._numerics.evaluate(coordinator.trained_by)
-        self._carry_out(coordinator.evaluated(now_s, coordinator.version, coordinator.samples, loss, accuracy))
+        return now_s, coordinator.version, coordinator.samples, *self._numerics.evaluate(coordinator.trained_by)
+
+    def _conclude(self, judged: Judged) -> None:
+        self._evaluating = False
+        self._carry_out(self.coordinator.evaluated(*judged))
 
     def _time_has_come(self) -> None:
         self._carry_out(self.coordinator.passed(self._loop.now_s))

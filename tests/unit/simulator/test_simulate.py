@@ -139,3 +139,25 @@ def test_a_signal_ends_it_and_leaves_a_trace(tmp_path, monkeypatch, capsys, numb
     assert len(trace.tables["pushes"]) == 7
     assert [check for check in audit(trace) if not check.passed] == []
     assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("paradigm", ["bsp", "allreduce", "asp"])
+@pytest.mark.parametrize("seconds", [None, 2.5])
+def test_an_evaluation_takes_its_time_beside_training(tmp_path, paradigm, seconds):
+    """One is due after every update, each a second after the one before; the control takes no time."""
+    compute = {"compute": {"model": "constant", "seconds": 1.0}}
+    evaluation = {"every_samples": 1} | ({} if seconds is None else {"seconds": seconds})
+    tables = {"workload": LINEAR, "paradigm": {"name": paradigm}, "evaluation": evaluation}
+    cluster = {"workers": 1 if paradigm == "asp" else 2, **compute}
+    job = make_job(cluster=cluster, stop={"updates": 9}, **tables)
+    assert simulate(job, tmp_path / "out", Console(quiet=True)) == 0
+    evaluations = load(tmp_path / "out" / "trace.h5").tables["evaluations"]
+    expected = [*range(1, 9)] if seconds is None else [1, 4, 7]
+    assert evaluations["now_s"][:-1] == pytest.approx(expected)
+    if seconds and paradigm == "bsp":  # the next one begins with the first push after it, before the update
+        expected = [1, 3, 6]
+    assert evaluations["version"][:-1].tolist() == expected
+    target = make_job(cluster=cluster, stop={"updates": 9, "target_loss": 1e9}, **tables)
+    assert simulate(target, tmp_path / "target", Console(quiet=True)) == 0
+    n_updates = len(load(tmp_path / "target" / "trace.h5").tables["updates"])
+    assert n_updates <= 2 if seconds is None else 3 <= n_updates <= 4
