@@ -39,6 +39,8 @@ class PeerChannel:
         True if the run continues after the death of a worker.
     buffer_words
         Words of the model's buffers, which are published with the weights.
+    peers_read
+        Whether workers read each other's published weights; otherwise only the evaluation does.
 
     Attributes
     ----------
@@ -55,6 +57,7 @@ class PeerChannel:
         *,
         tolerant: bool = False,
         buffer_words: int = 0,
+        peers_read: bool = True,
     ) -> None:
         self.comm = comm.Dup()
         self.transport = transport
@@ -63,7 +66,7 @@ class PeerChannel:
         self._tolerant = tolerant
         self.backoff = Backoff(self.comm, passive=transport.passive, deaths=self.deaths)
         extra = buffer_words * WORD_BYTES // dtype.itemsize
-        self.published = PublishedReplica(self.comm, size, dtype, transport, extra=extra)
+        self.published = PublishedReplica(self.comm, size, dtype, transport, extra=extra, peers_read=peers_read)
         self.phases = WorkerStates(self.comm, one_node=self.backoff.one_node)
         self.clock: Clock
         self.stop_requested = False

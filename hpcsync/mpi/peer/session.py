@@ -41,6 +41,7 @@ class PeerSession(RankSession):
         super().__init__(given, layers(comm, job, given.model))
         self.worker = comm.rank
         run, self._resumed = checkpoints.state(RUN), checkpoints.state(self._name)
+        method = create_method(job)
         self._link = PeerChannel(
             comm,
             self.flat.size,
@@ -48,9 +49,9 @@ class PeerSession(RankSession):
             transport,
             tolerant=self._tolerant,
             buffer_words=self._buffers.n_words,
+            peers_read=method.transport == "published",
         )
         self._division = create_batch_division(job)
-        method = create_method(job)
         if not method.synchronous:  # if the run was resumed with fewer workers, the last ones are missing
             for missing in range(comm.size, job.cluster.workers):
                 method.forget(missing)

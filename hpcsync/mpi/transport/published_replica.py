@@ -35,6 +35,7 @@ from hpcsync.mpi.transport.tensor_window import HOST, Transport
 from hpcsync.mpi.transport.window import Window
 
 ROWS = 4  # one current, one to fill, two for slow readers
+UNREAD_ROWS = 3  # if ranks do not read each other: one current, one to fill, one for the evaluation
 CURRENT = 0  # index of the word; the pin of reader i is at 1 + i
 ANY = -1
 TRIES = 3  # attempts at pinning one row, if the owner publishes faster than a round trip of a word
@@ -57,6 +58,9 @@ class PublishedReplica:
         Transport of the replicas.
     extra
         Elements published with each replica, which only some readers want; as many on every rank.
+    peers_read
+        Whether ranks read each other's replicas. If only one reader reads at a time, a row is always free for a
+        publication.
 
     Notes
     -----
@@ -65,10 +69,17 @@ class PublishedReplica:
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, size: int, dtype: torch.dtype, transport: Transport = HOST, *, extra: int = 0
+        self,
+        comm: MPI.Intracomm,
+        size: int,
+        dtype: torch.dtype,
+        transport: Transport = HOST,
+        *,
+        extra: int = 0,
+        peers_read: bool = True,
     ) -> None:
         self._rank, self._readers = comm.rank, comm.size + 1
-        self._sizes, self._n_rows = comm.allgather(size), min(comm.size + 2, ROWS)
+        self._sizes, self._n_rows = comm.allgather(size), min(comm.size + 2, ROWS if peers_read else UNREAD_ROWS)
         self._size, self._extra = size, extra
         self._length = size + extra + 1  # of a row; the weight comes last
         self._rows = transport.window(comm, self._n_rows * self._length, dtype)

@@ -217,6 +217,23 @@ def test_without_a_free_row_the_last_publication_stands(comm):
         comm.Barrier()
 
 
+def refused(comm, n_readers: int) -> int:
+    """Return how many of ten publications are refused while so many readers hold earlier ones, each another."""
+    with PublishedReplica(comm, 5, torch.float64, peers_read=False) as exposed:
+        for reader in range(n_readers):
+            assert exposed.publish(filled(reader + 1))
+            exposed._pin(comm.rank, reader)
+        results = [exposed.publish(filled(exposed.serial + 1)) for _ in range(10)]
+        comm.Barrier()
+    return results.count(False)
+
+
+def test_where_only_the_evaluation_reads_three_rows_never_refuse_a_publication(comm, needs):
+    needs(2)
+    assert refused(comm, 1) == 0
+    assert refused(comm, 2) > 0, "more readers need more rows"
+
+
 # ---- the interface ----
 
 
