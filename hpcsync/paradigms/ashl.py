@@ -36,9 +36,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from statistics import median
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
@@ -305,8 +304,7 @@ class ASHL(Paradigm):
         steps_preset, ratio_preset = self._presets[self.stage]
         active = sorted(self._progress.active)
         profiles = [
-            WorkerProfile(**{name: median(times_s) if times_s else 0.0 for name, times_s in self._times_s[i].items()})
-            for i in active
+            WorkerProfile(**{name: _median(times_s) for name, times_s in self._times_s[i].items()}) for i in active
         ]
         steps = local_steps(profiles, steps_preset)
         self._steps = dict(zip(active, steps, strict=True))
@@ -329,6 +327,14 @@ class ASHL(Paradigm):
         parts = shares([self._steps[i] if self._by_data else 1 for i in active])
         self._shares = dict(zip(active, parts, strict=True))
         return [Decision("share", i, part, (*_NO_TIMES, math.nan)) for i, part in self._shares.items()]
+
+
+def _median(times_s: Collection[float]) -> float:
+    """Return the median, 0 of nothing; as `statistics.median`, which takes twice as long for so few."""
+    ordered, half = sorted(times_s), len(times_s) // 2
+    if len(ordered) % 2:
+        return ordered[half]
+    return (ordered[half - 1] + ordered[half]) / 2 if ordered else 0.0
 
 
 SHEN = Reference(

@@ -1,13 +1,14 @@
 """ASHL: stages and their grants, the single switch, and the gate of the fine stage."""
 
 import math
+from statistics import median
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hpcsync.paradigms import Apply, Decision, Grant, Joined, Left, PushInfo, create
-from hpcsync.paradigms.ashl import ASHL, CHECKS, COARSE, FINE, PROFILE
+from hpcsync.paradigms.ashl import ASHL, CHECKS, COARSE, FINE, PROFILE, _median
 from tests.unit.paradigms.schedule import PROPERTY, Schedule, fixed, run, schedules
 
 NAN = math.nan
@@ -161,6 +162,11 @@ def test_a_departure_completes_the_profile():
     assert rows(actions, "stage") == {1: COARSE}
     assert rows(actions, "local-steps").keys() == {0, 2}
     assert not [action for action in actions if isinstance(action, Grant)]
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=9))
+def test_the_median_is_that_of_the_standard_library(times_s):
+    assert _median(times_s) == (median(times_s) if times_s else 0.0)
 
 
 def test_the_medians_are_of_the_newest_pushes_without_warm_up():

@@ -1,7 +1,10 @@
 """Adaptive k: the closed forms against their table, stragglers, and the rate of change of k."""
 
 import math
+from bisect import bisect_left
 from itertools import pairwise
+from random import Random
+from statistics import median_low
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +14,7 @@ from hpcsync.planning.k_controller import (
     INTERVAL,
     LOSS_BETA,
     POLICIES,
+    THETA,
     KController,
     linear_k,
     order_statistic_k,
@@ -154,6 +158,52 @@ def test_departed_workers_do_not_count():
     changes = feed(controller, rounds=40, times_s=[1.0, 1.0, 9.0, 9.0], active={2, 3}, version=20)
     assert [(k, inputs["active"], inputs["median_s"]) for _, k, inputs in changes] == [(2, 2, 9.0)]
     assert controller.updated(80, [80] * 4, set()) is None
+
+
+def counted_one_by_one(n_workers, k, times_s, version, read_versions, active):
+    """Return the workers that are no stragglers, the median time, and the number of stuck workers, worker by worker."""
+    known_s = [times_s[worker] for worker in active if not math.isnan(times_s[worker])]
+    median_s = median_low(known_s) if known_s else NAN
+    stuck = {worker for worker in active if version - read_versions[worker] > staleness_bound(n_workers, k)}
+    slow = {worker for worker in active if times_s[worker] > THETA * median_s}
+    return float(len(active) - len(stuck | slow)), median_s, float(len(stuck))
+
+
+def check_counts(seed):
+    random = Random(seed)
+    n_workers = random.randint(1, 12)
+    controller = new("state", n_workers)
+    controller.k = random.randint(1, n_workers)
+    values_s = [1.0, 1.5, 2.0, 3.0, random.uniform(0.5, 4.0), NAN]  # ties, and a time at the limit
+    controller._time_s = times_s = random.choices(values_s, weights=(3, 1, 1, 1, 1, random.randint(0, 9)), k=n_workers)
+    reads = [random.choice((100, 100, random.randint(60, 100))) for _ in range(n_workers)]
+    active = set(random.sample(range(n_workers), random.choice((n_workers, random.randint(1, n_workers)))))
+    expected = counted_one_by_one(n_workers, controller.k, times_s, 100, reads, active)
+    assert controller._state(100, reads, active) == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
+
+
+@PROPERTY
+@given(st.integers(0, 2**32 - 1))
+def test_stragglers_are_those_that_a_count_worker_by_worker_finds(seed):
+    check_counts(seed)
+
+
+BROKEN_COUNTS = {
+    "a worker at the limit is slow": ("bisect_right", bisect_left),
+    "the bound of another number of workers": (
+        "staleness_bound",
+        lambda n_workers, k: staleness_bound(n_workers, k) + 1,
+    ),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_COUNTS)
+def test_a_wrong_count_of_stragglers_is_caught(broken, monkeypatch):
+    name, function = BROKEN_COUNTS[broken]
+    monkeypatch.setattr(f"hpcsync.planning.k_controller.{name}", function)
+    with pytest.raises(AssertionError):
+        for seed in range(300):
+            check_counts(seed)
 
 
 def test_by_loss_k_follows_the_closed_form_of_the_smoothed_loss():
