@@ -111,14 +111,13 @@ def test_no_worker_commits_before_it_is_due(comm, needs, folder):
     on_some(comm, job(comm.size - 1, ADSP, updates=8 * (comm.size - 1)), folder)
     if comm.rank == 0:
         trace = load(folder / "trace.h5")
-        asked = {(g["worker"], g["iteration"]): g["commit_s"] for g in trace.tables["grants"]}
+        due_s = {(g["worker"], g["iteration"]): g["now_s"] + g["commit_s"] for g in trace.tables["grants"]}
         pushes = trace.tables["pushes"]
         # What the end of the run cuts short is dropped.
         later = pushes[(pushes["iteration"] > 1) & (pushes["outcome"] == Outcome.APPLIED)]
         assert len(later)
         for push in later:
-            begun_after_s = 0.002  # reading
-            assert push["end_s"] - push["begin_s"] + begun_after_s >= asked[push["worker"], push["iteration"]]
+            assert push["end_s"] >= due_s[push["worker"], push["iteration"]]
 
 
 @pytest.mark.parametrize("paradigm", ["easgd", "ashl", "adsp", "async-diloco"])
