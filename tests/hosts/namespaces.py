@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -174,16 +175,25 @@ class Hosts:
         return int(port["stats64"]["tx"]["bytes"])
 
     def processes(self, number: int) -> list[psutil.Process]:
-        """What runs on host n{number}, besides the host itself."""
+        """Processes on host n{number}, besides the host itself; without zombies, which no process there reaps."""
         pid = int((self._folder / f"n{number}").read_text())
         here = os.readlink(f"/proc/{pid}/ns/pid")
         found = []
         for process in psutil.process_iter():
             try:
-                if process.pid != pid and os.readlink(f"/proc/{process.pid}/ns/pid") == here:
+                here_too = process.pid != pid and os.readlink(f"/proc/{process.pid}/ns/pid") == here
+                if here_too and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
-            except OSError:
+            except (OSError, psutil.NoSuchProcess):
                 continue
+        return found
+
+    def left(self, timeout_s: float = 10.0) -> list[psutil.Process]:
+        """Processes on hosts that do not end in this time: MPICH's launcher returns before what it kills is gone."""
+        deadline_s = time.monotonic() + timeout_s
+        numbers = range(1, len(self._processes))
+        while (found := [p for number in numbers for p in self.processes(number)]) and time.monotonic() < deadline_s:
+            time.sleep(0.05)
         return found
 
     def close(self) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from hpcsync.system import launcher
@@ -79,17 +76,4 @@ def test_a_thread_that_nobody_stops_does_not_keep_ranks_from_ending(hosts: Hosts
         f"comm = MPI.COMM_WORLD\nprogression = choose(comm, 'thread')\n{ending}\n"
     )
     assert (run(hosts, tmp_path, str(script)).returncode != 0) is bool(ending)
-    deadline_s = time.monotonic() + 10  # MPICH's launcher returns before all that it has ended is gone
-    while (left := running(hosts)) and time.monotonic() < deadline_s:
-        time.sleep(0.05)
-    assert left == []
-
-
-def running(hosts: Hosts) -> list[psutil.Process]:
-    """Processes on the hosts; zombies do not count: nobody there buries what its parent has left."""
-    found = []
-    for process in (*hosts.processes(1), *hosts.processes(2)):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+    assert hosts.left() == []

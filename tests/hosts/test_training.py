@@ -226,4 +226,15 @@ def test_transfers_wait_for_a_server_that_is_deaf_while_it_waits(hosts: Hosts, t
 
 
 def test_nothing_is_left_on_the_hosts(hosts: Hosts) -> None:
-    assert [hosts.processes(number) for number in (1, 2, 3)] == [[], [], []]
+    assert hosts.left() == []
+
+
+def test_a_process_that_is_left_on_a_host_is_seen(hosts: Hosts) -> None:
+    """The negative control of the test above."""
+    line = hosts.inside("n2", Path.cwd(), ["sh", "-c", "echo up; exec sleep 60"])
+    with subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None and started.stdout.readline() == "up\n"
+        found = {process.name(): process for process in hosts.left(0.5)}
+        for process in found.values():
+            process.kill()
+    assert list(found) == ["sleep"]
