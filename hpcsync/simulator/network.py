@@ -4,38 +4,140 @@ Every host has one up link and one down link. A transfer uses the up link of its
 and nothing else. Rates are max-min fair: no transfer can get a higher rate except at the expense of one whose rate is
 not higher. Rates change only when a transfer begins or ends, and all changes at one instant are applied together.
 
+Every flow has a bottleneck: a full link on which no flow is faster. All flows with the same bottleneck have the same
+rate, the level of that link, so the link keeps one clock for them: the bytes that each of them would have received
+since the link became a bottleneck. A flow ends when this clock shows its size more than at its begin. If a flow begins
+or ends on a link of n flows, the level changes but no end on the clock, which costs O(log n).
+
 Most transfers share neither link. The end of such a flow is known when it begins, and it costs one event. Only when
-another flow uses one of its links does it join the set of flows whose rates are computed together.
+another flow uses one of its links are rates computed, and only those that the change can reach.
+
+Notes
+-----
+A link of capacity C with n flows slows none whose rate is at most C / n. While all its flows are slower, nobody needs
+to look at it; otherwise, or if it is a bottleneck, it is looked at whenever the rate of one of its flows changes. A
+server's link that thousands of workers share is therefore computed alone.
+
+The rounding error of a clock is relative to all that it has shown: it is below 1e-9 of a transfer until a link has been
+busy without a pause for a hundred thousand transfers of each worker.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any
-
-import numpy as np
 
 from hpcsync.simulator.event_loop import Loop
 
 SETTLE = 1  # event priority: after everything else at the same time
-LEFT, SINCE, RATE, END = range(4)  # rows of SharedLinks._state
 
 
 class _Flow:
-    """Transfer whose bytes are flowing.
+    """Transfer whose bytes are flowing."""
 
-    While the flow shares no link, `state` holds what `SharedLinks._state` holds for the other flows.
-    """
+    __slots__ = ("args", "bottleneck", "finish", "links", "number", "then")
 
-    __slots__ = ("args", "links", "number", "state", "then")
-
-    def __init__(self, number: int, links: tuple[int, int], then: Callable[..., object], args: tuple[Any, ...]) -> None:
+    def __init__(
+        self, number: int, links: tuple[_Link, _Link], size_bytes: float, then: Callable[..., object], args: Any
+    ) -> None:
         self.number = number
         self.links = links
         self.then = then
         self.args = args
-        self.state = (0.0, 0.0, 0.0, math.inf)
+        self.bottleneck: _Link | None = None  # None: it has just begun
+        self.finish = size_bytes  # what the clock of the bottleneck shows at the end
+
+    def other(self, link: _Link) -> _Link:
+        """Return the other one of the flow's two links."""
+        up, down = self.links
+        return down if link is up else up
+
+
+class _Link:
+    """Up or down link of a host, and its flows by number."""
+
+    __slots__ = (
+        "alone",
+        "capacity",
+        "clock",
+        "end_s",
+        "finishes",
+        "level",
+        "n_flows",
+        "narrowest",
+        "number",
+        "others",
+        "own",
+        "since_s",
+        "watching",
+    )
+
+    def __init__(self, number: int, capacity: float) -> None:
+        self.number = number
+        self.capacity = capacity  # bytes per second
+        self.n_flows = 0
+        self.alone: _Flow | None = None  # the only flow, if its other link has no other one either
+        self.own: dict[int, _Flow] = {}  # flows whose bottleneck is this link
+        self.others: dict[int, _Flow] = {}
+        # Of the own flows: rate, clock at a time, that time, ends on the clock as a heap, and the time at which the
+        # first of them is looked at.
+        self.level = math.inf
+        self.clock = 0.0
+        self.since_s = 0.0
+        self.finishes: list[tuple[float, int]] = []
+        self.end_s = math.inf
+        # Own flows whose other link is looked at whenever the level changes; for the rest of them, a level up to which
+        # their other links slow none.
+        self.watching: dict[int, _Flow] = {}
+        self.narrowest = math.inf
+
+    @property
+    def fair(self) -> float:
+        """Rate up to which this link slows no flow."""
+        return self.capacity / self.n_flows
+
+    def clock_at(self, now_s: float) -> float:
+        """Return what the clock shows; 0 if no flow has this bottleneck."""
+        return self.clock + self.level * (now_s - self.since_s) if self.own else 0.0
+
+    def set_level(self, level: float, now_s: float) -> None:
+        """Change the rate of the own flows; without a change, no bit of their ends changes."""
+        if level != self.level or not self.own:
+            self.clock = self.clock_at(now_s)
+            self.since_s = now_s
+            self.level = level
+
+    def own_flow(self, flow: _Flow, finish: float) -> None:
+        """Make this link the bottleneck of one of its flows."""
+        self.others.pop(flow.number, None)
+        self.own[flow.number] = flow
+        flow.bottleneck, flow.finish = self, finish
+        heappush(self.finishes, (finish, flow.number))
+
+    def disown_flow(self, flow: _Flow) -> None:
+        """Make this link no longer the bottleneck of one of its flows."""
+        del self.own[flow.number]
+        self.watching.pop(flow.number, None)
+        self.others[flow.number] = flow
+
+    def remove(self, flow: _Flow) -> None:
+        """Remove a flow that has ended."""
+        self.n_flows -= 1
+        for flows in (self.own, self.watching, self.others):
+            flows.pop(flow.number, None)
+
+    def first(self) -> tuple[float, _Flow | None]:
+        """Return the time at which the first of the own flows ends, and the flow."""
+        finishes = self.finishes
+        while finishes:
+            finish, number = finishes[0]
+            flow = self.own.get(number)
+            if flow is not None and flow.finish == finish:
+                return self.since_s + (finish - self.clock) / self.level, flow
+            heappop(finishes)  # it has ended, or has had another bottleneck since
+        return math.inf, None
 
 
 class SharedLinks:
@@ -65,18 +167,10 @@ class SharedLinks:
         self.n_hosts = len(up)
         self._latency_s = latency_s
         # Link h is host h's up link, link n_hosts + h its down link.
-        self._capacity = np.array([*up, *down], np.float64)
-        self._capacities: list[float] = self._capacity.tolist()
-        self._users = [0] * len(self._capacities)  # flows on each link
-        self._alone: dict[int, _Flow] = {}  # link -> the flow that shares neither of its links
-        # The other flows, contiguous: bytes left at a time, that time, the rate since then, and the end time.
-        self._flows: list[_Flow] = []
-        self._state = np.empty((4, 16))
-        self._links = np.empty((2, 16), np.intp)
+        self._links = [_Link(number, float(capacity)) for number, capacity in enumerate((*up, *down))]
+        self._changed: dict[int, _Link] = {}  # links whose flows have changed since rates were computed
         self._begun = 0
-        self._rates_stale = False  # flows began or ended on shared links: rates must be recomputed
-        self._settling = False
-        self._next_end_s = math.inf
+        self._settling = False  # True if rates will be computed at the end of this instant
 
     def send(
         self,
@@ -114,146 +208,266 @@ class SharedLinks:
             raise ValueError(f"size_bytes = {size_bytes}: must be finite and not negative")
         if latency_s is None:
             latency_s = self._latency_s
-        up, down = source, self.n_hosts + target
-        if size_bytes == 0 or self._capacities[up] == self._capacities[down] == math.inf:
+        up, down = self._links[source], self._links[self.n_hosts + target]
+        if size_bytes == 0 or up.capacity == down.capacity == math.inf:
             self.loop.after(latency_s, then, *args)
         else:
             self.loop.after(latency_s, self._begin, up, down, size_bytes, then, args)
 
-    def _begin(self, up: int, down: int, size_bytes: float, then: Callable[..., object], args: tuple[Any, ...]) -> None:
-        flow = _Flow(self._begun, (up, down), then, args)
+    def _begin(
+        self, up: _Link, down: _Link, size_bytes: float, then: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        # Flows do not share a link of infinite capacity: each has one of its own.
+        links = up, down = _unshared(up), _unshared(down)
+        flow = _Flow(self._begun, links, size_bytes, then, args)
         self._begun += 1
-        sharing = {self._alone[link] for link in flow.links if link in self._alone}
-        for other in sorted(sharing, key=lambda flow: flow.number):
-            self._join(other, *other.state)
-        now_s, users = self.loop.now_s, self._users
-        users[up] += 1
-        users[down] += 1
-        if users[up] == users[down] == 1:
-            rate = min(self._capacities[up], self._capacities[down])
-            end_s = now_s + size_bytes / rate
-            flow.state = (size_bytes, now_s, rate, end_s)
-            self._alone[up] = self._alone[down] = flow
-            self.loop.at(end_s, self._end_alone, flow)
+        for link in links:
+            link.n_flows += 1
+            link.others[flow.number] = flow
+            if link.alone is not None:
+                self._share(link.alone)
+        busy, quiet = (up, down) if up.n_flows > down.n_flows else (down, up)
+        if busy.n_flows == 1:
+            self._begin_alone(flow)
+        elif quiet.n_flows == 1 and busy.fair <= quiet.capacity and self._slows_all(busy, len(busy.own) + 1):
+            busy.set_level(busy.fair, self.loop.now_s)
+            busy.own_flow(flow, busy.clock_at(self.loop.now_s) + size_bytes)
+            busy.narrowest = min(busy.narrowest, quiet.capacity)
+            self._schedule_end(busy)
         else:
-            self._join(flow, size_bytes, now_s, 0.0, math.inf)
+            self._flows_change(flow)
+
+    def _begin_alone(self, flow: _Flow) -> None:
+        narrow = min(flow.links, key=lambda link: link.capacity)
+        narrow.set_level(narrow.capacity, self.loop.now_s)
+        narrow.own_flow(flow, flow.finish)
+        for link in flow.links:
+            link.alone = flow
+        self.loop.at(narrow.first()[0], self._end_alone, flow)
 
     def _end_alone(self, flow: _Flow) -> None:
-        if self._alone.get(flow.links[0]) is flow:  # otherwise it shares links now
+        if flow.links[0].alone is flow:  # otherwise it shares links now
             for link in flow.links:
-                del self._alone[link]
-                self._users[link] -= 1
+                link.alone = None
+                link.remove(flow)
             flow.then(*flow.args)
 
-    def _join(self, flow: _Flow, *state: float) -> None:
-        """Add a flow to those whose rates are computed together."""
-        n = len(self._flows)
-        if n == self._state.shape[1]:
-            self._state = np.concatenate((self._state, self._state), axis=1)
-            self._links = np.concatenate((self._links, self._links), axis=1)
+    def _share(self, flow: _Flow) -> None:
+        """Let a flow that was alone share its links."""
         for link in flow.links:
-            self._alone.pop(link, None)
-        self._flows.append(flow)
-        self._state[:, n] = state
-        self._links[:, n] = flow.links
-        self._rates_stale = True
-        self._settle_soon()
+            link.alone = None
+        self._flows_change(flow)
 
-    def _end(self) -> None:
-        """Complete the flows that end now."""
+    def _slows_all(self, link: _Link, n_own: int) -> bool:
+        """Return True if the link is known to be the bottleneck of all its flows, and slower for them than any other.
+
+        Then its level is its fair share at once, and no other rate changes with it. `n_own` counts its own flows.
+        """
+        if self._settling or n_own != link.n_flows or link.watching:
+            return False
+        return link.fair <= link.narrowest
+
+    def _end(self, link: _Link) -> None:
+        """Complete those of the link's own flows that end now."""
         now_s = self.loop.now_s
-        if now_s != self._next_end_s:
-            return  # rates have changed since this event was scheduled
-        self._next_end_s = math.inf
-        ended = np.flatnonzero(self._state[END, : len(self._flows)] <= now_s).tolist()
-        for flow in sorted((self._remove(at) for at in reversed(ended)), key=lambda flow: flow.number):
-            self.loop.at(now_s, flow.then, *flow.args)
-        self._settle_soon()
+        if now_s != link.end_s:
+            return  # an earlier time has been scheduled since
+        link.end_s = math.inf
+        first_s, flow = link.first()
+        if first_s > now_s:  # the level has fallen since
+            self._schedule_end(link)
+            return
+        ended = []
+        while flow is not None and first_s <= now_s:
+            for each in flow.links:
+                each.remove(flow)
+            ended.append(flow)
+            first_s, flow = link.first()
+        if not any(flow.other(link).n_flows for flow in ended) and link.own and self._slows_all(link, len(link.own)):
+            link.set_level(link.fair, now_s)
+            self._schedule_end(link)
+        else:
+            for flow in ended:
+                self._flows_change(flow)
+        ended.sort(key=lambda flow: flow.number)
+        for flow in ended:
+            flow.then(*flow.args)
 
-    def _remove(self, at: int) -> _Flow:
-        """Remove a flow; the last one takes its index."""
-        removed, last = self._flows[at], self._flows.pop()
-        if removed is not last:
-            self._flows[at] = last
-            self._state[:, at] = self._state[:, len(self._flows)]
-            self._links[:, at] = self._links[:, len(self._flows)]
-        for link in removed.links:
-            self._users[link] -= 1
-            self._rates_stale = self._rates_stale or self._users[link] > 0
-        return removed
+    def _schedule_end(self, link: _Link) -> None:
+        """Schedule the first end of the link's own flows. If the level falls before, it is scheduled again then."""
+        end_s = max(link.first()[0], self.loop.now_s)
+        if end_s < link.end_s:
+            link.end_s = end_s
+            self.loop.at(end_s, self._end, link)
 
-    def _settle_soon(self) -> None:
+    def _flows_change(self, flow: _Flow) -> None:
+        """Have rates computed because this flow shares its links from now on, or has ended."""
+        for link in flow.links:
+            self._changed[link.number] = link
         if not self._settling:
             self._settling = True
             self.loop.at(self.loop.now_s, self._settle, priority=SETTLE)
 
     def _settle(self) -> None:
-        """Recompute rates and the next end, after everything else that begins or ends at this instant."""
+        """Compute rates and ends, after everything else that begins or ends at this instant."""
         self._settling = False
-        n = len(self._flows)
-        if self._rates_stale:
-            self._rates_stale = False
-            self._change_rates(fair_rates(self._capacity, self._links[:, :n]))
-        next_end_s = float(self._state[END, :n].min()) if n else math.inf
-        if next_end_s != self._next_end_s:
-            self._next_end_s = next_end_s
-            if n:
-                self.loop.at(next_end_s, self._end)
-
-    def _change_rates(self, rates: np.ndarray) -> None:
-        """Apply new rates.
-
-        Flows whose rate is unchanged keep their end bit for bit. A flow is over at its end time, not when its bytes
-        left reach 0.
-        """
-        now_s = self.loop.now_s
-        left, since_s, rate, end_s = self._state[:, : len(rates)]
-        changed = rates != rate
-        np.subtract(left, rate * (now_s - since_s), out=left, where=changed)
-        np.maximum(left, 0.0, out=left)  # rounding may make it negative just before the end
-        np.copyto(since_s, now_s, where=changed)
-        np.copyto(end_s, now_s + left / rates, where=changed)
-        rate[:] = rates
+        changed = [link for link in self._changed.values() if link.n_flows]
+        self._changed.clear()
+        if changed:
+            for link in share(changed, self.loop.now_s):
+                self._schedule_end(link)
 
 
-def fair_rates(capacity: np.ndarray, links: np.ndarray) -> np.ndarray:
+def _unshared(link: _Link) -> _Link:
+    return link if link.capacity < math.inf else _Link(link.number, link.capacity)
+
+
+def share(changed: Collection[_Link], now_s: float) -> list[_Link]:
+    """Apply max-min fair rates after the flows of some links have changed.
+
+    Parameters
+    ----------
+    changed
+        Links with at least one flow, on which flows have begun or ended.
+    now_s
+        Time in seconds.
+
+    Returns
+    -------
+    list of _Link
+        Links whose level may have changed, or the bottleneck of a flow.
+
+    Notes
+    -----
+    Some links are opened: flows with a bottleneck among them get new rates, all others keep theirs. A flow may get
+    another bottleneck if both of its links are open. At first those links are open that have changed. Then all links
+    are opened that the result contradicts, and rates are computed again, until there are none.
+    """
+    opened = set(changed)
+    while True:
+        links = sorted(opened, key=lambda link: link.number)
+        at = {link: i for i, link in enumerate(links)}
+        free, users, inner = [], [], []
+        for link in links:
+            kept = []
+            for flow in link.others.values():
+                if flow.bottleneck is None:
+                    if link is flow.links[0]:
+                        inner.append(flow)
+                elif flow.bottleneck in at:
+                    inner.append(flow)
+                else:
+                    kept.append(flow.bottleneck.level)
+            kept.sort()  # equal rates have equal sums on every link, independent of the order of the flows
+            free.append(link.capacity - sum(kept))
+            users.append(link.n_flows - len(kept))
+        pairs = [(at[flow.links[0]], at[flow.links[1]]) for flow in inner]
+        levels, bottlenecks = fair_levels(free, users, pairs)
+        n_opened = len(opened)
+        for link, level in zip(links, levels, strict=True):
+            opened.update(_contradicting(link, level))
+        if len(opened) == n_opened:
+            break
+    # What is left of a flow must be read from its clock before levels change.
+    moves = []
+    for flow, bottleneck in zip(inner, bottlenecks, strict=True):
+        before, after = flow.bottleneck, links[bottleneck]
+        if before is not after:
+            left = flow.finish if before is None else max(0.0, flow.finish - before.clock_at(now_s))
+            moves.append((flow, before, after, left))
+    for link, level in zip(links, levels, strict=True):
+        link.set_level(level, now_s)
+    for flow, before, after, left in moves:
+        if before is not None:
+            before.disown_flow(flow)
+        after.own_flow(flow, after.clock_at(now_s) + left)
+    for link in links:
+        _watch(link)
+    return links
+
+
+def _contradicting(link: _Link, level: float) -> list[_Link]:
+    """Return the links that must be open, for flows on an open link, if that gets this level."""
+    if level == math.inf:
+        return []  # it is no bottleneck
+    found = [
+        flow.bottleneck
+        for flow in link.others.values()
+        if flow.bottleneck is not None and flow.bottleneck.level > level
+    ]
+    if level != link.level:
+        found += [flow.other(link) for flow in link.watching.values()]
+    if level > link.narrowest:
+        link.narrowest = math.inf
+        for number, flow in link.own.items():
+            other = flow.other(link)
+            if other.fair < level:
+                found.append(other)
+            if number not in link.watching:
+                link.narrowest = min(link.narrowest, other.fair)
+    return found
+
+
+def _watch(link: _Link) -> None:
+    """Tell the bottlenecks of the flows on a link whether they must look at it when their level changes."""
+    fair = link.fair
+    flows = [(flow, flow.bottleneck) for flow in link.others.values() if flow.bottleneck is not None]
+    watched = bool(link.own) or any(bottleneck.level > fair for _, bottleneck in flows)
+    for flow, bottleneck in flows:
+        if watched:
+            bottleneck.watching[flow.number] = flow
+        else:
+            bottleneck.watching.pop(flow.number, None)
+            bottleneck.narrowest = min(bottleneck.narrowest, fair)
+
+
+def fair_levels(
+    free: Sequence[float], users: Sequence[int], pairs: Sequence[tuple[int, int]]
+) -> tuple[list[float], list[int]]:
     """Compute max-min fair rates.
 
     Parameters
     ----------
-    capacity
-        Capacity of each link in bytes per second, shape (n_links,).
-    links
-        The two links of each flow, shape (2, n_flows); at least one of them is finite.
+    free
+        Capacity of each link for the flows that get rates, in bytes per second, shape (n_links,).
+    users
+        Number of these flows on each link, shape (n_links,). Those that are in no pair use this link alone.
+    pairs
+        The two links of each flow that uses two of them, shape (n_pairs, 2).
 
     Returns
     -------
-    np.ndarray
-        Rate of each flow in bytes per second, shape (n_flows,).
+    levels : list of float
+        Rate of the flows whose bottleneck is this link, in bytes per second; infinite if there are none.
+    bottlenecks : list of int
+        Bottleneck of each pair, one of its two links.
 
     Notes
     -----
-    Progressive filling. A link offers equal parts of its free capacity to its flows. If for none of its flows this is
-    more than the offer of the flow's other link, the link is a bottleneck and its flows get this rate: the offers of
-    other links can only grow once slower flows are removed. Such a link always exists, usually many do, and all of
-    them are settled in one pass.
+    Progressive filling. A link offers equal parts of its free capacity to its flows. The link with the smallest offer
+    is a bottleneck and its flows get this rate: the offers of other links can only grow once slower flows are removed.
     """
-    rates = np.empty(links.shape[1])
-    open_flows = np.arange(links.shape[1])
-    free = capacity.copy()
-    users = np.bincount(links.ravel(), minlength=len(free))
-    while True:
-        offers = (free / np.maximum(users, 1))[links]
-        rate = np.minimum(offers[0], offers[1])
-        bottleneck = np.bincount(links.ravel(), weights=(offers == rate).ravel(), minlength=len(free)) == users
-        settled = bottleneck[links[0]] | bottleneck[links[1]]
-        rates[open_flows] = rate
-        if settled.all():
-            return rates
-        # Summed in order of size, equal rates have equal sums on every link, independent of the order of the flows.
-        chosen = np.flatnonzero(settled)
-        chosen = chosen[np.argsort(rate[chosen])]
-        taken = links[:, chosen].ravel()
-        free -= np.bincount(taken, weights=np.tile(rate[chosen], 2), minlength=len(free))
-        users -= np.bincount(taken, minlength=len(free))
-        open_flows, links = open_flows[~settled], links[:, ~settled]
+    free, users = list(free), list(users)
+    levels, bottlenecks = [math.inf] * len(free), [-1] * len(pairs)
+    flows: list[list[int]] = [[] for _ in free]
+    for pair, (up, down) in enumerate(pairs):
+        flows[up].append(pair)
+        flows[down].append(pair)
+    offers = [(free[link] / n, -n, link) for link, n in enumerate(users) if n]
+    heapify(offers)
+    level = -math.inf
+    while offers:
+        offer, minus_users, link = heappop(offers)
+        if -minus_users != users[link]:
+            continue  # a flow has been removed since
+        level = levels[link] = max(offer, level)  # rounding may make it smaller
+        users[link] = 0
+        for pair in flows[link]:
+            if bottlenecks[pair] < 0:
+                bottlenecks[pair] = link
+                other = sum(pairs[pair]) - link
+                free[other] -= level
+                users[other] -= 1
+                if users[other]:
+                    heappush(offers, (free[other] / users[other], -users[other], other))
+    return levels, bottlenecks

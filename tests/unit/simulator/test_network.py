@@ -13,9 +13,21 @@ from hypothesis import strategies as st
 
 from hpcsync.simulator import network as module
 from hpcsync.simulator.event_loop import Loop
-from hpcsync.simulator.network import SharedLinks, fair_rates
+from hpcsync.simulator.network import SharedLinks, fair_levels
 
 # ---- other ways to share, for comparison ----
+
+
+def rates_by(levels_of, capacity, links):
+    """Return the rate of each flow if links get these levels."""
+    pairs = links.T.tolist()
+    levels, bottlenecks = levels_of(capacity.tolist(), np.bincount(links.ravel(), minlength=len(capacity)), pairs)
+    assert all(link in pair for link, pair in zip(bottlenecks, pairs, strict=True))
+    return np.array([levels[link] for link in bottlenecks])
+
+
+def fair_rates(capacity, links):
+    return rates_by(fair_levels, capacity, links)
 
 
 def filled(capacity, links):
@@ -33,26 +45,36 @@ def filled(capacity, links):
     return rates
 
 
-def equal_parts(capacity, links):
+def slower(levels, pairs):
+    """Let the slower of its links be the bottleneck of each flow."""
+    return levels, [min(pair, key=lambda link: levels[link]) for pair in pairs]
+
+
+def equal_parts(free, users, pairs):
     """Equal shares; what a flow cannot use is lost."""
-    users = np.bincount(links.ravel(), minlength=len(capacity))
-    return (capacity / np.maximum(users, 1))[links].min(axis=0)
+    return slower([max(c, 1e-3) / max(n, 1) for c, n in zip(free, users, strict=True)], pairs)
 
 
-def unshared(capacity, links):
-    return capacity[links].min(axis=0)
+def unshared(free, users, pairs):
+    return slower([max(c, 1e-3) for c in free], pairs)
 
 
-def first_come(capacity, links):
-    """First come, first served: feasible and work-conserving, but not fair."""
-    free, rates = capacity.copy(), np.empty(links.shape[1])
-    for flow, pair in enumerate(links.T):
-        rates[flow] = max(free[pair].min(), 1e-3)
-        free[pair] -= rates[flow]
-    return rates
+def first_links_first(free, users, pairs):
+    """Let links take what they can in the order of their numbers: feasible and work-conserving, but not fair."""
+    free, users = list(free), list(users)
+    levels, bottlenecks = [math.inf] * len(free), [-1] * len(pairs)
+    for link in range(len(free)):
+        if users[link]:
+            levels[link] = max(free[link] / users[link], 1e-3)
+            for i, pair in enumerate(pairs):
+                if link in pair and bottlenecks[i] < 0:
+                    bottlenecks[i] = link
+                    for each in pair:
+                        free[each], users[each] = free[each] - levels[link], users[each] - 1
+    return levels, bottlenecks
 
 
-BROKEN = (equal_parts, unshared, first_come)
+BROKEN = (equal_parts, unshared, first_links_first)
 
 # ---- rates ----
 
@@ -99,7 +121,7 @@ def test_rates_equal_the_exact_oracle(case):
 def test_rates_that_are_not_fair_are_caught(broken):
     assert fair_rates(*CHAIN).tolist() == filled(*CHAIN) == [5.0, 1.0, 2.0]
     with pytest.raises(AssertionError):
-        check_fair(*CHAIN, broken(*CHAIN))
+        check_fair(*CHAIN, rates_by(broken, *CHAIN))
 
 
 @given(shared_links(), st.randoms(use_true_random=False))
@@ -113,14 +135,15 @@ def test_rates_do_not_depend_on_the_order_of_the_flows(case, random):
 
 def rests_differ():
     """Two equal links on which flows of 0.3, 0.7 and 0.9 were begun in different orders."""
-    capacity = np.array([0.3, 0.9, 0.7, 0.7, 0.9, 0.3, 9.0, 9.0, 5.0, 5.0])
-    rates = fair_rates(capacity, np.array([[0, 1, 2, 6, 3, 4, 5, 7], [8, 8, 8, 8, 9, 9, 9, 9]]))
+    capacity = np.array([0.3, 0.9, 0.7, 0.7, 0.9, 0.3, 5.0, 5.0, 9.0, 9.0])
+    rates = fair_rates(capacity, np.array([[0, 1, 2, 8, 3, 4, 5, 9], [6, 6, 6, 6, 7, 7, 7, 7]]))
     return rates[3] != rates[7]
 
 
 def test_equal_links_with_equal_flows_leave_equal_rests(monkeypatch):
     assert not rests_differ()
-    monkeypatch.setattr(np, "argsort", lambda values: np.arange(len(values)))
+    monkeypatch.setattr(module, "heappop", lambda heap: heap.pop(heap.index(min(heap, key=lambda entry: entry[2]))))
+    monkeypatch.setattr(module, "max", lambda offer, level: offer, raising=False)
     assert rests_differ()
 
 
@@ -142,15 +165,18 @@ class Watched(SharedLinks):
         super()._begin(*args)
         self._note()
 
+    def _end(self, link):
+        super()._end(link)
+        self._note()
+
     def _end_alone(self, flow):
         super()._end_alone(flow)
         self._note()
 
     def _note(self):
         """Record only the state at the end of an instant."""
-        rates = self._state[module.RATE].tolist()
-        flowing = {f.number: (*f.links, rates[i]) for i, f in enumerate(self._flows)}
-        flowing |= {f.number: (*f.links, f.state[module.RATE]) for f in self._alone.values()}
+        flowing = {f.number: (*(each.number for each in f.links), link.level) for link in self._links for f in
+                   link.own.values()}  # fmt: skip
         if self.history and self.history[-1][0] == self.loop.now_s:
             self.history.pop()
         self.history.append((self.loop.now_s, flowing))
@@ -244,7 +270,7 @@ MIXED = [9.0, 1.0, 8.0], [6.0, 8.0, 2.0], 0.25, [(0.0, 1, 0, 5), (0.0, 2, 0, 9),
 @pytest.mark.parametrize("check", [check_arrivals, check_flow])
 def test_unfair_sharing_is_caught(broken, check, monkeypatch):
     check(MIXED)
-    monkeypatch.setattr(module, "fair_rates", broken)
+    monkeypatch.setattr(module, "fair_levels", broken)
     with pytest.raises(AssertionError):
         check(MIXED)
 
@@ -256,6 +282,105 @@ def test_the_order_of_what_happens_at_once_changes_no_bit(case, random):
     random.shuffle(order)
     at = arrivals(*links, transfers)[0]
     assert arrivals(*links, [transfers[i] for i in order])[0] == [at[i] for i in order]
+
+
+# ---- against a computation of everything at each change ----
+
+
+def refilled(capacity, links):
+    """Compute max-min fair rates: the link that offers least fixes the rates of its flows, until all have one."""
+    free, rates, growing = capacity.copy(), np.zeros(links.shape[1]), np.arange(links.shape[1])
+    while len(growing):
+        users = np.bincount(links[:, growing].ravel(), minlength=len(free))
+        offers = np.where(users > 0, free / np.maximum(users, 1), math.inf)
+        link = offers.argmin()
+        fixed = (links[:, growing] == link).any(axis=0)
+        rates[growing[fixed]] = offers[link]
+        np.subtract.at(free, links[:, growing[fixed]].ravel(), offers[link])
+        growing = growing[~fixed]
+    return rates
+
+
+def recomputed(up, down, latency_s, transfers):
+    """Compute arrivals with all rates from scratch, and every transfer's bytes, whenever one begins or ends."""
+    capacity = np.array([*up, *down])
+    links = np.array([[source, len(up) + target] for _, source, target, _ in transfers]).T
+    begins = np.array([time_s + latency_s for time_s, *_ in transfers])
+    left, at, now = np.array([float(size) for *_, size in transfers]), np.full(len(transfers), np.nan), 0.0
+    while np.isnan(at).any():
+        flowing = np.flatnonzero(np.isnan(at) & (begins <= now))
+        rates = refilled(capacity, links[:, flowing])
+        ends = now + left[flowing] / rates
+        then = min(ends.min(initial=math.inf), begins[begins > now].min(initial=math.inf))
+        left[flowing] -= rates * (then - now)
+        at[flowing[ends == then]] = then
+        now = then
+    return at.tolist()
+
+
+def cluster_traffic(seed, n_transfers=60):
+    """Draw transfers of a few servers and some workers, mostly between the two, with slow and fast links."""
+    random = np.random.default_rng(seed)
+    n_servers, n_workers = random.integers(1, 5), random.integers(2, 13)
+    n = n_servers + n_workers
+    fast = 10.0 ** random.uniform(-0.5, 1.5)
+    up, down = (np.r_[np.full(n_servers, fast), random.choice([0.3, 1.0, 1.0, random.uniform(0.1, 3.0)], n_workers)]
+                for _ in range(2))  # fmt: skip
+    transfers = []
+    while len(transfers) < n_transfers:
+        time_s, worker, way = random.uniform(0.0, 40.0), random.integers(n_servers, n), random.random()
+        if way < 0.2:  # to another worker
+            other = random.integers(n_servers, n)
+            transfers += [(time_s, worker, other, random.uniform(0.5, 4.0))] if other != worker else []
+        else:  # to all servers, or from all
+            for server in range(n_servers):
+                ends = (worker, server) if way < 0.6 else (server, worker)
+                transfers.append((time_s, *ends, random.uniform(0.5, 4.0)))
+    return up.tolist(), down.tolist(), 0.01, transfers
+
+
+def check_recomputed(seed):
+    case = cluster_traffic(seed)
+    assert arrivals(*case)[0] == pytest.approx(recomputed(*case), rel=1e-9)
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_transfers_arrive_when_a_computation_of_all_rates_at_each_change_says(seed):
+    check_recomputed(seed)
+
+
+def test_the_computation_of_all_rates_agrees_with_exact_arithmetic():
+    assert recomputed(*MIXED) == pytest.approx(fluid(*MIXED), rel=1e-12)
+
+
+def watches_nothing(link):
+    """Keep the bounds alone: a link that is a bottleneck already is not looked at."""
+    for flow in link.others.values():
+        flow.bottleneck.narrowest = min(flow.bottleneck.narrowest, link.fair)
+
+
+def bounds_nothing(link, watch=module._watch):
+    """Watch alone: a link that becomes too narrow because of a flow's higher rate is not looked at."""
+    watch(link)
+    for flow in link.others.values():
+        flow.bottleneck.narrowest = math.inf
+
+
+BROKEN_MECHANISMS = {
+    "only changed links": ("_contradicting", lambda link, level: []),
+    "no watching": ("_watch", watches_nothing),
+    "no bounds": ("_watch", bounds_nothing),
+    "a clock that stops when rates change": ("_Link.clock_at", lambda link, now_s: link.clock),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN_MECHANISMS)
+def test_rates_of_too_few_flows_are_caught(broken, monkeypatch):
+    name, function = BROKEN_MECHANISMS[broken]
+    monkeypatch.setattr(f"{module.__name__}.{name}", function)
+    with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
+        for seed in range(50):
+            check_recomputed(seed)
 
 
 # ---- closed forms ----
@@ -313,7 +438,7 @@ def test_a_link_is_busy_until_its_work_is_done():
 
 CAUGHT = [
     (unshared, check_processor_sharing),
-    (first_come, check_processor_sharing),
+    (first_links_first, check_rest),
     (unshared, check_rest),
     (equal_parts, check_rest),
     (unshared, check_busy),
@@ -322,7 +447,7 @@ CAUGHT = [
 
 @pytest.mark.parametrize(("broken", "check"), CAUGHT)
 def test_broken_sharing_fails_the_closed_forms(broken, check, monkeypatch):
-    monkeypatch.setattr(module, "fair_rates", broken)
+    monkeypatch.setattr(module, "fair_levels", broken)
     with pytest.raises(AssertionError):
         check()
 
@@ -332,22 +457,22 @@ def test_broken_sharing_fails_the_closed_forms(broken, check, monkeypatch):
 
 @pytest.fixture
 def sharings(monkeypatch):
-    """Number of flows at each computation of rates."""
-    counts = []
+    """Largest number of flows on a link, and the number of links, at each computation of rates."""
+    seen = []
 
-    def counted(capacity, links):
-        counts.append(links.shape[1])
-        return fair_rates(capacity, links)
+    def counted(free, users, pairs):
+        seen.append((max(users), len(users)))
+        return fair_levels(free, users, pairs)
 
-    monkeypatch.setattr(module, "fair_rates", counted)
-    return counts
+    monkeypatch.setattr(module, "fair_levels", counted)
+    return seen
 
 
-def test_simultaneous_begins_and_ends_change_rates_once(sharings):
+def test_rates_are_computed_once_an_instant_and_not_again_while_one_link_slows_all(sharings):
     transfers = [(0.0, 1, 0, 4), (0.0, 2, 0, 4), (0.0, 3, 0, 8), (12.0, 1, 0, 1), (12.0, 2, 0, 9)]
     at, _ = arrivals([9.0] * 4, [1.0] * 4, 0.0, transfers)
     assert at == [12.0, 12.0, 21.0, 15.0, 26.0]
-    assert sharings == [3, 3, 2, 1]  # at 0, 12 (two end, two begin), 15 and 21
+    assert sharings == [(3, 4)]  # at 0, but not at 12 (two end, two begin), 15 and 21
 
 
 def test_flows_that_share_nothing_are_not_computed(sharings):
@@ -355,6 +480,44 @@ def test_flows_that_share_nothing_are_not_computed(sharings):
     transfers = [(t, i, (i + 1) % n, 2) for t in (0.0, 2.0) for i in range(n)]
     assert set(arrivals([1.0] * n, [3.0] * n, 0.0, transfers)[0]) == {2.0, 4.0}
     assert sharings == []
+
+
+def links_looked_at(sharings, n=200):
+    """Return the most links of a computation of rates while n workers send to two servers, each to both at once."""
+    transfers = [(0.01 * i, 2 + i, server, 1 + i % 3) for i in range(n) for server in (0, 1)]
+    arrivals([1.0] * (n + 2), [1.0] * (n + 2), 0.0, transfers)
+    assert max(sharings)[0] > n - 10
+    return max(n_links for _, n_links in sharings)
+
+
+def test_a_transfer_costs_as_much_with_few_others_as_with_many(sharings, monkeypatch):
+    assert links_looked_at(sharings) <= 6
+    sharings.clear()
+    monkeypatch.setattr(module, "_watch", lambda link: [flow.bottleneck.watching.update({flow.number: flow}) for flow in
+                                                        link.others.values()])  # fmt: skip
+    assert links_looked_at(sharings) > 100
+
+
+def check_one_server(seed, n=12):
+    """A server's link that is known to slow all of its flows gets the same level, to the bit, as by a computation."""
+    random = np.random.default_rng(seed)
+    transfers = [(time_s, 1 + int(random.integers(n)), 0, 1.0) for time_s in random.uniform(0.0, 9.0, 60)]
+    case = [1.0] * (n + 1), [random.uniform(0.5, 8.0)] + [1.0] * n, 0.0, transfers
+    quick = arrivals(*case)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedLinks, "_slows_all", lambda *args: False)
+        assert arrivals(*case)[0] == quick
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_link_known_to_slow_all_needs_no_computation(seed):
+    check_one_server(seed)
+
+
+def test_a_link_wrongly_believed_to_slow_all_is_caught(monkeypatch):
+    monkeypatch.setattr(module._Link, "fair", property(lambda link: 0.9 * link.capacity / link.n_flows))
+    with pytest.raises(AssertionError):
+        check_one_server(1)
 
 
 def test_a_flow_whose_rate_stays_keeps_its_end_to_the_bit():
