@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,17 +30,26 @@ DSSP = {"name": "dssp", "staleness_min": 3, "staleness_max": 15}
 NETWORK = {"bandwidth_gbit": 10.0, "latency_us": 50.0}
 
 
-def measure(workers: int = 1000, iterations: int = 50, gradients: int = 1000, repetitions: int = 5) -> list[Figure]:
+SCALE, SCALE_AIM = (100, 1_000, 10_000), 0.8
+
+
+def measure(
+    workers: int = 1000,
+    iterations: int = 50,
+    gradients: int = 1000,
+    repetitions: int = 5,
+    scale: Sequence[int] = SCALE,
+) -> list[Figure]:
     """Measure simulations without and with arithmetic.
 
-    Without arithmetic, the events of `workers` workers are measured; with it, `gradients` gradients of digits, small
-    and large, of few workers and of many.
+    Without arithmetic, the events of `workers` workers are measured, and the iterations of each number of workers in
+    `scale`; with it, `gradients` gradients of digits, small and large, of few workers and of many.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with_arithmetic = [_with(*size, gradients, repetitions) for size in ((4, 32), (4, 128), (64, 128))]
-        return [*_without(workers, iterations, repetitions), *with_arithmetic]
+        return [*_without(workers, iterations, repetitions), *_at_scale(scale, repetitions), *with_arithmetic]
     finally:
         torch.set_num_threads(threads)
 
@@ -55,6 +65,21 @@ def _without(workers: int, iterations: int, repetitions: int) -> list[Figure]:
         what = f"dssp, {workers} workers, {words}: events, {per_iteration:.1f} an iteration"
         figures.append(Figure(what, "k/s", events, BARE, alone))
     return figures
+
+
+def _at_scale(scale: Sequence[int], repetitions: int) -> list[Figure]:
+    """Measure as many iterations, 10 of each with the most workers, of every number of workers on shared links."""
+    jobs = [_job({"name": "timing"}, n, 10 * max(scale), network=NETWORK) for n in scale]
+    rates = in_turn(repetitions, *(partial(_iteration_rate, job) for job in jobs))
+    limit = f"with {scale[0]} workers"
+    return [
+        Figure(f"dssp, {n:,} workers, 10 Gbit/s: iterations", "k/s", values, limit, rates[0], aim=SCALE_AIM)
+        for n, values in zip(scale, rates, strict=True)
+    ]
+
+
+def _iteration_rate(job: Job) -> float:
+    return 1e-3 * (job.stop.updates or 0) / simulate(job)[1]
 
 
 def _rate(job: Job) -> float:

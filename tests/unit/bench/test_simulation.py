@@ -6,8 +6,8 @@ from hpcsync.bench import simulation
 
 
 def test_figures_are_positive_and_beside_their_limits():
-    figures = simulation.measure(workers=4, iterations=3, gradients=8, repetitions=2)
-    assert [figure.unit for figure in figures] == ["k/s", "k/s", "ms", "ms", "ms"]
+    figures = simulation.measure(workers=4, iterations=3, gradients=8, repetitions=2, scale=(2, 5))
+    assert [figure.unit for figure in figures] == ["k/s", "k/s", "k/s", "k/s", "ms", "ms", "ms"]
     assert all(value > 0 for figure in figures for value in (*figure.values, *figure.limits))
 
 
