@@ -375,11 +375,12 @@ def share(changed: Collection[_Link], now_s: float) -> list[_Link]:
         if before is not after:
             left = flow.finish if before is None else max(0.0, flow.finish - before.clock_at(now_s))
             moves.append((flow, before, after, left))
-    for link, level in zip(links, levels, strict=True):
-        link.set_level(level, now_s)
-    for flow, before, after, left in moves:
+    for flow, before, *_ in moves:
         if before is not None:
             before.disown_flow(flow)
+    for link, level in zip(links, levels, strict=True):
+        link.set_level(level, now_s)  # begins the clock anew where no flow is left
+    for flow, _, after, left in moves:
         after.own_flow(flow, after.clock_at(now_s) + left)
     for link in links:
         _watch(link)

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hpcsync.simulator import network as module
@@ -345,6 +345,7 @@ def check_recomputed(seed):
 
 
 @given(st.integers(0, 2**32 - 1))
+@example(278)  # a link loses its last flow and gets another one at once
 def test_transfers_arrive_when_a_computation_of_all_rates_at_each_change_says(seed):
     check_recomputed(seed)
 
@@ -366,10 +367,18 @@ def bounds_nothing(link, watch=module._watch):
         flow.bottleneck.narrowest = math.inf
 
 
+def keeps_the_clock(link, level, now_s):
+    """Change the level, but do not begin the clock anew for the first flow of a link that had none."""
+    if link.own:
+        link.clock = link.clock_at(now_s)
+    link.since_s, link.level = now_s, level
+
+
 BROKEN_MECHANISMS = {
     "only changed links": ("_contradicting", lambda link, level: []),
     "no watching": ("_watch", watches_nothing),
     "no bounds": ("_watch", bounds_nothing),
+    "a clock that is not begun anew": ("_Link.set_level", keeps_the_clock),
     "a clock that stops when rates change": ("_Link.clock_at", lambda link, now_s: link.clock),
 }
 
