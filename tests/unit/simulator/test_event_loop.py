@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import heapq
 import math
 
@@ -141,3 +143,14 @@ def test_times_are_met_to_the_bit_and_delays_miss_them():
     times = [0.1 * 3.3**i for i in range(100)]
     assert missed(Loop(), times) == 0
     assert missed(Delayed(), times) > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collection_of_cycles_is_as_before_after_a_run(fails):
+    loop, before, during = Loop(), gc.get_threshold(), []
+    loop.at(0.0, lambda: during.append(gc.get_threshold()[0]))
+    loop.at(1.0, lambda: 1 / (not fails))
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        loop.run()
+    assert during[0] > before[0]
+    assert gc.get_threshold() == before
