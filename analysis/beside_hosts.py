@@ -23,6 +23,7 @@ from hpcsync.config.job import Job
 from hpcsync.report.compare import side
 from hpcsync.run_dir import layout
 from hpcsync.system import launcher
+from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import Trace, load
 
 ROOT = Path(__file__).parents[1]
@@ -112,9 +113,6 @@ def job(name: str, rate: str, seed: int, measured: Mapping[str, Any] | None = No
 
 def compare_on_hosts(methods: Sequence[str], rates: Sequence[str], seeds: Sequence[int], out: Path) -> pandas.DataFrame:
     """Run and simulate each method; return a row for each run."""
-    sys.path.append(str(ROOT))
-    from tests.hosts.namespaces import Hosts
-
     rows = []
     out.mkdir(parents=True, exist_ok=True)
     for rate in rates:
@@ -131,7 +129,7 @@ def compare_on_hosts(methods: Sequence[str], rates: Sequence[str], seeds: Sequen
     return pandas.DataFrame(rows)
 
 
-def measure(hosts: Any, folder: Path, size_bytes: int) -> dict[str, Any]:
+def measure(hosts: Hosts, folder: Path, size_bytes: int) -> dict[str, Any]:
     """Measure the link with messages of the model's size, and updates of such a model; return keys of [cluster]."""
     folder.mkdir(parents=True, exist_ok=True)
     link_file, update_file = (folder.resolve() / name for name in ("link.json", "update.json"))
@@ -145,7 +143,7 @@ def measure(hosts: Any, folder: Path, size_bytes: int) -> dict[str, Any]:
     return {"network": network} | json.loads(update_file.read_text())
 
 
-def hpcsync(command: str, asked: Job, folder: Path, hosts: Any = None) -> None:
+def hpcsync(command: str, asked: Job, folder: Path, hosts: Hosts | None = None) -> None:
     if (folder / layout.SUMMARY).exists():
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +158,7 @@ def hpcsync(command: str, asked: Job, folder: Path, hosts: Any = None) -> None:
         succeed(hosts, line, environ | {"MPIEXEC": shlex.join(hosts.mpiexec(range(1, HOSTS + 1), per_host))})
 
 
-def succeed(hosts: Any, line: list[str], environ: Mapping[str, str]) -> None:
+def succeed(hosts: Hosts, line: list[str], environ: Mapping[str, str]) -> None:
     done = hosts.run(line, ROOT, environ, TIMEOUT_S)
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(line)}\n{done.stdout}\n{done.stderr}")

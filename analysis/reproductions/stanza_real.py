@@ -22,6 +22,7 @@ from hpcsync.core.stanza_resolution import resolved
 from hpcsync.paradigms.stanza import StanzaOptions
 from hpcsync.run_dir import layout
 from hpcsync.system import launcher
+from hpcsync.system.namespaces import Hosts
 from hpcsync.trace.reader import load
 from hpcsync.workloads.registry import build
 from reproductions.claims import Claim, Of, conclude, of, ratio
@@ -77,9 +78,6 @@ def run_all(rate: str, seeds: Sequence[int], out: Path, console: Console) -> dic
     todo = {path_of(rate, "real", method, seed): job(method, seed) for seed in seeds for method in METHODS}
     missing = {name: asked for name, asked in todo.items() if not finished(out / name, asked)}
     if missing or not link.exists():
-        sys.path.append(str(ROOT))
-        from tests.hosts.namespaces import Hosts
-
         with Hosts(HOSTS, rate=rate) as hosts:
             if not link.exists():
                 line = [sys.executable, "-m", "mpi4py", str(FOLDER / "link_speed.py"), str(link.resolve())]
@@ -90,7 +88,7 @@ def run_all(rate: str, seeds: Sequence[int], out: Path, console: Console) -> dic
     return json.loads(link.read_text())
 
 
-def run(hosts: Any, asked: Job, folder: Path) -> None:
+def run(hosts: Hosts, asked: Job, folder: Path) -> None:
     """One rank on each host, by `hpcsync run`. Raises CalledProcessError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in (layout.TRACE, layout.JOB, layout.WEIGHTS, layout.SUMMARY):  # of a run that did not come to its end
@@ -104,13 +102,13 @@ def run(hosts: Any, asked: Job, folder: Path) -> None:
     (folder / CABLES).write_text(json.dumps(sent_bytes(hosts) - before))
 
 
-def sent_bytes(hosts: Any) -> int:
+def sent_bytes(hosts: Hosts) -> int:
     """By all hosts together, as their cables have counted."""
     lines = succeed(hosts, ["cat", "/proc/net/dev"], os.environ).splitlines()
     return sum(int(line.split(":")[1].split()[0]) for line in lines if line.strip().startswith("to-n"))
 
 
-def succeed(hosts: Any, line: list[str], environ: Mapping[str, str]) -> str:
+def succeed(hosts: Hosts, line: list[str], environ: Mapping[str, str]) -> str:
     """Return the output of the program."""
     done = hosts.run(line, ROOT, environ, TIMEOUT_S)
     if done.returncode != 0:

@@ -8,10 +8,13 @@ This package imports no MPI: targets that need ranks run in a job of their own, 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
+import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +26,7 @@ from hpcsync.bench.machine import machine, versions
 from hpcsync.config.errors import JobError, did_you_mean, shown
 from hpcsync.mpi.transport.window_trials import reason, rehearse, serving
 from hpcsync.system import gpu_selection, launcher
+from hpcsync.system.namespaces import Hosts, Unavailable
 from hpcsync.version import __version__
 
 
@@ -42,6 +46,10 @@ class Target(NamedTuple):
     windows : int
         Number of kinds of GPU windows to measure, the fastest first, each in a job of its own since it may crash. 0 if
         the target moves no tensors in windows; `measure` then takes no transport.
+    rates : sequence of str
+        For a target between hosts, the rates of their links in tc's words; one rank runs on each host, in one job per
+        rate. The hosts are network namespaces of this machine, except within an allocation of several nodes, whose
+        nodes and links are used as they are. Such a target is measured only if it is named.
     """
 
     module: str
@@ -49,6 +57,7 @@ class Target(NamedTuple):
     ranks: int = 0
     timeout_s: float = 300.0
     windows: int = 0
+    rates: Sequence[str] = ()
 
 
 TARGETS = {
@@ -56,6 +65,7 @@ TARGETS = {
     "round-trip": Target("round_trip", "Push, apply, grant, pull: one server, one worker", 2, 600.0, windows=1),
     "latency": Target("latency", "Round trips of a small model: one server", 4, windows=1),
     "allreduce": Target("allreduce", "Training on the mean gradient of all ranks", 4, 600.0),
+    "hosts": Target("between_hosts", "Training between four hosts", 4, 600.0, rates=("1gbit", "200mbit")),
     "decisions": Target("decisions", "One decision of a paradigm"),
     "tracing": Target("tracing", "One traced event"),
     "prediction": Target("prediction", "Predicted speeds of a worker, and the cost of the predictors"),
@@ -163,16 +173,16 @@ def _measured(
 ) -> dict[str, Any]:
     """Measure one target and print its table; return the results for the file, empty if nothing could be measured.
 
-    The failure of one kind of window among several is a result.
+    The failure of one kind of window, or of links, among several is a result.
     """
     target = TARGETS[name]
     library, figures, failed = "", [], {}
-    for kind in kinds[: target.windows or 1]:
+    for kind in _links(target) or kinds[: target.windows or 1]:
         try:
             library, found = measure(target, device, kind)
             figures += found
         except BenchError as error:
-            console.print(f"\n{name}{'' if device == 'cpu' else f', {kind}'}: {error}", markup=False)
+            console.print(f"\n{name}{f', {kind}' if target.rates or device == 'cuda' else ''}: {error}", markup=False)
             failed[kind] = str(error)
     if not figures:
         return {}
@@ -182,7 +192,7 @@ def _measured(
 
 
 def parse(targets: Sequence[str], device: str = "cpu") -> list[str]:
-    """Return the names of the targets to measure on this device, by default all that it allows.
+    """Return the names of the targets to measure on this device, by default all that it allows on one host.
 
     Raises
     ------
@@ -197,7 +207,12 @@ def parse(targets: Sequence[str], device: str = "cpu") -> list[str]:
         if name not in allowed:
             must = f"must be one of {', '.join(allowed)}{where}{did_you_mean(name, allowed)}"
             raise JobError(f"bench {shown(name)}: {must}")
-    return list(dict.fromkeys(targets)) or allowed
+    return list(dict.fromkeys(targets)) or [name for name in allowed if not TARGETS[name].rates]
+
+
+def _links(target: Target) -> Sequence[str]:
+    """Return the rates of the links between which to measure; "as it is" for those of an allocation."""
+    return target.rates if launcher.on_one_node(os.environ) else target.rates and ("as it is",)
 
 
 def windows() -> tuple[list[str], str]:
@@ -224,14 +239,14 @@ def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[st
     device
         "cpu" or "cuda".
     kind
-        Kind of window.
+        Kind of window, or rate of the links between hosts.
 
     Returns
     -------
     library : str
         MPI library, "" for a target that needs none.
     figures : list of Figure
-        Results; on a GPU their names include the kind of window.
+        Results; on a GPU their names include the kind of window, between hosts the rate of the links.
 
     Raises
     ------
@@ -244,8 +259,8 @@ def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[st
         result, output = Path(folder) / "result.json", Path(folder) / "output"
         argv = ["python", "-m", "mpi4py", "-m", f"{__name__}.rank", target.module, str(result)]
         argv += [device, kind] if target.windows else []
-        with open(output, "wb") as file:
-            ended = launcher.launch(target.ranks, argv, timeout_s=target.timeout_s, output=file)
+        with open(output, "wb") as file, _environment(target, kind) as given:
+            ended = launcher.launch(target.ranks, argv, timeout_s=target.timeout_s, output=file, given=given)
         if ended.signum is not None:
             raise KeyboardInterrupt
         if ended.status != 0 or not result.exists():
@@ -253,6 +268,21 @@ def measure(target: Target, device: str = "cpu", kind: str = "host") -> tuple[st
             raise BenchError(f"{how}\n{output.read_text(errors='replace').strip()}")
         found = json.loads(result.read_text())
     figures = [Figure(**figure) for figure in found["figures"]]
-    if device == "cuda":
+    if device == "cuda" or target.rates:
         figures = [replace(figure, what=f"{kind}: {figure.what}") for figure in figures]
     return found["library"], figures
+
+
+@contextlib.contextmanager
+def _environment(target: Target, rate: str) -> Iterator[dict[str, str] | None]:
+    """Yield an environment that starts each rank on its own host, with links of this rate; None for that of here."""
+    if rate not in target.rates:
+        yield None
+        return
+    try:
+        hosts = Hosts(target.ranks, rate)
+    except Unavailable as why:
+        raise BenchError(str(why)) from None
+    with hosts:
+        line = hosts.inside("head", Path.cwd(), hosts.mpiexec(range(1, target.ranks + 1)))
+        yield {**os.environ, **hosts.environ(), "MPIEXEC": shlex.join(line)}

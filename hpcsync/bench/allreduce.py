@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.mpi.transport.backoff import Backoff
+from hpcsync.mpi.transport.node_topology import on_one_node
 from hpcsync.training.flat_model import FlatModel
 from hpcsync.training.optimizers import OptimizerSpec
 
@@ -59,7 +59,7 @@ def measure(
         On rank 0; empty on the others.
     """
     backoff, figures = Backoff(comm), []
-    with _gloo(comm):
+    with gloo(comm):
         for n_ranks in ranks:
             group = dist.new_group(range(n_ranks))  # collective over all ranks
             part = comm.Split(0 if comm.rank < n_ranks else MPI.UNDEFINED)
@@ -73,16 +73,19 @@ def measure(
 
 
 @contextlib.contextmanager
-def _gloo(comm: MPI.Intracomm) -> Iterator[None]:
-    """Create torch's own process group of all ranks, all on this node."""
-    if "lo" in (name for _, name in socket.if_nameindex()):
+def gloo(comm: MPI.Intracomm) -> Iterator[None]:
+    """Create torch's own process group of all ranks."""
+    here = on_one_node(comm)
+    if here and "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve
-    with tempfile.TemporaryDirectory() as folder:
-        folder = comm.bcast(folder)
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=comm.rank, world_size=comm.size)
-        yield
-        comm.Barrier()  # no rank needs the folder any more; a rank that fails ends the job instead
-        dist.destroy_process_group()
+    host = comm.bcast("127.0.0.1" if here else socket.gethostname())
+    first = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+    port = comm.bcast(first.port if first else 0)
+    store = first or dist.TCPStore(host, port)
+    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    yield
+    comm.Barrier()  # no rank needs the store any more; a rank that fails ends the job instead
+    dist.destroy_process_group()
 
 
 def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> list[Figure]:
@@ -91,19 +94,20 @@ def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> lis
     with BucketReducer(comm, model) as reducer:
         other = np.ones(model.size, np.float32)
         kinds = (
-            _ours(model, reducer, batch),
-            _ddp(DistributedDataParallel(peer, process_group=group, gradient_as_bucket_view=True), batch),
+            our_step(model, reducer, batch),
+            ddp_step(DistributedDataParallel(peer, process_group=group, gradient_as_bucket_view=True), batch),
             reducer.finish,
-            _gloo_all_reduce(torch.zeros(model.size), group),
+            gloo_all_reduce(torch.zeros(model.size), group),
             lambda: np.copyto(other, model.weights.numpy()),
         )
         for call in kinds[:2]:
-            _seconds(comm, call, WARM_UP)
-        times = in_turn(repetitions, *(lambda call=call: _seconds(comm, call, net.steps) for call in kinds))
+            seconds(comm, call, WARM_UP)
+        times = in_turn(repetitions, *(lambda call=call: seconds(comm, call, net.steps) for call in kinds))
     return _figures(comm.size, model.size, *times)
 
 
-def _ours(flat: FlatModel, reducer: BucketReducer, batch: torch.Tensor) -> Callable[[], None]:
+def our_step(flat: FlatModel, reducer: BucketReducer, batch: torch.Tensor) -> Callable[[], None]:
+    """Return a training step on the mean of hpcsync."""
     parameter = nn.Parameter(flat.weights)
     parameter.grad = flat.gradient
     optimizer = OptimizerSpec("sgd", LR, OPTIONS).build(parameter)
@@ -117,7 +121,7 @@ def _ours(flat: FlatModel, reducer: BucketReducer, batch: torch.Tensor) -> Calla
     return step
 
 
-def _ddp(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
+def ddp_step(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
     """Return a training step as users of DistributedDataParallel write it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, **OPTIONS)  # type: ignore[arg-type]
 
@@ -129,7 +133,7 @@ def _ddp(model: nn.Module, batch: torch.Tensor) -> Callable[[], None]:
     return step
 
 
-def _gloo_all_reduce(vector: torch.Tensor, group: Any) -> Callable[[], None]:
+def gloo_all_reduce(vector: torch.Tensor, group: Any) -> Callable[[], None]:
     """Return an all-reduce of the vector in the buckets that DistributedDataParallel would use."""
     buckets = vector.split(DDP_BUCKET_BYTES // vector.element_size())
 
@@ -140,7 +144,7 @@ def _gloo_all_reduce(vector: torch.Tensor, group: Any) -> Callable[[], None]:
     return all_reduce
 
 
-def _seconds(comm: MPI.Intracomm, call: Callable[[], Any], times: int) -> float:
+def seconds(comm: MPI.Intracomm, call: Callable[[], Any], times: int) -> float:
     """Return the duration of one call on the slowest rank, in seconds."""
     comm.Barrier()
     begin_s = time.perf_counter()

@@ -294,6 +294,7 @@ def launch(
     output: IO[bytes] | None = None,
     suspends: bool = False,
     tolerant: bool = False,
+    given: Mapping[str, str] | None = None,
 ) -> Ended:
     """Print the command line, run `n` ranks of a program and wait until they end.
 
@@ -315,6 +316,8 @@ def launch(
         ended after `STARTING_GRACE_S` instead of `grace_s`.
     tolerant : bool
         If True, ranks continue when another one dies.
+    given : mapping, optional
+        Environment to which hpcsync's settings are added; by default that of this process.
 
     Returns
     -------
@@ -334,7 +337,7 @@ def launch(
 
     A rank may launch ranks too, in its main thread: they are a world of their own on its node, and end with it.
     """
-    environ = environment()
+    environ = environment(given)
     line = command(n, argv, environ, tolerant=tolerant)
     mark = os.environ.get(MARK, "") + "/" + uuid.uuid4().hex  # begins with the mark of the enclosing launch
     if output is None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpcsync.system import launcher
-from tests.hosts.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts, Unavailable
+from tests.hosts.processes import left
 
 AT_ONCE_S = 0.8  # 4 MB take 0.03 s at 1 Gbit/s; the rest is for the machine's other business
 WAITED_S = 1.0  # of the two seconds that the peer computes
@@ -76,4 +77,4 @@ def test_a_thread_that_nobody_stops_does_not_keep_ranks_from_ending(hosts: Hosts
         f"comm = MPI.COMM_WORLD\nprogression = choose(comm, 'thread')\n{ending}\n"
     )
     assert (run(hosts, tmp_path, str(script)).returncode != 0) is bool(ending)
-    assert hosts.left() == []
+    assert left(hosts) == []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync.system import launcher
-from tests.hosts.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts, Unavailable
 
 HOSTS = 3
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync.system import launcher
-from tests.hosts.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts, Unavailable
 
 pytestmark = pytest.mark.hosts
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpcsync.system import launcher
-from tests.hosts.namespaces import Hosts, Unavailable
+from hpcsync.system.namespaces import Hosts, Unavailable
 
 ROOT = Path(__file__).parents[2]
 DEFAULT_FLAGS = "send,put,inplace,need-ack,need-csum,hetero-rdma"  # Open MPI's own

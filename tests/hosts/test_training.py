@@ -15,8 +15,9 @@ import pytest
 
 from hpcsync.audit.trace_audit import audit
 from hpcsync.system import launcher
+from hpcsync.system.namespaces import Hosts, Unavailable
 from hpcsync.trace.reader import Trace, load
-from tests.hosts.namespaces import Hosts, Unavailable
+from tests.hosts.processes import left
 
 LINEAR = """
 name = "apart"
@@ -226,7 +227,7 @@ def test_transfers_wait_for_a_server_that_is_deaf_while_it_waits(hosts: Hosts, t
 
 
 def test_nothing_is_left_on_the_hosts(hosts: Hosts) -> None:
-    assert hosts.left() == []
+    assert left(hosts) == []
 
 
 def test_a_process_that_is_left_on_a_host_is_seen(hosts: Hosts) -> None:
@@ -234,7 +235,7 @@ def test_a_process_that_is_left_on_a_host_is_seen(hosts: Hosts) -> None:
     line = hosts.inside("n2", Path.cwd(), ["sh", "-c", "echo up; exec sleep 60"])
     with subprocess.Popen(line, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None and started.stdout.readline() == "up\n"
-        found = {process.name(): process for process in hosts.left(0.5)}
+        found = {process.name(): process for process in left(hosts, 0.5)}
         for process in found.values():
             process.kill()
     assert list(found) == ["sleep"]

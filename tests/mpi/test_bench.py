@@ -76,9 +76,9 @@ def test_allreduce_trains_as_its_peer_does(comm):
     net = allreduce.Net(2, 3, 1)
     flat, peer = FlatModel(net.build()), net.build()
     batch = torch.ones(2, 3) * (comm.rank + 1)
-    with allreduce._gloo(comm), BucketReducer(comm, flat) as reducer:
-        ours = allreduce._ours(flat, reducer, batch)
-        theirs = allreduce._ddp(DistributedDataParallel(peer, gradient_as_bucket_view=True), batch)
+    with allreduce.gloo(comm), BucketReducer(comm, flat) as reducer:
+        ours = allreduce.our_step(flat, reducer, batch)
+        theirs = allreduce.ddp_step(DistributedDataParallel(peer, gradient_as_bucket_view=True), batch)
         before = flat.weights.clone()
         for _ in range(5):
             ours()

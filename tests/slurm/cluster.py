@@ -23,7 +23,8 @@ from pathlib import Path
 import psutil
 
 from hpcsync.system import launcher
-from tests.hosts.namespaces import NETWORK, Hosts, Unavailable
+from hpcsync.system.namespaces import NETWORK, Hosts, Unavailable
+from tests.hosts.processes import processes
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 PMIX = next(Path("/usr/lib").glob("*/pmix2/lib"), Path("none"))  # where Debian's Slurm looks for a libpmix.so
@@ -167,7 +168,7 @@ class Slurm:
         """What still runs of a job, on any host, with this in its environment."""
         mark, found = {"SLURM_JOB_ID": self.show(job)["JobId"], **environ}.items(), []
         for i in range(1, 5):
-            for process in self.hosts.processes(i):
+            for process in processes(self.hosts, i):
                 with contextlib.suppress(psutil.Error):  # it ended meanwhile; pid 1 there waits for none of them
                     if mark <= process.environ().items():
                         found.append(process)

@@ -11,8 +11,8 @@ import pytest
 
 from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.slurm import mpi_of_this_python
+from hpcsync.system.namespaces import Unavailable
 from hpcsync.trace.reader import Trace, load
-from tests.hosts.namespaces import Unavailable
 from tests.slurm.cluster import Slurm
 
 REPOSITORY = Path(__file__).parents[2]

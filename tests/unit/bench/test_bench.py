@@ -14,6 +14,7 @@ from hpcsync.config.errors import JobError
 from hpcsync.mpi.transport.window_trials import WindowTrial
 from hpcsync.system.gpu_selection import Found
 from hpcsync.system.launcher import Ended
+from hpcsync.system.namespaces import Unavailable
 
 
 def test_no_target_means_all_targets():
@@ -21,6 +22,30 @@ def test_no_target_means_all_targets():
         "transfers", "round-trip", "latency", "allreduce", "decisions", "tracing", "prediction",
         "compression", "events", "simulation",
     ]  # fmt: skip
+
+
+def test_targets_between_hosts_are_measured_where_they_are_named():
+    assert bench.parse(["hosts"]) == ["hosts"]
+
+
+def test_without_hosts_the_line_says_why(monkeypatch, capsys):
+    def refuse(n, rate):
+        raise Unavailable("only root may make network namespaces")
+
+    monkeypatch.setattr(bench, "Hosts", refuse)
+    monkeypatch.setattr(bench.launcher, "on_one_node", lambda environ: True)
+    assert bench.main(["hosts"]) == 1
+    printed = capsys.readouterr().out
+    assert "hosts, 1gbit: only root may make network namespaces" in printed
+
+
+def test_an_allocation_of_several_nodes_is_measured_as_it_is(launched, monkeypatch):
+    def refuse(n, rate):
+        raise AssertionError("no namespaces")
+
+    monkeypatch.setattr(bench, "Hosts", refuse)
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "4")
+    assert bench.main(["hosts"]) == 0
 
 
 def test_on_a_gpu_all_targets_are_those_that_move_tensors():
@@ -81,7 +106,7 @@ def launched(monkeypatch):
     """Pretend a GPU with two working kinds of windows, one of which crashes `transfers`; yield the jobs in order."""
     jobs = []
 
-    def launch(n, argv, *, timeout_s, output):
+    def launch(n, argv, *, timeout_s, output, given):
         module, path, *where = argv[argv.index("hpcsync.bench.rank") + 1 :]
         jobs.append((n, module, *where))
         if (module, where) == ("transfers", ["cuda", "staged"]):
@@ -165,7 +190,7 @@ def test_a_rank_claims_its_gpu_before_mpi_is_loaded():
 
 @pytest.mark.parametrize("status", [0, 3])
 def test_a_job_without_figures_is_a_failure_whatever_its_status(status, monkeypatch):
-    def launch(n, argv, *, timeout_s, output):
+    def launch(n, argv, *, timeout_s, output, given):
         output.write(b"last words")
         return Ended(status)
 

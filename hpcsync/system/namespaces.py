@@ -1,8 +1,10 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with its own address, host name, /dev/shm and
-processes. The file system is shared, as a cluster's home is.
+"""Several hosts on one machine, for tests and benchmarks.
+
+A host is a network namespace on a bridge, with its own address, host name, /dev/shm and processes. The file system is
+shared, as a cluster's home is.
 
     with Hosts(3) as hosts:
-        hosts.run([*hosts.mpiexec([1, 2, 3]), "-n", "3", "hostname"])
+        hosts.run([*hosts.mpiexec([1, 2, 3]), "-n", "3", "hostname"], Path.cwd(), os.environ)
 
 The launcher runs on the host `head`, which holds the bridge. A host is a process that reads its standard input; when
 this process ends, however it does, that input ends, and with it the host, its processes, its address and its cable.
@@ -15,16 +17,13 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-
-import psutil
 
 from hpcsync.system import launcher
 
 NETWORK = "10.87.0"
-AGENT = Path(__file__).with_name("agent")
+AGENT = Path(__file__).with_name("host_agent")
 TOOLS = ("ip", "unshare", "nsenter", "mount", "hostname")
 
 HEAD = "unshare --net --uts --mount"
@@ -51,20 +50,25 @@ ip link set br0 up
 
 
 class Unavailable(Exception):
-    """This machine or this user cannot make hosts; the message says why."""
+    """Hosts cannot be made on this machine or by this user, for the reason in the message."""
 
 
 class Hosts:
-    """Hosts n1 to n{n} and head, until `close`. Raises Unavailable.
+    """Hosts n1 to n{n} and head, until `close`.
 
     Parameters
     ----------
     n
         Number of hosts.
     rate
-        What both ends of every cable send at most, in tc's words; None: no limit.
+        Rate at which both ends of every cable send at most, as tc writes it; None for no limit.
     congestion
-        TCP's congestion control on the hosts; None: the machine's.
+        TCP's congestion control on the hosts; None for that of the machine.
+
+    Raises
+    ------
+    Unavailable
+        If hosts cannot be made.
     """
 
     def __init__(self, n: int, rate: str | None = None, congestion: str | None = None) -> None:
@@ -72,6 +76,7 @@ class Hosts:
             raise Unavailable("only root may make network namespaces")
         if missing := [tool for tool in TOOLS if not shutil.which(tool)]:
             raise Unavailable(f"not installed: {', '.join(missing)}")
+        self.n = n
         self._processes: list[subprocess.Popen[str]] = []
         self._folder = Path(tempfile.mkdtemp(prefix="hpcsync-hosts-", dir="/run"))
         names = {f"n{i}": f"{NETWORK}.{i}" for i in range(1, n + 1)}
@@ -105,13 +110,12 @@ class Hosts:
                 raise OSError(f"{name}: {log.read().strip()}")
         pid = process.pid
         if "--fork" in unshare:
-            (child,) = psutil.Process(pid).children()
-            pid = child.pid
+            pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
         (self._folder / name).write_text(str(pid))
         return pid
 
     def _plug(self, name: str, pid: int, address: str, rate: str | None) -> None:
-        """A cable from the bridge to the host, whose both ends send at `rate` at most."""
+        """Connect the bridge and the host by a cable, whose both ends send at `rate` at most."""
         head, host = (["nsenter", "--target", str(target), "--net"] for target in (self._head, pid))
         port = f"to-{name}"
         lines = [
@@ -128,7 +132,7 @@ class Hosts:
             subprocess.run(line, check=True, capture_output=True)
 
     def mpiexec(self, numbers: Iterable[int], per_host: int = 1) -> list[str]:
-        """The launcher of this Python's MPI, for so many ranks on each of these hosts."""
+        """Return the command line of this Python's MPI launcher, for `per_host` ranks on each of these hosts."""
         names = [f"n{i}" for i in numbers]
         line = launcher.mpiexec()
         version = subprocess.run([*line, "--version"], capture_output=True, text=True, check=True).stdout
@@ -149,10 +153,17 @@ class Hosts:
         return [*line, "--prtemca", "plm_ssh_agent", str(AGENT), *given, "--host", hosts]
 
     def inside(self, host: str, cwd: Path, line: Sequence[str]) -> list[str]:
-        """What runs this program on this host: n1 and so on, or head."""
+        """Return the command line that runs a program on a host: n1 and so on, or head."""
         spaces = ["--net", "--uts", "--mount", *(["--ipc", "--pid"] if host != "head" else [])]
-        pid = (self._folder / host).read_text()
-        return ["nsenter", "--target", pid, *spaces, "env", f"--chdir={cwd}", *line]
+        return ["nsenter", "--target", f"{self.pid(host)}", *spaces, "env", f"--chdir={cwd}", *line]
+
+    def pid(self, host: str) -> int:
+        """Return the id of the process that holds a host's namespaces."""
+        return int((self._folder / host).read_text())
+
+    def environ(self) -> dict[str, str]:
+        """Return the variable by which the launcher's agent finds the hosts."""
+        return {"HPCSYNC_HOSTS": str(self._folder)}
 
     def run(
         self, line: Sequence[str], cwd: Path, environ: Mapping[str, str], timeout_s: float = 60.0
@@ -160,7 +171,7 @@ class Hosts:
         """Run a program on head to its end. Raises subprocess.TimeoutExpired, the program killed."""
         return subprocess.run(
             self.inside("head", cwd, line),
-            env={**environ, "HPCSYNC_TEST_HOSTS": str(self._folder)},
+            env={**environ, **self.environ()},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -169,35 +180,13 @@ class Hosts:
         )
 
     def received_bytes(self, number: int) -> int:
-        """What has come to host n{number} through its cable so far."""
+        """Return the bytes that have come to host n{number} through its cable so far."""
         line = f"nsenter --target {self._head} --net ip -json -stats link show to-n{number}".split()
         (port,) = json.loads(subprocess.run(line, check=True, capture_output=True, text=True).stdout)
         return int(port["stats64"]["tx"]["bytes"])
 
-    def processes(self, number: int) -> list[psutil.Process]:
-        """Processes on host n{number}, besides the host itself; without zombies, which no process there reaps."""
-        pid = int((self._folder / f"n{number}").read_text())
-        here = os.readlink(f"/proc/{pid}/ns/pid")
-        found = []
-        for process in psutil.process_iter():
-            try:
-                here_too = process.pid != pid and os.readlink(f"/proc/{process.pid}/ns/pid") == here
-                if here_too and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-            except (OSError, psutil.NoSuchProcess):
-                continue
-        return found
-
-    def left(self, timeout_s: float = 10.0) -> list[psutil.Process]:
-        """Processes on hosts that do not end in this time: MPICH's launcher returns before what it kills is gone."""
-        deadline_s = time.monotonic() + timeout_s
-        numbers = range(1, len(self._processes))
-        while (found := [p for number in numbers for p in self.processes(number)]) and time.monotonic() < deadline_s:
-            time.sleep(0.05)
-        return found
-
     def close(self) -> None:
-        """Take every host away, with all that runs there; harmless when repeated."""
+        """Remove every host with all that runs there; harmless when repeated."""
         for process in self._processes:
             assert process.stdin is not None and process.stdout is not None
             process.kill()
