@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ BATCH = 8  # small, so that communication dominates
 OPTIONS: dict[str, float] = {"momentum": 0.9}
 LR = 1e-3
 WARM_UP = 3  # DistributedDataParallel rebuilds its buckets after the first step
+PROBE_S = 1e-4  # between two MPI calls that only make progress
 DDP_BUCKET_BYTES = 25 << 20  # its default
 AIM = 1.0
 
@@ -82,10 +84,26 @@ def gloo(comm: MPI.Intracomm) -> Iterator[None]:
     first = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
     port = comm.bcast(first.port if first else 0)
     store = first or dist.TCPStore(host, port)
-    dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
+    with ThreadPoolExecutor(1) as beside:
+        kwargs = {"store": store, "rank": comm.rank, "world_size": comm.size}
+        _progress_until(comm, beside.submit(dist.init_process_group, "gloo", **kwargs).done)
     yield
-    comm.Barrier()  # no rank needs the store any more; a rank that fails ends the job instead
+    leave_mpi(comm)  # no rank needs the store any more; a rank that fails ends the job instead
     dist.destroy_process_group()
+
+
+def leave_mpi(comm: MPI.Comm, group: Any = None) -> None:
+    """Wait until all ranks of the group have done so; collective, and due before they block outside of MPI.
+
+    A collective of MPI may return on a rank whose messages are still to be sent, and are sent when it calls MPI again.
+    """
+    _progress_until(comm, dist.barrier(group=group, async_op=True).is_completed)
+
+
+def _progress_until(comm: MPI.Comm, done: Callable[[], bool]) -> None:
+    while not done():
+        comm.Iprobe()
+        time.sleep(PROBE_S)
 
 
 def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> list[Figure]:
@@ -93,6 +111,7 @@ def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> lis
     batch = torch.randn(BATCH, net.width, generator=torch.Generator().manual_seed(comm.rank))
     with BucketReducer(comm, model) as reducer:
         other = np.ones(model.size, np.float32)
+        leave_mpi(comm, group)
         kinds = (
             our_step(model, reducer, batch),
             ddp_step(DistributedDataParallel(peer, process_group=group, gradient_as_bucket_view=True), batch),
@@ -101,8 +120,8 @@ def _measure(comm: MPI.Intracomm, group: Any, net: Net, repetitions: int) -> lis
             lambda: np.copyto(other, model.weights.numpy()),
         )
         for call in kinds[:2]:
-            seconds(comm, call, WARM_UP)
-        times = in_turn(repetitions, *(lambda call=call: seconds(comm, call, net.steps) for call in kinds))
+            seconds(comm, call, WARM_UP, group)
+        times = in_turn(repetitions, *(lambda call=call: seconds(comm, call, net.steps, group) for call in kinds))
     return _figures(comm.size, model.size, *times)
 
 
@@ -144,9 +163,9 @@ def gloo_all_reduce(vector: torch.Tensor, group: Any) -> Callable[[], None]:
     return all_reduce
 
 
-def seconds(comm: MPI.Intracomm, call: Callable[[], Any], times: int) -> float:
-    """Return the duration of one call on the slowest rank, in seconds."""
-    comm.Barrier()
+def seconds(comm: MPI.Intracomm, call: Callable[[], Any], times: int, group: Any = None) -> float:
+    """Return the duration of one call, which may use MPI or gloo, on the slowest rank, in seconds; collective."""
+    leave_mpi(comm, group)
     begin_s = time.perf_counter()
     for _ in range(times):
         call()

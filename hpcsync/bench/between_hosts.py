@@ -17,7 +17,7 @@ import torch
 from mpi4py import MPI
 from torch.nn.parallel import DistributedDataParallel
 
-from hpcsync.bench.allreduce import BATCH, WARM_UP, Net, ddp_step, gloo, gloo_all_reduce, our_step, seconds
+from hpcsync.bench.allreduce import BATCH, WARM_UP, Net, ddp_step, gloo, gloo_all_reduce, leave_mpi, our_step, seconds
 from hpcsync.bench.figures import Figure, in_turn
 from hpcsync.mpi.collectives.bucket_reducer import BucketReducer
 from hpcsync.training.flat_model import FlatModel
@@ -30,7 +30,7 @@ FIRST, COUNTED = 3, 12  # iterations that warm up, and that count
 
 
 class Line:
-    """TCP connection between rank 0 and the first rank on another host; collective.
+    """TCP connection between rank 0 and the first rank on another host; collective, within `gloo`.
 
     Parameters
     ----------
@@ -47,16 +47,20 @@ class Line:
             raise SystemExit(told if comm.rank == 0 else 1)
         self._other = elsewhere[0]
         self._connection: socket.socket | None = None
+        server = None
         if comm.rank == 0:
-            with socket.create_server((hosts[0], 0)) as server:
-                comm.send(server.getsockname()[:2], self._other)
-                self._connection, _ = server.accept()
+            server = socket.create_server((hosts[0], 0))
+            comm.send(server.getsockname()[:2], self._other)
         elif comm.rank == self._other:
             self._connection = socket.create_connection(comm.recv(source=0))
+        leave_mpi(comm)
+        if server is not None:
+            self._connection, _ = server.accept()
+            server.close()
 
     def seconds(self, n_bytes: int) -> float:
         """Return the duration of a transfer of `n_bytes` and of its one-byte answer, in seconds."""
-        self._comm.Barrier()
+        leave_mpi(self._comm)
         begin_s = time.perf_counter()
         if self._connection is not None:
             if self._comm.rank == 0:
@@ -84,10 +88,9 @@ def measure(comm: MPI.Intracomm, nets: Sequence[Net] = NETS, repetitions: int = 
         On rank 0; empty on the others.
     """
     figures = []
-    with contextlib.closing(Line(comm)) as line:
-        with gloo(comm):
-            for net, aim in zip(nets, MEAN_AIMS, strict=False):
-                figures += _means(comm, line, net, aim, repetitions)
+    with gloo(comm), contextlib.closing(Line(comm)) as line:
+        for net, aim in zip(nets, MEAN_AIMS, strict=False):
+            figures += _means(comm, line, net, aim, repetitions)
         figures += _iterations(comm, line, repetitions)
     return figures if comm.rank == 0 else []
 
@@ -98,6 +101,7 @@ def _means(comm: MPI.Intracomm, line: Line, net: Net, aim: float, repetitions: i
     moved = round(2 * (comm.size - 1) / comm.size * 4 * model.size)  # bytes through the link of each host
     vector, by_mpi = torch.zeros(model.size), np.zeros(model.size, np.float32)
     with BucketReducer(comm, model) as reducer:
+        leave_mpi(comm)
         steps = (
             our_step(model, reducer, batch),
             ddp_step(DistributedDataParallel(peer, gradient_as_bucket_view=True), batch),
