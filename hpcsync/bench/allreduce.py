@@ -85,8 +85,9 @@ def gloo(comm: MPI.Intracomm) -> Iterator[None]:
     port = comm.bcast(first.port if first else 0)
     store = first or dist.TCPStore(host, port)
     with ThreadPoolExecutor(1) as beside:
-        kwargs = {"store": store, "rank": comm.rank, "world_size": comm.size}
-        _progress_until(comm, beside.submit(dist.init_process_group, "gloo", **kwargs).done)
+        joining = beside.submit(dist.init_process_group, "gloo", store=store, rank=comm.rank, world_size=comm.size)
+        _progress_until(comm, joining.done)
+    joining.result()
     yield
     leave_mpi(comm)  # no rank needs the store any more; a rank that fails ends the job instead
     dist.destroy_process_group()
