@@ -86,6 +86,18 @@ scripts: .venv-scripts/ready
 	.venv-scripts/bin/python $(PIP) --constraint constraints.txt --editable '.[mpi,scripts,dev]'
 	touch $@
 
+# ---- the figures of the page about benchmarks: 20 minutes of a quiet machine, as root ----
+
+benchmarks: docs/benchmarks.json
+
+docs/benchmarks.json: venv
+	.venv/bin/python -m hpcsync bench --json .venv/bench.json $$($(call targets,True))
+	.venv-mpich/bin/python -m hpcsync bench --json .venv-mpich/bench.json $$($(call targets,target.ranks))
+	.venv/bin/python -c 'import json, sys; print(json.dumps([json.load(open(path)) for path in sys.argv[1:]], indent=1))' \
+	    .venv/bench.json .venv-mpich/bench.json > $@
+
+targets = .venv/bin/python -c 'from hpcsync.bench import TARGETS; print(*[name for name, target in TARGETS.items() if $(1)])'
+
 # ---- on a machine with a GPU: its tests, what doctor finds, what bench measures ----
 
 # `make gpu GPU_PYTHON=python3` sets up nothing: that Python has everything.
@@ -130,4 +142,4 @@ clean:
 	rm -rf .venv .venv-mpich .venv-newest .venv-scripts build docs/_build *.egg-info .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich wheel-check scripts gpu newest docs format clean
+.PHONY: run test venv check unit ranks ranks-.venv ranks-.venv-mpich wheel-check scripts benchmarks docs/benchmarks.json gpu newest docs format clean

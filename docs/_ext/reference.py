@@ -1,7 +1,7 @@
 """Sphinx extension: writes the generated parts of the reference into docs/_generated before the build.
 
-They are the keys of the job file, the options of the command line and the tables of the trace. The pages under
-docs/reference include them.
+They are the keys of the job file, the options of the command line, the tables of the trace and the paradigms; and the
+tables of the benchmarks. Pages include them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import benchmarks
 import command_line
 import job_file
 import paradigms
@@ -18,10 +19,14 @@ import trace_tables
 def write(folder: Path) -> None:
     """Write every generated part into this folder. Raises ValueError where a key or an option has no description."""
     folder.mkdir(exist_ok=True)
-    for name, text in {**job_file.pages(), **command_line.pages(), **trace_tables.pages(), **paradigms.pages()}.items():
-        path = folder / name
-        if not path.exists() or path.read_text(encoding="utf-8") != text:  # an unchanged page is not built again
-            path.write_text(text, encoding="utf-8")
+    for part in (job_file, command_line, trace_tables, paradigms, benchmarks):
+        for name, text in part.pages().items():
+            _write(folder / name, text)
+
+
+def _write(path: Path, text: str) -> None:
+    if not path.exists() or path.read_text(encoding="utf-8") != text:  # an unchanged page is not built again
+        path.write_text(text, encoding="utf-8")
 
 
 def setup(app: Any) -> dict[str, bool]:

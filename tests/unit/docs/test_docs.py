@@ -24,6 +24,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hpcsync import bench
 from hpcsync.cli.app import app
 from hpcsync.config import job as jobs
 from hpcsync.core.job_validation import check
@@ -241,3 +242,9 @@ def test_the_reference_describes_every_key_option_and_table(monkeypatch: pytest.
     text = "".join(path.read_text(encoding="utf-8") for path in tmp_path.iterdir())
     for expected in ("`staleness_max`", "`--times-from", "### /grants"):
         assert expected in text
+
+
+@pytest.mark.parametrize("target", bench.TARGETS)
+def test_the_page_about_benchmarks_shows_each_target(target):
+    """Its table is generated, which fails if docs/benchmarks.json lacks the target."""
+    assert f"```{{include}} _generated/benchmarks-{target}.md" in (ROOT / "docs/benchmarks.md").read_text("utf-8")
