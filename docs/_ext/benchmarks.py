@@ -73,7 +73,7 @@ def _rows(columns: Sequence[Sequence[Figure]]) -> Iterator[list[str]]:
             figure = column.get(key)
             row += ["", "", ""] if figure is None else _cells(figure, again)
             if figure is not None and figure.aim is not None:
-                aim = f"{'≥' if figure.is_rate else '≤'} {figure.aim:g}"
+                aim = f"{'≥' if figure.is_rate else '≤'}\N{NO-BREAK SPACE}{figure.aim:g}"
         yield [*row, aim]
 
 
