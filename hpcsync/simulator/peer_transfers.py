@@ -79,18 +79,21 @@ class Links:
         """Sum one vector among all workers in a ring; workers that have left forward the others' data."""
         self._loop.after(self._ring_s(self.size_bytes), then, *args)
 
-    def overlapped_all_reduce_s(self, buckets: Sequence[tuple[int, float]]) -> float:
-        """Return the time at which the last of several all-reduces ends, each of which follows the one before.
+    def overlapped_all_reduces_s(self, buckets: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+        """Return when each of several all-reduces begins and ends; each follows the one before.
 
         Parameters
         ----------
         buckets
             Of each all-reduce, its bytes and the time before which it cannot begin.
         """
+        times: list[tuple[float, float]] = []
         end_s = -math.inf
         for size_bytes, ready_s in buckets:
-            end_s = max(end_s, ready_s) + self._ring_s(size_bytes)
-        return end_s
+            begin_s = max(end_s, ready_s)
+            end_s = begin_s + self._ring_s(size_bytes)
+            times.append((begin_s, end_s))
+        return times
 
     def all_reduce_twice(self, size_bytes: int, then: Then, *args: Any) -> None:
         """Form two sums one after the other, of `size_bytes` in total."""

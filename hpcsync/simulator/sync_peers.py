@@ -109,18 +109,28 @@ class AllReduceSimulation(_SynchronousPeers):
             self._payload_bytes = dict(zip(self._contributing, sizes, strict=True))
             self._loop.after(self._encode_s, self._encoded, agreed)
         elif self._backward_share and self._contributing:
-            self._loop.at(self._overlapped_s(), self._reduced, agreed)
+            self._overlap(agreed)
         else:
             self._links.all_reduce(self._reduced, agreed)
 
-    def _overlapped_s(self) -> float:
-        """Return when the last bucket is reduced; a bucket begins when all workers have computed its gradients."""
+    def _overlap(self, agreed: Agreed) -> None:
+        """Reduce bucket by bucket; a bucket begins when all workers have computed its gradients.
+
+        A worker waits while it has computed all of its gradients and no bucket is under way.
+        """
         states = [self._workers[worker] for worker in self._contributing]
         buckets = []
         for begin, end in self._buckets:
             left = self._backward_share * begin / self._links.size_bytes  # of the computation, after this bucket
             buckets.append((end - begin, max(state.end_s - left * (state.end_s - state.begin_s) for state in states)))
-        return self._links.overlapped_all_reduce_s(buckets)
+        times = self._links.overlapped_all_reduces_s(buckets)
+        for state in states:
+            ended_s, waited_s = -math.inf, 0.0
+            for begin_s, next_ended_s in times:
+                waited_s += max(0.0, begin_s - max(ended_s, state.end_s))
+                ended_s = next_ended_s
+            state.exchange_s = state.end_s + waited_s
+        self._loop.at(times[-1][1], self._reduced, agreed)
 
     def _encoded(self, agreed: Agreed) -> None:
         payload_bytes = [self._payload_bytes.get(worker, 0) for worker in range(len(self._workers))]

@@ -487,6 +487,19 @@ def test_all_reduce_overlaps_with_the_backward_pass_bucket_by_bucket(seconds, sh
     assert found == pytest.approx(np.array([expected] * 4), rel=1e-9)
 
 
+@pytest.mark.parametrize(("share", "waited_s"), [(1.0, 0.0), (0.1, 0.0022)])
+def test_a_worker_does_not_wait_for_others_while_a_bucket_is_under_way(share, waited_s):
+    """The first worker ends at 20 ms; the second completes its first bucket at 6 or 22.2 ms, and each takes 10 ms."""
+    compute = {"model": "constant", "seconds": [0.02, 0.024], "backward_share": share}
+    cluster = {"compute": compute, "network": NETWORK}
+    run = Run(ALLREDUCE | {"bucket_mb": 1e-3}, 2, 6, workload=TIMING, cluster=cluster)
+    rows = run.trace.array("exchanges")
+    first = rows[(rows["iteration"] == 1) & (rows["batch_size"] > 0)]
+    assert first["wait_s"][np.argsort(first["worker"])] == pytest.approx([waited_s, 0.0], abs=1e-9)
+    together = first["compute_s"] + first["wait_s"] + first["comm_s"]
+    assert together == pytest.approx(first["now_s"] - first["begin_s"])
+
+
 def test_a_round_of_local_sgd():
     found = ends(local(3), 4)
     averaged = 3.0 + ring_allreduce_s(4, 4000, LATENCY_S, 125e3)
