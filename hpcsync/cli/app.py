@@ -151,6 +151,60 @@ def audit(trace: TracePath) -> None:
         sys.exit(auditing.main(trace))
 
 
+@app.command(cls=JobCommand)
+def compare(
+    paths: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="JOB|RUN...",
+            help="Job file (TOML) to run with --vary; or finished runs: traces, or folders with traces.",
+            show_default=False,
+        ),
+    ],
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=[VALUE, ...]",
+            help="Values of a key of the job file; with several keys, every combination is a variant.",
+            show_default=False,
+        ),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Seeds of every variant, counted from the seed of the job.")
+    ] = 3,
+    virtual: Annotated[
+        bool, typer.Option("--simulate", help="Run in virtual time, instead of on MPI ranks.", show_default=False)
+    ] = False,
+    at_once: Annotated[
+        int, typer.Option("--jobs", metavar="N", min=1, help="Simulations at the same time; real runs take turns.")
+    ] = 1,
+    overrides: Overrides = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the runs; runs/NAME-compare/ by default. Runs that have finished there are not run again.",
+        ),
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the table as CSV.", show_default=False)
+    ] = None,
+    latex: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the table for LaTeX (booktabs).", show_default=False),
+    ] = None,
+) -> None:
+    """Compare variants of a job over seeds: which is the fastest, and how sure that is.
+
+    A run that does not reach the target is counted and not averaged. Differences are paired by seed.
+    """
+    with user_errors_in_one_line():
+        from hpcsync.cli import compare as comparing
+
+        asked = comparing.Asked(vary or [], seeds, virtual, at_once, overrides or [], out, csv, latex)
+        sys.exit(comparing.main(paths, asked))
+
+
 app.command("figure", help=figure.HELP)(figure.command)
 app.command("cite")(cite.command)
 

@@ -14,16 +14,13 @@ The script requests resources, and starts all ranks with one srun. Reasons for i
 
 from __future__ import annotations
 
-import itertools
-import json
-import math
 import re
 import shlex
-import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hpcsync.cli import grid
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.system import launcher
@@ -90,7 +87,7 @@ def script(path: Path, overrides: Sequence[str], asked: BatchRequest, command: s
     """
     kinds = _kinds(asked)
     ranks = sum(kind["nodes"] * kind["ntasks_per_node"] for kind in kinds)
-    tasks = _tasks(asked.array)
+    tasks = grid.combinations("--array", asked.array)
     if tasks and len(kinds) > 1:
         raise JobError(
             f"--array {asked.array[0]}: must be left out with {len(kinds)} kinds of node: Slurm has no arrays of "
@@ -141,34 +138,6 @@ def _dashed(name: str) -> str:
 
 
 # ---- job arrays ----
-
-
-def _tasks(array: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the overrides of every task of the array: all combinations, with the last key changing fastest."""
-    if not array:
-        return []
-    keys = []
-    for text in array:
-        key, _, values = text.partition("=")
-        try:
-            parsed = tomllib.loads(f"value = {values}")["value"]
-        except tomllib.TOMLDecodeError:
-            parsed = None
-        if not isinstance(parsed, list) or not parsed:
-            raise JobError(f"--array {text}: must be KEY=[VALUE, ...], such as seed=[1, 2, 3]")
-        keys.append([f"{key}={_toml(value)}" for value in parsed])
-    return list(itertools.product(*keys))
-
-
-def _toml(value: Any) -> str:
-    """Return a value in TOML, in one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(key)[1:-1]} = {_toml(inner)}" for key, inner in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _settings(tasks: Sequence[tuple[str, ...]]) -> list[str]:

@@ -1,0 +1,193 @@
+"""Command `hpcsync compare`: variants of a job over seeds, run as a grid or read from finished runs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcsync.cli import grid
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
+
+if TYPE_CHECKING:
+    from hpcsync.report.summary import Summary
+
+Grouped = dict[str, dict[int, "Summary"]]
+NOT_COMPARED = ("name", "seed")  # keys in which runs of one variant may differ
+
+
+class Asked(NamedTuple):
+    """Options of the command line, under their names."""
+
+    vary: Sequence[str]
+    seeds: int
+    simulate: bool
+    jobs: int
+    overrides: Sequence[str]
+    out: Path | None
+    csv: Path | None
+    latex: Path | None
+
+
+def main(paths: Sequence[Path], asked: Asked) -> int:
+    """Compare a grid of runs of a job, or finished runs; return the exit status.
+
+    Raises
+    ------
+    JobError
+        For bad input, before anything starts.
+    """
+    files = [path for path in paths if path.suffix == ".toml"]
+    if files and len(paths) > 1:
+        raise JobError(f"compare: {files[0]} must be the only argument: a job is compared by --vary")
+    if files:
+        status, found = _grid(files[0], asked)
+    else:
+        if asked.vary or asked.overrides or asked.simulate or asked.out:
+            raise JobError(f"compare: {paths[0]} must be a job file (.toml), to be run with these options")
+        status, found = 0, grouped(paths)
+    if not found:
+        print("hpcsync: no run has finished", file=sys.stderr)
+        return 1
+    from rich.console import Console
+
+    from hpcsync.report import variants
+
+    result = variants.compare(found)
+    Console().print(variants.table(result))
+    for file, text in ((asked.csv, variants.to_csv), (asked.latex, variants.to_latex)):
+        if file is not None:
+            _write(file, text(result))
+    return status
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise JobError(f"{file}: {error.strerror}") from None
+    print(f"written: {file}")
+
+
+# ---- a grid ----
+
+
+def _grid(path: Path, asked: Asked) -> tuple[int, Grouped]:
+    from hpcsync.system import launcher
+
+    if launcher.under_launcher():
+        raise launcher.LaunchError("compare: must be started as one process, without an MPI launcher")
+    varied = grid.combinations("--vary", asked.vary, 'paradigm=["bsp", "asp"]')
+    if not varied:
+        raise JobError('compare: --vary is missing; must be KEY=[VALUE, ...], such as paradigm=["bsp", "asp"]')
+    if any(text.partition("=")[0].strip() == "seed" for text in asked.vary):
+        raise JobError("--vary seed: must not be given: --seeds N runs N seeds of every variant")
+    out = asked.out or Path("runs") / f"{jobs.load(path, asked.overrides).name}-compare"
+    runs = grid.plan(path, asked.overrides, varied, asked.seeds, out)
+    grid.check(path, runs, simulated=asked.simulate)
+    n_before = sum(map(grid.finished, runs))
+    print(f"{len(runs)} runs of {len(varied)} variants in {out}; {n_before} have finished already", file=sys.stderr)
+    n_failed, n_left = 0, len(runs) - n_before
+    for i, (run, status) in enumerate(grid.carry_out(path, runs, simulated=asked.simulate, at_once=asked.jobs), 1):
+        n_failed += status != 0
+        ended = "finished" if status == 0 else f"failed with status {status}, see {run.folder}.log"
+        print(f"{i} of {n_left}: {run.label}, seed {run.seed}: {ended}", file=sys.stderr)
+    found: Grouped = {}
+    for run in filter(grid.finished, runs):
+        found.setdefault(run.label, {})[run.seed] = _summary(run.folder)[1]
+    for name in dict.fromkeys(run.label for run in runs):
+        if name not in found:
+            print(f"hpcsync: {name}: no run has finished, so it is not in the table", file=sys.stderr)
+    return int(n_failed > 0), found
+
+
+# ---- finished runs ----
+
+
+def grouped(paths: Iterable[Path]) -> Grouped:
+    """Return the summaries of the finished runs in these folders, by label and seed.
+
+    Runs are of one variant if their jobs differ in seed and name only. Runs that have not finished are left out and
+    counted in a line on standard error.
+
+    Raises
+    ------
+    JobError
+        If a folder has no trace, a trace cannot be read, or two runs have the same job and seed.
+    """
+    found: dict[str, tuple[dict[str, Any], dict[int, Summary]]] = {}
+    unfinished = []
+    for trace in [trace for path in paths for trace in _traces(path)]:
+        job, summary = _summary(trace)
+        if summary.status != "finished":
+            unfinished.append(trace)
+            continue
+        keys = {key: text for key, text in _keys(job, summary.engine) if key not in NOT_COMPARED}
+        runs = found.setdefault(repr(keys), (keys, {}))[1]
+        if job.seed in runs:
+            raise JobError(f"{trace}: must not have the job and the seed ({job.seed}) of another run")
+        runs[job.seed] = summary
+    if unfinished:
+        print(f"hpcsync: {len(unfinished)} runs have not finished and are left out: {unfinished[0]}", file=sys.stderr)
+    labels = _labels([keys for keys, _ in found.values()])
+    return dict(zip(labels, (runs for _, runs in found.values()), strict=True))
+
+
+def _traces(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    traces = [path / "trace.h5"] if (path / "trace.h5").exists() else sorted(path.rglob("trace.h5"))
+    if not traces:
+        raise JobError(f"{path}: must be a trace, or a folder with the traces of runs")
+    return traces
+
+
+def _summary(path: Path) -> tuple[jobs.Job, Summary]:
+    from hpcsync.report.summary import summarize
+    from hpcsync.trace.reader import TraceError, opened
+
+    try:
+        with opened(path) as trace:
+            return trace.job, summarize(trace)
+    except TraceError as error:
+        raise JobError(str(error)) from None
+
+
+def _keys(job: jobs.Job, engine: str | None) -> Iterable[tuple[str, str]]:
+    """Return the keys of a job with their values in TOML, without a number of servers that is the default."""
+    import tomllib
+
+    table = tomllib.loads(job.to_toml())
+    if table["cluster"].get("servers") == jobs.default_servers(table["paradigm"]):
+        del table["cluster"]["servers"]
+    return [*_flat(table), ("engine", str(engine))]
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else grid.in_one_line(value).replace(", ", ",")
+
+
+def _labels(variants: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the keys in which each variant differs; a paradigm's options from others with the same paradigm."""
+    names = []
+    for keys in variants:
+        words = []
+        for key, value in keys.items():
+            alike = [other for other in variants if not _option_of_another(key, keys, other)]
+            if any(other.get(key) != value for other in alike):
+                words.append(value if key.endswith(".name") or key == "engine" else f"{key.rpartition('.')[2]}={value}")
+        names.append(" ".join(sorted(words, key=lambda word: "=" in word)) or "job")
+    return [name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
+
+
+def _option_of_another(key: str, keys: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Return whether this key is an option of a table whose kind the other variant does not share."""
+    folder = key.rpartition(".")[0]
+    kinds = [f"{folder}.{word}" for word in ("name", "model")]
+    return any(kind in keys and kind != key and keys[kind] != other.get(kind) for kind in kinds)

@@ -1,0 +1,180 @@
+"""Grids of jobs: every combination of values of some keys, each run in a folder of its own."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hpcsync.config import job as jobs
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import Job
+
+
+def combinations(option: str, axes: Sequence[str], example: str = "seed=[1, 2, 3]") -> list[tuple[str, ...]]:
+    """Return the overrides of every combination of values, with the last key changing fastest.
+
+    Parameters
+    ----------
+    option : str
+        Option of the command line that the axes are from, for messages.
+    axes : sequence of str
+        Keys with their values, ``KEY=[VALUE, ...]``.
+    example : str
+        An axis that would be valid, for messages.
+
+    Raises
+    ------
+    JobError
+        For an axis without an array of values.
+    """
+    if not axes:
+        return []
+    found: dict[str, list[str]] = {}
+    for text in axes:
+        key, _, values = text.partition("=")
+        try:
+            parsed = tomllib.loads(f"value = {values}")["value"]
+        except tomllib.TOMLDecodeError:
+            parsed = None
+        if not isinstance(parsed, list) or not parsed:
+            raise JobError(f"{option} {text}: must be KEY=[VALUE, ...], such as {example}")
+        if key.strip() in found:
+            raise JobError(f"{option} {text}: {key.strip()} must be given once")
+        found[key.strip()] = [f"{key}={in_one_line(value)}" for value in parsed]
+    return list(itertools.product(*found.values()))
+
+
+def in_one_line(value: Any) -> str:
+    """Return a value in TOML, in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{json.dumps(key)[1:-1]} = {in_one_line(inner)}" for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(in_one_line, value)) + "]"
+    if isinstance(value, float) and math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def label(overrides: Sequence[str]) -> str:
+    """Return overrides in short words: ``ssp staleness=3 seconds=[0.02,0.04]``."""
+    return " ".join(_short(*override.split("=", 1)) for override in overrides) or "job"
+
+
+def _short(key: str, text: str) -> str:
+    value = tomllib.loads(f"value = {text}")["value"]
+    if isinstance(value, dict):
+        kind = value.get("name", value.get("model"))
+        rest = [f"{k}={_compact(v)}" for k, v in value.items() if k not in ("name", "model")]
+        return " ".join([str(kind), *rest] if kind is not None else rest)
+    if isinstance(value, str):
+        return value
+    return f"{key.strip().rpartition('.')[2]}={_compact(value)}"
+
+
+def _compact(value: Any) -> str:
+    return value if isinstance(value, str) else in_one_line(value).replace(", ", ",").replace(" = ", "=")
+
+
+class Run(NamedTuple):
+    """One run of a grid."""
+
+    label: str
+    seed: int
+    overrides: tuple[str, ...]
+    job: Job
+    folder: Path
+
+
+def plan(path: Path, overrides: Sequence[str], variants: Sequence[tuple[str, ...]], seeds: int, out: Path) -> list[Run]:
+    """Return the runs of a grid: every variant with every seed, counted from the seed of the job.
+
+    Raises
+    ------
+    JobError
+        If a job is not valid, or two variants are the same.
+    """
+    runs = []
+    for varied in variants:
+        name = label(varied)
+        first = jobs.load(path, [*overrides, *varied])
+        for seed in range(first.seed, first.seed + seeds):
+            given = (*overrides, *varied, f"seed={seed}")
+            folder = out / re.sub(r"[^\w.=+-]+", "-", name).strip("-")[:100] / f"seed-{seed}"
+            runs.append(Run(name, seed, given, jobs.load(path, given), folder))
+    by_folder: dict[Path, Run] = {}
+    for run in runs:
+        if (other := by_folder.setdefault(run.folder, run)) is not run:
+            raise JobError(f"--vary: {other.label} and {run.label} must differ, in their first 100 characters")
+    return runs
+
+
+def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
+    """Raise JobError for a job that cannot run, or for a folder that holds another job."""
+    from hpcsync.core.job_validation import check as check_job
+    from hpcsync.workloads.registry import import_beside
+
+    import_beside(path)
+    checked = set()
+    for run in runs:
+        if not simulated:
+            jobs.refuse_simulated(run.job)
+        if run.label not in checked:
+            checked.add(run.label)
+            check_job(run.job)
+        _refuse_other_job(run)
+
+
+def _refuse_other_job(run: Run) -> None:
+    file = run.folder / "job.toml"
+    if not file.exists():
+        return
+    before, job = Job.from_toml(file.read_text(encoding="utf-8")), run.job
+    if job.paradigm.open_keys and job.paradigm.name == before.paradigm.name:  # chosen when the run began
+        chosen = {key: getattr(before.paradigm, key) for key in job.paradigm.open_keys}
+        job = job.model_copy(update={"paradigm": replace(job.paradigm, **chosen)})
+    if before.to_toml() != job.to_toml():
+        raise JobError(f"--out: {run.folder} holds a run of another job; give another folder")
+
+
+def finished(run: Run) -> bool:
+    """Return whether the run has ended."""
+    return (run.folder / "summary.json").exists()
+
+
+def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int) -> Iterator[tuple[Run, int]]:
+    """Run what has not finished, each in a process of its own; yield each run that has ended with its exit status.
+
+    What a run prints is in the file beside its folder that ends in ``.log``.
+    """
+    left = [run for run in runs if not finished(run)]
+    with ThreadPoolExecutor(at_once if simulated else 1) as pool:
+        ended = {pool.submit(_execute, path, run, simulated=simulated): run for run in left}
+        try:
+            for future in as_completed(ended):
+                yield ended[future], future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _execute(path: Path, run: Run, *, simulated: bool) -> int:
+    from hpcsync.run_dir import layout
+
+    if simulated and run.folder.exists():
+        layout.put_aside(run.folder)
+    run.folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "hpcsync", "simulate" if simulated else "run", str(path)]
+    command += [word for override in run.overrides for word in ("--set", override)]
+    command += ["--out", str(run.folder), *(["--resume"] if not simulated and run.folder.exists() else [])]
+    with run.folder.with_name(f"{run.folder.name}.log").open("w", encoding="utf-8") as log:
+        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode

@@ -1,0 +1,275 @@
+"""Comparison of variants of one job over seeds: time to the target with intervals, paired by seed.
+
+Notes
+-----
+Intervals are Student's 95 % intervals of a mean. Differences to the fastest variant are taken seed by seed, and their
+interval is that of the mean difference: what a seed does to all variants alike cancels.
+
+The probability of being the fastest is a paired bootstrap: 10,000 times as many seeds as there are are drawn with
+replacement, the same ones for every variant, and the variant with the smallest mean time over them counts; equal means
+share.
+
+A run that ended before it reached the target is censored: its time is unknown, but later than its end. No mean is taken
+over such runs. A variant with one has no mean, interval or difference, and a bootstrap sample that contains one cannot
+make its variant the fastest.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from hpcsync.report.summary import Summary
+
+LEAST_SEEDS = 3  # for an interval or a probability
+LEVEL = 0.95
+RESAMPLES = 10_000
+
+
+class Estimate(NamedTuple):
+    """Mean, and half the width of its interval; None with fewer than `LEAST_SEEDS` values."""
+
+    mean: float
+    half_width: float | None
+
+
+class Row(NamedTuple):
+    """One variant.
+
+    Attributes
+    ----------
+    runs, arrived
+        Number of finished runs, and of those that reached the target.
+    time_s
+        Time to the target, in seconds; None unless all runs arrived.
+    behind_s
+        Difference to the fastest variant, paired by seed, in seconds; None for that variant itself, without an
+        arrival of both at every common seed, and without a fastest variant.
+    fastest
+        Probability of being the fastest; None with fewer than `LEAST_SEEDS` common seeds.
+    samples_per_s, wait_share, staleness, wire_bytes, accuracy, loss
+        Means over the runs, of the numbers of their summaries; None if a run lacks it. Accuracy and loss are final.
+    """
+
+    label: str
+    runs: int
+    arrived: int
+    time_s: Estimate | None
+    behind_s: Estimate | None
+    fastest: float | None
+    samples_per_s: float | None
+    wait_share: float | None
+    staleness: float | None
+    wire_bytes: float | None
+    accuracy: float | None
+    loss: float | None
+
+
+class Variants(NamedTuple):
+    """Rows in the order of the variants, the label of the fastest, the target in words, and remarks."""
+
+    rows: tuple[Row, ...]
+    fastest: str | None
+    target: str | None
+    remarks: tuple[str, ...]
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Return the mean of finite values with the half width of Student's 95 % interval."""
+    mean = float(np.mean(values))
+    if len(values) < LEAST_SEEDS:
+        return Estimate(mean, None)
+    from scipy.stats import t
+
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    return Estimate(mean, float(t.ppf(0.5 + LEVEL / 2, len(values) - 1)) * error)
+
+
+def paired(times: Mapping[int, float], reference: Mapping[int, float]) -> Estimate | None:
+    """Return the mean difference at the seeds that both have; None without one, or if one of these is infinite."""
+    differences = [times[seed] - reference[seed] for seed in times if seed in reference]
+    return estimate(differences) if differences and all(map(math.isfinite, differences)) else None
+
+
+def probabilities(times: np.ndarray) -> np.ndarray:
+    """Return each variant's probability of being the fastest, by the paired bootstrap.
+
+    Parameters
+    ----------
+    times : array of shape (variants, seeds)
+        Times to the target; infinite for a censored run.
+
+    Returns
+    -------
+    array of shape (variants,)
+        The sum is below 1 if some of the samples contain a censored run of every variant.
+    """
+    drawn = np.random.default_rng(0).integers(times.shape[1], size=(RESAMPLES, times.shape[1]))
+    means = times[:, drawn].mean(axis=2)
+    first = (means == means.min(axis=0)) & np.isfinite(means)
+    return (first / np.maximum(first.sum(axis=0), 1)).mean(axis=1)
+
+
+def compare(variants: Mapping[str, Mapping[int, Summary]]) -> Variants:
+    """Compare the finished runs of variants.
+
+    Parameters
+    ----------
+    variants : mapping
+        Summaries by seed, by the label of the variant; each has at least one.
+    """
+    times = {label: {seed: _time(run) for seed, run in runs.items()} for label, runs in variants.items()}
+    means = {label: np.mean(list(each.values())) for label, each in times.items()}  # infinite if one is censored
+    arrived = [label for label in means if math.isfinite(means[label])]
+    fastest = min(arrived, key=lambda label: means[label], default=None)
+    common = sorted(set.intersection(*(set(each) for each in times.values())))
+    chances: dict[str, float] = {}
+    if len(common) >= LEAST_SEEDS:
+        values = probabilities(np.array([[each[seed] for seed in common] for each in times.values()]))
+        chances = dict(zip(times, map(float, values), strict=True))
+    rows = []
+    for label, runs in variants.items():
+        given = list(times[label].values())
+        rows.append(
+            Row(
+                label=label,
+                runs=len(given),
+                arrived=sum(map(math.isfinite, given)),
+                time_s=estimate(given) if label in arrived else None,
+                behind_s=paired(times[label], times[fastest]) if fastest not in (None, label) else None,
+                fastest=chances.get(label),
+                samples_per_s=_mean([run.samples_per_s for run in runs.values()]),
+                wait_share=_mean([run.wait_share for run in runs.values()]),
+                staleness=_mean([run.staleness_mean for run in runs.values()]),
+                wire_bytes=_mean([run.wire_bytes for run in runs.values()]),
+                accuracy=_mean([run.final_accuracy for run in runs.values()]),
+                loss=_mean([run.final_loss for run in runs.values()]),
+            )
+        )
+    targets = {run.target for runs in variants.values() for run in runs.values()}
+    remarks = tuple(_remarks(rows, targets, len(common), {seed for each in times.values() for seed in each}))
+    return Variants(tuple(rows), fastest, next(iter(targets)) if len(targets) == 1 else None, remarks)
+
+
+def _time(run: Summary) -> float:
+    return math.inf if run.time_to_target_s is None else run.time_to_target_s
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(np.mean(known)) if known and len(known) == len(values) else None
+
+
+def _remarks(rows: Sequence[Row], targets: set[str | None], common: int, seeds: set[int]) -> list[str]:
+    lines = []
+    if targets == {None}:
+        lines.append("no target, so no time to it: set stop.target_accuracy or stop.target_loss")
+    elif len(targets) > 1:
+        lines.append("the variants have different targets: " + ", ".join(sorted(each or "none" for each in targets)))
+    if common < LEAST_SEEDS:
+        lines.append(f"no probabilities: {common} common seeds, at least {LEAST_SEEDS} are needed")
+    if any(row.runs < LEAST_SEEDS for row in rows):
+        lines.append(f"no intervals for fewer than {LEAST_SEEDS} seeds")
+    if any(row.runs < len(seeds) for row in rows):
+        lines.append(f"the variants have different seeds; differences and probabilities use the common ones ({common})")
+    if targets != {None} and any(row.arrived < row.runs for row in rows):
+        lines.append("runs that did not reach the target have no time, and their variant no mean")
+    return lines
+
+
+# ---- output ----------------------------------------------------------------------------------------------------------
+
+
+def table(variants: Variants) -> RenderableType:
+    """Return the variants as a table that fits into 80 columns."""
+    result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    result.add_column("variant", overflow="fold", min_width=10, ratio=1)
+    for name in _headers(variants):
+        result.add_column(name, justify="right", no_wrap=name != "to target")
+    for row in variants.rows:
+        result.add_row(*(Text(cell) for cell in _cells(row, variants)))
+    target = f"to target: {variants.target or 'the target'}, in s, with the 95 % interval; behind: the fastest, by seed"
+    about = f"{target}; P: probability of being the fastest; wait: of the workers' time; stale: mean, in updates"
+    return Group(result, Text(about, "dim"), *(Text(f"note: {line}", "yellow") for line in variants.remarks))
+
+
+def _headers(variants: Variants) -> tuple[str, ...]:
+    return ("to target", "behind", "P", "samples/s", "wait", "stale", "MB", _quality(variants))
+
+
+def _quality(variants: Variants) -> str:
+    return "loss" if all(row.accuracy is None for row in variants.rows) else "accuracy"
+
+
+def _cells(row: Row, variants: Variants) -> list[str]:
+    quality = getattr(row, _quality(variants))
+    return [
+        row.label,
+        f"{row.arrived} of {row.runs} arrived" if row.time_s is None else _words(row.time_s),
+        "fastest" if row.label == variants.fastest else "-" if row.behind_s is None else _words(row.behind_s, "+"),
+        "-" if row.fastest is None else f"{row.fastest:.2f}",
+        "-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
+        "-" if row.wait_share is None else f"{100 * row.wait_share:.0f} %",
+        "-" if row.staleness is None else f"{row.staleness:.2f}",
+        "-" if row.wire_bytes is None else _number(1e-6 * row.wire_bytes),
+        "-" if quality is None else f"{quality:.4g}",
+    ]
+
+
+def _words(value: Estimate, sign: str = "") -> str:
+    mean = f"{value.mean:{sign}.2f}" if abs(value.mean) < 100 else f"{value.mean:{sign},.0f}"
+    return mean if value.half_width is None else f"{mean} ± {_number(value.half_width)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
+
+
+def to_csv(variants: Variants) -> str:
+    """Return the variants as CSV, one line each, with every digit; an empty field is not known."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    pairs = ("time_s", "behind_s")
+    names = [name for field in Row._fields for name in ([field, f"{field}_ci95"] if field in pairs else [field])]
+    writer.writerow(names)
+    for row in variants.rows:
+        cells: list[object] = []
+        for field in Row._fields:
+            value = getattr(row, field)
+            cells += (value or (None, None)) if field in pairs else [value]
+        writer.writerow(cells)
+    return text.getvalue()
+
+
+_ESCAPES = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    '"': r"\textquotedbl{}",
+    "±": r"$\pm$",
+    **{special: f"\\{special}" for special in "&%$#_{}"},
+}
+
+
+def escaped(text: str) -> str:
+    """Return a text as LaTeX prints it literally."""
+    return "".join(_ESCAPES.get(character, character) for character in text)
+
+
+def to_latex(variants: Variants) -> str:
+    """Return the variants as a LaTeX table of the package booktabs."""
+    names = ("variant", *_headers(variants))
+    lines = ["% needs \\usepackage{booktabs} and \\usepackage[T1]{fontenc}", f"\\begin{{tabular}}{{l{'r' * 8}}}"]
+    body = [_cells(row, variants) for row in variants.rows]
+    rows = [" & ".join(map(escaped, cells)) + r" \\" for cells in (names, *body)]
+    return "\n".join([*lines, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
