@@ -20,7 +20,7 @@ import pandas
 from rich.table import Table
 
 from hpcsync.config.job import Job
-from hpcsync.report.compare import side
+from hpcsync.report.trace_pair import side
 from hpcsync.run_dir import layout
 from hpcsync.system import launcher
 from hpcsync.system.namespaces import Hosts

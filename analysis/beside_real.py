@@ -26,7 +26,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hpcsync.report.compare import compare
+from hpcsync.report.trace_pair import compare
 from hpcsync.trace.reader import load
 
 JOBS = Path(__file__).parents[1] / "jobs"

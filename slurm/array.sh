@@ -19,4 +19,4 @@ case $SLURM_ARRAY_TASK_ID in
 esac
 export OMP_NUM_THREADS="$SLURM_CPUS_PER_TASK"
 srun --mpi=pmix --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
-    python -m mpi4py -m hpcsync run jobs/digits-bsp.toml "${settings[@]}" -n "$SLURM_NTASKS" --out "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"
+    python -m mpi4py -m hpcsync run jobs/digits-bsp.toml "${settings[@]}" -n "$SLURM_NTASKS" --out "runs/$SLURM_JOB_NAME-$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID"

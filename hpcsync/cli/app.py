@@ -170,8 +170,17 @@ def compare(
         ),
     ] = None,
     seeds: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Seeds of every variant, counted from the seed of the job.")
+        int, typer.Option(metavar="N", min=1, max=1000, help="Seeds of every variant, counted from that of the job.")
     ] = 3,
+    tune: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=[VALUE, ...]",
+            help="Values of a key, such as optimizer.lr; each variant uses the best one on tuning seeds.",
+            show_default=False,
+        ),
+    ] = None,
+    tune_seeds: Annotated[int, typer.Option(metavar="N", min=1, help="Tuning seeds of every variant and value.")] = 1,
     virtual: Annotated[
         bool, typer.Option("--simulate", help="Run in virtual time, instead of on MPI ranks.", show_default=False)
     ] = False,
@@ -201,8 +210,8 @@ def compare(
     with user_errors_in_one_line():
         from hpcsync.cli import compare as comparing
 
-        asked = comparing.Asked(vary or [], seeds, virtual, at_once, overrides or [], out, csv, latex)
-        sys.exit(comparing.main(paths, asked))
+        given = (vary or (), seeds, tune or (), tune_seeds, virtual, at_once, overrides or (), out, csv, latex)
+        sys.exit(comparing.main(paths, comparing.Asked(*given)))
 
 
 app.command("figure", help=figure.HELP)(figure.command)

@@ -10,25 +10,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from hpcsync.cli import grid
 from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
+from hpcsync.system.atomic_files import whole
+from hpcsync.system.signals import Interrupted, interrupt, on_signals
 
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
 
 Grouped = dict[str, dict[int, "Summary"]]
+TUNING_SEEDS = 1_000  # the first one, counted from the seed of the job: none of those that are reported
 NOT_COMPARED = ("name", "seed")  # keys in which runs of one variant may differ
 
 
 class Asked(NamedTuple):
     """Options of the command line, under their names."""
 
-    vary: Sequence[str]
-    seeds: int
-    simulate: bool
-    jobs: int
-    overrides: Sequence[str]
-    out: Path | None
-    csv: Path | None
-    latex: Path | None
+    vary: Sequence[str] = ()
+    seeds: int = 3
+    tune: Sequence[str] = ()
+    tune_seeds: int = 1
+    simulate: bool = False
+    jobs: int = 1
+    overrides: Sequence[str] = ()
+    out: Path | None = None
+    csv: Path | None = None
+    latex: Path | None = None
 
 
 def main(paths: Sequence[Path], asked: Asked) -> int:
@@ -43,9 +48,14 @@ def main(paths: Sequence[Path], asked: Asked) -> int:
     if files and len(paths) > 1:
         raise JobError(f"compare: {files[0]} must be the only argument: a job is compared by --vary")
     if files:
-        status, found = _grid(files[0], asked)
+        try:
+            with on_signals(interrupt):
+                status, found = _grid(files[0], asked)
+        except Interrupted:
+            print("hpcsync: interrupted; the same command resumes", file=sys.stderr)
+            return 1
     else:
-        if asked.vary or asked.overrides or asked.simulate or asked.out:
+        if asked != Asked(csv=asked.csv, latex=asked.latex):
             raise JobError(f"compare: {paths[0]} must be a job file (.toml), to be run with these options")
         status, found = 0, grouped(paths)
     if not found:
@@ -65,7 +75,8 @@ def main(paths: Sequence[Path], asked: Asked) -> int:
 
 def _write(file: Path, text: str) -> None:
     try:
-        file.write_text(text, encoding="utf-8")
+        with whole(file) as path:
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise JobError(f"{file}: {error.strerror}") from None
     print(f"written: {file}")
@@ -82,13 +93,52 @@ def _grid(path: Path, asked: Asked) -> tuple[int, Grouped]:
     varied = grid.combinations("--vary", asked.vary, 'paradigm=["bsp", "asp"]')
     if not varied:
         raise JobError('compare: --vary is missing; must be KEY=[VALUE, ...], such as paradigm=["bsp", "asp"]')
-    if any(text.partition("=")[0].strip() == "seed" for text in asked.vary):
-        raise JobError("--vary seed: must not be given: --seeds N runs N seeds of every variant")
+    tuned = grid.combinations("--tune", asked.tune, "optimizer.lr=[0.03, 0.1]")
+    _refuse_twice(asked)
     out = asked.out or Path("runs") / f"{jobs.load(path, asked.overrides).name}-compare"
-    runs = grid.plan(path, asked.overrides, varied, asked.seeds, out)
+    if tuned:
+        varied = _tune(path, asked, varied, tuned, out / "tuning")
+    runs = grid.plan(path, asked.overrides, varied, range(asked.seeds), out)
+    return _carry_out(path, asked, runs, f"{len(varied)} variants in {out}")
+
+
+def _refuse_twice(asked: Asked) -> None:
+    """Raise JobError for a key that two options give."""
+    keys = {"seed": "--seeds"}
+    for option, axes in (("--vary", asked.vary), ("--tune", asked.tune)):
+        for key in (text.partition("=")[0].strip() for text in axes):
+            if (other := keys.setdefault(key, option)) != option:
+                raise JobError(f"{option} {key}: must not be given, since {other} gives it")
+
+
+def _tune(
+    path: Path, asked: Asked, varied: Sequence[tuple[str, ...]], tuned: Sequence[tuple[str, ...]], out: Path
+) -> list[tuple[str, ...]]:
+    """Return each variant with the setting that is best on the tuning seeds; all variants are given the same ones."""
+    from hpcsync.report.variants import merit
+
+    candidates = [(*variant, *setting) for variant in varied for setting in tuned]
+    seeds = range(TUNING_SEEDS, TUNING_SEEDS + asked.tune_seeds)
+    runs = grid.plan(path, asked.overrides, candidates, seeds, out)
+    found = _carry_out(path, asked, runs, f"{len(tuned)} settings for each of {len(varied)} variants in {out}")[1]
+    chosen = []
+    for variant in varied:
+        settings = {setting: found.get(grid.label((*variant, *setting)), {}) for setting in tuned}
+        best = min(settings, key=lambda setting: merit(settings[setting].values(), asked.tune_seeds))
+        if not any(settings.values()):
+            raise JobError(f"--tune: {grid.label(variant)}: no run has finished, see the files .log in {out}")
+        chosen.append((*variant, *best))
+        print(f"{grid.label(variant)}: {grid.label(best)} is the best of {len(tuned)} settings", file=sys.stderr)
+        for key in grid.at_an_end(best, asked.tune):
+            print(f"hpcsync: {grid.label(variant)}: {key} is at an end of the values of --tune", file=sys.stderr)
+    return chosen
+
+
+def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], about: str) -> tuple[int, Grouped]:
+    """Run what has not finished; return the exit status, and the summaries of all that have."""
     grid.check(path, runs, simulated=asked.simulate)
     n_before = sum(map(grid.finished, runs))
-    print(f"{len(runs)} runs of {len(varied)} variants in {out}; {n_before} have finished already", file=sys.stderr)
+    print(f"{len(runs)} runs of {about}; {n_before} have finished already", file=sys.stderr)
     n_failed, n_left = 0, len(runs) - n_before
     for i, (run, status) in enumerate(grid.carry_out(path, runs, simulated=asked.simulate, at_once=asked.jobs), 1):
         n_failed += status != 0

@@ -67,22 +67,37 @@ def in_one_line(value: Any) -> str:
 
 def label(overrides: Sequence[str]) -> str:
     """Return overrides in short words: ``ssp staleness=3 seconds=[0.02,0.04]``."""
-    return " ".join(_short(*override.split("=", 1)) for override in overrides) or "job"
+    return " ".join(_short(*_parsed(override)) for override in overrides) or "job"
 
 
-def _short(key: str, text: str) -> str:
-    value = tomllib.loads(f"value = {text}")["value"]
+def _short(key: str, value: Any) -> str:
     if isinstance(value, dict):
         kind = value.get("name", value.get("model"))
         rest = [f"{k}={_compact(v)}" for k, v in value.items() if k not in ("name", "model")]
         return " ".join([str(kind), *rest] if kind is not None else rest)
     if isinstance(value, str):
         return value
-    return f"{key.strip().rpartition('.')[2]}={_compact(value)}"
+    return f"{key.rpartition('.')[2]}={_compact(value)}"
 
 
 def _compact(value: Any) -> str:
     return value if isinstance(value, str) else in_one_line(value).replace(", ", ",").replace(" = ", "=")
+
+
+def at_an_end(overrides: Sequence[str], axes: Sequence[str]) -> list[str]:
+    """Return those overrides with the smallest or largest of three or more numbers of their axis."""
+    found = []
+    for override in overrides:
+        key, value = _parsed(override)
+        values = next(values for other, values in map(_parsed, axes) if other == key)
+        if len(values) >= 3 and all(isinstance(each, int | float) for each in values):
+            found += [f"{key} = {value}"] if value in (min(values), max(values)) else []
+    return found
+
+
+def _parsed(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    return key.strip(), tomllib.loads(f"value = {value}")["value"]
 
 
 class Run(NamedTuple):
@@ -95,19 +110,34 @@ class Run(NamedTuple):
     folder: Path
 
 
-def plan(path: Path, overrides: Sequence[str], variants: Sequence[tuple[str, ...]], seeds: int, out: Path) -> list[Run]:
-    """Return the runs of a grid: every variant with every seed, counted from the seed of the job.
+def plan(
+    path: Path, overrides: Sequence[str], variants: Sequence[tuple[str, ...]], seeds: Iterable[int], out: Path
+) -> list[Run]:
+    """Return the runs of a grid: every variant with every seed.
+
+    Parameters
+    ----------
+    path : path
+        Job file.
+    overrides : sequence of str
+        Overrides of all runs.
+    variants : sequence of tuple of str
+        Overrides of each variant.
+    seeds : iterable of int
+        Seeds, counted from the seed of the job.
+    out : path
+        Folder of the grid; each run has a folder in it.
 
     Raises
     ------
     JobError
         If a job is not valid, or two variants are the same.
     """
-    runs = []
+    runs, seeds = [], list(seeds)
     for varied in variants:
         name = label(varied)
-        first = jobs.load(path, [*overrides, *varied])
-        for seed in range(first.seed, first.seed + seeds):
+        first = jobs.load(path, [*overrides, *varied]).seed
+        for seed in (first + i for i in seeds):
             given = (*overrides, *varied, f"seed={seed}")
             folder = out / re.sub(r"[^\w.=+-]+", "-", name).strip("-")[:100] / f"seed-{seed}"
             runs.append(Run(name, seed, given, jobs.load(path, given), folder))
@@ -154,20 +184,24 @@ def finished(run: Run) -> bool:
 def carry_out(path: Path, runs: Sequence[Run], *, simulated: bool, at_once: int) -> Iterator[tuple[Run, int]]:
     """Run what has not finished, each in a process of its own; yield each run that has ended with its exit status.
 
-    What a run prints is in the file beside its folder that ends in ``.log``.
+    What a run prints is in the file beside its folder that ends in ``.log``. If this ends early, the processes are
+    ended too.
     """
     left = [run for run in runs if not finished(run)]
+    processes: list[subprocess.Popen[bytes]] = []
     with ThreadPoolExecutor(at_once if simulated else 1) as pool:
-        ended = {pool.submit(_execute, path, run, simulated=simulated): run for run in left}
+        ended = {pool.submit(_execute, path, run, processes, simulated=simulated): run for run in left}
         try:
             for future in as_completed(ended):
                 yield ended[future], future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()  # those that have ended already stay as they are
             raise
 
 
-def _execute(path: Path, run: Run, *, simulated: bool) -> int:
+def _execute(path: Path, run: Run, processes: list[subprocess.Popen[bytes]], *, simulated: bool) -> int:
     from hpcsync.run_dir import layout
 
     if simulated and run.folder.exists():
@@ -177,4 +211,6 @@ def _execute(path: Path, run: Run, *, simulated: bool) -> int:
     command += [word for override in run.overrides for word in ("--set", override)]
     command += ["--out", str(run.folder), *(["--resume"] if not simulated and run.folder.exists() else [])]
     with run.folder.with_name(f"{run.folder.name}.log").open("w", encoding="utf-8") as log:
-        return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    processes.append(process)
+    return process.wait()

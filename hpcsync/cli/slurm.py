@@ -166,9 +166,10 @@ def _program(path: Path, overrides: Sequence[str], asked: BatchRequest, n_kinds:
     ranks = f"$(({' + '.join(f'SLURM_NTASKS{group}' for group in groups)}))" if n_kinds > 1 else '"$SLURM_NTASKS"'
     program = [shlex.quote(str(path)), *(f"--set {shlex.quote(s)}" for s in overrides)]
     program += ['"${settings[@]}"'] if settings else []
+    folder = "$SLURM_ARRAY_JOB_ID/$SLURM_ARRAY_TASK_ID" if settings else "$SLURM_JOB_ID"
     program += [
         f"-n {ranks}",
-        '--out "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID"',
+        f'--out "runs/$SLURM_JOB_NAME-{folder}"',
         *(["--resume"] if asked.preemptible else []),
     ]
     run = f"python -m mpi4py -m hpcsync run {' '.join(program)}"

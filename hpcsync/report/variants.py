@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -116,6 +116,26 @@ def probabilities(times: np.ndarray) -> np.ndarray:
     means = times[:, drawn].mean(axis=2)
     first = (means == means.min(axis=0)) & np.isfinite(means)
     return (first / np.maximum(first.sum(axis=0), 1)).mean(axis=1)
+
+
+def merit(runs: Iterable[Summary], n: int) -> tuple[int, float, float]:
+    """Return an order of the settings of one variant; the smallest is the best.
+
+    Most of the runs reach the target, then those soonest, then the final loss is the smallest; without a target only
+    the loss counts.
+
+    Parameters
+    ----------
+    runs : iterable of Summary
+        The finished runs of one setting.
+    n : int
+        Number of runs that were started.
+    """
+    runs = list(runs)
+    arrived = [run.time_to_target_s for run in runs if run.time_to_target_s is not None]
+    losses = [math.inf if run.final_loss is None or math.isnan(run.final_loss) else run.final_loss for run in runs]
+    losses += [math.inf] * (n - len(runs))
+    return n - len(arrived), float(np.mean(arrived or [0.0])), float(np.mean(losses))
 
 
 def compare(variants: Mapping[str, Mapping[int, Summary]]) -> Variants:

@@ -19,7 +19,7 @@ from hpcsync.core.coordinator import Coordinator, Recorder
 from hpcsync.core.job_validation import check
 from hpcsync.core.peer_coordinator import PeerCoordinator
 from hpcsync.core.stanza_resolution import resolved
-from hpcsync.report import compare
+from hpcsync.report import trace_pair
 from hpcsync.run_dir import layout
 from hpcsync.run_dir.progress_line import Progress
 from hpcsync.simulator import cluster, factory, peer_transfers
@@ -69,8 +69,8 @@ def simulate(job: Job, out: Path | None, console: Console) -> int:
     status = _simulate(job, workload, begin, folder, console)
     if status == 0 and job.cluster.times_from is not None:
         console.print()
-        comparison = compare.compare(load(job.cluster.times_from), load(folder / layout.TRACE))
-        console.print(compare.table(comparison))
+        comparison = trace_pair.compare(load(job.cluster.times_from), load(folder / layout.TRACE))
+        console.print(trace_pair.table(comparison))
     return status
 
 

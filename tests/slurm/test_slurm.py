@@ -65,10 +65,12 @@ class Place:
 
     def run(self, job: str) -> Path:
         found = self.slurm.show(job)
-        return self.folder / "runs" / f"{found['JobName']}-{found['JobId']}"
+        of_array = f"{found['ArrayJobId']}/{found['ArrayTaskId']}" if "ArrayTaskId" in found else None
+        return self.folder / "runs" / f"{found['JobName']}-{of_array or found['JobId']}"
 
     def said(self, job: str) -> str:
-        log = self.folder / f"{self.run(job).name}.out"
+        found = self.slurm.show(job)
+        log = self.folder / f"{found['JobName']}-{found['JobId']}.out"
         return log.read_text() if log.exists() else ""
 
     def trains(self, job: str) -> bool:

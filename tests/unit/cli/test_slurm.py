@@ -112,8 +112,9 @@ def test_an_array_runs_every_combination_once(job: Path, tmp_path: Path) -> None
     assert "--array=0-5" in directives(text)
     found = []
     for i in range(6):
-        _, ((*_, setting, paradigm, _, seed, _, n, out, folder),) = execute(text, tmp_path, SLURM_ARRAY_TASK_ID=str(i))
-        assert (setting, n, out, folder) == ("--set", "4", "--out", "runs/small-7")
+        ids = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": str(i)}
+        _, ((*_, setting, paradigm, _, seed, _, n, out, folder),) = execute(text, tmp_path, **ids)
+        assert (setting, n, out, folder) == ("--set", "4", "--out", f"runs/small-6/{i}")
         found.append((paradigm, seed))
     dssp = 'paradigm={name = "dssp", staleness_min = 1, staleness_max = 3}'
     assert found == [(p, f"seed={i}") for p in ('paradigm={name = "bsp"}', dssp) for i in (1, 2, 3)]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from hpcsync.audit.trace_audit import audit
 from hpcsync.cli.rank_main import train
 from hpcsync.config.job import Job
-from hpcsync.report.compare import compare
+from hpcsync.report.trace_pair import compare
 from hpcsync.simulator.simulate import simulate
 from hpcsync.trace.reader import load
 

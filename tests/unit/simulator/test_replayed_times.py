@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from hpcsync.config.errors import JobError
-from hpcsync.report.compare import compare
+from hpcsync.report.trace_pair import compare
 from hpcsync.simulator.replayed_times import RecordedTimes, _columns, read
 from hpcsync.trace.reader import load
 from tests.unit.simulator.running import PARADIGMS, TIMING, simulate, timing_job

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from hpcsync.report.compare import compare, table
+from hpcsync.report.trace_pair import compare, table
 from hpcsync.trace.reader import Trace
 from hpcsync.trace.schema import TABLES
 from tests.unit.trace import peer_recorder

@@ -1,0 +1,240 @@
+"""Command compare: a grid is run once, resumed, tuned and refused; finished runs in folders are grouped."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcsync.cli import grid, run
+from hpcsync.cli.compare import TUNING_SEEDS, Asked, grouped, main
+from hpcsync.config.errors import JobError
+from hpcsync.config.job import load
+
+JOB = """
+name = "small"
+seed = 5
+workload = {name = "linear"}
+optimizer = {name = "sgd", lr = 0.1}
+stop = {updates = 60, target_loss = 0.3}
+evaluation.every_updates = 4
+paradigm = {name = "bsp"}
+cluster = {workers = 3, compute = {seconds = [0.1, 0.1, 0.3], jitter = 0.05}}
+"""
+TWO = ['paradigm=["bsp", {name = "ssp", staleness = 2}]']
+
+
+@pytest.fixture
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "small.toml"
+    path.write_text(JOB)
+    return path
+
+
+class Commands:
+    """Replacement of `subprocess.Popen`: carries out `hpcsync simulate` in this process, and records the folders."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folders: list[str] = []
+        self.failing = ""
+        monkeypatch.setattr(grid.subprocess, "Popen", self._open)
+
+    def _open(self, command: list[str], **files: Any) -> Commands:
+        assert command[1:4] == ["-m", "hpcsync", "simulate"]
+        overrides = [command[i + 1] for i, word in enumerate(command) if word == "--set"]
+        folder = command[command.index("--out") + 1]
+        self.folders.append(folder)
+        self._status = (
+            1
+            if self.failing and self.failing in folder
+            else run.simulate(Path(command[4]), overrides, Path(folder), None)
+        )
+        return self
+
+    def wait(self) -> int:
+        return self._status
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Commands:
+    return Commands(monkeypatch)
+
+
+def asked(**given: Any) -> Asked:
+    return Asked(vary=TWO, simulate=True, out=Path("grid"), csv=Path("table.csv"))._replace(**given)
+
+
+def rows() -> dict[str, dict[str, str]]:
+    with open("table.csv", encoding="utf-8") as file:
+        return {row["label"]: row for row in csv.DictReader(file)}
+
+
+def test_a_grid_is_run_once_and_continued(job: Path, commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([job], asked()) == 0
+    assert commands.folders == [f"grid/{name}/seed-{i}" for name in ("bsp", "ssp-staleness=2") for i in (5, 6, 7)]
+    found = rows()
+    assert set(found) == {"bsp", "ssp staleness=2"}
+    assert all((row["runs"], row["arrived"]) == ("3", "3") for row in found.values())
+    assert float(found["ssp staleness=2"]["time_s"]) < float(found["bsp"]["time_s"])
+    assert "6 runs of 2 variants in grid; 0 have finished already" in capsys.readouterr().err
+
+    del commands.folders[:]
+    assert main([job], asked(seeds=4)) == 0
+    assert commands.folders == ["grid/bsp/seed-8", "grid/ssp-staleness=2/seed-8"]
+    assert rows()["bsp"]["runs"] == "4"
+    again = rows()
+    assert main([Path("grid")], Asked(csv=Path("table.csv"))) == 0
+    assert len(commands.folders) == 2
+    assert {tuple(row.values())[1:] for row in rows().values()} == {tuple(row.values())[1:] for row in again.values()}
+
+
+def test_runs_that_fail_are_said_and_run_again(
+    job: Path, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.failing = "seed-6"
+    assert main([job], asked()) == 1
+    assert "bsp, seed 6: failed with status 1, see grid/bsp/seed-6.log" in capsys.readouterr().err
+    assert {row["runs"] for row in rows().values()} == {"2"}
+    commands.failing = ""
+    del commands.folders[:]
+    assert main([job], asked()) == 0
+    assert len(commands.folders) == 2
+    commands.failing = "other"
+    assert main([job], asked(out=Path("other"))) == 1
+    assert "no run has finished" in capsys.readouterr().err
+
+
+def test_every_variant_is_tuned_with_the_same_settings(
+    job: Path, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rates = asked(tune=["optimizer.lr=[0.1, 1e-6, 0.05]"], tune_seeds=2)
+    assert main([job], rates) == 0
+    tuning = [folder for folder in commands.folders if folder.startswith("grid/tuning")]
+    assert len(tuning) == 2 * 3 * 2
+    assert {folder.rpartition("-")[2] for folder in tuning} == {str(5 + TUNING_SEEDS), str(6 + TUNING_SEEDS)}
+    assert set(rows()) == {"bsp lr=0.1", "ssp staleness=2 lr=0.1"}, "a rate of 1e-6 does not arrive, 0.05 arrives later"
+    said = capsys.readouterr().err
+    assert "bsp: lr=0.1 is the best of 3 settings" in said
+    assert "hpcsync: bsp: optimizer.lr = 0.1 is at an end of the values of --tune" in said
+
+
+def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None:
+    assert main([job], asked(seeds=1)) == 0
+    with pytest.raises(JobError, match="grid/bsp/seed-5 holds a run of another job; give another folder"):
+        main([job], asked(seeds=1, overrides=["workload.batch_size=16"]))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"vary": []}, 'compare: --vary is missing; must be KEY=[VALUE, ...], such as paradigm=["bsp", "asp"]'),
+        ({"vary": ["paradigm=bsp"]}, "--vary paradigm=bsp: must be KEY=[VALUE, ...]"),
+        ({"vary": ["paradigm=[]"]}, "--vary paradigm=[]: must be KEY=[VALUE, ...]"),
+        ({"vary": ['paradigm=["bps"]']}, "paradigm = 'bps'"),
+        ({"vary": [*TWO, "seed=[1, 2]"]}, "--vary seed: must not be given, since --seeds gives it"),
+        (
+            {"tune": ["optimizer.lr=[0.1]"], "vary": ["optimizer.lr=[0.1, 0.2]"]},
+            "--tune optimizer.lr: must not be given",
+        ),
+        ({"vary": ["optimizer.lr=[0.1, 0.1]"]}, "--vary: lr=0.1 and lr=0.1 must differ"),
+        ({"vary": [*TWO, *TWO]}, "paradigm must be given once"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    job: Path, commands: Commands, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(JobError) as refused:
+        main([job], asked(**given))
+    assert message in str(refused.value)
+    assert commands.folders == []
+    assert not Path("grid").exists()
+
+
+def test_finished_runs_take_no_options_of_a_grid(job: Path) -> None:
+    with pytest.raises(JobError, match="compare: runs must be a job file"):
+        main([Path("runs")], asked())
+    with pytest.raises(JobError, match="must be the only argument"):
+        main([job, Path("runs")], asked())
+    with pytest.raises(JobError, match="empty: must be a trace, or a folder with the traces of runs"):
+        Path("empty").mkdir()
+        main([Path("empty")], Asked())
+
+
+def test_runs_are_of_one_variant_if_only_seed_and_name_differ(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Labels are the keys that differ; options of a paradigm are compared within the paradigm only."""
+    for i, overrides in enumerate(
+        [
+            ["paradigm={name='ssp', staleness=1}"],
+            ["paradigm={name='ssp', staleness=1}", "seed=9", "name='other'"],
+            ["paradigm={name='ssp', staleness=3}"],
+            ["paradigm='asp'"],
+            ["paradigm='asp'", "optimizer.lr=0.2"],
+        ]
+    ):
+        run.simulate(job, overrides, Path(f"runs/{i}"), None)
+    found = grouped([Path("runs")])
+    assert {label: sorted(runs) for label, runs in found.items()} == {
+        "ssp lr=0.1 staleness=1": [5, 9],
+        "ssp lr=0.1 staleness=3": [5],
+        "asp lr=0.1": [5],
+        "asp lr=0.2": [5],
+    }
+    with pytest.raises(JobError, match="must not have the job and the seed .5. of another run"):
+        grouped([Path("runs/0"), Path("runs/0/trace.h5")])
+
+
+def test_processes_of_a_grid(job: Path) -> None:
+    """Two simulations at a time, as a user starts them; a signal ends them all."""
+    command = [sys.executable, "-m", "hpcsync", "compare", str(job), "--vary", TWO[0], "--simulate"]
+    environ = {**os.environ, "COLUMNS": "80"}
+    ended = subprocess.run([*command, "--seeds", "1", "--jobs", "2"], env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "ssp staleness=2" in ended.stdout
+    assert Path("runs/small-compare/bsp/seed-5.log").read_text().strip()
+
+    endless = ["--set", "stop.updates=100000000", "--set", "stop.target_loss=1e-30", "--out", "endless"]
+    process = subprocess.Popen([*command, *endless], env=environ, stderr=subprocess.PIPE, text=True)
+    deadline_s = time.monotonic() + 60
+    while not Path("endless/bsp/seed-5/trace.h5").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    children += [
+        pid for task in Path(f"/proc/{process.pid}/task").iterdir() for pid in (task / "children").read_text().split()
+    ]
+    assert children
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 1
+    assert "interrupted; the same command resumes" in process.stderr.read()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+
+
+def test_labels_of_overrides() -> None:
+    assert grid.label(["paradigm='bsp'", "cluster.compute.seconds=[0.1, 0.2]"]) == "bsp seconds=[0.1,0.2]"
+    assert grid.label(["compression={name='top-k', ratio=0.1}"]) == "top-k ratio=0.1"
+    assert grid.label([]) == "job"
+
+
+def test_values_at_an_end() -> None:
+    axes = ["optimizer.lr=[0.1, 0.3, 0.2]", "paradigm=['bsp', 'asp', 'ssp']", "cluster.workers=[2, 4]"]
+    assert grid.at_an_end(["optimizer.lr=0.3", "paradigm='bsp'", "cluster.workers=2"], axes) == ["optimizer.lr = 0.3"]
+    assert grid.at_an_end(["optimizer.lr=0.2"], axes) == []
+
+
+def test_a_plan_is_of_valid_jobs(job: Path) -> None:
+    runs = grid.plan(job, [], grid.combinations("--vary", TWO), range(2), Path("out"))
+    assert [(each.label, each.seed, each.job.paradigm.name) for each in runs] == [
+        ("bsp", 5, "bsp"),
+        ("bsp", 6, "bsp"),
+        ("ssp staleness=2", 5, "ssp"),
+        ("ssp staleness=2", 6, "ssp"),
+    ]
+    assert all(each.job == load(job, each.overrides) for each in runs)

@@ -1,0 +1,152 @@
+"""Comparison of variants: means and intervals by hand, pairs of seeds, censored runs, and the tables."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hpcsync.report import variants
+from hpcsync.report.summary import Summary
+from hpcsync.report.variants import compare, estimate, merit, paired, probabilities, table, to_csv, to_latex
+
+T_2 = 4.302652729911275  # Student's t for 95 % and 2 degrees of freedom, from tables
+
+
+def summary(time_s: float | None, **fields: object) -> Summary:
+    given = {name: None for name in Summary.model_fields} | {
+        "target": "accuracy 0.9",
+        "time_to_target_s": time_s,
+        "samples_per_s": 100.0,
+        "wait_share": 0.25,
+        "staleness_mean": 1.5,
+        "wire_bytes": 2_000_000,
+        "final_accuracy": 0.95,
+        "final_loss": 0.5,
+    }
+    return Summary.model_construct(**(given | fields))
+
+
+def runs(*times: float | None, **fields: object) -> dict[int, Summary]:
+    return {seed: summary(time_s, **fields) for seed, time_s in enumerate(times, 1)}
+
+
+def test_an_interval_is_students() -> None:
+    found = estimate([1.0, 2.0, 3.0])
+    assert found.mean == 2.0
+    assert found.half_width == pytest.approx(T_2 / math.sqrt(3))
+    assert estimate([1.0, 2.0]) == (1.5, None)
+
+
+def test_a_difference_is_taken_seed_by_seed() -> None:
+    """What a seed does to both cancels: the interval of the difference is narrow though those of the times are wide."""
+    slow, fast = {1: 11.0, 2: 21.0, 3: 31.0}, {1: 10.0, 2: 20.0, 3: 30.0}
+    assert paired(slow, fast) == (1.0, pytest.approx(0.0))
+    shuffled = {1: 30.0, 2: 10.0, 3: 20.0}  # the same times with other seeds: pairs count, not means
+    assert paired(slow, shuffled).half_width > 10.0
+    assert paired({1: 3.0, 4: 9.0}, {1: 1.0, 5: 2.0}) == (2.0, None)
+    assert paired({1: math.inf}, {1: 1.0}) is None
+    assert paired({1: 3.0}, {2: 1.0}) is None
+
+
+def test_probabilities_of_being_the_fastest() -> None:
+    assert probabilities(np.array([[1.0, 2.0, 3.0], [1.5, 2.5, 3.5]])).tolist() == [1.0, 0.0]
+    assert probabilities(np.array([[1.0, 2.0], [1.0, 2.0]])).tolist() == [0.5, 0.5]
+    # Differences -1, -1 and +3: the sum of three drawn ones is negative only if the third is not among them.
+    first = probabilities(np.array([[0.0, 0.0, 3.0], [1.0, 1.0, 0.0]]))[0]
+    assert first == pytest.approx((2 / 3) ** 3, abs=0.02)
+
+
+def test_a_censored_run_never_makes_its_variant_the_fastest() -> None:
+    found = probabilities(np.array([[1.0, 1.0, math.inf], [5.0, 5.0, 5.0]]))
+    assert found[0] == pytest.approx((2 / 3) ** 3, abs=0.02)  # samples without the third seed
+    assert found.sum() == pytest.approx(1.0)
+    both = probabilities(np.array([[math.inf, 1.0], [math.inf, 2.0]]))
+    assert both.sum() == pytest.approx(0.25, abs=0.02)
+
+
+def test_rows_of_three_variants() -> None:
+    found = compare({"bsp": runs(4.0, 5.0, 6.0), "asp": runs(3.0, 4.0, 5.0), "ssp": runs(2.0, None, 2.0)})
+    bsp, asp, ssp = found.rows
+    assert found.fastest == "asp"
+    assert (bsp.runs, bsp.arrived, bsp.time_s.mean, bsp.behind_s.mean) == (3, 3, 5.0, 1.0)
+    assert bsp.behind_s.half_width == pytest.approx(0.0)
+    assert (asp.behind_s, ssp.time_s, ssp.arrived, ssp.behind_s) == (None, None, 2, None)
+    assert bsp.fastest == 0.0
+    assert asp.fastest + ssp.fastest == pytest.approx(1.0)
+    assert ssp.fastest == pytest.approx((2 / 3) ** 3, abs=0.02)
+    assert any("did not reach the target" in line for line in found.remarks)
+
+
+def test_means_need_a_value_of_every_run() -> None:
+    row = compare({"a": {1: summary(1.0), 2: summary(2.0, staleness_mean=None)}}).rows[0]
+    assert (row.samples_per_s, row.staleness) == (100.0, None)
+
+
+@pytest.mark.parametrize(
+    ("found", "remark"),
+    [
+        ({"a": runs(1.0, 2.0), "b": runs(1.0, 2.0)}, "no probabilities: 2 common seeds, at least 3 are needed"),
+        ({"a": runs(1.0, 2.0, 3.0), "b": runs(1.0, 2.0, 3.0, 4.0)}, "the variants have different seeds"),
+        ({"a": runs(None, target=None), "b": runs(None, target=None)}, "no target, so no time to it"),
+        ({"a": runs(1.0), "b": runs(1.0, target="loss 0.1")}, "different targets: accuracy 0.9, loss 0.1"),
+    ],
+)
+def test_remarks(found: dict[str, dict[int, Summary]], remark: str) -> None:
+    remarks = compare(found).remarks
+    assert any(remark in line for line in remarks), remarks
+
+
+def test_nothing_is_remarked_on_a_whole_grid() -> None:
+    assert compare({"a": runs(1.0, 2.0, 3.0), "b": runs(1.0, 2.0, 3.0)}).remarks == ()
+
+
+def printed(found: variants.Variants) -> list[str]:
+    console = Console(width=80, file=io.StringIO())
+    console.print(table(found))
+    return console.file.getvalue().splitlines()
+
+
+def test_the_table_fits_into_80_columns() -> None:
+    long = "dssp staleness_min=3 staleness_max=15 seconds=[0.02,0.02,0.02,0.04]"
+    names = {long: runs(123.4, 125.4, 131.0), "asp": runs(99.25, 98.0, 91.0), "bsp": runs(None, 1.0, 2.0)}
+    lines = printed(compare({name: {seed: run for seed, run in found.items()} for name, found in names.items()}))
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    for words in ("fastest", "2 of 3 arrived", "samples/s", "25 %", "0.95"):
+        assert words in text, text
+    assert "…" not in text, "nothing is cut"
+
+
+def test_csv_has_every_digit() -> None:
+    found = compare({'a, "b"': runs(1.0, 2.0, 4.0), "c": runs(None, 2.0, 3.0)})
+    first, second = csv.DictReader(io.StringIO(to_csv(found)))
+    assert first["label"] == 'a, "b"'
+    assert float(first["time_s"]) == 7 / 3
+    assert float(first["time_s_ci95"]) == found.rows[0].time_s.half_width
+    assert (second["time_s"], second["time_s_ci95"], second["arrived"], second["runs"]) == ("", "", "2", "3")
+
+
+def test_latex_is_escaped() -> None:
+    text = to_latex(compare({"k_sync k=2 100 %": runs(1.0, 2.0, 3.0)}))
+    assert r"k\_sync k=2 100 \% & " in text
+    assert r"$\pm$" in text
+    assert text.count(r"\\") == 2
+    assert {line.count(" & ") for line in text.splitlines() if line.endswith(r"\\")} == {8}
+    for rule in (r"\toprule", r"\midrule", r"\bottomrule"):
+        assert rule in text
+
+
+def test_the_merit_of_a_setting() -> None:
+    arrives, later, seldom = runs(1.0, 2.0), runs(1.0, 3.0), runs(0.5, None)
+    ordered = [arrives, later, seldom, {1: summary(0.5)}, runs(None, None), {}]
+    merits = [merit(each.values(), 2) for each in ordered]
+    assert merits == sorted(merits)
+    without = [runs(None, None, final_loss=loss) for loss in (0.1, 0.2, math.nan)]
+    merits = [merit(each.values(), 2) for each in without]
+    assert merits == sorted(merits)
+    assert merits[2][2] == math.inf
