@@ -18,7 +18,7 @@ T_2 = 4.302652729911275  # Student's t for 95 % and 2 degrees of freedom, from t
 
 
 def summary(time_s: float | None, **fields: object) -> Summary:
-    given = {name: None for name in Summary.model_fields} | {
+    given = dict.fromkeys(Summary.model_fields) | {
         "target": "accuracy 0.9",
         "time_to_target_s": time_s,
         "samples_per_s": 100.0,
@@ -114,7 +114,7 @@ def printed(found: variants.Variants) -> list[str]:
 def test_the_table_fits_into_80_columns() -> None:
     long = "dssp staleness_min=3 staleness_max=15 seconds=[0.02,0.02,0.02,0.04]"
     names = {long: runs(123.4, 125.4, 131.0), "asp": runs(99.25, 98.0, 91.0), "bsp": runs(None, 1.0, 2.0)}
-    lines = printed(compare({name: {seed: run for seed, run in found.items()} for name, found in names.items()}))
+    lines = printed(compare(names))
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())
     for words in ("fastest", "2 of 3 arrived", "samples/s", "25 %", "0.95"):
