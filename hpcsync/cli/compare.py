@@ -16,7 +16,7 @@ from hpcsync.system.signals import Interrupted, interrupt, on_signals
 if TYPE_CHECKING:
     from hpcsync.report.summary import Summary
 
-Grouped = dict[str, dict[int, "Summary"]]
+Found = dict[grid.Variant, dict[int, "Summary"]]  # summaries by seed
 TUNING_SEEDS = 1_000  # the first one, counted from the seed of the job: none of those that are reported
 NOT_COMPARED = ("name", "seed")  # keys in which runs of one variant may differ
 
@@ -65,11 +65,15 @@ def main(paths: Sequence[Path], asked: Asked) -> int:
 
     from hpcsync.report import variants
 
-    result = variants.compare(found)
-    Console().print(variants.table(result))
+    conditions = dict.fromkeys(variant.condition for variant in found)
+    results = [
+        variants.compare({v.label: runs for v, runs in found.items() if v.condition == condition}, condition)
+        for condition in conditions
+    ]
+    Console().print(variants.table(results))
     for file, text in ((asked.csv, variants.to_csv), (asked.latex, variants.to_latex)):
         if file is not None:
-            _write(file, text(result))
+            _write(file, text(results))
     return status
 
 
@@ -85,7 +89,7 @@ def _write(file: Path, text: str) -> None:
 # ---- a grid ----
 
 
-def _grid(path: Path, asked: Asked) -> tuple[int, Grouped]:
+def _grid(path: Path, asked: Asked) -> tuple[int, Found]:
     from hpcsync.system import launcher
 
     if launcher.under_launcher():
@@ -97,7 +101,7 @@ def _grid(path: Path, asked: Asked) -> tuple[int, Grouped]:
     _refuse_twice(asked)
     out = asked.out or Path("runs") / f"{jobs.load(path, asked.overrides).name}-compare"
     if tuned:
-        varied = _tune(path, asked, varied, tuned, out / "tuning")
+        varied = _tune(path, asked, varied, tuned, out.with_name(f"{out.name}-tuning"))
     runs = grid.plan(path, asked.overrides, varied, range(asked.seeds), out)
     return _carry_out(path, asked, runs, f"{len(varied)} variants in {out}")
 
@@ -109,6 +113,8 @@ def _refuse_twice(asked: Asked) -> None:
         for key in (text.partition("=")[0].strip() for text in axes):
             if (other := keys.setdefault(key, option)) != option:
                 raise JobError(f"{option} {key}: must not be given, since {other} gives it")
+            if option == "--tune" and not grid.is_choice(key):
+                raise JobError(f"--tune {key}: must be a key of {', '.join(grid.CHOICES)}")
 
 
 def _tune(
@@ -123,18 +129,18 @@ def _tune(
     found = _carry_out(path, asked, runs, f"{len(tuned)} settings for each of {len(varied)} variants in {out}")[1]
     chosen = []
     for variant in varied:
-        settings = {setting: found.get(grid.label((*variant, *setting)), {}) for setting in tuned}
+        settings = {setting: found.get(grid.variant((*variant, *setting)), {}) for setting in tuned}
         best = min(settings, key=lambda setting: merit(settings[setting].values(), asked.tune_seeds))
         if not any(settings.values()):
-            raise JobError(f"--tune: {grid.label(variant)}: no run has finished, see the files .log in {out}")
+            raise JobError(f"--tune: {grid.variant(variant)}: no run has finished, see the files .log in {out}")
         chosen.append((*variant, *best))
-        print(f"{grid.label(variant)}: {grid.label(best)} is the best of {len(tuned)} settings", file=sys.stderr)
+        print(f"{grid.variant(variant)}: {grid.label(best)} is the best of {len(tuned)} settings", file=sys.stderr)
         for key in grid.at_an_end(best, asked.tune):
-            print(f"hpcsync: {grid.label(variant)}: {key} is at an end of the values of --tune", file=sys.stderr)
+            print(f"hpcsync: {grid.variant(variant)}: {key} is at an end of the values of --tune", file=sys.stderr)
     return chosen
 
 
-def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], about: str) -> tuple[int, Grouped]:
+def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], about: str) -> tuple[int, Found]:
     """Run what has not finished; return the exit status, and the summaries of all that have."""
     grid.check(path, runs, simulated=asked.simulate)
     n_before = sum(map(grid.finished, runs))
@@ -143,21 +149,21 @@ def _carry_out(path: Path, asked: Asked, runs: Sequence[grid.Run], about: str) -
     for i, (run, status) in enumerate(grid.carry_out(path, runs, simulated=asked.simulate, at_once=asked.jobs), 1):
         n_failed += status != 0
         ended = "finished" if status == 0 else f"failed with status {status}, see {run.folder}.log"
-        print(f"{i} of {n_left}: {run.label}, seed {run.seed}: {ended}", file=sys.stderr)
-    found: Grouped = {}
+        print(f"{i} of {n_left}: {run.variant}, seed {run.seed}: {ended}", file=sys.stderr)
+    found: Found = {}
     for run in filter(grid.finished, runs):
-        found.setdefault(run.label, {})[run.seed] = _summary(run.folder)[1]
-    for name in dict.fromkeys(run.label for run in runs):
-        if name not in found:
-            print(f"hpcsync: {name}: no run has finished, so it is not in the table", file=sys.stderr)
+        found.setdefault(run.variant, {})[run.seed] = _summary(run.folder)[1]
+    for variant in dict.fromkeys(run.variant for run in runs):
+        if variant not in found:
+            print(f"hpcsync: {variant}: no run has finished, so it is not in the table", file=sys.stderr)
     return int(n_failed > 0), found
 
 
 # ---- finished runs ----
 
 
-def grouped(paths: Iterable[Path]) -> Grouped:
-    """Return the summaries of the finished runs in these folders, by label and seed.
+def grouped(paths: Iterable[Path]) -> Found:
+    """Return the summaries of the finished runs in these folders, by variant and seed.
 
     Runs are of one variant if their jobs differ in seed and name only. Runs that have not finished are left out and
     counted in a line on standard error.
@@ -181,8 +187,8 @@ def grouped(paths: Iterable[Path]) -> Grouped:
         runs[job.seed] = summary
     if unfinished:
         print(f"hpcsync: {len(unfinished)} runs have not finished and are left out: {unfinished[0]}", file=sys.stderr)
-    labels = _labels([keys for keys, _ in found.values()])
-    return dict(zip(labels, (runs for _, runs in found.values()), strict=True))
+    variants = _named([keys for keys, _ in found.values()])
+    return dict(zip(variants, (runs for _, runs in found.values()), strict=True))
 
 
 def _traces(path: Path) -> list[Path]:
@@ -223,17 +229,23 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str
             yield f"{prefix}{key}", value if isinstance(value, str) else grid.in_one_line(value).replace(", ", ",")
 
 
-def _labels(variants: Sequence[Mapping[str, str]]) -> list[str]:
+def _named(variants: Sequence[Mapping[str, str]]) -> list[grid.Variant]:
     """Return the keys in which each variant differs; a paradigm's options from others with the same paradigm."""
-    names = []
+    found = []
     for keys in variants:
-        words = []
+        condition: list[str] = []
+        choice: list[str] = []
         for key, value in keys.items():
             alike = [other for other in variants if not _option_of_another(key, keys, other)]
             if any(other.get(key) != value for other in alike):
-                words.append(value if key.endswith(".name") or key == "engine" else f"{key.rpartition('.')[2]}={value}")
-        names.append(" ".join(sorted(words, key=lambda word: "=" in word)) or "job")
-    return [name if names.count(name) == 1 else f"{name} ({names[:i].count(name) + 1})" for i, name in enumerate(names)]
+                word = value if key.endswith(".name") or key == "engine" else f"{key.rpartition('.')[2]}={value}"
+                (choice if grid.is_choice(key) else condition).append(word)
+        words = (" ".join(sorted(each, key=lambda word: "=" in word)) for each in (condition, choice))
+        found.append(grid.Variant(next(words), next(words) or "job"))
+    return [
+        each if found.count(each) == 1 else each._replace(label=f"{each.label} ({found[:i].count(each) + 1})")
+        for i, each in enumerate(found)
+    ]
 
 
 def _option_of_another(key: str, keys: Mapping[str, str], other: Mapping[str, str]) -> bool:

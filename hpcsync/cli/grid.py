@@ -19,6 +19,43 @@ from hpcsync.config import job as jobs
 from hpcsync.config.errors import JobError
 from hpcsync.config.job import Job
 
+CHOICES = (  # keys among whose values a user chooses; all others describe what is trained and on which cluster
+    "optimizer",
+    "paradigm",
+    "batches",
+    "compression",
+    "checkpoint",
+    "workload.batch_size",
+    "cluster.servers",
+    "cluster.window",
+    "cluster.placement",
+    "cluster.colocated",
+    "cluster.on_death",
+)
+
+
+class Variant(NamedTuple):
+    """Variant of a job, in short words.
+
+    Attributes
+    ----------
+    condition
+        Keys that describe the task and the cluster; only variants under the same condition are compared.
+    label
+        Keys of `CHOICES`.
+    """
+
+    condition: str
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.label} {self.condition}".strip()
+
+
+def is_choice(key: str) -> bool:
+    """Return whether variants that differ in this key are compared with each other."""
+    return any(key == choice or key.startswith(f"{choice}.") for choice in CHOICES)
+
 
 def combinations(option: str, axes: Sequence[str], example: str = "seed=[1, 2, 3]") -> list[tuple[str, ...]]:
     """Return the overrides of every combination of values, with the last key changing fastest.
@@ -65,9 +102,16 @@ def in_one_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def label(overrides: Sequence[str]) -> str:
+def variant(overrides: Sequence[str]) -> Variant:
+    """Return overrides in short words, such as ``Variant("seconds=[0.02,0.04]", "ssp staleness=3")``."""
+    given = [_parsed(override) for override in overrides]
+    condition = " ".join(_short(key, value) for key, value in given if not is_choice(key))
+    return Variant(condition, label(override for override in overrides if is_choice(_parsed(override)[0])) or "job")
+
+
+def label(overrides: Iterable[str]) -> str:
     """Return overrides in short words: ``ssp staleness=3 seconds=[0.02,0.04]``."""
-    return " ".join(_short(*_parsed(override)) for override in overrides) or "job"
+    return " ".join(_short(*_parsed(override)) for override in overrides)
 
 
 def _short(key: str, value: Any) -> str:
@@ -103,7 +147,7 @@ def _parsed(text: str) -> tuple[str, Any]:
 class Run(NamedTuple):
     """One run of a grid."""
 
-    label: str
+    variant: Variant
     seed: int
     overrides: tuple[str, ...]
     job: Job
@@ -135,16 +179,16 @@ def plan(
     """
     runs, seeds = [], list(seeds)
     for varied in variants:
-        name = label(varied)
+        name = variant(varied)
         first = jobs.load(path, [*overrides, *varied]).seed
         for seed in (first + i for i in seeds):
             given = (*overrides, *varied, f"seed={seed}")
-            folder = out / re.sub(r"[^\w.=+-]+", "-", name).strip("-")[:100] / f"seed-{seed}"
+            folder = out / re.sub(r"[^\w.=+-]+", "-", str(name)).strip("-")[:100] / f"seed-{seed}"
             runs.append(Run(name, seed, given, jobs.load(path, given), folder))
     by_folder: dict[Path, Run] = {}
     for run in runs:
         if (other := by_folder.setdefault(run.folder, run)) is not run:
-            raise JobError(f"--vary: {other.label} and {run.label} must differ, in their first 100 characters")
+            raise JobError(f"--vary: {other.variant} and {run.variant} must differ, in their first 100 characters")
     return runs
 
 
@@ -158,8 +202,8 @@ def check(path: Path, runs: Iterable[Run], *, simulated: bool) -> None:
     for run in runs:
         if not simulated:
             jobs.refuse_simulated(run.job)
-        if run.label not in checked:
-            checked.add(run.label)
+        if run.variant not in checked:
+            checked.add(run.variant)
             check_job(run.job)
         _refuse_other_job(run)
 

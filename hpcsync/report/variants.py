@@ -74,8 +74,21 @@ class Row(NamedTuple):
 
 
 class Variants(NamedTuple):
-    """Rows in the order of the variants, the label of the fastest, the target in words, and remarks."""
+    """Comparison under one condition.
 
+    Attributes
+    ----------
+    condition
+        Task and cluster of these variants, as far as others differ in them; "" if none does.
+    rows
+        In the order of the variants.
+    fastest
+        Label of the variant with the smallest mean time to the target; None if none has one.
+    target
+        Target of the job in words; None without one, or with several.
+    """
+
+    condition: str
     rows: tuple[Row, ...]
     fastest: str | None
     target: str | None
@@ -138,13 +151,15 @@ def merit(runs: Iterable[Summary], n: int) -> tuple[int, float, float]:
     return n - len(arrived), float(np.mean(arrived or [0.0])), float(np.mean(losses))
 
 
-def compare(variants: Mapping[str, Mapping[int, Summary]]) -> Variants:
+def compare(variants: Mapping[str, Mapping[int, Summary]], condition: str = "") -> Variants:
     """Compare the finished runs of variants.
 
     Parameters
     ----------
     variants : mapping
         Summaries by seed, by the label of the variant; each has at least one.
+    condition : str
+        Their condition, which is the same for all.
     """
     times = {label: {seed: _time(run) for seed, run in runs.items()} for label, runs in variants.items()}
     means = {label: np.mean(list(each.values())) for label, each in times.items()}  # infinite if one is censored
@@ -176,7 +191,7 @@ def compare(variants: Mapping[str, Mapping[int, Summary]]) -> Variants:
         )
     targets = {run.target for runs in variants.values() for run in runs.values()}
     remarks = tuple(_remarks(rows, targets, len(common), {seed for each in times.values() for seed in each}))
-    return Variants(tuple(rows), fastest, next(iter(targets)) if len(targets) == 1 else None, remarks)
+    return Variants(condition, tuple(rows), fastest, next(iter(targets)) if len(targets) == 1 else None, remarks)
 
 
 def _time(run: Summary) -> float:
@@ -201,71 +216,82 @@ def _remarks(rows: Sequence[Row], targets: set[str | None], common: int, seeds: 
     if any(row.runs < len(seeds) for row in rows):
         lines.append(f"the variants have different seeds; differences and probabilities use the common ones ({common})")
     if targets != {None} and any(row.arrived < row.runs for row in rows):
-        lines.append("runs that did not reach the target have no time, and their variant no mean")
+        lines.append("n of m: so many runs reached the target; the others have no time, and their variant no mean")
     return lines
 
 
 # ---- output ----------------------------------------------------------------------------------------------------------
 
 
-def table(variants: Variants) -> RenderableType:
-    """Return the variants as a table that fits into 80 columns."""
-    result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
-    result.add_column("variant", overflow="fold", min_width=10, ratio=1)
-    for name in _headers(variants):
-        result.add_column(name, justify="right", no_wrap=name != "to target")
-    for row in variants.rows:
-        result.add_row(*(Text(cell) for cell in _cells(row, variants)))
-    target = f"to target: {variants.target or 'the target'}, in s, with the 95 % interval; behind: the fastest, by seed"
-    about = f"{target}; P: probability of being the fastest; wait: of the workers' time; stale: mean, in updates"
-    return Group(result, Text(about, "dim"), *(Text(f"note: {line}", "yellow") for line in variants.remarks))
+def table(conditions: Sequence[Variants]) -> RenderableType:
+    """Return a table for each condition, with equal columns, that fits into 80 columns."""
+    names = _headers(conditions)
+    cells = [[_cells(row, variants, names[-1]) for row in variants.rows] for variants in conditions]
+    widths = [max(map(len, column)) for column in zip(names, *(row[1:] for rows in cells for row in rows), strict=True)]
+    parts: list[RenderableType] = []
+    for variants, rows in zip(conditions, cells, strict=True):
+        result = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim", expand=True)
+        result.add_column("variant", overflow="fold", min_width=10, ratio=1)
+        for name, width in zip(names, widths, strict=True):
+            result.add_column(name, justify="right", no_wrap=True, min_width=width)
+        for row in rows:
+            result.add_row(*map(Text, row))
+        parts += [Text(variants.condition, "bold")] if variants.condition else []
+        parts += [result, *(Text(f"note: {line}", "yellow") for line in variants.remarks)]
+    targets = ", ".join(dict.fromkeys(each.target for each in conditions if each.target)) or "the target"
+    about = f"to target: {targets}, in s, with the 95 % interval; behind: the fastest, by seed"
+    about += "; P: probability of being the fastest; wait: of the workers' time; stale: mean, in updates"
+    return Group(*parts, Text(about, "dim"))
 
 
-def _headers(variants: Variants) -> tuple[str, ...]:
-    return ("to target", "behind", "P", "samples/s", "wait", "stale", "MB", _quality(variants))
+def _headers(conditions: Sequence[Variants]) -> tuple[str, ...]:
+    """Return the names of the columns after that of the variant."""
+    quality = "loss" if all(row.accuracy is None for variants in conditions for row in variants.rows) else "accuracy"
+    return ("to target", "behind", "P", "samples/s", "wait", "stale", "MB", quality)
 
 
-def _quality(variants: Variants) -> str:
-    return "loss" if all(row.accuracy is None for row in variants.rows) else "accuracy"
-
-
-def _cells(row: Row, variants: Variants) -> list[str]:
-    quality = getattr(row, _quality(variants))
+def _cells(row: Row, variants: Variants, quality: str) -> list[str]:
+    final = getattr(row, quality)
     return [
         row.label,
-        f"{row.arrived} of {row.runs} arrived" if row.time_s is None else _words(row.time_s),
+        f"{row.arrived} of {row.runs}" if row.time_s is None else _words(row.time_s),
         "fastest" if row.label == variants.fastest else "-" if row.behind_s is None else _words(row.behind_s, "+"),
         "-" if row.fastest is None else f"{row.fastest:.2f}",
-        "-" if row.samples_per_s is None else f"{row.samples_per_s:,.0f}",
+        "-" if row.samples_per_s is None else _number(row.samples_per_s),
         "-" if row.wait_share is None else f"{100 * row.wait_share:.0f} %",
-        "-" if row.staleness is None else f"{row.staleness:.2f}",
+        "-" if row.staleness is None else _number(row.staleness),
         "-" if row.wire_bytes is None else _number(1e-6 * row.wire_bytes),
-        "-" if quality is None else f"{quality:.4g}",
+        "-" if final is None else f"{final:.4g}",
     ]
 
 
 def _words(value: Estimate, sign: str = "") -> str:
-    mean = f"{value.mean:{sign}.2f}" if abs(value.mean) < 100 else f"{value.mean:{sign},.0f}"
+    mean = _number(value.mean, sign)
     return mean if value.half_width is None else f"{mean} ± {_number(value.half_width)}"
 
 
-def _number(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:,.0f}"
+def _number(value: float, sign: str = "") -> str:
+    """Return a number with three significant digits, or whole from 1,000 on."""
+    if abs(value) >= 999.5:
+        return f"{value:{sign},.0f}"
+    decimals = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:{sign}.{decimals}f}"
 
 
-def to_csv(variants: Variants) -> str:
+def to_csv(conditions: Sequence[Variants]) -> str:
     """Return the variants as CSV, one line each, with every digit; an empty field is not known."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     pairs = ("time_s", "behind_s")
     names = [name for field in Row._fields for name in ([field, f"{field}_ci95"] if field in pairs else [field])]
-    writer.writerow(names)
-    for row in variants.rows:
-        cells: list[object] = []
-        for field in Row._fields:
-            value = getattr(row, field)
-            cells += (value or (None, None)) if field in pairs else [value]
-        writer.writerow(cells)
+    writer.writerow(["condition", *names])
+    for variants in conditions:
+        for row in variants.rows:
+            cells: list[object] = [variants.condition]
+            for field in Row._fields:
+                value = getattr(row, field)
+                cells += (value or (None, None)) if field in pairs else [value]
+            writer.writerow(cells)
     return text.getvalue()
 
 
@@ -286,10 +312,22 @@ def escaped(text: str) -> str:
     return "".join(_ESCAPES.get(character, character) for character in text)
 
 
-def to_latex(variants: Variants) -> str:
+def to_latex(conditions: Sequence[Variants]) -> str:
     """Return the variants as a LaTeX table of the package booktabs."""
-    names = ("variant", *_headers(variants))
-    lines = ["% needs \\usepackage{booktabs} and \\usepackage[T1]{fontenc}", f"\\begin{{tabular}}{{l{'r' * 8}}}"]
-    body = [_cells(row, variants) for row in variants.rows]
-    rows = [" & ".join(map(escaped, cells)) + r" \\" for cells in (names, *body)]
-    return "\n".join([*lines, r"\toprule", rows[0], r"\midrule", *rows[1:], r"\bottomrule", r"\end{tabular}"]) + "\n"
+    names = _headers(conditions)
+    lines = [
+        "% needs \\usepackage{booktabs} and \\usepackage[T1]{fontenc}",
+        f"\\begin{{tabular}}{{l{'r' * len(names)}}}",
+        r"\toprule",
+        _latex_row(["variant", *names]),
+    ]
+    for variants in conditions:
+        lines.append(r"\midrule")
+        if variants.condition:
+            lines.append(rf"\multicolumn{{{len(names) + 1}}}{{l}}{{{escaped(variants.condition)}}} \\")
+        lines += [_latex_row(_cells(row, variants, names[-1])) for row in variants.rows]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n"
+
+
+def _latex_row(cells: Sequence[str]) -> str:
+    return " & ".join(map(escaped, cells)) + r" \\"

@@ -112,4 +112,18 @@ def test_usage() -> None:
     assert run("run").exit_code == 2
     commands = run("--help").stdout.split("Commands:")[1]
     names = [line.split()[0] for line in commands.splitlines() if line.startswith("  ") and line[2] != " "]
-    assert names == ["run", "launch", "simulate", "show", "audit", "figure", "cite", "doctor", "bench", "slurm", "plan"]
+    expected = [
+        "run",
+        "launch",
+        "simulate",
+        "show",
+        "audit",
+        "compare",
+        "figure",
+        "cite",
+        "doctor",
+        "bench",
+        "slurm",
+        "plan",
+    ]
+    assert names == expected

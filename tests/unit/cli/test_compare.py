@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,9 @@ seed = 5
 workload = {name = "linear"}
 optimizer = {name = "sgd", lr = 0.1}
 stop = {updates = 60, target_loss = 0.3}
-evaluation.every_updates = 4
+evaluation.every_samples = 64
 paradigm = {name = "bsp"}
-cluster = {workers = 3, compute = {seconds = [0.1, 0.1, 0.3], jitter = 0.05}}
+cluster = {workers = 3, compute = {seconds = [0.1, 0.1, 0.3], jitter = 0.05, model = "lognormal"}}
 """
 TWO = ['paradigm=["bsp", {name = "ssp", staleness = 2}]']
 
@@ -46,7 +47,7 @@ class Commands:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folders: list[str] = []
         self.failing = ""
-        monkeypatch.setattr(grid.subprocess, "Popen", self._open)
+        monkeypatch.setattr(grid, "subprocess", SimpleNamespace(Popen=self._open, DEVNULL=None))
 
     def _open(self, command: list[str], **files: Any) -> Commands:
         assert command[1:4] == ["-m", "hpcsync", "simulate"]
@@ -75,7 +76,7 @@ def asked(**given: Any) -> Asked:
 
 def rows() -> dict[str, dict[str, str]]:
     with open("table.csv", encoding="utf-8") as file:
-        return {row["label"]: row for row in csv.DictReader(file)}
+        return {f"{row['condition']} {row['label']}".strip(): row for row in csv.DictReader(file)}
 
 
 def test_a_grid_is_run_once_and_continued(job: Path, commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +95,7 @@ def test_a_grid_is_run_once_and_continued(job: Path, commands: Commands, capsys:
     again = rows()
     assert main([Path("grid")], Asked(csv=Path("table.csv"))) == 0
     assert len(commands.folders) == 2
-    assert {tuple(row.values())[1:] for row in rows().values()} == {tuple(row.values())[1:] for row in again.values()}
+    assert {tuple(row.values())[2:] for row in rows().values()} == {tuple(row.values())[2:] for row in again.values()}
 
 
 def test_runs_that_fail_are_said_and_run_again(
@@ -118,7 +119,7 @@ def test_every_variant_is_tuned_with_the_same_settings(
 ) -> None:
     rates = asked(tune=["optimizer.lr=[0.1, 1e-6, 0.05]"], tune_seeds=2)
     assert main([job], rates) == 0
-    tuning = [folder for folder in commands.folders if folder.startswith("grid/tuning")]
+    tuning = [folder for folder in commands.folders if folder.startswith("grid-tuning/")]
     assert len(tuning) == 2 * 3 * 2
     assert {folder.rpartition("-")[2] for folder in tuning} == {str(5 + TUNING_SEEDS), str(6 + TUNING_SEEDS)}
     assert set(rows()) == {"bsp lr=0.1", "ssp staleness=2 lr=0.1"}, "a rate of 1e-6 does not arrive, 0.05 arrives later"
@@ -139,13 +140,14 @@ def test_the_other_jobs_folder_is_refused(job: Path, commands: Commands) -> None
         ({"vary": []}, 'compare: --vary is missing; must be KEY=[VALUE, ...], such as paradigm=["bsp", "asp"]'),
         ({"vary": ["paradigm=bsp"]}, "--vary paradigm=bsp: must be KEY=[VALUE, ...]"),
         ({"vary": ["paradigm=[]"]}, "--vary paradigm=[]: must be KEY=[VALUE, ...]"),
-        ({"vary": ['paradigm=["bps"]']}, "paradigm = 'bps'"),
+        ({"vary": ['paradigm=["bps"]']}, 'paradigm.name = "bps": must be one of'),
         ({"vary": [*TWO, "seed=[1, 2]"]}, "--vary seed: must not be given, since --seeds gives it"),
         (
             {"tune": ["optimizer.lr=[0.1]"], "vary": ["optimizer.lr=[0.1, 0.2]"]},
             "--tune optimizer.lr: must not be given",
         ),
         ({"vary": ["optimizer.lr=[0.1, 0.1]"]}, "--vary: lr=0.1 and lr=0.1 must differ"),
+        ({"tune": ["cluster.workers=[2, 3]"]}, "--tune cluster.workers: must be a key of optimizer, paradigm"),
         ({"vary": [*TWO, *TWO]}, "paradigm must be given once"),
     ],
 )
@@ -178,15 +180,17 @@ def test_runs_are_of_one_variant_if_only_seed_and_name_differ(job: Path, capsys:
             ["paradigm={name='ssp', staleness=3}"],
             ["paradigm='asp'"],
             ["paradigm='asp'", "optimizer.lr=0.2"],
+            ["paradigm='asp'", "cluster.workers=2", "cluster.compute.seconds=0.1"],
         ]
     ):
         run.simulate(job, overrides, Path(f"runs/{i}"), None)
     found = grouped([Path("runs")])
-    assert {label: sorted(runs) for label, runs in found.items()} == {
-        "ssp lr=0.1 staleness=1": [5, 9],
-        "ssp lr=0.1 staleness=3": [5],
-        "asp lr=0.1": [5],
-        "asp lr=0.2": [5],
+    assert {variant: sorted(runs) for variant, runs in found.items()} == {
+        ("workers=3 seconds=[0.1,0.1,0.3]", "ssp lr=0.1 staleness=1"): [5, 9],
+        ("workers=3 seconds=[0.1,0.1,0.3]", "ssp lr=0.1 staleness=3"): [5],
+        ("workers=3 seconds=[0.1,0.1,0.3]", "asp lr=0.1"): [5],
+        ("workers=3 seconds=[0.1,0.1,0.3]", "asp lr=0.2"): [5],
+        ("workers=2 seconds=0.1", "asp lr=0.1"): [5],
     }
     with pytest.raises(JobError, match="must not have the job and the seed .5. of another run"):
         grouped([Path("runs/0"), Path("runs/0/trace.h5")])
@@ -217,10 +221,30 @@ def test_processes_of_a_grid(job: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in children)
 
 
-def test_labels_of_overrides() -> None:
-    assert grid.label(["paradigm='bsp'", "cluster.compute.seconds=[0.1, 0.2]"]) == "bsp seconds=[0.1,0.2]"
-    assert grid.label(["compression={name='top-k', ratio=0.1}"]) == "top-k ratio=0.1"
-    assert grid.label([]) == "job"
+def test_variants_of_overrides() -> None:
+    """Keys of the cluster and the task are conditions: variants under different ones are not compared."""
+    found = grid.variant(["paradigm='bsp'", "cluster.compute.seconds=[0.1, 0.2]"])
+    assert found == ("seconds=[0.1,0.2]", "bsp")
+    assert str(found) == "bsp seconds=[0.1,0.2]"
+    assert grid.variant(["compression={name='top-k', ratio=0.1}"]) == ("", "top-k ratio=0.1")
+    assert grid.variant(["workload.batch_size=8", "workload.name='digits'"]) == ("digits", "batch_size=8")
+    assert grid.variant([]) == ("", "job")
+
+
+def test_only_variants_under_the_same_condition_are_compared(
+    job: Path, commands: Commands, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clusters = "cluster.compute.seconds=[0.1, [0.1, 0.1, 0.5]]"
+    assert main([job], asked(vary=[*TWO, clusters], seeds=1, latex=Path("table.tex"))) == 0
+    found = rows()
+    assert set(found) == {
+        "seconds=0.1 bsp",
+        "seconds=[0.1,0.1,0.5] bsp",
+        "seconds=0.1 ssp staleness=2",
+        "seconds=[0.1,0.1,0.5] ssp staleness=2",
+    }
+    assert sum(row["behind_s"] == "" for row in found.values()) == 2, "each condition has its fastest"
+    assert capsys.readouterr().out.count("fastest") == 2 + 2  # in each table, and twice in the line about the columns
 
 
 def test_values_at_an_end() -> None:
@@ -231,7 +255,7 @@ def test_values_at_an_end() -> None:
 
 def test_a_plan_is_of_valid_jobs(job: Path) -> None:
     runs = grid.plan(job, [], grid.combinations("--vary", TWO), range(2), Path("out"))
-    assert [(each.label, each.seed, each.job.paradigm.name) for each in runs] == [
+    assert [(each.variant.label, each.seed, each.job.paradigm.name) for each in runs] == [
         ("bsp", 5, "bsp"),
         ("bsp", 6, "bsp"),
         ("ssp staleness=2", 5, "ssp"),
